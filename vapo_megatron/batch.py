@@ -1,0 +1,188 @@
+"""The data that moves between generation, scoring, the critic and the actor, and the shape legend.
+
+Shape legend, used by every docstring of the package:
+    B  responses           (of this data-parallel rank, mini-batch or micro-batch, as the text says)
+    T  response tokens     of the same B responses, concatenated
+    S  prompt + response tokens of the same B responses, packed as the model sees them
+    P  prompts of a step   G  samples of one prompt (group size)
+    V  vocabulary          H  hidden size
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One problem of a data set."""
+
+    index: int
+    """Row in the data set: identifies the problem over the whole run, and seeds its sampling."""
+    text: str
+    token_ids: tuple[int, ...]
+    answer: str
+    """Ground truth, as the verifier reads it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """One sampled response."""
+
+    prompt: Prompt
+    sample: int
+    """Sample index within the prompt's group, 0..G-1."""
+    position: int
+    """Position in the step's repeated prompt list, 0..P*G-1: the same in every layout."""
+    token_ids: tuple[int, ...]
+    """The response, its stop token included."""
+    logprobs: tuple[float, ...]
+    """Per response token: log-probability under the distribution that was sampled from."""
+    truncated: bool
+    """True when a length limit ended the response, so that it has no stop token."""
+    text: str
+    policy_version: int
+    """Number of weight publications that the sampler had seen."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutBatch:
+    """Responses of one data-parallel rank, concatenated; every rank of its model-parallel group holds the same.
+
+    Fields that do not exist yet are None; `replace` fills them in step by step.
+    """
+
+    tokens: Tensor
+    """int64 [S]: prompt, response, prompt, response, ..."""
+    sequence_cu_seqlens: Tensor
+    """int32 [B+1]: bounds of prompt + response in S."""
+    cu_seqlens: Tensor
+    """int32 [B+1]: bounds of the responses in T."""
+    positions: Tensor
+    """int64 [B]: Rollout.position."""
+    rewards: Tensor
+    """float32 [B]: shaped reward of the whole response."""
+    is_correct: Tensor
+    """bool [B]: the verifier's verdict, untouched by reward shaping."""
+    truncated: Tensor
+    """bool [B]"""
+    rollout_logprobs: Tensor
+    """float32 [T]: from the sampler."""
+    loss_mask: Tensor
+    """bool or float32 [T]: True or a weight > 0 where a token is trained on."""
+    old_logprobs: Tensor | None = None
+    """float32 [T]: from the trainer, before this step's updates."""
+    values: Tensor | None = None
+    """float32 [T]: V of the state before each response token is emitted."""
+    advantages: Tensor | None = None
+    """float32 [T]"""
+    returns: Tensor | None = None
+    """float32 [T]: regression targets of the critic."""
+
+    @property
+    def num_responses(self) -> int:
+        """B."""
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """int64 [B], in tokens."""
+        return self.cu_seqlens.diff().long()
+
+    @property
+    def sequence_lengths(self) -> Tensor:
+        """int64 [B], prompt + response, in tokens."""
+        return self.sequence_cu_seqlens.diff().long()
+
+    def replace(self, **fields: Tensor) -> RolloutBatch:
+        """Return the same batch with some fields set."""
+        return dataclasses.replace(self, **fields)
+
+    def select(self, responses: Sequence[int]) -> RolloutBatch:
+        """Return the batch of the given responses, in the given order. responses: local indices, 0..B-1."""
+        index = torch.as_tensor(responses, dtype=torch.long)
+        in_t, cu_t = _ranges(self.cu_seqlens, index)
+        in_s, cu_s = _ranges(self.sequence_cu_seqlens, index)
+        picked: dict[str, Tensor | None] = {"sequence_cu_seqlens": cu_s, "cu_seqlens": cu_t}
+        for name in ("positions", "rewards", "is_correct", "truncated"):
+            picked[name] = getattr(self, name)[index]
+        for name in _PER_TOKEN:
+            value = getattr(self, name)
+            picked[name] = None if value is None else value[in_t]
+        return RolloutBatch(tokens=self.tokens[in_s], **picked)  # type: ignore[arg-type]
+
+    def per_token(self, per_response: Tensor) -> Tensor:
+        """Spread [B] over the tokens of each response -> [T]."""
+        return per_response.repeat_interleave(self.response_lengths)
+
+
+_PER_TOKEN = (
+    "rollout_logprobs", "loss_mask", "old_logprobs", "values", "advantages", "returns",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass sees: a RolloutBatch and the index tensors that the model needs.
+
+    S here may exceed the batch's token count: sequence parallelism pads the end, and the padding is a
+    sequence of its own that no loss reads.
+    """
+
+    batch: RolloutBatch
+    tokens: Tensor
+    """int64 [S]"""
+    position_ids: Tensor
+    """int64 [S]: restart at 0 in each sequence."""
+    model_cu_seqlens: Tensor
+    """int32: bounds of the sequences in S, the padding's included."""
+    max_seqlen: int
+    predicting: Tensor
+    """int64 [T]: position in S whose output predicts response token t: the position before it, where V(s_t) is
+    read as well."""
+
+    @property
+    def targets(self) -> Tensor:
+        """int64 [T]: the response tokens."""
+        return self.tokens[self.predicting + 1]
+
+
+def make_micro_batch(batch: RolloutBatch, *, multiple_of: int = 1) -> MicroBatch:
+    """Build the index tensors of a packed forward pass.
+
+    Args:
+        batch: the responses of this micro-batch.
+        multiple_of: S is padded at its end to a multiple of this (tensor-parallel size under sequence
+            parallelism).
+    """
+    cu_s = batch.sequence_cu_seqlens
+    size = int(cu_s[-1])
+    padding = -size % multiple_of
+    tokens, cu_model = batch.tokens, cu_s
+    if padding:
+        tokens = torch.cat([tokens, tokens.new_zeros(padding)])
+        cu_model = torch.cat([cu_s, cu_s.new_tensor([size + padding])])
+    lengths = cu_model.diff().long()
+    total = size + padding
+    position_ids = torch.arange(total) - cu_model[:-1].long().repeat_interleave(lengths)
+    # A response ends where its sequence ends, so token t stands at sequence_end - response_end + t.
+    shift = cu_s[1:].long() - batch.cu_seqlens[1:].long()
+    num_tokens = int(batch.cu_seqlens[-1])
+    predicting = torch.arange(num_tokens) + batch.per_token(shift) - 1
+    return MicroBatch(
+        batch, tokens, position_ids, cu_model, int(lengths.max()) if total else 0, predicting
+    )
+
+
+def _ranges(cu_seqlens: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the segments `index` of cu_seqlens, concatenated, and their new bounds (int32)."""
+    starts = cu_seqlens[:-1].long()[index]
+    lengths = cu_seqlens.diff().long()[index]
+    bounds = torch.zeros(len(index) + 1, dtype=torch.long)
+    torch.cumsum(lengths, 0, out=bounds[1:])
+    offsets = torch.arange(int(bounds[-1])) + (starts - bounds[:-1]).repeat_interleave(lengths)
+    return offsets, bounds.int()

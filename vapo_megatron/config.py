@@ -1,0 +1,273 @@
+"""Reads and checks the configuration. Imports neither torch nor megatron: `--help` and `--dry-run` are quick.
+
+Order: defaults < YAML files (later ones win) < `section.field=value`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from vapo_megatron.config_schema import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RewardConfig,
+    RolloutConfig,
+    VapoConfig,
+)
+from vapo_megatron.errors import ConfigError
+
+__all__ = [
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "EvaluationConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "VapoConfig",
+    "describe_fields",
+    "load_config",
+]
+
+
+def load_config(
+    path: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()
+) -> VapoConfig:
+    """Read YAML files (later ones win), apply overrides, check everything.
+
+    Args:
+        path: one file or several.
+        overrides: strings `section.field=value`; the value is read as YAML.
+
+    Raises:
+        ConfigError: names the field, its value, the rule and the remedy.
+    """
+    tree: dict[str, Any] = {}
+    for file in [path] if isinstance(path, str | Path) else path:
+        _merge(tree, _read_yaml(Path(file)), str(file))
+    for override in overrides:
+        _merge(tree, _parse_override(override), f"override {override!r}")
+    _suggest_unknown(VapoConfig, tree, "")
+    try:
+        config = VapoConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+    _check_together(config)
+    return config
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"config file {file}: {error.strerror}; give an existing YAML file"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"config file {file} is not YAML: {' '.join(str(error).split())}"
+        ) from None
+    if not isinstance(tree, dict | None):
+        raise ConfigError(f"config file {file} must hold sections, found {type(tree).__name__}")
+    return tree or {}
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator or not name.strip():
+        raise ConfigError(f"override {text!r} must read section.field=value")
+    try:
+        parsed: Any = yaml.safe_load(value) if value.strip() else None
+    except yaml.YAMLError:
+        parsed = value
+    for part in reversed(name.strip().split(".")):
+        parsed = {part: parsed}
+    return parsed
+
+
+def _merge(into: dict[str, Any], tree: dict[str, Any], where: str) -> None:
+    for key, value in tree.items():
+        if isinstance(into.get(key), dict):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{where}: {key} is a section; set {key}.FIELD=VALUE")
+            _merge(into[key], value, where)
+        else:
+            into[key] = value if not isinstance(value, dict) else _copy(value)
+
+
+def _copy(tree: dict[str, Any]) -> dict[str, Any]:
+    return {k: _copy(v) if isinstance(v, dict) else v for k, v in tree.items()}
+
+
+def _suggest_unknown(section: type[BaseModel], tree: dict[str, Any], prefix: str) -> None:
+    for key, value in tree.items():
+        field = section.model_fields.get(key)
+        if field is None:
+            names = list(section.model_fields)
+            close = difflib.get_close_matches(str(key), names, n=1)
+            hint = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(names)}"
+            raise ConfigError(f"unknown field {prefix}{key}; {hint}")
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            if not isinstance(value, dict):
+                raise ConfigError(
+                    f"{prefix}{key} is a section, found {value!r}; set {key}.FIELD=VALUE"
+                )
+            _suggest_unknown(kind, value, f"{prefix}{key}.")
+
+
+def _explain(error: Any) -> str:
+    parts = [str(p) for p in error["loc"]]
+    # Members of a union appear as extra path elements after the field's own name.
+    field = ".".join(parts[:2]) if parts[0] in VapoConfig.model_fields else ".".join(parts)
+    return (
+        f"{field}={error['input']!r}: {error['msg']}; run with --help for its meaning and default"
+    )
+
+
+def _check_together(config: VapoConfig) -> None:
+    for check in _RULES:
+        problem = check(config)
+        if problem:
+            raise ConfigError(problem)
+
+
+def _divides(name: str, value: int, divisor_name: str, divisor: int) -> str | None:
+    if value % divisor:
+        return f"{name}={value} must be divisible by {divisor_name}={divisor}; change one of them"
+    return None
+
+
+def _layout_rule(c: VapoConfig) -> str | None:
+    p = c.parallel
+    tp, pp, vpp = (
+        p.tensor_model_parallel_size,
+        p.pipeline_model_parallel_size,
+        p.virtual_pipeline_model_parallel_size,
+    )
+    if p.context_parallel_size != 1:
+        return (
+            f"parallel.context_parallel_size={p.context_parallel_size}: only 1 is supported; "
+            "shard long sequences with sequence_parallel and recompute=full instead"
+        )
+    if p.world_size % p.model_parallel_size:
+        return (
+            f"parallel.world_size={p.world_size} must be divisible by tensor_model_parallel_size({tp})"
+            f" * pipeline_model_parallel_size({pp}) = {tp * pp}; change one of them"
+        )
+    if p.sequence_parallel and tp == 1:
+        return (
+            "parallel.sequence_parallel=true needs parallel.tensor_model_parallel_size > 1, found 1; "
+            "set sequence_parallel=false"
+        )
+    if vpp is not None and vpp > 1 and pp == 1:
+        return (
+            f"parallel.virtual_pipeline_model_parallel_size={vpp} needs "
+            "parallel.pipeline_model_parallel_size > 1, found 1; set it to null"
+        )
+    if p.overlap_param_gather and not (p.use_distributed_optimizer and p.overlap_grad_reduce):
+        return (
+            "parallel.overlap_param_gather=true needs use_distributed_optimizer=true and "
+            "overlap_grad_reduce=true; set them, or overlap_param_gather=false"
+        )
+    return _divides(
+        "parallel.world_size", p.world_size,
+        "rollout.tensor_model_parallel_size", c.rollout.tensor_model_parallel_size,
+    )  # fmt: skip
+
+
+def _batch_rule(c: VapoConfig) -> str | None:
+    a = c.algorithm
+    responses = a.value_pretraining_responses_per_step or a.responses_per_step
+    group = a.value_pretraining_group_size or a.group_size
+    prefix = "algorithm.value_pretraining_responses_per_step"
+    return (
+        _divides("algorithm.responses_per_step", a.responses_per_step, "group_size", a.group_size)
+        or _divides(
+            "algorithm.responses_per_step",
+            a.responses_per_step,
+            "mini_batch_size",
+            a.mini_batch_size,
+        )
+        or _divides(prefix, responses, "value_pretraining_group_size", group)
+        or _divides(prefix, responses, "mini_batch_size", a.mini_batch_size)
+        or _at_least_data_parallel(c)
+    )
+
+
+def _at_least_data_parallel(c: VapoConfig) -> str | None:
+    size, dp_size = c.algorithm.mini_batch_size, c.parallel.data_parallel_size
+    if size < dp_size:
+        return (
+            f"algorithm.mini_batch_size={size} must be at least the data-parallel size {dp_size} "
+            "(world_size / (TP * PP)); raise it or lower parallel.world_size"
+        )
+    return None
+
+
+def _lambda_rule(c: VapoConfig) -> str | None:
+    for name in ("lambda_actor", "lambda_critic"):
+        value = getattr(c.algorithm, name)
+        if not isinstance(value, str) and not 0 <= value <= 1:
+            return f"algorithm.{name}={value} must lie in [0, 1]"
+    return None
+
+
+def _sampling_rule(c: VapoConfig) -> str | None:
+    if c.rollout.top_p != 1:
+        return (
+            f"rollout.top_p={c.rollout.top_p} must be 1: training needs the log-probabilities of the "
+            "distribution that was sampled from; set rollout.top_p=1 (evaluation.top_p is free)"
+        )
+    if c.rollout.top_k != -1:
+        return f"rollout.top_k={c.rollout.top_k} must be -1, for the same reason as top_p; set it to -1"
+    return None
+
+
+def _reward_rule(c: VapoConfig) -> str | None:
+    if c.reward.overlong_buffer_tokens > c.rollout.max_response_tokens:
+        return (
+            f"reward.overlong_buffer_tokens={c.reward.overlong_buffer_tokens} must not exceed "
+            f"rollout.max_response_tokens={c.rollout.max_response_tokens}; lower it"
+        )
+    return None
+
+
+_RULES = (_layout_rule, _batch_rule, _lambda_rule, _sampling_rule, _reward_rule)
+
+
+def describe_fields() -> str:
+    """Return every field with its default, the paper's symbol and a sentence, for --help."""
+    lines = []
+    for name, top in VapoConfig.model_fields.items():
+        section = top.annotation
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            lines += [_describe(name, top), ""]
+            continue
+        lines.append(f"{name}: {(section.__doc__ or '').strip()}")
+        lines += [_describe(f"{name}.{f}", info) for f, info in section.model_fields.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _describe(name: str, info: Any) -> str:
+    default = yaml.safe_dump(info.get_default(call_default_factory=True)).splitlines()[0]
+    extra = info.json_schema_extra
+    symbol = f" [{extra['symbol']}]" if isinstance(extra, dict) else ""
+    return f"  {name}={default}{symbol}\n      {info.description}"
