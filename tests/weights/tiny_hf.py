@@ -1,0 +1,133 @@
+"""A tiny random Qwen2 directory made from a seed, for the tests of every room.
+
+It holds config.json, generation_config.json and safetensors, and no tokenizer: tests pass token ids.
+Every tensor is random, biases and norm weights included, so that a swapped or forgotten tensor
+changes the output.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+EOS = 2
+
+
+def write_tiny_hf(
+    directory: str | Path,
+    *,
+    tied: bool = False,
+    num_layers: int = 4,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int | None = None,
+    ffn: int = 96,
+    vocab: int = 300,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    num_files: int = 1,
+) -> Path:
+    """Write the directory, make it if needed, and return its path.
+
+    Args:
+        tied: tie_word_embeddings; there is no lm_head.weight then.
+        head_dim: None: hidden // heads, the only one that vLLM's Qwen2 takes (32 or more on a CPU).
+        num_files: more than one: sharded files with model.safetensors.index.json.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    head_dim = head_dim or hidden // heads
+    tensors = _tensors(tied, num_layers, hidden, heads, kv_heads, head_dim, ffn, vocab, seed)
+    tensors = {name: t.to(dtype) for name, t in tensors.items()}
+    config: dict[str, Any] = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.02,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "tie_word_embeddings": tied,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": 1,
+        "eos_token_id": EOS,
+    }
+    if head_dim != hidden // heads:
+        config["head_dim"] = head_dim
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    (directory / "generation_config.json").write_text(
+        json.dumps({"bos_token_id": 1, "eos_token_id": [EOS]})
+    )
+    _write_files(directory, tensors, num_files)
+    return directory
+
+
+def _tensors(
+    tied: bool,
+    num_layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    ffn: int,
+    vocab: int,
+    seed: int,
+) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
+
+    def bias(size: int) -> Tensor:
+        return torch.randn(size, generator=generator) * 0.2
+
+    def norm() -> Tensor:
+        return 1 + torch.randn(hidden, generator=generator) * 0.2
+
+    tensors = {"model.embed_tokens.weight": matrix(vocab, hidden) * 2}
+    for i in range(num_layers):
+        p = f"model.layers.{i}."
+        for name, size in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            tensors[p + f"self_attn.{name}_proj.weight"] = matrix(size * head_dim, hidden)
+            tensors[p + f"self_attn.{name}_proj.bias"] = bias(size * head_dim)
+        tensors[p + "self_attn.o_proj.weight"] = matrix(hidden, heads * head_dim)
+        tensors[p + "mlp.gate_proj.weight"] = matrix(ffn, hidden)
+        tensors[p + "mlp.up_proj.weight"] = matrix(ffn, hidden)
+        tensors[p + "mlp.down_proj.weight"] = matrix(hidden, ffn)
+        tensors[p + "input_layernorm.weight"] = norm()
+        tensors[p + "post_attention_layernorm.weight"] = norm()
+    tensors["model.norm.weight"] = norm()
+    if not tied:
+        tensors["lm_head.weight"] = matrix(vocab, hidden)
+    return tensors
+
+
+def _write_files(directory: Path, tensors: dict[str, Tensor], num_files: int) -> None:
+    if num_files == 1:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = list(tensors)
+    weight_map = {}
+    for i in range(num_files):
+        file = f"model-{i + 1:05d}-of-{num_files:05d}.safetensors"
+        part = {n: tensors[n] for n in names[i::num_files]}
+        save_file(part, directory / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file))
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
