@@ -1,0 +1,129 @@
+"""Which device this process computes on, and megatron-core made to run on a CPU.
+
+megatron-core names CUDA all over its source. Where no GPU exists, `install` puts a hook into the import system that
+translates these names while `megatron.core.*` is compiled; nothing in torch and no file on disk changes:
+
+    torch.cuda, torch.compile          the stand-in module cpu_cuda.py (also `from torch.cuda import ...`)
+    "cuda", "torch.cuda.FloatTensor"   "cpu", "torch.FloatTensor"      (string constants that are exactly that)
+    x.cuda(...)                        x.cpu()
+
+`vapo_megatron.parallel` installs it when it is imported. Code outside it and models/ must not import megatron, so that
+the hook is always in place first; processes that megatron-core spawns get it through the program's entry module.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.abc
+import importlib.machinery
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+
+from vapo_megatron.parallel import cpu_cuda
+
+PACKAGE = "megatron.core"
+_STAND_IN = "_vapo_cpu_cuda"
+
+
+def device() -> torch.device:
+    """The device that this process computes on: its own GPU (LOCAL_RANK, as torchrun sets it), or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def distributed_backend() -> str:
+    """Backend of `torch.distributed`: "nccl" with a GPU, else "gloo"."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def install() -> bool:
+    """Make megatron-core importable and runnable on a CPU. Safe to call again; does nothing when a GPU exists.
+
+    Returns:
+        True when megatron-core is translated in this process.
+    """
+    if torch.cuda.is_available():
+        return False
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        assert PACKAGE not in sys.modules, (
+            f"{PACKAGE} was imported before vapo_megatron.parallel, too late to translate it for the CPU"
+        )
+        sys.meta_path.insert(0, _Finder())
+        logging.getLogger(f"{PACKAGE}.tensor_parallel.random").addFilter(_is_not_about_cpu_rng)
+    return True
+
+
+def _is_not_about_cpu_rng(record: logging.LogRecord) -> bool:
+    """Drop a warning that is true of every use of the RNG tracker here: its generator is the CPU's."""
+    return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Gives the modules of megatron.core a loader that translates them."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Compiles from source each time: the bytecode cache belongs to the untranslated modules."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:
+        tree = ast.fix_missing_locations(_Translator().visit(ast.parse(data, path)))
+        return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__[_STAND_IN] = cpu_cuda
+        super().exec_module(module)
+
+
+class _Translator(ast.NodeTransformer):
+    """The table in the module's docstring."""
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        value = node.value
+        if value == "cuda":
+            value = "cpu"
+        elif (
+            isinstance(value, str) and value.startswith("torch.cuda.") and value.endswith("Tensor")
+        ):
+            value = value.replace("torch.cuda.", "torch.")
+        return ast.copy_location(ast.Constant(value), node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Name) and node.value.id == "torch":
+            if node.attr == "cuda":
+                return ast.copy_location(ast.Name(_STAND_IN, node.ctx), node)
+            if node.attr == "compile":
+                node.value.id = _STAND_IN
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
+            node.func.attr, node.args, node.keywords = "cpu", [], []
+        return node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
+        if node.module == "torch.cuda":
+            node.module = cpu_cuda.__name__
+        return node

@@ -1,0 +1,128 @@
+"""The process groups of this rank: the only reader of megatron-core's `parallel_state`.
+
+Before `initialize`: torch.distributed runs, with one process per rank. After it: every rank belongs to one
+tensor-parallel, one pipeline-parallel and one data-parallel group. Ranks are numbered tensor-parallel fastest, then data
+parallel, then pipeline: with TP=2, DP=2, PP=2, ranks 0 and 1 share a layer's matrices, 0 and 2 are replicas of each
+other, and 0 and 4 are the two stages of one pipeline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from vapo_megatron.config import ParallelConfig
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.parallel import backend
+
+backend.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelGroups:
+    """Where this rank stands on each parallel axis. `*_rank` without "stage" is the rank within that axis' group."""
+
+    rank: int
+    world_size: int
+    tp_size: int
+    tp_rank: int
+    tp_group: ProcessGroup
+    pp_size: int
+    pp_rank: int
+    pp_group: ProcessGroup
+    dp_size: int
+    dp_rank: int
+    dp_group: ProcessGroup
+    vpp_size: int
+    """Model chunks on each pipeline rank, 1 when the pipeline is not virtual."""
+    model_parallel_group: ProcessGroup
+    """The TP x PP ranks that hold one copy of the model."""
+    first_stage_rank: int
+    """Global rank of the member of pp_group that holds the first stage."""
+    last_stage_rank: int
+    """Global rank of the member of pp_group that holds the last stage."""
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Does this rank hold the embedding (in its first chunk)?"""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Does this rank hold the output (in its last chunk)?"""
+        return self.pp_rank == self.pp_size - 1
+
+
+_current: ParallelGroups | None = None
+
+
+def initialize(parallel: ParallelConfig, seed: int = 0) -> ParallelGroups:
+    """Build every process group and seed megatron-core's random number tracker. Collective over all ranks.
+
+    Args:
+        parallel: the layout; its world_size must be that of torch.distributed.
+        seed: of the tracker; tensor-parallel ranks get different streams from it.
+
+    Raises:
+        ConfigError: parallel.world_size is not the number of processes that run.
+    """
+    global _current
+    assert _current is None, "groups.initialize was called twice; call groups.destroy() in between"
+    if dist.get_world_size() != parallel.world_size:
+        raise ConfigError(
+            f"parallel.world_size={parallel.world_size} must be the number of processes started, "
+            f"{dist.get_world_size()}; set parallel.world_size or torchrun's --nproc-per-node and --nnodes"
+        )
+    vpp_size = parallel.virtual_pipeline_model_parallel_size or 1
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=vpp_size if vpp_size > 1 else None,
+        distributed_timeout_minutes=math.ceil(parallel.timeout_seconds / 60),
+    )
+    model_parallel_cuda_manual_seed(seed)
+    _current = _read(vpp_size)
+    return _current
+
+
+def _read(vpp_size: int) -> ParallelGroups:
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    pp_group = parallel_state.get_pipeline_model_parallel_group()
+    dp_group = parallel_state.get_data_parallel_group()
+    stages = dist.get_process_group_ranks(pp_group)
+    return ParallelGroups(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tp_size=tp_group.size(),
+        tp_rank=tp_group.rank(),
+        tp_group=tp_group,
+        pp_size=pp_group.size(),
+        pp_rank=pp_group.rank(),
+        pp_group=pp_group,
+        dp_size=dp_group.size(),
+        dp_rank=dp_group.rank(),
+        dp_group=dp_group,
+        vpp_size=vpp_size,
+        model_parallel_group=parallel_state.get_model_parallel_group(),
+        first_stage_rank=stages[0],
+        last_stage_rank=stages[-1],
+    )
+
+
+def current() -> ParallelGroups:
+    """Return the groups that `initialize` built."""
+    assert _current is not None, "groups.initialize has not been called"
+    return _current
+
+
+def destroy() -> None:
+    """Forget the groups, so that `initialize` may be called again. Safe at any time; torch.distributed goes on."""
+    global _current
+    parallel_state.destroy_model_parallel()
+    _current = None
