@@ -1,14 +1,16 @@
 """Which device this process computes on, and megatron-core made to run on a CPU.
 
-megatron-core names CUDA all over its source. Where no GPU exists, `install` puts a hook into the import system that
-translates these names while `megatron.core.*` is compiled; nothing in torch and no file on disk changes:
+megatron-core names CUDA all over its source. Where no GPU exists, `install` puts a hook into the
+import system that translates these names while `megatron.core.*` is compiled; nothing in torch and
+no file on disk changes:
 
-    torch.cuda, torch.compile          the stand-in module cpu_cuda.py (also `from torch.cuda import ...`)
-    "cuda", "torch.cuda.FloatTensor"   "cpu", "torch.FloatTensor"      (string constants that are exactly that)
+    torch.cuda, torch.compile          the stand-in module cpu_cuda.py (`from torch.cuda import` too)
+    "cuda", "torch.cuda.FloatTensor"   "cpu", "torch.FloatTensor" (whole string constants)
     x.cuda(...)                        x.cpu()
 
-`vapo_megatron.parallel` installs it when it is imported. Code outside it and models/ must not import megatron, so that
-the hook is always in place first; processes that megatron-core spawns get it through the program's entry module.
+`vapo_megatron.parallel` installs it when it is imported. Only modules that have imported
+`vapo_megatron.parallel` may import megatron, so that the hook is always in place first; processes
+that megatron-core spawns get it through the program's entry module.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import importlib.abc
 import importlib.machinery
 import logging
 import os
+import re
 import sys
+import warnings
 from collections.abc import Sequence
 from types import CodeType, ModuleType
 from typing import Any
@@ -32,7 +36,7 @@ _STAND_IN = "_vapo_cpu_cuda"
 
 
 def device() -> torch.device:
-    """The device that this process computes on: its own GPU (LOCAL_RANK, as torchrun sets it), or the CPU."""
+    """The device that this process computes on: its own GPU (torchrun's LOCAL_RANK), or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
@@ -44,7 +48,7 @@ def distributed_backend() -> str:
 
 
 def install() -> bool:
-    """Make megatron-core importable and runnable on a CPU. Safe to call again; does nothing when a GPU exists.
+    """Make megatron-core run on a CPU. Safe to call again; does nothing when a GPU exists.
 
     Returns:
         True when megatron-core is translated in this process.
@@ -53,15 +57,16 @@ def install() -> bool:
         return False
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         assert PACKAGE not in sys.modules, (
-            f"{PACKAGE} was imported before vapo_megatron.parallel, too late to translate it for the CPU"
+            f"{PACKAGE} was imported before vapo_megatron.parallel: too late to translate it"
         )
         sys.meta_path.insert(0, _Finder())
         logging.getLogger(f"{PACKAGE}.tensor_parallel.random").addFilter(_is_not_about_cpu_rng)
+        warnings.filterwarnings("ignore", "Transformer Engine and Apex are not installed")
     return True
 
 
 def _is_not_about_cpu_rng(record: logging.LogRecord) -> bool:
-    """Drop a warning that is true of every use of the RNG tracker here: its generator is the CPU's."""
+    """Drop a warning about every use of the RNG tracker: here its generator is the CPU's."""
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
@@ -102,9 +107,7 @@ class _Translator(ast.NodeTransformer):
         value = node.value
         if value == "cuda":
             value = "cpu"
-        elif (
-            isinstance(value, str) and value.startswith("torch.cuda.") and value.endswith("Tensor")
-        ):
+        elif isinstance(value, str) and re.fullmatch(r"torch\.cuda\.\w+Tensor", value):
             value = value.replace("torch.cuda.", "torch.")
         return ast.copy_location(ast.Constant(value), node)
 

@@ -1,7 +1,7 @@
 """Stand-in for `torch.cuda` that megatron-core sees on a machine without a GPU (see backend.py).
 
-Only what megatron-core calls while it trains is defined here. Everything else is looked up in the real `torch.cuda`,
-which says by itself that there is no GPU.
+Only what megatron-core calls while it trains is defined here. Everything else is looked up in the
+real `torch.cuda`, which says by itself that there is no GPU.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ default_generators = {key: torch.default_generator for key in (_CPU, None, 0)}
 
 
 def compile(function: Callable | None = None, **_: Any) -> Callable:
-    """Stand in for `torch.compile`: return the function, since the real one needs a C++ toolchain and minutes."""
+    """Return the function itself: the real `torch.compile` needs a C++ toolchain and minutes."""
     return function if function is not None else lambda f: f
 
 

@@ -1,9 +1,9 @@
 """The process groups of this rank: the only reader of megatron-core's `parallel_state`.
 
-Before `initialize`: torch.distributed runs, with one process per rank. After it: every rank belongs to one
-tensor-parallel, one pipeline-parallel and one data-parallel group. Ranks are numbered tensor-parallel fastest, then data
-parallel, then pipeline: with TP=2, DP=2, PP=2, ranks 0 and 1 share a layer's matrices, 0 and 2 are replicas of each
-other, and 0 and 4 are the two stages of one pipeline.
+Before `initialize`: torch.distributed runs, with one process per rank. After it: every rank belongs
+to one tensor-parallel, one pipeline-parallel and one data-parallel group. Ranks are numbered tensor
+parallel fastest, then data parallel, then pipeline: with TP=2, DP=2, PP=2, ranks 0 and 1 share each
+layer's matrices, 0 and 2 are replicas of each other, and 0 and 4 are the stages of one pipeline.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 
 @dataclasses.dataclass(frozen=True)
 class ParallelGroups:
-    """Where this rank stands on each parallel axis. `*_rank` without "stage" is the rank within that axis' group."""
+    """Where this rank stands on each axis: tp_rank, pp_rank and dp_rank are ranks within that group."""
 
     rank: int
     world_size: int
@@ -63,7 +63,7 @@ _current: ParallelGroups | None = None
 
 
 def initialize(parallel: ParallelConfig, seed: int = 0) -> ParallelGroups:
-    """Build every process group and seed megatron-core's random number tracker. Collective over all ranks.
+    """Build every process group and seed megatron-core's RNG tracker. Collective over all ranks.
 
     Args:
         parallel: the layout; its world_size must be that of torch.distributed.
@@ -77,7 +77,8 @@ def initialize(parallel: ParallelConfig, seed: int = 0) -> ParallelGroups:
     if dist.get_world_size() != parallel.world_size:
         raise ConfigError(
             f"parallel.world_size={parallel.world_size} must be the number of processes started, "
-            f"{dist.get_world_size()}; set parallel.world_size or torchrun's --nproc-per-node and --nnodes"
+            f"{dist.get_world_size()}; set parallel.world_size, or torchrun's --nproc-per-node "
+            "and --nnodes"
         )
     vpp_size = parallel.virtual_pipeline_model_parallel_size or 1
     parallel_state.initialize_model_parallel(
@@ -122,7 +123,7 @@ def current() -> ParallelGroups:
 
 
 def destroy() -> None:
-    """Forget the groups, so that `initialize` may be called again. Safe at any time; torch.distributed goes on."""
+    """Forget the groups, so that `initialize` may be called again. Safe to call at any time."""
     global _current
     parallel_state.destroy_model_parallel()
     _current = None
