@@ -1,6 +1,6 @@
 """A tiny random Qwen2 directory made from a seed, for the tests of every room.
 
-It holds config.json, generation_config.json and safetensors, and no tokenizer: tests pass token ids.
+It holds config.json, generation_config.json and safetensors. There is no tokenizer: tests pass ids.
 Every tensor is random, biases and norm weights included, so that a swapped or forgotten tensor
 changes the output.
 """

@@ -1,0 +1,244 @@
+"""The name table: every direction (HF -> Megatron, Megatron -> HF, sync into vLLM) reads it.
+
+A row says which HF tensors make one Megatron parameter, how (see layout.py) and for which models.
+Megatron names come in two versions: Transformer Engine fuses each layer norm into the projection
+after it. `{}` stands for the layer: numbered within the model chunk in Megatron names, within the
+whole model in HF names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.weights.layout import Kind
+
+if TYPE_CHECKING:
+    from vapo_megatron.models.hf_config import ModelShape
+
+Role = Literal["actor", "critic"]
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    megatron: tuple[str, ...]
+    """Parameter names, one for each layer implementation."""
+    hf: tuple[str, ...]
+    kind: Kind
+    shapes: Callable[[ModelShape], Shapes]
+    """Shapes of the full HF tensors."""
+    when: Callable[[ModelShape, Role], bool] = lambda shape, role: True
+    """Which models have it."""
+    is_copy: bool = False
+    """A second copy of an HF tensor that another row owns: loaded, never exported."""
+
+
+def _q(s: ModelShape) -> int:
+    return s.num_attention_heads * s.head_dim
+
+
+def _kv(s: ModelShape) -> int:
+    return s.num_key_value_heads * s.head_dim
+
+
+def _norm(s: ModelShape) -> Shapes:
+    return ((s.hidden_size,),)
+
+
+def _vocabulary(s: ModelShape) -> Shapes:
+    return ((s.vocab_size, s.hidden_size),)
+
+
+_LAYER = "decoder.layers.{}."
+_HF_LAYER = "model.layers.{}."
+
+TABLE: tuple[Row, ...] = (
+    Row(
+        ("embedding.word_embeddings.weight",),
+        ("model.embed_tokens.weight",),
+        "vocabulary",
+        _vocabulary,
+    ),
+    Row(
+        (
+            _LAYER + "input_layernorm.weight",
+            _LAYER + "self_attention.linear_qkv.layer_norm_weight",
+        ),
+        (_HF_LAYER + "input_layernorm.weight",),
+        "replicated",
+        _norm,
+    ),
+    Row(
+        (_LAYER + "self_attention.linear_qkv.weight",),
+        tuple(_HF_LAYER + f"self_attn.{x}_proj.weight" for x in "qkv"),
+        "qkv",
+        lambda s: ((_q(s), s.hidden_size), (_kv(s), s.hidden_size), (_kv(s), s.hidden_size)),
+    ),
+    Row(
+        (_LAYER + "self_attention.linear_qkv.bias",),
+        tuple(_HF_LAYER + f"self_attn.{x}_proj.bias" for x in "qkv"),
+        "qkv",
+        lambda s: ((_q(s),), (_kv(s),), (_kv(s),)),
+        when=lambda s, role: s.qkv_bias,
+    ),
+    Row(
+        (_LAYER + "self_attention.q_layernorm.weight",),
+        (_HF_LAYER + "self_attn.q_norm.weight",),
+        "replicated",
+        lambda s: ((s.head_dim,),),
+        when=lambda s, role: s.qk_norm,
+    ),
+    Row(
+        (_LAYER + "self_attention.k_layernorm.weight",),
+        (_HF_LAYER + "self_attn.k_norm.weight",),
+        "replicated",
+        lambda s: ((s.head_dim,),),
+        when=lambda s, role: s.qk_norm,
+    ),
+    Row(
+        (_LAYER + "self_attention.linear_proj.weight",),
+        (_HF_LAYER + "self_attn.o_proj.weight",),
+        "row",
+        lambda s: ((s.hidden_size, _q(s)),),
+    ),
+    Row(
+        (_LAYER + "pre_mlp_layernorm.weight", _LAYER + "mlp.linear_fc1.layer_norm_weight"),
+        (_HF_LAYER + "post_attention_layernorm.weight",),
+        "replicated",
+        _norm,
+    ),
+    Row(
+        (_LAYER + "mlp.linear_fc1.weight",),
+        (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"),
+        "gate_up",
+        lambda s: ((s.ffn_hidden_size, s.hidden_size),) * 2,
+    ),
+    Row(
+        (_LAYER + "mlp.linear_fc2.weight",),
+        (_HF_LAYER + "mlp.down_proj.weight",),
+        "row",
+        lambda s: ((s.hidden_size, s.ffn_hidden_size),),
+    ),
+    Row(("decoder.final_layernorm.weight",), ("model.norm.weight",), "replicated", _norm),
+    Row(
+        ("output_layer.weight",),
+        ("lm_head.weight",),
+        "vocabulary",
+        _vocabulary,
+        when=lambda s, role: role == "actor" and not s.tied,
+    ),
+    Row(
+        ("output_layer.weight",),
+        ("model.embed_tokens.weight",),
+        "vocabulary",
+        _vocabulary,
+        when=lambda s, role: role == "actor" and s.tied,
+        is_copy=True,
+    ),
+    Row(
+        ("output_layer.weight",),
+        ("score.weight",),
+        "replicated",
+        lambda s: ((1, s.hidden_size),),
+        when=lambda s, role: role == "critic",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalParameter:
+    """A parameter that this rank holds, and where it belongs."""
+
+    name: str
+    """Within its model chunk."""
+    data: Tensor
+    """The model's own storage; bfloat16 where the optimizer keeps float32 main parameters."""
+    row: Row
+    hf_names: tuple[str, ...]
+    """With the layer's number in the whole model."""
+
+
+def rows(shape: ModelShape, role: Role) -> list[Row]:
+    """Return the table's rows for one model."""
+    return [row for row in TABLE if row.when(shape, role)]
+
+
+def hf_tensors(shape: ModelShape, role: Role) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of every HF tensor of the model, in the order of its layers."""
+    in_layer, outside = [], []
+    for row in rows(shape, role):
+        if not row.is_copy:
+            (in_layer if "{}" in row.hf[0] else outside).append(row)
+    found = dict(_named_shapes(outside[:1], shape, 0))
+    for layer in range(shape.num_layers):
+        found.update(_named_shapes(in_layer, shape, layer))
+    found.update(_named_shapes(outside[1:], shape, 0))
+    return found
+
+
+def _named_shapes(
+    some: list[Row], shape: ModelShape, layer: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for row in some:
+        for name, size in zip(row.hf, row.shapes(shape), strict=True):
+            yield name.format(layer), size
+
+
+def check_tensor_parallel(shape: ModelShape, tp_size: int) -> None:
+    """Refuse a tensor-parallel size that cannot cut the model evenly.
+
+    Fewer key-value heads than ranks is refused too: Megatron then cuts the interleaved rows of
+    linear_qkv inside a group, and the shards stop being slices of the HF tensors.
+
+    Raises:
+        ConfigError: names the field, its value and the number that it must divide.
+    """
+    for what, size in (
+        ("num_key_value_heads", shape.num_key_value_heads),
+        ("num_attention_heads", shape.num_attention_heads),
+        ("intermediate_size", shape.ffn_hidden_size),
+    ):
+        if size % tp_size:
+            raise ConfigError(
+                f"parallel.tensor_model_parallel_size={tp_size} must divide the model's "
+                f"{what}={size}; choose a divisor, and pipeline parallelism for the rest"
+            )
+
+
+def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
+    """Return the GPTModel inside DDP and mixed-precision wrappers."""
+    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
+        chunk = inner
+    return chunk
+
+
+def local_parameters(
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, role: Role
+) -> list[LocalParameter]:
+    """Match every parameter of this rank's model chunks with its row; the order is the model's own.
+
+    Layers are numbered by the model (`layer_number`, from 1), so that any pipeline layout works.
+    """
+    by_name = {name: row for row in rows(shape, role) for name in row.megatron}
+    found = []
+    for chunk in map(unwrap, chunks):
+        for name, parameter in chunk.named_parameters():
+            match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+            layer, key = 0, name
+            if match:
+                layer = chunk.decoder.layers[int(match[1])].layer_number - 1  # type: ignore
+                key = _LAYER + match[2]
+            row = by_name.get(key)
+            assert row is not None, f"parameter {name} of the {role} is not in the name table"
+            hf_names = tuple(n.format(layer) for n in row.hf)
+            found.append(LocalParameter(name, parameter.data, row, hf_names))
+    return found
