@@ -50,6 +50,45 @@ class Rollout:
 
 
 @dataclasses.dataclass(frozen=True)
+class ScoredRollout:
+    """A response, the verifier's verdict on it and its shaped reward."""
+
+    rollout: Rollout
+    status: str
+    """"correct", "wrong", "unparsable" or "timed_out"."""
+    reward: float
+
+    @property
+    def is_correct(self) -> bool:
+        """The verdict alone, whatever the reward says."""
+        return self.status == "correct"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSummary:
+    """A few numbers about every response of a step, on every rank, ordered by Rollout.position.
+
+    All arrays are [P*G].
+    """
+
+    prompt_lengths: Tensor
+    """int64, tokens"""
+    response_lengths: Tensor
+    """int64, tokens"""
+    is_correct: Tensor
+    """bool"""
+    truncated: Tensor
+    """bool"""
+    rewards: Tensor
+    """float32"""
+
+    @property
+    def sequence_lengths(self) -> list[int]:
+        """Prompt + response, in tokens."""
+        return (self.prompt_lengths + self.response_lengths).tolist()
+
+
+@dataclasses.dataclass(frozen=True)
 class RolloutBatch:
     """Responses of one data-parallel rank, concatenated; every rank of its model-parallel group holds the same.
 
@@ -161,7 +200,7 @@ def make_micro_batch(batch: RolloutBatch, *, multiple_of: int = 1) -> MicroBatch
     """
     cu_s = batch.sequence_cu_seqlens
     size = int(cu_s[-1])
-    padding = -size % multiple_of
+    padding = -size % multiple_of if size else multiple_of  # no forward pass sees zero tokens
     tokens, cu_model = batch.tokens, cu_s
     if padding:
         tokens = torch.cat([tokens, tokens.new_zeros(padding)])

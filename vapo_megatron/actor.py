@@ -1,0 +1,140 @@
+"""The actor: the policy that is trained and sampled from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithm.policy_loss import clipped_policy_loss, token_weights
+from vapo_megatron.algorithm.positive_lm_loss import positive_lm_loss
+from vapo_megatron.batch import MicroBatch
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.models.build import gather_hidden, output_weight
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.logprobs import linear_logprobs
+from vapo_megatron.parallel.minibatches import MiniBatch
+from vapo_megatron.parallel.optimizer import actor_learning_rate
+from vapo_megatron.parallel.reduce import max_over_world
+from vapo_megatron.parallel.schedule import forward_only
+from vapo_megatron.trained_model import TrainedModel
+
+# Before the first update of a step nothing has changed since old_logprobs were computed with the
+# same micro-batches, so that the ratio can differ from 1 by rounding alone.
+RATIO_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+
+
+class Actor:
+    """Policy model with its optimizer; `trained.num_updates` counts its updates."""
+
+    def __init__(self, shape: ModelShape, config: VapoConfig, groups: ParallelGroups) -> None:
+        self.shape, self.config, self.groups = shape, config, groups
+        self.trained = TrainedModel(shape, config, groups, "actor", str(config.model.hf_path))
+
+    def compute_logprobs(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
+        """Return (logprobs, entropy) of the response tokens, no gradient; both float32 [T], CPU.
+
+        T counts the micro-batches' response tokens in order. Both are of the distribution at the
+        rollout's temperature; entropy is in nats.
+        """
+
+        def head(output: Tensor, micro_batch: MicroBatch) -> Tensor:
+            logprobs, entropy = self._logprobs(output, micro_batch, with_entropy=True)
+            return torch.stack([logprobs, entropy], dim=-1)
+
+        both = torch.cat(forward_only(self.trained.chunks, micro_batches, head)).cpu()
+        return both[:, 0].contiguous(), both[:, 1].contiguous()
+
+    def update(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+        """Make one update per mini-batch.
+
+        Loss (VAPO, section 4.3): clipped policy loss + mu * NLL of the correct responses
+        - entropy_coef * entropy, each divided by its own count over the whole mini-batch.
+
+        Returns:
+            Metrics averaged over the mini-batches; ratio_deviation_max is the largest
+            |ratio - 1| in the first of them.
+        """
+        totals: dict[str, Tensor] = {}
+        for index, mini_batch in enumerate(mini_batches):
+            deviation: list[Tensor] = []
+
+            def loss_function(
+                output: Tensor,
+                micro_batch: MicroBatch,
+                mini_batch: MiniBatch = mini_batch,
+                deviation: list[Tensor] = deviation,
+            ) -> tuple[Tensor, dict[str, Tensor]]:
+                return self._loss(output, micro_batch, mini_batch, deviation)
+
+            rate = actor_learning_rate(self.trained.num_updates, self.config)
+            metrics = self.trained.update(mini_batch, loss_function, rate)
+            if index == 0:
+                totals["ratio_deviation_max"] = self._check_ratio(deviation)
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0) + value / len(mini_batches)
+        return {name: float(value) for name, value in totals.items()}
+
+    def _loss(
+        self,
+        output: Tensor,
+        micro_batch: MicroBatch,
+        mini_batch: MiniBatch,
+        deviation: list[Tensor],
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        algorithm, batch = self.config.algorithm, micro_batch.batch
+        assert batch.old_logprobs is not None and batch.advantages is not None
+        by_token = algorithm.loss_aggregation == "token"
+        count = mini_batch.num_tokens if by_token else mini_batch.num_responses
+        weights = token_weights(batch.loss_mask, batch.cu_seqlens, algorithm.loss_aggregation)
+        logprobs, entropy = self._logprobs(
+            output, micro_batch, with_entropy=algorithm.entropy_coef > 0
+        )
+        loss, metrics = clipped_policy_loss(
+            logprobs,
+            batch.old_logprobs,
+            batch.advantages,
+            weights,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            num_tokens=count,
+        )
+        positive = positive_lm_loss(
+            logprobs,
+            batch.loss_mask,
+            batch.per_token(batch.is_correct),
+            num_positive_tokens=mini_batch.num_positive_tokens,
+        )
+        loss = loss + algorithm.positive_lm_coef * positive
+        if entropy is not None:
+            loss = loss - algorithm.entropy_coef * (entropy * weights).sum() / count.clamp(min=1)
+        deviation.append((logprobs.detach() - batch.old_logprobs).exp().sub(1).abs())
+        metrics = {**metrics, "loss": loss.detach(), "positive_lm_loss": positive.detach()}
+        return loss, metrics
+
+    def _logprobs(
+        self, output: Tensor, micro_batch: MicroBatch, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        hidden = gather_hidden(output, self.trained.model[-1])
+        return linear_logprobs(
+            hidden[micro_batch.predicting],
+            output_weight(self.trained.model[-1]),
+            micro_batch.targets,
+            self.groups.tp_group,
+            vocab_size=self.shape.vocab_size,
+            temperature=self.config.rollout.temperature,
+            with_entropy=with_entropy,
+        )
+
+    def _check_ratio(self, deviation: list[Tensor]) -> Tensor:
+        """Largest |ratio - 1| over all ranks, before anything was updated (RATIO_TOLERANCE)."""
+        largest = torch.cat([torch.zeros(1), *(d.cpu() for d in deviation)]).max()
+        largest = max_over_world(largest)
+        limit = RATIO_TOLERANCE[self.config.model.dtype]
+        assert float(largest) <= limit, (
+            f"the ratio at the step's first mini-batch differs from 1 by {float(largest):.3g} "
+            f"(limit {limit:g}): the update does not see what old_logprobs were computed from"
+        )
+        return largest

@@ -1,0 +1,66 @@
+"""The critic: V of the state before each response token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithm.value_loss import value_loss
+from vapo_megatron.batch import MicroBatch
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.models.build import values_of
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.minibatches import MiniBatch
+from vapo_megatron.parallel.optimizer import critic_learning_rate
+from vapo_megatron.parallel.schedule import forward_only
+from vapo_megatron.trained_model import TrainedModel
+
+
+class Critic:
+    """Value model with its optimizer; `trained.num_updates` counts its updates."""
+
+    def __init__(self, shape: ModelShape, config: VapoConfig, groups: ParallelGroups) -> None:
+        self.config, self.groups = config, groups
+        path = config.model.critic_hf_path or config.model.hf_path
+        self.trained = TrainedModel(shape, config, groups, "critic", str(path))
+
+    def compute_values(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Return V before each response token, no gradient; float32 [T], CPU."""
+        return torch.cat(forward_only(self.trained.chunks, micro_batches, self._values)).cpu()
+
+    def update(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+        """Pass over the mini-batches critic_updates_per_step times, one update each.
+
+        Returns:
+            Metrics averaged over the updates.
+        """
+        passes = list(mini_batches) * self.config.algorithm.critic_updates_per_step
+        totals: dict[str, Tensor] = {}
+        for mini_batch in passes:
+
+            def loss_function(
+                output: Tensor, micro_batch: MicroBatch, mini_batch: MiniBatch = mini_batch
+            ) -> tuple[Tensor, dict[str, Tensor]]:
+                batch = micro_batch.batch
+                loss, metrics = value_loss(
+                    self._values(output, micro_batch),
+                    batch.returns,
+                    batch.loss_mask,
+                    num_tokens=mini_batch.num_tokens,
+                    old_values=batch.values,
+                    clip=self.config.algorithm.value_clip,
+                )
+                return loss, {**metrics, "loss": loss.detach()}
+
+            rate = critic_learning_rate(self.trained.num_updates, self.config)
+            metrics = self.trained.update(mini_batch, loss_function, rate)
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0) + value / len(passes)
+        return {name: float(value) for name, value in totals.items()}
+
+    def _values(self, output: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """V at the positions that predict the response tokens, never scaled by a temperature."""
+        return values_of(output)[micro_batch.predicting]

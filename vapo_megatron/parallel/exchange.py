@@ -1,0 +1,145 @@
+"""Moves rollouts from the ranks that sampled them to the ranks that train on them.
+
+Before: the first rank of each vLLM replica holds its replica's scored rollouts; other ranks hold
+none. After `gather_summary`: every rank holds lengths, verdicts and rewards of all responses (a few
+bytes each). After `exchange`: every rank holds the tokens of the responses that its data-parallel
+rank trains on, and of no others. The payload moves once; its sizes follow from the summary, so no
+sizes are exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vapo_megatron.batch import RolloutBatch, ScoredRollout, StepSummary
+from vapo_megatron.parallel import backend
+from vapo_megatron.parallel.groups import ParallelGroups
+
+_COLUMNS = ("position", "prompt_length", "response_length", "is_correct", "truncated", "reward")
+
+
+def gather_summary(
+    local: Sequence[ScoredRollout], num_responses: int
+) -> tuple[StepSummary, Tensor]:
+    """Share lengths, verdicts and rewards of all responses.
+
+    Args:
+        local: this rank's rollouts; empty on ranks that are not the first of their vLLM replica.
+        num_responses: P*G, over all ranks.
+
+    Returns:
+        (summary, source): the summary in position order; int64 [P*G], the rank that holds each
+        response.
+    """
+    world_size = dist.get_world_size()
+    rows = torch.full((num_responses, len(_COLUMNS)), -1.0, dtype=torch.float64)
+    for row, item in zip(rows, local):
+        r = item.rollout
+        lengths = (len(r.prompt.token_ids), len(r.token_ids))
+        row[:] = torch.tensor(
+            [r.position, *lengths, item.is_correct, r.truncated, item.reward], dtype=torch.float64
+        )
+    counts = _all_gather(torch.tensor([len(local)]), world_size).flatten()
+    most = int(counts.max())
+    gathered = _all_gather(rows[:most], world_size)
+    held = torch.cat([gathered[r, : counts[r]] for r in range(world_size)])
+    source = torch.arange(world_size).repeat_interleave(counts)
+    order = held[:, 0].argsort()
+    held, source = held[order], source[order]
+    assert held[:, 0].tolist() == list(range(num_responses)), "responses missing or sampled twice"
+    summary = StepSummary(
+        prompt_lengths=held[:, 1].long(),
+        response_lengths=held[:, 2].long(),
+        is_correct=held[:, 3].bool(),
+        truncated=held[:, 4].bool(),
+        rewards=held[:, 5].float(),
+    )
+    return summary, source
+
+
+def exchange(
+    local: Sequence[ScoredRollout],
+    summary: StepSummary,
+    source: Tensor,
+    wanted: Sequence[Sequence[int]],
+    groups: ParallelGroups,
+) -> RolloutBatch:
+    """Send each response to the ranks that train on it.
+
+    Args:
+        local: this rank's rollouts.
+        summary, source: from gather_summary.
+        wanted: per data-parallel rank, the positions that it trains on, in the order that its batch
+            shall have.
+        groups: this rank's place.
+
+    Returns:
+        The batch of wanted[groups.dp_rank], on the CPU.
+    """
+    dp_ranks = _all_gather(torch.tensor([groups.dp_rank]), groups.world_size).flatten().tolist()
+    sources = source.tolist()
+    sizes = (summary.prompt_lengths + 2 * summary.response_lengths).tolist()
+    mine = {item.rollout.position: _pack(item) for item in local}
+    pieces: list[np.ndarray] = []
+    send_sizes = []
+    for dp_rank in dp_ranks:
+        outgoing = [mine[p] for p in wanted[dp_rank] if p in mine]
+        pieces += outgoing
+        send_sizes.append(sum(map(len, outgoing)))
+    arriving = [
+        [p for p in wanted[groups.dp_rank] if sources[p] == r] for r in range(groups.world_size)
+    ]
+    receive_sizes = [sum(sizes[p] for p in part) for part in arriving]
+    sent = torch.from_numpy(np.concatenate([*pieces, np.empty(0, np.int32)]))
+    received = torch.empty(sum(receive_sizes), dtype=torch.int32)
+    sent, received = sent.to(backend.device()), received.to(backend.device())
+    dist.all_to_all_single(received, sent, receive_sizes, send_sizes)
+    order = [p for part in arriving for p in part]
+    payload = dict(zip(order, received.cpu().split([sizes[p] for p in order])))
+    return _unpack(payload, summary, wanted[groups.dp_rank])
+
+
+def _pack(item: ScoredRollout) -> np.ndarray:
+    """int32 [prompt + 2 * response]: token ids, then the log-probabilities' bits."""
+    r = item.rollout
+    tokens = np.array(r.prompt.token_ids + r.token_ids, dtype=np.int32)
+    return np.concatenate([tokens, np.array(r.logprobs, dtype=np.float32).view(np.int32)])
+
+
+def _unpack(
+    payload: dict[int, Tensor], summary: StepSummary, wanted: Sequence[int]
+) -> RolloutBatch:
+    index = torch.tensor(wanted, dtype=torch.long)
+    lengths = summary.response_lengths[index]
+    sequence_lengths = summary.prompt_lengths[index] + lengths
+    empty = torch.empty(0, dtype=torch.int32)
+    tokens = [payload[p][:n] for p, n in zip(wanted, sequence_lengths.tolist())]
+    logprobs = [payload[p][n:] for p, n in zip(wanted, sequence_lengths.tolist())]
+    return RolloutBatch(
+        tokens=torch.cat([*tokens, empty]).long(),
+        sequence_cu_seqlens=_bounds(sequence_lengths),
+        cu_seqlens=_bounds(lengths),
+        positions=index,
+        rewards=summary.rewards[index],
+        is_correct=summary.is_correct[index],
+        truncated=summary.truncated[index],
+        rollout_logprobs=torch.cat([*logprobs, empty]).view(torch.float32),
+        loss_mask=torch.ones(int(lengths.sum()), dtype=torch.bool),
+    )
+
+
+def _bounds(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+
+
+def _all_gather(tensor: Tensor, world_size: int) -> Tensor:
+    """[...] on each rank -> [world_size, ...] on the CPU of every rank."""
+    tensor = tensor.to(backend.device()).contiguous()
+    out = tensor.new_empty((world_size, *tensor.shape))
+    dist.all_gather_into_tensor(out, tensor)
+    return out.cpu()

@@ -1,0 +1,86 @@
+"""Cuts a rank's batch into mini-batches and micro-batches, and counts over all ranks.
+
+Before: every data-parallel rank holds its own batch, in the order of the plan. After: it holds its
+micro-batches of every mini-batch, and every rank knows each mini-batch's global counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.batch import MicroBatch, RolloutBatch, make_micro_batch
+from vapo_megatron.parallel import backend
+from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.reduce import sum_over_data_parallel
+
+
+@dataclasses.dataclass(frozen=True)
+class MiniBatch:
+    """One optimizer update. Counts are over all its micro-batches and all data-parallel ranks."""
+
+    micro_batches: Sequence[MicroBatch]
+    num_tokens: Tensor
+    """0-d float32: sum of loss_mask."""
+    num_responses: Tensor
+    """0-d float32: responses with at least one token in loss_mask."""
+    num_positive_tokens: Tensor
+    """0-d float32: sum of loss_mask over correct responses."""
+
+
+def local_plan(micro_batches: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
+    """Renumber a rank's plan: [mini-batch][micro-batch] of step positions -> of local indices.
+
+    The local batch holds the responses in the order of the plan, so the indices count up.
+    """
+    plan, start = [], 0
+    for mini_batch in micro_batches:
+        plan.append([])
+        for positions in mini_batch:
+            plan[-1].append(list(range(start, start + len(positions))))
+            start += len(positions)
+    return plan
+
+
+def make_micro_batches(
+    batch: RolloutBatch, plan: Sequence[Sequence[int]], groups: ParallelGroups, *, pad: bool
+) -> list[MicroBatch]:
+    """Build packed micro-batches of local indices; pad: make S divisible by the TP size."""
+    multiple = groups.tp_size if pad else 1
+    return [make_micro_batch(batch.select(part), multiple_of=multiple) for part in plan]
+
+
+def make_mini_batches(
+    batch: RolloutBatch,
+    plan: Sequence[Sequence[Sequence[int]]],
+    groups: ParallelGroups,
+    *,
+    pad: bool,
+) -> list[MiniBatch]:
+    """Build every mini-batch of a step; one all-reduce for all their counts.
+
+    Args:
+        batch: this data-parallel rank's, complete with advantages and returns.
+        plan: [mini-batch][micro-batch][response] local indices.
+        groups: this rank's place.
+        pad: sequence parallelism is on.
+    """
+    mini_batches = [make_micro_batches(batch, part, groups, pad=pad) for part in plan]
+    counts = torch.stack(
+        [torch.stack([_counts(m.batch) for m in part]).sum(0) for part in mini_batches]
+    )
+    counts = sum_over_data_parallel(counts.to(backend.device()), groups).float()
+    return [MiniBatch(part, *count.unbind()) for part, count in zip(mini_batches, counts)]
+
+
+def _counts(batch: RolloutBatch) -> Tensor:
+    """float64 [3]: num_tokens, num_responses, num_positive_tokens of this rank."""
+    mask = batch.loss_mask.double()
+    of_response = torch.zeros(batch.num_responses, dtype=torch.float64)
+    owner = batch.per_token(torch.arange(batch.num_responses))
+    of_response.index_add_(0, owner, mask)
+    positive = of_response[batch.is_correct].sum()
+    return torch.stack([mask.sum(), (of_response > 0).sum().double(), positive])

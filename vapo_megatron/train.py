@@ -1,0 +1,93 @@
+"""The only entry point: configuration -> process groups -> trainer -> fit.
+
+torchrun --nproc-per-node N -m vapo_megatron.train --config FILE [section.field=value ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from vapo_megatron.config import VapoConfig, describe_fields, load_config
+from vapo_megatron.errors import ConfigError, UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; return its exit code: 0, or 2 for a user's mistake (told in one line)."""
+    arguments = _parser().parse_args(argv)
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        if arguments.dry_run:
+            if os.environ.get("RANK", "0") == "0":
+                print(config.to_yaml(), end="")
+            return 0
+        _require(config)
+        _train(config)
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m vapo_megatron.train",
+        description="Train a reasoning model with VAPO (arXiv 2504.05118).",
+        epilog="fields (default, [the paper's symbol], meaning):\n\n" + describe_fields(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--config",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="YAML file; may be given several times, later files win",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration and exit"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.field=value",
+        help="override one field; the value is read as YAML",
+    )
+    return parser
+
+
+def _require(config: VapoConfig) -> None:
+    """Check what only a real run needs, before anything slow starts."""
+    for name in ("model.hf_path", "data.train_path"):
+        section, field = name.split(".")
+        if getattr(getattr(config, section), field) is None:
+            raise ConfigError(f"{name} is required; set {name}=PATH")
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != config.parallel.world_size:
+        raise ConfigError(
+            f"parallel.world_size={config.parallel.world_size} must be the number of processes "
+            f"started, {started}; set parallel.world_size={started} or torchrun's --nproc-per-node "
+            "and --nnodes"
+        )
+
+
+def _train(config: VapoConfig) -> None:
+    # A process started without torchrun is a world of one.
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
+
+    # Heavy imports come after the checks, so that a mistake is reported at once.
+    from vapo_megatron.trainer import VapoTrainer
+
+    with VapoTrainer(config) as trainer:
+        trainer.fit()
+
+
+if __name__ == "__main__":
+    # megatron-core's checkpoint writer starts processes that import this module again: they need
+    # the guard, and vapo_megatron.parallel before megatron.
+    sys.exit(main())

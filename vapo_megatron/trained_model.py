@@ -1,0 +1,59 @@
+"""What actor and critic share: a Megatron model, its optimizer, and one optimizer update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from vapo_megatron.batch import MicroBatch
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.models.build import build_model, transformer_config
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.minibatches import MiniBatch
+from vapo_megatron.parallel.optimizer import (
+    build_ddp,
+    build_optimizer,
+    optimizer_step,
+    set_learning_rate,
+)
+from vapo_megatron.parallel.reduce import sum_over_data_parallel
+from vapo_megatron.parallel.schedule import forward_backward
+from vapo_megatron.weights.hf import load_hf_weights
+
+LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+
+
+class TrainedModel:
+    """A model that learns: `model` (one chunk per virtual stage), `chunks` (with DDP), `optimizer`."""
+
+    def __init__(
+        self, shape: ModelShape, config: VapoConfig, groups: ParallelGroups, role: str, hf_path: str
+    ) -> None:
+        self.groups = groups
+        self.model = build_model(shape, config, groups, role)
+        load_hf_weights(self.model, shape, hf_path, groups, role)
+        self.chunks = build_ddp(self.model, config, transformer_config(shape, config, role))
+        self.optimizer = build_optimizer(self.chunks, config, role)
+        self.num_updates = 0
+
+    def update(
+        self, mini_batch: MiniBatch, loss_function: LossFunction, learning_rate: float
+    ) -> dict[str, Tensor]:
+        """Make one optimizer update.
+
+        Args:
+            mini_batch: this data-parallel rank's micro-batches and the global counts.
+            loss_function: (model output, micro-batch) -> (loss divided by a global count, metrics).
+            learning_rate: of this update.
+
+        Returns:
+            The metrics summed over micro-batches and data-parallel ranks, and grad_norm; 0-d, on
+            every rank.
+        """
+        set_learning_rate(self.optimizer, learning_rate)
+        metrics = forward_backward(self.chunks, mini_batch.micro_batches, loss_function)
+        grad_norm = optimizer_step(self.optimizer)
+        self.num_updates += 1
+        return {**sum_over_data_parallel(metrics, self.groups), "grad_norm": grad_norm}

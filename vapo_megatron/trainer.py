@@ -1,0 +1,286 @@
+"""VAPO's loop. `train_step` is the algorithm; everything else here prepares, saves or reports."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vapo_megatron import checkpoint
+from vapo_megatron.actor import Actor
+from vapo_megatron.advantages import with_advantages
+from vapo_megatron.algorithm.group_sampling import repeat_for_group
+from vapo_megatron.algorithm.value_pretraining import actor_is_trained
+from vapo_megatron.batch import RolloutBatch, ScoredRollout, StepSummary
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.critic import Critic
+from vapo_megatron.data.packing import plan_mini_batches
+from vapo_megatron.data.prompts import PromptDataset, load_problems
+from vapo_megatron.evaluation import evaluate
+from vapo_megatron.metrics import MetricsWriter, PhaseTimer, write_rollouts
+from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.parallel import backend, groups
+from vapo_megatron.parallel.exchange import exchange, gather_summary
+from vapo_megatron.parallel.minibatches import local_plan, make_micro_batches, make_mini_batches
+from vapo_megatron.progress import Progress
+from vapo_megatron.report import build_report
+from vapo_megatron.reward.math_verifier import MathVerifier
+from vapo_megatron.reward.scoring import score_rollouts
+from vapo_megatron.rollout.engine import RolloutEngine
+from vapo_megatron.rollout.requests import SamplingSettings
+from vapo_megatron.rollout.tokenizer import load_tokenizer
+from vapo_megatron.step_metrics import step_metrics
+from vapo_megatron.weights.hf import export_hf
+from vapo_megatron.weights.sync import publish
+
+Plan = Sequence[Sequence[Sequence[int]]]
+
+
+class VapoTrainer:
+    """One process's part of a run. Every rank builds one and calls the same methods in the same order."""
+
+    def __init__(self, config: VapoConfig) -> None:
+        self.config = config
+        self.run_dir = Path(config.logging.run_dir)
+        torch.manual_seed(config.seed)
+        backend.initialize_distributed(config.parallel.timeout_seconds)
+        self.groups = groups.initialize(config.parallel, config.seed)
+        self.is_main = self.groups.rank == 0
+        hf_path = str(config.model.hf_path)
+        shape = self.shape = read_model_shape(hf_path)
+        tokenizer = load_tokenizer(hf_path)
+        self.dataset = self._problems(str(config.data.train_path), tokenizer, config.data.shuffle)
+        self.held_out = None
+        if config.evaluation.path:
+            self.held_out = self._problems(config.evaluation.path, tokenizer, shuffle=False)
+        self.engine = RolloutEngine(
+            hf_path, config, rank=self.groups.rank, world_size=self.groups.world_size
+        )
+        self.verifier = None
+        if self.engine.is_leader:
+            self.verifier = MathVerifier(config.reward.num_workers, config.reward.timeout_seconds)
+        self.actor = Actor(shape, config, self.groups)
+        self.critic = Critic(shape, config, self.groups)
+        self.policy_version = 0
+        self.timer = PhaseTimer()
+        self.progress = Progress(
+            config.logging.progress if self.is_main else "off",
+            total_steps=config.algorithm.num_steps,
+            value_pretraining_steps=config.algorithm.value_pretraining_steps,
+            title=f"VAPO {self.run_dir}",
+        )
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """Make one step of VAPO (arXiv 2504.05118); return its metrics. step counts from 0."""
+        config, timer = self.config, self.timer
+        group_size, num_prompts = self._step_shape(step)
+
+        # Sample a group of responses to each prompt, and judge them where they were sampled.
+        prompts = repeat_for_group(self.dataset.next(num_prompts), group_size)
+        with self._phase("generation") as on_progress:
+            rollouts = self.engine.generate(
+                prompts,
+                group_size,
+                step,
+                self.sampling,
+                self.policy_version,
+                on_progress=on_progress,
+            )
+        with self._phase("verification"):
+            scored = score_rollouts(
+                self.verifier, rollouts, config.reward, self.sampling.max_response_tokens
+            )
+        with self._phase("exchange"):
+            summary, batch, plan = self._distribute(scored, len(prompts), step)
+
+        # V and log pi of what was sampled, before anything is updated.
+        micro_batches = [m for part in plan for m in self._micro_batches(batch, part)]
+        with self._phase("values"):
+            values = self.critic.compute_values(micro_batches)
+        with self._phase("logprobs"):
+            old_logprobs, entropy = self.actor.compute_logprobs(micro_batches)
+
+        # Decoupled, length-adaptive GAE.
+        with self._phase("advantages"):
+            batch = batch.replace(values=values, old_logprobs=old_logprobs)
+            batch = with_advantages(batch, config.algorithm, self.groups)
+            mini_batches = make_mini_batches(batch, plan, self.groups, pad=self._pad)
+
+        # Learn: the critic always, the actor once value pretraining is over.
+        with self._phase("critic_update"):
+            critic_metrics = self.critic.update(mini_batches)
+        actor_metrics: dict[str, float] = {}
+        if actor_is_trained(step, config.algorithm.value_pretraining_steps):
+            with self._phase("actor_update"):
+                actor_metrics = self.actor.update(mini_batches)
+            with self._phase("sync"):
+                self.policy_version += 1
+                self._publish()
+
+        self._write_rollouts(step, scored, group_size)
+        metrics = step_metrics(
+            summary, batch, entropy, actor_metrics, critic_metrics, config.algorithm, self.groups
+        )
+        return {**metrics, **timer.drain(int(summary.response_lengths.sum()))}
+
+    def fit(self) -> None:
+        """Resume or start, run every step, and leave a checkpoint, an HF export and a report."""
+        config, total = self.config, self.config.algorithm.num_steps
+        start = self._resume()
+        self._publish()
+        with self._writer(start) as writer, self.progress:
+            if start == 0:
+                writer.write(0, self._evaluate())
+            for step in range(start, total):
+                metrics = self.train_step(step)
+                done = step + 1
+                if _due(done, config.evaluation.every_steps, total):
+                    metrics |= self._evaluate()
+                writer.write(done, metrics)
+                self.progress.step(done, metrics)
+                if _due(done, config.checkpoint.every_steps, total):
+                    with self._phase("checkpoint"):
+                        checkpoint.save(self, done)
+            self._finish(writer)
+
+    def _finish(self, writer: MetricsWriter) -> None:
+        if self.config.checkpoint.hf_export:
+            with self._phase("export"):
+                export_hf(
+                    self.actor.trained.model,
+                    self.shape,
+                    self.groups,
+                    self.run_dir / "hf_export",
+                    copy_from=str(self.config.model.hf_path),
+                )
+        if self.is_main:
+            writer.flush()
+            build_report(self.run_dir)
+            self.progress.note(f"done: {self.run_dir}/report.html and {self.run_dir}/hf_export")
+
+    def _resume(self) -> int:
+        if not self.config.checkpoint.resume:
+            return 0
+        done = checkpoint.load_latest(self)
+        if done:
+            self.progress.note(f"resumed after step {done} of {self.run_dir}")
+        return done
+
+    def _distribute(
+        self, scored: Sequence[ScoredRollout], num_responses: int, step: int
+    ) -> tuple[StepSummary, RolloutBatch, Plan]:
+        """Plan the step's mini-batches from all lengths, then move each response once."""
+        summary, source = gather_summary(scored, num_responses)
+        plans = plan_mini_batches(
+            summary.sequence_lengths,
+            mini_batch_size=self.config.algorithm.mini_batch_size,
+            dp_size=self.groups.dp_size,
+            max_tokens_per_microbatch=self.config.parallel.max_tokens_per_microbatch,
+            seed=self.config.seed * 1_000_003 + step,
+        )
+        by_rank = [[plan.micro_batches[r] for plan in plans] for r in range(self.groups.dp_size)]
+        wanted = [[p for mini in rank for micro in mini for p in micro] for rank in by_rank]
+        batch = exchange(scored, summary, source, wanted, self.groups)
+        return summary, batch, local_plan(by_rank[self.groups.dp_rank])
+
+    def _evaluate(self) -> dict[str, float]:
+        if self.held_out is None:
+            return {}
+        with self._phase("evaluation") as on_progress:
+            metrics = evaluate(
+                self.engine,
+                self.verifier,
+                self.config,
+                self.held_out.problems,
+                policy_version=self.policy_version,
+                on_progress=on_progress,
+            )
+        return {**metrics, **self.timer.drain()}
+
+    def _publish(self) -> None:
+        publish(self.actor.trained.model, self.shape, self.groups, self.engine, self.policy_version)
+
+    def _micro_batches(self, batch: RolloutBatch, part: Sequence[Sequence[int]]) -> list[Any]:
+        return make_micro_batches(batch, part, self.groups, pad=self._pad)
+
+    @property
+    def _pad(self) -> bool:
+        return self.config.parallel.sequence_parallel
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        """How training rollouts are sampled."""
+        rollout = self.config.rollout
+        return SamplingSettings(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_response_tokens=rollout.max_response_tokens,
+            seed_role="train",
+        )
+
+    def _step_shape(self, step: int) -> tuple[int, int]:
+        """(group size, prompts) of a step."""
+        a = self.config.algorithm
+        group_size, responses = a.group_size, a.responses_per_step
+        if not actor_is_trained(step, a.value_pretraining_steps):
+            group_size = a.value_pretraining_group_size or group_size
+            responses = a.value_pretraining_responses_per_step or responses
+        return group_size, responses // group_size
+
+    def _problems(self, path: str, tokenizer: Any, shuffle: bool) -> PromptDataset:
+        data = self.config.data
+        problems = load_problems(path, data.prompt_column, data.answer_column)
+        return PromptDataset(problems, tokenizer.encode, seed=self.config.seed, shuffle=shuffle)
+
+    def _writer(self, start: int) -> Any:
+        if not self.is_main:
+            return contextlib.nullcontext(_NoWriter())
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "config.yaml").write_text(self.config.to_yaml())
+        return MetricsWriter(
+            self.run_dir, tensorboard=self.config.logging.tensorboard, resume_step=start
+        )
+
+    def _write_rollouts(self, step: int, scored: Sequence[ScoredRollout], group_size: int) -> None:
+        """The first groups of a step are the main rank's own: nothing moves for this."""
+        if self.is_main and self.config.logging.rollout_groups:
+            shown = self.config.logging.rollout_groups * group_size
+            write_rollouts(
+                self.run_dir, step + 1, [s for s in scored if s.rollout.position < shown]
+            )
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[Any]:
+        """Time a phase and show it; yields a callback for (done, total)."""
+        self.progress.phase(name)
+        with self.timer(name):
+            yield lambda done, total: self.progress.phase(name, done, total)
+
+    def __enter__(self) -> VapoTrainer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.verifier is not None:
+            self.verifier.close()
+        self.engine.shutdown()
+        groups.destroy()
+        dist.destroy_process_group()
+
+
+class _NoWriter:
+    """Stands in for the metrics writer on all ranks but one."""
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+def _due(done: int, every: int, total: int) -> bool:
+    return done == total or (every > 0 and done % every == 0)
