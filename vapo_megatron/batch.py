@@ -90,7 +90,9 @@ class StepSummary:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutBatch:
-    """Responses of one data-parallel rank, concatenated; every rank of its model-parallel group holds the same.
+    """Responses of one data-parallel rank, concatenated.
+
+    Every rank of its model-parallel group holds the same.
 
     Fields that do not exist yet are None; `replace` fills them in step by step.
     """
@@ -142,8 +144,8 @@ class RolloutBatch:
         return dataclasses.replace(self, **fields)
 
     def select(self, responses: Sequence[int]) -> RolloutBatch:
-        """Return the batch of the given responses, in the given order. responses: local indices, 0..B-1."""
-        index = torch.as_tensor(responses, dtype=torch.long)
+        """Return the batch of the given responses (local indices, 0..B-1), in the given order."""
+        index = torch.as_tensor(responses, dtype=torch.long, device=self.tokens.device)
         in_t, cu_t = _ranges(self.cu_seqlens, index)
         in_s, cu_s = _ranges(self.sequence_cu_seqlens, index)
         picked: dict[str, Tensor | None] = {"sequence_cu_seqlens": cu_s, "cu_seqlens": cu_t}
@@ -168,8 +170,8 @@ _PER_TOKEN = (
 class MicroBatch:
     """What one forward pass sees: a RolloutBatch and the index tensors that the model needs.
 
-    S here may exceed the batch's token count: sequence parallelism pads the end, and the padding is a
-    sequence of its own that no loss reads.
+    S here may exceed the batch's token count: sequence parallelism pads the end, and the padding is
+    a sequence of its own that no loss reads.
     """
 
     batch: RolloutBatch
@@ -181,8 +183,8 @@ class MicroBatch:
     """int32: bounds of the sequences in S, the padding's included."""
     max_seqlen: int
     predicting: Tensor
-    """int64 [T]: position in S whose output predicts response token t: the position before it, where V(s_t) is
-    read as well."""
+    """int64 [T]: position in S whose output predicts response token t: the position before it,
+    where V(s_t) is read as well."""
 
     @property
     def targets(self) -> Tensor:
@@ -195,8 +197,8 @@ def make_micro_batch(batch: RolloutBatch, *, multiple_of: int = 1) -> MicroBatch
 
     Args:
         batch: the responses of this micro-batch.
-        multiple_of: S is padded at its end to a multiple of this (tensor-parallel size under sequence
-            parallelism).
+        multiple_of: S is padded at its end to a multiple of this (tensor-parallel size under
+            sequence parallelism).
     """
     cu_s = batch.sequence_cu_seqlens
     size = int(cu_s[-1])
@@ -207,21 +209,23 @@ def make_micro_batch(batch: RolloutBatch, *, multiple_of: int = 1) -> MicroBatch
         cu_model = torch.cat([cu_s, cu_s.new_tensor([size + padding])])
     lengths = cu_model.diff().long()
     total = size + padding
-    position_ids = torch.arange(total) - cu_model[:-1].long().repeat_interleave(lengths)
+    position_ids = torch.arange(total, device=tokens.device)
+    position_ids -= cu_model[:-1].long().repeat_interleave(lengths)
     # A response ends where its sequence ends, so token t stands at sequence_end - response_end + t.
     shift = cu_s[1:].long() - batch.cu_seqlens[1:].long()
     num_tokens = int(batch.cu_seqlens[-1])
-    predicting = torch.arange(num_tokens) + batch.per_token(shift) - 1
+    predicting = torch.arange(num_tokens, device=tokens.device) + batch.per_token(shift) - 1
     return MicroBatch(
         batch, tokens, position_ids, cu_model, int(lengths.max()) if total else 0, predicting
     )
 
 
 def _ranges(cu_seqlens: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the segments `index` of cu_seqlens, concatenated, and their new bounds (int32)."""
+    """Positions of the segments `index` of cu_seqlens, concatenated, and their new int32 bounds."""
     starts = cu_seqlens[:-1].long()[index]
     lengths = cu_seqlens.diff().long()[index]
-    bounds = torch.zeros(len(index) + 1, dtype=torch.long)
+    bounds = lengths.new_zeros(len(index) + 1)
     torch.cumsum(lengths, 0, out=bounds[1:])
-    offsets = torch.arange(int(bounds[-1])) + (starts - bounds[:-1]).repeat_interleave(lengths)
+    offsets = torch.arange(int(bounds[-1]), device=bounds.device)
+    offsets += (starts - bounds[:-1]).repeat_interleave(lengths)
     return offsets, bounds.int()

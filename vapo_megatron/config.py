@@ -1,4 +1,6 @@
-"""Reads and checks the configuration. Imports neither torch nor megatron: `--help` and `--dry-run` are quick.
+"""Reads and checks the configuration.
+
+Imports neither torch nor megatron: `--help` and `--dry-run` are quick.
 
 Order: defaults < YAML files (later ones win) < `section.field=value`.
 """
@@ -168,13 +170,14 @@ def _layout_rule(c: VapoConfig) -> str | None:
         )
     if p.world_size % p.model_parallel_size:
         return (
-            f"parallel.world_size={p.world_size} must be divisible by tensor_model_parallel_size({tp})"
-            f" * pipeline_model_parallel_size({pp}) = {tp * pp}; change one of them"
+            f"parallel.world_size={p.world_size} must be divisible by "
+            f"tensor_model_parallel_size({tp}) * pipeline_model_parallel_size({pp}) = {tp * pp}; "
+            "change one of them"
         )
     if p.sequence_parallel and tp == 1:
         return (
-            "parallel.sequence_parallel=true needs parallel.tensor_model_parallel_size > 1, found 1; "
-            "set sequence_parallel=false"
+            "parallel.sequence_parallel=true needs parallel.tensor_model_parallel_size > 1, "
+            "found 1; set sequence_parallel=false"
         )
     if vpp is not None and vpp > 1 and pp == 1:
         return (
@@ -232,11 +235,14 @@ def _lambda_rule(c: VapoConfig) -> str | None:
 def _sampling_rule(c: VapoConfig) -> str | None:
     if c.rollout.top_p != 1:
         return (
-            f"rollout.top_p={c.rollout.top_p} must be 1: training needs the log-probabilities of the "
-            "distribution that was sampled from; set rollout.top_p=1 (evaluation.top_p is free)"
+            f"rollout.top_p={c.rollout.top_p} must be 1: training needs the log-probabilities of "
+            "the distribution that was sampled from; set it to 1 (evaluation.top_p is free)"
         )
     if c.rollout.top_k != -1:
-        return f"rollout.top_k={c.rollout.top_k} must be -1, for the same reason as top_p; set it to -1"
+        return (
+            f"rollout.top_k={c.rollout.top_k} must be -1: training needs the log-probabilities of "
+            "the distribution that was sampled from; set it to -1 (evaluation.top_k is free)"
+        )
     return None
 
 

@@ -1,7 +1,8 @@
 """The configuration tree: every field with its default, rule and meaning.
 
-Defaults are the paper's (arXiv 2504.05118) where it prints a value, DAPO's (arXiv 2503.14476, same team)
-where it is silent. Read through `config.load_config`, which also checks fields against each other.
+Defaults are the paper's (arXiv 2504.05118) where it prints a value, DAPO's (arXiv 2503.14476, same
+team) where it is silent. Read through `config.load_config`, which also checks fields against each
+other.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class ModelConfig(Section):
     )
     critic_hf_path: str | None = _field(
         None,
-        "HF directory that the critic starts from; null: the actor's weights with a new value head.",
+        "HF directory that the critic starts from; null: the actor's weights, a new value head.",
     )
     value_head_init_std: float = _field(
         0.0, "Standard deviation of a new value head's weights; 0 starts at V = 0.", ge=0
@@ -110,7 +111,7 @@ class RolloutConfig(Section):
     top_k: int = _field(-1, "Must be -1 for training rollouts.")
     stop_token_ids: list[int] = _field(
         [],
-        "Ids that end a response; empty: those of generation_config, config and tokenizer together.",
+        "Ids that end a response; empty: those of generation_config, config and tokenizer.",
     )
     dtype: Literal["bfloat16", "float32"] | None = _field(
         None, "Type of vLLM's weights; null: model.dtype."

@@ -1,8 +1,8 @@
-"""Errors that a user can cause, told apart from bugs: they end the program with one line and exit code 2."""
+"""Errors that a user can cause, told apart from bugs: they end the program with exit code 2."""
 
 
 class UserError(ValueError):
-    """Something that a user can put right. The message names what, its value, the rule and the remedy."""
+    """Something that a user can put right; the message names what, its value, rule and remedy."""
 
 
 class ConfigError(UserError):
@@ -10,7 +10,7 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """A prompt file that cannot be read: the message names the file, the line or row, and the remedy."""
+    """Prompt data that cannot be used: the message names the file or text, row, and remedy."""
 
 
 class CheckpointError(UserError):
