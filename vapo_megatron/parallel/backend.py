@@ -4,7 +4,7 @@ megatron-core names CUDA all over its source. Where no GPU exists, `install` put
 import system that translates these names while `megatron.core.*` is compiled; nothing in torch and
 no file on disk changes:
 
-    torch.cuda, torch.compile          the stand-in module cpu_cuda.py (`from torch.cuda import` too)
+    torch.cuda, torch.compile          the stand-in cpu_cuda.py (`from torch.cuda import`, too)
     "cuda", "torch.cuda.FloatTensor"   "cpu", "torch.FloatTensor" (whole string constants)
     x.cuda(...)                        x.cpu()
 
@@ -60,9 +60,15 @@ def install() -> bool:
             f"{PACKAGE} was imported before vapo_megatron.parallel: too late to translate it"
         )
         sys.meta_path.insert(0, _Finder())
-        logging.getLogger(f"{PACKAGE}.tensor_parallel.random").addFilter(_is_not_about_cpu_rng)
-        warnings.filterwarnings("ignore", "Transformer Engine and Apex are not installed")
+        _quieten()
     return True
+
+
+def _quieten() -> None:
+    """Drop advice on what is missing for a GPU, and on names that megatron-core will outgrow."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\b")
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    logging.getLogger(f"{PACKAGE}.tensor_parallel.random").addFilter(_is_not_about_cpu_rng)
 
 
 def _is_not_about_cpu_rng(record: logging.LogRecord) -> bool:

@@ -12,21 +12,17 @@ import dataclasses
 import math
 
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
 
 from vapo_megatron.config import ParallelConfig
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.parallel import backend
-
-backend.install()
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
 class ParallelGroups:
-    """Where this rank stands on each axis: tp_rank, pp_rank and dp_rank are ranks within that group."""
+    """Where this rank stands on each axis; tp_rank, pp_rank, dp_rank are ranks in that group."""
 
     rank: int
     world_size: int

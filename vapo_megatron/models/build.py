@@ -1,0 +1,218 @@
+"""Actor and critic as megatron-core models.
+
+Before: the process groups exist (parallel/groups.py). After: this rank holds one GPTModel per
+virtual stage, its layers' shards, with random weights.
+
+The last chunk of the last stage differs from a plain GPTModel in what it returns:
+  actor   the hidden states before the output projection, so that logits [S, V] never exist in full;
+          `gather_hidden` makes them [S, H] and `output_weight` is the projection's shard
+  critic  float32 values; `values_of` makes them [S]
+Every other chunk returns the hidden states that the next one takes.
+"""
+
+from __future__ import annotations
+
+import vapo_megatron.parallel  # noqa: F401  prepares megatron-core for this machine
+
+# isort: split
+import importlib.util
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.models.hf_config import ModelShape, check_layout, padded_vocab_size
+from vapo_megatron.models.layer_spec import block_spec, uses_transformer_engine
+from vapo_megatron.models.rope import rope_frequencies, softmax_scale
+from vapo_megatron.models.value_head import ValueHead, values_of
+from vapo_megatron.parallel.backend import device as this_device
+from vapo_megatron.parallel.groups import ParallelGroups
+
+__all__ = ["build_model", "gather_hidden", "output_weight", "transformer_config", "values_of"]
+
+Role = Literal["actor", "critic"]
+
+
+def transformer_config(shape: ModelShape, config: VapoConfig, role: Role) -> TransformerConfig:
+    """Translate an HF architecture and the run's layout into megatron-core's configuration.
+
+    Raises:
+        ConfigError: the layout does not divide the model, or the layer implementation is missing.
+    """
+    parallel = config.parallel
+    check_layout(shape, parallel)
+    vpp_size = parallel.virtual_pipeline_model_parallel_size or 1
+    virtual = vpp_size > 1
+    dtype = getattr(torch, config.model.dtype)
+    on_gpu = this_device().type == "cuda"
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_key_value_heads,
+        kv_channels=shape.head_dim,
+        softmax_scale=softmax_scale(shape),
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        qk_layernorm=shape.qk_norm,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=shape.initializer_range,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=vpp_size if virtual else None,
+        sequence_parallel=parallel.sequence_parallel,
+        # Packed batches: the lengths differ between micro-batches, and a dense model still has to
+        # name a dispatcher that allows it.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # With two stages the previous and the next rank are the same peer, and batched sends and
+        # receives of virtual stages would be matched in the wrong order without any error.
+        overlap_p2p_comm=virtual,
+        batch_p2p_comm=not virtual,
+        # gloo may still be sending an output when it would be freed.
+        deallocate_pipeline_outputs=on_gpu,
+        # Losses arrive divided by global counts: nothing is averaged by megatron-core.
+        calculate_per_token_loss=True,
+        **_recompute(parallel.recompute),
+        **_fusions(on_gpu, uses_transformer_engine(config.model)),
+    )
+
+
+def _recompute(recompute: str) -> dict[str, Any]:
+    if recompute == "none":
+        return {}
+    if recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+
+
+def _fusions(on_gpu: bool, transformer_engine: bool) -> dict[str, Any]:
+    """Kernels that exist only on a GPU; none changes what is computed."""
+    fused_gradients = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return {
+        "bias_activation_fusion": on_gpu,
+        "bias_dropout_fusion": on_gpu,
+        "apply_rope_fusion": on_gpu and transformer_engine,
+        "gradient_accumulation_fusion": on_gpu and fused_gradients,
+    }
+
+
+def build_model(
+    shape: ModelShape,
+    config: VapoConfig,
+    groups: ParallelGroups,
+    role: Role,
+    *,
+    device: torch.device | str | None = None,
+) -> list[GPTModel]:
+    """Build this rank's chunks, one per virtual stage: random weights, not yet wrapped in DDP.
+
+    Args:
+        shape: the architecture, as its HF directory says.
+        config: the run's configuration.
+        groups: of this rank, from groups.initialize.
+        role: what the last stage returns.
+        device: "meta" builds shapes without memory; None: the device of this process.
+
+    Raises:
+        ConfigError: see transformer_config.
+    """
+    settings = transformer_config(shape, config, role)
+    on_meta = device is not None and torch.device(device).type == "meta"
+    where = torch.device("meta") if on_meta else this_device()
+    if on_meta:
+        settings.perform_initialization = False
+        settings.use_cpu_initialization = True
+        settings.init_model_with_meta_device = True
+    with where:
+        return [
+            _build_chunk(shape, config, groups, role, settings, stage)
+            for stage in range(groups.vpp_size)
+        ]
+
+
+def _build_chunk(
+    shape: ModelShape,
+    config: VapoConfig,
+    groups: ParallelGroups,
+    role: Role,
+    settings: TransformerConfig,
+    stage: int,
+) -> GPTModel:
+    """Build one virtual stage."""
+    vp_stage = stage if groups.vpp_size > 1 else None
+    last = groups.is_last_stage and stage == groups.vpp_size - 1
+    model = config.model
+    chunk = GPTModel(
+        config=settings,
+        transformer_layer_spec=block_spec(
+            settings, transformer_engine=uses_transformer_engine(model), vp_stage=vp_stage
+        ),
+        vocab_size=padded_vocab_size(shape, model.make_vocab_size_divisible_by, groups.tp_size),
+        max_sequence_length=shape.max_position_embeddings,
+        pre_process=groups.is_first_stage and stage == 0,
+        post_process=last,
+        share_embeddings_and_output_weights=shape.tied and role == "actor",
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        vp_stage=vp_stage,
+    )
+    chunk.rotary_pos_emb.inv_freq = rope_frequencies(shape).to(this_device())
+    if last and role == "actor":
+        chunk.output_layer.forward = _pass_hidden_states
+    elif last:
+        chunk.output_layer = ValueHead(settings, model.value_head_init_std, config.seed)
+    return chunk
+
+
+def _pass_hidden_states(input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Stand in for the output projection's forward; its weight is used by the log-probabilities."""
+    return input_, None
+
+
+def output_weight(chunk: torch.nn.Module) -> Tensor:
+    """Return this rank's rows of the output projection [V_padded / tp, H], tied or not.
+
+    Args:
+        chunk: the actor's last chunk on the last stage, DDP-wrapped or not.
+    """
+    model: Any = getattr(chunk, "module", chunk)
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight
+
+
+def gather_hidden(output: Tensor, *, sequence_parallel: bool) -> Tensor:
+    """The actor's output on the last stage -> hidden states [S, H], the same on all of tp_group.
+
+    Each rank goes on with its own rows of the vocabulary, so its gradient of the hidden states is
+    partial: backward sums it over tp_group (and scatters the sum under sequence parallelism).
+
+    Args:
+        output: what the last chunk returned, [1, S_local, H].
+        sequence_parallel: parallel.sequence_parallel.
+    """
+    hidden = output.reshape(-1, output.size(-1))
+    if sequence_parallel:
+        return tensor_parallel.gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True
+        )
+    return tensor_parallel.copy_to_tensor_model_parallel_region(hidden)

@@ -1,0 +1,220 @@
+"""The architecture of a model, read from a Hugging Face directory's config.json.
+
+Imports neither torch nor megatron, so that plans and checks are quick. Nothing is guessed: what the
+trainer would not compute exactly as transformers and vLLM do is a ConfigError that names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from vapo_megatron.config import ParallelConfig
+from vapo_megatron.errors import ConfigError
+
+ROPE_TYPES = ("linear", "llama3", "yarn")
+"""Scalings of the rotary frequencies that do not depend on the sequence's length."""
+
+_FAMILIES = {"qwen2": {"qkv_bias": True, "qk_norm": False}}
+_ROPE_KEYS = {
+    "linear": {"factor"},
+    "llama3": {
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    },
+    "yarn": {"factor", "original_max_position_embeddings"},
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """Everything that the trainer needs to know of a decoder-only transformer."""
+
+    family: str
+    """model_type of config.json; "qwen2" is Qwen2 and Qwen2.5."""
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    """None, or rope_type (one of ROPE_TYPES) and that scaling's own parameters."""
+    tied: bool
+    """The output projection is the embedding."""
+    max_position_embeddings: int
+    qkv_bias: bool
+    qk_norm: bool
+    initializer_range: float
+
+
+def read_model_shape(hf_path: str | Path) -> ModelShape:
+    """Read config.json of a Hugging Face directory.
+
+    Raises:
+        ConfigError: the file is missing or unreadable, or holds something that is not supported.
+    """
+    file = Path(hf_path) / "config.json"
+    try:
+        tree = json.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"model.hf_path={hf_path}: config.json: {error.strerror}; give a Hugging Face directory"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} must hold an object, found {type(tree).__name__}")
+    return _shape(_Reader(file, tree))
+
+
+class _Reader:
+    """config.json with errors that name the file and the key."""
+
+    def __init__(self, file: Path, tree: dict[str, Any]) -> None:
+        self.file = file
+        self.tree = tree
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value; null counts as missing. The default is transformers' own for Qwen2."""
+        value = self.tree.get(key)
+        return default if value is None else value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """Return a positive integer."""
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(key, value, "must be a positive integer")
+        return value
+
+    def require(self, key: str, supported: Any, default: Any) -> None:
+        """Refuse any value but one."""
+        value = self.get(key, default)
+        if value != supported:
+            raise self.error(key, value, f"only {supported!r} is supported")
+
+    def error(self, key: str, value: Any, rule: str) -> ConfigError:
+        """Build the error for one key."""
+        return ConfigError(
+            f"{self.file}: {key}={value!r}: {rule}; use a model of the Qwen2.5 family"
+        )
+
+
+def _shape(reader: _Reader) -> ModelShape:
+    family = reader.get("model_type")
+    if family not in _FAMILIES:
+        raise reader.error("model_type", family, f"must be one of {', '.join(_FAMILIES)}")
+    reader.require("hidden_act", "silu", "silu")
+    reader.require("use_sliding_window", False, False)
+    reader.require("partial_rotary_factor", 1, 1)
+    reader.require("attention_dropout", 0, 0)
+    hidden_size, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
+    kv_heads = reader.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise reader.error(
+            "num_attention_heads", heads, f"must be divisible by num_key_value_heads={kv_heads}"
+        )
+    if "head_dim" not in reader.tree and hidden_size % heads:
+        raise reader.error(
+            "hidden_size", hidden_size, f"must be divisible by num_attention_heads={heads}"
+        )
+    theta, scaling = _rope(reader)
+    return ModelShape(
+        family=family,
+        hidden_size=hidden_size,
+        num_layers=reader.size("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=reader.size("head_dim", hidden_size // heads),
+        ffn_hidden_size=reader.size("intermediate_size"),
+        vocab_size=reader.size("vocab_size"),
+        norm_eps=float(reader.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tied=bool(reader.get("tie_word_embeddings", False)),
+        max_position_embeddings=reader.size("max_position_embeddings", 32768),
+        initializer_range=float(reader.get("initializer_range", 0.02)),
+        **_FAMILIES[family],
+    )
+
+
+def _rope(reader: _Reader) -> tuple[float, dict[str, Any] | None]:
+    """Read the base and the scaling, from `rope_parameters` or the older pair of keys."""
+    tree = dict(reader.get("rope_scaling") or reader.get("rope_parameters") or {})
+    theta = float(tree.pop("rope_theta", None) or reader.get("rope_theta", 10000.0))
+    legacy_type = tree.pop("type", None)
+    rope_type = tree.pop("rope_type", None) or legacy_type or "default"
+    if rope_type == "default":
+        return theta, None
+    if rope_type not in ROPE_TYPES:
+        raise reader.error("rope_type", rope_type, f"must be default, {', '.join(ROPE_TYPES)}")
+    if tree.get("partial_rotary_factor", 1) != 1:
+        raise reader.error("partial_rotary_factor", tree["partial_rotary_factor"], "must be 1")
+    length = reader.get("original_max_position_embeddings")
+    if length is not None:
+        tree["original_max_position_embeddings"] = length
+    tree.setdefault("original_max_position_embeddings", reader.size("max_position_embeddings"))
+    for key in sorted(_ROPE_KEYS[rope_type]):
+        value = tree.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise reader.error(f"{rope_type} rope scaling's {key}", value, "must be positive")
+    return theta, {"rope_type": rope_type, **tree}
+
+
+def parameter_count(shape: ModelShape, *, value_head: bool = False) -> int:
+    """Count parameters as transformers does: a tied output projection once, padding not at all.
+
+    Args:
+        shape: the architecture.
+        value_head: count a critic, which has H value weights in place of the output projection.
+    """
+    hidden = shape.hidden_size
+    q_size = shape.num_attention_heads * shape.head_dim
+    kv_size = shape.num_key_value_heads * shape.head_dim
+    attention = hidden * (q_size + 2 * kv_size) + q_size * hidden
+    attention += (q_size + 2 * kv_size) if shape.qkv_bias else 0
+    attention += 2 * shape.head_dim if shape.qk_norm else 0
+    layer = attention + 3 * hidden * shape.ffn_hidden_size + 2 * hidden
+    vocabulary = shape.vocab_size * hidden
+    if value_head:
+        output = hidden
+    else:
+        output = 0 if shape.tied else vocabulary
+    return vocabulary + shape.num_layers * layer + hidden + output
+
+
+def padded_vocab_size(shape: ModelShape, make_divisible_by: int, tp_size: int) -> int:
+    """Round the vocabulary up to a multiple of make_divisible_by * tp_size rows."""
+    multiple = make_divisible_by * tp_size
+    return -(-shape.vocab_size // multiple) * multiple
+
+
+def check_layout(shape: ModelShape, parallel: ParallelConfig) -> None:
+    """Refuse a layout that does not divide the model.
+
+    Raises:
+        ConfigError: names the field, its value, and what the model's config.json says.
+    """
+    tp_size = parallel.tensor_model_parallel_size
+    stages = parallel.pipeline_model_parallel_size
+    chunks = stages * (parallel.virtual_pipeline_model_parallel_size or 1)
+    for key, value in (
+        ("num_key_value_heads", shape.num_key_value_heads),
+        ("num_attention_heads", shape.num_attention_heads),
+        ("intermediate_size", shape.ffn_hidden_size),
+    ):
+        if value % tp_size:
+            raise ConfigError(
+                f"parallel.tensor_model_parallel_size={tp_size} must divide the model's {key}="
+                f"{value}; lower it, and use pipeline_model_parallel_size instead"
+            )
+    if shape.num_layers % chunks:
+        raise ConfigError(
+            f"parallel.pipeline_model_parallel_size={stages} times "
+            f"virtual_pipeline_model_parallel_size={chunks // stages} must divide the model's "
+            f"num_hidden_layers={shape.num_layers}; change one of them"
+        )
