@@ -1,0 +1,276 @@
+"""Names of a run's metrics, seconds per phase, and the writer of what a run leaves for people.
+
+Rows are numbered 1..N, one for each training step; row 0 holds the evaluation before training. An
+evaluation made after step s stands on row s. A name that a row lacks was not measured in that step
+(the actor's in value pretraining); null was measured and was not finite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vapo_megatron.run_directory import (
+    group_record,
+    read_rows,
+    read_run,
+    replace_file,
+    rollout_file,
+    rollout_steps,
+    to_line,
+)
+
+__all__ = [
+    "METRICS",
+    "PHASES",
+    "Metric",
+    "MetricsWriter",
+    "PhaseTimer",
+    "accuracy_name",
+    "describe",
+    "group_record",
+    "read_run",
+    "tokens_per_second",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """Meaning of one name."""
+
+    unit: str
+    """Empty for a fraction or another number without a unit."""
+    description: str
+
+
+METRICS: dict[str, Metric] = {
+    "reward/mean": Metric("", "Mean shaped reward of the step's responses."),
+    "reward/correct_fraction": Metric("", "Responses that the verifier found correct."),
+    "reward/unparsable_fraction": Metric("", "Responses without an answer that can be read."),
+    "reward/timed_out_fraction": Metric("", "Responses whose verification ran out of time."),
+    "rollout/response_length_mean": Metric("tokens", "Mean response length, stop token included."),
+    "rollout/response_length_max": Metric("tokens", "Longest response."),
+    "rollout/truncated_fraction": Metric("", "Responses ended by a length limit."),
+    "rollout/logprob_diff_mean": Metric(
+        "nat", "Mean |log-probability of the sampler - of the trainer| over response tokens."
+    ),
+    "rollout/logprob_diff_max": Metric("nat", "The largest of these differences."),
+    "actor/loss": Metric("", "Policy loss with its added terms, mean over the step's updates."),
+    "actor/policy_loss": Metric("", "Clipped policy loss alone."),
+    "actor/positive_lm_loss": Metric(
+        "nat", "Negative log-likelihood per token of correct responses, before its weight mu."
+    ),
+    "actor/entropy": Metric("nat", "Mean entropy of the policy over response tokens."),
+    "actor/approx_kl": Metric("nat", "Mean of ratio - 1 - log(ratio): KL from the old policy."),
+    "actor/clip_fraction_low": Metric("", "Tokens whose gradient the lower clip removed."),
+    "actor/clip_fraction_high": Metric("", "Tokens whose gradient the upper clip removed."),
+    "actor/first_ratio_diff_max": Metric(
+        "", "Largest |ratio - 1| in the step's first mini-batch, where it should be 0."
+    ),
+    "actor/grad_norm": Metric("", "Gradient norm before clipping, mean over the step's updates."),
+    "actor/learning_rate": Metric("", "Learning rate of the step's last update."),
+    "critic/loss": Metric("", "Value loss 0.5 (v - return)^2, mean over the step's updates."),
+    "critic/explained_variance": Metric(
+        "", "1 - var(return - value) / var(return) before the update: 1 is a perfect critic."
+    ),
+    "critic/value_mean": Metric("", "Mean value over response tokens, before the update."),
+    "critic/grad_norm": Metric("", "Gradient norm before clipping, mean over the step's updates."),
+    "critic/learning_rate": Metric("", "Learning rate of the step's last update."),
+    "algorithm/lambda_actor_mean": Metric("", "Mean lambda of the actor's advantages."),
+    "algorithm/advantage_mean": Metric("", "Mean advantage over response tokens."),
+    "algorithm/advantage_std": Metric("", "Standard deviation of the advantages."),
+    "tokens_per_second": Metric(
+        "tokens/s",
+        "Response tokens of the step, all processes, per second; evaluation and checkpoint apart.",
+    ),
+    "memory/peak_bytes": Metric("bytes", "Peak memory so far, summed over processes."),
+    "evaluation/avg@K": Metric("", "Accuracy on held-out problems, mean of K samples each."),
+    "evaluation/response_length_mean": Metric("tokens", "Mean response length in evaluation."),
+    "evaluation/truncated_fraction": Metric("", "Responses that a length limit ended there."),
+    "time/*_seconds": Metric("s", "Seconds in one phase of the step, as rank 0 saw it."),
+    "time/step_seconds": Metric("s", "The whole step, what lies between the phases included."),
+}
+"""Every name that a row may hold; K and * stand for a number and a phase of `PHASES`."""
+
+PHASES: dict[str, str] = {
+    "generation": "vLLM samples the responses",
+    "reward": "responses are verified",
+    "exchange": "responses move to the ranks that train on them",
+    "values": "critic's forward pass",
+    "logprobs": "actor's forward pass before the update",
+    "advantages": "generalised advantage estimation",
+    "critic_update": "critic's updates",
+    "actor_update": "actor's updates",
+    "sync": "new weights go to vLLM",
+    "checkpoint": "state is saved",
+    "evaluation": "held-out problems are sampled and judged",
+}
+"""Phases of a step, in order; their seconds do not overlap."""
+
+_AVG_AT_K = re.compile(r"evaluation/avg@[1-9]\d*")
+_PHASE_SECONDS = re.compile(r"time/(\w+)_seconds")
+
+
+def describe(name: str) -> Metric | None:
+    """Return the meaning of a name as it stands in a row, None for an unknown one."""
+    if _AVG_AT_K.fullmatch(name):
+        return METRICS["evaluation/avg@K"]
+    phase = _PHASE_SECONDS.fullmatch(name)
+    if phase and phase[1] in PHASES:
+        return Metric("s", f"Seconds in which {PHASES[phase[1]]}.")
+    return METRICS.get(name)
+
+
+def accuracy_name(row: Mapping[str, Any]) -> str | None:
+    """Return the row's `evaluation/avg@K`, None when no evaluation ran."""
+    return next((name for name in row if _AVG_AT_K.fullmatch(name)), None)
+
+
+def tokens_per_second(num_tokens: float, times: Mapping[str, float]) -> float:
+    """Return num_tokens per second of a step, evaluation and checkpoint apart.
+
+    Args:
+        num_tokens: response tokens of the step, summed over all processes.
+        times: what `PhaseTimer.take` returned.
+    """
+    apart = ("time/evaluation_seconds", "time/checkpoint_seconds")
+    seconds = times["time/step_seconds"] - sum(times[name] for name in apart if name in times)
+    return num_tokens / seconds if seconds > 0 else math.nan
+
+
+class PhaseTimer:
+    """Seconds per phase of a step: `with timer("generation"): ...`.
+
+    A phase inside another counts to the outer one alone, so the phases' sum never exceeds the step.
+    """
+
+    def __init__(
+        self,
+        on_start: Callable[[str], None] | None = None,
+        synchronize: Callable[[], None] | None = None,
+    ):
+        """Start the step's clock.
+
+        Args:
+            on_start: called with each (outer) phase's name, such as `Progress.phase`.
+            synchronize: waits for the accelerator, so that a phase pays for its own work.
+        """
+        self._on_start = on_start
+        self._synchronize = synchronize or (lambda: None)
+        self._seconds: dict[str, float] = {}
+        self._inside = False
+        self._step_start = time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the block's seconds to a phase of `PHASES`."""
+        assert phase in PHASES, f"unknown phase {phase!r}: add it to metrics.PHASES"
+        if self._inside:
+            yield
+            return
+        self._inside = True
+        if self._on_start:
+            self._on_start(phase)
+        start = time.perf_counter()
+        try:
+            yield
+            self._synchronize()
+        finally:
+            self._inside = False
+            elapsed = time.perf_counter() - start
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + elapsed
+
+    def take(self) -> dict[str, float]:
+        """Return `time/*_seconds` of the step that ends here, and start the next step's clock."""
+        now = time.perf_counter()
+        times = {f"time/{p}_seconds": self._seconds[p] for p in PHASES if p in self._seconds}
+        times["time/step_seconds"] = now - self._step_start
+        self._seconds, self._step_start = {}, now
+        return times
+
+
+class MetricsWriter:
+    """Writes metrics.jsonl, TensorBoard events and rollouts/step_*.jsonl, on one process."""
+
+    def __init__(self, run_dir: str | Path, tensorboard: bool = True, resume_step: int = 0):
+        """Open the run's files; whatever they hold of steps >= resume_step is dropped.
+
+        Args:
+            run_dir: made if missing.
+            tensorboard: also write events, to run_dir/tensorboard.
+            resume_step: first step that will be written: s + 1 after loading a checkpoint of
+                step s, 0 for a run from the beginning.
+
+        Raises:
+            DataError: metrics.jsonl holds a line that is not a row.
+        """
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._last_step = resume_step - 1
+        file = self.run_dir / "metrics.jsonl"
+        if file.exists():
+            kept = [row for row in read_rows(file) if row["step"] < resume_step]
+            replace_file(file, "".join(map(to_line, kept)))
+        for step in rollout_steps(self.run_dir):
+            if step >= resume_step:
+                rollout_file(self.run_dir, step).unlink()
+        self._file = file.open("a", encoding="utf-8")
+        self._events = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            events = str(self.run_dir / "tensorboard")
+            self._events = SummaryWriter(events, purge_step=resume_step)
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Write one step's row and return it.
+
+        Args:
+            step: greater than that of the row before.
+            metrics: numbers or 0-d tensors by names of `METRICS`; what is not finite becomes null.
+        """
+        assert step > self._last_step, f"row {step} after row {self._last_step}"
+        unknown = [name for name in metrics if describe(name) is None]
+        assert not unknown, f"unknown metrics {unknown}: add them to metrics.METRICS"
+        row: dict[str, Any] = {"step": step}
+        row |= {name: _finite(value) for name, value in metrics.items()}
+        self._file.write(to_line(row))
+        self._file.flush()
+        self._last_step = step
+        if self._events:
+            for name, value in row.items():
+                if name != "step" and value is not None:
+                    self._events.add_scalar(name, value, step)
+            self._events.flush()
+        return row
+
+    def write_rollouts(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Write a step's groups, each a `group_record`, to rollouts/step_*.jsonl."""
+        file = rollout_file(self.run_dir, step)
+        file.parent.mkdir(exist_ok=True)
+        replace_file(file, "".join(map(to_line, groups)))
+
+    def close(self) -> None:
+        """Flush and close; may be called twice."""
+        self._file.close()
+        if self._events:
+            self._events.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _finite(value: Any) -> float | int | None:
+    if isinstance(value, bool | int):
+        return int(value)
+    value = float(value)
+    return value if math.isfinite(value) else None
