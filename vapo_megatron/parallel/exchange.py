@@ -140,6 +140,6 @@ def _bounds(lengths: Tensor) -> Tensor:
 def _all_gather(tensor: Tensor, world_size: int) -> Tensor:
     """[...] on each rank -> [world_size, ...] on the CPU of every rank."""
     tensor = tensor.to(backend.device()).contiguous()
-    out = tensor.new_empty((world_size, *tensor.shape))
-    dist.all_gather_into_tensor(out, tensor)
-    return out.cpu()
+    out = tensor.new_empty(world_size * tensor.numel())
+    dist.all_gather_into_tensor(out, tensor.flatten())
+    return out.view(world_size, *tensor.shape).cpu()

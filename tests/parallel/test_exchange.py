@@ -1,0 +1,77 @@
+"""Rollouts reach the ranks that train on them, whole and in order, over real gloo processes.
+
+Does not exercise NCCL.
+"""
+
+import torch
+
+from vapo_megatron.batch import Prompt, Rollout, ScoredRollout
+
+NUM = 11
+WANTED = {1: [[3, 0, 7, 10, 1, 2, 9, 8, 4, 6, 5]], 2: [[3, 0, 7, 10, 1], [2, 9, 8, 4, 6, 5]]}
+
+
+def rollout(position: int) -> ScoredRollout:
+    """Response `position`: prompt of 1 + position % 3 tokens, response of 1 + position % 4."""
+    prompt = Prompt(position, "", tuple(range(100, 101 + position % 3)), "")
+    length = 1 + position % 4
+    item = Rollout(
+        prompt=prompt,
+        sample=0,
+        position=position,
+        token_ids=tuple(position * 1000 + t for t in range(length)),
+        logprobs=tuple(-position - 0.1 * t for t in range(length)),
+        truncated=position % 5 == 0,
+        text="",
+        policy_version=0,
+    )
+    return ScoredRollout(item, "correct" if position % 2 else "wrong", 2.0 * position)
+
+
+def run_exchange(tp_size: int, dp_size: int):
+    from vapo_megatron.config import ParallelConfig
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.parallel.exchange import exchange, gather_summary
+
+    place = groups.initialize(
+        ParallelConfig(world_size=tp_size * dp_size, tensor_model_parallel_size=tp_size)
+    )
+    # Uneven shares in an odd order; the last of four ranks holds none, as a replica's second rank.
+    shares = {1: [range(NUM)], 2: [[5, 1, 9], [0, 2, 3, 4, 6, 7, 8, 10]]}
+    shares[4] = [*shares[2], [], []]
+    local = [rollout(p) for p in shares[place.world_size][place.rank]]
+    summary, source = gather_summary(local, NUM)
+    batch = exchange(local, summary, source, WANTED[dp_size], place)
+    return place.dp_rank, summary, batch
+
+
+def check(results, dp_size: int):
+    for dp_rank, summary, batch in results:
+        assert summary.rewards.tolist() == [2.0 * p for p in range(NUM)]
+        assert summary.is_correct.tolist() == [p % 2 == 1 for p in range(NUM)]
+        wanted = WANTED[dp_size][dp_rank]
+        expected = [rollout(p) for p in wanted]
+        tokens = [t for e in expected for t in e.rollout.prompt.token_ids + e.rollout.token_ids]
+        logprobs = [v for e in expected for v in e.rollout.logprobs]
+        assert batch.tokens.tolist() == tokens
+        assert torch.equal(batch.rollout_logprobs, torch.tensor(logprobs))
+        assert batch.positions.tolist() == wanted
+        assert batch.truncated.tolist() == [p % 5 == 0 for p in wanted]
+        assert batch.response_lengths.tolist() == [1 + p % 4 for p in wanted]
+        assert batch.sequence_lengths.tolist() == [2 + p % 3 + p % 4 for p in wanted]
+
+
+def test_one_process(workers):
+    check(workers.run(1, run_exchange, 1, 1), 1)
+
+
+def test_tensor_parallel_ranks_hold_the_same(workers):
+    check(workers.run(2, run_exchange, 2, 1), 1)
+
+
+def test_data_parallel_ranks_hold_their_own(workers):
+    check(workers.run(2, run_exchange, 1, 2), 2)
+
+
+def test_both(workers):
+    check(workers.run(4, run_exchange, 2, 2), 2)

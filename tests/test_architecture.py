@@ -1,0 +1,136 @@
+"""The house rules that imports can break: arrows point down, and a few names have one room each.
+
+Reads source text; does not exercise any behaviour.
+"""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "vapo_megatron"
+
+# A module may import modules of a lower level, or of its own level where SAME_LEVEL allows it.
+LEVELS = {
+    "errors": 0,
+    "config_schema": 0,
+    "config": 1,
+    "batch": 1,
+    "algorithm": 1,
+    "parallel": 2,
+    "models": 2,
+    "data": 2,
+    "reward": 2,
+    "weights": 3,
+    "rollout": 3,
+    "run_directory": 3,
+    "metrics": 3,
+    "report": 3,
+    "progress": 3,
+    "advantages": 4,
+    "trained_model": 4,
+    "step_metrics": 5,
+    "evaluation": 5,
+    "actor": 5,
+    "critic": 5,
+    "checkpoint": 5,
+    "trainer": 6,
+    "train": 7,
+    "launch": 8,
+}
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else "package"
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        relative = path.relative_to(PACKAGE.parent).with_suffix("")
+        parts = [p for p in relative.parts if p != "__init__"]
+        yield ".".join(parts), path
+
+
+def imports(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def upward(module: str, imported: str) -> bool:
+    if not imported.startswith("vapo_megatron."):
+        return False
+    here, there = room(module), room(imported)
+    return here != there and LEVELS[there] > LEVELS[here]
+
+
+def test_every_module_has_a_level():
+    names = {room(m) for m, _ in modules() if m != "vapo_megatron"}
+    assert names <= set(LEVELS), f"give these a level: {names - set(LEVELS)}"
+    assert set(LEVELS) <= names, f"these are gone: {set(LEVELS) - names}"
+
+
+@pytest.mark.parametrize("module,path", [m for m in modules() if m[0] != "vapo_megatron"])
+def test_arrows_point_down(module, path):
+    wrong = [name for name in imports(path) if upward(module, name)]
+    assert not wrong, f"{module} (level {LEVELS[room(module)]}) imports upwards: {wrong}"
+
+
+def test_an_upward_arrow_would_be_seen():
+    assert upward("vapo_megatron.algorithm.gae", "vapo_megatron.trainer")
+    assert not upward("vapo_megatron.trainer", "vapo_megatron.algorithm.gae")
+
+
+@pytest.mark.parametrize(
+    "imported,only",
+    [
+        ("vllm", "vapo_megatron.rollout.engine"),
+        ("megatron.core.parallel_state", "vapo_megatron.parallel.groups"),
+    ],
+)
+def test_one_reader(imported, only):
+    readers = {
+        m
+        for m, path in modules()
+        if any(n == imported or n.startswith(imported + ".") for n in imports(path))
+    }
+    assert readers == {only}
+
+
+@pytest.mark.parametrize(
+    "name,forbidden",
+    [("algorithm", ("megatron", "vllm", "vapo_megatron.parallel")), ("weights", ("megatron",))],
+)
+def test_a_room_stays_pure(name, forbidden):
+    for module, path in modules():
+        if module != "vapo_megatron" and room(module) == name:
+            found = [i for i in imports(path) if i.split(".")[0] in forbidden or i in forbidden]
+            assert not found, f"{module} imports {found}"
+
+
+@pytest.mark.parametrize("module", ["vapo_megatron.config", "vapo_megatron.train"])
+def test_configuration_loads_without_torch(module):
+    code = f"import {module}, sys; print([m for m in ('torch', 'megatron', 'vllm') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_files_and_functions_stay_short():
+    for module, path in modules():
+        text = path.read_text()
+        assert len(text.splitlines()) <= 400, f"{module} has {len(text.splitlines())} lines"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                lines = node.end_lineno - node.lineno + 1
+                assert lines <= 80, f"{module}.{node.name} has {lines} lines"
+
+
+def test_source_is_ascii():
+    for module, path in modules():
+        assert path.read_text().isascii(), module
