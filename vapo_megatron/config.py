@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from vapo_megatron.config_help import describe_fields, explain_errors
 from vapo_megatron.config_schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -69,31 +70,50 @@ def load_config(
     try:
         config = VapoConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+        raise ConfigError("\n".join(explain_errors(error.errors()))) from None
     _check_together(config)
     return config
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """SafeLoader that refuses a key which stands twice: the first would be lost in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(file.read_text())
+        tree = yaml.load(file.read_text(), Loader=_UniqueKeys)
     except OSError as error:
         raise ConfigError(
             f"config file {file}: {error.strerror}; give an existing YAML file"
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"config file {file} is not YAML: {' '.join(str(error).split())}"
+            f"config file {file} is not good YAML: {' '.join(str(error).split())}; mend it there"
         ) from None
     if not isinstance(tree, dict | None):
-        raise ConfigError(f"config file {file} must hold sections, found {type(tree).__name__}")
+        raise ConfigError(
+            f"config file {file} must hold sections such as 'algorithm:', found "
+            f"{type(tree).__name__}; give the path of a configuration file"
+        )
     return tree or {}
 
 
 def _parse_override(text: str) -> dict[str, Any]:
     name, separator, value = text.partition("=")
     if not separator or not name.strip():
-        raise ConfigError(f"override {text!r} must read section.field=value")
+        raise ConfigError(
+            f"override {text!r} must read section.field=value, for example algorithm.gamma=0.99"
+        )
     try:
         parsed: Any = yaml.safe_load(value) if value.strip() else None
     except yaml.YAMLError:
@@ -132,15 +152,6 @@ def _suggest_unknown(section: type[BaseModel], tree: dict[str, Any], prefix: str
                     f"{prefix}{key} is a section, found {value!r}; set {key}.FIELD=VALUE"
                 )
             _suggest_unknown(kind, value, f"{prefix}{key}.")
-
-
-def _explain(error: Any) -> str:
-    parts = [str(p) for p in error["loc"]]
-    # Members of a union appear as extra path elements after the field's own name.
-    field = ".".join(parts[:2]) if parts[0] in VapoConfig.model_fields else ".".join(parts)
-    return (
-        f"{field}={error['input']!r}: {error['msg']}; run with --help for its meaning and default"
-    )
 
 
 def _check_together(config: VapoConfig) -> None:
@@ -197,21 +208,21 @@ def _layout_rule(c: VapoConfig) -> str | None:
 
 def _batch_rule(c: VapoConfig) -> str | None:
     a = c.algorithm
-    responses = a.value_pretraining_responses_per_step or a.responses_per_step
-    group = a.value_pretraining_group_size or a.group_size
-    prefix = "algorithm.value_pretraining_responses_per_step"
-    return (
-        _divides("algorithm.responses_per_step", a.responses_per_step, "group_size", a.group_size)
-        or _divides(
-            "algorithm.responses_per_step",
-            a.responses_per_step,
-            "mini_batch_size",
-            a.mini_batch_size,
-        )
-        or _divides(prefix, responses, "value_pretraining_group_size", group)
-        or _divides(prefix, responses, "mini_batch_size", a.mini_batch_size)
-        or _at_least_data_parallel(c)
-    )
+    total, group, mini = "responses_per_step", "group_size", "mini_batch_size"
+    early_total = _set_or(a, f"value_pretraining_{total}", total)
+    early_group = _set_or(a, f"value_pretraining_{group}", group)
+    for whole, part in (
+        (total, group), (total, mini), (early_total, early_group), (early_total, mini),
+    ):  # fmt: skip
+        problem = _divides(f"algorithm.{whole}", getattr(a, whole), part, getattr(a, part))
+        if problem:
+            return problem
+    return _at_least_data_parallel(c)
+
+
+def _set_or(section: BaseModel, name: str, fallback: str) -> str:
+    """The name of the field that rules: a null hands over to its fallback."""
+    return fallback if getattr(section, name) is None else name
 
 
 def _at_least_data_parallel(c: VapoConfig) -> str | None:
@@ -228,7 +239,8 @@ def _lambda_rule(c: VapoConfig) -> str | None:
     for name in ("lambda_actor", "lambda_critic"):
         value = getattr(c.algorithm, name)
         if not isinstance(value, str) and not 0 <= value <= 1:
-            return f"algorithm.{name}={value} must lie in [0, 1]"
+            word = "adaptive" if name == "lambda_actor" else "same_as_actor"
+            return f"algorithm.{name}={value} must lie in [0, 1]; set such a number, or {word}"
     return None
 
 
@@ -256,24 +268,3 @@ def _reward_rule(c: VapoConfig) -> str | None:
 
 
 _RULES = (_layout_rule, _batch_rule, _lambda_rule, _sampling_rule, _reward_rule)
-
-
-def describe_fields() -> str:
-    """Return every field with its default, the paper's symbol and a sentence, for --help."""
-    lines = []
-    for name, top in VapoConfig.model_fields.items():
-        section = top.annotation
-        if not (isinstance(section, type) and issubclass(section, BaseModel)):
-            lines += [_describe(name, top), ""]
-            continue
-        lines.append(f"{name}: {(section.__doc__ or '').strip()}")
-        lines += [_describe(f"{name}.{f}", info) for f, info in section.model_fields.items()]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _describe(name: str, info: Any) -> str:
-    default = yaml.safe_dump(info.get_default(call_default_factory=True)).splitlines()[0]
-    extra = info.json_schema_extra
-    symbol = f" [{extra['symbol']}]" if isinstance(extra, dict) else ""
-    return f"  {name}={default}{symbol}\n      {info.description}"

@@ -7,16 +7,29 @@ other.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
-    """Frozen; unknown keys are errors."""
+    """Frozen; unknown keys, NaN, infinity, and true or false for a number are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what pydantic would read as 0 or 1."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        members = get_args(annotation) or (annotation,)
+        if isinstance(value, bool) and (int in members or float in members):
+            raise PydanticCustomError("truth", "Input should be a number")
+        return value
 
 
 def _field(default: Any, description: str, symbol: str | None = None, **rules: Any) -> Any:
