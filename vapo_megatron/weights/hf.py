@@ -1,27 +1,29 @@
-"""Reads HF directories: each rank takes its own slices of the safetensors files and nothing else.
+"""Loads HF directories: each rank reads its own slices of the safetensors files and nothing else.
 
 Before: every rank holds built model chunks with any weights. After: each rank's parameters hold its
-part of the checkpoint, and no rank has held more than one parameter's parts at once. Nothing is sent
-between ranks, and no code from the checkpoint is run.
+part of the checkpoint, and no rank has held more than one parameter's parts at a time. Nothing is
+sent between ranks, and no code from the checkpoint is run.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.weights import layout
+from vapo_megatron.weights.hf_export import export_hf
+from vapo_megatron.weights.hf_reader import HfReader
 from vapo_megatron.weights.mapping import (
+    EMBEDDING,
+    OUTPUT,
+    VALUE_HEAD,
+    VALUE_HEAD_BIAS,
     LocalParameter,
-    Role,
-    check_tensor_parallel,
     hf_tensors,
     local_parameters,
 )
@@ -30,103 +32,12 @@ if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
     from vapo_megatron.parallel.groups import ParallelGroups
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-EMBEDDING = "model.embed_tokens.weight"
-OUTPUT = "lm_head.weight"
-VALUE_HEAD = "score.weight"
-VALUE_HEAD_BIAS = "score.bias"
+__all__ = ["HfReader", "check_hf_tensors", "export_hf", "load_hf_weights"]
+
 _FLOATS = ("F32", "BF16", "F16")
 
 
-class HfReader:
-    """Slices of the tensors of an HF directory, read when asked for.
-
-    `bytes_read` counts the bytes of the slices returned so far.
-    """
-
-    def __init__(self, directory: str | Path):
-        """Find the files. Raises CheckpointError when they, or the index, are not usable."""
-        self.directory = Path(directory)
-        self.bytes_read = 0
-        self._open: dict[str, Any] = {}
-        self._slices: dict[str, Any] = {}
-        if (self.directory / INDEX_FILE).is_file():
-            self._file_of = _read_index(self.directory / INDEX_FILE)
-        elif (self.directory / SINGLE_FILE).is_file():
-            self._file_of = dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE)
-        else:
-            raise CheckpointError(
-                f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}; give a directory "
-                "saved by save_pretrained (pickled .bin files are not read)"
-            )
-
-    def names(self) -> list[str]:
-        """Return the names of all tensors."""
-        return list(self._file_of)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the full shape of a tensor, from its file's header."""
-        return tuple(self._slice(name).get_shape())
-
-    def dtype(self, name: str) -> str:
-        """Return the type as safetensors writes it: F32, BF16, F16, I64, ..."""
-        return str(self._slice(name).get_dtype())
-
-    def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the part [start, stop) of a tensor along dim, on the CPU; all of it by default."""
-        source = self._slice(name)
-        stop = source.get_shape()[dim] if stop is None else stop
-        if start == stop:
-            # safetensors refuses empty slices: keep one row's shape and drop the row.
-            return self.read(name, dim, 0, 1).narrow(dim, 0, 0)
-        part = source[(slice(None),) * dim + (slice(start, stop),)]
-        self.bytes_read += part.numel() * part.element_size()
-        return part
-
-    def _slice(self, name: str) -> Any:
-        if name not in self._slices:
-            file = self._file_of[name]
-            try:
-                self._slices[name] = self._handle(file).get_slice(name)
-            except SafetensorError as error:
-                raise CheckpointError(
-                    f"{self.directory / file}: no tensor {name} ({error}); the index does not fit"
-                ) from None
-        return self._slices[name]
-
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
-            path = self.directory / file
-            try:
-                self._open[file] = safe_open(path, framework="pt", device="cpu")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(
-                    f"{path} cannot be read as safetensors ({error}); fetch the file again"
-                ) from None
-        return self._open[file]
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """Return tensor name -> file name, refusing anything but plain file names of this directory."""
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-        pairs = list(weight_map.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} is not a safetensors index with a weight_map ({error!r}); fetch it again"
-        ) from None
-    for name, file in pairs:
-        plain = isinstance(file, str) and Path(file).name == file and "\\" not in file
-        if not plain or not file.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{path}: {name} points to {file!r}, but must name a .safetensors file in the same "
-                "directory; do not use this checkpoint"
-            )
-    return dict(pairs)
-
-
-def check_hf_tensors(reader: HfReader, shape: ModelShape, role: Role) -> None:
+def check_hf_tensors(reader: HfReader, shape: ModelShape, role: str) -> None:
     """Compare names, shapes and types of all tensors with the model's.
 
     A critic also starts from a policy (no score.weight: the head keeps its initial weights, lm_head
@@ -175,7 +86,7 @@ def load_hf_weights(
     shape: ModelShape,
     hf_path: str | Path,
     groups: ParallelGroups,
-    role: Role,
+    role: str,
 ) -> int:
     """Copy this rank's part of an HF directory into its chunks, before the optimizer is built.
 
@@ -191,9 +102,7 @@ def load_hf_weights(
 
     Raises:
         CheckpointError: before anything is copied, naming tensor, expected and found.
-        ConfigError: a tensor-parallel size that does not divide the heads.
     """
-    check_tensor_parallel(shape, groups.tp_size)
     reader = HfReader(hf_path)
     check_hf_tensors(reader, shape, role)
     parameters = local_parameters(chunks, shape, role)

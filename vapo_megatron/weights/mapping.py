@@ -11,18 +11,22 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from vapo_megatron.errors import ConfigError
 from vapo_megatron.weights.layout import Kind
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
 
-Role = Literal["actor", "critic"]
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
+VALUE_HEAD = "score.weight"
+VALUE_HEAD_BIAS = "score.bias"
+"""Not in the table: the value head has none. HF's token classification has one, which is 0 here."""
+
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -36,7 +40,7 @@ class Row:
     kind: Kind
     shapes: Callable[[ModelShape], Shapes]
     """Shapes of the full HF tensors."""
-    when: Callable[[ModelShape, Role], bool] = lambda shape, role: True
+    when: Callable[[ModelShape, str], bool] = lambda shape, role: True
     """Which models have it."""
     is_copy: bool = False
     """A second copy of an HF tensor that another row owns: loaded, never exported."""
@@ -64,7 +68,7 @@ _HF_LAYER = "model.layers.{}."
 TABLE: tuple[Row, ...] = (
     Row(
         ("embedding.word_embeddings.weight",),
-        ("model.embed_tokens.weight",),
+        (EMBEDDING,),
         "vocabulary",
         _vocabulary,
     ),
@@ -131,14 +135,14 @@ TABLE: tuple[Row, ...] = (
     Row(("decoder.final_layernorm.weight",), ("model.norm.weight",), "replicated", _norm),
     Row(
         ("output_layer.weight",),
-        ("lm_head.weight",),
+        (OUTPUT,),
         "vocabulary",
         _vocabulary,
         when=lambda s, role: role == "actor" and not s.tied,
     ),
     Row(
         ("output_layer.weight",),
-        ("model.embed_tokens.weight",),
+        (EMBEDDING,),
         "vocabulary",
         _vocabulary,
         when=lambda s, role: role == "actor" and s.tied,
@@ -146,7 +150,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         ("output_layer.weight",),
-        ("score.weight",),
+        (VALUE_HEAD,),
         "replicated",
         lambda s: ((1, s.hidden_size),),
         when=lambda s, role: role == "critic",
@@ -167,14 +171,15 @@ class LocalParameter:
     """With the layer's number in the whole model."""
 
 
-def rows(shape: ModelShape, role: Role) -> list[Row]:
+def rows(shape: ModelShape, role: str) -> list[Row]:
     """Return the table's rows for one model."""
     return [row for row in TABLE if row.when(shape, role)]
 
 
-def hf_tensors(shape: ModelShape, role: Role) -> dict[str, tuple[int, ...]]:
+def hf_tensors(shape: ModelShape, role: str) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every HF tensor of the model, in the order of its layers."""
-    in_layer, outside = [], []
+    in_layer: list[Row] = []
+    outside: list[Row] = []
     for row in rows(shape, role):
         if not row.is_copy:
             (in_layer if "{}" in row.hf[0] else outside).append(row)
@@ -193,27 +198,6 @@ def _named_shapes(
             yield name.format(layer), size
 
 
-def check_tensor_parallel(shape: ModelShape, tp_size: int) -> None:
-    """Refuse a tensor-parallel size that cannot cut the model evenly.
-
-    Fewer key-value heads than ranks is refused too: Megatron then cuts the interleaved rows of
-    linear_qkv inside a group, and the shards stop being slices of the HF tensors.
-
-    Raises:
-        ConfigError: names the field, its value and the number that it must divide.
-    """
-    for what, size in (
-        ("num_key_value_heads", shape.num_key_value_heads),
-        ("num_attention_heads", shape.num_attention_heads),
-        ("intermediate_size", shape.ffn_hidden_size),
-    ):
-        if size % tp_size:
-            raise ConfigError(
-                f"parallel.tensor_model_parallel_size={tp_size} must divide the model's "
-                f"{what}={size}; choose a divisor, and pipeline parallelism for the rest"
-            )
-
-
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     """Return the GPTModel inside DDP and mixed-precision wrappers."""
     while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
@@ -221,8 +205,19 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     return chunk
 
 
+def wait_for_parameters(chunks: Sequence[torch.nn.Module]) -> None:
+    """Fetch the updated parameters that overlap_param_gather leaves to the next forward pass.
+
+    Collective over data-parallel ranks; only chunks with DDP can be behind.
+    """
+    for chunk in chunks:
+        settings = getattr(chunk, "ddp_config", None)
+        if settings is not None and settings.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+
+
 def local_parameters(
-    chunks: Sequence[torch.nn.Module], shape: ModelShape, role: Role
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, role: str
 ) -> list[LocalParameter]:
     """Match every parameter of this rank's model chunks with its row; the order is the model's own.
 
