@@ -16,14 +16,19 @@ that megatron-core spawns get it through the program's entry module.
 from __future__ import annotations
 
 import ast
+import contextlib
+import hashlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import logging
+import marshal
 import os
 import re
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -33,6 +38,10 @@ from vapo_megatron.parallel import cpu_cuda
 
 PACKAGE = "megatron.core"
 _STAND_IN = "_vapo_cpu_cuda"
+_TRANSLATION = hashlib.blake2b(
+    importlib.util.MAGIC_NUMBER + Path(__file__).read_bytes(), digest_size=16
+).digest()
+"""Identifies what this file makes of a module, so that a change of it invalidates the caches."""
 
 
 def device() -> torch.device:
@@ -91,11 +100,21 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles from source each time: the bytecode cache belongs to the untranslated modules."""
+    """Keeps translated bytecode beside Python's own, under names that Python itself never reads."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)
+        source = self.get_data(path)
+        digest = hashlib.blake2b(source, key=_TRANSLATION, digest_size=16).digest()
+        cache = importlib.util.cache_from_source(path, optimization="vapocpu")
+        with contextlib.suppress(OSError):
+            data = self.get_data(cache)
+            if data[:16] == digest:
+                return marshal.loads(data[16:])
+        code = self.source_to_code(source, path)
+        if not sys.dont_write_bytecode:
+            self.set_data(cache, digest + marshal.dumps(code))
+        return code
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:
         tree = ast.fix_missing_locations(_Translator().visit(ast.parse(data, path)))
