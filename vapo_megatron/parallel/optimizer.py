@@ -1,0 +1,183 @@
+"""Gradient buffers, AdamW and learning rates.
+
+Before: every rank holds its model chunks. After `build_ddp` and `build_optimizer`: gradients are
+accumulated in float32 buffers and summed over data-parallel ranks, and each rank updates its own
+share of the parameters (with the distributed optimizer) or all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.parallel import backend
+
+backend.install()
+
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import (  # noqa: E402
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+
+def build_ddp(
+    chunks: Sequence[torch.nn.Module], config: VapoConfig, transformer_config: TransformerConfig
+) -> list[DistributedDataParallel]:
+    """Wrap each chunk so that its gradients are summed, never averaged, over data-parallel ranks.
+
+    The transformer configuration is completed here with what the pipeline schedule calls. It must
+    say calculate_per_token_loss: with it megatron-core scales gradients by 1, without it by 1/dp.
+
+    Args:
+        chunks: this rank's, one for each virtual stage, with their initial weights loaded.
+        config: for the layout.
+        transformer_config: of these chunks; each model (actor, critic) needs one of its own.
+    """
+    assert transformer_config.calculate_per_token_loss, (
+        "set calculate_per_token_loss before DDP is built, or gradients are divided by dp_size"
+    )
+    parallel = config.parallel
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+    )
+    wrapped = [
+        DistributedDataParallel(transformer_config, settings, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    transformer_config.finalize_model_grads_func = _finalize
+    if parallel.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        transformer_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return wrapped
+
+
+def _finalize(
+    chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, **keywords: Any
+) -> None:
+    """Sum gradients over ranks, and leave out the division by the number of tokens."""
+    finalize_model_grads(chunks, None, **keywords)
+
+
+def build_optimizer(
+    ddp_chunks: Sequence[DistributedDataParallel], config: VapoConfig, role: str
+) -> MegatronOptimizer:
+    """Build AdamW over all parameters; biases and norms (1-d parameters) get no weight decay.
+
+    Args:
+        ddp_chunks: from build_ddp.
+        config: for betas, epsilon, weight decay and gradient clipping.
+        role: "actor" or "critic": its learning rate is the one set until the first update.
+    """
+    o, bf16 = config.optimizer, config.model.dtype == "bfloat16"
+    rate = o.actor_learning_rate if role == "actor" else o.critic_learning_rate
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=rate,
+        min_lr=0.0,
+        weight_decay=o.weight_decay,
+        adam_beta1=o.adam_beta1,
+        adam_beta2=o.adam_beta2,
+        adam_eps=o.adam_eps,
+        # The norm is computed and reported in either case.
+        clip_grad=o.clip_grad or math.inf,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+    )
+    optimizer = get_megatron_optimizer(settings, list(ddp_chunks))
+    set_learning_rate(optimizer, rate)
+    return optimizer
+
+
+def set_learning_rate(optimizer: MegatronOptimizer, learning_rate: float) -> None:
+    """Set the rate of the next update, and each group's weight decay.
+
+    megatron-core marks the groups without decay by wd_mult=0 and leaves it to a scheduler of its
+    own, not used here, to apply that.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group["lr_mult"]
+        group["weight_decay"] = optimizer.config.weight_decay * group["wd_mult"]
+
+
+def optimizer_step(optimizer: MegatronOptimizer) -> Tensor:
+    """Clip the finished gradients, update the parameters, and drop the gradients.
+
+    Returns:
+        float32 0-d on the CPU: norm of the whole model's gradient before clipping, the same on all
+        ranks.
+
+    Raises:
+        FloatingPointError: the norm is not finite, on every rank. The parameters are spoilt then:
+            go back to a checkpoint.
+    """
+    success, norm, _ = optimizer.step()
+    assert success, "the optimizer skips steps only for float16 overflows"
+    optimizer.zero_grad()
+    if not math.isfinite(norm):
+        raise FloatingPointError(
+            f"gradient norm {norm}: the loss or its gradient is not finite; the run stops, and "
+            "starting it again resumes from its latest checkpoint"
+        )
+    return torch.tensor(norm)
+
+
+def learning_rate(update: int, *, peak: float, warmup_updates: int) -> float:
+    """Linear warm-up counted in updates, then constant.
+
+    peak * min(1, (update + 1) / warmup_updates): the first update already moves.
+    Source: VAPO section 5.1 (AdamW with warm-up, then constant).
+
+    Args:
+        update: updates made before this one, 0 for the first.
+        peak: the rate after warm-up.
+        warmup_updates: the peak is reached at update warmup_updates - 1; 0: at once.
+    """
+    return peak * min(1.0, (update + 1) / warmup_updates) if warmup_updates else peak
+
+
+def actor_learning_rate(update: int, config: VapoConfig) -> float:
+    """Rate of the actor's update number `update`, counted from its own first update."""
+    o = config.optimizer
+    return learning_rate(update, peak=o.actor_learning_rate, warmup_updates=o.actor_warmup_updates)
+
+
+def critic_learning_rate(update: int, config: VapoConfig) -> float:
+    """Rate of the critic's update number `update`, counted from the start of value pretraining.
+
+    In value pretraining of N updates the peak moves along a straight line from
+    value_pretraining_learning_rate at update 0 to value_pretraining_final_learning_rate at N - 1;
+    after it, it is critic_learning_rate. Warm-up counts from update 0 and multiplies either.
+    """
+    o = config.optimizer
+    count = value_pretraining_updates(config)
+    peak = o.critic_learning_rate
+    if update < count:
+        start = o.value_pretraining_learning_rate or peak
+        end = o.value_pretraining_final_learning_rate or start
+        peak = start + (end - start) * update / max(count - 1, 1)
+    return learning_rate(update, peak=peak, warmup_updates=o.critic_warmup_updates)
+
+
+def value_pretraining_updates(config: VapoConfig) -> int:
+    """Critic updates in all value-pretraining steps together."""
+    a = config.algorithm
+    responses = a.value_pretraining_responses_per_step or a.responses_per_step
+    per_pass = responses // a.mini_batch_size
+    return a.value_pretraining_steps * per_pass * a.critic_updates_per_step

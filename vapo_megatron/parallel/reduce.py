@@ -1,0 +1,113 @@
+"""Small reductions over ranks: counts, metrics, results of the last pipeline stage.
+
+Before: each rank holds its own numbers. After: the ranks that the function names hold the same.
+Tensors may lie on the CPU or on the device; they come back where they were. Every function is a
+collective: all ranks of its group call it, in the same order, with equal shapes and keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vapo_megatron.parallel import backend
+from vapo_megatron.parallel.groups import ParallelGroups
+
+Metrics = TypeVar("Metrics", Tensor, dict[str, Tensor])
+
+
+def sum_over_data_parallel(value: Metrics, groups: ParallelGroups) -> Metrics:
+    """Sum a tensor, or each 0-d tensor of a dict, over the data-parallel ranks.
+
+    Args:
+        value: a tensor of any shape, or a dict with the same keys on all data-parallel ranks, which
+            travels as one float64 all-reduce, in the order of its sorted keys.
+        groups: this rank's place.
+
+    Returns:
+        A new tensor or dict, the same on all data-parallel ranks.
+    """
+    if isinstance(value, Tensor):
+        return _all_reduce(value, dist.ReduceOp.SUM, groups.dp_group)
+    if groups.dp_size == 1 or not value:
+        return dict(value)
+    names = sorted(value)
+    stacked = torch.stack([value[name].detach().double() for name in names])
+    sums = _all_reduce(stacked, dist.ReduceOp.SUM, groups.dp_group)
+    return {name: total.to(value[name].dtype) for name, total in zip(names, sums.unbind())}
+
+
+def sum_over_world(value: Tensor) -> Tensor:
+    """Sum a tensor over all ranks."""
+    return _all_reduce(value, dist.ReduceOp.SUM, dist.group.WORLD)
+
+
+def max_over_world(value: Tensor) -> Tensor:
+    """Take the elementwise maximum of a tensor over all ranks; NaN on one rank is NaN on all."""
+    reduced = _all_reduce(
+        torch.stack([value.nan_to_num(nan=-torch.inf), value.isnan().to(value.dtype)]),
+        dist.ReduceOp.MAX,
+        dist.group.WORLD,
+    )
+    return reduced[0].masked_fill(reduced[1] > 0, torch.nan)
+
+
+def broadcast_from_last_stage(
+    results: Sequence[Tensor], lengths: Sequence[int], groups: ParallelGroups
+) -> list[Tensor]:
+    """Send the last pipeline stage's results to the other stages of the same pipeline.
+
+    Two broadcasts, whatever the number of results; none without a pipeline.
+
+    Args:
+        results: on the last stage one float32 tensor [length] or [length, width] for each length,
+            all of the same width; ignored elsewhere.
+        lengths: first size of each result, known on every stage.
+        groups: this rank's place.
+
+    Returns:
+        The results, on the device.
+    """
+    if groups.is_last_stage:
+        assert [len(r) for r in results] == list(lengths), "one row for each response token"
+    if groups.pp_size == 1 or not lengths:
+        return list(results)
+    shape = torch.zeros(1, dtype=torch.long, device=backend.device())
+    if groups.is_last_stage and results[0].dim() == 2:
+        shape.fill_(results[0].shape[1])
+    dist.broadcast(shape, groups.last_stage_rank, group=groups.pp_group)
+    width = int(shape)
+    if groups.is_last_stage:
+        flat = torch.cat(list(results))
+    else:
+        size = (sum(lengths), width) if width else (sum(lengths),)
+        flat = torch.empty(size, dtype=torch.float32, device=backend.device())
+    dist.broadcast(flat, groups.last_stage_rank, group=groups.pp_group)
+    return list(flat.split(list(lengths)))
+
+
+def broadcast_metrics_from_last_stage(
+    metrics: dict[str, Tensor], groups: ParallelGroups
+) -> dict[str, Tensor]:
+    """Send a dict of 0-d tensors from the last pipeline stage to the other stages, float64.
+
+    Nothing is sent, and nothing converted, without a pipeline.
+    """
+    if groups.pp_size == 1:
+        return metrics
+    payload = [{name: float(value) for name, value in metrics.items()}]
+    dist.broadcast_object_list(
+        payload, groups.last_stage_rank, group=groups.pp_group, device=backend.device()
+    )
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in payload[0].items()}
+
+
+def _all_reduce(value: Tensor, operation: dist.ReduceOp.RedOpType, group: object) -> Tensor:
+    """Reduce a copy on the device; return it where the value was."""
+    copy = value.detach().to(backend.device(), copy=True)
+    dist.all_reduce(copy, operation, group=group)
+    return copy.to(value.device)

@@ -1,0 +1,213 @@
+"""Forward and backward passes over micro-batches, with any pipeline.
+
+Before: every rank of a model-parallel group (the TP x PP ranks of one replica) holds the same
+micro-batches. After `forward_only`: it holds the results for all of them. After `forward_backward`:
+its gradient buffers hold the sum over all micro-batches and all data-parallel ranks, and it holds
+the metrics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.batch import MicroBatch, make_micro_batch
+from vapo_megatron.parallel import backend, groups
+from vapo_megatron.parallel.reduce import (
+    broadcast_from_last_stage,
+    broadcast_metrics_from_last_stage,
+)
+
+backend.install()
+
+from megatron.core.distributed import DistributedDataParallel  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.utils import get_model_config  # noqa: E402
+
+Head = Callable[[Tensor, MicroBatch], Tensor]
+LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+
+
+def forward_only(
+    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], head: Head
+) -> list[Tensor]:
+    """Run the pipeline forward without gradients.
+
+    Args:
+        chunks: this rank's model chunks, DDP-wrapped or not.
+        micro_batches: at least one response in all of them together, or none at all; on any device.
+        head: (last stage's output, micro-batch on the device) -> [T] or [T, width], with T the
+            micro-batch's response tokens; called on the last stage only.
+
+    Returns:
+        What head returned, float32, on the device, in the order of the micro-batches, on every rank
+        of the model-parallel group. One broadcast carries all of them.
+    """
+    here = groups.current()
+
+    def collect(micro_batch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> Tensor:
+        return head(output, micro_batch).float()
+
+    with torch.no_grad():
+        results = _run(chunks, micro_batches, collect, forward_only=True)
+    lengths = [m.predicting.numel() for m in micro_batches]
+    return broadcast_from_last_stage(results[: len(lengths)], lengths, here)
+
+
+def forward_backward(
+    chunks: Sequence[DistributedDataParallel],
+    micro_batches: Sequence[MicroBatch],
+    loss_function: LossFunction,
+) -> dict[str, Tensor]:
+    """Leave the gradient of the sum of all losses in the chunks' gradient buffers.
+
+    Each loss is a sum over tokens divided by a count over the whole mini-batch: all micro-batches
+    of all data-parallel ranks. This is the place that knows what megatron-core does with it:
+
+    1. loss function   returns (loss, 0, metrics). Of a pair (loss, metrics) megatron-core divides
+                       the loss by the number of micro-batches; of a triple it does not, when
+                       calculate_per_token_loss is set.                                       x 1
+    2. backward        there is no gradient scaler in float32 and bfloat16.                   x 1
+    3. micro-batches   DDP adds each parameter's gradient to its main_grad, float32.          sum
+    4. data parallel   all-reduce or reduce-scatter with SUM; the factor before it is 1 when
+                       calculate_per_token_loss was set as DDP was built (else 1/dp).         sum
+    5. finalize        partial gradients (norms under sequence parallelism, the tied embedding's
+                       two copies) are summed over their ranks; the division by the number of
+                       tokens is left out, as build_ddp's finalize passes none.               x 1
+    6. optimizer       clips; nothing else.
+
+    So each parameter's gradient is the plain sum of all losses' gradients, whatever the micro-batch
+    split, packing, DP, TP, PP or SP.
+
+    Args:
+        chunks: this rank's, from build_ddp.
+        micro_batches: at least one. Where the virtual pipeline needs more, empty ones are added.
+        loss_function: (last stage's output, micro-batch on the device) -> (loss, detached 0-d
+            metrics); called on the last stage only. For a micro-batch without response tokens its
+            loss is 0 with the graph intact.
+
+    Returns:
+        Each metric summed over this data-parallel rank's micro-batches, on every rank of the
+        model-parallel group.
+    """
+    assert micro_batches, "a mini-batch needs a micro-batch on every data-parallel rank"
+    _assert_nothing_divides(chunks)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+        # The optimizer lends main_grad as .grad; left there, backward would add into it twice.
+        chunk.zero_grad(set_to_none=True)
+
+    def evaluate(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict]:
+        loss, metrics = loss_function(output, micro_batch)
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), metrics
+
+    totals: dict[str, Tensor] = {}
+    for metrics in _run(chunks, micro_batches, evaluate, forward_only=False):
+        for name, value in metrics.items():
+            totals[name] = totals[name] + value if name in totals else value
+    return broadcast_metrics_from_last_stage(totals, groups.current())
+
+
+def _assert_nothing_divides(chunks: Sequence[Any]) -> None:
+    """Points 1, 4 and 5 of forward_backward's chain."""
+    config = get_model_config(chunks[0])
+    assert config.calculate_per_token_loss and config.finalize_model_grads_func is not None
+    factors = {buffer.gradient_scaling_factor for chunk in chunks for buffer in chunk.buffers}
+    assert factors <= {1.0}, f"gradients would be scaled by {factors}"
+
+
+def _run(
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[MicroBatch],
+    after: Callable[..., Any],
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    """Call megatron-core's schedule; returns, on the last stage, `after` of each micro-batch."""
+    if not micro_batches:
+        return []
+    here = groups.current()
+    padded = _filled(micro_batches, here)
+
+    def forward_step(data: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
+        micro_batch = next(data)
+        output = chunk(
+            input_ids=micro_batch.tokens[None],
+            position_ids=micro_batch.position_ids[None],
+            attention_mask=None,
+            packed_seq_params=_packing(micro_batch),
+        )
+        return output, partial(after, micro_batch)
+
+    iterators = [_on_device(padded) for _ in chunks]
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=list(chunks),
+        num_microbatches=len(padded),
+        # Read only where lengths are fixed: variable_seq_lengths sends each shape along.
+        seq_length=padded[0].tokens.numel(),
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def _filled(micro_batches: Sequence[MicroBatch], here: groups.ParallelGroups) -> list[MicroBatch]:
+    """Make the micro-batches fit for the schedule.
+
+    The virtual pipeline runs them in groups of pp_size, so empty ones fill the last group up. The
+    layers take no empty sequence: a micro-batch without tokens gets one of padding, which no loss
+    reads.
+    """
+    filled = list(micro_batches)
+    if here.vpp_size > 1:
+        empty = make_micro_batch(filled[0].batch.select([]))
+        filled += [empty] * (-len(filled) % here.pp_size)
+    return [m if m.tokens.numel() else _with_padding(m, here.tp_size) for m in filled]
+
+
+def _with_padding(micro_batch: MicroBatch, size: int) -> MicroBatch:
+    tokens = micro_batch.tokens
+    return dataclasses.replace(
+        micro_batch,
+        tokens=tokens.new_zeros(size),
+        position_ids=torch.arange(size, device=tokens.device),
+        model_cu_seqlens=torch.tensor([0, size], dtype=torch.int32, device=tokens.device),
+        max_seqlen=size,
+    )
+
+
+def _packing(micro_batch: MicroBatch) -> PackedSeqParams:
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=micro_batch.model_cu_seqlens,
+        cu_seqlens_kv=micro_batch.model_cu_seqlens,
+        max_seqlen_q=micro_batch.max_seqlen,
+        max_seqlen_kv=micro_batch.max_seqlen,
+    )
+
+
+def _on_device(micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+    """Move one micro-batch at a time, when its forward pass begins."""
+    device = backend.device()
+    for micro_batch in micro_batches:
+        yield _moved(micro_batch, device)
+
+
+def _moved(data: Any, device: torch.device) -> Any:
+    """Return a dataclass with its tensors, and those of the dataclasses in it, on the device."""
+    changed = {}
+    for field in dataclasses.fields(data):
+        value = getattr(data, field.name)
+        if isinstance(value, Tensor):
+            changed[field.name] = value.to(device, non_blocking=True)
+        elif dataclasses.is_dataclass(value):
+            changed[field.name] = _moved(value, device)
+    return dataclasses.replace(data, **changed)
