@@ -1,0 +1,368 @@
+"""vLLM inside the trainer's processes: the only file that imports vllm.
+
+Every rank holds one vLLM worker. `rollout.tensor_model_parallel_size` consecutive ranks form a
+replica, which samples its own share of each step; replicas never talk to each other while they
+sample. All ranks of a replica run the same scheduler over the same requests in the same order, so
+that their collectives meet; after `generate` each of them holds the replica's rollouts.
+
+What vLLM does to a process that is not its own is undone or kept out: to its random numbers,
+environment, thread and matmul settings (process_state.py), to the trainer's process groups, and on
+a CPU to the weights, which it would repack out of reach of any update.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vapo_megatron.batch import Prompt, Rollout
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.rollout.process_state import process_state_kept, random_state_kept
+from vapo_megatron.rollout.requests import (
+    SamplingSettings,
+    assign,
+    check_prompts,
+    max_model_len,
+    request_seeds,
+)
+from vapo_megatron.rollout.tokenizer import decode_responses, find_stop_token_ids, load_tokenizer
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+for _name, _value in {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import vllm.distributed.parallel_state as vllm_groups
+    import vllm.model_executor.layers.utils as vllm_layers
+    import vllm.v1.executor.uniproc_executor as vllm_executor
+    import vllm.v1.sample.sampler as vllm_sampler
+    from vllm import LLM, RequestOutput, SamplingParams
+    from vllm.inputs.engine import tokens_input
+    from vllm.platforms import current_platform
+    from vllm.sampling_params import RequestOutputKind
+
+CPU_KV_CACHE_BYTES = 256 * 2**20
+
+
+class RolloutEngine:
+    """One rank of a vLLM replica, sampling from weights that the trainer publishes."""
+
+    def __init__(self, hf_path: str, config: VapoConfig, *, rank: int, world_size: int) -> None:
+        """Build the engine with random weights; `load_weights` comes before the first `generate`.
+
+        A collective over the world: torch.distributed is initialised, and every rank calls this.
+
+        Args:
+            hf_path: Hugging Face directory; its config and tokenizer are read, its weights are not.
+            config: rollout, model.dtype and seed are used.
+            rank: of this process in the world.
+            world_size: divisible by rollout.tensor_model_parallel_size.
+
+        Raises:
+            ConfigError: no stop token is known, the lengths exceed the model's, or vLLM refuses the
+                model.
+        """
+        tp_size = config.rollout.tensor_model_parallel_size
+        assert dist.is_initialized(), "torch.distributed must be initialised before the engine"
+        assert world_size % tp_size == 0, (
+            f"world size {world_size} must divide by vLLM TP {tp_size}"
+        )
+        shape = read_model_shape(hf_path)
+        self._config = config
+        self._tokenizer = load_tokenizer(hf_path)
+        self._vocab_size = shape.vocab_size
+        self.replica = rank // tp_size
+        self.num_replicas = world_size // tp_size
+        self.is_leader = rank % tp_size == 0
+        """The first rank of the replica."""
+        self.stop_token_ids = find_stop_token_ids(
+            hf_path, self._tokenizer, config.rollout.stop_token_ids, shape.vocab_size
+        )
+        self.max_model_len = max_model_len(shape, config.rollout)
+        self.policy_version: int | None = None
+        """The version of the weights that the engine holds; None: none that can be sampled from."""
+        run_name = _name_run()
+        _adapt_vllm(rank, run_name)
+        with process_state_kept(), random_state_kept(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                self._llm = LLM(**_vllm_arguments(hf_path, config, self.max_model_len))
+            except ValueError as error:
+                raise ConfigError(
+                    f"vLLM cannot serve model.hf_path={hf_path} with these rollout settings: "
+                    f"{' '.join(str(error).split())}"
+                ) from error
+        _unlink_shared_memory(run_name, self.replica * tp_size, tp_size)
+        self._closed = False
+
+    def load_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int
+    ) -> None:
+        """Replace the weights, in place.
+
+        Args:
+            named_tensors: (Hugging Face name, full tensor); every rank of the replica gets the same
+                ones in the same order and keeps its shard. Consumed to the end: it may communicate.
+            policy_version: what `generate` will be asked for.
+
+        Raises:
+            RuntimeError: a parameter was not covered, or was given twice. The engine then refuses
+                to sample.
+        """
+        self.policy_version = None
+        given: set[str] = set()
+
+        def watched() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in named_tensors:
+                if name in given:
+                    raise RuntimeError(f"weight {name} was given to the sampler twice")
+                given.add(name)
+                yield name, tensor
+
+        model = self._model()
+        with torch.no_grad():
+            loaded = model.load_weights(watched())
+        missing = _missing_weights(model, given, loaded or set())
+        if missing:
+            raise RuntimeError(
+                f"{len(missing)} of the sampler's weights were not given: {', '.join(missing[:5])}"
+            )
+        self.policy_version = policy_version
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        step: int,
+        sampling: SamplingSettings,
+        policy_version: int,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[Rollout]:
+        """Sample this replica's share of a step.
+
+        Args:
+            prompts: the whole step's repeated list, the same on every rank of the world: group i
+                occupies [i*group_size, (i+1)*group_size).
+            group_size: G.
+            step: enters the seeds.
+            sampling: temperature and limits.
+            policy_version: must be the version that was loaded.
+            on_progress: called with (finished, all) of this replica's responses as they finish.
+
+        Returns:
+            This replica's rollouts by position, on every rank of the replica. Their
+            log-probabilities are those of the distribution sampled from: temperature, top-p and top-k
+            included.
+
+        Raises:
+            DataError: a prompt is empty, too long, or foreign to the vocabulary.
+            RuntimeError: other weights are loaded than asked for, or they yield NaN.
+        """
+        if policy_version != self.policy_version:
+            raise RuntimeError(
+                f"asked for policy version {policy_version}, but the sampler holds "
+                f"{self.policy_version}"
+            )
+        limit = self._config.rollout.max_response_tokens
+        assert sampling.max_response_tokens <= limit, (
+            f"{sampling} exceeds the engine's limit {limit}"
+        )
+        check_prompts(prompts, self._config.rollout.max_prompt_tokens, self._vocab_size)
+        seeds = request_seeds(
+            prompts, group_size, seed=self._config.seed, step=step, role=sampling.seed_role
+        )
+        positions = assign(len(prompts), self.num_replicas)[self.replica]
+        requests = [
+            (p, prompts[p].token_ids, _request(sampling, self.stop_token_ids, seeds[p]))
+            for p in positions
+        ]
+        with random_state_kept():
+            completions = self._complete(requests, on_progress)
+        texts = decode_responses(self._tokenizer, [completions[p].token_ids for p in positions])
+        return [
+            self._rollout(prompts[p], p, group_size, completions[p], text)
+            for p, text in zip(positions, texts)
+        ]
+
+    def shutdown(self) -> None:
+        """Free what vLLM holds; the trainer's process groups stay. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self.policy_version = None
+            self._llm.llm_engine.engine_core.shutdown()
+            del self._llm
+
+    def _model(self) -> Any:
+        """The module whose parameters are updated in place."""
+        executor: Any = self._llm.llm_engine.model_executor
+        return executor.driver_worker.worker.model_runner.model
+
+    def _complete(
+        self,
+        requests: Sequence[tuple[int, Sequence[int], SamplingParams]],
+        on_progress: Callable[[int, int], None] | None,
+    ) -> dict[int, Any]:
+        """Run requests (position, prompt, parameters) -> vLLM's completions by position."""
+        engine = self._llm.llm_engine
+        # Stale keys and values give wrong output, and a resumed run starts without any.
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM's prefix cache is in use between two calls of generate")
+        names = []
+        completions: dict[int, Any] = {}
+        try:
+            for position, token_ids, parameters in requests:
+                names.append(str(position))
+                engine.add_request(names[-1], tokens_input(list(token_ids)), parameters)
+            while engine.has_unfinished_requests():
+                before = len(completions)
+                for output in engine.step():
+                    assert isinstance(output, RequestOutput)
+                    completions[int(output.request_id)] = output.outputs[0]
+                if on_progress is not None and len(completions) > before:
+                    on_progress(len(completions), len(requests))
+        except BaseException:
+            engine.abort_request(names)
+            raise
+        return completions
+
+    def _rollout(
+        self, prompt: Prompt, position: int, group_size: int, completion: Any, text: str
+    ) -> Rollout:
+        token_ids = tuple(completion.token_ids)
+        logprobs = tuple(c[t].logprob for c, t in zip(completion.logprobs, token_ids))
+        assert len(logprobs) == len(token_ids) > 0, f"{len(logprobs)} logprobs of {token_ids}"
+        if not all(map(math.isfinite, logprobs)):
+            raise RuntimeError(
+                f"prompt {prompt.index}: a log-probability is not finite; look for NaN weights"
+            )
+        truncated = token_ids[-1] not in self.stop_token_ids
+        assert completion.finish_reason == ("length" if truncated else "stop"), (
+            f"a response ending in {token_ids[-1]} finished with {completion.finish_reason}"
+        )
+        assert self.policy_version is not None
+        return Rollout(
+            prompt=prompt,
+            sample=position % group_size,
+            position=position,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            truncated=truncated,
+            text=text,
+            policy_version=self.policy_version,
+        )
+
+
+def _vllm_arguments(hf_path: str, config: VapoConfig, max_model_len: int) -> dict[str, Any]:
+    rollout, on_cpu = config.rollout, current_platform.is_cpu()
+    kv_cache_bytes = rollout.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
+    return {
+        "model": str(hf_path),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "dtype": rollout.dtype or config.model.dtype,
+        "seed": config.seed % 2**32,
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "distributed_executor_backend": "external_launcher",
+        "enforce_eager": on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
+        "max_model_len": max_model_len,
+        "max_num_seqs": rollout.max_num_sequences,
+        "kv_cache_memory_bytes": kv_cache_bytes,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "logprobs_mode": "processed_logprobs",
+    }
+
+
+def _request(sampling: SamplingSettings, stop: Sequence[int], seed: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_response_tokens,
+        seed=seed,
+        stop_token_ids=list(stop),
+        ignore_eos=True,  # The stop tokens above and no others.
+        logprobs=0,  # Of the sampled token alone.
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _missing_weights(model: Any, given: set[str], loaded: set[str]) -> list[str]:
+    """Names that the model needs and did not get.
+
+    `loaded` alone does not tell: it names a fused parameter as soon as one of its parts has come.
+    """
+    fused = getattr(model, "packed_modules_mapping", {})
+    missing = set()
+    for name, _ in model.named_parameters():
+        parts = {name}
+        for whole, pieces in fused.items():
+            if f".{whole}." in name:
+                parts = {name.replace(f".{whole}.", f".{piece}.") for piece in pieces}
+        missing |= parts - given
+        missing |= {name} - loaded
+    return sorted(missing)
+
+
+def _adapt_vllm(rank: int, run_name: str) -> None:
+    """Replace the parts of vLLM that do not fit a process owned by a trainer."""
+    vllm_groups.destroy_distributed_environment = _destroy_own_world
+    place = (f"vapo:{run_name}", rank, int(os.environ.get("LOCAL_RANK", rank)))
+    vllm_executor.ExecutorWithExternalLauncher._distributed_args = (  # type: ignore[method-assign]
+        lambda self: place
+    )
+    if current_platform.is_cpu():
+        vllm_layers.dispatch_cpu_unquantized_gemm = _keep_weight_unpacked
+        vllm_sampler.batched_count_greater_than = _count_at_least
+
+
+def _name_run() -> str:
+    """Name vLLM's shared memory: two runs on one machine must not meet in it. A collective."""
+    name = [os.urandom(8).hex()]
+    dist.broadcast_object_list(name, src=0)
+    return name[0]
+
+
+def _unlink_shared_memory(run_name: str, first_rank: int, tp_size: int) -> None:
+    """Free the names of the memory that the replica's ranks share on a CPU; their mappings stay.
+
+    vLLM never does, and a killed run would leave it behind.
+    """
+    ranks = "-".join(str(first_rank + i) for i in range(tp_size))
+    for file in Path("/dev/shm").glob(f"{run_name}-*"):
+        if f"[{ranks}]" in file.name:
+            file.unlink(missing_ok=True)
+
+
+def _destroy_own_world() -> None:
+    """vLLM's own calls torch.distributed.destroy_process_group(): the trainer's groups go too."""
+    if vllm_groups._WORLD:
+        vllm_groups._WORLD.destroy()
+    vllm_groups._WORLD = None
+    vllm_groups._NODE_COUNT = None
+
+
+def _keep_weight_unpacked(layer: Any, remove_weight: bool) -> None:
+    """vLLM's own repacks each weight and leaves shape (0,), which no update can reach."""
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def _count_at_least(x: Tensor, values: Tensor) -> Tensor:
+    """Rank of the sampled token, which nobody reads; vLLM's own is compiled by a C++ compiler."""
+    return (x >= values).sum(-1)

@@ -1,0 +1,125 @@
+"""The one place that turns text into token ids and back, and knows which ids end a response."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vapo_megatron.errors import ConfigError
+
+VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+
+
+def load_tokenizer(hf_path: str | Path) -> Any:
+    """Load a tokenizer with transformers, running no code from the checkpoint.
+
+    Args:
+        hf_path: a directory, read without network, or the id of a model on the Hugging Face hub.
+
+    Raises:
+        ConfigError: nothing there, no vocabulary in the directory (transformers would build an
+            empty one), or ids that differ from those of a sentencepiece model beside it.
+    """
+    from transformers import AutoTokenizer
+
+    directory = Path(hf_path)
+    local = directory.is_dir()
+    if not local and not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(hf_path)):
+        raise ConfigError(
+            f"model.hf_path={hf_path}: no such directory; give a Hugging Face directory"
+        )
+    if local and not any((directory / name).is_file() for name in VOCABULARY_FILES):
+        raise ConfigError(
+            f"model.hf_path={hf_path}: no tokenizer; the directory must hold one of "
+            f"{', '.join(VOCABULARY_FILES)}"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(hf_path), local_files_only=local, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(
+            f"model.hf_path={hf_path}: its tokenizer does not load: {' '.join(str(error).split())}"
+        ) from error
+    if (directory / "tokenizer.model").is_file():
+        _check_sentencepiece(tokenizer, directory / "tokenizer.model")
+    return tokenizer
+
+
+def _check_sentencepiece(tokenizer: Any, file: Path) -> None:
+    """transformers picks the class from config.json, and may number the pieces anew in silence."""
+    import sentencepiece
+
+    model = sentencepiece.SentencePieceProcessor()
+    try:
+        model.Load(str(file))
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"{file} is not a sentencepiece model: {error}") from None
+    pieces = [model.IdToPiece(i) for i in range(model.GetPieceSize())]
+    tokens = tokenizer.convert_ids_to_tokens(list(range(min(len(pieces), len(tokenizer)))))
+    for i, piece in enumerate(pieces):
+        token = tokens[i] if i < len(tokens) else None
+        if token != piece:
+            raise ConfigError(
+                f"{file}: id {i} is {piece!r}, but {token!r} in the {type(tokenizer).__name__} "
+                "that transformers chose; put a tokenizer.json with the same ids beside it"
+            )
+
+
+def find_stop_token_ids(
+    hf_path: str | Path, tokenizer: Any, configured: Sequence[int], vocab_size: int
+) -> tuple[int, ...]:
+    """Return the ids that end a response, sorted.
+
+    Args:
+        hf_path: directory whose generation_config.json and config.json are read.
+        tokenizer: its eos_token_id counts too.
+        configured: rollout.stop_token_ids; not empty: these and no others.
+        vocab_size: rows of the model's vocabulary.
+
+    Raises:
+        ConfigError: none is known, or one lies outside the vocabulary.
+    """
+    stop = set(configured)
+    if not stop:
+        for name in ("generation_config.json", "config.json"):
+            stop |= _eos(Path(hf_path) / name)
+        if tokenizer.eos_token_id is not None:
+            stop.add(tokenizer.eos_token_id)
+    if not stop:
+        raise ConfigError(
+            f"model.hf_path={hf_path}: neither generation_config.json nor config.json nor the "
+            "tokenizer names an end-of-sequence token; set rollout.stop_token_ids"
+        )
+    wrong = sorted(i for i in stop if not 0 <= i < vocab_size)
+    if wrong:
+        raise ConfigError(
+            f"rollout.stop_token_ids: {wrong} lie outside the model's vocabulary of {vocab_size}; "
+            "set the ids that end a response, or repair eos_token_id in model.hf_path"
+        )
+    return tuple(sorted(stop))
+
+
+def _eos(file: Path) -> set[int]:
+    if not file.is_file():
+        return set()
+    try:
+        value = json.loads(file.read_text()).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} is not a JSON object: {error}") from None
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) for i in ids):
+        raise ConfigError(
+            f"{file}: eos_token_id={value!r} must be an integer or a list of integers"
+        )
+    return set(ids)
+
+
+def decode_responses(tokenizer: Any, responses: Sequence[Sequence[int]]) -> list[str]:
+    """Return the text of each response without special tokens, its stop token among them."""
+    return tokenizer.batch_decode(
+        [list(r) for r in responses], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
