@@ -1,0 +1,125 @@
+r"""Finds the final answer in a response, in time linear in its length, whatever the model writes.
+
+Only the last of `\boxed{X}`, `Answer: X` and `#### X` counts. A marker with nothing behind it, and
+a box that was never closed, are no answers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+MAX_ANSWER_CHARACTERS = 1000
+"""Longer final answers are not judged: no ground truth needs them, and parsing takes minutes."""
+
+# Every marker holds one of these, so that a long text is searched at the speed of str.rfind.
+_HEADS = ("\\boxed", "\\fbox", "####", "nswer", "NSWER")
+_MARKER = re.compile(
+    r"\\(?:boxed|fbox)\s{0,4}(?P<box>\{)"
+    r"|(?i:answer)[*_]{0,3}\s{0,4}[:\uff1a]"
+    r"|(?<!#)####(?!#)"
+)
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_LEADING = re.compile(r"[\s*_`]*")
+_NEXT_SENTENCE = re.compile(r"\.\s+(?=[A-Z])")
+_DISPLAY = {"$$": "$$", "\\[": "\\]"}
+_MATH = re.compile(r"(?<!\\)\$\$?([^$]+)(?<!\\)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_MATH_DELIMITER = re.compile(r"(?<!\\)\$|\\[()\[\]]")
+_WORDS_ONLY = re.compile(r"[A-Za-z\s,.:'*-]*")
+_INTRODUCTION = re.compile(
+    r"(?i:(?:(?:so|thus|therefore|hence),? )?(?:(?:the|my) )?(?:(?:final|correct) )?"
+    r"(?:answer|result|value|solution) (?:is|equals)):? "
+)
+_QUANTITY = re.compile(r"(-?(?:[0-9]|\.[0-9])[0-9,.]*) ((?:[A-Za-z]{3,})(?:[ -][A-Za-z]+){0,5})")
+# Beside a number or formula, these words are not its unit.
+_NO_UNIT = re.compile(
+    r"\b(?:and|or|not|nor|than|plus|minus|times|over|mod|choose|factorial|squared|cubed|half|dozen"
+    r"|hundred|thousand|million|billion|trillion|percent|percentage|pct|sqrt|sin|cos|tan|log|exp)"
+    r"s?\b|n't",
+    re.IGNORECASE,
+)
+_INTEGER = re.compile(r"[+-]?(?:[0-9]{1,60}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,20})")
+
+
+def final_answer(text: str) -> str | None:
+    r"""Return the final answer of a response, cleaned, or None when there is none.
+
+    Args:
+        text: the response alone, without its prompt.
+    """
+    for marker in _markers_backwards(text):
+        find = _in_braces if marker["box"] else _rest_of_line
+        answer = clean(find(text, marker.end()))
+        if answer:
+            return answer
+    return None
+
+
+def ground_truth(text: str) -> str:
+    """Return the answer that a data set's column holds: behind its last marker, or all of it."""
+    return final_answer(text) or clean(text)
+
+
+def clean(answer: str) -> str:
+    """Strip what surrounds an answer: blanks, emphasis, math delimiters, full stop, unit words."""
+    if len(answer) > MAX_ANSWER_CHARACTERS:
+        return answer
+    answer = _INTRODUCTION.sub("", " ".join(answer.split()), count=1).replace("\u2212", "-")
+    formulas = list(_MATH.finditer(answer))
+    if len(formulas) == 1:
+        around = answer[: formulas[0].start()] + " " + answer[formulas[0].end() :]
+        if _WORDS_ONLY.fullmatch(around) and not _NO_UNIT.search(around):
+            answer = next(group for group in formulas[0].groups() if group is not None)
+    answer = _MATH_DELIMITER.sub("", answer)
+    answer = answer.lstrip(' *_`"').rstrip(' *_`".,;:')
+    quantity = _QUANTITY.fullmatch(answer)
+    if quantity and not _NO_UNIT.search(quantity[2]):
+        answer = quantity[1].rstrip(".,")
+    return answer
+
+
+def plain_integer(answer: str) -> int | None:
+    """Return the value of an answer that is nothing but an integer (`-12`, `1,234`), else None."""
+    return int(answer.replace(",", "")) if _INTEGER.fullmatch(answer) else None
+
+
+def _markers_backwards(text: str) -> Iterator[re.Match[str]]:
+    latest = {head: text.rfind(head) for head in _HEADS}
+    while (position := max(latest.values())) >= 0:
+        head = max(latest, key=lambda h: latest[h])
+        latest[head] = text.rfind(head, 0, position)
+        marker = _MARKER.match(text, position - 1 if "SWER" in head.upper() else position)
+        if marker:
+            yield marker
+
+
+def _in_braces(text: str, start: int) -> str:
+    """What stands before the brace that closes the one before start; nothing if none does."""
+    window = text[start : start + 2 * MAX_ANSWER_CHARACTERS]
+    content = _balanced(window)
+    cut_off = content == window and start + len(window) == len(text)
+    return "" if cut_off else content
+
+
+def _rest_of_line(text: str, start: int) -> str:
+    """What stands behind a marker: to the end of the line or sentence, or one display formula."""
+    # A little more than is ever judged, so that what is too long stays too long.
+    window = text[start : start + 2 * MAX_ANSWER_CHARACTERS]
+    window = window[_LEADING.match(window).end() :]  # type: ignore[union-attr]
+    end_of_display = 0
+    if window[:2] in _DISPLAY:
+        end_of_display = max(window.find(_DISPLAY[window[:2]], 2), 0)
+    newline = window.find("\n", end_of_display)
+    line = window if newline < 0 else window[:newline]
+    sentence = _NEXT_SENTENCE.search(line)
+    return _balanced(line[: sentence.start()] if sentence else line)
+
+
+def _balanced(line: str) -> str:
+    """Cut at a brace that closes something opened before: `\\boxed{Answer: 5}` -> 5."""
+    depth = 0
+    for match in _BRACE.finditer(line):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth < 0:
+            return line[: match.start()]
+    return line

@@ -1,0 +1,164 @@
+"""Judges final answers with math-verify, in processes that an endless computation cannot outlive.
+
+The parent finds the final answer and settles what needs no mathematics: no answer, equal texts,
+plain integers. Everything else goes to worker processes, each distinct (answer, ground truth) once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from vapo_megatron.errors import DataError
+from vapo_megatron.reward.extraction import (
+    MAX_ANSWER_CHARACTERS,
+    final_answer,
+    ground_truth,
+    plain_integer,
+)
+from vapo_megatron.reward.pool import DIED, OVER_TIME, JudgePool
+
+Status = Literal["correct", "wrong", "unparsable", "timed_out"]
+
+MEMORY_LIMIT_BYTES = 1 << 30
+"""Address space of a worker. It needs 0.1 GB; 2^(10^9) and its like ask for all there is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What the verifier found. Reward shaping never changes it."""
+
+    status: Status
+    """timed_out: judging it exceeded its limit of time or memory."""
+    extracted: str | None = None
+    """The final answer as it was compared; None when there is none."""
+
+    @property
+    def is_correct(self) -> bool:
+        """True for "correct" alone."""
+        return self.status == "correct"
+
+
+class MathVerifier:
+    """Compares final answers with ground truths. A context manager; closing it ends its processes.
+
+    Args:
+        num_workers: processes that judge. They start on first use, beside each other.
+        timeout_seconds: limit for one answer, from the moment when a process takes it up.
+        memory_limit_bytes: address space of one process.
+    """
+
+    def __init__(
+        self,
+        num_workers: int = 2,
+        timeout_seconds: float = 5.0,
+        memory_limit_bytes: int = MEMORY_LIMIT_BYTES,
+    ) -> None:
+        if num_workers < 1 or timeout_seconds <= 0:
+            raise ValueError(
+                f"num_workers={num_workers} must be at least 1 and "
+                f"timeout_seconds={timeout_seconds} above 0"
+            )
+        self._pool = JudgePool(num_workers, timeout_seconds, memory_limit_bytes)
+        self._known_answers: dict[str, str] = {}
+
+    def __enter__(self) -> MathVerifier:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the processes now instead of on first use; returns at once."""
+        self._pool.start()
+
+    def close(self) -> None:
+        """End the processes. Using the verifier again starts new ones."""
+        self._pool.close()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Ids of the running worker processes."""
+        return self._pool.process_ids
+
+    def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
+        """Judge responses[i] against the ground truth answers[i] -> verdicts in the same order.
+
+        Args:
+            responses: the responses' text, without their prompts.
+            answers: ground truths: an expression, or a text that ends in a marked answer.
+
+        Raises:
+            DataError: a ground truth cannot be parsed.
+            ValueError: the two differ in length.
+        """
+        if len(responses) != len(answers):
+            raise ValueError(
+                f"{len(responses)} responses for {len(answers)} answers; give one answer each"
+            )
+        unparsable = self.unparsable_answers(answers)
+        if unparsable:
+            bad = answers[unparsable[0]]
+            raise DataError(
+                f"ground truth {bad!r} of response {unparsable[0]} cannot be parsed as mathematics "
+                f"({len(unparsable)} of {len(answers)} cannot); correct or remove its row"
+            )
+        golds = [self._known_answers[answer] for answer in answers]
+        found = [final_answer(response) for response in responses]
+        settled = [_settle(answer, gold) for answer, gold in zip(found, golds)]
+        pairs = list(
+            dict.fromkeys(
+                (answer, gold)
+                for answer, gold, status in zip(found, golds, settled)
+                if status is None
+            )
+        )
+        statuses = self._pool.run([{"gold": gold, "answer": answer} for answer, gold in pairs])
+        judged = dict(zip(pairs, map(_as_status, statuses)))
+        return [
+            Verdict(status or judged[answer, gold], _shown(answer))
+            for answer, gold, status in zip(found, golds, settled)
+        ]
+
+    def unparsable_answers(self, answers: Sequence[str]) -> list[int]:
+        """Return the places of the ground truths that cannot be parsed, to be checked before a run.
+
+        Those that can are remembered and cost nothing later.
+        """
+        new = [a for a in dict.fromkeys(answers) if a not in self._known_answers]
+        golds = {answer: ground_truth(answer) for answer in new}
+        to_parse = []
+        for answer, gold in golds.items():
+            if plain_integer(gold) is not None:
+                self._known_answers[answer] = gold
+            elif 0 < len(gold) <= MAX_ANSWER_CHARACTERS:
+                to_parse.append(answer)
+        statuses = self._pool.run([{"gold": golds[a], "answer": None} for a in to_parse])
+        for answer, status in zip(to_parse, statuses):
+            if status == "correct":
+                self._known_answers[answer] = golds[answer]
+        return [i for i, answer in enumerate(answers) if answer not in self._known_answers]
+
+
+def _settle(answer: str | None, gold: str) -> Status | None:
+    """The status, where it takes no mathematics; None where it does."""
+    if answer is None or len(answer) > MAX_ANSWER_CHARACTERS:
+        return "unparsable"
+    if answer == gold:
+        return "correct"
+    number, expected = plain_integer(answer), plain_integer(gold)
+    if number is None or expected is None:
+        return None
+    return "correct" if number == expected else "wrong"
+
+
+def _as_status(status: str) -> Status:
+    if status in (OVER_TIME, DIED, "out_of_memory"):
+        return "timed_out"
+    assert status in ("correct", "wrong", "unparsable"), f"a worker answered {status!r}"
+    return status  # type: ignore[return-value]
+
+
+def _shown(answer: str | None) -> str | None:
+    return None if answer is None or len(answer) > MAX_ANSWER_CHARACTERS else answer

@@ -1,0 +1,197 @@
+"""Processes that can be killed: a time limit for each task, replacement, order kept.
+
+A task is given to a worker only when the worker is idle, so that waiting in a queue is no part of
+its time. Every message is far smaller than a pipe's buffer: writing never blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vapo_megatron.reward.worker import HEADER
+
+START_LIMIT_SECONDS = 120.0
+"""Longest wait for a worker's imports; a loaded machine takes many times the usual half second."""
+MAX_FAILED_STARTS = 3
+"""Starts that may fail in a row before the environment is to blame."""
+
+OVER_TIME = "over_time"
+DIED = "died"
+
+
+class _Worker:
+    """One process: starting, idle or busy."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        environment = {**os.environ, "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
+        )
+        self.ready = False
+        self.task: int | None = None
+        self.deadline = time.monotonic() + START_LIMIT_SECONDS
+        self._received = b""
+
+    @property
+    def idle(self) -> bool:
+        return self.ready and self.task is None
+
+    def give(self, task: int, request: dict[str, Any], timeout_seconds: float) -> None:
+        data = json.dumps(request).encode()
+        self.task = task
+        self.deadline = time.monotonic() + timeout_seconds
+        try:
+            os.write(self.process.stdin.fileno(), HEADER.pack(len(data)) + data)  # type: ignore[union-attr]
+        except BrokenPipeError:
+            pass  # It is dead: the end of its output says so.
+
+    def take(self) -> str | None:
+        """The status that has arrived, DIED, or None while the message is not complete."""
+        data = os.read(self.process.stdout.fileno(), 65536)  # type: ignore[union-attr]
+        if not data:
+            return DIED
+        self._received += data
+        if len(self._received) < HEADER.size:
+            return None
+        end = HEADER.size + HEADER.unpack_from(self._received)[0]
+        if len(self._received) < end:
+            return None
+        status = json.loads(self._received[HEADER.size : end])["status"]
+        self._received = self._received[end:]
+        return status
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            pipe.close()  # type: ignore[union-attr]
+
+
+def _kill_all(workers: list[_Worker], owner: int) -> None:
+    if os.getpid() == owner:  # a forked child must leave them alone
+        for worker in workers:
+            worker.kill()
+    workers.clear()
+
+
+class JudgePool:
+    """Worker processes, started on first use and replaced when they hang or die."""
+
+    def __init__(self, num_workers: int, timeout_seconds: float, memory_limit_bytes: int) -> None:
+        script = Path(__file__).with_name("worker.py")
+        limits = [str(timeout_seconds), str(memory_limit_bytes)]
+        # -P: what lies in the script's or the current directory must not stand in for a library.
+        self._command = [sys.executable, "-P", str(script), *limits]
+        self._num_workers = num_workers
+        self._timeout_seconds = timeout_seconds
+        self._workers: list[_Worker] = []
+        self._failed_starts = 0
+        self._lock = threading.RLock()
+        self._owner = os.getpid()
+        weakref.finalize(self, _kill_all, self._workers, self._owner)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Ids of the running workers."""
+        return [worker.process.pid for worker in self._workers]
+
+    def start(self) -> None:
+        """Start what is missing; returns at once, the workers load beside what follows."""
+        with self._lock:
+            for worker in [w for w in self._workers if w.idle and w.process.poll() is not None]:
+                self._remove(worker)
+            while len(self._workers) < self._num_workers:
+                self._workers.append(_Worker(self._command))
+
+    def close(self) -> None:
+        """Kill every worker; the next use starts new ones."""
+        with self._lock:
+            _kill_all(self._workers, self._owner)
+
+    def run(self, requests: Sequence[dict[str, Any]]) -> list[str]:
+        """Judge all requests -> their statuses, in order: the worker's, OVER_TIME or DIED.
+
+        A worker's death may have nothing to do with its task: the task gets a second chance.
+
+        Raises:
+            RuntimeError: the workers cannot start.
+        """
+        with self._lock:
+            try:
+                return self._run(requests)
+            except BaseException:
+                _kill_all(self._workers, self._owner)
+                raise
+
+    def _run(self, requests: Sequence[dict[str, Any]]) -> list[str]:
+        statuses: dict[int, str] = {}
+        queue = deque(range(len(requests)))
+        second_chance: set[int] = set()
+        while len(statuses) < len(requests):
+            self.start()
+            for worker in self._workers:
+                if worker.idle and queue:
+                    given = queue.popleft()
+                    worker.give(given, requests[given], self._timeout_seconds)
+            for worker, status in self._wait():
+                task, worker.task = worker.task, None
+                if status in (DIED, OVER_TIME, "out_of_memory"):
+                    self._remove(worker)
+                if task is None:
+                    continue
+                if status in (DIED, "out_of_memory") and task not in second_chance:
+                    second_chance.add(task)
+                    queue.appendleft(task)
+                else:
+                    statuses[task] = status
+        return [statuses[i] for i in range(len(requests))]
+
+    def _wait(self) -> list[tuple[_Worker, str]]:
+        """Wait for a message or a deadline -> the workers concerned, with what became of them."""
+        waiting = [w for w in self._workers if not w.idle]
+        with selectors.DefaultSelector() as selector:
+            for worker in waiting:
+                selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
+            limit = min(w.deadline for w in waiting) - time.monotonic()
+            arrived = [key.data for key, _ in selector.select(max(limit, 0.0))]
+        outcomes = []
+        for worker in arrived:
+            status = worker.take()
+            if status is not None:
+                outcomes.append((worker, status))
+        concluded = [worker for worker, _ in outcomes]
+        now = time.monotonic()
+        outcomes += [(w, OVER_TIME) for w in waiting if w not in concluded and w.deadline <= now]
+        for worker, status in outcomes:
+            if not worker.ready:
+                self._note_start(worker, status)
+        return outcomes
+
+    def _note_start(self, worker: _Worker, status: str) -> None:
+        if status == "ready":
+            worker.ready = True
+            self._failed_starts = 0
+            return
+        self._failed_starts += 1
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            self._failed_starts = 0
+            raise RuntimeError(
+                f"the verifier's worker {' '.join(self._command)} did not start: "
+                f"exit code {worker.process.poll()}, its own message stands above; is math-verify "
+                f"installed for {sys.executable}?"
+            )
+
+    def _remove(self, worker: _Worker) -> None:
+        worker.kill()
+        self._workers.remove(worker)
