@@ -1,0 +1,226 @@
+"""A fixed batch, an actor-like and a critic-like loss, and a few updates of them, inside a worker.
+
+The responses and everything that the losses need are the same in every layout; only which rank and
+micro-batch sees them differs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vapo_megatron.batch import RolloutBatch, make_micro_batch
+from vapo_megatron.config import VapoConfig
+
+# (prompt, response) tokens; the empty response is a prompt that no loss reads.
+LENGTHS = ((3, 5), (2, 9), (6, 1), (4, 12), (5, 0), (1, 7), (3, 4))
+TEMPERATURE = 0.8
+ENTROPY_COEF = 0.1
+ALL = tuple(range(len(LENGTHS)))
+NUM_TOKENS = sum(response for _, response in LENGTHS)
+LEARNING_RATE = 3e-3
+
+
+class Layout(NamedTuple):
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    vpp: int | None = None
+    sp: bool = False
+    distributed: bool = False
+    overlap: bool = False
+    recompute: str = "none"
+    split: tuple = ((ALL,),)
+    """[data-parallel rank][micro-batch][response]"""
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+class Result(NamedTuple):
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: dict[str, Tensor]
+    """By HF name, of the first update, before clipping."""
+    weights: dict[str, Tensor]
+    """By HF name, after the first update."""
+    outputs: Tensor
+    """Before the first update: log-probabilities and entropies [T, 2], or values [T], of this
+    data-parallel rank's responses in the order of its micro-batches."""
+
+
+def make_config(layout: Layout, **sections: dict[str, Any]) -> VapoConfig:
+    tree: dict[str, Any] = {
+        "model": {
+            "dtype": "float32",
+            "make_vocab_size_divisible_by": 16,
+            "value_head_init_std": 0.3,
+            "layer_spec": "local",
+        },
+        "parallel": {
+            "world_size": layout.world_size,
+            "tensor_model_parallel_size": layout.tp,
+            "pipeline_model_parallel_size": layout.pp,
+            "virtual_pipeline_model_parallel_size": layout.vpp,
+            "sequence_parallel": layout.sp,
+            "use_distributed_optimizer": layout.distributed,
+            "overlap_grad_reduce": layout.overlap,
+            "overlap_param_gather": layout.overlap and layout.distributed,
+            "recompute": layout.recompute,
+        },
+        # With a large epsilon an update shows the gradient's scale, which Adam would hide.
+        "optimizer": {"adam_eps": 1e-2, "clip_grad": 0.5, "weight_decay": 0.1},
+    }
+    for name, fields in sections.items():
+        tree[name] = {**tree[name], **fields}
+    return VapoConfig.model_validate(tree)
+
+
+def make_batch(vocab_size: int) -> RolloutBatch:
+    """Return all responses; advantages and returns are random, three tokens are masked."""
+    generator = torch.Generator().manual_seed(11)
+    prompts, responses = torch.tensor(LENGTHS).t()
+    sequences = prompts + responses
+
+    def bounds(lengths: Tensor) -> Tensor:
+        return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+
+    size = int(responses.sum())
+    mask = torch.ones(size, dtype=torch.bool)
+    mask[[0, 7, 20]] = False
+    return RolloutBatch(
+        tokens=torch.randint(vocab_size, (int(sequences.sum()),), generator=generator),
+        sequence_cu_seqlens=bounds(sequences),
+        cu_seqlens=bounds(responses),
+        positions=torch.arange(len(LENGTHS)),
+        rewards=torch.zeros(len(LENGTHS)),
+        is_correct=torch.zeros(len(LENGTHS), dtype=torch.bool),
+        truncated=torch.zeros(len(LENGTHS), dtype=torch.bool),
+        rollout_logprobs=torch.zeros(size),
+        loss_mask=mask,
+        advantages=torch.randn(size, generator=generator),
+        returns=torch.randn(size, generator=generator),
+    )
+
+
+def actor_loss(logprobs: Tensor, entropy: Tensor, batch: RolloutBatch) -> Tensor:
+    per_token = -batch.advantages * logprobs - ENTROPY_COEF * entropy
+    return (per_token * batch.loss_mask).sum() / NUM_TOKENS
+
+
+def critic_loss(values: Tensor, batch: RolloutBatch) -> Tensor:
+    return (0.5 * (values - batch.returns).square() * batch.loss_mask).sum() / NUM_TOKENS
+
+
+class Trained:
+    """One role's model in this layout, as trained_model.py builds it."""
+
+    def __init__(self, hf_path: str, layout: Layout, role: str, config: VapoConfig) -> None:
+        from vapo_megatron.models.build import build_model, transformer_config
+        from vapo_megatron.models.hf_config import read_model_shape
+        from vapo_megatron.parallel import groups
+        from vapo_megatron.parallel.optimizer import build_ddp, build_optimizer
+        from vapo_megatron.weights.hf import load_hf_weights
+
+        self.role, self.layout = role, layout
+        self.groups = groups.current()
+        self.shape = read_model_shape(hf_path)
+        self.model = build_model(self.shape, config, self.groups, role)
+        load_hf_weights(self.model, self.shape, hf_path, self.groups, role)
+        settings = transformer_config(self.shape, config, role)
+        self.chunks = build_ddp(self.model, config, settings)
+        self.optimizer = build_optimizer(self.chunks, config, role)
+        batch = make_batch(self.shape.vocab_size)
+        self.micro_batches = [
+            make_micro_batch(batch.select(part), multiple_of=layout.tp if layout.sp else 1)
+            for part in layout.split[self.groups.dp_rank]
+        ]
+
+    def head(self, output, micro_batch):
+        from vapo_megatron.models.build import gather_hidden, output_weight, values_of
+        from vapo_megatron.parallel.logprobs import linear_logprobs
+
+        if self.role == "critic":
+            return values_of(output)[micro_batch.predicting]
+        hidden = gather_hidden(output, sequence_parallel=self.layout.sp)
+        outputs = linear_logprobs(
+            hidden[micro_batch.predicting],
+            output_weight(self.model[-1]),
+            micro_batch.targets,
+            self.groups.tp_group,
+            vocab_size=self.shape.vocab_size,
+            temperature=TEMPERATURE,
+            with_entropy=True,
+        )
+        return torch.stack(outputs, -1)
+
+    def loss(self, output, micro_batch):
+        outputs, batch = self.head(output, micro_batch), micro_batch.batch
+        if self.role == "critic":
+            loss = critic_loss(outputs, batch)
+        else:
+            loss = actor_loss(outputs[:, 0], outputs[:, 1], batch)
+        return loss, {"loss": loss.detach(), "tokens": batch.loss_mask.sum()}
+
+    def forward_backward(self) -> dict[str, Tensor]:
+        from vapo_megatron.parallel.reduce import sum_over_data_parallel
+        from vapo_megatron.parallel.schedule import forward_backward
+
+        metrics = forward_backward(self.chunks, self.micro_batches, self.loss)
+        return sum_over_data_parallel(metrics, self.groups)
+
+    def full_tensors(self) -> dict[str, Tensor]:
+        """Parameters by HF name, in full."""
+        from vapo_megatron.weights.sync import gather_hf_tensors
+
+        named = gather_hf_tensors(self.chunks, self.shape, self.groups, role=self.role)
+        return {name: tensor.clone() for name, tensor in named}
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Gradients by HF name, in full: they travel in the parameters' place."""
+        parameters = [p for chunk in self.chunks for p in chunk.parameters()]
+        kept = [p.data for p in parameters]
+        for p in parameters:
+            p.data = p.main_grad.clone()
+        gradients = self.full_tensors()
+        for p, data in zip(parameters, kept, strict=True):
+            p.data = data
+        return gradients
+
+
+def run_layout(hf_paths: dict[str, str], layout: Layout, num_updates: int = 3) -> dict[str, Result]:
+    """Make a few updates of each model, "critic" or any actor; a worker's function."""
+    from vapo_megatron.parallel import groups
+
+    torch.manual_seed(dist.get_rank())
+    config = make_config(layout)
+    groups.initialize(config.parallel)
+    results = {}
+    for name, hf_path in hf_paths.items():
+        role = "critic" if name == "critic" else "actor"
+        results[name] = _train(Trained(hf_path, layout, role, config), num_updates)
+    return results
+
+
+def _train(trained: Trained, num_updates: int) -> Result:
+    from vapo_megatron.parallel.optimizer import optimizer_step, set_learning_rate
+    from vapo_megatron.parallel.schedule import forward_only
+
+    outputs = torch.cat(forward_only(trained.chunks, trained.micro_batches, trained.head))
+    losses, norms, gradients, weights = [], [], {}, {}
+    for update in range(num_updates):
+        set_learning_rate(trained.optimizer, LEARNING_RATE)
+        metrics = trained.forward_backward()
+        assert int(metrics["tokens"]) == NUM_TOKENS - 3, metrics
+        losses.append(float(metrics["loss"]))
+        # The distributed optimizer sums only this rank's share of the buffer.
+        if update == 0 and not trained.layout.distributed:
+            gradients = trained.full_gradients()
+        norms.append(float(optimizer_step(trained.optimizer)))
+        if update == 0:
+            weights = trained.full_tensors()
+    return Result(losses, norms, gradients, weights, outputs)
