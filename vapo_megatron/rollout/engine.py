@@ -166,8 +166,8 @@ class RolloutEngine:
 
         Returns:
             This replica's rollouts by position, on every rank of the replica. Their
-            log-probabilities are those of the distribution sampled from: temperature, top-p and top-k
-            included.
+            log-probabilities are those of the distribution sampled from: temperature, top-p and
+            top-k included.
 
         Raises:
             DataError: a prompt is empty, too long, or foreign to the vocabulary.

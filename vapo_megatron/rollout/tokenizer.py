@@ -16,6 +16,10 @@ VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 def load_tokenizer(hf_path: str | Path) -> Any:
     """Load a tokenizer with transformers, running no code from the checkpoint.
 
+    A tokenizer.json is taken as it is written. transformers' AutoTokenizer is not: for a Qwen2
+    config.json it builds Qwen2's byte-level pipeline around any vocabulary, and encodes to other
+    ids, or to none, in silence.
+
     Args:
         hf_path: a directory, read without network, or the id of a model on the Hugging Face hub.
 
@@ -23,7 +27,7 @@ def load_tokenizer(hf_path: str | Path) -> Any:
         ConfigError: nothing there, no vocabulary in the directory (transformers would build an
             empty one), or ids that differ from those of a sentencepiece model beside it.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     directory = Path(hf_path)
     local = directory.is_dir()
@@ -36,11 +40,12 @@ def load_tokenizer(hf_path: str | Path) -> Any:
             f"model.hf_path={hf_path}: no tokenizer; the directory must hold one of "
             f"{', '.join(VOCABULARY_FILES)}"
         )
+    as_written = (directory / "tokenizer.json").is_file()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = (PreTrainedTokenizerFast if as_written else AutoTokenizer).from_pretrained(
             str(hf_path), local_files_only=local, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # The tokenizers library raises bare Exception on a broken file.
         raise ConfigError(
             f"model.hf_path={hf_path}: its tokenizer does not load: {' '.join(str(error).split())}"
         ) from error
@@ -50,7 +55,11 @@ def load_tokenizer(hf_path: str | Path) -> Any:
 
 
 def _check_sentencepiece(tokenizer: Any, file: Path) -> None:
-    """transformers picks the class from config.json, and may number the pieces anew in silence."""
+    """Compare vocabularies, and the ids of a text made of every piece.
+
+    transformers picks the class from config.json, may number the pieces anew, and may read a
+    unigram model as BPE, all in silence.
+    """
     import sentencepiece
 
     model = sentencepiece.SentencePieceProcessor()
@@ -58,15 +67,15 @@ def _check_sentencepiece(tokenizer: Any, file: Path) -> None:
         model.Load(str(file))
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"{file} is not a sentencepiece model: {error}") from None
-    pieces = [model.IdToPiece(i) for i in range(model.GetPieceSize())]
-    tokens = tokenizer.convert_ids_to_tokens(list(range(min(len(pieces), len(tokenizer)))))
-    for i, piece in enumerate(pieces):
-        token = tokens[i] if i < len(tokens) else None
-        if token != piece:
-            raise ConfigError(
-                f"{file}: id {i} is {piece!r}, but {token!r} in the {type(tokenizer).__name__} "
-                "that transformers chose; put a tokenizer.json with the same ids beside it"
-            )
+    ids = list(range(model.GetPieceSize()))
+    tokens = tokenizer.convert_ids_to_tokens([i for i in ids if i < len(tokenizer)])
+    text = model.DecodeIds([i for i in ids if not (model.IsControl(i) or model.IsUnknown(i))])
+    encoded = tokenizer.encode(text, add_special_tokens=False)
+    if tokens != [model.IdToPiece(i) for i in ids] or encoded != model.EncodeAsIds(text):
+        raise ConfigError(
+            f"{file}: {type(tokenizer).__name__}, which transformers chose for this directory, "
+            "gives other ids than sentencepiece; put a tokenizer.json with the same ids beside it"
+        )
 
 
 def find_stop_token_ids(

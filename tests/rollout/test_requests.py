@@ -1,0 +1,149 @@
+"""Seeds, shares and limits, pure.
+
+Does not exercise: vLLM (test_engine.py).
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from vapo_megatron.batch import Prompt
+from vapo_megatron.config import RolloutConfig
+from vapo_megatron.errors import ConfigError, DataError
+from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.rollout.requests import (
+    SamplingSettings,
+    assign,
+    check_prompts,
+    max_model_len,
+    request_seed,
+    request_seeds,
+)
+
+
+def _prompt(index, token_ids=(4, 5)):
+    return Prompt(index, f"problem {index}", tuple(token_ids), "0")
+
+
+def test_seeds_never_change():
+    # printf 0/0/train/0/0 | b2sum -l 64: e36eae42d48e148c; half of it
+    assert request_seed(0, 0, "train", 0, 0) == 0xE36EAE42D48E148C // 2
+    # printf 7/12/evaluation/4711/15 | b2sum -l 64: bb4b54a7b8c326f6
+    assert request_seed(7, 12, "evaluation", 4711, 15) == 0xBB4B54A7B8C326F6 // 2
+
+
+def test_every_part_of_a_request_moves_its_seed():
+    base = (1, 2, "train", 3, 4)
+    seeds = {request_seed(*base)}
+    for changed in ((2, 2, "train", 3, 4), (1, 3, "train", 3, 4), (1, 2, "evaluation", 3, 4),
+                    (1, 2, "train", 4, 4), (1, 2, "train", 3, 5)):  # fmt: skip
+        seeds.add(request_seed(*changed))
+    assert len(seeds) == 6
+    # Parts are separated: (1, 12) and (11, 2) are different requests.
+    assert request_seed(0, 1, "train", 12, 0) != request_seed(0, 1, "train", 1, 20)
+    # Torch's CPU generator reads the low 32 bits: all of 10,000 differ in them but for chance
+    # (10,000^2 / 2^33 = 0.01 expected collisions).
+    low = {request_seed(0, 0, "train", i, 0) % 2**32 for i in range(10_000)}
+    assert len(low) >= 9_999
+
+
+def test_seeds_do_not_depend_on_the_order_of_prompts():
+    prompts = [_prompt(i) for i in (5, 5, 9, 9, 2, 2)]
+    seeds = request_seeds(prompts, 2, seed=3, step=8, role="train")
+    assert seeds[2:4] == [request_seed(3, 8, "train", 9, s) for s in (0, 1)]
+    turned = request_seeds(prompts[2:] + prompts[:2], 2, seed=3, step=8, role="train")
+    assert turned == seeds[2:] + seeds[:2]
+
+
+def test_a_prompt_drawn_twice_in_a_step_is_sampled_anew():
+    prompts = [_prompt(5)] * 2 + [_prompt(6)] * 2 + [_prompt(5)] * 2
+    seeds = request_seeds(prompts, 2, seed=0, step=0, role="train")
+    assert seeds[4:] == [request_seed(0, 0, "train", 5, s) for s in (2, 3)]
+    assert len(set(seeds)) == 6
+
+
+def test_groups_must_be_groups():
+    with pytest.raises(AssertionError, match="groups of 2"):
+        request_seeds([_prompt(1)] * 3, 2, seed=0, step=0, role="train")
+    with pytest.raises(AssertionError, match="different prompts"):
+        request_seeds([_prompt(1), _prompt(2)], 2, seed=0, step=0, role="train")
+
+
+def test_assign_golden():
+    # 10 = 4 + 3 + 3
+    assert assign(10, 3) == [range(0, 4), range(4, 7), range(7, 10)]
+    assert assign(1, 2) == [range(0, 1), range(1, 1)]
+    assert assign(0, 2) == [range(0, 0), range(0, 0)]
+
+
+@pytest.mark.parametrize("requests", [0, 1, 7, 64, 8192])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 16])
+def test_assign_covers_each_position_once(requests, replicas):
+    shares = assign(requests, replicas)
+    assert [p for share in shares for p in share] == list(range(requests))
+    assert len(shares) == replicas
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_prompts_that_cannot_be_sampled_from():
+    check_prompts([_prompt(0, [0, 63]), _prompt(1, [5] * 8)], 8, 64)
+    with pytest.raises(DataError, match=r"prompt 3 has 9 tokens.*max_prompt_tokens=8.*problem 3"):
+        check_prompts([_prompt(3, [5] * 9)], 8, 64)
+    with pytest.raises(DataError, match="prompt 3 has no tokens"):
+        check_prompts([_prompt(3, [])], 8, 64)
+    with pytest.raises(DataError, match="token id 64, outside.*vocabulary of 64"):
+        check_prompts([_prompt(3, [1, 64])], 8, 64)
+
+
+@pytest.mark.parametrize(
+    "changed, named",
+    [
+        ({"temperature": 0.005}, "temperature"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_k": 0}, "top_k"),
+        ({"max_response_tokens": 0}, "max_response_tokens"),
+    ],
+)
+def test_settings_that_vllm_would_change_or_refuse(changed, named):
+    good = {
+        "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_response_tokens": 5,
+        "seed_role": "train",
+    }  # fmt: skip
+    SamplingSettings(**good)
+    SamplingSettings(**{**good, "temperature": 0})
+    with pytest.raises(ConfigError, match=named):
+        SamplingSettings(**{**good, **changed})
+
+
+def _shape(tmp_path, **scaling):
+    config = {
+        "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 64,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 512,
+    }  # fmt: skip
+    if scaling:
+        config["rope_scaling"] = scaling
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return read_model_shape(tmp_path)
+
+
+def test_lengths_stay_within_the_models_positions(tmp_path):
+    shape = _shape(tmp_path)
+    assert max_model_len(shape, RolloutConfig(max_prompt_tokens=12, max_response_tokens=500)) == 512
+    too_long = RolloutConfig(max_prompt_tokens=13, max_response_tokens=500)
+    with pytest.raises(ConfigError, match=r"max_prompt_tokens=13.*500 = 513.*embeddings=512"):
+        max_model_len(shape, too_long)
+    stretched = _shape(tmp_path, rope_type="yarn", factor=2.0, original_max_position_embeddings=512)
+    assert max_model_len(stretched, too_long) == 513  # yarn reaches 2 * 512
+
+
+def test_requests_load_neither_torch_nor_vllm():
+    code = (
+        "import sys, vapo_megatron.rollout.requests, vapo_megatron.rollout.tokenizer; "
+        "print([m for m in ('torch', 'vllm', 'transformers', 'megatron') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,135 @@
+"""Loading tokenizers and finding stop tokens.
+
+Does not exercise: models on the hub (no network in tests), real Qwen2.5 vocabularies.
+"""
+
+import json
+import random
+
+import pytest
+import sentencepiece
+
+from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
+from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.rollout.tokenizer import decode_responses, find_stop_token_ids, load_tokenizer
+
+
+class NoEos:
+    """Stands for a tokenizer without an end-of-sequence token."""
+
+    eos_token_id = None
+
+
+def _write(path, name, **content):
+    (path / name).write_text(json.dumps(content))
+
+
+def test_round_trip_without_special_tokens_in_the_text(tmp_path):
+    write_tiny_hf(tmp_path, vocab=64)
+    write_tiny_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("w9 w10") == [9, 10]
+    # The stop token (2) is in the response, not in its text.
+    assert decode_responses(tokenizer, [(9, 10, 2), (3,), (2,)]) == ["w9w10", "w3", ""]
+
+
+def test_a_directory_without_a_vocabulary_is_refused(tmp_path):
+    write_tiny_hf(tmp_path)
+    with pytest.raises(ConfigError, match="no tokenizer.*tokenizer.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["/nowhere/model", "./nowhere", "a/b/c"])
+def test_a_missing_directory_is_refused(path):
+    with pytest.raises(ConfigError, match="no such directory"):
+        load_tokenizer(path)
+
+
+def test_a_broken_tokenizer_is_refused(tmp_path):
+    write_tiny_hf(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="does not load"):
+        load_tokenizer(tmp_path)
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path):
+    write_tiny_hf(tmp_path, vocab=64)
+    write_tiny_tokenizer(tmp_path)
+    marker = tmp_path / "ran"
+    (tmp_path / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\n")
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config["auto_map"] = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    file.write_text(json.dumps(config))
+    load_tokenizer(tmp_path)
+    assert not marker.exists()
+
+
+def _sentencepiece(directory, kind):
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(40)]
+    (directory / "text").write_text(
+        "\n".join(" ".join(rng.choices(words, k=8)) for _ in range(300))
+    )
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(directory / "text"), model_prefix=str(directory / "tokenizer"), model_type=kind,
+        vocab_size=45, minloglevel=2, eos_id=1, bos_id=-1, unk_id=0,
+        normalization_rule_name="identity",
+    )  # fmt: skip
+    llama = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "legacy": False}
+    _write(directory, "tokenizer_config.json", eos_token="</s>", **llama)
+    return sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
+
+
+def test_the_ids_of_sentencepiece_pass(tmp_path):
+    model = _sentencepiece(tmp_path, "bpe")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("abc def") == model.EncodeAsIds("abc def")
+
+
+def test_a_unigram_model_that_transformers_reads_as_bpe_is_refused(tmp_path):
+    _sentencepiece(tmp_path, "unigram")
+    with pytest.raises(ConfigError, match="tokenizer.model: LlamaTokenizer.*other ids"):
+        load_tokenizer(tmp_path)
+
+
+def test_pieces_numbered_anew_are_refused(tmp_path):
+    write_tiny_hf(tmp_path, vocab=64)
+    write_tiny_tokenizer(tmp_path)
+    _sentencepiece(tmp_path, "bpe")
+    with pytest.raises(ConfigError, match="tokenizer.model: .*other ids"):
+        load_tokenizer(tmp_path)
+
+
+def test_stop_tokens_of_all_three_places_count(tmp_path):
+    write_tiny_tokenizer(tmp_path)  # eos 2
+    _write(tmp_path, "generation_config.json", eos_token_id=[5, 7])
+    _write(tmp_path, "config.json", eos_token_id=6)
+    assert find_stop_token_ids(tmp_path, load_tokenizer(tmp_path), [], 64) == (2, 5, 6, 7)
+    assert find_stop_token_ids(tmp_path, NoEos(), [], 64) == (5, 6, 7)
+
+
+def test_configured_stop_tokens_replace_the_others(tmp_path):
+    _write(tmp_path, "generation_config.json", eos_token_id=5)
+    assert find_stop_token_ids(tmp_path, NoEos(), [9, 3], 64) == (3, 9)
+
+
+def test_no_stop_token_is_a_config_error(tmp_path):
+    _write(tmp_path, "config.json", eos_token_id=None)
+    with pytest.raises(ConfigError, match="set rollout.stop_token_ids"):
+        find_stop_token_ids(tmp_path, NoEos(), [], 64)
+
+
+@pytest.mark.parametrize("configured", [[64], [-1]])
+def test_stop_tokens_outside_the_vocabulary(tmp_path, configured):
+    with pytest.raises(
+        ConfigError, match=rf"stop_token_ids: \[{configured[0]}\].*vocabulary of 64"
+    ):
+        find_stop_token_ids(tmp_path, NoEos(), configured, 64)
+
+
+def test_malformed_stop_tokens_name_the_file(tmp_path):
+    _write(tmp_path, "generation_config.json", eos_token_id="</s>")
+    with pytest.raises(ConfigError, match="generation_config.json: eos_token_id='</s>'"):
+        find_stop_token_ids(tmp_path, NoEos(), [], 64)

@@ -1,0 +1,20 @@
+"""A word-level tokenizer of `size` tokens beside a tiny model: id 2 ends a response."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL = ["<unk>", "<s>", "</s>"]
+
+
+def write_tiny_tokenizer(directory: Path, size: int = 64, eos: bool = True) -> None:
+    """Write tokenizer.json and tokenizer_config.json; the words are w3, w4, ..."""
+    vocabulary = {w: i for i, w in enumerate(SPECIAL + [f"w{i}" for i in range(3, size)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>" if eos else None
+    )
+    fast.save_pretrained(directory)
