@@ -113,6 +113,7 @@ def write_config(source: Path, partial: Path, family: str, role: str, dtype: tor
         dtype: of the parameters.
     """
     config = json.loads((source / "config.json").read_text())
+    config.pop("auto_map", None)  # Names Python files, which are not carried along.
     name = str(dtype).removeprefix("torch.")
     config.update(dict.fromkeys({"torch_dtype", "dtype"} & set(config) or {"torch_dtype"}, name))
     head = "ForCausalLM" if role == "actor" else "ForTokenClassification"
@@ -145,7 +146,7 @@ def write_index(partial: Path, weight_map: dict[str, str], total_bytes: int) -> 
 
 def replace(partial: Path, out_dir: Path) -> None:
     """Move the finished directory to its name; an earlier export disappears last."""
-    earlier = out_dir.with_name(out_dir.name + ".replaced")
+    earlier = out_dir.parent / f".{out_dir.name}.replaced"
     if earlier.exists():
         shutil.rmtree(earlier)
     if out_dir.exists():

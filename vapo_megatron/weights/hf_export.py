@@ -9,6 +9,7 @@ name, or not at all. Every rank must call; the leaders must share the directory'
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,13 +83,36 @@ def export_hf(
     Raises:
         CheckpointError: on every rank, when a directory cannot be replaced or written.
     """
-    out_dir, source = Path(out_dir), Path(copy_from)
-    partial = out_dir.with_name(out_dir.name + ".partial")
+    out_dir, source = Path(out_dir).absolute(), Path(copy_from)
+    partial = out_dir.parent / f".{out_dir.name}.partial"
     is_main = groups.rank == 0
     _agree(_problem_of(lambda: prepare(out_dir, partial, source)) if is_main else None)
 
+    try:
+        _export(chunks, shape, groups, partial, source, role, max_file_bytes)
+        _agree(_problem_of(lambda: replace(partial, out_dir)) if is_main else None)
+    except CheckpointError:
+        if is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return out_dir
+
+
+def _export(
+    chunks: Sequence[torch.nn.Module],
+    shape: ModelShape,
+    groups: ParallelGroups,
+    partial: Path,
+    source: Path,
+    role: str,
+    max_file_bytes: int,
+) -> None:
+    """Fill the directory `partial`, its index last."""
     wait_for_parameters(chunks)
     parameters = [p for p in local_parameters(chunks, shape, role) if not p.row.is_copy]
+    # Wider types first: the safetensors reader needs each tensor aligned to its type.
+    parameters.sort(key=lambda p: -p.data.dtype.itemsize)
+    dtype = parameters[-1].data.dtype
     files = _plan(parameters, shape, max_file_bytes)
     stage_names, weight_map, total_bytes = _name_files(files, groups)
     paths = [partial / name for name in stage_names]
@@ -96,18 +120,16 @@ def export_hf(
 
     def finish() -> None:
         carry(source, partial)
-        write_config(source, partial, shape.family, role, parameters[0].data.dtype)
+        write_config(source, partial, shape.family, role, dtype)
         write_index(partial, weight_map, total_bytes)
-        replace(partial, out_dir)
 
-    _agree(_problem_of(finish) if is_main else None)
-    return out_dir
+    _agree(_problem_of(finish) if groups.rank == 0 else None)
 
 
 def _problem_of(action: Callable[[], None]) -> str | None:
     try:
         action()
-    except (OSError, CheckpointError) as error:
+    except (OSError, ValueError) as error:
         return str(error)
     return None
 

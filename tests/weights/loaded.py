@@ -1,0 +1,90 @@
+"""Builds a model inside a worker process, fills it with NaN and loads an HF directory into it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.models.build import build_model
+from vapo_megatron.models.hf_config import ModelShape, read_model_shape
+from vapo_megatron.parallel import groups as parallel_groups
+from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.weights.hf import load_hf_weights
+
+# isort: split
+from megatron.core.packed_seq_params import PackedSeqParams
+
+
+class Layout(NamedTuple):
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp
+
+
+class Loaded(NamedTuple):
+    chunks: list[torch.nn.Module]
+    shape: ModelShape
+    groups: ParallelGroups
+    num_bytes: int
+    config: VapoConfig
+
+
+def make_config(layout: Layout, **model: Any) -> VapoConfig:
+    return VapoConfig.model_validate(
+        {
+            # A vocabulary of 300 is padded to 320 with TP 1, to 384 with TP 2.
+            "model": {"dtype": "float32", "make_vocab_size_divisible_by": 64, **model},
+            "parallel": {
+                "world_size": dist.get_world_size(),
+                "tensor_model_parallel_size": layout.tp,
+                "pipeline_model_parallel_size": layout.pp,
+                "virtual_pipeline_model_parallel_size": layout.vpp,
+            },
+        }
+    )
+
+
+def load(
+    hf_path: str, layout: Layout, role: str = "actor", *, built_as: str | None = None, **model: Any
+) -> Loaded:
+    """Build from `built_as` (default: hf_path), load hf_path. A critic's head keeps its weights."""
+    config = make_config(layout, **model)
+    groups = parallel_groups.initialize(config.parallel)
+    shape = read_model_shape(built_as or hf_path)
+    chunks = build_model(shape, config, groups, role)
+    for name, parameter in all_parameters(chunks):
+        if role == "actor" or name != "output_layer.weight":
+            parameter.data.fill_(torch.nan)
+    num_bytes = load_hf_weights(chunks, shape, hf_path, groups, role)
+    return Loaded(chunks, shape, groups, num_bytes, config)
+
+
+def all_parameters(chunks: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
+    return [pair for chunk in chunks for pair in chunk.named_parameters()]
+
+
+def forward(chunk: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """One packed sequence through a model that lies on one pipeline stage."""
+    size = ids.shape[1]
+    bounds = torch.tensor([0, size], dtype=torch.int32)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=size,
+        max_seqlen_kv=size,
+    )
+    with torch.no_grad():
+        return chunk(
+            input_ids=ids,
+            position_ids=torch.arange(size)[None],
+            attention_mask=None,
+            packed_seq_params=packed,
+        )

@@ -1,0 +1,152 @@
+"""The pure half of weights/: golden layouts of shards, and the name table against counts.
+
+Does not exercise: a model built with Transformer Engine (its names are tried on a stand-in module).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron.models.hf_config import ModelShape, parameter_count, read_model_shape
+from vapo_megatron.weights import layout
+from vapo_megatron.weights.mapping import TABLE, hf_tensors, local_parameters
+
+KINDS = ("vocabulary", "qkv", "gate_up", "row", "replicated")
+
+
+@pytest.fixture
+def shape(tmp_path) -> ModelShape:
+    return read_model_shape(write_tiny_hf(tmp_path))
+
+
+def test_qkv_is_interleaved_by_key_value_head():
+    # 4 query heads, 2 key-value heads, head size 1: group 0 holds q0 q1 k0 v0, group 1 q2 q3 k1 v1.
+    merged = layout.merge_qkv(
+        torch.tensor([0, 1, 2, 3]), torch.tensor([10, 11]), torch.tensor([20, 21]), num_groups=2
+    )
+    assert merged.tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+
+
+def test_gate_stands_before_up_on_each_rank():
+    gate, up = torch.arange(4)[:, None], 10 + torch.arange(4)[:, None]
+    shards = [
+        layout.merge("gate_up", [gate[a:b], up[a:b]], num_groups=1, num_rows=4)
+        for a, b in (layout.bounds(4, rank, 2) for rank in (0, 1))
+    ]
+    assert [s.flatten().tolist() for s in shards] == [[0, 1, 10, 11], [2, 3, 12, 13]]
+
+
+def test_vocabulary_is_padded_with_zero_rows_at_its_end():
+    # 5 rows padded to 8 over 4 ranks of 2: [0, 2) [2, 4) [4, 5) and an empty part.
+    bounds = [layout.vocabulary_bounds(5, 8, rank, 4) for rank in range(4)]
+    assert bounds == [(0, 2), (2, 4), (4, 5), (5, 5)]
+    rows = 1 + torch.arange(5.0)[:, None]
+    shards = [layout.merge("vocabulary", [rows[a:b]], num_groups=1, num_rows=2) for a, b in bounds]
+    assert torch.cat(shards).flatten().tolist() == [1, 2, 3, 4, 5, 0, 0, 0]
+    (full,) = layout.join("vocabulary", shards, num_groups=1, head_dim=1, num_rows=5)
+    assert torch.equal(full, rows)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_join_undoes_merge_for_any_number_of_ranks(kind, tp_size):
+    heads, groups, head_dim, hidden = 8, 4, 3, 16
+    sizes = {
+        "vocabulary": [(21, hidden)],
+        "qkv": [
+            (heads * head_dim, hidden),
+            (groups * head_dim, hidden),
+            (groups * head_dim, hidden),
+        ],
+        "gate_up": [(20, hidden), (20, hidden)],
+        "row": [(hidden, 20)],
+        "replicated": [(hidden,)],
+    }[kind]
+    full = [torch.randn(size) for size in sizes]
+    dim = layout.shard_dim(kind)
+
+    def part(tensor, rank):
+        if dim is None:
+            return tensor
+        if kind == "vocabulary":
+            start, stop = layout.vocabulary_bounds(21, 24, rank, tp_size)
+        else:
+            start, stop = layout.bounds(tensor.shape[dim], rank, tp_size)
+        return tensor.narrow(dim, start, stop - start)
+
+    num_groups = groups // tp_size
+    shards = [
+        layout.merge(
+            kind, [part(t, r) for t in full], num_groups=num_groups, num_rows=24 // tp_size
+        )
+        for r in range(tp_size)
+    ]
+    back = layout.join(kind, shards, num_groups=num_groups, head_dim=head_dim, num_rows=21)
+    assert len(back) == len(full)
+    assert all(torch.equal(a, b) for a, b in zip(back, full))
+
+
+def test_cutting_unevenly_is_an_assertion():
+    with pytest.raises(AssertionError, match="3 is not a multiple"):
+        layout.bounds(3, 0, 2)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_the_table_holds_every_parameter_once(shape, tied, qk_norm):
+    shape = dataclasses.replace(shape, tied=tied, qk_norm=qk_norm, qkv_bias=not qk_norm)
+    for role in ("actor", "critic"):
+        sizes = hf_tensors(shape, role).values()
+        count = sum(torch.Size(size).numel() for size in sizes)
+        assert count == parameter_count(shape, value_head=role == "critic")
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self, number: int, names: list[str]) -> None:
+        super().__init__()
+        self.layer_number = number
+        _add(self, names)
+
+
+def _add(module: torch.nn.Module, names: list[str]) -> None:
+    for name in names:
+        *path, leaf = name.split(".")
+        inner = module
+        for part in path:
+            if not hasattr(inner, part):
+                inner.add_module(part, torch.nn.Module())
+            inner = getattr(inner, part)
+        inner.register_parameter(leaf, torch.nn.Parameter(torch.zeros(1)))
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+def test_both_layer_implementations_and_any_layer_numbers_are_matched(shape, implementation):
+    # A middle chunk whose two layers are the model's third and fourth, wrapped as DDP wraps it.
+    prefix = "decoder.layers.{}."
+    pick = 0 if implementation == "local" else -1
+    names = [
+        row.megatron[pick].removeprefix(prefix)
+        for row in TABLE
+        if row.megatron[0].startswith(prefix) and row.when(shape, "actor")
+    ]
+    fused = "self_attention.linear_qkv.layer_norm_weight" in names
+    assert fused == (implementation == "transformer_engine")
+    chunk, wrapper = torch.nn.Module(), torch.nn.Module()
+    chunk.decoder = torch.nn.Module()
+    chunk.decoder.layers = torch.nn.ModuleList([_Layer(3, names), _Layer(4, names)])
+    wrapper.module = chunk
+    found = local_parameters([wrapper], shape, "actor")
+    hf_names = [name for p in found for name in p.hf_names]
+    expected = [n for n in hf_tensors(shape, "actor") if ".layers.2." in n or ".layers.3." in n]
+    assert sorted(hf_names) == sorted(expected)
+
+
+def test_a_parameter_outside_the_table_is_an_assertion(shape):
+    chunk = torch.nn.Module()
+    _add(chunk, ["decoder.surprise.weight"])
+    with pytest.raises(AssertionError, match=r"decoder\.surprise\.weight of the actor"):
+        local_parameters([chunk], shape, "actor")

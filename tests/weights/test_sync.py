@@ -1,0 +1,164 @@
+"""The sync hands every rank the HF file's own bits in few messages; the engine must take them all.
+
+Does not exercise: vLLM (tests/rollout and the end-to-end run do), NCCL, models larger than the
+default bucket.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests.weights.loaded import Layout, all_parameters, load
+from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron.parallel import groups as parallel_groups
+from vapo_megatron.weights import sync
+from vapo_megatron.weights.sync import gather_hf_tensors, publish
+
+LAYOUTS = [Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(1, 2, 2), Layout(2, 2, 2)]
+
+
+def _digest(named_tensors):
+    """Keep the bits small on their way to the test: name -> (shape, dtype, bytes)."""
+    return {
+        n: (tuple(t.shape), t.dtype, t.contiguous().view(torch.uint8).numpy().tobytes())
+        for n, t in named_tensors
+    }
+
+
+def _gathered(path, layout, bucket_sizes):
+    loaded = load(path, layout)
+    parts = (loaded.chunks, loaded.shape, loaded.groups)
+    return [_digest(gather_hf_tensors(*parts, bucket_bytes=b)) for b in bucket_sizes]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_rank_sees_the_files_bits(workers, tmp_path, layout, tied):
+    path = write_tiny_hf(tmp_path, tied=tied)
+    expected = _digest(load_file(path / "model.safetensors").items())
+    # Buckets of 1 byte hold one parameter each; 60,000 bytes divide the stages unevenly.
+    sizes = (1, 60_000, sync.BUCKET_BYTES)
+    for rank in workers.run(layout.world_size, _gathered, str(path), layout, sizes):
+        for got in rank:
+            assert got.keys() == expected.keys()
+            assert [n for n in got if got[n] != expected[n]] == []
+
+
+def test_a_critic_is_gathered_with_both_its_types(workers, tmp_path):
+    path = write_tiny_hf(tmp_path, dtype=torch.bfloat16)
+    expected = _digest(load_file(path / "model.safetensors").items())
+    del expected["lm_head.weight"]
+    results = workers.run(4, _gathered_bf16_critic, str(path), Layout(2, 2))
+    heads = [got.pop("score.weight") for got in results]
+    assert heads[0][:2] == ((1, 64), torch.float32) and any(heads[0][2])
+    assert heads == heads[:1] * 4
+    assert all(got == expected for got in results)
+
+
+def _gathered_bf16_critic(path, layout):
+    loaded = load(path, layout, "critic", dtype="bfloat16", value_head_init_std=0.1)
+    return _digest(gather_hf_tensors(loaded.chunks, loaded.shape, loaded.groups, role="critic"))
+
+
+class _CountingDist:
+    """torch.distributed, counting the collectives that are called through it."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        function = getattr(dist, name)
+
+        def call(*args, **kwargs):
+            self.calls.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+
+def _collectives(path, layout):
+    loaded = load(path, layout)
+    sync.dist = counting = _CountingDist()
+    try:
+        for _ in gather_hf_tensors(loaded.chunks, loaded.shape, loaded.groups):
+            pass
+    finally:
+        sync.dist = dist
+    return counting.calls
+
+
+def test_a_small_model_takes_one_collective_per_axis_and_stage(workers, tmp_path):
+    path = str(write_tiny_hf(tmp_path))
+    for calls in workers.run(2, _collectives, path, Layout(2, 1)):
+        assert calls == ["all_gather_into_tensor"]
+    for calls in workers.run(4, _collectives, path, Layout(2, 2)):
+        assert calls == ["all_gather_object", *["broadcast", "all_gather_into_tensor"] * 2]
+
+
+def _gathered_alone(path):
+    loaded = load(path, Layout())
+    parallel_groups.destroy()
+    dist.destroy_process_group()
+    return _digest(gather_hf_tensors(loaded.chunks, loaded.shape, loaded.groups))
+
+
+def test_one_rank_needs_no_process_group(workers, tmp_path):
+    path = write_tiny_hf(tmp_path)
+    (got,) = workers.run(1, _gathered_alone, str(path))
+    assert got == _digest(load_file(path / "model.safetensors").items())
+
+
+def test_buckets_are_bounded():
+    # float32 sizes of 40, 40, 400 and 8 bytes with a limit of 80; then a change of type.
+    sizes = [(10, torch.float32), (10, torch.float32), (100, torch.float32), (2, torch.float32),
+             (2, torch.bfloat16)]  # fmt: skip
+    shards = [sync._Shard((str(i),), "replicated", (n,), d) for i, (n, d) in enumerate(sizes)]
+    assert list(sync._buckets(shards, 80)) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert list(sync._buckets([], 80)) == []
+
+
+class _Engine:
+    def __init__(self, limit=None):
+        self.limit, self.got, self.version = limit, {}, None
+
+    def load_weights(self, named_tensors, policy_version):
+        for name, tensor in named_tensors:
+            self.got[name] = tensor.clone()
+            if len(self.got) == self.limit:
+                break
+        self.version = policy_version
+
+
+def _publish(path, limit):
+    loaded = load(path, Layout(2, 1))
+    parts = (loaded.chunks, loaded.shape, loaded.groups)
+    # Updated weights are published, not those that were loaded.
+    for _, parameter in all_parameters(loaded.chunks):
+        parameter.data.mul_(2)
+    engine = _Engine(limit)
+    try:
+        info = publish(*parts, engine, 7)
+    except AssertionError as error:
+        # The collectives of all ranks still match: another sync goes through.
+        assert publish(*parts, _Engine(), 8)["bytes"] > 0
+        return str(error)
+    return info, engine.version, _digest(engine.got.items())
+
+
+def test_publish_hands_over_the_updated_weights(workers, tmp_path):
+    path = write_tiny_hf(tmp_path)
+    file = load_file(path / "model.safetensors")
+    for info, version, got in workers.run(2, _publish, str(path), None):
+        assert version == 7
+        assert got == _digest((n, t * 2) for n, t in file.items())
+        assert info["bytes"] == sum(t.nbytes for t in file.values())
+        assert info["seconds"] > 0
+
+
+def test_an_engine_that_stops_early_is_found_out_on_every_rank(workers, tmp_path):
+    path = write_tiny_hf(tmp_path)
+    for message in workers.run(2, _publish, str(path), 3):
+        assert "the engine left out" in message
