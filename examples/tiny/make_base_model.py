@@ -1,0 +1,278 @@
+"""Make the tiny task's base model: `python examples/tiny/make_base_model.py --out DIR --seed 0`.
+
+DIR becomes a Hugging Face directory: Qwen2 architecture, 107 thousand parameters, about a minute of
+pretraining on one CPU thread. The first three quarters show chains of thought, nearly all of them
+computed, and 20 % direct answers; the last quarter teaches bad habits: 85 % direct answers, and
+chains that guess 30 % of the `+`/`-` steps and 90 % of the `*` steps. Sampled at temperature 1 the
+model is right about 15 % of the time, and about 28 % once it has begun a chain: reinforcement
+learning has to find that thinking pays, and that guessing does not.
+
+The result depends on the seed, this directory's source and the recipe alone; recipe.json holds a
+hash of them. A directory with the same hash is kept as it is, and one appears under its name only
+when it is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import make_tokenizer
+import measure
+import task
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+IGNORED = -100
+"""Label of a token that no loss is taken of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What the base model is made from."""
+
+    seed: int = 0
+    hidden_size: int = 64
+    num_layers: int = 2
+    head_dim: int = 32
+    ffn_size: int = 176
+    rope_theta: float = 1000.0
+    max_position_embeddings: int = 512
+    embedding_std: float = 0.5
+    iterations: int = 1400
+    batch_size: int = 24
+    batches_per_pool: int = 8
+    learning_rate: float = 4e-3
+    warmup_iterations: int = 50
+    betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+    direct_share: float = 0.2
+    guess: float = 0.1
+    """Of every step. Without some, a guessed step is met too late to be right half of the time."""
+    habits_from: float = 0.75
+    """Share of the iterations after which the bad habits are taught."""
+    habits_direct_share: float = 0.85
+    habits_guess: float = 0.3
+    habits_guess_product: float = 0.9
+
+    def digest(self) -> str:
+        """Hash of the recipe and of the source that carries it out."""
+        made_by = [Path(__file__), Path(task.__file__), Path(make_tokenizer.__file__)]
+        text = json.dumps(dataclasses.asdict(self)) + "".join(p.read_text() for p in made_by)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def build_model(recipe: Recipe, vocab_size: int, stop_token_id: int) -> Qwen2ForCausalLM:
+    """Build the model with its initial weights.
+
+    Embeddings are N(0, 0.5), matrices N(0, 1/fan_in), those that write to the residual stream with
+    half that standard deviation; biases are 0 and norms 1. At this size the scale decides whether
+    anything is learned in a minute.
+    """
+    config = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.ffn_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.hidden_size // recipe.head_dim,
+        num_key_value_heads=recipe.hidden_size // recipe.head_dim,
+        max_position_embeddings=recipe.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=stop_token_id,
+        pad_token_id=stop_token_id,
+        dtype="float32",
+    )
+    model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa")
+    generator = torch.Generator().manual_seed(recipe.seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            std = parameter.shape[1] ** -0.5
+            if "embed_tokens" in name:
+                std = recipe.embedding_std
+            elif "o_proj" in name or "down_proj" in name:
+                std /= 2
+            parameter.normal_(0.0, std, generator=generator)
+    return model
+
+
+def training_text(rng: random.Random, recipe: Recipe, progress: float) -> tuple[str, str]:
+    """Draw a prompt and a response. progress: share of the iterations that are done, in [0, 1)."""
+    problem = task.draw_problem(rng, held_out=False)
+    habits = progress >= recipe.habits_from
+    if rng.random() < (recipe.habits_direct_share if habits else recipe.direct_share):
+        return problem.prompt, task.direct_answer(problem.answer)
+    guess = recipe.habits_guess if habits else recipe.guess
+    guess_product = recipe.habits_guess_product if habits else recipe.guess
+    return problem.prompt, task.chain(rng, problem, guess=guess, guess_product=guess_product)
+
+
+def batches(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """Yield (input ids [b, s], labels [b, s], mean response tokens of a batch) for each iteration.
+
+    Sequences are drawn for several batches at once and sorted by length, so that little is padded;
+    the padding is on the right, where causal attention never looks. Labels are shifted already, and
+    IGNORED at the prompt and the padding.
+    """
+    rng = random.Random(f"tiny base model, {recipe.seed}")
+    stop = tokenizer.eos_token_id
+    for first in range(0, recipe.iterations, recipe.batches_per_pool):
+        progress = first / recipe.iterations
+        drawn = [
+            training_text(rng, recipe, progress)
+            for _ in range(recipe.batch_size * recipe.batches_per_pool)
+        ]
+        prompts = tokenizer([prompt for prompt, _ in drawn])["input_ids"]
+        responses = tokenizer([response for _, response in drawn])["input_ids"]
+        pool = sorted(
+            ((p, r + [stop]) for p, r in zip(prompts, responses, strict=True)),
+            key=lambda pair: len(pair[0]) + len(pair[1]),
+        )
+        mean_tokens = sum(len(r) for _, r in pool) / recipe.batches_per_pool
+        starts = list(range(0, len(pool), recipe.batch_size))
+        rng.shuffle(starts)
+        for start in starts[: recipe.iterations - first]:
+            yield *pad(pool[start : start + recipe.batch_size], stop), mean_tokens
+
+
+def pad(pairs: list[tuple[list[int], list[int]]], padding: int) -> tuple[Tensor, Tensor]:
+    """Make right-padded input ids and shifted labels, both int64 [b, s], of (prompt, response)."""
+    width = max(len(p) + len(r) for p, r in pairs) - 1
+    ids = torch.full((len(pairs), width), padding)
+    labels = torch.full((len(pairs), width), IGNORED)
+    for row, (prompt, response) in enumerate(pairs):
+        text = prompt + response
+        ids[row, : len(text) - 1] = torch.tensor(text[:-1])
+        labels[row, len(prompt) - 1 : len(text) - 1] = torch.tensor(response)
+    return ids, labels
+
+
+def learning_rate(recipe: Recipe, iteration: int) -> float:
+    """Linear warm-up under half a cosine to 0. iteration: 0-based."""
+    warmup = min(1.0, iteration / recipe.warmup_iterations)
+    cosine = 0.5 + 0.5 * math.cos(math.pi * iteration / recipe.iterations)
+    return recipe.learning_rate * warmup * cosine
+
+
+def response_loss(model: Qwen2ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
+    """Sum the negative log-likelihood of the response tokens; ids and labels as from `pad`."""
+    # No attention mask: with padding on the right, causal attention needs none.
+    hidden = model.model(ids, use_cache=False).last_hidden_state
+    kept = labels != IGNORED
+    logits = model.lm_head(hidden[kept])
+    return torch.nn.functional.cross_entropy(logits, labels[kept], reduction="sum")
+
+
+def pretrain(
+    model: Qwen2ForCausalLM,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    report: Callable[[int, float], None],
+) -> None:
+    """Train the model in place; `report(iterations done, loss of a response token)` after each."""
+    model.train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay, foreach=True
+    )
+    for iteration, (ids, labels, mean_tokens) in enumerate(batches(recipe, tokenizer)):
+        optimizer.param_groups[0]["lr"] = learning_rate(recipe, iteration)
+        loss = response_loss(model, ids, labels)
+        optimizer.zero_grad()
+        (loss / mean_tokens).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad, foreach=True)
+        optimizer.step()
+        report(iteration + 1, float(loss.detach()) / int((labels != IGNORED).sum()))
+
+
+def make(directory: Path, recipe: Recipe) -> bool:
+    """Make the HF directory, or keep it when it holds this recipe's model. True: it was made.
+
+    Raises:
+        SystemExit: the directory holds something else.
+    """
+    marker = directory / "recipe.json"
+    if marker.exists() and json.loads(marker.read_text())["digest"] == recipe.digest():
+        return False
+    if directory.exists() and not marker.exists() and any(directory.iterdir()):
+        sys.exit(f"--out={directory}: holds files that are no base model; name another directory")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        write(partial, recipe)
+        partial.chmod(0o755)
+        if directory.exists():
+            shutil.rmtree(directory)
+        partial.rename(directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return True
+
+
+def write(directory: Path, recipe: Recipe) -> None:
+    """Train with a progress display and write weights, configs, tokenizer and recipe.json."""
+    tokenizer = make_tokenizer.save_tokenizer(directory, recipe.max_position_embeddings)
+    stop = tokenizer.eos_token_id
+    model = build_model(recipe, len(tokenizer), stop)
+    started = time.monotonic()
+    columns = [
+        "base model",
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+    ]
+    with Progress(*columns, TimeRemainingColumn()) as display:
+        bar = display.add_task("", total=recipe.iterations, loss=math.nan)
+
+        def report(done: int, loss: float) -> None:
+            display.update(bar, completed=done, loss=loss)
+            if not display.console.is_terminal and done % 200 == 0:
+                left = (time.monotonic() - started) * (recipe.iterations / done - 1)
+                print(f"base model {done}/{recipe.iterations} loss {loss:.3f} {left:.0f} s left")
+
+        pretrain(model, recipe, tokenizer, report)
+    model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
+    model.save_pretrained(directory)
+    content = {"digest": recipe.digest(), **dataclasses.asdict(recipe)}
+    (directory / "recipe.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def main() -> None:
+    """Make the base model and, if asked, sample it."""
+    parser = argparse.ArgumentParser(description="Make the tiny task's base model.")
+    parser.add_argument("--out", type=Path, required=True, help="HF directory to make")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--evaluate", action="store_true", help="sample it on held-out problems")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    made = make(args.out, Recipe(seed=args.seed))
+    print(f"base model {'made in' if made else 'found in'} {args.out}")
+    if args.evaluate:
+        print(measure.measure(args.out, seed=args.seed))
+
+
+if __name__ == "__main__":
+    main()

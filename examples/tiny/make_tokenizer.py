@@ -1,0 +1,80 @@
+"""The tiny task's tokenizer: trained by sentencepiece, stored with the same ids for transformers.
+
+transformers loads the tokenizer beside a qwen2 config.json as Qwen2Tokenizer (byte-level BPE),
+whatever class tokenizer_config.json names, and never opens tokenizer.model. So the trained pieces
+are written twice into one directory: as sentencepiece's tokenizer.model, and as a Qwen2Tokenizer
+whose vocabulary is those pieces under those ids, without merges. Every piece is one ASCII
+character, which byte-level BPE maps to itself, except `Answer:`, a plain added token there.
+
+Text outside the task's alphabet is `<unk>` in sentencepiece and dropped in transformers.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import sentencepiece
+import task
+from transformers import AddedToken, Qwen2Tokenizer
+
+UNKNOWN, STOP = "<unk>", "<|endoftext|>"
+
+
+def train_pieces(characters: str, marker: str) -> bytes:
+    """Train a character model and return the bytes of its tokenizer.model.
+
+    Args:
+        characters: the alphabet; each becomes a piece.
+        marker: text that becomes a piece of its own.
+
+    Ids: 0 unknown, 1 stop, 2 the marker, then the characters. There is neither normalisation nor a
+    prefix space.
+    """
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([characters]),
+        model_writer=model,
+        model_type="char",
+        vocab_size=len(characters) + 3,
+        character_coverage=1.0,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        byte_fallback=False,
+        unk_id=0,
+        unk_piece=UNKNOWN,
+        eos_id=1,
+        eos_piece=STOP,
+        bos_id=-1,
+        pad_id=-1,
+        user_defined_symbols=[marker],
+        num_threads=1,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+def save_tokenizer(directory: Path, max_tokens: int) -> Qwen2Tokenizer:
+    """Write tokenizer.model, tokenizer.json and tokenizer_config.json; return the transformers one.
+
+    Args:
+        directory: is made when it does not exist.
+        max_tokens: longest sequence of the model.
+    """
+    trained = train_pieces(task.CHARACTERS, task.ANSWER_MARKER)
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=trained)
+    tokenizer = Qwen2Tokenizer(
+        vocab={pieces.id_to_piece(i): i for i in range(pieces.vocab_size())},
+        merges=[],
+        unk_token=UNKNOWN,
+        eos_token=STOP,
+        pad_token=STOP,
+        model_max_length=max_tokens,
+    )
+    tokenizer.add_tokens([AddedToken(task.ANSWER_MARKER, special=False, normalized=False)])
+    assert len(tokenizer) == pieces.vocab_size(), "transformers added ids that are no pieces"
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "tokenizer.model").write_bytes(trained)
+    tokenizer.save_pretrained(directory)
+    return tokenizer

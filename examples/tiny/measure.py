@@ -1,0 +1,130 @@
+"""How the tiny model answers when sampled: `python examples/tiny/measure.py DIR`.
+
+Plain transformers and torch, no trainer and no vLLM, so that a base model, or an exported one, can
+be judged apart from the code that made it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+from pathlib import Path
+
+import task
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+MAX_RESPONSE_TOKENS = 208
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `measure` found; each number is a share of the responses unless said otherwise."""
+
+    accuracy: float
+    direct: float
+    """Answered at once."""
+    direct_accuracy: float
+    """Of the direct answers."""
+    chain_accuracy: float
+    """Of the other responses."""
+    unfinished: float
+    mean_tokens: float
+    """Response tokens, the stop token included."""
+
+    def __str__(self) -> str:
+        return "  ".join(f"{k} {v:.3f}" for k, v in dataclasses.asdict(self).items())
+
+
+@torch.no_grad()
+def sample(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    *,
+    stop_token_id: int,
+    seed: int,
+    temperature: float = 1.0,
+) -> list[list[int]]:
+    """Sample one response for each prompt.
+
+    Args:
+        model: causal language model.
+        prompts: token ids; prompts of one length form a batch, so that nothing is padded.
+        stop_token_id: ends a response and belongs to it.
+        seed: of the sampling.
+        temperature: 1 samples from the model's own distribution.
+
+    Returns:
+        Token ids in the order of the prompts, at most MAX_RESPONSE_TOKENS each.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    by_length = collections.defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        by_length[len(prompt)].append(index)
+    responses: list[list[int]] = [[] for _ in prompts]
+    for _, indices in sorted(by_length.items()):
+        running = torch.tensor(indices)
+        ids = torch.tensor([prompts[i] for i in indices])
+        cache = DynamicCache(config=model.config)
+        for _ in range(MAX_RESPONSE_TOKENS):
+            logits = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+            ids = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            for index, token in zip(running.tolist(), ids[:, 0].tolist(), strict=True):
+                responses[index].append(token)
+            going = (ids[:, 0] != stop_token_id).nonzero()[:, 0]
+            if len(going) == 0:
+                break
+            if len(going) < len(ids):
+                running, ids = running[going], ids[going]
+                cache.batch_select_indices(going)
+    return responses
+
+
+def measure(directory: Path, *, problems: int = 256, samples: int = 8, seed: int = 0) -> Report:
+    """Sample at temperature 1 on held-out problems.
+
+    Args:
+        directory: HF directory.
+        problems: how many held-out problems.
+        samples: responses for each.
+        seed: of the problems and of the sampling.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(str(directory))
+    model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32).eval()
+    repeated = [p for p in task.test_problems(problems, seed) for _ in range(samples)]
+    prompts = tokenizer([p.prompt for p in repeated])["input_ids"]
+    responses = sample(model, prompts, stop_token_id=tokenizer.eos_token_id, seed=seed)
+    texts = tokenizer.batch_decode(responses)
+    stop = tokenizer.eos_token
+    correct = [
+        t.endswith(task.direct_answer(p.answer) + stop)
+        for t, p in zip(texts, repeated, strict=True)
+    ]
+    direct = [t.startswith(task.ANSWER_MARKER) for t in texts]
+    both = sum(c and d for c, d in zip(correct, direct, strict=True))
+    total, num_direct, num_correct = len(texts), sum(direct), sum(correct)
+    return Report(
+        accuracy=num_correct / total,
+        direct=num_direct / total,
+        direct_accuracy=both / max(num_direct, 1),
+        chain_accuracy=(num_correct - both) / max(total - num_direct, 1),
+        unfinished=sum(not t.endswith(stop) for t in texts) / total,
+        mean_tokens=sum(map(len, responses)) / total,
+    )
+
+
+def main() -> None:
+    """Print the report of a directory."""
+    parser = argparse.ArgumentParser(description="Sample a tiny model on held-out problems.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--problems", type=int, default=256)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(measure(args.directory, problems=args.problems, samples=args.samples, seed=args.seed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""The tiny task: left-to-right arithmetic modulo 10, with a chain of thought.
+
+    prompt      Qa9b*2c-3d-3=                      start value 9, then *2, -3, -3
+    direct      Answer:2                           (9*2 = 18 -> 8, 8-3 = 5, 5-3 = 2)
+    with chain  b*2=8nopqrstuvwx,c-3=5nopqrstuvwx,d-3=2nopqrstuvwx,Answer:2
+
+A response either answers at once or thinks in steps of 17 tokens, 11 of them filler, so that
+responses are long (37 to 173 tokens with the stop token) without being hard. A step is computed
+(`=`) or guessed (`~`: half of such results are random). The labels a, b, c, ... let a model of two
+layers find each operation by content. `Answer:` is one token, and what the math verifier reads.
+
+`python examples/tiny/task.py --out DIR` writes DIR/train.jsonl and DIR/test.jsonl with the columns
+`prompt` and `answer`. A hash of the prompt decides which problems are held out: those never occur
+in train.jsonl, in any seed, nor in what the base model was pretrained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import random
+from pathlib import Path
+
+MIN_OPERATIONS, MAX_OPERATIONS = 2, 10
+LABELS = "abcdefghijk"
+FILLER = "nopqrstuvwx"
+ANSWER_MARKER = "Answer:"
+CHARACTERS = LABELS + FILLER + "0123456789" + "Q=~+-*,"
+"""Every character of the task, each of them one token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A start value and labelled operations, applied from left to right modulo 10."""
+
+    start: int
+    operations: tuple[tuple[str, int], ...]
+
+    @property
+    def prompt(self) -> str:
+        """The question as the model reads it: 4 + 3K characters for K operations."""
+        labelled = zip(LABELS[1:], self.operations, strict=False)
+        return f"Qa{self.start}" + "".join(f"{label}{op}{n}" for label, (op, n) in labelled) + "="
+
+    @property
+    def answer(self) -> int:
+        """The last value, 0..9."""
+        value = self.start
+        for op, operand in self.operations:
+            value = apply(value, op, operand)
+        return value
+
+
+def apply(value: int, op: str, operand: int) -> int:
+    """Return `value op operand` modulo 10."""
+    return {"+": value + operand, "-": value - operand, "*": value * operand}[op] % 10
+
+
+def draw_problem(
+    rng: random.Random, *, held_out: bool, num_operations: int | None = None
+) -> Problem:
+    """Draw a problem of one of the two disjoint parts.
+
+    Args:
+        rng: consumed.
+        held_out: which part (see `is_held_out`).
+        num_operations: K; None draws it uniformly from 2 to 10. `+` and `-` take 1 to 3, `*` takes
+            2 to 3.
+    """
+    if num_operations is None:
+        num_operations = rng.randint(MIN_OPERATIONS, MAX_OPERATIONS)
+    while True:
+        ops = [rng.choice("+-*") for _ in range(num_operations)]
+        operations = tuple((op, rng.randint(2 if op == "*" else 1, 3)) for op in ops)
+        problem = Problem(rng.randint(0, 9), operations)
+        if is_held_out(problem.prompt) == held_out:
+            return problem
+
+
+def is_held_out(prompt: str) -> bool:
+    """Return whether the problem belongs to the held-out eighth."""
+    return hashlib.sha256(prompt.encode()).digest()[0] < 32
+
+
+def chain(rng: random.Random, problem: Problem, *, guess: float, guess_product: float) -> str:
+    """Write a chain of thought and its answer.
+
+    Args:
+        rng: consumed.
+        problem: what is solved.
+        guess: probability that a `+` or `-` step is guessed.
+        guess_product: the same for `*`.
+    """
+    text, value = "", problem.start
+    for label, (op, operand) in zip(LABELS[1:], problem.operations, strict=False):
+        guessed = rng.random() < (guess_product if op == "*" else guess)
+        value = apply(value, op, operand)
+        if guessed and rng.random() < 0.5:
+            value = rng.randint(0, 9)
+        text += f"{label}{op}{operand}{'~' if guessed else '='}{value}{FILLER},"
+    return text + direct_answer(value)
+
+
+def direct_answer(value: int) -> str:
+    """Write the end of every response, which may also stand alone."""
+    return f"{ANSWER_MARKER}{value}"
+
+
+def training_problems(count: int, seed: int) -> list[Problem]:
+    """Draw problems that are not held out; short ones repeat, as only 560 of K = 2 exist."""
+    rng = random.Random(f"tiny task, train, {seed}")
+    return [draw_problem(rng, held_out=False) for _ in range(count)]
+
+
+def test_problems(count: int, seed: int) -> list[Problem]:
+    """Draw different held-out problems. count: at most a few hundred (about 80 of K = 2 exist)."""
+    rng = random.Random(f"tiny task, test, {seed}")
+    problems: dict[Problem, None] = {}
+    while len(problems) < count:
+        num_operations = rng.randint(MIN_OPERATIONS, MAX_OPERATIONS)
+        for _ in range(1000):
+            problem = draw_problem(rng, held_out=True, num_operations=num_operations)
+            if problem not in problems:
+                problems[problem] = None
+                break
+    return list(problems)
+
+
+def write_jsonl(path: Path, problems: list[Problem]) -> None:
+    """Write one `{"prompt": ..., "answer": ...}` a line; the file appears when it is complete."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    rows = ({"prompt": problem.prompt, "answer": str(problem.answer)} for problem in problems)
+    partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    partial.replace(path)
+
+
+def main() -> None:
+    """Write both files."""
+    parser = argparse.ArgumentParser(description="Write the tiny task's problems.")
+    parser.add_argument("--out", type=Path, required=True, help="directory of the two files")
+    parser.add_argument("--train", type=int, default=20_000, help="training problems")
+    parser.add_argument("--test", type=int, default=256, help="held-out problems")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_jsonl(args.out / "train.jsonl", training_problems(args.train, args.seed))
+    write_jsonl(args.out / "test.jsonl", test_problems(args.test, args.seed))
+    print(f"{args.train} training and {args.test} held-out problems in {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""The tiny task, its tokenizer, the making of its base model, and the sampler that judges it.
+
+Not exercised: the quality of a base model that is trained to the end (the main job's evaluation at
+step 0 shows it), and a tokenizer with several pieces a word.
+"""
+
+import dataclasses
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm.tokenizers import get_tokenizer
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
+sys.path.insert(0, str(TINY))
+
+import make_base_model  # noqa: E402
+import measure  # noqa: E402
+import task  # noqa: E402
+
+PARTS = ("train", "test")
+SHORT = make_base_model.Recipe(iterations=6, batch_size=4, batches_per_pool=4, habits_from=0.5)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A base model that was trained for a moment."""
+    directory = tmp_path_factory.mktemp("tiny") / "base"
+    assert make_base_model.make(directory, SHORT)
+    return directory
+
+
+def texts(count: int) -> list[str]:
+    """Prompts with both kinds of response."""
+    rng = random.Random(0)
+    result = []
+    for problem in task.training_problems(count, seed=5):
+        response = task.chain(rng, problem, guess=0.3, guess_product=0.9)
+        result += [problem.prompt + response, task.direct_answer(problem.answer)]
+    return result
+
+
+def test_answers_and_chains_by_hand():
+    # 9*2 = 18 -> 8, 8-3 = 5, 5-3 = 2, 2-3 = -1 -> 9.
+    problem = task.Problem(9, (("*", 2), ("-", 3), ("-", 3), ("-", 3)))
+    assert problem.prompt == "Qa9b*2c-3d-3e-3="
+    assert problem.answer == 9
+    clean = task.chain(random.Random(0), problem, guess=0.0, guess_product=0.0)
+    filler = "nopqrstuvwx,"
+    assert clean == f"b*2=8{filler}c-3=5{filler}d-3=2{filler}e-3=9{filler}Answer:9"
+
+
+def test_guesses_are_marked_and_right_as_often_as_they_should_be():
+    rng, guessed, right, total = random.Random(0), 0, 0, 0
+    for _ in range(2000):
+        problem = task.Problem(rng.randint(0, 9), (("+", 1),) * 2)
+        steps = task.chain(rng, problem, guess=0.3, guess_product=0.0).split(",")[:2]
+        value = problem.start
+        for step in steps:
+            expected, value = (value + 1) % 10, int(step[4])
+            total += 1
+            guessed += step[3] == "~"
+            right += step[3] == "~" and value == expected
+            assert step[3] == "~" or value == expected
+    # 4000 steps: .3 +- .007 are guessed; of those 1/2 + 1/2 * 1/10 = .55 +- .014 are right.
+    assert guessed / total == pytest.approx(0.3, abs=0.03)
+    assert right / guessed == pytest.approx(0.55, abs=0.06)
+
+
+def test_held_out_problems_are_never_trained_on():
+    train, test = task.training_problems(5000, seed=0), task.test_problems(256, seed=1)
+    assert len(set(test)) == 256
+    assert not {p.prompt for p in train} & {p.prompt for p in test}
+    assert all(task.is_held_out(p.prompt) for p in test)
+    rng = random.Random(0)
+    drawn = {make_base_model.training_text(rng, SHORT, i / 3000)[0] for i in range(3000)}
+    assert not any(task.is_held_out(prompt) for prompt in drawn)
+    counts = [sum(len(p.operations) == k for p in train) for k in range(2, 11)]
+    # Uniform over 9 values: 5000/9 = 556 +- 22.
+    assert min(counts) > 556 - 100 and max(counts) < 556 + 100
+
+
+def test_problems_depend_on_the_seed_alone(tmp_path, monkeypatch):
+    files = []
+    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
+        arguments = ["task.py", "--out", str(tmp_path / name), "--train", "50", "--test", "20"]
+        monkeypatch.setattr(sys, "argv", [*arguments, "--seed", seed])
+        task.main()
+        files.append(tuple((tmp_path / name / f"{part}.jsonl").read_text() for part in PARTS))
+        assert sorted(p.name for p in (tmp_path / name).iterdir()) == ["test.jsonl", "train.jsonl"]
+    assert files[0] == files[1]
+    assert files[0][0] != files[2][0] and files[0][1] != files[2][1]
+    rows = [json.loads(line) for line in files[0][0].splitlines()]
+    assert len(rows) == 50 and set(rows[0]) == {"prompt", "answer"}
+
+
+def test_transformers_sentencepiece_and_vllm_give_the_same_ids(base):
+    ours = AutoTokenizer.from_pretrained(str(base))
+    vllm = get_tokenizer(str(base))
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(base / "tokenizer.model"))
+    samples = texts(1000)
+    ids = ours(samples)["input_ids"]
+    assert ids == pieces.encode(samples)
+    assert ids == vllm(samples)["input_ids"]
+    assert ours.batch_decode(ids) == samples
+    assert vllm.batch_decode(ids) == samples
+    assert pieces.decode(ids) == samples
+    # No decoder drops or adds blanks when a response is decoded token by token either.
+    assert "".join(ours.decode([i]) for i in ids[0]) == samples[0]
+    assert len(ours) == len(vllm) == pieces.vocab_size() == 42
+    assert ours.eos_token_id == vllm.eos_token_id == pieces.eos_id() == 1
+    # Encoding "" and "Q" adds no special token.
+    assert ours("")["input_ids"] == []
+    assert len(ours("Q")["input_ids"]) == 1
+
+
+def test_response_lengths(base):
+    tokenizer = AutoTokenizer.from_pretrained(str(base))
+    assert len(tokenizer("Answer:7")["input_ids"]) == 2
+    for operations in (2, 10):
+        problem = task.Problem(1, (("*", 3),) * operations)
+        assert len(tokenizer(problem.prompt)["input_ids"]) == 4 + 3 * operations
+        response = task.chain(random.Random(0), problem, guess=0.5, guess_product=0.5)
+        # 37 and 173 with the stop token.
+        assert len(tokenizer(response)["input_ids"]) + 1 == 17 * operations + 3
+
+
+def test_the_directory_is_a_qwen2_model(base):
+    model = AutoModelForCausalLM.from_pretrained(str(base))
+    config = json.loads((base / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForCausalLM"]
+    assert config["model_type"] == "qwen2"
+    assert config["vocab_size"] == 42
+    assert config["max_position_embeddings"] == 512
+    assert config["hidden_size"] // config["num_attention_heads"] == 32
+    assert config["eos_token_id"] == model.generation_config.eos_token_id == 1
+    assert model.config.rope_parameters["rope_theta"] == 1000.0
+    # Two layers of 50496 (matrices 4*64*64 + 3*64*176, biases 192, norms 128), two embeddings
+    # of 42*64, one norm of 64.
+    assert sum(p.numel() for p in model.parameters()) == 2 * 50496 + 2 * 42 * 64 + 64
+
+
+def test_same_seed_same_bytes(base, tmp_path):
+    again = tmp_path / "again"
+    other = tmp_path / "other"
+    make_base_model.make(again, SHORT)
+    make_base_model.make(other, dataclasses.replace(SHORT, seed=1))
+    names = sorted(p.name for p in base.iterdir())
+    assert names == sorted(p.name for p in again.iterdir())
+    for name in names:
+        assert (base / name).read_bytes() == (again / name).read_bytes(), name
+    weights = "model.safetensors"
+    assert (base / weights).read_bytes() != (other / weights).read_bytes()
+
+
+def test_a_finished_directory_is_kept_and_another_recipe_replaces_it(tmp_path):
+    directory = tmp_path / "base"
+    first = dataclasses.replace(SHORT, iterations=1)
+    second = dataclasses.replace(SHORT, iterations=2)
+    assert make_base_model.make(directory, first)
+    changed = (directory / "model.safetensors").stat().st_mtime_ns
+    assert not make_base_model.make(directory, first)
+    assert (directory / "model.safetensors").stat().st_mtime_ns == changed
+    assert make_base_model.make(directory, second)
+    assert json.loads((directory / "recipe.json").read_text())["iterations"] == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["base"]
+
+
+def test_an_interrupted_run_leaves_nothing_behind(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(make_base_model, "pretrain", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make_base_model.make(tmp_path / "base", SHORT)
+    assert list(tmp_path.iterdir()) == []
+    assert make_base_model.make(tmp_path / "base", dataclasses.replace(SHORT, iterations=1))
+
+
+def test_files_of_others_are_not_replaced(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(SystemExit, match="holds files that are no base model"):
+        make_base_model.make(tmp_path, SHORT)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_padding_changes_no_loss(base):
+    model = AutoModelForCausalLM.from_pretrained(str(base))
+    tokenizer = AutoTokenizer.from_pretrained(str(base))
+    problems = task.training_problems(6, seed=2)
+    pairs = [
+        (
+            tokenizer(p.prompt)["input_ids"],
+            tokenizer(task.chain(random.Random(0), p, guess=0.3, guess_product=0.9))["input_ids"]
+            + [1],
+        )
+        for p in problems
+    ]
+    together = make_base_model.response_loss(model, *make_base_model.pad(pairs, 1))
+    # transformers' own loss: unpadded, labels not shifted, mean over the response's tokens.
+    apart = sum(
+        model(torch.tensor([p + r]), labels=torch.tensor([[-100] * len(p) + r])).loss * len(r)
+        for p, r in pairs
+    )
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=0)
+
+
+def test_sampler_agrees_with_transformers(base):
+    model = AutoModelForCausalLM.from_pretrained(str(base)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(str(base))
+    prompts = tokenizer([p.prompt for p in task.test_problems(3, seed=3)])["input_ids"]
+    cold = measure.sample(model, prompts, stop_token_id=1, seed=0, temperature=1e-6)
+    for prompt, response in zip(prompts, cold, strict=True):
+        expected = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=measure.MAX_RESPONSE_TOKENS
+        )[0, len(prompt) :]
+        assert response == expected.tolist()
+
+
+def test_sampler_stops_each_response_by_itself():
+    config = make_base_model.Recipe(seed=4)
+    model = make_base_model.build_model(config, vocab_size=42, stop_token_id=1).eval()
+    # Even prompts: a model of random weights stops at random times.
+    responses = measure.sample(model, [[5, 6], [7, 8, 9]] * 50, stop_token_id=1, seed=0)
+    lengths = [len(r) for r in responses]
+    assert len(set(lengths)) > 20
+    assert all(1 not in r[:-1] for r in responses)
+    assert all(r[-1] == 1 or len(r) == measure.MAX_RESPONSE_TOKENS for r in responses)
+    alone = measure.sample(model, [[5, 6]] * 50, stop_token_id=1, seed=0)
+    assert alone == responses[::2]
+
+
+def test_report_counts_what_was_sampled(base, monkeypatch):
+    problems = task.test_problems(4, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(str(base))
+    right = [task.direct_answer(p.answer) for p in problems]
+    wrong = [task.direct_answer((p.answer + 1) % 10) for p in problems]
+    chains = [task.chain(random.Random(0), p, guess=0.0, guess_product=0.0) for p in problems]
+    # Two samples of each problem; the last chain is cut off before its stop token.
+    written = [right[0], wrong[0], right[1], right[1], chains[2], chains[2], chains[3], chains[3]]
+    ids = [i + [1] for i in tokenizer(written)["input_ids"]]
+    ids[-1] = ids[-1][:-1]
+    monkeypatch.setattr(measure, "sample", lambda *_, **__: ids)
+    report = measure.measure(base, problems=4, samples=2)
+    assert report.accuracy == 6 / 8
+    assert report.direct == 4 / 8
+    assert report.direct_accuracy == 3 / 4
+    assert report.chain_accuracy == 3 / 4
+    assert report.unfinished == 1 / 8
+    assert report.mean_tokens == sum(map(len, ids)) / 8
