@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from vapo_megatron.batch import MicroBatch, RolloutBatch, make_micro_batch
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.build import build_model
 from vapo_megatron.models.hf_config import ModelShape, read_model_shape
@@ -36,7 +37,7 @@ class Loaded(NamedTuple):
     config: VapoConfig
 
 
-def make_config(layout: Layout, **model: Any) -> VapoConfig:
+def make_config(layout: Layout, overlap: bool = False, **model: Any) -> VapoConfig:
     return VapoConfig.model_validate(
         {
             # A vocabulary of 300 is padded to 320 with TP 1, to 384 with TP 2.
@@ -46,16 +47,23 @@ def make_config(layout: Layout, **model: Any) -> VapoConfig:
                 "tensor_model_parallel_size": layout.tp,
                 "pipeline_model_parallel_size": layout.pp,
                 "virtual_pipeline_model_parallel_size": layout.vpp,
+                "overlap_grad_reduce": overlap,
+                "overlap_param_gather": overlap,
             },
         }
     )
 
 
 def load(
-    hf_path: str, layout: Layout, role: str = "actor", *, built_as: str | None = None, **model: Any
+    hf_path: str,
+    layout: Layout,
+    role: str = "actor",
+    *,
+    built_as: str | None = None,
+    **settings: Any,
 ) -> Loaded:
     """Build from `built_as` (default: hf_path), load hf_path. A critic's head keeps its weights."""
-    config = make_config(layout, **model)
+    config = make_config(layout, **settings)
     groups = parallel_groups.initialize(config.parallel)
     shape = read_model_shape(built_as or hf_path)
     chunks = build_model(shape, config, groups, role)
@@ -88,3 +96,21 @@ def forward(chunk: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
             attention_mask=None,
             packed_seq_params=packed,
         )
+
+
+def micro_batch() -> MicroBatch:
+    """One response of 4 tokens after a prompt of 3."""
+    empty = torch.zeros(1)
+    return make_micro_batch(
+        RolloutBatch(
+            tokens=torch.tensor([5, 9, 17, 33, 65, 129, 2]),
+            sequence_cu_seqlens=torch.tensor([0, 7], dtype=torch.int32),
+            cu_seqlens=torch.tensor([0, 4], dtype=torch.int32),
+            positions=torch.tensor([0]),
+            rewards=empty,
+            is_correct=empty.bool(),
+            truncated=empty.bool(),
+            rollout_logprobs=torch.zeros(4),
+            loss_mask=torch.ones(4),
+        )
+    )

@@ -11,9 +11,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.weights.loaded import Layout, all_parameters, load
+from tests.weights.loaded import Layout, all_parameters, load, micro_batch
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.parallel import groups as parallel_groups
+from vapo_megatron.parallel.optimizer import (
+    build_ddp,
+    build_optimizer,
+    optimizer_step,
+    set_learning_rate,
+)
+from vapo_megatron.parallel.schedule import forward_backward
 from vapo_megatron.weights import sync
 from vapo_megatron.weights.sync import gather_hf_tensors, publish
 
@@ -162,3 +169,28 @@ def test_an_engine_that_stops_early_is_found_out_on_every_rank(workers, tmp_path
     path = write_tiny_hf(tmp_path)
     for message in workers.run(2, _publish, str(path), 3):
         assert "the engine left out" in message
+
+
+def _updates(path, overlap, wrapped):
+    """Two optimizer updates on 2 data-parallel ranks, each followed by a sync."""
+    loaded = load(path, Layout(), overlap=overlap)
+    chunks = build_ddp(loaded.chunks, loaded.config, loaded.chunks[0].config)
+    optimizer = build_optimizer(chunks, loaded.config, "actor")
+    set_learning_rate(optimizer, 0.01)
+    synced = []
+    for _ in range(2):
+        forward_backward(chunks, [micro_batch()], lambda out, _: (out.float().square().sum(), {}))
+        optimizer_step(optimizer)
+        source = chunks if wrapped else loaded.chunks
+        synced.append(_digest(gather_hf_tensors(source, loaded.shape, loaded.groups)))
+    return synced
+
+
+def test_parameters_still_on_their_way_are_waited_for(workers, tmp_path):
+    path = str(write_tiny_hf(tmp_path, num_layers=1, tied=True))
+    expected = workers.run(2, _updates, path, False, True)
+    assert expected[0] == expected[1] and expected[0][0] != expected[0][1]
+    assert workers.run(2, _updates, path, True, True) == expected
+    # Without DDP around them nothing can be waited for: each rank sees only its own updates.
+    stale = workers.run(2, _updates, path, True, False)
+    assert stale[0] != stale[1]
