@@ -1,0 +1,271 @@
+"""Clipped policy loss, its metrics and aggregation weights: by hand, against loops and autograd.
+
+Not exercised: the division by counts that really were all-reduced over ranks (tests/distributed).
+"""
+
+import math
+
+import pytest
+import torch
+
+from tests import reference
+from vapo_megatron.algorithm.policy_loss import (
+    clipped_policy_loss,
+    loss_count,
+    ratio_deviation,
+    token_weights,
+)
+
+CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
+
+
+def batch(num_tokens=200, seed=0, dtype=torch.float64):
+    """(logprobs, old_logprobs, advantages, mask); a third of the ratios leave the clips."""
+    generator = torch.Generator().manual_seed(seed)
+    new, old, advantages = torch.randn(3, num_tokens, generator=generator, dtype=dtype)
+    mask = torch.rand(num_tokens, generator=generator) < 0.8
+    return old - 1 + 0.4 * new, old - 1, advantages, mask
+
+
+def lists(*tensors):
+    return [t.double().tolist() for t in tensors]
+
+
+def test_golden_numbers():
+    # ratio 1.5, A 2: min(3, 1.28 * 2 = 2.56) = 2.56, clipped high
+    # ratio 0.5, A -1: min(-.5, .8 * -1) = -.8, clipped low
+    # ratio 1.5, A -1: min(-1.5, -1.28) = -1.5, the unclipped side
+    # ratio 0.5, A 2: min(1, 1.6) = 1, the unclipped side
+    # ratio 1.1, A 10: 11, within; a fifth token is masked out
+    # loss = -(2.56 - .8 - 1.5 + 1) / 8 = -1.26 / 8 = -.1575 with N = 8 of the whole mini-batch
+    ratio = torch.tensor([1.5, 0.5, 1.5, 0.5, 1.1], dtype=torch.float64)
+    loss, metrics = clipped_policy_loss(
+        ratio.log(),
+        torch.zeros(5, dtype=torch.float64),
+        torch.tensor([2.0, -1.0, -1.0, 2.0, 10.0], dtype=torch.float64),
+        torch.tensor([True, True, True, True, False]),
+        **CLIPS,
+        num_tokens=8,
+    )
+    assert loss.item() == pytest.approx(-0.1575, abs=1e-15)
+    # k3 = ratio - 1 - log(ratio): .5 - log 1.5 and -.5 + log 2, twice each; their sum over 8
+    assert float(metrics["approx_kl"]) == pytest.approx(
+        2 * (-math.log(1.5) + math.log(2)) / 8, abs=1e-15
+    )
+    assert float(metrics["clip_fraction_low"]) == 1 / 8
+    assert float(metrics["clip_fraction_high"]) == 1 / 8
+    assert set(metrics) == {"approx_kl", "clip_fraction_low", "clip_fraction_high"}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("count", [160, 1000])
+def test_value_and_gradient_equal_the_loop(weighted, count):
+    new, old, advantages, mask = batch()
+    weights = mask * torch.rand(200, dtype=torch.float64) if weighted else mask
+    new.requires_grad_()
+    loss, _ = clipped_policy_loss(new, old, advantages, weights, **CLIPS, num_tokens=count)
+    loss.backward()
+    arguments = lists(new.detach(), old, advantages, weights)
+    assert loss.item() == pytest.approx(
+        reference.policy_loss(*arguments, **CLIPS, count=count), abs=1e-14
+    )
+    expected = reference.policy_loss_gradient(*arguments, **CLIPS, count=count)
+    torch.testing.assert_close(new.grad.tolist(), expected, rtol=0, atol=1e-15)
+    numeric = reference.numerical_gradient(
+        lambda x: reference.policy_loss(x, *arguments[1:], **CLIPS, count=count), arguments[0]
+    )
+    torch.testing.assert_close(new.grad.tolist(), numeric, rtol=0, atol=1e-9)
+
+
+def test_float32_is_close_to_float64():
+    wide, narrow = batch(), batch()
+    narrow = [x.float() if x.is_floating_point() else x for x in narrow]
+    a, _ = clipped_policy_loss(*wide, **CLIPS, num_tokens=160)
+    b, _ = clipped_policy_loss(*narrow, **CLIPS, num_tokens=160)
+    assert b.dtype == torch.float32
+    assert float(b) == pytest.approx(float(a), abs=1e-6)
+
+
+def test_equal_clips_are_ppo():
+    new, old, advantages, mask = batch()
+    loss, metrics = clipped_policy_loss(
+        new, old, advantages, mask, clip_low=0.2, clip_high=0.2, num_tokens=mask.sum()
+    )
+    ratio = (new - old).exp()
+    ppo = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)[mask]
+    assert loss.item() == pytest.approx(-float(ppo.mean()), abs=1e-14)
+    assert float(metrics["clip_fraction_high"]) > 0
+
+
+def test_wide_clips_are_the_policy_gradient():
+    new, old, advantages, mask = batch()
+    new.requires_grad_()
+    loss, metrics = clipped_policy_loss(
+        new, old, advantages, mask, clip_low=1.0, clip_high=1e9, num_tokens=1
+    )
+    loss.backward()
+    expected = -(new - old).exp() * advantages * mask
+    torch.testing.assert_close(new.grad, expected.detach(), rtol=1e-12, atol=1e-14)
+    assert float(metrics["clip_fraction_low"]) == float(metrics["clip_fraction_high"]) == 0
+
+
+def test_at_ratio_1_the_gradient_is_minus_the_advantage():
+    _, old, advantages, mask = batch()
+    new = old.clone().requires_grad_()
+    loss, metrics = clipped_policy_loss(new, old, advantages, mask, **CLIPS, num_tokens=1)
+    loss.backward()
+    torch.testing.assert_close(new.grad, -advantages * mask, rtol=1e-15, atol=0)
+    assert all(float(value) == 0 for value in metrics.values())
+    assert float(ratio_deviation(new, old, mask)) == 0
+
+
+def test_small_kl_keeps_its_digits_in_float32():
+    # k3 at log ratio d is d^2/2 + d^3/6; at 1e-3, ratio - 1 - log(ratio) in float32 keeps no digit.
+    new, old = torch.full((10,), 1e-3), torch.zeros(10)
+    mask = torch.ones(10, dtype=torch.bool)
+    _, metrics = clipped_policy_loss(new, old, old, mask, **CLIPS, num_tokens=10)
+    assert float(metrics["approx_kl"]) == pytest.approx(5e-7, rel=0.2)
+
+
+@pytest.mark.parametrize("num_tokens", [160, torch.tensor(160), torch.tensor(160.0)])
+def test_micro_batches_with_the_global_count_add_up(num_tokens):
+    new, old, advantages, mask = batch()
+    new.requires_grad_()
+    whole, whole_metrics = clipped_policy_loss(
+        new, old, advantages, mask, **CLIPS, num_tokens=num_tokens
+    )
+    (gradient,) = torch.autograd.grad(whole, new)
+    total, metrics = 0.0, dict.fromkeys(whole_metrics, 0.0)
+    pieces = torch.tensor([0, 1, 90, 90, 200])
+    for lo, hi in zip(pieces[:-1], pieces[1:]):
+        part = [x[lo:hi] for x in (new, old, advantages, mask)]
+        loss, parts = clipped_policy_loss(*part, **CLIPS, num_tokens=num_tokens)
+        total = total + loss
+        metrics = {name: metrics[name] + float(parts[name]) for name in metrics}
+    assert total.item() == pytest.approx(whole.item(), abs=1e-14)
+    torch.testing.assert_close(torch.autograd.grad(total, new)[0], gradient, rtol=0, atol=1e-15)
+    for name, value in whole_metrics.items():
+        assert metrics[name] == pytest.approx(float(value), abs=1e-14)
+
+
+def test_order_and_padding_do_not_matter():
+    tensors = batch()
+    loss, metrics = clipped_policy_loss(*tensors, **CLIPS, num_tokens=160)
+    order = torch.randperm(200)
+    padding = [torch.full((7,), math.nan, dtype=torch.float64)] * 2
+    padding += [torch.full((7,), math.inf, dtype=torch.float64), torch.zeros(7, dtype=torch.bool)]
+    padded = [torch.cat([x[order], p]) for x, p in zip(tensors, padding)]
+    padded[0].requires_grad_()
+    other, other_metrics = clipped_policy_loss(*padded, **CLIPS, num_tokens=160)
+    other.backward()
+    assert other.item() == pytest.approx(loss.item(), abs=1e-14)
+    assert torch.equal(padded[0].grad[-7:], torch.zeros(7, dtype=torch.float64))
+    assert bool(padded[0].grad.isfinite().all())
+    for name, value in metrics.items():
+        assert float(other_metrics[name]) == pytest.approx(float(value), abs=1e-14)
+    assert float(ratio_deviation(*padded[:2], padded[3])) == float(
+        ratio_deviation(*tensors[:2], tensors[3])
+    )
+
+
+@pytest.mark.parametrize("count", [0, torch.tensor(0), torch.tensor(0.0)])
+@pytest.mark.parametrize("masked", ["all", "none", "no tokens"])
+def test_zero_count_is_exactly_zero_with_the_graph_intact(count, masked):
+    new, old, advantages, mask = batch(0 if masked == "no tokens" else 20)
+    mask = mask & (masked == "none")
+    parameter = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    loss, metrics = clipped_policy_loss(
+        new + parameter.sum(), old, advantages, mask, **CLIPS, num_tokens=count
+    )
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.equal(parameter.grad, torch.zeros(3, dtype=torch.float64))
+    assert all(float(value) == 0 for value in metrics.values())
+
+
+def test_metrics_are_detached():
+    new, old, advantages, mask = batch()
+    _, metrics = clipped_policy_loss(
+        new.requires_grad_(), old, advantages, mask, **CLIPS, num_tokens=1
+    )
+    assert not any(value.requires_grad or value.ndim for value in metrics.values())
+
+
+def test_ratio_deviation():
+    # ratios 1.5 and .25 (masked out: 9): the largest distance from 1 is .75
+    new = torch.tensor([1.5, 0.25, 9.0]).log()
+    mask = torch.tensor([True, True, False])
+    assert float(ratio_deviation(new, torch.zeros(3), mask)) == pytest.approx(0.75)
+    assert float(ratio_deviation(new[:0], new[:0], mask[:0])) == 0
+
+
+BOUNDS = torch.tensor([0, 4, 4, 6, 9], dtype=torch.int32)
+MASK = torch.tensor([1, 1, 0, 1, 1, 1, 0, 0, 0]).bool()
+
+
+def test_token_weights():
+    # masked lengths 3, 0 (empty), 2, 0 (wholly masked)
+    assert token_weights(MASK, BOUNDS, "token").tolist() == MASK.float().tolist()
+    sample = token_weights(MASK, BOUNDS, "sample")
+    third = float(torch.tensor(1.0) / 3)
+    assert sample.tolist() == [third, third, 0, third, 0.5, 0.5, 0, 0, 0]
+    assert sample.dtype == torch.float32
+    assert int(loss_count(MASK, BOUNDS, "token")) == 5
+    assert int(loss_count(MASK, BOUNDS, "sample")) == 2
+
+
+def test_float_weights_change_a_share_and_not_the_count():
+    weights = MASK * torch.tensor([2.0, 0.5, 9, 1, 4, 1, 9, 9, 9])
+    assert token_weights(weights, BOUNDS, "sample").tolist() == pytest.approx(
+        [2 / 3, 0.5 / 3, 0, 1 / 3, 2, 0.5, 0, 0, 0]
+    )
+    assert int(loss_count(weights, BOUNDS, "token")) == 5
+    assert int(loss_count(weights, BOUNDS, "sample")) == 2
+
+
+def test_sample_level_loss_is_the_mean_of_the_responses_means():
+    lengths = [3, 50, 1]
+    new, old, advantages, _ = batch(54)
+    mask = torch.ones(54, dtype=torch.bool)
+    cu_seqlens = torch.tensor([0, 3, 53, 54])
+    loss, _ = clipped_policy_loss(
+        new,
+        old,
+        advantages,
+        token_weights(mask, cu_seqlens, "sample"),
+        **CLIPS,
+        num_tokens=loss_count(mask, cu_seqlens, "sample"),
+    )
+    means = []
+    for lo, length in zip([0, 3, 53], lengths):
+        part = lists(*[x[lo : lo + length] for x in (new, old, advantages)])
+        means.append(reference.policy_loss(*part, [1.0] * length, **CLIPS, count=length))
+    assert loss.item() == pytest.approx(sum(means) / 3, abs=1e-7)
+
+
+def test_no_responses():
+    empty = torch.zeros(0, dtype=torch.bool)
+    for aggregation in ("token", "sample"):
+        assert token_weights(empty, torch.zeros(1).int(), aggregation).shape == (0,)
+        assert int(loss_count(empty, torch.zeros(1).int(), aggregation)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64])
+@pytest.mark.parametrize("index", range(4))
+def test_narrow_dtypes_are_refused_by_name(dtype, index):
+    name = ["logprobs", "old_logprobs", "advantages", "loss_mask"][index]
+    tensors = list(batch(4))
+    tensors[index] = tensors[index].to(dtype)
+    with pytest.raises(ValueError, match=f"^{name}.dtype={dtype} must be"):
+        clipped_policy_loss(*tensors, **CLIPS, num_tokens=4)
+
+
+def test_bad_settings_are_refused():
+    for clips in ({"clip_low": -0.1}, {"clip_low": 1.1}, {"clip_high": -0.1}):
+        with pytest.raises(ValueError, match=f"{next(iter(clips))}="):
+            clipped_policy_loss(*batch(4), **(CLIPS | clips), num_tokens=4)
+    for function in (token_weights, loss_count):
+        with pytest.raises(ValueError, match="loss_aggregation='mean'"):
+            function(MASK, BOUNDS, "mean")
+        with pytest.raises(ValueError, match="loss_mask.dtype=torch.bfloat16"):
+            function(MASK.bfloat16(), BOUNDS, "token")

@@ -1,0 +1,131 @@
+"""Value loss by hand, against the loop and finite differences.
+
+Not exercised: the value head that makes the values (tests/models).
+"""
+
+import math
+
+import pytest
+import torch
+
+from tests import reference
+from vapo_megatron.algorithm.value_loss import value_loss
+
+
+def batch(num_tokens=100):
+    """(values, returns, mask, old_values), float64."""
+    values, returns, old = torch.randn(3, num_tokens, dtype=torch.float64)
+    return values, returns, torch.rand(num_tokens) < 0.8, old
+
+
+def test_golden_numbers():
+    # errors 1, -2, (masked) 5: .5 * (1 + 4) / 4 = .625;  means of V and R over 4: 3/4, 4/4
+    loss, metrics = value_loss(
+        torch.tensor([2.0, 1.0, 5.0]),
+        torch.tensor([1.0, 3.0, 0.0]),
+        torch.tensor([True, True, False]),
+        num_tokens=4,
+    )
+    assert loss.item() == 0.625
+    assert {k: float(v) for k, v in metrics.items()} == {
+        "value_mean": 0.75, "return_mean": 1.0, "value_clip_fraction": 0.0,
+    }  # fmt: skip
+
+
+def test_golden_numbers_with_a_clip():
+    # V 2, old 0, clip .5 -> .5; R 0: max(4, .25) = 4, unclipped
+    # V 2, old 0, clip .5 -> .5; R 3: max(1, 6.25) = 6.25, clipped: no gradient
+    # V 0.3, old 0 -> .3; R 0: .09
+    values = torch.tensor([2.0, 2.0, 0.3], dtype=torch.float64, requires_grad=True)
+    loss, metrics = value_loss(
+        values,
+        torch.tensor([0.0, 3.0, 0.0], dtype=torch.float64),
+        torch.ones(3, dtype=torch.bool),
+        num_tokens=2,
+        old_values=torch.zeros(3, dtype=torch.float64),
+        clip=0.5,
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5 * (4 + 6.25 + 0.09) / 2)
+    assert values.grad.tolist() == pytest.approx([1.0, 0.0, 0.15])
+    assert float(metrics["value_clip_fraction"]) == 0.5
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_value_and_gradient_equal_the_loop(clip):
+    values, returns, mask, old = batch()
+    weights = mask * torch.rand(100, dtype=torch.float64)
+    values.requires_grad_()
+    loss, _ = value_loss(values, returns, weights, num_tokens=70, old_values=old, clip=clip)
+    loss.backward()
+    rest = [returns.tolist(), weights.tolist()]
+    settings = {"count": 70, "old_values": old.tolist(), "clip": clip}
+    expected = reference.value_loss(values.tolist(), *rest, **settings)
+    assert loss.item() == pytest.approx(expected, abs=1e-14)
+    numeric = reference.numerical_gradient(
+        lambda x: reference.value_loss(x, *rest, **settings), values.tolist()
+    )
+    torch.testing.assert_close(values.grad.tolist(), numeric, rtol=0, atol=1e-9)
+
+
+def test_a_wide_clip_changes_nothing():
+    values, returns, mask, old = batch()
+    plain = value_loss(values, returns, mask, num_tokens=80)[0]
+    clipped = value_loss(values, returns, mask, num_tokens=80, old_values=old, clip=1e6)[0]
+    assert plain.item() == pytest.approx(clipped.item(), abs=1e-14)
+
+
+def test_micro_batches_with_the_global_count_add_up():
+    values, returns, mask, old = batch()
+    for count in (80, torch.tensor(80)):
+        whole, metrics = value_loss(values, returns, mask, num_tokens=count)
+        parts = [
+            value_loss(values[part], returns[part], mask[part], num_tokens=count)
+            for part in (slice(0, 1), slice(1, 1), slice(1, 70), slice(70, 100))
+        ]
+        assert sum(float(x) for x, _ in parts) == pytest.approx(whole.item(), abs=1e-14)
+        for name, value in metrics.items():
+            added = sum(float(m[name]) for _, m in parts)
+            assert added == pytest.approx(float(value), abs=1e-14)
+
+
+def test_what_is_masked_out_does_not_matter():
+    values, returns, mask, old = batch()
+    loss = value_loss(values, returns, mask, num_tokens=80, old_values=old, clip=0.3)[0]
+    dirty = [x.masked_fill(~mask, bad) for x, bad in
+             ((values, math.nan), (returns, math.inf), (old, -math.inf))]  # fmt: skip
+    dirty[0].requires_grad_()
+    other = value_loss(dirty[0], dirty[1], mask, num_tokens=80, old_values=dirty[2], clip=0.3)[0]
+    other.backward()
+    assert other.item() == pytest.approx(loss.item(), abs=1e-14)
+    assert bool((dirty[0].grad[~mask] == 0).all())
+    assert bool(dirty[0].grad.isfinite().all())
+
+
+@pytest.mark.parametrize("count", [0, torch.tensor(0)])
+@pytest.mark.parametrize("num_tokens", [0, 5])
+def test_zero_count_is_exactly_zero_with_the_graph_intact(count, num_tokens):
+    parameter = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    values, returns, mask, _ = batch(num_tokens)
+    loss, metrics = value_loss(
+        values * parameter.sum(), returns, torch.zeros_like(mask), num_tokens=count
+    )
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.equal(parameter.grad, torch.zeros(3, dtype=torch.float64))
+    assert all(float(value) == 0 and not value.requires_grad for value in metrics.values())
+
+
+def test_refusals():
+    values, returns, mask, old = batch(4)
+    with pytest.raises(ValueError, match="clip=0.2 needs old_values"):
+        value_loss(values, returns, mask, num_tokens=4, clip=0.2)
+    for dtype in (torch.bfloat16, torch.float16):
+        with pytest.raises(ValueError, match=f"values.dtype={dtype}"):
+            value_loss(values.to(dtype), returns, mask, num_tokens=4)
+        with pytest.raises(ValueError, match=f"returns.dtype={dtype}"):
+            value_loss(values, returns.to(dtype), mask, num_tokens=4)
+        with pytest.raises(ValueError, match=f"old_values.dtype={dtype}"):
+            value_loss(values, returns, mask, num_tokens=4, old_values=old.to(dtype), clip=1.0)
+        with pytest.raises(ValueError, match=f"loss_mask.dtype={dtype}"):
+            value_loss(values, returns, mask.to(dtype), num_tokens=4)

@@ -1,0 +1,146 @@
+"""float64 references: plain Python loops over lists of floats, written from the equations.
+
+They share no code with the package and use no tensor operation, so that a mistake cannot stand on
+both sides. Sequences are given packed, with bounds, as the package takes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+Floats = Sequence[float]
+
+
+def per_response(value: float | Floats, num_responses: int) -> list[float]:
+    """One float for every response."""
+    if isinstance(value, float | int):
+        return [float(value)] * num_responses
+    assert len(value) == num_responses
+    return [float(x) for x in value]
+
+
+def gae(
+    token_rewards: Floats,
+    values: Floats,
+    bounds: Sequence[int],
+    lam: float | Floats,
+    gamma: float = 1.0,
+) -> list[float]:
+    """A_t = delta_t + gamma * lambda * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t."""
+    lams = per_response(lam, len(bounds) - 1)
+    advantages = [0.0] * len(token_rewards)
+    for b in range(len(bounds) - 1):
+        following_advantage = following_value = 0.0
+        for t in range(bounds[b + 1] - 1, bounds[b] - 1, -1):
+            delta = token_rewards[t] + gamma * following_value - values[t]
+            following_advantage = delta + gamma * lams[b] * following_advantage
+            following_value = values[t]
+            advantages[t] = following_advantage
+    return advantages
+
+
+def monte_carlo_returns(
+    token_rewards: Floats, bounds: Sequence[int], gamma: float = 1.0
+) -> list[float]:
+    """G_t = sum_k gamma^k r_{t+k}."""
+    returns = [0.0] * len(token_rewards)
+    for b in range(len(bounds) - 1):
+        following = 0.0
+        for t in range(bounds[b + 1] - 1, bounds[b] - 1, -1):
+            following = token_rewards[t] + gamma * following
+            returns[t] = following
+    return returns
+
+
+def policy_loss(
+    logprobs: Floats,
+    old_logprobs: Floats,
+    advantages: Floats,
+    weights: Floats,
+    *,
+    clip_low: float,
+    clip_high: float,
+    count: float,
+) -> float:
+    """-1/N sum_t w_t min(r_t A_t, clip(r_t) A_t)."""
+    total = 0.0
+    for new, old, advantage, weight in zip(logprobs, old_logprobs, advantages, weights):
+        ratio = math.exp(new - old)
+        held = min(max(ratio, 1 - clip_low), 1 + clip_high)
+        total -= weight * min(ratio * advantage, held * advantage)
+    return total / count
+
+
+def policy_loss_gradient(
+    logprobs: Floats,
+    old_logprobs: Floats,
+    advantages: Floats,
+    weights: Floats,
+    *,
+    clip_low: float,
+    clip_high: float,
+    count: float,
+) -> list[float]:
+    """d loss / d logprobs_t = -w_t r_t A_t / N, or 0 where the clip is active."""
+    gradient = []
+    for new, old, advantage, weight in zip(logprobs, old_logprobs, advantages, weights):
+        ratio = math.exp(new - old)
+        above = advantage > 0 and ratio > 1 + clip_high
+        below = advantage < 0 and ratio < 1 - clip_low
+        gradient.append(0.0 if above or below else -weight * ratio * advantage / count)
+    return gradient
+
+
+def value_loss(
+    values: Floats,
+    returns: Floats,
+    weights: Floats,
+    *,
+    count: float,
+    old_values: Floats | None = None,
+    clip: float | None = None,
+) -> float:
+    """1/N sum_t w_t 0.5 (V_t - R_t)^2, or the larger of it and its clipped form."""
+    total = 0.0
+    for t, (value, target, weight) in enumerate(zip(values, returns, weights)):
+        squared = (value - target) ** 2
+        if clip is not None:
+            assert old_values is not None
+            held = old_values[t] + min(max(value - old_values[t], -clip), clip)
+            squared = max(squared, (held - target) ** 2)
+        total += weight * 0.5 * squared
+    return total / count
+
+
+def positive_lm_loss(
+    logprobs: Floats, weights: Floats, is_correct: Sequence[bool], *, count: float
+) -> float:
+    """-1/N sum over tokens of correct responses of w_t log pi_t."""
+    total = 0.0
+    for logprob, weight, correct in zip(logprobs, weights, is_correct):
+        if correct:
+            total -= weight * logprob
+    return total / count
+
+
+def explained_variance(values: Floats, returns: Floats) -> float:
+    """1 - Var(R - V) / Var(R), in two passes."""
+    errors = [r - v for v, r in zip(values, returns)]
+    return 1 - _variance(errors) / _variance(returns)
+
+
+def _variance(x: Floats) -> float:
+    mean = math.fsum(x) / len(x)
+    return math.fsum((a - mean) ** 2 for a in x) / len(x)
+
+
+def numerical_gradient(function, x: Floats, step: float = 1e-6) -> list[float]:
+    """Central differences of function(list of floats) -> float."""
+    gradient = []
+    for i in range(len(x)):
+        up, down = list(x), list(x)
+        up[i] += step
+        down[i] -= step
+        gradient.append((function(up) - function(down)) / (2 * step))
+    return gradient

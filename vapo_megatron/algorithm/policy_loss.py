@@ -1,0 +1,168 @@
+"""The clipped policy loss with its two clips, and the weights that decide what it averages over."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithm.reduction import (
+    global_mean,
+    keep,
+    require_mask,
+    require_wide,
+    trained_on,
+)
+
+
+def clipped_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    num_tokens: int | Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped surrogate with an upper clip of its own, averaged over all tokens.
+
+        ratio_t = exp(logprobs_t - old_logprobs_t)
+        L = -1/N * sum_t mask_t * min(ratio_t * A_t, clipped_t * A_t)
+        clipped_t = clip(ratio_t, 1 - clip_low, 1 + clip_high)
+
+    Source: VAPO (arXiv 2504.05118), clip-higher and token-level loss; DAPO (arXiv 2503.14476). With
+    clip_high = clip_low it is PPO's (arXiv 1707.06347, eq. 7).
+
+    Args:
+        logprobs: [T] float32 or float64, of the policy being trained; carries the gradient.
+        old_logprobs: [T], of the policy before this step's updates.
+        advantages: [T], A.
+        loss_mask: [T] bool, or float weights (see token_weights).
+        clip_low: in [0, 1]; ratios below 1 - clip_low earn nothing more.
+        clip_high: at least 0; ratios above 1 + clip_high earn nothing more.
+        num_tokens: N, int or 0-d tensor: loss_count summed over all micro-batches and data-parallel
+            ranks of the mini-batch.
+
+    Returns:
+        The loss, a 0-d tensor: this call's addend of the global mean, exactly 0 with its graph
+        intact where N is 0. Metrics, detached 0-d tensors divided by N, so that sums over micro-
+        batches and ranks are global means: approx_kl, KL(old || new) by the k3 estimator ratio - 1
+        - log(ratio); clip_fraction_low and clip_fraction_high, tokens whose gradient the lower and
+        the upper clip removes.
+
+    Raises:
+        ValueError: a dtype below float32, a clip out of range.
+    """
+    require_wide(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    require_mask(loss_mask)
+    if not (0 <= clip_low <= 1 and clip_high >= 0):
+        raise ValueError(
+            f"clip_low={clip_low} must lie in [0, 1] and clip_high={clip_high} must be at least 0"
+        )
+    log_ratio = keep(logprobs - old_logprobs, loss_mask)
+    ratio, advantages = log_ratio.exp(), keep(advantages, loss_mask)
+    surrogate = torch.minimum(
+        ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    )
+    loss = global_mean(-surrogate, loss_mask, num_tokens)
+    with torch.no_grad():
+        terms = {
+            "approx_kl": log_ratio.expm1() - log_ratio,
+            "clip_fraction_low": (ratio < 1 - clip_low) & (advantages < 0),
+            "clip_fraction_high": (ratio > 1 + clip_high) & (advantages > 0),
+        }
+        metrics = {
+            name: global_mean(x.to(loss.dtype), loss_mask, num_tokens) for name, x in terms.items()
+        }
+    return loss, metrics
+
+
+@torch.no_grad()
+def ratio_deviation(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+    """Largest distance of a trained token's ratio from 1: 0 before a step's first update.
+
+        max_t |exp(logprobs_t - old_logprobs_t) - 1|,   0 without tokens
+
+    Reduce it over micro-batches and ranks by the maximum, never by a sum.
+
+    Args:
+        logprobs, old_logprobs: [T] float32 or float64.
+        loss_mask: [T] bool, or float weights.
+
+    Returns:
+        0-d tensor, detached.
+    """
+    require_wide(logprobs=logprobs, old_logprobs=old_logprobs)
+    require_mask(loss_mask)
+    deviation = keep(logprobs - old_logprobs, loss_mask).expm1().abs()
+    return torch.cat([deviation, deviation.new_zeros(1)]).max()
+
+
+def token_weights(loss_mask: Tensor, cu_seqlens: Tensor, loss_aggregation: str) -> Tensor:
+    """The weights with which a loss averages per token or per response.
+
+        token:  w_t = mask_t                    sample:  w_t = mask_t / |o_i|
+
+    with |o_i| the number of tokens of response i whose mask is not 0. The denominator that belongs
+    to them is loss_count.
+
+    Source: VAPO (arXiv 2504.05118), token-level loss, against the sample-level loss of its base
+    PPO.
+
+    Args:
+        loss_mask: [T] bool, or float weights: a weight changes a token's share, a weight of 0 drops
+            the token.
+        cu_seqlens: integer [B+1], bounds of the responses in T; responses may be empty.
+        loss_aggregation: "token" or "sample".
+
+    Returns:
+        float32 [T].
+
+    Raises:
+        ValueError: the dtype of loss_mask, an unknown loss_aggregation.
+    """
+    require_mask(loss_mask)
+    weights = loss_mask.float()
+    if _is_token_level(loss_aggregation):
+        return weights
+    lengths = cu_seqlens.diff().long()
+    per_response = _masked_lengths(loss_mask, cu_seqlens).clamp(min=1)
+    return weights / per_response.repeat_interleave(lengths, output_size=loss_mask.numel())
+
+
+def loss_count(loss_mask: Tensor, cu_seqlens: Tensor, loss_aggregation: str) -> Tensor:
+    """This rank's part of the denominator that belongs to token_weights.
+
+        token:  tokens whose mask is not 0      sample:  responses with at least one such token
+
+    Sum it over all micro-batches and data-parallel ranks of the mini-batch, once, before the first
+    micro-batch.
+
+    Args:
+        loss_mask: [T] bool, or float weights, before token_weights.
+        cu_seqlens: integer [B+1], bounds of the responses in T.
+        loss_aggregation: "token" or "sample".
+
+    Returns:
+        int64 0-d tensor.
+
+    Raises:
+        ValueError: the dtype of loss_mask, an unknown loss_aggregation.
+    """
+    require_mask(loss_mask)
+    if _is_token_level(loss_aggregation):
+        return trained_on(loss_mask).sum()
+    return (_masked_lengths(loss_mask, cu_seqlens) > 0).sum()
+
+
+def _is_token_level(loss_aggregation: str) -> bool:
+    if loss_aggregation not in ("token", "sample"):
+        raise ValueError(f'loss_aggregation={loss_aggregation!r} must be "token" or "sample"')
+    return loss_aggregation == "token"
+
+
+def _masked_lengths(loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """int64 [B]: tokens of each response whose mask is not 0."""
+    before = torch.zeros(loss_mask.numel() + 1, dtype=torch.long, device=loss_mask.device)
+    torch.cumsum(trained_on(loss_mask), 0, out=before[1:])
+    return before[cu_seqlens.long()].diff()

@@ -1,0 +1,72 @@
+"""What every loss shares: float32 or wider, masked tokens that cannot leak, one global count."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+WIDE = (torch.float32, torch.float64)
+
+
+def require_wide(**tensors: Tensor | None) -> None:
+    """Refuse arithmetic below float32.
+
+    Lambda at length 16384 is 0.99878 and rounds to 1.0 in bfloat16.
+
+    Args:
+        tensors: name -> tensor; None is passed over.
+
+    Raises:
+        ValueError: names the tensor and its dtype.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in WIDE:
+            raise ValueError(
+                f"{name}.dtype={tensor.dtype} must be float32 or float64; pass {name}.float()"
+            )
+
+
+def require_mask(loss_mask: Tensor) -> None:
+    """Refuse a loss mask that is neither bool nor float32 or wider.
+
+    Raises:
+        ValueError: names the dtype.
+    """
+    if loss_mask.dtype != torch.bool and loss_mask.dtype not in WIDE:
+        raise ValueError(
+            f"loss_mask.dtype={loss_mask.dtype} must be bool, float32 or float64; "
+            "pass loss_mask.bool()"
+        )
+
+
+def trained_on(loss_mask: Tensor) -> Tensor:
+    """bool [T]: True where a token has a weight at all."""
+    return loss_mask if loss_mask.dtype == torch.bool else loss_mask != 0
+
+
+def keep(x: Tensor, loss_mask: Tensor) -> Tensor:
+    """x where a token is trained on, 0 elsewhere: inf or NaN there reaches no sum or gradient."""
+    return torch.where(trained_on(loss_mask), x, 0)
+
+
+def global_mean(terms: Tensor, loss_mask: Tensor, count: int | float | Tensor) -> Tensor:
+    """One addend of a mean whose denominator spans micro-batches and ranks.
+
+        sum_t mask_t * terms_t / count;   exactly 0, graph intact, where count is 0
+
+    Args:
+        terms: [T], 0 where the mask is 0 (see keep).
+        loss_mask: [T], bool or float weights.
+        count: number or 0-d tensor, summed over all micro-batches and data-parallel ranks of the
+            mini-batch.
+
+    Returns:
+        0-d tensor of terms' dtype.
+    """
+    total = (terms * loss_mask).sum()
+    # Dividing by infinity gives 0 in value and gradient, and needs no branch on the device's data.
+    if isinstance(count, Tensor):
+        return total / torch.where(count == 0, math.inf, count).to(total.dtype)
+    return total / (count or math.inf)

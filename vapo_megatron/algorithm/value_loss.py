@@ -1,0 +1,69 @@
+"""Regression of the critic on the returns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithm.reduction import global_mean, keep, require_mask, require_wide
+
+
+def value_loss(
+    values: Tensor,
+    returns: Tensor,
+    loss_mask: Tensor,
+    *,
+    num_tokens: int | Tensor,
+    old_values: Tensor | None = None,
+    clip: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Half the squared error of the values, optionally clipped around the values before the update.
+
+        L = 1/N * sum_t mask_t * 0.5 * (V_t - R_t)^2
+        with a clip c: the larger of this and the same with V_t held within V_old_t -+ c
+
+    Source: VAPO (arXiv 2504.05118) prints no form; the half and the clip are those of the PPO
+    implementations that it builds on (arXiv 1707.06347, and 2005.12729 for the clip). Unclipped by
+    default.
+
+    Args:
+        values: [T] float32 or float64, V of the state before each response token; carries the
+            gradient.
+        returns: [T], regression targets R.
+        loss_mask: [T] bool, or float weights.
+        num_tokens: N, int or 0-d tensor: the tokens with a mask, summed over all micro-batches and
+            data-parallel ranks of the mini-batch (or the responses, for weights that average within
+            each response).
+        old_values: [T], V before this step's updates; read only with a clip.
+        clip: c > 0, or None.
+
+    Returns:
+        The loss, a 0-d tensor: this call's addend of the global mean, exactly 0 with its graph
+        intact where N is 0. Metrics, detached 0-d tensors divided by N, so that sums over micro-
+        batches and ranks are global means: value_mean, return_mean, value_clip_fraction (tokens
+        whose gradient the clip removes).
+
+    Raises:
+        ValueError: a dtype below float32, or a clip without old_values.
+    """
+    require_wide(values=values, returns=returns, old_values=old_values)
+    require_mask(loss_mask)
+    error = keep(values - returns, loss_mask)
+    squared, clipped = error.square(), torch.zeros_like(error)
+    if clip is not None:
+        if old_values is None:
+            raise ValueError(
+                f"value_loss with clip={clip} needs old_values; pass them or clip=None"
+            )
+        near_old = old_values + (values - old_values).clamp(-clip, clip)
+        held = keep(near_old - returns, loss_mask).square()
+        clipped = (held > squared).to(error.dtype)
+        squared = torch.maximum(squared, held)
+    loss = global_mean(0.5 * squared, loss_mask, num_tokens)
+    with torch.no_grad():
+        metrics = {
+            "value_mean": global_mean(keep(values, loss_mask), loss_mask, num_tokens),
+            "return_mean": global_mean(keep(returns, loss_mask), loss_mask, num_tokens),
+            "value_clip_fraction": global_mean(clipped, loss_mask, num_tokens),
+        }
+    return loss, metrics
