@@ -94,8 +94,8 @@ def test_decoupled_gae():
 
 def test_length_adaptive_gae():
     # With V = 0 the advantage at the first of l tokens is the reward's share lambda^(l-1). It tends
-    # to exp(-1/alpha) at every length; at alpha .5, e^-2 = .135. A fixed lambda gives .95^199 = 4e-5
-    # at 200 tokens and 1e-45 at 2000, which is 0 for any purpose.
+    # to exp(-1/alpha) at every length; at alpha .5, e^-2 = .135. A fixed lambda of .95 gives 4e-5
+    # at 200 tokens and 1e-45 at 2000.
     lengths = [200, 2000, 16384]
     rewards = torch.zeros(sum(lengths), dtype=torch.float64)
     ends = torch.tensor(lengths).cumsum(0)
@@ -113,8 +113,8 @@ def test_length_adaptive_gae():
 
 
 def test_clip_higher():
-    # Ratio 1.25 with a positive advantage: above 1.2, below 1.28. Ratio .75 with a negative one: below
-    # .8, clipped on either setting.
+    # Ratio 1.25 with a positive advantage: above 1.2, below 1.28. Ratio .75 with a negative one:
+    # below .8, clipped with either setting.
     def a_rare_good_token_may_grow_further_than_a_bad_one_may_shrink(config):
         up, down, beyond = policy_gradient(config, [1.25, 0.75, 1.29], [1.0, -1.0, 1.0], [3])
         assert up == pytest.approx(1.25 / 3)
