@@ -93,8 +93,7 @@ def build_optimizer(
         adam_beta1=o.adam_beta1,
         adam_beta2=o.adam_beta2,
         adam_eps=o.adam_eps,
-        # The norm is computed and reported in either case.
-        clip_grad=o.clip_grad or math.inf,
+        clip_grad=o.clip_grad,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,

@@ -1,0 +1,204 @@
+"""Learning rates as pure functions; AdamW, weight decay, clipping, main parameters on one process.
+
+Optimizers sharded over ranks are in tests/distributed/test_layouts.py, resuming in the checkpoint's
+tests. Not exercised: Transformer Engine's Adam.
+"""
+
+import math
+
+import pytest
+import torch
+
+from tests.parallel.training import ALL, LEARNING_RATE, Layout, Trained, make_config
+from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.parallel.optimizer import (
+    actor_learning_rate,
+    critic_learning_rate,
+    learning_rate,
+    value_pretraining_updates,
+)
+
+
+def _config(**optimizer):
+    return VapoConfig.model_validate(
+        {
+            "algorithm": {
+                "value_pretraining_steps": 3,
+                "responses_per_step": 64,
+                "group_size": 4,
+                "mini_batch_size": 16,
+                "value_pretraining_responses_per_step": 32,
+                "critic_updates_per_step": 2,
+            },
+            "optimizer": {"actor_warmup_updates": 0, "critic_warmup_updates": 0, **optimizer},
+        }
+    )
+
+
+def test_warmup_is_linear_and_then_constant():
+    # 4 updates of warm-up: 1/4, 2/4, 3/4 of the peak, then the peak.
+    rates = [learning_rate(u, peak=8.0, warmup_updates=4) for u in range(6)]
+    assert rates == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
+    assert learning_rate(0, peak=8.0, warmup_updates=0) == 8.0
+    assert learning_rate(0, peak=8.0, warmup_updates=1) == 8.0
+
+
+def test_defaults_are_the_papers():
+    # 320 updates of warm-up, then 1e-6 and 2e-6; nothing special in value pretraining.
+    config = VapoConfig()
+    assert actor_learning_rate(159, config) == pytest.approx(0.5e-6)
+    assert critic_learning_rate(159, config) == pytest.approx(1e-6)
+    assert actor_learning_rate(5000, config) == 1e-6
+    assert critic_learning_rate(5000, config) == 2e-6
+    assert value_pretraining_updates(config) == 50 * 16
+
+
+def test_actor_warms_up_from_its_own_first_update():
+    config = _config(actor_learning_rate=1.0, actor_warmup_updates=2)
+    assert [actor_learning_rate(u, config) for u in range(3)] == [0.5, 1.0, 1.0]
+
+
+def test_critic_moves_along_a_line_in_value_pretraining():
+    # 3 steps of 32 responses, mini-batches of 16, 2 passes: 12 updates; (12 - 1) / 11 = 1 a update.
+    config = _config(
+        critic_learning_rate=5.0,
+        value_pretraining_learning_rate=12.0,
+        value_pretraining_final_learning_rate=1.0,
+    )
+    assert value_pretraining_updates(config) == 12
+    rates = [critic_learning_rate(u, config) for u in range(14)]
+    assert rates == pytest.approx([12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 5, 5])
+
+
+def test_critic_warmup_multiplies_the_line():
+    config = _config(
+        critic_learning_rate=5.0, value_pretraining_learning_rate=12.0, critic_warmup_updates=24
+    )
+    assert critic_learning_rate(11, config) == pytest.approx(12 * 12 / 24)  # no final rate: no line
+    assert critic_learning_rate(12, config) == pytest.approx(5 * 13 / 24)
+    assert critic_learning_rate(23, config) == 5.0
+    only_final = _config(critic_learning_rate=5.0, value_pretraining_final_learning_rate=1.0)
+    assert critic_learning_rate(0, only_final) == 5.0
+    assert critic_learning_rate(11, only_final) == 1.0
+
+
+@pytest.fixture(scope="module")
+def hf_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("optimizer")
+    return str(write_tiny_hf(path, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60, num_layers=2))
+
+
+def _start(hf_path, **sections):
+    from vapo_megatron.parallel import groups
+
+    config = make_config(Layout(), **sections)
+    if groups._current is None:
+        groups.initialize(config.parallel)
+    return Trained(hf_path, Layout(split=((ALL,),)), "actor", config)
+
+
+def _against_adamw(hf_path, clip_grad):
+    """Largest difference to torch's AdamW in float64 after three updates, and the norms."""
+    from vapo_megatron.parallel.optimizer import optimizer_step, set_learning_rate
+
+    decay = 0.3
+    trained = _start(hf_path, optimizer={"clip_grad": clip_grad, "weight_decay": decay})
+    parameters = list(trained.chunks[0].parameters())
+    copies = [p.detach().double().clone().requires_grad_() for p in parameters]
+    starts = [c.detach().clone() for c in copies]
+    matrices = [c for c in copies if c.dim() > 1]
+    vectors = [c for c in copies if c.dim() == 1]
+    o = make_config(Layout()).optimizer
+    reference = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(o.adam_beta1, o.adam_beta2),
+        eps=o.adam_eps,
+    )
+    norms = []
+    for update in range(3):
+        rate = LEARNING_RATE * (update + 1)
+        set_learning_rate(trained.optimizer, rate)
+        trained.forward_backward()
+        for p, c in zip(parameters, copies, strict=True):
+            c.grad = p.main_grad.double().clone()
+        norm = torch.cat([c.grad.flatten() for c in copies]).norm()
+        if clip_grad:
+            for c in copies:
+                c.grad *= min(1.0, clip_grad / (norm + 1e-6))
+        for group in reference.param_groups:
+            group["lr"] = rate
+        reference.step()
+        norms.append((float(optimizer_step(trained.optimizer)), float(norm)))
+    assert all(p.grad is None for p in parameters)
+    error = max(float((p.double() - c).abs().max()) for p, c in zip(parameters, copies))
+    moved = min(float((c - s).abs().max()) for c, s in zip(copies, starts))
+    return error, norms, moved
+
+
+@pytest.mark.parametrize("clip_grad", [0.0, 0.05])
+def test_updates_equal_torch_adamw(hf_path, workers, clip_grad):
+    ((error, norms, moved),) = workers.run(1, _against_adamw, hf_path, clip_grad)
+    assert error < 1e-6 < 1e-4 < moved
+    for found, expected in norms:
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert found > 0.05  # or nothing would be clipped
+
+
+def _decay_by_parameter(hf_path):
+    trained = _start(hf_path)
+    decays = {}
+    for group in trained.optimizer.param_groups:
+        for p in group["params"]:
+            decays.setdefault(p.dim(), set()).add(group["weight_decay"])
+    return decays
+
+
+def test_biases_and_norms_do_not_decay(hf_path, workers):
+    assert workers.run(1, _decay_by_parameter, hf_path) == [{1: {0.0}, 2: {0.1}}]
+
+
+def _not_finite(hf_path):
+    from vapo_megatron.parallel.optimizer import optimizer_step
+
+    trained = _start(hf_path)
+    trained.forward_backward()
+    next(trained.chunks[0].parameters()).main_grad[0] = math.nan
+    with pytest.raises(FloatingPointError, match="gradient norm nan"):
+        optimizer_step(trained.optimizer)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(hf_path, workers):
+    workers.run(1, _not_finite, hf_path)
+
+
+def _bfloat16(hf_path, distributed):
+    """Norm weights before, after one and after ten updates of about 1e-3 each."""
+    from vapo_megatron.parallel.optimizer import optimizer_step, set_learning_rate
+
+    trained = _start(
+        hf_path,
+        model={"dtype": "bfloat16"},
+        optimizer={"adam_eps": 1e-12, "clip_grad": 0.0},
+        parallel={"use_distributed_optimizer": distributed},
+    )
+    weight = trained.model[0].decoder.final_layernorm.weight
+    assert weight.dtype == torch.bfloat16 and weight.main_grad.dtype == torch.float32
+    weights = [weight.detach().clone()]
+    for update in range(10):
+        set_learning_rate(trained.optimizer, 1e-3)
+        trained.forward_backward()
+        optimizer_step(trained.optimizer)
+        if update in (0, 9):
+            weights.append(weight.detach().clone())
+    return weights
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_bfloat16_weights_have_float32_main_parameters(hf_path, workers, distributed):
+    # From 1 to 2 bfloat16 is spaced by 2^-7 = 0.0078: one update of 1e-3 rounds away, ten do not.
+    ((start, one, ten),) = workers.run(1, _bfloat16, hf_path, distributed)
+    large = (start >= 1) & (start < 2)
+    assert large.sum() > 5
+    assert torch.equal(one[large], start[large])
+    assert (ten[large] != start[large]).float().mean() > 0.7

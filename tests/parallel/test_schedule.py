@@ -1,0 +1,135 @@
+"""What forward_only and forward_backward promise, on one process and on a pipeline of two.
+
+That layouts agree with each other and with float64 is in tests/distributed/test_layouts.py. Not
+exercised: CUDA, where micro-batches move to the device one at a time.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.parallel.training import ALL, LENGTHS, NUM_TOKENS, Layout, Trained, make_config
+from tests.weights.tiny_hf import write_tiny_hf
+
+PP2 = Layout(pp=2, split=((ALL[:3], ALL[3:]),))
+VIRTUAL = Layout(pp=2, vpp=2, split=((ALL,),))
+
+
+@pytest.fixture(scope="module")
+def hf_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("schedule")
+    return str(write_tiny_hf(path, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60, num_layers=4))
+
+
+def _start(hf_path, layout, **sections):
+    from vapo_megatron.parallel import groups
+
+    config = make_config(layout, **sections)
+    groups.initialize(config.parallel)
+    return Trained(hf_path, layout, "actor", config)
+
+
+def _one_process(hf_path):
+    from vapo_megatron.parallel.schedule import forward_backward, forward_only
+
+    trained = _start(hf_path, Layout(split=((ALL[:3], (), ALL[3:]),)))
+    chunks, micro_batches = trained.chunks, trained.micro_batches
+    facts = {}
+
+    outputs = forward_only(chunks, micro_batches, trained.head)
+    facts["lengths"] = [list(x.shape) for x in outputs]
+    facts["forward_only_has_graph"] = any(x.requires_grad for x in outputs)
+    facts["no_micro_batches"] = forward_only(chunks, [], trained.head)
+    first = forward_only(chunks, micro_batches[:1], trained.head)
+    facts["order"] = torch.equal(first[0], outputs[0])
+
+    def gradient(batches, loss=trained.loss):
+        metrics = forward_backward(chunks, batches, loss)
+        return metrics, torch.cat([p.main_grad.flatten().clone() for p in chunks[0].parameters()])
+
+    facts["metrics"], whole = gradient(micro_batches)
+    facts["again"] = torch.equal(gradient(micro_batches)[1], whole)
+    # As after an update, when the optimizer has lent main_grad as .grad.
+    for p in chunks[0].parameters():
+        p.grad = p.main_grad
+    facts["after_an_update"] = torch.equal(gradient(micro_batches)[1], whole)
+    parts = [gradient([m])[1] for m in micro_batches]
+    facts["sum_error"] = float((sum(parts) - whole).abs().max() / whole.abs().max())
+    facts["empty_gradient"] = float(parts[1].abs().max())
+    facts["empty_loss"] = float(gradient(micro_batches[1:2])[0]["loss"])
+
+    def doubled(output, micro_batch):
+        loss, metrics = trained.loss(output, micro_batch)
+        return 2 * loss, metrics
+
+    twice = gradient(micro_batches, doubled)[1]
+    facts["scale_error"] = float((twice - 2 * whole).abs().max() / whole.abs().max())
+    buffer = chunks[0].buffers[0]
+    buffer.gradient_scaling_factor = 0.5
+    with pytest.raises(AssertionError, match="gradients would be scaled"):
+        gradient(micro_batches)
+    return facts
+
+
+def test_one_process(hf_path, workers):
+    (facts,) = workers.run(1, _one_process, hf_path)
+    sizes = [sum(response for _, response in part) for part in (LENGTHS[:3], (), LENGTHS[3:])]
+    assert facts["lengths"] == [[size, 2] for size in sizes]
+    assert not facts["forward_only_has_graph"]
+    assert facts["no_micro_batches"] == []
+    assert facts["order"]
+    assert int(facts["metrics"]["tokens"]) == NUM_TOKENS - 3
+    assert not facts["metrics"]["loss"].requires_grad
+    assert facts["again"], "gradients of an earlier call were left in the buffers"
+    assert facts["after_an_update"], "the optimizer's .grad was added to"
+    assert facts["sum_error"] < 1e-6
+    assert facts["empty_gradient"] == 0 and facts["empty_loss"] == 0
+    assert facts["scale_error"] < 1e-6
+
+
+def _pipeline(hf_path, layout):
+    from vapo_megatron.parallel.schedule import forward_backward, forward_only
+
+    trained = _start(hf_path, layout)
+    last = trained.groups.is_last_stage
+    seen = []
+
+    def head(output, micro_batch):
+        assert last, "head runs on the last stage"
+        seen.append(output.requires_grad)
+        return trained.head(output, micro_batch)
+
+    outputs = forward_only(trained.chunks, trained.micro_batches, head)
+    values = forward_only(trained.chunks, trained.micro_batches, lambda o, m: head(o, m)[:, 0])
+    metrics = forward_backward(trained.chunks, trained.micro_batches, trained.loss)
+    return outputs, values, {k: float(v) for k, v in metrics.items()}, seen
+
+
+@pytest.mark.parametrize("layout", [PP2, VIRTUAL])
+def test_every_stage_gets_the_results(layout, hf_path, workers):
+    (expected,) = workers.run(1, _pipeline, hf_path, Layout(split=layout.split))
+    ranks = workers.run(2, _pipeline, hf_path, layout)
+    assert not ranks[0][3]
+    assert not any(ranks[1][3])
+    for outputs, values, metrics, _ in ranks:
+        for found, reference in zip([*outputs, *values], [*expected[0], *expected[1]], strict=True):
+            torch.testing.assert_close(found, reference, rtol=1e-5, atol=1e-5)
+        assert metrics == pytest.approx(expected[2], rel=1e-5)
+    assert torch.equal(torch.cat(ranks[0][0]), torch.cat(ranks[1][0]))
+
+
+def _without_per_token_loss(hf_path):
+    from vapo_megatron.models.build import transformer_config
+    from vapo_megatron.parallel.optimizer import build_ddp
+
+    config = make_config(Layout())
+    trained = _start(hf_path, Layout())
+    settings = transformer_config(trained.shape, config, "actor")
+    settings = dataclasses.replace(settings, calculate_per_token_loss=False)
+    with pytest.raises(AssertionError, match="set calculate_per_token_loss before DDP"):
+        build_ddp(trained.model, config, settings)
+
+
+def test_averaging_over_data_parallel_ranks_is_refused(hf_path, workers):
+    workers.run(1, _without_per_token_loss, hf_path)
