@@ -80,6 +80,8 @@ METRICS: dict[str, Metric] = {
         "", "1 - var(return - value) / var(return) before the update: 1 is a perfect critic."
     ),
     "critic/value_mean": Metric("", "Mean value over response tokens, before the update."),
+    "critic/return_mean": Metric("", "Mean return over response tokens."),
+    "critic/value_clip_fraction": Metric("", "Tokens whose gradient the value clip removed."),
     "critic/grad_norm": Metric("", "Gradient norm before clipping, mean over the step's updates."),
     "critic/learning_rate": Metric("", "Learning rate of the step's last update."),
     "algorithm/lambda_actor_mean": Metric("", "Mean lambda of the actor's advantages."),

@@ -86,8 +86,8 @@ class RunState:
         """Return (seconds left, whether that is a lower bound), None while nothing is known.
 
         The mean of recent steps, value-pretraining and policy steps apart, plus one evaluation if
-        there was one before. Until a policy step has been seen, it counts as a value-pretraining step
-        and the result is a lower bound.
+        there was one before. Until a policy step has been seen, it counts as a value-pretraining
+        step and the result is a lower bound.
         """
         pretraining = max(0, self.value_pretraining_steps - self.next_step + 1)
         policy = max(0, self.total_steps - max(self.value_pretraining_steps, self.next_step - 1))
@@ -122,6 +122,8 @@ class RunState:
 
     def __rich__(self) -> RenderableType:
         rows = [self._bars(), Text(""), self._figures()]
+        if self._accuracies:
+            rows.append(self._accuracy())
         if len(self._rewards) > 1:
             rows.append(self._spark())
         footer = Text(self.footer, style="dim", overflow="ellipsis", no_wrap=True)
@@ -162,7 +164,7 @@ class RunState:
                 (f"{step}", "bold"),
                 (f" / {self.total_steps}  ", "dim"),
                 self._kind(max(1, step)),
-            ),  # fmt: skip
+            ),
             ProgressBar(
                 total=max(1, self.total_steps), completed=self.next_step - 1, complete_style="cyan"
             ),
@@ -187,15 +189,15 @@ class RunState:
     def _figures(self) -> RenderableType:
         cells = []
         for label, name, form in _FIGURES:
-            cells.append((label, _format(self._shown[name], form) if name in self._shown else "-"))
-        if self._accuracies:
-            step, last = self._accuracies[-1]
-            before = f", {self._accuracies[0][1]:.3f} at first" if step else ""
-            cells.append(("accuracy", f"{last:.3f} (step {step}{before})"))
-        return Columns(
-            [Text.assemble((f"{label} ", "dim"), (value, "bold")) for label, value in cells],
-            padding=(0, 3),
-        )
+            value = _format(self._shown[name], form) if name in self._shown else "-"
+            cells.append(Text.assemble((f"{label} ", "dim"), (value, "bold")))
+        return Columns(cells, padding=(0, 3))
+
+    def _accuracy(self) -> RenderableType:
+        (first_step, first), (step, last) = self._accuracies[0], self._accuracies[-1]
+        when = f"after step {step}" if step else "before training"
+        when += f", {first:.3f} before training" if step and first_step == 0 else ""
+        return Text.assemble(("accuracy ", "dim"), (f"{last:.3f} ", "bold"), (when, "dim"))
 
     def _spark(self) -> RenderableType:
         values = self._rewards[-60:]

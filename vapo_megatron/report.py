@@ -1,0 +1,136 @@
+"""report.html: one self-contained page that shows a run, finished or not.
+
+Numbers go into the page as JSON and its script draws them; text (configuration, prompts, responses)
+goes in escaped. The page loads nothing, and its content security policy lets that one script alone
+run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from vapo_megatron.metrics import accuracy_name
+from vapo_megatron.progress_view import format_seconds
+from vapo_megatron.report_charts import chart_data
+from vapo_megatron.report_sections import configuration, escape, rollouts, techniques
+from vapo_megatron.run_directory import Run, read_run, replace_file
+
+
+def build_report(run_dir: str | Path) -> Path:
+    """Write run_dir/report.html from what the run has written so far and return its path.
+
+    Raises:
+        DataError: run_dir is no run directory, or a file in it cannot be read.
+    """
+    run = read_run(run_dir)
+    template = resources.files("vapo_megatron").joinpath("report_template.html")
+    page = _render(template.read_text(encoding="utf-8"), _slots(run))
+    out = run.run_dir / "report.html"
+    # Text from a model may hold lone surrogates, which UTF-8 cannot.
+    replace_file(out, page.encode("utf-8", "replace").decode("utf-8"))
+    return out
+
+
+def _render(template: str, slots: Mapping[str, str]) -> str:
+    """Fill `{{name}}` in one pass, so that nothing in a slot's text is read as a slot."""
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: slots[match[1]], template)
+    script = re.search(r"<script>(.*?)</script>", template, re.DOTALL)
+    assert script, "the template has one script"
+    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    return page.replace("SCRIPT_HASH", f"sha256-{digest}", 1)
+
+
+def _slots(run: Run) -> dict[str, str]:
+    return {
+        "title": escape(run.run_dir.resolve().name),
+        "subtitle": _subtitle(run.config),
+        "headline": "".join(_card(*figure) for figure in _headline(run)),
+        "data": script_json(chart_data(run)),
+        "techniques": techniques(run.config),
+        "rollouts": rollouts(run),
+        "config": configuration(run.config),
+    }
+
+
+def script_json(data: object) -> str:
+    """Return JSON that may stand in a script element."""
+    # "<" would let a string close the script element that the JSON stands in.
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _subtitle(config: Mapping[str, Any]) -> str:
+    if not config:
+        return "config.yaml not found"
+    model, parallel = config.get("model") or {}, config.get("parallel") or {}
+    tp = parallel.get("tensor_model_parallel_size", 1)
+    pp = parallel.get("pipeline_model_parallel_size", 1)
+    world = parallel.get("world_size", 1)
+    parts = [
+        Path(str(model.get("hf_path") or "model")).name,
+        model.get("dtype", ""),
+        f"{world} process{'es' if world != 1 else ''}",
+        f"TP {tp} x PP {pp} x DP {world // max(1, tp * pp)}",
+        f"seed {config.get('seed', 0)}",
+    ]
+    return " &middot; ".join(escape(part) for part in parts if part)
+
+
+def _card(label: str, value: str, note: str) -> str:
+    return (
+        f'<div class="figure"><div class="label">{escape(label)}</div>'
+        f'<div class="value">{value}</div><div class="note">{escape(note)}</div></div>'
+    )
+
+
+def _headline(run: Run) -> Iterable[tuple[str, str, str]]:
+    """Label, value (HTML) and note of each headline number."""
+    rows = run.rows
+    accuracies = [(row["step"], row[n], n) for row in rows if (n := accuracy_name(row))]
+    accuracies = [a for a in accuracies if a[1] is not None]
+    if accuracies:
+        (first_step, first, name), (step, last, _) = accuracies[0], accuracies[-1]
+        when = f"{name.removeprefix('evaluation/')}, steps {first_step} and {step}"
+        if len(accuracies) == 1:
+            yield "Accuracy", f"{first:.3f}", f"{name.removeprefix('evaluation/')}, step {step}"
+        else:
+            yield "Accuracy", f"{first:.3f}<i>&rarr;</i>{last:.3f}", when
+    else:
+        yield _reward_headline(rows)
+    done = rows[-1]["step"] if rows else 0
+    algorithm = run.config.get("algorithm") or {}
+    pretraining = algorithm.get("value_pretraining_steps", 0)
+    total = pretraining + algorithm.get("policy_steps", 0)
+    of_total = f"<small> of {total}</small>" if total > done else ""
+    note = f"{min(done, pretraining)} value pretraining, {max(0, done - pretraining)} policy"
+    yield "Steps", f"{done}{of_total}", note
+    lengths = _column(rows, "rollout/response_length_mean")
+    if lengths:
+        value = f"{lengths[0]:,.0f}<i>&rarr;</i>{lengths[-1]:,.0f}"
+        yield "Response length", value, "mean tokens, first and last step"
+    seconds = sum(_column(rows, "time/step_seconds"))
+    if seconds:
+        yield "Time", escape(format_seconds(seconds)), "evaluation and checkpoints included"
+    speeds = sorted(_column(rows, "tokens_per_second"))
+    if speeds:
+        yield "Tokens per second", f"{speeds[len(speeds) // 2]:,.0f}", "median step, all processes"
+    memory = _column(rows, "memory/peak_bytes")
+    if memory:
+        yield "Peak memory", f"{max(memory) / 2**30:.2f} GiB", "summed over processes"
+
+
+def _reward_headline(rows: list[dict[str, Any]]) -> tuple[str, str, str]:
+    rewards = _column(rows, "reward/mean")
+    if not rewards:
+        return "Reward", "-", "no step finished yet"
+    return "Reward", f"{rewards[0]:+.2f}<i>&rarr;</i>{rewards[-1]:+.2f}", "first and last step"
+
+
+def _column(rows: list[dict[str, Any]], name: str) -> list[float]:
+    return [row[name] for row in rows if row.get(name) is not None]

@@ -1,0 +1,183 @@
+"""The report's text: techniques with their settings, responses with their verdicts, configuration.
+
+Every function returns HTML in which all text that comes from the run is escaped.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import yaml
+
+from vapo_megatron.config_schema import AlgorithmConfig, VapoConfig
+from vapo_megatron.run_directory import Run
+
+_MAX_CHARACTERS = 8000
+_MAX_STEPS = 4
+_STATUSES = ("correct", "wrong", "unparsable", "timed_out")
+
+_TECHNIQUES: tuple[tuple[str, str, Callable[[Mapping[str, Any]], bool], str], ...] = (
+    (
+        "Value pretraining",
+        "value_pretraining_steps",
+        lambda a: a["value_pretraining_steps"] > 0,
+        "The critic learns the returns of the fixed policy first, so that a critic which knows "
+        "nothing never steers the actor.",
+    ),
+    (
+        "Decoupled GAE",
+        "lambda_critic lambda_actor",
+        lambda a: a["lambda_critic"] not in ("same_as_actor", a["lambda_actor"]),
+        "Critic and actor each have their lambda: at 1 the critic's targets are unbiased returns, "
+        "while the actor's advantages keep a low variance.",
+    ),
+    (
+        "Length-adaptive GAE",
+        "lambda_actor length_adaptive_alpha",
+        lambda a: a["lambda_actor"] == "adaptive",
+        "lambda = 1 - 1 / (alpha l): in a longer response the reward reaches further back.",
+    ),
+    (
+        "Clip-higher",
+        "clip_low clip_high",
+        lambda a: a["clip_high"] > a["clip_low"],
+        "The upper clip is wider than the lower one, so that improbable tokens can gain "
+        "probability and entropy does not collapse.",
+    ),
+    (
+        "Token-level loss",
+        "loss_aggregation",
+        lambda a: a["loss_aggregation"] == "token",
+        "Each token of a mini-batch weighs the same, so that long responses count for their "
+        "length.",
+    ),
+    (
+        "Positive-example LM loss",
+        "positive_lm_coef",
+        lambda a: a["positive_lm_coef"] > 0,
+        "Correct responses are imitated too: mu times their negative log-likelihood joins the "
+        "loss.",
+    ),
+    (
+        "Group sampling",
+        "group_size",
+        lambda a: a["group_size"] > 1,
+        "Fewer prompts with more samples each, so that right and wrong answers to one prompt meet "
+        "in one batch.",
+    ),
+)
+"""Name, fields of `algorithm`, whether they switch it on, and a sentence (arXiv 2504.05118)."""
+
+
+def techniques(config: Mapping[str, Any]) -> str:
+    """Return a list of the seven techniques, each with its fields, and whether it is on."""
+    settings = AlgorithmConfig().model_dump() | (config.get("algorithm") or {})
+    items = []
+    for number, (name, fields, is_on, sentence) in enumerate(_TECHNIQUES, 1):
+        state = "on" if is_on(settings) else "off"
+        values = "".join(
+            f"<code>{field} = {escape(_value(settings[field]))}</code>" for field in fields.split()
+        )
+        items.append(
+            f'<li class="{state}"><div class="head"><b>{number}</b><h3>{name}</h3>'
+            f'<span class="state">{state}</span></div><p>{sentence}</p>'
+            f'<div class="settings">{values}</div></li>'
+        )
+    return f'<ol class="techniques">{"".join(items)}</ol>'
+
+
+def rollouts(run: Run) -> str:
+    """Return the groups kept of up to four steps, spread from the first to the last."""
+    steps = run.rollout_steps
+    if len(steps) > _MAX_STEPS:
+        last = len(steps) - 1
+        steps = [steps[round(i * last / (_MAX_STEPS - 1))] for i in range(_MAX_STEPS)]
+    parts = []
+    for step in steps:
+        groups = "".join(_group(group) for group in run.rollouts(step))
+        parts.append(f"<h3>Step {step}</h3>{groups}")
+    return "".join(parts) or '<p class="empty">No responses were kept.</p>'
+
+
+def _group(group: Mapping[str, Any]) -> str:
+    responses = group["responses"]
+    correct = sum(r["status"] == "correct" for r in responses)
+    marks = "".join(f'<i class="{_status(r)}" title="{_status(r)}"></i>' for r in responses)
+    return (
+        f'<details class="group"><summary><span class="prompt">{escape(_preview(group["prompt"]))}'
+        f'</span><span class="marks">{marks}</span>'
+        f'<span class="count">{correct}/{len(responses)}</span></summary>'
+        f'<div class="inside"><div class="caption">Prompt</div><pre>{_long(group["prompt"])}</pre>'
+        f'<div class="caption">Answer</div><pre>{_long(group["answer"])}</pre>'
+        f'<div class="caption">Responses</div>{"".join(map(_response, responses))}</div></details>'
+    )
+
+
+def _response(response: Mapping[str, Any]) -> str:
+    status = _status(response)
+    cut = '<span class="truncated">truncated</span>' if response["truncated"] else ""
+    return (
+        f'<details class="response {status}"><summary>'
+        f'<span class="status">{status.replace("_", " ")}</span>'
+        f'<span class="reward">{response["reward"]:+.2f}</span>'
+        f'<span class="length">{response["num_tokens"]:,} tokens</span>{cut}'
+        f'<span class="preview">{escape(_preview(response["text"]))}</span></summary>'
+        f"<pre>{_long(response['text'])}</pre></details>"
+    )
+
+
+def _status(response: Mapping[str, Any]) -> str:
+    return response["status"] if response["status"] in _STATUSES else "wrong"
+
+
+def _preview(text: str) -> str:
+    return " ".join(text[:400].split())[:200]
+
+
+def _long(text: str) -> str:
+    """Escape a text; of a very long one the beginning and the end."""
+    left_out = len(text) - _MAX_CHARACTERS
+    if left_out <= 0:
+        return escape(text)
+    half = _MAX_CHARACTERS // 2
+    note = f"<span class='gap'>{left_out:,} characters are in rollouts/ alone</span>"
+    return escape(text[:half]) + note + escape(text[-half:])
+
+
+def configuration(config: Mapping[str, Any]) -> str:
+    """Return every field by section; those that differ from their default stand out."""
+    if not config:
+        return '<p class="empty">config.yaml not found.</p>'
+    defaults = VapoConfig().model_dump()
+    top = {name: value for name, value in config.items() if not isinstance(value, dict)}
+    sections = {"run": top} if top else {}
+    sections |= {name: value for name, value in config.items() if isinstance(value, dict)}
+    blocks = []
+    for name, fields in sections.items():
+        of_section = defaults if name == "run" else defaults.get(name, {})
+        rows = "".join(_field(field, value, of_section) for field, value in fields.items())
+        blocks.append(f"<section><h3>{escape(name)}</h3><table>{rows}</table></section>")
+    return f'<div class="config">{"".join(blocks)}</div>'
+
+
+def _field(name: str, value: Any, defaults: Mapping[str, Any]) -> str:
+    changed = ""
+    if name in defaults and defaults[name] != value:
+        changed = f' class="changed" title="default: {escape(_value(defaults[name]))}"'
+    return f"<tr{changed}><th>{escape(name)}</th><td>{escape(_value(value))}</td></tr>"
+
+
+def _value(value: Any) -> str:
+    """A field's value as YAML shows it."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return (
+        yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
+    )
+
+
+def escape(text: object) -> str:
+    """Return text that HTML shows as it is, inside an element or a quoted attribute."""
+    return html.escape(str(text), quote=True)
