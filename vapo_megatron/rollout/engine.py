@@ -26,7 +26,7 @@ from torch import Tensor
 from vapo_megatron.batch import Prompt, Rollout
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.models.hf_config import ModelShape, read_model_shape
 from vapo_megatron.rollout.process_state import process_state_kept, random_state_kept
 from vapo_megatron.rollout.requests import (
     SamplingSettings,
@@ -55,6 +55,7 @@ with warnings.catch_warnings():
     from vllm.inputs.engine import tokens_input
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 CPU_KV_CACHE_BYTES = 256 * 2**20
 
@@ -94,6 +95,7 @@ class RolloutEngine:
             hf_path, self._tokenizer, config.rollout.stop_token_ids, shape.vocab_size
         )
         self.max_model_len = max_model_len(shape, config.rollout)
+        _check_head_dim(shape)
         self.policy_version: int | None = None
         """The version of the weights that the engine holds; None: none that can be sampled from."""
         run_name = _name_run()
@@ -267,6 +269,16 @@ class RolloutEngine:
         )
 
 
+def _check_head_dim(shape: ModelShape) -> None:
+    """vLLM itself would fail at the first token."""
+    supported = CPUAttentionBackend.get_supported_head_sizes()
+    if current_platform.is_cpu() and shape.head_dim not in supported:
+        raise ConfigError(
+            f"model.hf_path: head_dim={shape.head_dim} must be one of "
+            f"{', '.join(map(str, supported))} for vLLM on a CPU; use another model or a GPU"
+        )
+
+
 def _vllm_arguments(hf_path: str, config: VapoConfig, max_model_len: int) -> dict[str, Any]:
     rollout, on_cpu = config.rollout, current_platform.is_cpu()
     kv_cache_bytes = rollout.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
@@ -282,6 +294,9 @@ def _vllm_arguments(hf_path: str, config: VapoConfig, max_model_len: int) -> dic
         "enforce_eager": on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
         "max_model_len": max_model_len,
         "max_num_seqs": rollout.max_num_sequences,
+        # After part of a prompt vLLM samples, drops the token and winds the request's generator
+        # back, which a CPU generator cannot do: whole prompts only.
+        "enable_chunked_prefill": False if on_cpu else None,
         "kv_cache_memory_bytes": kv_cache_bytes,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "logprobs_mode": "processed_logprobs",

@@ -1,0 +1,257 @@
+"""What the worker processes of test_engine.py do with real engines; the tests judge the results."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import random
+import socket
+from pathlib import Path
+from typing import Any
+
+from vapo_megatron.batch import Prompt
+from vapo_megatron.rollout.requests import SamplingSettings
+
+SEED = 5
+MAX_PROMPT, MAX_RESPONSE = 200, 40
+
+
+def settings(temperature=1.0, top_p=1.0, top_k=-1, limit=MAX_RESPONSE, role="train"):
+    return SamplingSettings(temperature, top_p, top_k, limit, role)
+
+
+def prompts(count: int, group_size: int = 1, length: int | None = None, vocab: int = 64) -> list:
+    """The repeated list; problem i is the same in every call."""
+    made = []
+    for index in range(count):
+        rng = random.Random(index)
+        size = length or rng.randint(1, 30)
+        ids = tuple(rng.randrange(3, vocab) for _ in range(size))
+        made += [Prompt(index, f"problem {index}", ids, "0")] * group_size
+    return made
+
+
+def config(tmp: Path, tp_size: int, *overrides: str) -> Any:
+    from vapo_megatron.config import load_config
+
+    (tmp / "empty.yaml").touch()
+    return load_config(
+        tmp / "empty.yaml",
+        [
+            "parallel.world_size=2", "model.dtype=float32", f"seed={SEED}",
+            f"rollout.tensor_model_parallel_size={tp_size}",
+            f"rollout.max_prompt_tokens={MAX_PROMPT}",
+            f"rollout.max_response_tokens={MAX_RESPONSE}", *overrides,
+        ],
+    )  # fmt: skip
+
+
+def process_state() -> str:
+    """Everything of the trainer's that vLLM might touch, hashed."""
+    import numpy as np
+    import torch
+
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+    state = (
+        random.getstate(), np.random.get_state()[1].tobytes(),
+        torch.get_rng_state().numpy().tobytes(),
+        sorted(environment.items()), torch.set_num_threads.__module__, torch.get_num_threads(),
+        torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_float32_matmul_precision(),
+    )  # fmt: skip
+    return hashlib.sha256(pickle.dumps(state)).hexdigest()
+
+
+class NoNetwork:
+    """Records attempts to reach anything but this machine, and makes them fail."""
+
+    def __enter__(self) -> list:
+        attempts: list = []
+        self._connect = socket.socket.connect
+        self._resolve = socket.getaddrinfo
+
+        def connect(this, address):
+            if this.family != socket.AF_UNIX and not str(address[0]).startswith("127."):
+                attempts.append(address)
+                raise OSError("no network in this test")
+            return self._connect(this, address)
+
+        def resolve(host, *rest, **named):
+            if host not in (None, "localhost", socket.gethostname()):
+                attempts.append(host)
+                raise OSError("no network in this test")
+            return self._resolve(host, *rest, **named)
+
+        socket.socket.connect, socket.getaddrinfo = connect, resolve
+        return attempts
+
+    def __exit__(self, *error: object) -> None:
+        socket.socket.connect, socket.getaddrinfo = self._connect, self._resolve
+
+
+def weights(hf_path: Path) -> list:
+    """(name, tensor) pairs of a directory."""
+    from safetensors.torch import load_file
+
+    return list(load_file(Path(hf_path) / "model.safetensors").items())
+
+
+def error_of(function, *args, **named) -> str:
+    """The type and the message of what a call raises."""
+    try:
+        function(*args, **named)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _loading_errors(engine, first: list) -> dict[str, str]:
+    one = prompts(2)
+    found = {"before loading": error_of(engine.generate, one, 1, 0, settings(), 0)}
+    part = [p for p in first if p[0] != "model.layers.1.self_attn.v_proj.weight"]
+    found["missing"] = error_of(engine.load_weights, part, 0)
+    found["after a failed load"] = error_of(engine.generate, one, 1, 0, settings(), 0)
+    found["twice"] = error_of(engine.load_weights, [*first, first[0]], 0)
+    found["unknown"] = error_of(engine.load_weights, [*first, ("model.other", first[0][1])], 0)
+    engine.load_weights(iter(first), 3)
+    found["other version"] = error_of(engine.generate, one, 1, 0, settings(), 4)
+    found["too long"] = error_of(
+        engine.generate, prompts(2, length=MAX_PROMPT + 1), 1, 0, settings(), 3
+    )
+    found["over the limit"] = error_of(
+        engine.generate, one, 1, 0, settings(limit=MAX_RESPONSE + 1), 3
+    )
+    return found
+
+
+def _limits(engine, step: int) -> dict[str, Any]:
+    """Re-run a response that stopped, with its own length as the limit, and with one less."""
+    found: dict[str, Any] = {}
+    sampled = engine.generate(prompts(40), 1, step, settings(), 3)
+    stopped = next(r for r in sampled if not r.truncated and len(r.token_ids) > 5)
+    length = len(stopped.token_ids)
+    found["stopped"] = stopped
+    for name, limit in (("exact", length), ("one less", length - 1)):
+        again = engine.generate(prompts(40), 1, step, settings(limit=limit), 3)
+        found[name] = next(r for r in again if r.position == stopped.position)
+    return found
+
+
+def two_replicas(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:
+    """World 2, TP=1: two engines that never talk to each other."""
+    import torch
+    import torch.distributed as dist
+
+    from vapo_megatron.rollout.engine import RolloutEngine
+
+    rank = dist.get_rank()
+    trainers_group = dist.new_group([0, 1])
+    random.seed(rank)
+    torch.manual_seed(rank)
+    with NoNetwork() as attempts:
+        before = process_state()
+        engine = RolloutEngine(str(first_path), config(tmp, 1), rank=rank, world_size=2)
+        found: dict[str, Any] = {"constructor": (before, process_state())}
+        found["facts"] = (
+            engine.replica, engine.num_replicas, engine.is_leader, engine.stop_token_ids,
+            engine.max_model_len,
+        )  # fmt: skip
+        first = weights(first_path)
+        found["errors"] = _loading_errors(engine, first)
+
+        before = process_state()
+        calls: list = []
+        ask = prompts(12, group_size=3)
+        found["sampled"] = engine.generate(
+            ask, 3, 1, settings(), 3, on_progress=lambda *c: calls.append(c)
+        )
+        found["generate"] = (before, process_state())
+        found["progress"] = calls
+
+        # Half of the problems, turned round: other neighbours and, for most, the other replica.
+        found["elsewhere"] = engine.generate(
+            [p for i in range(11, 5, -1) for p in ask[3 * i : 3 * i + 3]], 3, 1, settings(), 3
+        )
+        found["next step"] = engine.generate(ask, 3, 2, settings(), 3)
+        found["evaluation"] = engine.generate(ask, 3, 1, settings(role="evaluation"), 3)
+        found["filtered"] = engine.generate(ask, 3, 1, settings(0.7, 0.8, 12), 3)
+        found["greedy"] = engine.generate(ask[::3], 1, 1, settings(0), 3)
+        found["limits"] = _limits(engine, 1)
+        found["fewer than replicas"] = engine.generate(ask[:1], 1, 1, settings(), 3)
+        found["first tokens"] = [
+            r.token_ids[0] for r in engine.generate(prompts(1, 4000), 4000, 1, settings(limit=1), 3)
+        ]
+
+        found["crowded"] = engine.generate(prompts(30, length=110), 1, 1, settings(), 3)
+
+        # Prompts long enough to leave whole blocks in the prefix cache; then other weights.
+        long = prompts(4, length=MAX_PROMPT)
+        found["long"] = engine.generate(long, 1, 1, settings(0), 3)
+        engine.load_weights(weights(second_path), 4)
+        found["long, second weights"] = engine.generate(long, 1, 1, settings(0), 4)
+    found["network"] = attempts
+    found["compiled"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    engine.shutdown()
+    engine.shutdown()
+    total = torch.tensor([rank + 1])
+    dist.all_reduce(total)
+    dist.all_reduce(total, group=trainers_group)
+    found["trainer's groups after shutdown"] = int(total)
+    return found
+
+
+def one_replica(tmp: Path, path: Path) -> dict[str, Any]:
+    """World 2, TP=2, in processes that had an engine before: one engine over both."""
+    import torch
+    import torch.distributed as dist
+
+    from vapo_megatron.rollout.engine import RolloutEngine
+
+    rank = dist.get_rank()
+    random.seed(rank)
+    torch.manual_seed(rank)
+    stop = "rollout.stop_token_ids=[7, 9]"
+    engine = RolloutEngine(str(path), config(tmp, 2, stop), rank=rank, world_size=2)
+    found: dict[str, Any] = {
+        "facts": (engine.replica, engine.num_replicas, engine.is_leader, engine.stop_token_ids)
+    }
+    all_weights = weights(path)
+    part = [p for p in all_weights if p[0] != "model.layers.0.mlp.up_proj.weight"]
+    found["missing"] = error_of(engine.load_weights, part, 0)
+    engine.load_weights(all_weights, 0)
+    ask = prompts(32, group_size=2)
+    found["sampled"] = engine.generate(ask, 2, 1, settings(), 0)
+    found["greedy"] = engine.generate(ask[::2], 1, 1, settings(0), 0)
+    found["shared memory"] = [f.name for f in Path("/dev/shm").glob("*cpushm*")]
+    engine.shutdown()
+    dist.barrier()
+    return found
+
+
+def preempting(tmp: Path, path: Path) -> list:
+    """World 2, TP=1, with a KV cache of 8 blocks of 128 tokens, for 15 responses of up to 150."""
+    import torch.distributed as dist
+
+    from vapo_megatron.rollout.engine import RolloutEngine
+
+    # 2 layers * 2 (keys, values) * 2 heads * 32 * 4 bytes = 1024 bytes a token
+    small = f"rollout.kv_cache_bytes={8 * 128 * 1024}"
+    engine = RolloutEngine(str(path), config(tmp, 1, small), rank=dist.get_rank(), world_size=2)
+    engine.load_weights(weights(path), 0)
+    scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
+    preempt, count = scheduler._preempt_request, []
+    scheduler._preempt_request = lambda *a, **k: (count.append(1), preempt(*a, **k))[1]
+    sampled = engine.generate(prompts(30, length=110), 1, 1, settings(), 0)
+    engine.shutdown()
+    return [len(count), sampled]
+
+
+def refused(tmp: Path, path: Path, *overrides: str) -> str:
+    """What the constructor says of a model or settings that vLLM cannot serve."""
+    import torch.distributed as dist
+
+    from vapo_megatron.rollout.engine import RolloutEngine
+
+    settings = config(tmp, 1, *overrides)
+    return error_of(RolloutEngine, str(path), settings, rank=dist.get_rank(), world_size=2)
