@@ -31,6 +31,7 @@ _INTRODUCTION = re.compile(
     r"(?:answer|result|value|solution) (?:is|equals)):? "
 )
 _QUANTITY = re.compile(r"(-?(?:[0-9]|\.[0-9])[0-9,.]*) ((?:[A-Za-z]{3,})(?:[ -][A-Za-z]+){0,5})")
+_SCIENTIFIC = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,3})")
 # Beside a number or formula, these words are not its unit.
 _NO_UNIT = re.compile(
     r"\b(?:and|or|not|nor|than|plus|minus|times|over|mod|choose|factorial|squared|cubed|half|dozen"
@@ -72,6 +73,9 @@ def clean(answer: str) -> str:
             answer = next(group for group in formulas[0].groups() if group is not None)
     answer = _MATH_DELIMITER.sub("", answer)
     answer = answer.lstrip(' *_`"').rstrip(' *_`".,;:')
+    scientific = _SCIENTIFIC.fullmatch(answer)
+    if scientific:
+        return f"{scientific[1]} \\times 10^{{{int(scientific[2])}}}"
     quantity = _QUANTITY.fullmatch(answer)
     if quantity and not _NO_UNIT.search(quantity[2]):
         answer = quantity[1].rstrip(".,")

@@ -183,13 +183,14 @@ class JudgePool:
             worker.ready = True
             self._failed_starts = 0
             return
+        worker.kill()
         self._failed_starts += 1
         if self._failed_starts >= MAX_FAILED_STARTS:
             self._failed_starts = 0
             raise RuntimeError(
                 f"the verifier's worker {' '.join(self._command)} did not start: "
-                f"exit code {worker.process.poll()}, its own message stands above; is math-verify "
-                f"installed for {sys.executable}?"
+                f"exit code {worker.process.returncode}, its own message stands above; is "
+                f"math-verify installed for {sys.executable}?"
             )
 
     def _remove(self, worker: _Worker) -> None:

@@ -42,7 +42,7 @@ def main() -> None:
             request = receive(requests)
             if request is None:
                 return
-            signal.setitimer(signal.ITIMER_REAL, 2 * timeout_seconds + 5)
+            signal.setitimer(signal.ITIMER_REAL, 2 * timeout_seconds + 1)
             try:
                 status = judge(request["gold"], request["answer"])
             except MemoryError:

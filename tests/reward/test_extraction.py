@@ -1,0 +1,156 @@
+"""What counts as the final answer of a response.
+
+Not exercised: whether the answer is right (test_math_verifier.py).
+"""
+
+import time
+
+import pytest
+
+from vapo_megatron.reward.extraction import (
+    MAX_ANSWER_CHARACTERS,
+    clean,
+    final_answer,
+    ground_truth,
+    plain_integer,
+)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"so \boxed{5}", "5"),
+        (r"\boxed{\frac{\sqrt{2}}{3}} as shown.", r"\frac{\sqrt{2}}{3}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed {7}", "7"),
+        (r"$$\fbox{7}$$", "7"),
+        ("Answer: 12", "12"),
+        ("answer:12", "12"),
+        ("**Answer:** 12.", "12"),
+        ("**Final Answer**: 12", "12"),
+        ("Answer:\n\n12\n\nThat is it.", "12"),
+        ("Answer: 12. This follows from above.", "12"),
+        ("Answer: the final answer is 12", "12"),
+        ("Answer: 12 apples", "12"),
+        ("Answer: $12$ apples", "12"),
+        (r"Answer: \(x = 12\)", "x = 12"),
+        ("Answer: $$\n\\frac{1}{2}\n$$", r"\frac{1}{2}"),
+        ("Answer\uff1a 12", "12"),
+        ("Answer: \u221212", "-12"),
+        ("Answer: 1.5e-3", r"1.5 \times 10^{-3}"),
+        ("Natalia sold 24.\n#### 72", "72"),
+        ("####1,234", "1,234"),
+        ("b*2=8nopqrstuvwx,Answer:8", "8"),
+        ("Answer:8", "8"),
+    ],
+)
+def test_every_format_is_read(response, answer):
+    assert final_answer(response) == answer
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"\boxed{1} no, \boxed{2}", "2"),
+        ("Answer: 1\nAnswer: 2", "2"),
+        (r"Answer: 1. But \boxed{2}", "2"),
+        (r"\boxed{1} Answer: 2", "2"),
+        ("#### 1\nAnswer: 2", "2"),
+        ("Answer: 1\n#### 2", "2"),
+        (r"Answer: \boxed{2}", "2"),
+        (r"\boxed{Answer: 2}", "2"),
+        (r"\boxed{\boxed{2}}", "2"),
+    ],
+)
+def test_only_the_last_counts(response, answer):
+    assert final_answer(response) == answer
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("", None),
+        ("the result is 5", None),
+        (r"\boxed{", None),
+        (r"\boxed{5", None),
+        (r"\boxed{}", None),
+        ("Answer:", None),
+        ("Answer: ** .", None),
+        ("##### 5", None),
+        ("answers 5", None),
+        (r"\boxed{3} and then \boxed{\frac{1}{2", "3"),
+        ("Answer: 3\nAnswer:", "3"),
+    ],
+)
+def test_a_marker_without_an_answer_is_none(response, answer):
+    assert final_answer(response) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        ("$5$ and $6$", "5 and 6"),
+        ("$5$ or so", "5 or so"),
+        ("not $5$", "not 5"),
+        ("5 or more", "5 or more"),
+        ("5 thousand", "5 thousand"),
+        ("5 percent", "5 percent"),
+        ("$5$ percent", "5 percent"),
+        ("5 minus 2", "5 minus 2"),
+        ("5, 6 apples", "5, 6 apples"),
+        ("5 x", "5 x"),
+        (r"\$5", r"\$5"),
+        ("5!", "5!"),
+    ],
+)
+def test_words_that_change_the_value_stay(text, cleaned):
+    assert clean(text) == cleaned
+
+
+def test_a_ground_truth_may_be_a_worked_solution_or_the_bare_answer():
+    assert ground_truth("She has 3 * 4 = 12.\n#### 12") == "12"
+    assert ground_truth(r"$\frac{1}{2}$") == r"\frac{1}{2}"
+    assert ground_truth(" 42 ") == "42"
+
+
+def test_plain_integers():
+    texts = ["5", "-5", "+5", "007", "1,234", "12,345,678", "1,23", "5.0", "1/2", "x", "", "5 6"]
+    expected = [5, -5, 5, 7, 1234, 12345678, None, None, None, None, None, None]
+    assert [plain_integer(text) for text in texts] == expected
+
+
+def test_too_long_an_answer_stays_too_long():
+    for response in ("Answer: " + "1+" * 5000 + "1", r"\boxed{" + "1+" * 5000 + "1}"):
+        answer = final_answer(response)
+        assert answer is not None and len(answer) > MAX_ANSWER_CHARACTERS
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "\\boxed{",
+        "\\boxed{}",
+        "Answer:",
+        "answer" + " " * 50,
+        "{",
+        "}",
+        "#### ",
+        "Answer: }",
+        "#",
+        "$",
+    ]
+    + ["nswer", "Answer: \\(", "answer*", "\\\\boxed"],
+)
+def test_time_is_linear_in_the_length(unit):
+    def seconds(size):
+        text = unit * (size // len(unit))
+        return min(_timed(text) for _ in range(3))
+
+    # Linear work grows 8 times, quadratic work 64 times; 2 ms cover what does not grow.
+    assert seconds(160_000) < 24 * seconds(20_000) + 2e-3
+
+
+def _timed(text):
+    start = time.process_time()
+    final_answer(text)
+    return time.process_time() - start

@@ -1,0 +1,387 @@
+"""Verdicts, and the processes behind them: real workers, really hung, stopped and killed.
+
+Not exercised: the finding of the final answer (test_extraction.py), many workers on many cores.
+"""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import vapo_megatron.reward.worker
+from vapo_megatron.errors import DataError
+from vapo_megatron.reward.math_verifier import MathVerifier, Verdict
+
+ROOT = Path(__file__).parents[2]
+ENDLESS = r"\boxed{9^{9^{9^{9}}}}"
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    with MathVerifier(num_workers=1, timeout_seconds=60) as shared:
+        yield shared
+
+
+def statuses(verdicts):
+    return [verdict.status for verdict in verdicts]
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("5", "5"),
+        ("05", "5"),
+        ("5.0", "5"),
+        ("1,234", "1234"),
+        ("-7", r"-7"),
+        ("0.5", r"\frac{1}{2}"),
+        ("1/2", "0.5"),
+        (r"\dfrac{2}{4}", r"$\frac12$"),
+        ("0.333333", "1/3"),
+        ("50%", "1/2"),
+        (r"50\%", "50%"),
+        ("50 percent", "0.5"),
+        ("5 cm", "5"),
+        ("5 dollars", "5"),
+        (r"5\text{ cm}", "5"),
+        (r"90^\circ", "90"),
+        (r"\$5", "5"),
+        ("x = 5", "5"),
+        ("2 + 3", "5"),
+        ("5e3", "5000"),
+        (r"\sqrt{12}", r"2\sqrt{3}"),
+        ("x^2 + 2x + 1", "(x+1)^2"),
+        ("(1, 2)", "(1,2)"),
+        ("2, 1", r"\{1, 2\}"),
+        ("1, 2, 3", "1, 2, 3"),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        ("Monday", r"\text{Monday}"),
+        ("B", "B"),
+        ("12", "She has 3 * 4 = 12.\n#### 12"),
+    ],
+)
+def test_right_answers_are_correct(verifier, answer, gold):
+    for response in (f"thus \\boxed{{{answer}}}", f"Answer: {answer}", f"#### {answer}"):
+        assert statuses(verifier.score([response], [gold])) == ["correct"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("6", "5"),
+        ("1, 2, 3", "2"),
+        ("1, 2, 3", "3"),
+        ("1, 2, 3", "1"),
+        ("2, 3", "2"),
+        ("2 or 3", "2"),
+        ("2 and 3", "3"),
+        ("2; 3", "2"),
+        ("2 3", "2"),
+        (r"2 \text{ or } 3", "2"),
+        (r"\{1, 2, 3\}", "2"),
+        (r"[1, 3]", "2"),
+        (r"x = 2, x = 3", "2"),
+        (r"\pm 2", "2"),
+        (r"x \in \{1, 2, 3\}", "2"),
+        (r"x \in \mathbb{R}", "2"),
+        (r"\mathbb{R}", "2"),
+        ("x", "2"),
+        ("x > 1", "2"),
+        (r"2 \neq 3", "2"),
+        (r"2 \lor 3", "2"),
+        ("2 | 3", "2"),
+        (r"\frac{0}{0}", "2"),
+        (r"\infty - \infty", "2"),
+        ("$2$ and $3$", "2"),
+        ("$2$ or $3$", "3"),
+        (r"\begin{cases} 2 \\ 3 \end{cases}", "2"),
+        (r"2 \\ 3", "2"),
+        ("1,2,3", "123"),
+        ("2 thousand", "2"),
+        ("not 2", "2"),
+        ("0.33", "1/3"),
+        ("1/3", "0.33"),
+        ("(2, 1)", "(1, 2)"),
+        ("1, 2, 3, 4", "1, 2, 3"),
+        ("x^2 + 2x", "(x+1)^2"),
+        ("y + 1", "x + 1"),
+        ("the answer that you are looking for", "2"),
+        ("Tuesday", r"\text{Monday}"),
+    ],
+)
+def test_wrong_answers_and_lists_of_guesses_are_not(verifier, answer, gold):
+    responses = [f"thus \\boxed{{{answer}}}", f"Answer: {answer}", f"#### {answer}"]
+    for verdict in verifier.score(responses, [gold] * 3):
+        assert verdict.status in ("wrong", "unparsable")
+
+
+def test_boxes_side_by_side_are_not_a_list_of_guesses(verifier):
+    response = r"\boxed{1}, \boxed{2}, \boxed{3}"
+    assert statuses(verifier.score([response] * 3, ["1", "2", "3"])) == [
+        "wrong",
+        "wrong",
+        "correct",
+    ]
+
+
+def test_unparsable_means_no_answer_or_no_mathematics(verifier):
+    responses = [
+        "no idea",
+        r"\boxed{",
+        r"Answer: ((((",
+        r"Answer: \frac{",
+        "Answer: 1" + "+1" * 999,
+    ]
+    verdicts = verifier.score(responses, ["5"] * 5)
+    assert statuses(verdicts) == ["unparsable"] * 5
+    assert [v.extracted for v in verdicts] == [None, None, "((((", r"\frac{", None]
+
+
+def test_a_verdict_says_what_was_compared(verifier):
+    (verdict,) = verifier.score(["I think. Answer: $x = 7$."], ["7"])
+    assert verdict == Verdict("correct", "x = 7") and verdict.is_correct
+
+
+def test_order_is_kept_whatever_decides_an_item():
+    # By turns: an integer, a fraction for a worker, and no answer; every third integer is right.
+    responses, golds, expected = [], [], []
+    for i in range(60):
+        responses += [f"Answer: {i}", f"Answer: {i}/7", "nothing"]
+        golds += [str(3 * (i // 3)), r"\frac{30}{7}", "1"]
+        expected += ["correct" if i % 3 == 0 else "wrong", "correct" if i == 30 else "wrong"]
+        expected += ["unparsable"]
+    with MathVerifier(num_workers=3, timeout_seconds=60) as verifier:
+        assert statuses(verifier.score(responses, golds)) == expected
+
+
+def test_an_unparsable_ground_truth_is_named(verifier):
+    golds = ["1", r"\frac{", "2", "", r"\frac{"]
+    assert verifier.unparsable_answers(golds) == [1, 3, 4]
+    with pytest.raises(DataError, match=r"'\\\\frac\{' of response 1 .* \(3 of 5 cannot\).* row"):
+        verifier.score(["nothing"] * 5, golds)
+
+
+def test_one_answer_each_and_sensible_limits(verifier):
+    with pytest.raises(ValueError, match="2 responses for 1 answers"):
+        verifier.score(["Answer: 1", "Answer: 2"], ["1"])
+    with pytest.raises(ValueError, match="num_workers=0"):
+        MathVerifier(num_workers=0)
+    assert verifier.score([], []) == []
+
+
+def test_an_endless_answer_is_killed_and_delays_nobody():
+    with MathVerifier(num_workers=2, timeout_seconds=1.5) as verifier:
+        verifier.score(["Answer: 1/2"], ["0.5"])
+        before = set(verifier.process_ids)
+        # The same endless answer in every place of a group costs one limit.
+        responses = [ENDLESS] * 8 + [f"Answer: {i}/3" for i in range(8)]
+        started = time.monotonic()
+        verdicts = verifier.score(responses, ["7/3"] * 16)
+        seconds = time.monotonic() - started
+        assert statuses(verdicts) == ["timed_out"] * 8 + ["wrong"] * 7 + ["correct"]
+        assert 1.5 <= seconds < 8
+        verifier.score(["Answer: 2/3"], ["7/3"])
+        after = set(verifier.process_ids)
+        assert len(after) == 2 and len(after & before) == 1  # one was replaced
+
+
+def test_waiting_in_a_queue_is_no_part_of_the_limit():
+    """One worker: everything behind the endless answers waits longer than the limit."""
+    with MathVerifier(num_workers=1, timeout_seconds=1.0) as verifier:
+        endless = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{8^{9^{9^{9}}}}"]
+        ordinary = [f"Answer: {i}/3" for i in range(6)]
+        verdicts = verifier.score(endless + ordinary, ["7"] * 8)
+    assert statuses(verdicts) == ["timed_out"] * 2 + ["wrong"] * 6
+
+
+def test_a_stopped_worker_is_replaced():
+    with MathVerifier(num_workers=1, timeout_seconds=1.0) as verifier:
+        verifier.score(["Answer: 1/2"], ["0.5"])
+        (stopped,) = verifier.process_ids
+        os.kill(stopped, signal.SIGSTOP)
+        assert statuses(verifier.score(["Answer: 1/3"], ["0.5"])) == ["timed_out"]
+        assert statuses(verifier.score(["Answer: 2/4"], ["0.5"])) == ["correct"]
+        assert verifier.process_ids != [stopped]
+
+
+def test_workers_killed_while_idle_are_replaced():
+    with MathVerifier(num_workers=2, timeout_seconds=60) as verifier:
+        verifier.score([f"Answer: {i}/2" for i in range(9)], ["0.5"] * 9)
+        killed = verifier.process_ids
+        for process_id in killed:
+            os.kill(process_id, signal.SIGKILL)
+        assert statuses(verifier.score(["Answer: 2/4"], ["0.5"])) == ["correct"]
+        assert not set(killed) & set(verifier.process_ids)
+
+
+def test_the_answer_of_a_killed_worker_is_judged_by_another():
+    with MathVerifier(num_workers=1, timeout_seconds=60) as verifier:
+        verifier.score(["Answer: 1/2"], ["0.5"])
+        (victim,) = verifier.process_ids
+        os.kill(victim, signal.SIGSTOP)  # so that it still holds its task when it dies
+        killer = threading.Timer(0.5, os.kill, (victim, signal.SIGKILL))
+        killer.start()
+        verdicts = verifier.score([f"Answer: {i}/4" for i in range(4)], ["0.5"] * 4)
+        killer.join()
+        assert statuses(verdicts) == ["wrong", "wrong", "correct", "wrong"]
+        assert victim not in verifier.process_ids
+
+
+def test_an_answer_that_kills_its_worker_twice_is_given_up():
+    with MathVerifier(num_workers=1, timeout_seconds=60) as verifier:
+        verifier.score(["Answer: 1/2"], ["0.5"])
+        finished, kills = threading.Event(), []
+
+        def kill_whoever_takes_it():
+            while not finished.is_set():
+                for process_id in verifier.process_ids:
+                    if _children_cpu_seconds(process_id) > 1.5:
+                        kills.append(process_id)
+                        os.kill(process_id, signal.SIGKILL)
+                time.sleep(0.1)
+
+        thread = threading.Thread(target=kill_whoever_takes_it)
+        thread.start()
+        try:
+            verdicts = verifier.score([ENDLESS], ["5"])
+        finally:
+            finished.set()
+            thread.join()
+        assert statuses(verdicts) == ["timed_out"] and len(set(kills)) == 2
+
+
+def _children_cpu_seconds(process_id):
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_memory_is_limited():
+    limit = 140 << 20
+    with MathVerifier(num_workers=1, timeout_seconds=60, memory_limit_bytes=limit) as verifier:
+        verifier.score(["Answer: 1/2"], ["0.5"])
+        (process_id,) = verifier.process_ids
+        # 2^(10^12) has 125 GB: the computation fails at the limit and the worker lives on.
+        assert statuses(verifier.score([r"\boxed{\{2^{10^{12}}\}}"], [r"\{5\}"])) == ["wrong"]
+        assert statuses(verifier.score(["Answer: 2/4"], ["0.5"])) == ["correct"]
+        assert verifier.process_ids == [process_id]
+        status = Path(f"/proc/{process_id}/status").read_text()
+        peak = int(status.split("VmPeak:")[1].split()[0]) << 10
+        assert limit / 2 < peak <= limit
+
+
+def test_workers_load_neither_torch_nor_megatron():
+    script = vapo_megatron.reward.worker.__file__
+    with MathVerifier(num_workers=1, timeout_seconds=60) as verifier:
+        verifier.score(["Answer: 1/2"], ["0.5"])
+        (process_id,) = verifier.process_ids
+        command = Path(f"/proc/{process_id}/cmdline").read_text().split("\0")
+        assert "torch" not in Path(f"/proc/{process_id}/maps").read_text()
+    # The very script that the worker runs, asked what it has loaded after judging.
+    assert command[1:3] == ["-P", script]
+    program = (
+        "import json, runpy, sys\n"
+        "judge = runpy.run_path(sys.argv[1])['judge']\n"
+        "assert judge('0.5', r'\\frac{1}{2}') == 'correct'\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    output = subprocess.run(
+        [sys.executable, "-P", "-c", program, script], capture_output=True, text=True, check=True
+    )
+    top_level = {name.split(".")[0] for name in json.loads(output.stdout.splitlines()[-1])}
+    assert "math_verify" in top_level
+    assert not top_level & {"torch", "megatron", "vllm", "transformers", "numpy", "vapo_megatron"}
+
+
+def test_off_the_main_thread_and_from_two_threads_at_once():
+    results = {}
+    with MathVerifier(num_workers=2, timeout_seconds=60) as verifier:
+
+        def score(name, numerator):
+            responses = [f"Answer: {i}/5" for i in range(20)]
+            results[name] = statuses(verifier.score(responses, [f"{numerator}/5"] * 20))
+
+        threads = [threading.Thread(target=score, args=(n, n)) for n in (3, 8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for numerator in (3, 8):
+        expected = ["correct" if i == numerator else "wrong" for i in range(20)]
+        assert results[numerator] == expected
+
+
+def test_starting_is_lazy_and_integers_need_no_process():
+    with MathVerifier(num_workers=2) as verifier:
+        assert verifier.process_ids == []
+        count = 5000
+        started = time.monotonic()
+        verdicts = verifier.score([f"so\nAnswer: {i}" for i in range(count)], ["7"] * count)
+        assert time.monotonic() - started < count / 500
+        assert [i for i, v in enumerate(verdicts) if v.is_correct] == [7]
+        assert verifier.process_ids == []
+
+
+def test_no_process_outlives_the_verifier():
+    with MathVerifier(num_workers=2, timeout_seconds=60) as verifier:
+        verifier.start()
+        closed = verifier.process_ids
+    verifier = MathVerifier(num_workers=1, timeout_seconds=60)
+    verifier.start()
+    forgotten = verifier.process_ids
+    del verifier
+    gc.collect()
+    assert len(closed) == 2 and len(forgotten) == 1
+    assert not any(_runs(process_id) for process_id in closed + forgotten)
+
+
+def test_no_worker_outlives_a_killed_parent():
+    program = (
+        "import sys, threading, time\n"
+        "from vapo_megatron.reward.math_verifier import MathVerifier\n"
+        "v = MathVerifier(2, timeout_seconds=0.5)\n"
+        "v._pool._timeout_seconds = 600\n"  # the parent waits; the worker's own limit is 0.5
+        f"threading.Thread(target=v.score, args=([{ENDLESS!r}], ['5'])).start()\n"
+        "while not any(w.task is not None and w.ready for w in v._pool._workers):\n"
+        "    time.sleep(0.05)\n"
+        "print(*v.process_ids, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        workers = [int(word) for word in parent.stdout.readline().split()]
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    assert len(workers) == 2
+    deadline = time.monotonic() + 30
+    while any(map(_runs, workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(_runs, workers))
+
+
+def _runs(process_id):
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_workers_that_cannot_start_are_reported(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with MathVerifier(num_workers=1) as verifier:
+        with pytest.raises(RuntimeError, match="did not start: exit code 1.*math-verify"):
+            verifier.score(["Answer: 1/2"], ["0.5"])
