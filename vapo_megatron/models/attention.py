@@ -22,12 +22,19 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from vapo_megatron.models.rope import Rotary
+
 
 class PackedAttention(MegatronModule):
-    """Core attention of megatron-core's local layer spec. It has no parameters.
+    """Rotary embedding and core attention of megatron-core's local layer spec; no parameters.
 
     Called with query [S, heads, d], key and value [S, groups, d] of this tensor-parallel rank and
-    `packed_seq_params` whose cu_seqlens_q bound the sequences; returns [S, heads * d].
+    `packed_seq_params` whose cu_seqlens_q bound the sequences; returns [S, heads * d]. The rotation
+    is done here and not by megatron-core, which walks over the sequences one by one and computes
+    every cosine anew for the query and the key of each layer.
+
+    Args:
+        rotary: of the model that the layer belongs to.
     """
 
     def __init__(
@@ -37,9 +44,12 @@ class PackedAttention(MegatronModule):
         attn_mask_type: AttnMaskType,
         attention_type: str,
         softmax_scale: float | None = None,
+        *,
+        rotary: Rotary,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
+        self.rotary = rotary
         assert attn_mask_type == AttnMaskType.causal, attn_mask_type
         assert config.context_parallel_size == 1 and config.attention_dropout == 0
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
@@ -58,6 +68,7 @@ class PackedAttention(MegatronModule):
         """Attend; see the class."""
         assert attention_bias is None and packed_seq_params is not None, "packed sequences only"
         cu_seqlens = packed_seq_params.cu_seqlens_q
+        query, key = self.rotary(query, key, cu_seqlens)
         if query.is_cuda and query.dtype != torch.float32:
             max_seqlen = packed_seq_params.max_seqlen_q
             output = _varlen_attention(query, key, value, cu_seqlens, max_seqlen, self.scale)

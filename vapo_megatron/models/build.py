@@ -28,7 +28,7 @@ from torch import Tensor
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.hf_config import ModelShape, check_layout, padded_vocab_size
 from vapo_megatron.models.layer_spec import block_spec, uses_transformer_engine
-from vapo_megatron.models.rope import rope_frequencies, softmax_scale
+from vapo_megatron.models.rope import Rotary, rope_frequencies, softmax_scale
 from vapo_megatron.models.value_head import ValueHead, values_of
 from vapo_megatron.parallel.backend import device as this_device
 from vapo_megatron.parallel.groups import ParallelGroups
@@ -161,21 +161,27 @@ def _build_chunk(
     vp_stage = stage if groups.vpp_size > 1 else None
     last = groups.is_last_stage and stage == groups.vpp_size - 1
     model = config.model
+    transformer_engine = uses_transformer_engine(model)
+    frequencies = rope_frequencies(shape)
     chunk = GPTModel(
         config=settings,
         transformer_layer_spec=block_spec(
-            settings, transformer_engine=uses_transformer_engine(model), vp_stage=vp_stage
+            settings,
+            Rotary(frequencies),
+            transformer_engine=transformer_engine,
+            vp_stage=vp_stage,
         ),
         vocab_size=padded_vocab_size(shape, model.make_vocab_size_divisible_by, groups.tp_size),
         max_sequence_length=shape.max_position_embeddings,
         pre_process=groups.is_first_stage and stage == 0,
         post_process=last,
         share_embeddings_and_output_weights=shape.tied and role == "actor",
-        position_embedding_type="rope",
+        position_embedding_type="rope" if transformer_engine else "none",
         rotary_base=shape.rope_theta,
         vp_stage=vp_stage,
     )
-    chunk.rotary_pos_emb.inv_freq = rope_frequencies(shape).to(this_device())
+    if transformer_engine:
+        chunk.rotary_pos_emb.inv_freq = frequencies.to(this_device())
     if last and role == "actor":
         chunk.output_layer.forward = _pass_hidden_states
     elif last:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import vapo_megatron.parallel  # noqa: F401  prepares megatron-core for this machine
 
 # isort: split
+import functools
 import importlib.util
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from vapo_megatron.config import ModelConfig
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.attention import PackedAttention
+from vapo_megatron.models.rope import Rotary
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -63,16 +65,28 @@ def uses_transformer_engine(model: ModelConfig) -> bool:
 
 
 def block_spec(
-    config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None = None
+    config: TransformerConfig,
+    rotary: Rotary,
+    *,
+    transformer_engine: bool,
+    vp_stage: int | None = None,
 ) -> TransformerBlockSubmodules | ModuleSpec:
-    """Return the spec of this rank's layers of one model chunk."""
+    """Return the spec of this rank's layers of one model chunk.
+
+    Args:
+        config: of the model.
+        rotary: done inside the local layers' attention; Transformer Engine's layers leave it to
+            GPTModel.
+        transformer_engine: from uses_transformer_engine.
+        vp_stage: which chunk; None without a virtual pipeline.
+    """
     if transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = functools.partial(PackedAttention, rotary=rotary)
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     count = get_num_layers_to_build(config, vp_stage=vp_stage)

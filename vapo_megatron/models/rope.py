@@ -1,14 +1,16 @@
 """Rotary frequencies, the same as those of transformers and vLLM.
 
 megatron-core has rotary embeddings of its own for some scalings, with constants that a config
-cannot reach. Here the frequencies are computed once from the HF config and given to its plain
-rotary embedding, whatever the layers' implementation. YaRN's factor on cosine and sine becomes a
-factor on the attention scores: it enters the query and the key, so it enters the scores squared.
+cannot reach. Here the frequencies are computed once from the HF config, for every implementation of
+the layers. YaRN's factor on cosine and sine becomes a factor on the attention scores: it enters the
+query and the key, so it enters the scores squared.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,3 +93,60 @@ def attention_factor(shape: ModelShape) -> float:
 def softmax_scale(shape: ModelShape) -> float:
     """Factor on the attention scores: attention_factor^2 / sqrt(head_dim)."""
     return attention_factor(shape) ** 2 / math.sqrt(shape.head_dim)
+
+
+class Rotary:
+    """Rotates query and key of packed sequences; one instance is shared by a model's layers.
+
+    Dimension i is paired with i + d/2, as in transformers:
+        (x_i, x_{i+d/2}) -> (x_i cos a - x_{i+d/2} sin a, x_{i+d/2} cos a + x_i sin a),  a = p f_i
+
+    Args:
+        frequencies: float32 [d / 2], from rope_frequencies.
+    """
+
+    def __init__(self, frequencies: Tensor) -> None:
+        self.frequencies = frequencies
+        self._table = functools.lru_cache(maxsize=4)(self._compute_table)
+
+    def __call__(self, query: Tensor, key: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate by the position p within each sequence.
+
+        Args:
+            query: [S, heads, d]. key: [S, groups, d].
+            cu_seqlens: int32 [sequences + 1].
+        """
+        cos, sin = self._table(tuple(cu_seqlens.tolist()), query.dtype, query.device)
+        return _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)
+
+    def _compute_table(
+        self, bounds: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every position of a packed batch: [S, 1, d / 2]."""
+        lengths = torch.tensor(bounds).diff()
+        positions = torch.arange(bounds[-1]) - torch.tensor(bounds[:-1]).repeat_interleave(lengths)
+        angles = torch.outer(positions.float(), self.frequencies)[:, None]
+        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation's gradient is rotated back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    rotated = torch.empty_like(x)
+    out_first, out_second = rotated.chunk(2, -1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    return rotated
