@@ -325,7 +325,7 @@ def test_partial_runs(tmp_path, kind):
     if kind == "evaluation only":
         assert titles == ["Accuracy"] and "avg@8, step 0" in page.visible
     elif kind == "config only":
-        assert titles == [] and "no step finished yet" in page.visible
+        assert titles == [] and "0 of 34" in page.visible and "\u2192" not in page.visible
         assert "No responses were kept." in page.visible
     else:
         assert [s["label"] for s in series(page, "Accuracy")] == ["training"]

@@ -92,17 +92,16 @@ def _card(label: str, value: str, note: str) -> str:
 def _headline(run: Run) -> Iterable[tuple[str, str, str]]:
     """Label, value (HTML) and note of each headline number."""
     rows = run.rows
-    accuracies = [(row["step"], row[n], n) for row in rows if (n := accuracy_name(row))]
-    accuracies = [a for a in accuracies if a[1] is not None]
+    evaluated = [(row, name) for row in rows if (name := accuracy_name(row))]
+    accuracies = [row[name] for row, name in evaluated if row[name] is not None]
+    rewards = _column(rows, "reward/mean")
     if accuracies:
-        (first_step, first, name), (step, last, _) = accuracies[0], accuracies[-1]
-        when = f"{name.removeprefix('evaluation/')}, steps {first_step} and {step}"
-        if len(accuracies) == 1:
-            yield "Accuracy", f"{first:.3f}", f"{name.removeprefix('evaluation/')}, step {step}"
-        else:
-            yield "Accuracy", f"{first:.3f}<i>&rarr;</i>{last:.3f}", when
-    else:
-        yield _reward_headline(rows)
+        k = evaluated[0][1].removeprefix("evaluation/")
+        steps = sorted({evaluated[0][0]["step"], evaluated[-1][0]["step"]})
+        when = f"step{'s' if len(steps) > 1 else ''} {' and '.join(map(str, steps))}"
+        yield "Accuracy", _first_to_last(accuracies, ".3f"), f"{k}, {when}"
+    elif rewards:
+        yield "Reward", _first_to_last(rewards, "+.2f"), "mean, first and last step"
     done = rows[-1]["step"] if rows else 0
     algorithm = run.config.get("algorithm") or {}
     pretraining = algorithm.get("value_pretraining_steps", 0)
@@ -112,8 +111,7 @@ def _headline(run: Run) -> Iterable[tuple[str, str, str]]:
     yield "Steps", f"{done}{of_total}", note
     lengths = _column(rows, "rollout/response_length_mean")
     if lengths:
-        value = f"{lengths[0]:,.0f}<i>&rarr;</i>{lengths[-1]:,.0f}"
-        yield "Response length", value, "mean tokens, first and last step"
+        yield "Response length", _first_to_last(lengths, ",.0f"), "mean tokens, first and last step"
     seconds = sum(_column(rows, "time/step_seconds"))
     if seconds:
         yield "Time", escape(format_seconds(seconds)), "evaluation and checkpoints included"
@@ -125,11 +123,9 @@ def _headline(run: Run) -> Iterable[tuple[str, str, str]]:
         yield "Peak memory", f"{max(memory) / 2**30:.2f} GiB", "summed over processes"
 
 
-def _reward_headline(rows: list[dict[str, Any]]) -> tuple[str, str, str]:
-    rewards = _column(rows, "reward/mean")
-    if not rewards:
-        return "Reward", "-", "no step finished yet"
-    return "Reward", f"{rewards[0]:+.2f}<i>&rarr;</i>{rewards[-1]:+.2f}", "first and last step"
+def _first_to_last(values: list[float], form: str) -> str:
+    first, last = format(values[0], form), format(values[-1], form)
+    return f"{first}<i>&rarr;</i>{last}" if len(values) > 1 else last
 
 
 def _column(rows: list[dict[str, Any]], name: str) -> list[float]:

@@ -39,7 +39,7 @@ _CHARTS = (
     _chart("Positive-example LM loss", ("actor/positive_lm_loss", "NLL"), low=0),
     _chart("Tokens per second", ("tokens_per_second", "all processes"), low=0),
 )  # fmt: skip
-"""Title and (metric, label) of each curve; the axis always shows low and high, nothing below floor."""
+"""Title and (metric, label) of each curve; its axis shows low and high, nothing below floor."""
 
 
 def chart_data(run: Run) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The files of a run directory that people and the report read.
 
 config.yaml (resolved), metrics.jsonl (one row a step), rollouts/step_*.jsonl (one group of
-responses a line). A file is replaced as a whole or grows by whole lines, so it can be read while the
-run goes on.
+responses a line). A file is replaced as a whole or grows by whole lines, so it can be read while
+the run goes on.
 """
 
 from __future__ import annotations
