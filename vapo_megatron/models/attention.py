@@ -80,21 +80,25 @@ class PackedAttention(MegatronModule):
 def _varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> Tensor:
-    """Call torch's varlen attention, whose keywords differ between torch 2.11, 2.12 and 2.13."""
-    from torch.nn.attention.varlen import varlen_attn
+    """Call torch's varlen attention, whose keywords differ between releases of torch."""
+    from torch.nn.attention import varlen
 
-    known = inspect.signature(varlen_attn).parameters
-    keywords: dict[str, Any] = {"scale": scale}
+    known = inspect.signature(varlen.varlen_attn).parameters
+    keywords: dict[str, Any] = {}
     if "window_size" in known:
         keywords["window_size"] = (-1, 0)
     else:
         keywords["is_causal"] = True
+    if "scale" in known:
+        keywords["scale"] = scale
+    else:
+        query = query * (scale * query.size(-1) ** 0.5)
     if "enable_gqa" in known:
         keywords["enable_gqa"] = query.size(1) != key.size(1)
     else:
         repeats = query.size(1) // key.size(1)
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    return varlen_attn(
+    return varlen.varlen_attn(
         query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **keywords
     )
 
@@ -146,12 +150,13 @@ class _Plan:
 
 
 class _Pad(torch.autograd.Function):
-    """Tokens to cells. Padding holds copies: no token looks at it, so it gets no gradient."""
+    """Tokens to cells. Padding is 0, which even an infinite score would not turn into NaN."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, plan: _Plan) -> Tensor:
         ctx.plan = plan
-        return tokens.index_select(0, plan.token_of_cell)
+        cells = tokens.index_select(0, plan.token_of_cell)
+        return cells.index_fill_(0, plan.padding, 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
