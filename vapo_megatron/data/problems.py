@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import decimal
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -62,7 +63,7 @@ def _jsonl_rows(path: Path, columns: tuple[str, str]) -> Iterator[tuple[str, dic
                 raise DataError(
                     f"{where} is not UTF-8 ({error.reason}); save it as UTF-8"
                 ) from None
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(
                     f"{where} is not JSON ({error}); each line must be one JSON object"
                 ) from None
@@ -110,8 +111,13 @@ def _prompt(value: Any, column: str, where: str) -> str:
 
 def _answer(row: dict[str, Any], columns: tuple[str, str], where: str) -> str:
     value = row[columns[1]]
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    answer = str(value).strip() if number or isinstance(value, str) else ""
+    answer = ""
+    if isinstance(value, str):
+        answer = value.strip()
+    elif isinstance(value, float) and math.isfinite(value):
+        answer = f"{decimal.Decimal(repr(value)):f}"  # no exponent: 1e-07 would read as 1*e - 7
+    elif isinstance(value, int) and not isinstance(value, bool):
+        answer = str(value)
     if not answer:
         raise DataError(
             f"{where}: {columns[1]}={value!r} must be a number or a text that is not empty; "

@@ -1,0 +1,134 @@
+"""Reading problems from files, and what a broken file says.
+
+Not exercised: files larger than memory, other compressions than parquet's default.
+"""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from vapo_megatron.data.problems import Problem, load_problems
+from vapo_megatron.errors import DataError
+
+
+def write(path, *lines):
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def row(prompt="p", answer="1", **more):
+    return json.dumps({"prompt": prompt, "answer": answer, **more})
+
+
+def test_jsonl_keeps_order_duplicates_and_text(tmp_path):
+    path = write(
+        tmp_path / "a.jsonl",
+        row("b", " 2 "),
+        row("a", "1", id=7),
+        "",
+        row("b", "2"),
+        row("\u00e9", "3"),
+    )
+    expected = [Problem("b", "2"), Problem("a", "1"), Problem("b", "2"), Problem("\u00e9", "3")]
+    assert load_problems(path) == expected
+    assert load_problems(str(path)) == expected
+
+
+def test_numbers_become_text_without_an_exponent(tmp_path):
+    answers = [12, -3, 0.5, 1e-7, 2e21, 10**30]
+    path = write(tmp_path / "a.jsonl", *[row("p", answer) for answer in answers])
+    found = [problem.answer for problem in load_problems(path)]
+    assert found == ["12", "-3", "0.5", "0.0000001", "2" + "0" * 21, "1" + "0" * 30]
+
+
+def test_columns_can_be_named(tmp_path):
+    path = write(
+        tmp_path / "a.jsonl", json.dumps({"question": "q", "solution": "s", "answer": "x"})
+    )
+    assert load_problems(path, "question", "solution") == [Problem("q", "s")]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + row().encode() + b"\n")
+    assert load_problems(path) == [Problem("p", "1")]
+
+
+def test_parquet_gives_what_jsonl_gives(tmp_path):
+    problems = [{"prompt": f"p{i}", "answer": str(i), "other": [i]} for i in range(1000)]
+    table = pyarrow.Table.from_pylist(problems)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    path = write(tmp_path / "a.jsonl", *[json.dumps(problem) for problem in problems])
+    assert load_problems(tmp_path / "a.parquet") == load_problems(path)
+    numbers = pyarrow.table({"prompt": ["a", "b"], "answer": [1.5, 2.0]})
+    pyarrow.parquet.write_table(numbers, tmp_path / "b.parquet")
+    assert load_problems(tmp_path / "b.parquet") == [Problem("a", "1.5"), Problem("b", "2.0")]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": "p", ', "is not JSON .* each line must be one JSON object"),
+        (b'{"prompt": "p", "answer": ' + b"1" * 5000 + b"}", "is not JSON"),
+        (b'["p", "1"]', "holds a list; each line must be one JSON object"),
+        (b'{"prompt": "\xff", "answer": "1"}', "is not UTF-8 .* save it as UTF-8"),
+        (
+            b'{"prompt": "p", "id": 3}',
+            "no column 'answer'; set data.answer_column to one of those it has: prompt, id",
+        ),
+        (
+            b'{"question": "p", "answer": 3}',
+            "no column 'prompt'; set data.prompt_column to one of those it has: question, answer",
+        ),
+        (b"{}", "no column 'prompt'; .*: none"),
+        (b'{"prompt": "", "answer": "1"}', "prompt='' must be a text that is not empty"),
+        (b'{"prompt": ["p"], "answer": "1"}', r"prompt=\['p'\] must be a text"),
+        (b'{"prompt": "p", "answer": null}', "answer=None must be a number or a text"),
+        (b'{"prompt": "p", "answer": true}', "answer=True must be a number or a text"),
+        (b'{"prompt": "p", "answer": NaN}', "answer=nan must be a number or a text"),
+        (b'{"prompt": "p", "answer": "  "}', "answer='  ' must be .* correct or remove the row"),
+    ],
+)
+def test_a_bad_line_is_named_with_a_remedy(tmp_path, line, message):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(row().encode() + b"\n\n" + line + b"\n")
+    with pytest.raises(DataError, match=f"a.jsonl, line 3.*{message}"):
+        load_problems(path)
+
+
+def test_a_bad_parquet_row_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    answers = ["1"] * 10
+    answers[6] = None
+    table = pyarrow.table({"prompt": ["p"] * 10, "answer": answers})
+    pyarrow.parquet.write_table(table, path, row_group_size=4)
+    with pytest.raises(DataError, match="a.parquet, row 6: answer=None"):
+        load_problems(path)
+    with pytest.raises(
+        DataError, match="no column 'question'; set data.prompt_column.*prompt, answer"
+    ):
+        load_problems(path, "question")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_an_empty_data_set_is_refused(tmp_path, name):
+    if name == "a.jsonl":
+        write(tmp_path / name, "", "")
+    else:
+        table = pyarrow.table(
+            {"prompt": pyarrow.array([], "str"), "answer": pyarrow.array([], "str")}
+        )
+        pyarrow.parquet.write_table(table, tmp_path / name)
+    with pytest.raises(DataError, match=f"{name} holds no problems; give a file"):
+        load_problems(tmp_path / name)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(DataError, match="does not exist; give the path"):
+        load_problems(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"end in .jsonl or .parquet, found '.csv'; convert"):
+        load_problems(write(tmp_path / "a.csv", "prompt,answer"))
+    with pytest.raises(DataError, match="not a readable parquet file"):
+        load_problems(write(tmp_path / "a.parquet", "PAR1 but not really"))
