@@ -43,6 +43,9 @@ LAYOUTS = {
     "TP2 PP2": Layout(tp=2, pp=2, split=TWO_MICRO_BATCHES),
     "TP2 PP2 SP distributed": Layout(tp=2, pp=2, sp=True, distributed=True, split=FIVE),
     "PP2 DP2": Layout(pp=2, dp=2, split=UNEVEN),
+    "PP2 VPP2 DP2 distributed": Layout(
+        pp=2, vpp=2, dp=2, distributed=True, overlap=True, split=WITH_EMPTY
+    ),
 }  # fmt: skip
 
 

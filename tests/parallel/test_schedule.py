@@ -36,9 +36,14 @@ def _one_process(hf_path):
     trained = _start(hf_path, Layout(split=((ALL[:3], (), ALL[3:]),)))
     chunks, micro_batches = trained.chunks, trained.micro_batches
     facts = {}
+    sizes = []
+    chunks[0].register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
 
     outputs = forward_only(chunks, micro_batches, trained.head)
     facts["lengths"] = [list(x.shape) for x in outputs]
+    facts["smallest_forward_pass"] = min(sizes)
     facts["forward_only_has_graph"] = any(x.requires_grad for x in outputs)
     facts["no_micro_batches"] = forward_only(chunks, [], trained.head)
     first = forward_only(chunks, micro_batches[:1], trained.head)
@@ -76,6 +81,7 @@ def test_one_process(hf_path, workers):
     (facts,) = workers.run(1, _one_process, hf_path)
     sizes = [sum(response for _, response in part) for part in (LENGTHS[:3], (), LENGTHS[3:])]
     assert facts["lengths"] == [[size, 2] for size in sizes]
+    assert facts["smallest_forward_pass"] == 1  # the empty one has a token of padding
     assert not facts["forward_only_has_graph"]
     assert facts["no_micro_batches"] == []
     assert facts["order"]

@@ -120,7 +120,7 @@ class Trained:
     """One role's model in this layout, as trained_model.py builds it."""
 
     def __init__(self, hf_path: str, layout: Layout, role: str, config: VapoConfig) -> None:
-        from vapo_megatron.models.build import build_model, transformer_config
+        from vapo_megatron.models.build import build_model
         from vapo_megatron.models.hf_config import read_model_shape
         from vapo_megatron.parallel import groups
         from vapo_megatron.parallel.optimizer import build_ddp, build_optimizer
@@ -131,8 +131,7 @@ class Trained:
         self.shape = read_model_shape(hf_path)
         self.model = build_model(self.shape, config, self.groups, role)
         load_hf_weights(self.model, self.shape, hf_path, self.groups, role)
-        settings = transformer_config(self.shape, config, role)
-        self.chunks = build_ddp(self.model, config, settings)
+        self.chunks = build_ddp(self.model, config, self.model[0].config)
         self.optimizer = build_optimizer(self.chunks, config, role)
         batch = make_batch(self.shape.vocab_size)
         self.micro_batches = [

@@ -41,7 +41,7 @@ def forward_only(
 
     Args:
         chunks: this rank's model chunks, DDP-wrapped or not.
-        micro_batches: at least one response in all of them together, or none at all; on any device.
+        micro_batches: on any device; some or all of them may be empty.
         head: (last stage's output, micro-batch on the device) -> [T] or [T, width], with T the
             micro-batch's response tokens; called on the last stage only.
 
@@ -162,9 +162,9 @@ def _run(
 def _filled(micro_batches: Sequence[MicroBatch], here: groups.ParallelGroups) -> list[MicroBatch]:
     """Make the micro-batches fit for the schedule.
 
-    The virtual pipeline runs them in groups of pp_size, so empty ones fill the last group up. The
-    layers take no empty sequence: a micro-batch without tokens gets one of padding, which no loss
-    reads.
+    The virtual pipeline runs them in groups of pp_size, so empty ones fill the last group up. A
+    micro-batch without tokens gets a sequence of padding, which no loss reads: attention kernels on
+    GPUs take no empty batch.
     """
     filled = list(micro_batches)
     if here.vpp_size > 1:
