@@ -1,13 +1,15 @@
 """Real gloo processes for the distributed tests: started once, reused by every test, never mocked.
 
 `run(world_size, function, *args)` calls `function(*args)` on ranks 0..world_size-1, each inside an
-initialised gloo process group, and returns the list of their results. An exception on any rank is raised in the
-test with that rank's traceback; a hang kills the processes, fails the test, and the next test gets fresh ones.
-Function and results must be picklable: define the function at the top level of the test module.
+initialised gloo process group, and returns the list of their results. An exception on any rank is
+raised in the test with that rank's traceback; a hang kills the processes, fails the test, and the
+next test gets fresh ones. Function and results must be picklable: define the function at the top
+level of the test module.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -35,7 +37,10 @@ def _serve(connection: Connection) -> None:
 
     torch.set_num_threads(1)
     while True:
-        task = connection.recv()
+        try:
+            task = connection.recv()
+        except EOFError:  # the tests are gone
+            return
         if task is None:
             return
         rank, world_size, init_file, function, args = task
@@ -75,7 +80,8 @@ class WorkerPool:
         """Call function(*args) on world_size ranks; see the module's docstring."""
         while len(self._workers) < world_size:
             ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+            # Not daemonic: megatron-core's checkpoint writer starts processes of its own.
+            process = CONTEXT.Process(target=_serve, args=(theirs,))
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -101,13 +107,16 @@ class WorkerPool:
                     failure = f"rank {rank}: {value}"
                 results[rank] = value
             if failure:
-                self.close()
+                self.close(gently=False)
                 raise AssertionError(failure)
         return [results[r] for r in range(world_size)]
 
-    def close(self) -> None:
-        """Kill every worker."""
+    def close(self, *, gently: bool = True) -> None:
+        """End every worker; gently: let it clean up first."""
         for process, connection in self._workers:
+            with contextlib.suppress(OSError):
+                connection.send(None)
+            process.join(1.0 if gently else 0.0)
             process.kill()
             process.join()
             connection.close()

@@ -54,7 +54,7 @@ class Actor:
         - entropy_coef * entropy, each divided by its own count over the whole mini-batch.
 
         Returns:
-            Metrics averaged over the mini-batches; ratio_deviation_max is the largest
+            Metrics averaged over the mini-batches; first_ratio_diff_max is the largest
             |ratio - 1| in the first of them.
         """
         totals: dict[str, Tensor] = {}
@@ -72,10 +72,10 @@ class Actor:
             rate = actor_learning_rate(self.trained.num_updates, self.config)
             metrics = self.trained.update(mini_batch, loss_function, rate)
             if index == 0:
-                totals["ratio_deviation_max"] = self._check_ratio(deviation)
+                totals["first_ratio_diff_max"] = self._check_ratio(deviation)
             for name, value in metrics.items():
                 totals[name] = totals.get(name, 0) + value / len(mini_batches)
-        return {name: float(value) for name, value in totals.items()}
+        return {"learning_rate": rate, **{name: float(value) for name, value in totals.items()}}
 
     def _loss(
         self,
@@ -92,7 +92,7 @@ class Actor:
         logprobs, entropy = self._logprobs(
             output, micro_batch, with_entropy=algorithm.entropy_coef > 0
         )
-        loss, metrics = clipped_policy_loss(
+        policy_loss, metrics = clipped_policy_loss(
             logprobs,
             batch.old_logprobs,
             batch.advantages,
@@ -107,17 +107,22 @@ class Actor:
             batch.per_token(batch.is_correct),
             num_positive_tokens=mini_batch.num_positive_tokens,
         )
-        loss = loss + algorithm.positive_lm_coef * positive
+        loss = policy_loss + algorithm.positive_lm_coef * positive
         if entropy is not None:
             loss = loss - algorithm.entropy_coef * (entropy * weights).sum() / count.clamp(min=1)
         deviation.append((logprobs.detach() - batch.old_logprobs).exp().sub(1).abs())
-        metrics = {**metrics, "loss": loss.detach(), "positive_lm_loss": positive.detach()}
+        metrics = {
+            **metrics,
+            "policy_loss": policy_loss.detach(),
+            "positive_lm_loss": positive.detach(),
+            "loss": loss.detach(),
+        }
         return loss, metrics
 
     def _logprobs(
         self, output: Tensor, micro_batch: MicroBatch, *, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        hidden = gather_hidden(output, self.trained.model[-1])
+        hidden = gather_hidden(output, sequence_parallel=self.config.parallel.sequence_parallel)
         return linear_logprobs(
             hidden[micro_batch.predicting],
             output_weight(self.trained.model[-1]),

@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithm.gae import decoupled_gae, length_adaptive_lambda, whiten
+from vapo_megatron.algorithm.gae import (
+    decoupled_gae,
+    masked_sums,
+    mean_and_std,
+    resolve_lambdas,
+    whiten,
+)
 from vapo_megatron.batch import RolloutBatch
 from vapo_megatron.config import AlgorithmConfig
 from vapo_megatron.parallel.groups import ParallelGroups
@@ -21,35 +27,30 @@ def with_advantages(
     whitening, when on, uses the mean and standard deviation over all ranks' trained tokens.
     """
     assert batch.values is not None
-    lambda_actor = actor_lambda(batch.response_lengths, algorithm)
+    lambda_actor, lambda_critic = lambdas(batch.response_lengths, algorithm)
     advantages, returns = decoupled_gae(
         token_rewards(batch),
         batch.values,
         batch.cu_seqlens,
         lambda_actor=lambda_actor,
-        lambda_critic=(
-            lambda_actor
-            if algorithm.lambda_critic == "same_as_actor"
-            else float(algorithm.lambda_critic)
-        ),
+        lambda_critic=lambda_critic,
         gamma=algorithm.gamma,
     )
     if algorithm.advantage_whitening:
-        mask = batch.loss_mask.bool()
-        a = advantages[mask].double()
-        sums = torch.stack([a.new_tensor(a.numel()), a.sum(), a.square().sum()])
-        count, total, squares = sum_over_data_parallel(sums, groups).unbind()
-        mean = total / count.clamp(min=1)
-        std = (squares / count.clamp(min=1) - mean.square()).clamp(min=0).sqrt()
-        advantages = whiten(advantages, mean=mean.float(), std=std.float())
+        sums = sum_over_data_parallel(masked_sums(advantages, batch.loss_mask), groups)
+        mean, std = mean_and_std(sums)
+        advantages = whiten(advantages, mean=mean, std=std)
     return batch.replace(advantages=advantages, returns=returns)
 
 
-def actor_lambda(lengths: Tensor, algorithm: AlgorithmConfig) -> Tensor:
-    """Lambda of each response's advantages, float32 [B]; lengths: int64 [B], in tokens."""
-    if algorithm.lambda_actor == "adaptive":
-        return length_adaptive_lambda(lengths, algorithm.length_adaptive_alpha)
-    return torch.full(lengths.shape, float(algorithm.lambda_actor))
+def lambdas(lengths: Tensor, algorithm: AlgorithmConfig) -> tuple[float | Tensor, float | Tensor]:
+    """(lambda_actor, lambda_critic) of responses of these lengths [B], as configured."""
+    return resolve_lambdas(
+        lengths,
+        lambda_actor=algorithm.lambda_actor,
+        lambda_critic=algorithm.lambda_critic,
+        length_adaptive_alpha=algorithm.length_adaptive_alpha,
+    )
 
 
 def token_rewards(batch: RolloutBatch) -> Tensor:

@@ -49,13 +49,17 @@ class Rollout:
     """Number of weight publications that the sampler had seen."""
 
 
+STATUSES = ("correct", "wrong", "unparsable", "timed_out")
+"""What the verifier can say of a response."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ScoredRollout:
     """A response, the verifier's verdict on it and its shaped reward."""
 
     rollout: Rollout
     status: str
-    """"correct", "wrong", "unparsable" or "timed_out"."""
+    """One of STATUSES."""
     reward: float
 
     @property
@@ -75,12 +79,17 @@ class StepSummary:
     """int64, tokens"""
     response_lengths: Tensor
     """int64, tokens"""
-    is_correct: Tensor
-    """bool"""
+    statuses: Tensor
+    """int64, index into STATUSES"""
     truncated: Tensor
     """bool"""
     rewards: Tensor
     """float32"""
+
+    @property
+    def is_correct(self) -> Tensor:
+        """bool: the verifier's verdict, untouched by reward shaping."""
+        return self.statuses == STATUSES.index("correct")
 
     @property
     def sequence_lengths(self) -> list[int]:

@@ -19,8 +19,8 @@ def run_recipe(config: Path, script: str, arguments: Sequence[str]) -> int:
         arguments: the command line's.
 
     Returns:
-        The exit code. Without torchrun around it, the process becomes torchrun instead, unless it is
-        asked for --help or --dry-run.
+        The exit code. Without torchrun around it, the process becomes torchrun instead, unless it
+        is asked for --help or --dry-run.
     """
     ask = {"--dry-run", "--help", "-h"}
     if "RANK" not in os.environ and not ask.intersection(arguments):

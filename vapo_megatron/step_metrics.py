@@ -7,12 +7,22 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from vapo_megatron.advantages import actor_lambda
-from vapo_megatron.algorithm.gae import explained_variance_from_moments, moments
-from vapo_megatron.batch import RolloutBatch, StepSummary
+from vapo_megatron.advantages import lambdas
+from vapo_megatron.algorithm.gae import (
+    explained_variance_from_moments,
+    masked_sums,
+    mean_and_std,
+    moments,
+)
+from vapo_megatron.batch import STATUSES, RolloutBatch, StepSummary
 from vapo_megatron.config import AlgorithmConfig
+from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import ParallelGroups
-from vapo_megatron.parallel.reduce import max_over_world, sum_over_data_parallel
+from vapo_megatron.parallel.reduce import (
+    max_over_world,
+    sum_over_data_parallel,
+    sum_over_world,
+)
 
 
 def step_metrics(
@@ -24,7 +34,7 @@ def step_metrics(
     algorithm: AlgorithmConfig,
     groups: ParallelGroups,
 ) -> dict[str, float]:
-    """Name and reduce a step's metrics; two small all-reduces.
+    """Name and reduce a step's metrics; three small all-reduces.
 
     Args:
         summary: of all ranks' responses.
@@ -36,31 +46,45 @@ def step_metrics(
         groups: this rank's place.
     """
     assert batch.old_logprobs is not None and batch.values is not None
-    assert batch.returns is not None
+    assert batch.returns is not None and batch.advantages is not None
     difference = (batch.rollout_logprobs - batch.old_logprobs).abs()
-    mask = batch.loss_mask.bool()
-    sums = torch.stack(
-        [
-            torch.tensor(float(difference.numel()), dtype=torch.float64),
-            difference.double().sum(),
-            entropy.double().sum(),
-            *moments(batch.values, batch.returns, mask),
-        ]
+    everything = torch.ones_like(batch.loss_mask, dtype=torch.bool)
+    sums = sum_over_data_parallel(
+        torch.cat(
+            [
+                masked_sums(difference, everything),
+                masked_sums(entropy, everything),
+                masked_sums(batch.advantages, batch.loss_mask),
+                moments(batch.values, batch.returns, batch.loss_mask),
+            ]
+        ),
+        groups,
     )
-    count, difference_sum, entropy_sum, *of_values = sum_over_data_parallel(sums, groups).unbind()
+    of_difference, of_entropy, of_advantages, of_values = sums.split([3, 3, 3, 6])
+    advantage_mean, advantage_std = mean_and_std(of_advantages)
     largest = max_over_world(torch.cat([difference, torch.zeros(1)]).max())
+    memory = sum_over_world(torch.tensor(float(backend.peak_memory_bytes()), dtype=torch.float64))
     lengths = summary.response_lengths
+    of_status = dict(
+        zip(STATUSES, summary.statuses.bincount(minlength=len(STATUSES)) / len(lengths))
+    )
     result = {
+        "num_tokens": lengths.sum(),
         "reward/mean": summary.rewards.mean(),
-        "reward/accuracy": summary.is_correct.float().mean(),
+        "reward/correct_fraction": of_status["correct"],
+        "reward/unparsable_fraction": of_status["unparsable"],
+        "reward/timed_out_fraction": of_status["timed_out"],
         "rollout/response_length_mean": lengths.float().mean(),
         "rollout/response_length_max": lengths.max(),
         "rollout/truncated_fraction": summary.truncated.float().mean(),
-        "rollout/logprob_diff_mean": difference_sum / count,
+        "rollout/logprob_diff_mean": mean_and_std(of_difference)[0],
         "rollout/logprob_diff_max": largest,
-        "actor/entropy": entropy_sum / count,
-        "critic/explained_variance": explained_variance_from_moments(torch.stack(of_values)),
-        "algorithm/lambda_actor_mean": actor_lambda(lengths, algorithm).mean(),
+        "actor/entropy": mean_and_std(of_entropy)[0],
+        "critic/explained_variance": explained_variance_from_moments(of_values),
+        "algorithm/lambda_actor_mean": torch.as_tensor(lambdas(lengths, algorithm)[0]).mean(),
+        "algorithm/advantage_mean": advantage_mean,
+        "algorithm/advantage_std": advantage_std,
+        "memory/peak_bytes": memory,
         **{f"critic/{name}": value for name, value in critic.items()},
         **{f"actor/{name}": value for name, value in actor.items()},
     }

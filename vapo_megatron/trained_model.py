@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vapo_megatron.batch import MicroBatch
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.models.build import build_model, transformer_config
+from vapo_megatron.models.build import build_model
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import ParallelGroups
 from vapo_megatron.parallel.minibatches import MiniBatch
@@ -26,7 +26,7 @@ LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 class TrainedModel:
-    """A model that learns: `model` (one chunk per virtual stage), `chunks` (with DDP), `optimizer`."""
+    """A model that learns: `model`, a chunk per virtual stage; `chunks`, with DDP; `optimizer`."""
 
     def __init__(
         self, shape: ModelShape, config: VapoConfig, groups: ParallelGroups, role: str, hf_path: str
@@ -34,7 +34,7 @@ class TrainedModel:
         self.groups = groups
         self.model = build_model(shape, config, groups, role)
         load_hf_weights(self.model, shape, hf_path, groups, role)
-        self.chunks = build_ddp(self.model, config, transformer_config(shape, config, role))
+        self.chunks = build_ddp(self.model, config, self.model[0].config)
         self.optimizer = build_optimizer(self.chunks, config, role)
         self.num_updates = 0
 

@@ -19,9 +19,10 @@ from vapo_megatron.batch import RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.critic import Critic
 from vapo_megatron.data.packing import plan_mini_batches
-from vapo_megatron.data.prompts import PromptDataset, load_problems
+from vapo_megatron.data.problems import load_problems
+from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.evaluation import evaluate
-from vapo_megatron.metrics import MetricsWriter, PhaseTimer, write_rollouts
+from vapo_megatron.metrics import MetricsWriter, PhaseTimer, tokens_per_second
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.exchange import exchange, gather_summary
@@ -33,7 +34,9 @@ from vapo_megatron.reward.scoring import score_rollouts
 from vapo_megatron.rollout.engine import RolloutEngine
 from vapo_megatron.rollout.requests import SamplingSettings
 from vapo_megatron.rollout.tokenizer import load_tokenizer
+from vapo_megatron.run_directory import group_record
 from vapo_megatron.step_metrics import step_metrics
+from vapo_megatron.trained_model import TrainedModel
 from vapo_megatron.weights.hf import export_hf
 from vapo_megatron.weights.sync import publish
 
@@ -41,7 +44,7 @@ Plan = Sequence[Sequence[Sequence[int]]]
 
 
 class VapoTrainer:
-    """One process's part of a run. Every rank builds one and calls the same methods in the same order."""
+    """One process's part of a run; every rank calls the same methods in the same order."""
 
     def __init__(self, config: VapoConfig) -> None:
         self.config = config
@@ -66,17 +69,12 @@ class VapoTrainer:
         self.actor = Actor(shape, config, self.groups)
         self.critic = Critic(shape, config, self.groups)
         self.policy_version = 0
-        self.timer = PhaseTimer()
-        self.progress = Progress(
-            config.logging.progress if self.is_main else "off",
-            total_steps=config.algorithm.num_steps,
-            value_pretraining_steps=config.algorithm.value_pretraining_steps,
-            title=f"VAPO {self.run_dir}",
-        )
+        self.writer: MetricsWriter | None = None
+        self.timer = PhaseTimer(lambda name: self.progress.phase(name), backend.synchronize)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Make one step of VAPO (arXiv 2504.05118); return its metrics. step counts from 0."""
-        config, timer = self.config, self.timer
+        config = self.config
         group_size, num_prompts = self._step_shape(step)
 
         # Sample a group of responses to each prompt, and judge them where they were sampled.
@@ -90,7 +88,7 @@ class VapoTrainer:
                 self.policy_version,
                 on_progress=on_progress,
             )
-        with self._phase("verification"):
+        with self._phase("reward"):
             scored = score_rollouts(
                 self.verifier, rollouts, config.reward, self.sampling.max_response_tokens
             )
@@ -122,53 +120,66 @@ class VapoTrainer:
                 self._publish()
 
         self._write_rollouts(step, scored, group_size)
-        metrics = step_metrics(
+        return step_metrics(
             summary, batch, entropy, actor_metrics, critic_metrics, config.algorithm, self.groups
         )
-        return {**metrics, **timer.drain(int(summary.response_lengths.sum()))}
 
     def fit(self) -> None:
         """Resume or start, run every step, and leave a checkpoint, an HF export and a report."""
         config, total = self.config, self.config.algorithm.num_steps
         start = self._resume()
         self._publish()
-        with self._writer(start) as writer, self.progress:
+        with self._shown(start):
             if start == 0:
-                writer.write(0, self._evaluate())
+                self._record(0, self._evaluate())
             for step in range(start, total):
-                metrics = self.train_step(step)
                 done = step + 1
+                metrics = self.train_step(step)
                 if _due(done, config.evaluation.every_steps, total):
                     metrics |= self._evaluate()
-                writer.write(done, metrics)
-                self.progress.step(done, metrics)
                 if _due(done, config.checkpoint.every_steps, total):
                     with self._phase("checkpoint"):
-                        checkpoint.save(self, done)
-            self._finish(writer)
+                        self._save(done)
+                self._record(done, metrics)
+            self._finish()
 
-    def _finish(self, writer: MetricsWriter) -> None:
+    def _finish(self) -> None:
+        export = self.run_dir / "hf_export"
         if self.config.checkpoint.hf_export:
-            with self._phase("export"):
-                export_hf(
-                    self.actor.trained.model,
-                    self.shape,
-                    self.groups,
-                    self.run_dir / "hf_export",
-                    copy_from=str(self.config.model.hf_path),
-                )
+            self.progress.phase("export")
+            model, source = self.actor.trained.model, str(self.config.model.hf_path)
+            export_hf(model, self.shape, self.groups, export, copy_from=source)
         if self.is_main:
-            writer.flush()
-            build_report(self.run_dir)
-            self.progress.note(f"done: {self.run_dir}/report.html and {self.run_dir}/hf_export")
+            report = build_report(self.run_dir)
+            self.progress.note(f"done: {report}" + (f" and {export}" if export.exists() else ""))
 
     def _resume(self) -> int:
         if not self.config.checkpoint.resume:
             return 0
-        done = checkpoint.load_latest(self)
-        if done:
-            self.progress.note(f"resumed after step {done} of {self.run_dir}")
+        loaded = checkpoint.load_latest(self._checkpoints, self._models)
+        if loaded is None:
+            return 0
+        done, state = loaded
+        self.dataset.load_state_dict(state["data"])
+        self.policy_version = state["policy_version"]
         return done
+
+    def _save(self, done: int) -> None:
+        checkpoint.save(
+            self._checkpoints,
+            done,
+            self._models,
+            {"data": self.dataset.state_dict(), "policy_version": self.policy_version},
+            keep_last=self.config.checkpoint.keep_last,
+        )
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    @property
+    def _models(self) -> dict[str, TrainedModel]:
+        return {"actor": self.actor.trained, "critic": self.critic.trained}
 
     def _distribute(
         self, scored: Sequence[ScoredRollout], num_responses: int, step: int
@@ -199,7 +210,7 @@ class VapoTrainer:
                 policy_version=self.policy_version,
                 on_progress=on_progress,
             )
-        return {**metrics, **self.timer.drain()}
+        return metrics
 
     def _publish(self) -> None:
         publish(self.actor.trained.model, self.shape, self.groups, self.engine, self.policy_version)
@@ -235,29 +246,64 @@ class VapoTrainer:
     def _problems(self, path: str, tokenizer: Any, shuffle: bool) -> PromptDataset:
         data = self.config.data
         problems = load_problems(path, data.prompt_column, data.answer_column)
-        return PromptDataset(problems, tokenizer.encode, seed=self.config.seed, shuffle=shuffle)
-
-    def _writer(self, start: int) -> Any:
-        if not self.is_main:
-            return contextlib.nullcontext(_NoWriter())
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "config.yaml").write_text(self.config.to_yaml())
-        return MetricsWriter(
-            self.run_dir, tensorboard=self.config.logging.tensorboard, resume_step=start
+        return PromptDataset(
+            problems,
+            tokenizer.encode,
+            seed=self.config.seed,
+            shuffle=shuffle,
+            max_prompt_tokens=self.config.rollout.max_prompt_tokens,
         )
+
+    @contextlib.contextmanager
+    def _shown(self, start: int) -> Iterator[None]:
+        """Open the run's files and display, on the main rank alone."""
+        algorithm, log = self.config.algorithm, self.config.logging
+        with contextlib.ExitStack() as stack:
+            if self.is_main:
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+                (self.run_dir / "config.yaml").write_text(self.config.to_yaml())
+                writer = MetricsWriter(self.run_dir, log.tensorboard, start + 1 if start else 0)
+                self.writer = stack.enter_context(writer)
+            self.progress = stack.enter_context(
+                Progress(
+                    log.progress,
+                    algorithm.num_steps,
+                    algorithm.value_pretraining_steps,
+                    title=f"VAPO {self.run_dir}",
+                    is_leader=self.is_main,
+                    first_step=start + 1,
+                    log_path=self.run_dir / "log.txt",
+                )
+            )
+            if start:
+                self.progress.note(f"resumed {self.run_dir} after step {start}")
+            yield
+
+    def _record(self, done: int, metrics: dict[str, float]) -> None:
+        times = self.timer.take()
+        if "num_tokens" in metrics:
+            metrics["tokens_per_second"] = tokens_per_second(metrics.pop("num_tokens"), times)
+        if self.writer is not None:
+            self.progress.step(done, self.writer.write(done, {**metrics, **times}))
 
     def _write_rollouts(self, step: int, scored: Sequence[ScoredRollout], group_size: int) -> None:
         """The first groups of a step are the main rank's own: nothing moves for this."""
-        if self.is_main and self.config.logging.rollout_groups:
-            shown = self.config.logging.rollout_groups * group_size
-            write_rollouts(
-                self.run_dir, step + 1, [s for s in scored if s.rollout.position < shown]
-            )
+        if self.writer is None:
+            return
+        shown = scored[: self.config.logging.rollout_groups * group_size]
+        self.writer.write_rollouts(
+            step + 1,
+            [
+                group_record(
+                    [s.rollout for s in group], [s.status for s in group], [s.reward for s in group]
+                )
+                for group in (shown[i : i + group_size] for i in range(0, len(shown), group_size))
+            ],
+        )
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[Any]:
         """Time a phase and show it; yields a callback for (done, total)."""
-        self.progress.phase(name)
         with self.timer(name):
             yield lambda done, total: self.progress.phase(name, done, total)
 
@@ -270,16 +316,6 @@ class VapoTrainer:
         self.engine.shutdown()
         groups.destroy()
         dist.destroy_process_group()
-
-
-class _NoWriter:
-    """Stands in for the metrics writer on all ranks but one."""
-
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
 
 
 def _due(done: int, every: int, total: int) -> bool:

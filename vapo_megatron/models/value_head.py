@@ -17,6 +17,9 @@ from torch import Tensor
 class ValueHead(torch.nn.Linear):
     """V(s) = w . h(s), in float32. Stands where GPTModel has its output projection.
 
+    The weight has the model's dtype, because megatron-core's checkpoints cannot hold a float32
+    parameter of a bfloat16 model; its main copy in the optimizer is float32 like every other.
+
     Every tensor-parallel rank holds the same weight [1, H]. Without sequence parallelism each sees
     all of h and computes the same gradient. With it each sees its part of the sequence: the values
     are gathered forward and each rank keeps its part of their gradient backward, so the weight's
@@ -36,7 +39,9 @@ class ValueHead(torch.nn.Linear):
         seed: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        super().__init__(config.hidden_size, 1, bias=False, dtype=torch.float32, device=device)
+        super().__init__(
+            config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=device
+        )
         self.sequence_parallel = config.sequence_parallel
         self.weight.sequence_parallel = config.sequence_parallel
         with torch.no_grad():
@@ -47,7 +52,7 @@ class ValueHead(torch.nn.Linear):
 
     def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """Take hidden states [S_local, 1, H]; return float32 values [S, 1, 1] and no bias."""
-        values = super().forward(input_.float())
+        values = torch.nn.functional.linear(input_.float(), self.weight.float())
         if self.sequence_parallel:
             values = tensor_parallel.gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False

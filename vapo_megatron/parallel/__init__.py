@@ -1,4 +1,4 @@
-"""Everything that knows megatron-core's parallelism. Importing it prepares megatron-core for this machine."""
+"""All that knows megatron-core's parallelism; importing it readies megatron-core for this machine."""
 
 from vapo_megatron.parallel import backend
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import datetime
 import hashlib
 import importlib.abc
 import importlib.machinery
@@ -25,6 +26,7 @@ import logging
 import marshal
 import os
 import re
+import resource
 import sys
 import warnings
 from collections.abc import Sequence
@@ -33,6 +35,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from vapo_megatron.parallel import cpu_cuda
 
@@ -54,6 +57,32 @@ def device() -> torch.device:
 def distributed_backend() -> str:
     """Backend of `torch.distributed`: "nccl" with a GPU, else "gloo"."""
     return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def initialize_distributed(timeout_seconds: float) -> None:
+    """Join the processes that torchrun started; each takes its own GPU where there is one.
+
+    Args:
+        timeout_seconds: longest wait in a collective.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device())
+    dist.init_process_group(
+        distributed_backend(), timeout=datetime.timedelta(seconds=timeout_seconds)
+    )
+
+
+def synchronize() -> None:
+    """Wait until the GPU has finished what it was given; nothing on a CPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def peak_memory_bytes() -> int:
+    """Most memory that this process has held: of its GPU, or resident without one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_reserved()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def install() -> bool:

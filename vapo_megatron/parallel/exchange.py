@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_megatron.batch import RolloutBatch, ScoredRollout, StepSummary
+from vapo_megatron.batch import STATUSES, RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import ParallelGroups
 
-_COLUMNS = ("position", "prompt_length", "response_length", "is_correct", "truncated", "reward")
+_COLUMNS = ("position", "prompt_length", "response_length", "status", "truncated", "reward")
 
 
 def gather_summary(
@@ -42,7 +42,8 @@ def gather_summary(
         r = item.rollout
         lengths = (len(r.prompt.token_ids), len(r.token_ids))
         row[:] = torch.tensor(
-            [r.position, *lengths, item.is_correct, r.truncated, item.reward], dtype=torch.float64
+            [r.position, *lengths, STATUSES.index(item.status), r.truncated, item.reward],
+            dtype=torch.float64,
         )
     counts = _all_gather(torch.tensor([len(local)]), world_size).flatten()
     most = int(counts.max())
@@ -55,7 +56,7 @@ def gather_summary(
     summary = StepSummary(
         prompt_lengths=held[:, 1].long(),
         response_lengths=held[:, 2].long(),
-        is_correct=held[:, 3].bool(),
+        statuses=held[:, 3].long(),
         truncated=held[:, 4].bool(),
         rewards=held[:, 5].float(),
     )

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# The whole of VAPO on two CPU processes, from nothing to a better model:
+#   sets up Python, makes a tiny base model and its problems, trains with TP=2, evaluates, exports, reports.
+#
+#   bash examples/run_vapo_tiny.sh [--seed N] [section.field=value ...]
+#
+# Everything lands in runs/tiny/seed_N. Started again after an interruption, it goes on from its last checkpoint.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+seed=0
+overrides=()
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --seed) seed="${2:?--seed needs a number}"; shift 2 ;;
+    --seed=*) seed="${1#*=}"; shift ;;
+    -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *=*) overrides+=("$1"); shift ;;
+    *) echo "error: '$1' is neither --seed N nor section.field=value" >&2; exit 2 ;;
+  esac
+done
+out="runs/tiny/seed_$seed"
+
+source tools/setup_env.sh
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+
+"$VAPO_PYTHON" examples/tiny/make_base_model.py --out "$out/base" --seed "$seed"
+"$VAPO_PYTHON" examples/tiny/task.py --out "$out/data" --seed "$seed"
+"$VAPO_PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 \
+  -m vapo_megatron.train --config examples/configs/tiny.yaml \
+  "seed=$seed" "model.hf_path=$out/base" \
+  "data.train_path=$out/data/train.jsonl" "evaluation.path=$out/data/test.jsonl" \
+  "logging.run_dir=$out/vapo" "${overrides[@]}"

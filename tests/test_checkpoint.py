@@ -1,0 +1,117 @@
+"""Resume: the same losses as without the stop, two updates later too, on the same and on other layouts.
+
+The loss two updates after loading is the one that sees a wrong Adam state: a step count shared between
+parameters, or moments that were not loaded, change nothing before. Does not exercise the whole
+trainer (tests/e2e does) nor the GPU's optimizer.
+"""
+
+import json
+
+import pytest
+import torch
+
+from tests.weights.tiny_hf import write_tiny_hf
+
+SAVED_AT, UPDATES = 2, 5
+
+
+def train(hf, root, settings, tp, pp, load):
+    """Losses of a critic's updates; saves after SAVED_AT, or starts from what was saved there."""
+    import torch.distributed as dist
+
+    from vapo_megatron import checkpoint
+    from vapo_megatron.batch import RolloutBatch, make_micro_batch
+    from vapo_megatron.config import VapoConfig
+    from vapo_megatron.models.build import values_of
+    from vapo_megatron.models.hf_config import read_model_shape
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.parallel.minibatches import MiniBatch
+    from vapo_megatron.trained_model import TrainedModel
+
+    dtype, distributed_optimizer = settings
+    config = VapoConfig.model_validate(
+        {
+            "model": {"hf_path": str(hf), "dtype": dtype, "make_vocab_size_divisible_by": 8},
+            "parallel": {
+                "world_size": dist.get_world_size(),
+                "tensor_model_parallel_size": tp,
+                "pipeline_model_parallel_size": pp,
+                "use_distributed_optimizer": distributed_optimizer,
+            },
+        }
+    )
+    place = groups.initialize(config.parallel)
+    model = TrainedModel(read_model_shape(hf), config, place, "critic", str(hf))
+    tokens = torch.randint(0, 200, (40,), generator=torch.Generator().manual_seed(1))
+    batch = RolloutBatch(
+        tokens=tokens,
+        sequence_cu_seqlens=torch.tensor([0, 15, 40], dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, 10, 30], dtype=torch.int32),
+        positions=torch.arange(2),
+        rewards=torch.ones(2),
+        is_correct=torch.ones(2, dtype=torch.bool),
+        truncated=torch.zeros(2, dtype=torch.bool),
+        rollout_logprobs=torch.zeros(30),
+        loss_mask=torch.ones(30, dtype=torch.bool),
+    )
+    count = torch.tensor(30.0 * place.dp_size)
+    mini_batch = MiniBatch([make_micro_batch(batch)], count, count, count)
+
+    def loss_function(output, micro_batch):
+        loss = (values_of(output)[micro_batch.predicting] - 1).square().sum() / count
+        return loss, {"loss": loss.detach()}
+
+    start = 0
+    if load:
+        start, state = checkpoint.load_latest(root, {"critic": model})
+        assert (start, state) == (SAVED_AT, {"position": 7})
+    losses = []
+    for update in range(start, UPDATES):
+        if update == SAVED_AT and not load:
+            checkpoint.save(root, SAVED_AT, {"critic": model}, {"position": 7}, keep_last=2)
+        metrics = model.update(mini_batch, loss_function, 1e-2)
+        losses.append(float(metrics["loss"]))
+    return losses, model.num_updates
+
+
+@pytest.mark.parametrize(
+    "settings", [("float32", False), ("float32", True), ("bfloat16", False), ("bfloat16", True)]
+)
+def test_resumed_losses(workers, tmp_path, settings):
+    hf = tmp_path / "hf"
+    write_tiny_hf(hf, tied=False, seed=0)
+    root = tmp_path / "checkpoints"
+    straight, _ = workers.run(2, train, hf, root, settings, 2, 1, False)[0]
+    # The updates move the loss by far more than the tolerance below.
+    assert abs(straight[SAVED_AT] - straight[-1]) > 0.01
+    resumed, num_updates = workers.run(2, train, hf, root, settings, 2, 1, True)[0]
+    assert resumed == straight[SAVED_AT:], "the same layout resumes bit for bit"
+    assert num_updates == UPDATES
+    tolerance = 1e-6 if settings[0] == "float32" else 5e-2  # bf16: other layouts round elsewhere
+    for world_size, tp, pp in ((1, 1, 1), (2, 1, 2), (2, 1, 1)):
+        other, _ = workers.run(world_size, train, hf, root, settings, tp, pp, True)[0]
+        assert other == pytest.approx(straight[SAVED_AT:], rel=tolerance, abs=tolerance)
+
+
+def test_an_unfinished_checkpoint_is_named(tmp_path):
+    from vapo_megatron.checkpoint import load_latest
+    from vapo_megatron.errors import CheckpointError
+
+    assert load_latest(tmp_path, {}) is None
+    (tmp_path / "latest").write_text("step_000004")
+    with pytest.raises(CheckpointError, match="step_000004.*not a whole checkpoint"):
+        load_latest(tmp_path, {})
+
+
+def save_some(root):
+    from vapo_megatron import checkpoint
+
+    for step in (1, 2, 3):
+        checkpoint.save(root, step, {}, {"step": step}, keep_last=2)
+
+
+def test_the_last_ones_are_kept(workers, tmp_path):
+    workers.run(1, save_some, tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000002", "step_000003"]
+    assert (tmp_path / "latest").read_text() == "step_000003"
+    assert json.loads((tmp_path / "step_000003/state.json").read_text())["run"] == {"step": 3}

@@ -1,0 +1,105 @@
+"""Checkpoints of a run: actor, critic, both optimizers, and where the run stood.
+
+    checkpoints/latest                  name of the newest whole checkpoint, replaced atomically
+    checkpoints/step_000010/actor/      megatron-core distributed checkpoint: model and optimizer
+    checkpoints/step_000010/critic/
+    checkpoints/step_000010/state.json  step, data position, update counters, policy version
+    checkpoints/step_000010/rng_0000.pt torch's random state of each rank
+
+Before `save`: every rank holds its shards. After: each has written its own; the directory got its
+name when all of it was on disk. Loading reads tensors with weights_only=True and works for any layout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vapo_megatron.errors import CheckpointError
+from vapo_megatron.parallel.sharded_state import load_sharded, save_sharded
+from vapo_megatron.trained_model import TrainedModel
+
+
+def save(
+    root: Path,
+    step: int,
+    models: Mapping[str, TrainedModel],
+    state: Mapping[str, Any],
+    *,
+    keep_last: int,
+) -> None:
+    """Write checkpoint `step`, make it the latest, and delete those before the last `keep_last`.
+
+    Args:
+        root: directory of the run's checkpoints.
+        step: steps that are done.
+        models: by role.
+        state: what else the run needs to go on; JSON values, the same on every rank.
+        keep_last: checkpoints kept, this one included.
+    """
+    is_main = dist.get_rank() == 0
+    final, partial = root / f"step_{step:06d}", root / f"step_{step:06d}.partial"
+    if is_main:
+        shutil.rmtree(partial, ignore_errors=True)
+        for role in models:
+            (partial / role).mkdir(parents=True)
+    dist.barrier()
+    torch.save(torch.get_rng_state(), partial / f"rng_{dist.get_rank():04d}.pt")
+    for role, model in models.items():
+        save_sharded(model.model, model.optimizer, partial / role)
+    if is_main:
+        updates = {role: model.num_updates for role, model in models.items()}
+        content = {"step": step, "num_updates": updates, "run": state}
+        (partial / "state.json").write_text(json.dumps(content, indent=1))
+    dist.barrier()
+    if is_main:
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _replace_text(root / "latest", final.name)
+        for old in sorted(root.glob("step_??????"))[:-keep_last]:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def load_latest(
+    root: Path, models: Mapping[str, TrainedModel]
+) -> tuple[int, dict[str, Any]] | None:
+    """Load the newest checkpoint into the models.
+
+    Returns:
+        (steps done, state given to save), or None when the run has no checkpoint yet.
+
+    Raises:
+        CheckpointError: `latest` names a checkpoint that is not there or not whole.
+    """
+    latest = root / "latest"
+    if not latest.exists():
+        return None
+    directory = root / latest.read_text().strip()
+    try:
+        content = json.loads((directory / "state.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{latest} names {directory.name}, which is not a whole checkpoint ({error}); "
+            "write an older checkpoint's name into it, or set checkpoint.resume=false"
+        ) from None
+    for role, model in models.items():
+        load_sharded(model.model, model.optimizer, directory / role)
+        model.num_updates = content["num_updates"][role]
+    rng = directory / f"rng_{dist.get_rank():04d}.pt"
+    if rng.exists():  # another number of ranks resumes with the state that the seed gave
+        torch.set_rng_state(torch.load(rng, weights_only=True))
+    return content["step"], content["run"]
+
+
+def _replace_text(path: Path, text: str) -> None:
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text)
+    os.replace(beside, path)

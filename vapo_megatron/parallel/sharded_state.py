@@ -1,0 +1,130 @@
+"""A model and its optimizer to and from a megatron-core distributed checkpoint.
+
+Before `save_sharded`: every rank holds its shards. After: each rank has written the shards that it
+is the first holder of. `load_sharded` fills every rank's shards, whatever layout wrote them.
+
+torch's Adam makes its state at the first step and keeps a step count per parameter, which
+megatron-core 0.16 does not expect; three things are mended here (Transformer Engine's Adam needs none
+of them): the state is made before saving and loading, the count is passed on, and after loading each
+parameter gets a count of its own, because the loaded one is shared and would advance once for each.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint
+from torch.distributed.checkpoint import FileSystemWriter
+
+from vapo_megatron.parallel import backend
+
+backend.install()
+
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+
+METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+}
+
+
+def save_sharded(chunks: Sequence[Any], optimizer: Any, directory: Path) -> None:
+    """Write model and optimizer into an empty directory; collective."""
+    _prime(optimizer)
+    dist_checkpointing.save(
+        _state(chunks, optimizer, is_loading=False),
+        str(directory),
+        sharded_strategy=_WriteInProcess("torch_dist", 1),
+        content_metadata=dict(METADATA),
+    )
+
+
+def load_sharded(chunks: Sequence[Any], optimizer: Any, directory: Path) -> None:
+    """Fill model and optimizer from a directory that save_sharded wrote; collective."""
+    _prime(optimizer)
+    loaded = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(directory))
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{index}"], strict=True)
+    optimizer.load_state_dict(loaded["optimizer"])
+    for inner in _torch_optimizers(optimizer):
+        for of_parameter in inner.state.values():
+            if torch.is_tensor(of_parameter.get("step")):
+                of_parameter["step"] = of_parameter["step"].clone()
+
+
+class _WriteInProcess(TorchDistSaveShardedStrategy):
+    """megatron-core's format, written by torch's own writer.
+
+    megatron-core's writer starts a manager and forks a process for each save, from a process that
+    holds vLLM's and gloo's threads; here nothing is started.
+    """
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        """Write this rank's shards; collective."""
+        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        torch.distributed.checkpoint.save(
+            mcore_to_pyt_state_dict(flat, False),
+            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1),
+            planner=MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+            ),
+        )
+
+
+def _state(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    metadata = dict(METADATA)  # megatron-core adds this run's process groups to it
+    state: dict[str, Any] = {
+        f"model{index}": chunk.sharded_state_dict(metadata=metadata)
+        for index, chunk in enumerate(chunks)
+    }
+    state["optimizer"] = optimizer.sharded_state_dict(
+        dict(state), is_loading=is_loading, metadata=metadata
+    )
+    return state
+
+
+def _prime(optimizer: Any) -> None:
+    """Make torch Adam's state, so that there is something to load into."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part, DistributedOptimizer):
+            part._set_main_param_and_optimizer_states = functools.partial(_set_keeping_step, part)
+    for inner in _torch_optimizers(optimizer):
+        if not isinstance(inner, torch.optim.Adam):
+            continue
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    inner.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+
+
+def _set_keeping_step(
+    part: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, Any]
+) -> None:
+    group, index = part.model_param_group_index_map[parameter]
+    state = part.optimizer.state[part.optimizer.param_groups[group]["params"][index]]
+    if "step" in state and "step" not in tensors:
+        tensors = {**tensors, "step": state["step"]}
+    DistributedOptimizer._set_main_param_and_optimizer_states(part, parameter, tensors)
+
+
+def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
