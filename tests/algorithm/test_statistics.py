@@ -40,10 +40,10 @@ def test_explained_variance_equals_two_passes():
     assert float(explained_variance(values, returns)) == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("level", [0.0, -1.0, 0.1, 1e6])
+@pytest.mark.parametrize("level", [0.0, -1.0, 0.1, 1e6 + 0.3])
 def test_constant_returns_have_nothing_to_explain(level):
-    returns = torch.full((1001,), level)
-    assert float(explained_variance(torch.randn(1001), returns)) == 0
+    returns = torch.full((1000,), level)
+    assert float(explained_variance(torch.randn(1000), returns)) == 0
     assert float(explained_variance(returns, returns)) == 0
 
 

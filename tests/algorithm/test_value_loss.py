@@ -35,20 +35,22 @@ def test_golden_numbers():
 def test_golden_numbers_with_a_clip():
     # V 2, old 0, clip .5 -> .5; R 0: max(4, .25) = 4, unclipped
     # V 2, old 0, clip .5 -> .5; R 3: max(1, 6.25) = 6.25, clipped: no gradient
+    # V 2, old 0, clip .5 -> .5; R 5: max(9, 20.25) = 20.25, clipped: no gradient
     # V 0.3, old 0 -> .3; R 0: .09
-    values = torch.tensor([2.0, 2.0, 0.3], dtype=torch.float64, requires_grad=True)
+    # Gradients (V - R) / 4 = .5 and .075 where unclipped.
+    values = torch.tensor([2.0, 2.0, 2.0, 0.3], dtype=torch.float64, requires_grad=True)
     loss, metrics = value_loss(
         values,
-        torch.tensor([0.0, 3.0, 0.0], dtype=torch.float64),
-        torch.ones(3, dtype=torch.bool),
-        num_tokens=2,
-        old_values=torch.zeros(3, dtype=torch.float64),
+        torch.tensor([0.0, 3.0, 5.0, 0.0], dtype=torch.float64),
+        torch.ones(4, dtype=torch.bool),
+        num_tokens=4,
+        old_values=torch.zeros(4, dtype=torch.float64),
         clip=0.5,
     )
     loss.backward()
-    assert loss.item() == pytest.approx(0.5 * (4 + 6.25 + 0.09) / 2)
-    assert values.grad.tolist() == pytest.approx([1.0, 0.0, 0.15])
-    assert float(metrics["value_clip_fraction"]) == 0.5
+    assert loss.item() == pytest.approx(0.5 * (4 + 6.25 + 20.25 + 0.09) / 4)
+    assert values.grad.tolist() == pytest.approx([0.5, 0.0, 0.0, 0.075])
+    assert float(metrics["value_clip_fraction"]) == 2 / 4
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])

@@ -240,9 +240,9 @@ def _lambda_advantages(
         with_next = slice(part.start, min(part.stop, num_tokens - 1))
         following = values[part.start + 1 : with_next.stop + 1]
         deltas[with_next].add_(following, alpha=gamma)
-    # An empty response names the end of the one before it or, where there is none, the last token:
-    # ends in any case.
-    last = (cu_seqlens.long()[1:] - 1) % num_tokens
+    # An empty response names the end of the one before it or, where there is none, the last token
+    # (-1): ends in any case.
+    last = cu_seqlens.long()[1:] - 1
     deltas[last] = token_rewards[last].double() - values[last]
     reverse_scan_(buffer, cu_seqlens, gamma * lam)
     return deltas

@@ -77,8 +77,8 @@ def reverse_scan_(buffer: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> 
     row_decay = weights.across_row.clone()
     row_decay[broken] = inner_decay[:, 0]
 
+    # The last row ends a segment, so that what rolls in behind it is multiplied by 0.
     following = _scan(totals.flip(0), row_decay.flip(0)).flip(0).roll(-1)
-    following[-1] = 0
     carried = weights.across_row * following
     for part in cache_slices(num_rows, buffer.device, ROW):
         later = shifted[part] * weights.inward(part)
