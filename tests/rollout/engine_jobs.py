@@ -52,11 +52,14 @@ def process_state() -> str:
     import numpy as np
     import torch
 
+    maps = Path("/proc/self/numa_maps")
+    bound = maps.exists() and any("bind" in line.split()[1] for line in maps.open())
     environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
     state = (
         random.getstate(), np.random.get_state()[1].tobytes(),
         torch.get_rng_state().numpy().tobytes(),
-        sorted(environment.items()), torch.set_num_threads.__module__, torch.get_num_threads(),
+        sorted(environment.items()), bound,
+        torch.set_num_threads.__module__, torch.get_num_threads(),
         torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_float32_matmul_precision(),
     )  # fmt: skip
     return hashlib.sha256(pickle.dumps(state)).hexdigest()
@@ -254,4 +257,6 @@ def refused(tmp: Path, path: Path, *overrides: str) -> str:
     from vapo_megatron.rollout.engine import RolloutEngine
 
     settings = config(tmp, 1, *overrides)
-    return error_of(RolloutEngine, str(path), settings, rank=dist.get_rank(), world_size=2)
+    error = error_of(RolloutEngine, str(path), settings, rank=dist.get_rank(), world_size=2)
+    dist.barrier()
+    return error

@@ -12,11 +12,11 @@ a CPU to the weights, which it would repack out of reach of any update.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +27,12 @@ from vapo_megatron.batch import Prompt, Rollout
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape, read_model_shape
-from vapo_megatron.rollout.process_state import process_state_kept, random_state_kept
+from vapo_megatron.rollout.process_state import (
+    name_run,
+    process_state_kept,
+    random_state_kept,
+    unlink_shared_memory,
+)
 from vapo_megatron.rollout.requests import (
     SamplingSettings,
     assign,
@@ -44,6 +49,8 @@ for _name, _value in {
     "DO_NOT_TRACK": "1",
 }.items():
     os.environ.setdefault(_name, _value)
+# vLLM logs while it is imported, before it reads the level itself.
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -98,7 +105,7 @@ class RolloutEngine:
         _check_head_dim(shape)
         self.policy_version: int | None = None
         """The version of the weights that the engine holds; None: none that can be sampled from."""
-        run_name = _name_run()
+        run_name = name_run()
         _adapt_vllm(rank, run_name)
         with process_state_kept(), random_state_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -109,7 +116,7 @@ class RolloutEngine:
                     f"vLLM cannot serve model.hf_path={hf_path} with these rollout settings: "
                     f"{' '.join(str(error).split())}"
                 ) from error
-        _unlink_shared_memory(run_name, self.replica * tp_size, tp_size)
+        unlink_shared_memory(run_name, self.replica * tp_size, tp_size)
         self._closed = False
 
     def load_weights(
@@ -345,24 +352,8 @@ def _adapt_vllm(rank: int, run_name: str) -> None:
     if current_platform.is_cpu():
         vllm_layers.dispatch_cpu_unquantized_gemm = _keep_weight_unpacked
         vllm_sampler.batched_count_greater_than = _count_at_least
-
-
-def _name_run() -> str:
-    """Name vLLM's shared memory: two runs on one machine must not meet in it. A collective."""
-    name = [os.urandom(8).hex()]
-    dist.broadcast_object_list(name, src=0)
-    return name[0]
-
-
-def _unlink_shared_memory(run_name: str, first_rank: int, tp_size: int) -> None:
-    """Free the names of the memory that the replica's ranks share on a CPU; their mappings stay.
-
-    vLLM never does, and a killed run would leave it behind.
-    """
-    ranks = "-".join(str(first_rank + i) for i in range(tp_size))
-    for file in Path("/dev/shm").glob(f"{run_name}-*"):
-        if f"[{ranks}]" in file.name:
-            file.unlink(missing_ok=True)
+        # vLLM's own moves and binds the memory of the whole process to one NUMA node.
+        torch.ops._C.init_cpu_memory_env = lambda nodes: None  # type: ignore[attr-defined]
 
 
 def _destroy_own_world() -> None:

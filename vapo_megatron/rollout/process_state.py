@@ -6,9 +6,11 @@ import contextlib
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 
 @contextlib.contextmanager
@@ -41,3 +43,21 @@ def random_state_kept() -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+def name_run() -> str:
+    """Name vLLM's shared memory: two runs on one machine must not meet in it. A collective."""
+    name = [os.urandom(8).hex()]
+    dist.broadcast_object_list(name, src=0)
+    return name[0]
+
+
+def unlink_shared_memory(run_name: str, first_rank: int, tp_size: int) -> None:
+    """Free the names of the memory that the replica's ranks share on a CPU; their mappings stay.
+
+    vLLM never does, and a killed run would leave it behind.
+    """
+    ranks = "-".join(str(first_rank + i) for i in range(tp_size))
+    for file in Path("/dev/shm").glob(f"{run_name}-*"):
+        if f"[{ranks}]" in file.name:
+            file.unlink(missing_ok=True)
