@@ -211,16 +211,30 @@ def test_padding_changes_no_loss(base):
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=0)
 
 
-def test_sampler_agrees_with_transformers(base):
+def test_sampler_agrees_with_transformers(base, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(str(base)).eval()
+    rng = random.Random(0)
     tokenizer = AutoTokenizer.from_pretrained(str(base))
-    prompts = tokenizer([p.prompt for p in task.test_problems(3, seed=3)])["input_ids"]
+    problems = [task.draw_problem(rng, held_out=True, num_operations=3) for _ in range(3)]
+    prompts = tokenizer([p.prompt for p in problems])["input_ids"]
+    draw, calls = torch.multinomial, []
+
+    def stop_the_first_response_early(*args, **kwargs):
+        ids = draw(*args, **kwargs)
+        calls.append(len(ids))
+        if len(calls) == 5:
+            ids[0] = 1
+        return ids
+
+    monkeypatch.setattr(measure, "MAX_RESPONSE_TOKENS", 40)
+    monkeypatch.setattr(torch, "multinomial", stop_the_first_response_early)
     cold = measure.sample(model, prompts, stop_token_id=1, seed=0, temperature=1e-6)
-    for prompt, response in zip(prompts, cold, strict=True):
-        expected = model.generate(
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=measure.MAX_RESPONSE_TOKENS
-        )[0, len(prompt) :]
-        assert response == expected.tolist()
+    assert calls[:6] == [3, 3, 3, 3, 3, 2]
+    expected = [
+        model.generate(torch.tensor([p]), do_sample=False, max_new_tokens=40)[0, len(p) :].tolist()
+        for p in prompts
+    ]
+    assert cold == [[*expected[0][:4], 1], *expected[1:]]
 
 
 def test_sampler_stops_each_response_by_itself():
