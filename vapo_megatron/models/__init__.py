@@ -1,3 +1,1 @@
-"""Qwen2 models on megatron-core."""
-
-import vapo_megatron.parallel  # noqa: F401  (prepares megatron-core before any module here imports it)
+"""Qwen2 models on megatron-core. Only hf_config.py is free of torch."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class ValueHead(torch.nn.Linear):
-    """V(s) = w . h(s), in float32. Stands where GPTModel has its output projection.
+    """V(s) = w . h(s), computed in float32. Stands where GPTModel has its output projection.
 
     The weight has the model's dtype, because megatron-core's checkpoints cannot hold a float32
     parameter of a bfloat16 model; its main copy in the optimizer is float32 like every other.

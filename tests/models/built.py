@@ -1,0 +1,103 @@
+"""Builds a model inside a worker process, and calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.models.build import build_model
+from vapo_megatron.models.hf_config import ModelShape, read_model_shape
+from vapo_megatron.parallel import groups as parallel_groups
+from vapo_megatron.parallel.groups import ParallelGroups
+
+# isort: split
+from megatron.core.packed_seq_params import PackedSeqParams
+
+
+class Layout(NamedTuple):
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    sp: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp
+
+
+class Built(NamedTuple):
+    chunks: list[Any]
+    shape: ModelShape
+    config: VapoConfig
+    groups: ParallelGroups
+
+
+def make_config(layout: Layout, world_size: int, recompute: str, **model: Any) -> VapoConfig:
+    return VapoConfig.model_validate(
+        {
+            "model": {"dtype": "float32", "make_vocab_size_divisible_by": 64, **model},
+            "parallel": {
+                "world_size": world_size,
+                "tensor_model_parallel_size": layout.tp,
+                "pipeline_model_parallel_size": layout.pp,
+                "virtual_pipeline_model_parallel_size": layout.vpp,
+                "sequence_parallel": layout.sp,
+                "recompute": recompute,
+                "use_distributed_optimizer": False,
+            },
+        }
+    )
+
+
+def build(
+    hf_path: str,
+    layout: Layout,
+    role: str = "actor",
+    *,
+    recompute: str = "none",
+    device: str | None = None,
+    **model: Any,
+) -> Built:
+    """Build with random weights. Groups are made once in a job, and kept for its later models."""
+    config = make_config(layout, dist.get_world_size(), recompute, **model)
+    try:
+        groups = parallel_groups.current()
+    except AssertionError:
+        groups = parallel_groups.initialize(config.parallel)
+    shape = read_model_shape(hf_path)
+    return Built(build_model(shape, config, groups, role, device=device), shape, config, groups)
+
+
+def write_hf(directory: Path, changes: dict[str, Any] | None = None, **shape: Any) -> str:
+    """Write a tiny random Qwen2 whose config.json is changed afterwards; null removes a key."""
+    path = write_tiny_hf(directory, **shape)
+    file = path / "config.json"
+    tree = {**json.loads(file.read_text()), **(changes or {})}
+    file.write_text(json.dumps({k: v for k, v in tree.items() if v is not None}))
+    return str(path)
+
+
+def call(chunk: Any, ids: list[Tensor]) -> Tensor:
+    """One packed forward pass of several sequences."""
+    lengths = [len(sequence) for sequence in ids]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+    return chunk(
+        input_ids=torch.cat(ids)[None],
+        position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
+        attention_mask=None,
+        packed_seq_params=packed,
+    )

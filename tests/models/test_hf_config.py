@@ -1,0 +1,177 @@
+"""config.json -> ModelShape, parameter counts, vocabulary padding, and what is refused.
+
+Does not exercise that the shape is computed right: test_parity.py does.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from tests.models.built import write_hf
+from tests.models.qwen25 import COUNTS, SHAPES, config_json
+from vapo_megatron.config import ParallelConfig
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.models.hf_config import (
+    check_layout,
+    padded_vocab_size,
+    parameter_count,
+    read_model_shape,
+)
+
+
+def shape_of(tmp_path, changes=None):
+    return read_model_shape(write_hf(tmp_path, changes))
+
+
+def test_every_field(tmp_path):
+    shape = shape_of(tmp_path, {"rms_norm_eps": 1e-5, "max_position_embeddings": 777})
+    assert (shape.family, shape.hidden_size, shape.num_layers) == ("qwen2", 64, 4)
+    assert (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (4, 2, 16)
+    assert (shape.ffn_hidden_size, shape.vocab_size, shape.tied) == (96, 300, False)
+    assert (shape.norm_eps, shape.max_position_embeddings) == (1e-5, 777)
+    assert (shape.rope_theta, shape.rope_scaling) == (10000.0, None)
+    assert (shape.qkv_bias, shape.qk_norm, shape.initializer_range) == (True, False, 0.02)
+
+
+ROPES = {
+    "older": {"rope_theta": 5e5, "rope_scaling": None},
+    "older, yarn": {
+        "rope_theta": 5e5,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    },
+    "newer": {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+    "newer, yarn": {
+        "rope_theta": None,
+        "rope_parameters": {
+            "rope_theta": 5e5,
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    "length beside": {
+        "rope_theta": 5e5,
+        "original_max_position_embeddings": 128,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_both_ways_of_writing_rope(name, tmp_path):
+    shape = shape_of(tmp_path, ROPES[name])
+    assert shape.rope_theta == 5e5
+    if name in ("older", "newer"):
+        assert shape.rope_scaling is None
+    else:
+        assert shape.rope_scaling == {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128,
+        }  # fmt: skip
+
+
+def test_reads_what_transformers_writes(tmp_path):
+    config = Qwen2Config(
+        **config_json("0.5B"),
+        rope_parameters={"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0},
+    )
+    config.save_pretrained(tmp_path)
+    shape = read_model_shape(tmp_path)
+    assert shape.rope_theta == 1e6 and shape.rope_scaling["factor"] == 2.0
+    assert shape.tied and shape.num_layers == 24
+
+
+REFUSED = {
+    "model_type": {"model_type": "llama"},
+    "hidden_act": {"hidden_act": "gelu"},
+    "use_sliding_window": {"use_sliding_window": True},
+    "attention_dropout": {"attention_dropout": 0.1},
+    "hidden_size": {"hidden_size": "64"},
+    "num_hidden_layers": {"num_hidden_layers": 0},
+    "vocab_size": {"vocab_size": None},
+    "num_key_value_heads": {"num_key_value_heads": 3},
+    "num_attention_heads": {"hidden_size": 66},
+    "rope_type": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "yarn rope scaling's factor": {"rope_scaling": {"rope_type": "yarn"}},
+    "llama3 rope scaling's high_freq_factor": {
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    },
+    "partial_rotary_factor": {"partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_by_name(name, tmp_path):
+    with pytest.raises(ConfigError, match=name) as error:
+        shape_of(tmp_path, REFUSED[name])
+    assert "config.json" in str(error.value)
+
+
+def test_refuses_what_is_no_directory_of_a_model(tmp_path):
+    with pytest.raises(ConfigError, match="model.hf_path=.*config.json: No such file"):
+        read_model_shape(tmp_path / "nothing")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        read_model_shape(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="must hold an object"):
+        read_model_shape(tmp_path)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameter_counts_are_transformers(name, tmp_path):
+    tree = config_json(name)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **tree}))
+    shape = read_model_shape(tmp_path)
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(Qwen2Config(**tree))
+    assert parameter_count(shape) == COUNTS[name] == sum(p.numel() for p in model.parameters())
+    # A critic has H value weights in place of an output projection.
+    vocabulary = 0 if shape.tied else shape.vocab_size * shape.hidden_size
+    critic = COUNTS[name] - vocabulary + shape.hidden_size
+    assert parameter_count(shape, value_head=True) == critic
+
+
+def test_padded_vocab_size(tmp_path):
+    shape = shape_of(tmp_path)
+    # 300 rows: 3 * 128 = 384, 2 * 256 = 512, already a multiple of 100.
+    assert padded_vocab_size(shape, 128, 1) == 384
+    assert padded_vocab_size(shape, 128, 2) == 512
+    assert padded_vocab_size(shape, 50, 2) == 300
+
+
+LAYOUTS = {
+    "num_key_value_heads=2": {"tensor_model_parallel_size": 4},
+    "num_hidden_layers=4": {"pipeline_model_parallel_size": 3},
+    "virtual_pipeline_model_parallel_size=4": {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_that_do_not_divide(name, tmp_path):
+    with pytest.raises(ConfigError, match=name):
+        check_layout(shape_of(tmp_path), ParallelConfig(**LAYOUTS[name]))
+
+
+def test_layouts_that_divide(tmp_path):
+    shape = shape_of(tmp_path)
+    check_layout(shape, ParallelConfig(tensor_model_parallel_size=2))
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2
+    )
+    check_layout(shape, parallel)
+
+
+def test_needs_neither_torch_nor_megatron():
+    code = (
+        "import sys, vapo_megatron.models.hf_config;"
+        "print([m for m in ('torch', 'megatron') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
