@@ -101,8 +101,11 @@ def gae(arguments: argparse.Namespace) -> None:
 
     inside = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
     padded = [torch.zeros(inside.shape).masked_scatter_(inside, x) for x in (rewards, values)]
-    padded = [x.to(device) for x in (*padded, inside.float(), lam.float())]
-    exact = padded_loop(*[x.double() for x in padded[:3]], lam.to(device))[0].cpu()[inside]
+    padded = [x.to(device) for x in (*padded, inside.float())]
+    wide = [x.double() for x in padded] + [lam.to(device)]
+    padded.append(lam.float().to(device))
+    exact = padded_loop(*wide)[0].cpu()[inside]
+    del wide
     packed = [x.to(device) for x in (rewards, values, cu_seqlens.int())]
     lam = lam.to(device)
 
