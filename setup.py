@@ -1,4 +1,4 @@
-"""Package metadata and extras. `requirements/` holds the pinned sets that the set-up script installs."""
+"""Package metadata and extras; `requirements/` holds the pinned set of the set-up script."""
 
 from setuptools import find_packages, setup
 
@@ -20,7 +20,7 @@ RUNTIME = [
 setup(
     name="vapo-megatron",
     version="0.1.0",
-    description="VAPO (arXiv 2504.05118) on megatron-core, with vLLM rollouts in the same processes",
+    description="VAPO (arXiv 2504.05118) on megatron-core, with vLLM in the same processes",
     packages=find_packages(include=["vapo_megatron", "vapo_megatron.*"]),
     package_data={"vapo_megatron": ["*.html"]},
     python_requires=">=3.11",

@@ -116,7 +116,8 @@ def test_a_room_stays_pure(name, forbidden):
 
 @pytest.mark.parametrize("module", ["vapo_megatron.config", "vapo_megatron.train"])
 def test_configuration_loads_without_torch(module):
-    code = f"import {module}, sys; print([m for m in ('torch', 'megatron', 'vllm') if m in sys.modules])"
+    heavy = ("torch", "megatron", "vllm")
+    code = f"import {module}, sys; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -1,8 +1,8 @@
-"""Resume: the same losses as without the stop, two updates later too, on the same and on other layouts.
+"""Resume: the losses of a run without the stop, two updates later too, on any layout.
 
-The loss two updates after loading is the one that sees a wrong Adam state: a step count shared between
-parameters, or moments that were not loaded, change nothing before. Does not exercise the whole
-trainer (tests/e2e does) nor the GPU's optimizer.
+The loss two updates after loading is the one that sees a wrong Adam state: a step count shared
+between parameters, or moments that were not loaded, change nothing before. Does not exercise the
+whole trainer (tests/e2e does) nor the GPU's optimizer.
 """
 
 import json

@@ -7,7 +7,8 @@
     checkpoints/step_000010/rng_0000.pt torch's random state of each rank
 
 Before `save`: every rank holds its shards. After: each has written its own; the directory got its
-name when all of it was on disk. Loading reads tensors with weights_only=True and works for any layout.
+name when all of it was on disk. Loading reads tensors with weights_only=True, and works for any
+layout.
 """
 
 from __future__ import annotations

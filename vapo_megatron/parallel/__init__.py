@@ -1,4 +1,4 @@
-"""All that knows megatron-core's parallelism; importing it readies megatron-core for this machine."""
+"""All that knows megatron-core's parallelism; importing it readies megatron-core."""
 
 from vapo_megatron.parallel import backend
 

@@ -4,9 +4,10 @@ Before `save_sharded`: every rank holds its shards. After: each rank has written
 is the first holder of. `load_sharded` fills every rank's shards, whatever layout wrote them.
 
 torch's Adam makes its state at the first step and keeps a step count per parameter, which
-megatron-core 0.16 does not expect; three things are mended here (Transformer Engine's Adam needs none
-of them): the state is made before saving and loading, the count is passed on, and after loading each
-parameter gets a count of its own, because the loaded one is shared and would advance once for each.
+megatron-core 0.16 does not expect; three things are mended here (Transformer Engine's Adam needs
+none of them): the state is made before saving and loading, the count is passed on, and after
+loading each parameter gets a count of its own, because the loaded one is shared and would advance
+once for each.
 """
 
 from __future__ import annotations
