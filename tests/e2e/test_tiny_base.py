@@ -23,6 +23,9 @@ import make_base_model  # noqa: E402
 import measure  # noqa: E402
 import task  # noqa: E402
 
+from vapo_megatron.reward.math_verifier import MathVerifier  # noqa: E402
+from vapo_megatron.rollout.tokenizer import load_tokenizer  # noqa: E402
+
 PARTS = ("train", "test")
 SHORT = make_base_model.Recipe(iterations=6, batch_size=4, batches_per_pool=4, habits_from=0.5)
 
@@ -117,6 +120,24 @@ def test_transformers_sentencepiece_and_vllm_give_the_same_ids(base):
     # Encoding "" and "Q" adds no special token.
     assert ours("")["input_ids"] == []
     assert len(ours("Q")["input_ids"]) == 1
+
+
+def test_the_trainers_tokenizer_and_verifier_read_the_task(base):
+    samples = texts(50)
+    assert (
+        load_tokenizer(base)(samples)["input_ids"]
+        == AutoTokenizer.from_pretrained(str(base))(samples)["input_ids"]
+    )
+    problems = task.test_problems(50, seed=0)
+    rng = random.Random(0)
+    chains = [task.chain(rng, p, guess=0.3, guess_product=0.9) for p in problems]
+    direct = [task.direct_answer(p.answer) for p in problems]
+    answers = [str(p.answer) for p in problems]
+    with MathVerifier(num_workers=1) as verifier:
+        judged = [v.is_correct for v in verifier.score([*chains, *direct], answers * 2)]
+    expected = [c.endswith(d) for c, d in zip(chains, direct, strict=True)]
+    assert 0 < sum(expected) < 50
+    assert judged == expected + [True] * 50
 
 
 def test_response_lengths(base):
