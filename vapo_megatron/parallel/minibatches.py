@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vapo_megatron.algorithm.policy_loss import loss_count
 from vapo_megatron.batch import MicroBatch, RolloutBatch, make_micro_batch
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import ParallelGroups
@@ -24,11 +25,11 @@ class MiniBatch:
 
     micro_batches: Sequence[MicroBatch]
     num_tokens: Tensor
-    """0-d float32: sum of loss_mask."""
+    """0-d float32: tokens that loss_mask keeps."""
     num_responses: Tensor
-    """0-d float32: responses with at least one token in loss_mask."""
+    """0-d float32: responses of which it keeps a token."""
     num_positive_tokens: Tensor
-    """0-d float32: sum of loss_mask over correct responses."""
+    """0-d float32: tokens of correct responses that it keeps."""
 
 
 def local_plan(micro_batches: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
@@ -78,9 +79,12 @@ def make_mini_batches(
 
 def _counts(batch: RolloutBatch) -> Tensor:
     """float64 [3]: num_tokens, num_responses, num_positive_tokens of this rank."""
-    mask = batch.loss_mask.double()
-    of_response = torch.zeros(batch.num_responses, dtype=torch.float64)
-    owner = batch.per_token(torch.arange(batch.num_responses))
-    of_response.index_add_(0, owner, mask)
-    positive = of_response[batch.is_correct].sum()
-    return torch.stack([mask.sum(), (of_response > 0).sum().double(), positive])
+    mask, bounds = batch.loss_mask, batch.cu_seqlens
+    positive = mask * batch.per_token(batch.is_correct)
+    return torch.stack(
+        [
+            loss_count(mask, bounds, "token"),
+            loss_count(mask, bounds, "sample"),
+            loss_count(positive, bounds, "token"),
+        ]
+    ).double()

@@ -1,0 +1,210 @@
+"""Whole runs in real processes: torchrun, megatron-core, vLLM, the verifier, files on disk.
+
+A barely trained base model of the tiny task, two processes. Does not show that it learns
+(examples/run_vapo_tiny.sh does), nor anything about a GPU.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "examples/configs/tiny.yaml"
+SMALL = [
+    "algorithm.value_pretraining_steps=1",
+    "algorithm.value_pretraining_responses_per_step=32",
+    "algorithm.value_pretraining_group_size=4",
+    "algorithm.policy_steps=3",
+    "algorithm.responses_per_step=32",
+    "algorithm.group_size=8",
+    "algorithm.mini_batch_size=16",
+    "rollout.max_response_tokens=64",
+    "parallel.max_tokens_per_microbatch=512",
+    "evaluation.samples=2",
+]
+VARYING = ("time/", "tokens_per_second", "memory/")
+
+
+def environment():
+    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "VAPO_PYTHON": sys.executable}
+
+
+def torchrun(*arguments):
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return [*start, *map(str, arguments)]
+
+
+def run(command, **more):
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=ROOT,
+        env={**environment(), **more},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done
+
+
+def rows(run_dir):
+    """metrics.jsonl without what differs between two runs of the same thing."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [
+        {k: v for k, v in json.loads(line).items() if not k.startswith(VARYING)} for line in lines
+    ]
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory):
+    """A base model of 30 iterations and some problems, as overrides."""
+    out = tmp_path_factory.mktemp("tiny")
+    code = (
+        "import sys; sys.path.insert(0, 'examples/tiny'); import make_base_model as m;"
+        f"m.make(__import__('pathlib').Path({str(out / 'base')!r}), m.Recipe(iterations=30))"
+    )
+    run([sys.executable, "-c", code])
+    sizes = ("--train", "200", "--test", "24", "--seed", "0")
+    run([sys.executable, "examples/tiny/task.py", "--out", out / "data", *sizes])
+    return [
+        *SMALL,
+        f"model.hf_path={out}/base",
+        f"data.train_path={out}/data/train.jsonl",
+        f"evaluation.path={out}/data/test.jsonl",
+    ]
+
+
+@pytest.fixture(scope="module")
+def straight(overrides, tmp_path_factory):
+    """A run from beginning to end, and its engine's greedy answers afterwards."""
+    out = tmp_path_factory.mktemp("straight")
+    script, greedy = ROOT / "tests/e2e/greedy_run.py", out / "greedy.json"
+    done = run(torchrun(script, greedy, TINY, *overrides, f"logging.run_dir={out}/run"))
+    return out, done
+
+
+def test_files_and_metrics(straight):
+    out, done = straight
+    run_dir = out / "run"
+    written = rows(run_dir)
+    assert [r["step"] for r in written] == [0, 1, 2, 3, 4]
+    assert "evaluation/avg@2" in written[0] and "evaluation/avg@2" in written[-1]
+    assert "actor/loss" not in written[1], "the actor is fixed during value pretraining"
+    for row in written[1:]:
+        assert row["rollout/logprob_diff_max"] < 1e-4
+    for row in written[2:]:
+        assert row["actor/first_ratio_diff_max"] < 1e-4
+        assert row["actor/grad_norm"] > 0
+    assert "step 4/4" in done.stdout
+    for name in ("config.yaml", "report.html", "checkpoints/latest", "rollouts/step_000002.jsonl"):
+        assert (run_dir / name).stat().st_size > 0, name
+    assert list((run_dir / "tensorboard").iterdir())
+
+
+def test_the_export_gives_the_trained_engines_answers(straight, overrides):
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    out, _ = straight
+    model = AutoModelForCausalLM.from_pretrained(out / "run/hf_export", dtype=torch.float32)
+    answers = {}
+    for rank in (0, 1):
+        answers |= json.loads((out / f"greedy.json.{rank}").read_text())
+    assert len(answers) == 16
+    for prompt, expected in answers.values():
+        generated = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=64, pad_token_id=0
+        )
+        assert generated[0, len(prompt) :].tolist() == expected
+    base = load_file(
+        Path(next(o for o in overrides if "hf_path" in o).split("=")[1]) / "model.safetensors"
+    )
+    moved = {k: (v - base[k]).abs().max() for k, v in model.state_dict().items() if k in base}
+    assert min(moved.values()) > 0, "every tensor has been trained"
+
+
+def test_a_killed_run_goes_on(straight, overrides, tmp_path):
+    run_dir = tmp_path / "run"
+    command = torchrun(
+        "-m", "vapo_megatron.train", "--config", TINY, *overrides,
+        f"logging.run_dir={run_dir}", "checkpoint.every_steps=1",
+    )  # fmt: skip
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), start_new_session=True, stdout=subprocess.DEVNULL
+    )
+    metrics = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
+        assert process.poll() is None and time.monotonic() < deadline, "no third row came"
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert (run_dir / "checkpoints/latest").read_text() in ("step_000002", "step_000003")
+    done = run(command)
+    assert "resumed" in done.stdout
+    assert rows(run_dir) == rows(straight[0] / "run"), "as if it had never been killed"
+    again = run(command)
+    assert "step 4/4" not in again.stdout, "a finished run has nothing left to do"
+
+
+RECIPE = ROOT / "examples/run_vapo_qwen32b.sh"
+# What the recipe sets for 128 GPUs; sequence parallelism, recomputation, overlap and the distributed
+# optimizer stay as the recipe has them.
+SMALLER = ["parallel.pipeline_model_parallel_size=1", "algorithm.policy_steps=1"]
+
+
+@pytest.mark.parametrize("way", ["bash", "torchrun"])
+def test_the_32b_recipe_starts_both_ways(way, overrides, tmp_path):
+    arguments = [
+        "--config", TINY, *overrides, *SMALLER, f"logging.run_dir={tmp_path}/run",
+        "parallel.use_distributed_optimizer=true",
+        "rollout.tensor_model_parallel_size=" + ("2" if way == "bash" else "1"),
+    ]  # fmt: skip
+    if way == "bash":
+        port = {"NPROC_PER_NODE": "2", "MASTER_PORT": "29617"}
+        run(["bash", RECIPE, *arguments], **port)
+    else:
+        run(torchrun(RECIPE, *arguments))
+    config = (tmp_path / "run/config.yaml").read_text()
+    assert "sequence_parallel: true" in config and "recompute: full" in config
+    written = rows(tmp_path / "run")
+    assert [r["step"] for r in written] == [0, 1, 2]
+    assert written[-1]["rollout/logprob_diff_max"] < 1e-4
+    assert (tmp_path / "run/hf_export/model.safetensors.index.json").exists()
+
+
+def test_dry_run_needs_no_processes():
+    start = time.monotonic()
+    done = run(["bash", RECIPE, "--dry-run", "algorithm.policy_steps=7"])
+    assert "world_size: 128" in done.stdout and "policy_steps: 7" in done.stdout
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize(
+    "argument,words",
+    [
+        ("algorithm.clip_hihg=0.3", "algorithm.clip_high"),
+        ("model.hf_path=/nowhere", "/nowhere"),
+        ("parallel.world_size=4", "parallel.world_size"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(argument, words, overrides):
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "vapo_megatron.train", "--config", str(TINY), *overrides,
+            "parallel.world_size=1", "parallel.tensor_model_parallel_size=1", argument,
+        ],
+        cwd=ROOT, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert words in done.stderr and "Traceback" not in done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("error:")]) == 1
