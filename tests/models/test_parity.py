@@ -7,7 +7,6 @@ nor any reduced precision but that it runs.
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Qwen2ForCausalLM
 
 from tests.models.built import Layout, build, call, write_hf
 from vapo_megatron.models.build import gather_hidden, output_weight
@@ -66,6 +65,8 @@ def run(hf_path, layout, packed=True, with_gradients=False):
 
 def expected(hf_path):
     """Return transformers' model and its logits, one sequence at a time."""
+    from transformers import Qwen2ForCausalLM  # Not above: workers need no transformers.
+
     model = Qwen2ForCausalLM.from_pretrained(hf_path, dtype=torch.float32).eval()
     return model, torch.cat([model(sequence[None]).logits[0] for sequence in token_ids()])
 

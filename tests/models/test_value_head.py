@@ -4,7 +4,6 @@ Does not exercise its checkpoints (tests/parallel does) nor a pipeline (tests/di
 """
 
 import torch
-from transformers import Qwen2ForTokenClassification
 
 from tests.models.built import Layout, build, call, write_hf
 from vapo_megatron.models.build import values_of
@@ -46,6 +45,8 @@ def values_and_gradient(hf_path, layout, marked=True):
 
 
 def test_values_equal_transformers(tmp_path, workers):
+    from transformers import Qwen2ForTokenClassification  # Not above: workers need it not.
+
     hf_path = write_hf(tmp_path)
     ((values, gradient, weight),) = workers.run(1, values_and_gradient, hf_path, Layout())
     model = Qwen2ForTokenClassification.from_pretrained(
