@@ -29,7 +29,6 @@ class ValueHead(torch.nn.Linear):
         config: of the model that it belongs to.
         init_std: standard deviation of the initial weights; 0 starts at V = 0.
         seed: of the initial weights, the same on every rank.
-        device: None: torch's default.
     """
 
     def __init__(
@@ -37,11 +36,8 @@ class ValueHead(torch.nn.Linear):
         config: TransformerConfig,
         init_std: float = 0.0,
         seed: int = 0,
-        device: torch.device | None = None,
     ) -> None:
-        super().__init__(
-            config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=device
-        )
+        super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
         self.sequence_parallel = config.sequence_parallel
         self.weight.sequence_parallel = config.sequence_parallel
         with torch.no_grad():

@@ -1,0 +1,182 @@
+"""megatron-core's translation for the CPU: what is translated, that torch is left alone, caching.
+
+Does not exercise a GPU: that the backend does nothing there is tested with torch saying that there
+is one. That the translated megatron-core computes right is what every distributed test shows.
+"""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from vapo_megatron.parallel import backend, cpu_cuda
+
+
+def run_python(code):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def translate(source):
+    return ast.unparse(backend._Translator().visit(ast.parse(source)))
+
+
+TABLE = {
+    "torch.cuda.current_device()": "_vapo_cpu_cuda.current_device()",
+    "from torch.cuda import _lazy_call, device": (
+        "from vapo_megatron.parallel.cpu_cuda import _lazy_call, device"
+    ),
+    "jit_fuser = torch.compile": "jit_fuser = _vapo_cpu_cuda.compile",
+    "x = torch.empty(3, device='cuda')": "x = torch.empty(3, device='cpu')",
+    "kind == 'torch.cuda.HalfTensor'": "kind == 'torch.HalfTensor'",
+    "a = b.grad.cuda(non_blocking=True)": "a = b.grad.cpu()",
+    "f(torch.cuda.Stream().cuda())": "f(_vapo_cpu_cuda.Stream().cpu())",
+}
+
+KEPT = [
+    "x = 'needs cuda'",
+    "x = 'torch.cuda.empty_cache is slow'",
+    "config.cuda_graph",
+    "mine.cuda",
+    "x = 'cudagraph'",
+    "torch.jit.script(f)",
+    "from torch.nn import cuda",
+    "x = b'cuda'",
+]
+
+
+@pytest.mark.parametrize("source", TABLE)
+def test_translates(source):
+    assert translate(source) == TABLE[source]
+
+
+@pytest.mark.parametrize("source", KEPT)
+def test_keeps(source):
+    assert translate(source) == source
+
+
+def test_the_stand_in_does_what_megatron_core_expects():
+    torch.manual_seed(1)
+    state = cpu_cuda.get_rng_state()
+    first = torch.randn(3)
+    cpu_cuda.set_rng_state(state)
+    assert torch.equal(first, torch.randn(3))
+    cpu_cuda.manual_seed(5)
+    again = torch.randn(3)
+    torch.manual_seed(5)
+    assert torch.equal(again, torch.randn(3))
+    assert torch.empty(2, device=cpu_cuda.current_device()).device.type == "cpu"
+    with cpu_cuda.stream(cpu_cuda.Stream()), cpu_cuda.device(0), cpu_cuda.nvtx.range("x"):
+        event = cpu_cuda.current_stream().record_event()
+        event.wait()
+        assert event.query()
+    assert cpu_cuda.compile(abs) is abs and cpu_cuda.compile(dynamic=True)(abs) is abs
+    # What is not defined is the real one's.
+    assert cpu_cuda.OutOfMemoryError is torch.cuda.OutOfMemoryError
+
+
+def test_torch_is_not_patched():
+    """Importing what is used of megatron-core leaves every function and class of torch in place."""
+    printed = run_python(
+        """
+        import sys, torch, torch.distributed, torch.cuda.nvtx, torch.cuda.random
+
+        names = [n for n in sys.modules if n == "torch" or n.startswith("torch.")]
+        def look():
+            return {
+                (name, key): value
+                for name in names
+                for key, value in vars(sys.modules[name]).items()
+                if callable(value)
+            }
+        before = look()
+        import vapo_megatron.models.build, vapo_megatron.parallel.groups
+        import megatron.core.optimizer, megatron.core.pipeline_parallel
+        def changed():
+            after = look()
+            return [".".join(key) for key in before if after.get(key) is not before[key]]
+        print(len(before) > 10000, "megatron.core" in sys.modules, len(changed()))
+        torch.cuda.current_device = lambda: 0
+        print(*changed())
+        """
+    )
+    assert printed == ["True", "True", "0", "torch.cuda.current_device"]
+
+
+def test_installing_again_changes_nothing():
+    before = list(sys.meta_path)
+    assert backend.install() and backend.install()
+    assert sys.meta_path == before
+    assert sum(isinstance(finder, backend._Finder) for finder in before) == 1
+
+
+def test_does_nothing_with_a_gpu():
+    printed = run_python(
+        """
+        import sys, torch
+        torch.cuda.is_available = lambda: True
+        before = list(sys.meta_path)
+        import vapo_megatron.parallel
+        from vapo_megatron.parallel import backend
+        print(backend.install(), sys.meta_path == before, backend.distributed_backend())
+        print(backend.device())
+        """
+    )
+    assert printed == ["False", "True", "nccl", "cuda:0"]
+
+
+def test_device_of_this_machine():
+    assert backend.device() == torch.device("cpu")
+    assert backend.distributed_backend() == "gloo"
+
+
+def test_megatron_core_imported_too_early_is_an_error():
+    printed = run_python(
+        """
+        import sys, types
+        sys.modules["megatron.core"] = types.ModuleType("megatron.core")
+        try:
+            import vapo_megatron.parallel
+        except AssertionError as error:
+            print(str(error).replace(" ", "_"))
+        """
+    )
+    assert printed == [
+        "megatron.core_was_imported_before_vapo_megatron.parallel:_too_late_to_translate_it"
+    ]
+
+
+def test_translated_bytecode_is_cached_until_the_source_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "piece.py"
+    path.write_text("where = 'cuda'")
+    compiled = []
+    plain = backend._Loader.source_to_code
+
+    def counting(self, data, path, **keywords):
+        compiled.append(path)
+        return plain(self, data, path, **keywords)
+
+    monkeypatch.setattr(backend._Loader, "source_to_code", counting)
+
+    def load():
+        loader = backend._Loader("piece", str(path))
+        spec = importlib.util.spec_from_file_location("piece", path, loader=loader)
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+        return module.where
+
+    assert [load(), load(), load()] == ["cpu"] * 3
+    assert len(compiled) == 1
+    path.write_text("where = ['cuda', torch.cuda] if 0 else 'cuda' + '!'")
+    assert load() == "cpu!" and len(compiled) == 2
+    # Python's own cache of the untranslated module lies elsewhere.
+    names = sorted(file.name for file in (tmp_path / "__pycache__").iterdir())
+    assert names == [f"piece.{sys.implementation.cache_tag}.opt-vapocpu.pyc"]
