@@ -116,6 +116,8 @@ class RolloutEngine:
                     f"vLLM cannot serve model.hf_path={hf_path} with these rollout settings: "
                     f"{' '.join(str(error).split())}"
                 ) from error
+        # At interpreter exit the process groups that it would destroy may be gone.
+        self._llm.llm_engine.engine_core._finalizer.atexit = False  # type: ignore[attr-defined]
         unlink_shared_memory(run_name, self.replica * tp_size, tp_size)
         self._closed = False
 
