@@ -130,7 +130,7 @@ def _problem_of(action: Callable[[], None]) -> str | None:
     try:
         action()
     except (OSError, ValueError) as error:
-        return str(error)
+        return str(error) or repr(error)
     return None
 
 
