@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from vapo_megatron.config import VapoConfig
 from vapo_megatron.train import main
 
 
@@ -19,14 +20,17 @@ def run_recipe(config: Path, script: str, arguments: Sequence[str]) -> int:
         arguments: the command line's.
 
     Returns:
-        The exit code. Without torchrun around it, the process becomes torchrun instead, unless it
-        is asked for --help or --dry-run.
+        The exit code. Without torchrun around it, the process becomes torchrun once the
+        configuration has been checked.
     """
-    ask = {"--dry-run", "--help", "-h"}
-    if "RANK" not in os.environ and not ask.intersection(arguments):
-        command = torchrun_command(os.environ, script, arguments)
-        os.execv(command[0], command)
-    return main(["--config", str(config), *arguments])
+    start = None
+    if "RANK" not in os.environ:
+
+        def start(_: VapoConfig) -> None:
+            command = torchrun_command(os.environ, script, arguments)
+            os.execv(command[0], command)
+
+    return main(["--config", str(config), *arguments], start)
 
 
 def torchrun_command(

@@ -8,14 +8,24 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vapo_megatron.config import VapoConfig, describe_fields, load_config
 from vapo_megatron.errors import ConfigError, UserError
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit code: 0, or 2 for a user's mistake (told in one line)."""
+def main(
+    argv: Sequence[str] | None = None, start: Callable[[VapoConfig], None] | None = None
+) -> int:
+    """Check the configuration, then train.
+
+    Args:
+        argv: command line; None: this process's.
+        start: what to do with a configuration that has been checked; None: train in this process.
+
+    Returns:
+        The exit code: 0, or 2 for a user's mistake, which is told in one line.
+    """
     arguments = _parser().parse_args(argv)
     try:
         config = load_config(arguments.config, arguments.overrides)
@@ -24,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(config.to_yaml(), end="")
             return 0
         _require(config)
-        _train(config)
+        (start or _train)(config)
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -60,10 +70,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def _require(config: VapoConfig) -> None:
     """Check what only a real run needs, before anything slow starts."""
-    for name in ("model.hf_path", "data.train_path"):
-        section, field = name.split(".")
-        if getattr(getattr(config, section), field) is None:
+    paths = {
+        "model.hf_path": config.model.hf_path,
+        "data.train_path": config.data.train_path,
+    }
+    for name, path in paths.items():
+        if path is None:
             raise ConfigError(f"{name} is required; set {name}=PATH")
+        if not os.path.exists(path):
+            raise ConfigError(f"{name}={path} does not exist; set {name} to an existing path")
+
+
+def _train(config: VapoConfig) -> None:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != config.parallel.world_size:
         raise ConfigError(
@@ -71,9 +89,6 @@ def _require(config: VapoConfig) -> None:
             f"started, {started}; set parallel.world_size={started} or torchrun's --nproc-per-node "
             "and --nnodes"
         )
-
-
-def _train(config: VapoConfig) -> None:
     # A process started without torchrun is a world of one.
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, value in defaults.items():
@@ -88,6 +103,4 @@ def _train(config: VapoConfig) -> None:
 
 
 if __name__ == "__main__":
-    # megatron-core's checkpoint writer starts processes that import this module again: they need
-    # the guard, and vapo_megatron.parallel before megatron.
     sys.exit(main())

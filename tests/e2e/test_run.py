@@ -157,9 +157,13 @@ def test_a_killed_run_goes_on(straight, overrides, tmp_path):
 
 
 RECIPE = ROOT / "examples/run_vapo_qwen32b.sh"
-# What the recipe sets for 128 GPUs; sequence parallelism, recomputation, overlap and the distributed
-# optimizer stay as the recipe has them.
-SMALLER = ["parallel.pipeline_model_parallel_size=1", "algorithm.policy_steps=1"]
+# What the recipe sets for 128 GPUs; sequence parallelism, recomputation and overlap stay as the
+# recipe has them.
+SMALLER = [
+    "parallel.pipeline_model_parallel_size=1",
+    "algorithm.policy_steps=1",
+    "reward.overlong_buffer_tokens=16",
+]
 
 
 @pytest.mark.parametrize("way", ["bash", "torchrun"])
