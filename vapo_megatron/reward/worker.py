@@ -34,7 +34,8 @@ def main() -> None:
     # Libraries print; what they print must not stand between the messages.
     with os.fdopen(os.dup(1), "wb") as output, os.fdopen(os.dup(0), "rb") as requests:
         os.dup2(2, 1)
-        judge("1", "1/2")  # imports, and compiles the parser's tables
+        # Imports everything, simplification too, and fills the parser's tables.
+        judge(r"\sqrt{x + 1}", r"\frac{x}{2}")
         _silence()
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
         send(output, {"status": "ready"})
@@ -85,32 +86,8 @@ def judge(gold: str, answer: str | None) -> str:
     found = _parse(answer)
     if not found:
         return "unparsable"
-    if _clearly_different(expected[0], found[0]):
-        return "wrong"
     # Its own limits use signals and count in whole seconds; the limit here is this process's life.
     return "correct" if verify(expected, found, timeout_seconds=None) else "wrong"
-
-
-def _clearly_different(gold: Any, answer: Any) -> bool:
-    """True where a glance tells; math-verify would try to simplify the difference, for seconds.
-
-    Prose, for one, is read as a product of many variables.
-    """
-    from sympy import Expr, Symbol, UnevaluatedExpr
-
-    for side in (gold, answer):
-        # Symbols may be words, and an unevaluated 1/100 is a percentage: math-verify knows how.
-        if not isinstance(side, Expr) or isinstance(side, Symbol) or side.has(UnevaluatedExpr):
-            return False
-    if answer.free_symbols - gold.free_symbols:
-        return True
-    if gold.free_symbols:
-        return False
-    try:
-        expected, found = complex(gold), complex(answer)
-    except (TypeError, ValueError, OverflowError, ArithmeticError):
-        return False
-    return abs(expected - found) > max(1e-3, 1e-6 * abs(expected))
 
 
 @functools.lru_cache(maxsize=4096)
