@@ -78,6 +78,13 @@ def all_parameters(chunks: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Pa
     return [pair for chunk in chunks for pair in chunk.named_parameters()]
 
 
+def widen(chunks: list[torch.nn.Module], wanted: str) -> None:
+    """Make one parameter float32, as a model of mixed types would hold it."""
+    for name, parameter in all_parameters(chunks):
+        if name == wanted:
+            parameter.data = parameter.data.float()
+
+
 def forward(chunk: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """One packed sequence through a model that lies on one pipeline stage."""
     size = ids.shape[1]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.weights.loaded import Layout, forward, load
+from tests.weights.loaded import Layout, forward, load, widen
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.weights import hf_export
@@ -95,6 +95,7 @@ def test_bfloat16_is_exported_as_trained(workers, tmp_path):
 
 def _export_critic(path, layout, out, ids, dtype):
     loaded = load(path, layout, "critic", dtype=dtype, value_head_init_std=0.3)
+    widen(loaded.chunks, "output_layer.weight")
     export_hf(loaded.chunks, loaded.shape, loaded.groups, out, path, role="critic")
     if layout != Layout():
         return None
@@ -125,7 +126,7 @@ def test_a_critic_gives_the_same_values_in_transformers(workers, tmp_path):
         assert _same(_read(again), _read(out))
 
 
-def test_a_float32_head_on_a_bfloat16_critic_is_kept(workers, tmp_path):
+def test_a_float32_head_on_a_bfloat16_model_is_kept(workers, tmp_path):
     path, out = (
         write_tiny_hf(tmp_path / "hf", vocab=301, hidden=66, heads=6, kv_heads=2),
         tmp_path / "out",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.weights.loaded import Layout, all_parameters, load, micro_batch
+from tests.weights.loaded import Layout, all_parameters, load, micro_batch, widen
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.parallel import groups as parallel_groups
 from vapo_megatron.parallel.optimizer import (
@@ -54,19 +54,20 @@ def test_every_rank_sees_the_files_bits(workers, tmp_path, layout, tied):
             assert [n for n in got if got[n] != expected[n]] == []
 
 
-def test_a_critic_is_gathered_with_both_its_types(workers, tmp_path):
+def test_a_critic_of_mixed_types_is_gathered(workers, tmp_path):
     path = write_tiny_hf(tmp_path, dtype=torch.bfloat16)
     expected = _digest(load_file(path / "model.safetensors").items())
     del expected["lm_head.weight"]
-    results = workers.run(4, _gathered_bf16_critic, str(path), Layout(2, 2))
+    results = workers.run(4, _gathered_mixed_critic, str(path), Layout(2, 2))
     heads = [got.pop("score.weight") for got in results]
     assert heads[0][:2] == ((1, 64), torch.float32) and any(heads[0][2])
     assert heads == heads[:1] * 4
     assert all(got == expected for got in results)
 
 
-def _gathered_bf16_critic(path, layout):
+def _gathered_mixed_critic(path, layout):
     loaded = load(path, layout, "critic", dtype="bfloat16", value_head_init_std=0.1)
+    widen(loaded.chunks, "output_layer.weight")
     return _digest(gather_hf_tensors(loaded.chunks, loaded.shape, loaded.groups, role="critic"))
 
 
