@@ -183,7 +183,7 @@ def test_the_32b_recipe_starts_both_ways(way, overrides, tmp_path):
     written = rows(tmp_path / "run")
     assert [r["step"] for r in written] == [0, 1, 2]
     assert written[-1]["rollout/logprob_diff_max"] < 1e-4
-    assert (tmp_path / "run/hf_export/model.safetensors.index.json").exists()
+    assert (tmp_path / "run/hf_export/model.safetensors").exists()
 
 
 def test_dry_run_needs_no_processes():
