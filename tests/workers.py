@@ -92,23 +92,28 @@ class WorkerPool:
         for rank, pipe in enumerate(pipes):
             pipe.send((rank, world_size, init_file, function, args))
         results: dict[int, Any] = {}
+        failure = ""
         deadline = time.monotonic() + timeout_seconds
         while len(results) < world_size:
             waiting = [p for r, p in enumerate(pipes) if r not in results]
             ready = wait(waiting, max(0.0, deadline - time.monotonic()))
-            failure = None if ready else f"ranks did not answer within {timeout_seconds} s"
+            if not ready:
+                failure = failure or f"ranks did not answer within {timeout_seconds} s"
+                break
             for pipe in ready:
                 rank = pipes.index(pipe)
                 try:
-                    ok, value = pipe.recv()
+                    ok, results[rank] = pipe.recv()
                 except EOFError:
-                    ok, value = False, "the process died"
+                    ok, results[rank] = False, "the process died"
                 if not ok:
-                    failure = f"rank {rank}: {value}"
-                results[rank] = value
-            if failure:
+                    failure = failure or f"rank {rank}: {results[rank]}"
+                    # The others may wait for this one in a collective, or fail alike in a moment.
+                    deadline = min(deadline, time.monotonic() + 5)
+        if failure:
+            if len(results) < world_size or "the process died" in results.values():
                 self.close(gently=False)
-                raise AssertionError(failure)
+            raise AssertionError(failure)
         return [results[r] for r in range(world_size)]
 
     def close(self, *, gently: bool = True) -> None:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.parallel.sharded_state import load_sharded, save_sharded
 from vapo_megatron.trained_model import TrainedModel
+from vapo_megatron.weights.mapping import wait_for_parameters
 
 
 def save(
@@ -54,6 +55,7 @@ def save(
     dist.barrier()
     torch.save(torch.get_rng_state(), partial / f"rng_{dist.get_rank():04d}.pt")
     for role, model in models.items():
+        wait_for_parameters(model.chunks)
         save_sharded(model.model, model.optimizer, partial / role)
     if is_main:
         updates = {role: model.num_updates for role, model in models.items()}

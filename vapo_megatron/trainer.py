@@ -147,8 +147,8 @@ class VapoTrainer:
         export = self.run_dir / "hf_export"
         if self.config.checkpoint.hf_export:
             self.progress.phase("export")
-            model, source = self.actor.trained.model, str(self.config.model.hf_path)
-            export_hf(model, self.shape, self.groups, export, copy_from=source)
+            chunks, source = self.actor.trained.chunks, str(self.config.model.hf_path)
+            export_hf(chunks, self.shape, self.groups, export, copy_from=source)
         if self.is_main:
             report = build_report(self.run_dir)
             self.progress.note(f"done: {report}" + (f" and {export}" if export.exists() else ""))
@@ -213,7 +213,9 @@ class VapoTrainer:
         return metrics
 
     def _publish(self) -> None:
-        publish(self.actor.trained.model, self.shape, self.groups, self.engine, self.policy_version)
+        publish(
+            self.actor.trained.chunks, self.shape, self.groups, self.engine, self.policy_version
+        )
 
     def _micro_batches(self, batch: RolloutBatch, part: Sequence[Sequence[int]]) -> list[Any]:
         return make_micro_batches(batch, part, self.groups, pad=self._pad)

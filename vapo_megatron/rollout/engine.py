@@ -279,7 +279,13 @@ class RolloutEngine:
 
 
 def _check_head_dim(shape: ModelShape) -> None:
-    """vLLM itself would fail at the first token."""
+    """vLLM itself would fail at the first token, or compute with another width than the trainer."""
+    derived = shape.hidden_size // shape.num_attention_heads
+    if shape.family == "qwen2" and shape.head_dim != derived:
+        raise ConfigError(
+            f"model.hf_path: head_dim={shape.head_dim} must be hidden_size / num_attention_heads = "
+            f"{derived}, which vLLM takes for Qwen2 whatever config.json says; use another model"
+        )
     supported = CPUAttentionBackend.get_supported_head_sizes()
     if current_platform.is_cpu() and shape.head_dim not in supported:
         raise ConfigError(
