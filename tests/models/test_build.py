@@ -122,6 +122,13 @@ def test_a_critic_holds_no_output_matrix(tmp_path, workers):
     assert 0.3 < results[0][0][4].std() < 0.7
 
 
+def test_a_critic_is_untied_across_a_pipeline(tmp_path, workers):
+    """A mark would have megatron-core sum the embedding's gradient with the value head's."""
+    hf_path = write_hf(tmp_path, tied=True)
+    (first,), (last,) = workers.run(2, describe, hf_path, Layout(pp=2), "critic")
+    assert first[1:3] == ([EMBEDDING], []) and last[1:3] == ([NORM, OUTPUT], [])
+
+
 def gradients(hf_path, recompute):
     torch.manual_seed(0)
     model = build(hf_path, Layout(), recompute=recompute)
