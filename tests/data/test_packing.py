@@ -8,7 +8,14 @@ import random
 import numpy as np
 import pytest
 
-from vapo_megatron.data.packing import ATTENTION_TOKENS, balanced_partition, cost, plan_mini_batches
+from vapo_megatron.data.packing import (
+    ATTENTION_TOKENS,
+    _first_fit,
+    _in_equal_parts,
+    balanced_partition,
+    cost,
+    plan_mini_batches,
+)
 
 
 def random_case(seed):
@@ -168,7 +175,20 @@ def test_without_room_to_even_out_first_fit_stands():
     assert sorted(sorted(micro) for micro in plan.micro_batches[0]) == [[0, 3], [1, 2]]
 
 
-def test_ranks_with_fewer_passes_split_theirs():
+def test_first_fits_passes_are_split_where_evening_out_cannot_add_one():
+    # 11 of 90 each with a 10, the other 10 of 10 together, one of 150 alone: 13 passes of at most
+    # 100. With 14 passes the 150 and the 90s, of which each costs more than all the 10s, stand
+    # alone, and two passes would share 21 * 10 = 210 > 200. Instead one 90 + 10 is taken apart.
+    lengths = [150] + [90] * 11 + [10] * 21
+    costs = [cost(length, attention_tokens=10) for length in lengths]
+    rank = list(range(len(lengths)))
+    passes = _in_equal_parts(rank, _first_fit(rank, lengths, 100), 14, lengths, costs, 100)
+    tokens = sorted(sum(lengths[p] for p in micro) for micro in passes)
+    assert tokens == [10, 90] + [100] * 11 + [150]
+    assert sorted(p for micro in passes for p in micro) == rank
+
+
+def test_a_rank_without_enough_responses_has_empty_passes():
     # Costs put 90 on one rank and 30, 30, 30, 5 on the other, which needs 2 passes of at most 60
     # beside the 90 that stands alone in its one: that rank's second pass is empty.
     (plan,) = plan_mini_batches(
