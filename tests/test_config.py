@@ -96,6 +96,8 @@ def test_the_configuration_is_frozen():
         ("algorithm.gama=1", "unknown field algorithm.gama; did you mean algorithm.gamma?"),
         ("algoritm.gamma=1", "unknown field algoritm; did you mean algorithm?"),
         ("use_critic=1", "unknown field use_critic; known: seed, model, parallel, rollout, data, "),
+        ("clip_high=0.3", "unknown field clip_high; did you mean algorithm.clip_high?"),
+        ("reward.gamma=1", "unknown field reward.gamma; did you mean algorithm.gamma?"),
         ("algorithm=3", "algorithm is a section, found 3; set algorithm.FIELD=VALUE"),
         ("foo", "override 'foo' must read section.field=value, for example "),
         ("=3", "override '=3' must read section.field=value"),
@@ -151,18 +153,6 @@ def test_every_wrong_field_gets_a_line_and_lists_name_the_place():
         (["algorithm.group_size=7"], ["responses_per_step=8192", "divisible by group_size=7"]),
         (["algorithm.mini_batch_size=500"], ["responses_per_step=8192", "mini_batch_size=500"]),
         (
-            ["algorithm.value_pretraining_group_size=7"],
-            ["algorithm.responses_per_step=8192", "value_pretraining_group_size=7"],
-        ),
-        (
-            ["algorithm.value_pretraining_responses_per_step=1000"],
-            ["algorithm.value_pretraining_responses_per_step=1000", "group_size=16"],
-        ),
-        (
-            ["algorithm.value_pretraining_responses_per_step=256"],
-            ["algorithm.value_pretraining_responses_per_step=256", "mini_batch_size=512"],
-        ),
-        (
             ["parallel.world_size=1024"],
             ["mini_batch_size=512", "at least the data-parallel size 1024", "lower"],
         ),
@@ -206,8 +196,6 @@ def test_layouts_that_fit_are_accepted():
             "parallel.sequence_parallel=true",
             "parallel.virtual_pipeline_model_parallel_size=2",
             "rollout.tensor_model_parallel_size=4",
-            "algorithm.value_pretraining_responses_per_step=512",
-            "algorithm.value_pretraining_group_size=1",
         ],
     )
     assert (config.parallel.model_parallel_size, config.parallel.data_parallel_size) == (4, 4)

@@ -141,10 +141,7 @@ def _suggest_unknown(section: type[BaseModel], tree: dict[str, Any], prefix: str
     for key, value in tree.items():
         field = section.model_fields.get(key)
         if field is None:
-            names = list(section.model_fields)
-            close = difflib.get_close_matches(str(key), names, n=1)
-            hint = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(names)}"
-            raise ConfigError(f"unknown field {prefix}{key}; {hint}")
+            raise ConfigError(f"unknown field {prefix}{key}; {_hint(section, str(key), prefix)}")
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             if not isinstance(value, dict):
@@ -152,6 +149,18 @@ def _suggest_unknown(section: type[BaseModel], tree: dict[str, Any], prefix: str
                     f"{prefix}{key} is a section, found {value!r}; set {key}.FIELD=VALUE"
                 )
             _suggest_unknown(kind, value, f"{prefix}{key}.")
+
+
+def _hint(section: type[BaseModel], key: str, prefix: str) -> str:
+    """The nearest name in the section, else the same name in another one, else all names."""
+    names = list(section.model_fields)
+    close = difflib.get_close_matches(key, names, n=1)
+    if close:
+        return f"did you mean {prefix}{close[0]}?"
+    for name, top in VapoConfig.model_fields.items():
+        if key in getattr(top.annotation, "model_fields", ()):
+            return f"did you mean {name}.{key}?"
+    return f"known: {', '.join(names)}"
 
 
 def _check_together(config: VapoConfig) -> None:
@@ -208,21 +217,12 @@ def _layout_rule(c: VapoConfig) -> str | None:
 
 def _batch_rule(c: VapoConfig) -> str | None:
     a = c.algorithm
-    total, group, mini = "responses_per_step", "group_size", "mini_batch_size"
-    early_total = _set_or(a, f"value_pretraining_{total}", total)
-    early_group = _set_or(a, f"value_pretraining_{group}", group)
-    for whole, part in (
-        (total, group), (total, mini), (early_total, early_group), (early_total, mini),
-    ):  # fmt: skip
-        problem = _divides(f"algorithm.{whole}", getattr(a, whole), part, getattr(a, part))
+    for part in ("group_size", "mini_batch_size"):
+        whole = "responses_per_step"
+        problem = _divides(f"algorithm.{whole}", a.responses_per_step, part, getattr(a, part))
         if problem:
             return problem
     return _at_least_data_parallel(c)
-
-
-def _set_or(section: BaseModel, name: str, fallback: str) -> str:
-    """The name of the field that rules: a null hands over to its fallback."""
-    return fallback if getattr(section, name) is None else name
 
 
 def _at_least_data_parallel(c: VapoConfig) -> str | None:
