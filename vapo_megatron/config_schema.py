@@ -195,12 +195,6 @@ class AlgorithmConfig(Section):
     value_pretraining_steps: int = _field(
         50, "Value pretraining: first steps, in which the critic alone trains.", ge=0
     )
-    value_pretraining_responses_per_step: int | None = _field(
-        None, "Responses of a value-pretraining step; null: responses_per_step.", ge=1
-    )
-    value_pretraining_group_size: int | None = _field(
-        None, "Responses per prompt in a value-pretraining step; null: group_size.", ge=1
-    )
     lambda_critic: float | Literal["same_as_actor"] = _field(
         1.0, "Decoupled GAE: lambda of the critic's returns.", "lambda_critic"
     )
@@ -235,6 +229,11 @@ class AlgorithmConfig(Section):
     )
 
     @property
+    def num_prompts(self) -> int:
+        """Prompts of a step."""
+        return self.responses_per_step // self.group_size
+
+    @property
     def num_steps(self) -> int:
         """Value-pretraining steps and policy steps together."""
         return self.value_pretraining_steps + self.policy_steps
@@ -249,17 +248,6 @@ class OptimizerConfig(Section):
         320, "Warm-up of the actor, counted from its own first update (20 rollouts of 16).", ge=0
     )
     critic_warmup_updates: int = _field(320, "Warm-up of the critic.", ge=0)
-    value_pretraining_learning_rate: float | None = _field(
-        None,
-        "Critic's learning rate at the start of value pretraining; null: critic_learning_rate.",
-        gt=0,
-    )
-    value_pretraining_final_learning_rate: float | None = _field(
-        None,
-        "Critic's learning rate at the end of value pretraining, reached along a straight line; "
-        "null: no change.",
-        gt=0,
-    )
     adam_beta1: float = _field(0.9, "AdamW's beta1.", "beta_1", ge=0, lt=1)
     adam_beta2: float = _field(0.95, "AdamW's beta2.", "beta_2", ge=0, lt=1)
     adam_eps: float = _field(1e-8, "AdamW's epsilon.", gt=0)

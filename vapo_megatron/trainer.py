@@ -75,10 +75,10 @@ class VapoTrainer:
     def train_step(self, step: int) -> dict[str, float]:
         """Make one step of VAPO (arXiv 2504.05118); return its metrics. step counts from 0."""
         config = self.config
-        group_size, num_prompts = self._step_shape(step)
+        group_size = config.algorithm.group_size
 
         # Sample a group of responses to each prompt, and judge them where they were sampled.
-        prompts = repeat_for_group(self.dataset.next(num_prompts), group_size)
+        prompts = repeat_for_group(self.dataset.next(config.algorithm.num_prompts), group_size)
         with self._phase("generation") as on_progress:
             rollouts = self.engine.generate(
                 prompts,
@@ -235,15 +235,6 @@ class VapoTrainer:
             max_response_tokens=rollout.max_response_tokens,
             seed_role="train",
         )
-
-    def _step_shape(self, step: int) -> tuple[int, int]:
-        """(group size, prompts) of a step."""
-        a = self.config.algorithm
-        group_size, responses = a.group_size, a.responses_per_step
-        if not actor_is_trained(step, a.value_pretraining_steps):
-            group_size = a.value_pretraining_group_size or group_size
-            responses = a.value_pretraining_responses_per_step or responses
-        return group_size, responses // group_size
 
     def _problems(self, path: str, tokenizer: Any, shuffle: bool) -> PromptDataset:
         data = self.config.data

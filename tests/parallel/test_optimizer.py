@@ -16,24 +16,12 @@ from vapo_megatron.parallel.optimizer import (
     actor_learning_rate,
     critic_learning_rate,
     learning_rate,
-    value_pretraining_updates,
 )
 
 
 def _config(**optimizer):
-    return VapoConfig.model_validate(
-        {
-            "algorithm": {
-                "value_pretraining_steps": 3,
-                "responses_per_step": 64,
-                "group_size": 4,
-                "mini_batch_size": 16,
-                "value_pretraining_responses_per_step": 32,
-                "critic_updates_per_step": 2,
-            },
-            "optimizer": {"actor_warmup_updates": 0, "critic_warmup_updates": 0, **optimizer},
-        }
-    )
+    none = {"actor_warmup_updates": 0, "critic_warmup_updates": 0}
+    return VapoConfig.model_validate({"optimizer": {**none, **optimizer}})
 
 
 def test_warmup_is_linear_and_then_constant():
@@ -45,13 +33,12 @@ def test_warmup_is_linear_and_then_constant():
 
 
 def test_defaults_are_the_papers():
-    # 320 updates of warm-up, then 1e-6 and 2e-6; nothing special in value pretraining.
+    # 320 updates of warm-up, then 1e-6 and 2e-6.
     config = VapoConfig()
     assert actor_learning_rate(159, config) == pytest.approx(0.5e-6)
     assert critic_learning_rate(159, config) == pytest.approx(1e-6)
     assert actor_learning_rate(5000, config) == 1e-6
     assert critic_learning_rate(5000, config) == 2e-6
-    assert value_pretraining_updates(config) == 50 * 16
 
 
 def test_actor_warms_up_from_its_own_first_update():
@@ -59,28 +46,9 @@ def test_actor_warms_up_from_its_own_first_update():
     assert [actor_learning_rate(u, config) for u in range(3)] == [0.5, 1.0, 1.0]
 
 
-def test_critic_moves_along_a_line_in_value_pretraining():
-    # 3 steps of 32 responses, mini-batches of 16, 2 passes: 12 updates; (12 - 1) / 11 = 1 a update.
-    config = _config(
-        critic_learning_rate=5.0,
-        value_pretraining_learning_rate=12.0,
-        value_pretraining_final_learning_rate=1.0,
-    )
-    assert value_pretraining_updates(config) == 12
-    rates = [critic_learning_rate(u, config) for u in range(14)]
-    assert rates == pytest.approx([12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 5, 5])
-
-
-def test_critic_warmup_multiplies_the_line():
-    config = _config(
-        critic_learning_rate=5.0, value_pretraining_learning_rate=12.0, critic_warmup_updates=24
-    )
-    assert critic_learning_rate(11, config) == pytest.approx(12 * 12 / 24)  # no final rate: no line
-    assert critic_learning_rate(12, config) == pytest.approx(5 * 13 / 24)
-    assert critic_learning_rate(23, config) == 5.0
-    only_final = _config(critic_learning_rate=5.0, value_pretraining_final_learning_rate=1.0)
-    assert critic_learning_rate(0, only_final) == 5.0
-    assert critic_learning_rate(11, only_final) == 1.0
+def test_critic_warms_up_from_the_start_of_value_pretraining():
+    config = _config(critic_learning_rate=6.0, critic_warmup_updates=3)
+    assert [critic_learning_rate(u, config) for u in range(4)] == [2.0, 4.0, 6.0, 6.0]
 
 
 @pytest.fixture(scope="module")

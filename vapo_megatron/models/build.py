@@ -136,9 +136,9 @@ def build_model(
         ConfigError: see transformer_config.
     """
     settings = transformer_config(shape, config, role)
-    on_meta = device is not None and torch.device(device).type == "meta"
-    where = torch.device("meta") if on_meta else this_device()
-    if on_meta:
+    where = this_device() if device is None else torch.device(device)
+    assert device is None or where.type == "meta", f"device={device} must be None or meta"
+    if where.type == "meta":
         settings.perform_initialization = False
         settings.use_cpu_initialization = True
         settings.init_model_with_meta_device = True

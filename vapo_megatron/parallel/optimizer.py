@@ -158,25 +158,8 @@ def actor_learning_rate(update: int, config: VapoConfig) -> float:
 
 
 def critic_learning_rate(update: int, config: VapoConfig) -> float:
-    """Rate of the critic's update number `update`, counted from the start of value pretraining.
-
-    In value pretraining of N updates the peak moves along a straight line from
-    value_pretraining_learning_rate at update 0 to value_pretraining_final_learning_rate at N - 1;
-    after it, it is critic_learning_rate. Warm-up counts from update 0 and multiplies either.
-    """
+    """Rate of the critic's update number `update`, counted from the start of value pretraining."""
     o = config.optimizer
-    count = value_pretraining_updates(config)
-    peak = o.critic_learning_rate
-    if update < count:
-        start = o.value_pretraining_learning_rate or peak
-        end = o.value_pretraining_final_learning_rate or start
-        peak = start + (end - start) * update / max(count - 1, 1)
-    return learning_rate(update, peak=peak, warmup_updates=o.critic_warmup_updates)
-
-
-def value_pretraining_updates(config: VapoConfig) -> int:
-    """Critic updates in all value-pretraining steps together."""
-    a = config.algorithm
-    responses = a.value_pretraining_responses_per_step or a.responses_per_step
-    per_pass = responses // a.mini_batch_size
-    return a.value_pretraining_steps * per_pass * a.critic_updates_per_step
+    return learning_rate(
+        update, peak=o.critic_learning_rate, warmup_updates=o.critic_warmup_updates
+    )
