@@ -75,7 +75,8 @@ class Actor:
                 totals["first_ratio_diff_max"] = self._check_ratio(deviation)
             for name, value in metrics.items():
                 totals[name] = totals.get(name, 0) + value / len(mini_batches)
-        return {"learning_rate": rate, **{name: float(value) for name, value in totals.items()}}
+        totals["learning_rate"] = torch.tensor(rate, dtype=torch.float64)
+        return {f"actor/{name}": float(value) for name, value in totals.items()}
 
     def _loss(
         self,

@@ -59,7 +59,8 @@ class Critic:
             metrics = self.trained.update(mini_batch, loss_function, rate)
             for name, value in metrics.items():
                 totals[name] = totals.get(name, 0) + value / len(passes)
-        return {"learning_rate": rate, **{name: float(value) for name, value in totals.items()}}
+        totals["learning_rate"] = torch.tensor(rate, dtype=torch.float64)
+        return {f"critic/{name}": float(value) for name, value in totals.items()}
 
     def _values(self, output: Tensor, micro_batch: MicroBatch) -> Tensor:
         """V at the positions that predict the response tokens, never scaled by a temperature."""

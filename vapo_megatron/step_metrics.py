@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -25,34 +23,61 @@ from vapo_megatron.parallel.reduce import (
 )
 
 
+def sampler_difference(
+    batch: RolloutBatch, limit: float | None, groups: ParallelGroups
+) -> dict[str, float]:
+    """Compare the sampler's log-probabilities with the trainer's, before anything is updated.
+
+    They are of the same tokens under the same weights: what is left is rounding. A stale or
+    mis-sharded weight shows here at once.
+
+    Args:
+        batch: this data-parallel rank's, with old_logprobs.
+        limit: largest |difference| of a token in nats; None: any.
+        groups: this rank's place.
+
+    Returns:
+        rollout/logprob_diff_mean and _max, over all ranks' response tokens.
+
+    Raises:
+        RuntimeError: on every rank, when a token exceeds the limit.
+    """
+    assert batch.old_logprobs is not None
+    difference = (batch.rollout_logprobs - batch.old_logprobs).abs()
+    everything = torch.ones_like(difference, dtype=torch.bool)
+    mean, _ = mean_and_std(sum_over_data_parallel(masked_sums(difference, everything), groups))
+    largest = float(max_over_world(torch.cat([difference, torch.zeros(1)]).max()))
+    if limit is not None and not largest <= limit:
+        raise RuntimeError(
+            f"sampler and trainer differ by {largest:.3g} nat on a token, more than "
+            f"rollout.max_logprob_difference={limit:g}: the sampler holds stale or mis-sharded "
+            "weights, or the limit is too tight for the dtype"
+        )
+    return {"rollout/logprob_diff_mean": float(mean), "rollout/logprob_diff_max": largest}
+
+
 def step_metrics(
     summary: StepSummary,
     batch: RolloutBatch,
     entropy: Tensor,
-    actor: Mapping[str, float],
-    critic: Mapping[str, float],
     algorithm: AlgorithmConfig,
     groups: ParallelGroups,
 ) -> dict[str, float]:
-    """Name and reduce a step's metrics; three small all-reduces.
+    """Name and reduce a step's metrics, the updates' own apart; two small all-reduces.
 
     Args:
         summary: of all ranks' responses.
         batch: this data-parallel rank's, complete.
         entropy: float32 [T], nats, of the policy that sampled.
-        actor: the actor's update metrics, empty while only the critic trains.
-        critic: the critic's update metrics.
         algorithm: for lambda.
         groups: this rank's place.
     """
-    assert batch.old_logprobs is not None and batch.values is not None
+    assert batch.values is not None
     assert batch.returns is not None and batch.advantages is not None
-    difference = (batch.rollout_logprobs - batch.old_logprobs).abs()
     everything = torch.ones_like(batch.loss_mask, dtype=torch.bool)
     sums = sum_over_data_parallel(
         torch.cat(
             [
-                masked_sums(difference, everything),
                 masked_sums(entropy, everything),
                 masked_sums(batch.advantages, batch.loss_mask),
                 moments(batch.values, batch.returns, batch.loss_mask),
@@ -60,9 +85,8 @@ def step_metrics(
         ),
         groups,
     )
-    of_difference, of_entropy, of_advantages, of_values = sums.split([3, 3, 3, 6])
+    of_entropy, of_advantages, of_values = sums.split([3, 3, 6])
     advantage_mean, advantage_std = mean_and_std(of_advantages)
-    largest = max_over_world(torch.cat([difference, torch.zeros(1)]).max())
     memory = sum_over_world(torch.tensor(float(backend.peak_memory_bytes()), dtype=torch.float64))
     lengths = summary.response_lengths
     of_status = dict(
@@ -77,15 +101,11 @@ def step_metrics(
         "rollout/response_length_mean": lengths.float().mean(),
         "rollout/response_length_max": lengths.max(),
         "rollout/truncated_fraction": summary.truncated.float().mean(),
-        "rollout/logprob_diff_mean": mean_and_std(of_difference)[0],
-        "rollout/logprob_diff_max": largest,
         "actor/entropy": mean_and_std(of_entropy)[0],
         "critic/explained_variance": explained_variance_from_moments(of_values),
         "algorithm/lambda_actor_mean": torch.as_tensor(lambdas(lengths, algorithm)[0]).mean(),
         "algorithm/advantage_mean": advantage_mean,
         "algorithm/advantage_std": advantage_std,
         "memory/peak_bytes": memory,
-        **{f"critic/{name}": value for name, value in critic.items()},
-        **{f"actor/{name}": value for name, value in actor.items()},
     }
     return {name: float(value) for name, value in result.items()}

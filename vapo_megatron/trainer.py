@@ -30,12 +30,12 @@ from vapo_megatron.parallel.minibatches import local_plan, make_micro_batches, m
 from vapo_megatron.progress import Progress
 from vapo_megatron.report import build_report
 from vapo_megatron.reward.math_verifier import MathVerifier
-from vapo_megatron.reward.scoring import score_rollouts
+from vapo_megatron.reward.scoring import check_answers, score_rollouts
 from vapo_megatron.rollout.engine import RolloutEngine
 from vapo_megatron.rollout.requests import SamplingSettings
 from vapo_megatron.rollout.tokenizer import load_tokenizer
 from vapo_megatron.run_directory import group_record
-from vapo_megatron.step_metrics import step_metrics
+from vapo_megatron.step_metrics import sampler_difference, step_metrics
 from vapo_megatron.trained_model import TrainedModel
 from vapo_megatron.weights.hf import export_hf
 from vapo_megatron.weights.sync import publish
@@ -66,8 +66,16 @@ class VapoTrainer:
         self.verifier = None
         if self.engine.is_leader:
             self.verifier = MathVerifier(config.reward.num_workers, config.reward.timeout_seconds)
+            self.verifier.start()
         self.actor = Actor(shape, config, self.groups)
         self.critic = Critic(shape, config, self.groups)
+        for path, dataset in (
+            (config.data.train_path, self.dataset),
+            (config.evaluation.path, self.held_out),
+        ):
+            answers = [p.answer for p in dataset.problems] if dataset else []
+            place = self.engine.replica, self.engine.num_replicas
+            check_answers(self.verifier, str(path), answers, *place)
         self.policy_version = 0
         self.writer: MetricsWriter | None = None
         self.timer = PhaseTimer(lambda name: self.progress.phase(name), backend.synchronize)
@@ -101,10 +109,13 @@ class VapoTrainer:
             values = self.critic.compute_values(micro_batches)
         with self._phase("logprobs"):
             old_logprobs, entropy = self.actor.compute_logprobs(micro_batches)
+            batch = batch.replace(values=values, old_logprobs=old_logprobs)
+            difference = sampler_difference(
+                batch, config.rollout.max_logprob_difference, self.groups
+            )
 
         # Decoupled, length-adaptive GAE.
         with self._phase("advantages"):
-            batch = batch.replace(values=values, old_logprobs=old_logprobs)
             batch = with_advantages(batch, config.algorithm, self.groups)
             mini_batches = make_mini_batches(batch, plan, self.groups, pad=self._pad)
 
@@ -120,9 +131,8 @@ class VapoTrainer:
                 self._publish()
 
         self._write_rollouts(step, scored, group_size)
-        return step_metrics(
-            summary, batch, entropy, actor_metrics, critic_metrics, config.algorithm, self.groups
-        )
+        metrics = step_metrics(summary, batch, entropy, config.algorithm, self.groups)
+        return {**metrics, **difference, **critic_metrics, **actor_metrics}
 
     def fit(self) -> None:
         """Resume or start, run every step, and leave a checkpoint, an HF export and a report."""
@@ -137,10 +147,11 @@ class VapoTrainer:
                 metrics = self.train_step(step)
                 if _due(done, config.evaluation.every_steps, total):
                     metrics |= self._evaluate()
+                # The row first: a resume drops rows after its checkpoint, but cannot make one up.
+                self._record(done, metrics)
                 if _due(done, config.checkpoint.every_steps, total):
                     with self._phase("checkpoint"):
                         self._save(done)
-                self._record(done, metrics)
             self._finish()
 
     def _finish(self) -> None:

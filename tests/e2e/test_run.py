@@ -210,3 +210,20 @@ def test_a_mistake_is_one_line_and_exit_code_2(argument, words, overrides):
     assert done.returncode == 2
     assert words in done.stderr and "Traceback" not in done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("error:")]) == 1
+
+
+def test_an_answer_that_cannot_be_read_is_named_before_the_run(overrides, tmp_path):
+    problems = tmp_path / "bad.jsonl"
+    rows = [{"prompt": "Qa1b+1=", "answer": a} for a in ("2", "3", "???", "4")]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "vapo_megatron.train", "--config", str(TINY), *overrides,
+            "parallel.world_size=1", "parallel.tensor_model_parallel_size=1",
+            f"data.train_path={problems}", f"logging.run_dir={tmp_path}/run",
+        ],
+        cwd=ROOT, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "row 2" in done.stderr and "'???'" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from vapo_megatron.batch import Rollout, ScoredRollout
 from vapo_megatron.config import RewardConfig
+from vapo_megatron.errors import DataError
+from vapo_megatron.parallel.reduce import max_over_world
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.shaping import shaped_reward
 
@@ -45,3 +49,34 @@ def score_rollouts(
         )
         for rollout, verdict in zip(rollouts, verdicts)
     ]
+
+
+def check_answers(
+    verifier: MathVerifier | None,
+    path: str,
+    answers: Sequence[str],
+    replica: int,
+    num_replicas: int,
+) -> None:
+    """Refuse ground truths that the verifier cannot read, before a run begins. Collective.
+
+    Args:
+        verifier: on the first rank of each vLLM replica, which checks its share; None elsewhere.
+        path: of the data file, for the message.
+        answers: one per row.
+        replica, num_replicas: this rank's share is every num_replicas-th row from replica on.
+
+    Raises:
+        DataError: on every rank, naming the last such row of the file.
+    """
+    found = -1
+    if verifier is not None:
+        share = range(replica, len(answers), num_replicas)
+        bad = verifier.unparsable_answers([answers[i] for i in share])
+        found = share[bad[-1]] if bad else -1
+    row = int(max_over_world(torch.tensor(float(found), dtype=torch.float64)))
+    if row >= 0:
+        raise DataError(
+            f"{path}: row {row} (from 0) has the answer {answers[row]!r}, which the verifier "
+            "cannot read; correct or remove the row"
+        )
