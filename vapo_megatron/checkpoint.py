@@ -50,8 +50,9 @@ def save(
     final, partial = root / f"step_{step:06d}", root / f"step_{step:06d}.partial"
     if is_main:
         shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
         for role in models:
-            (partial / role).mkdir(parents=True)
+            (partial / role).mkdir()
     dist.barrier()
     torch.save(torch.get_rng_state(), partial / f"rng_{dist.get_rank():04d}.pt")
     for role, model in models.items():
