@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,15 +61,7 @@ class Actor:
         totals: dict[str, Tensor] = {}
         for index, mini_batch in enumerate(mini_batches):
             deviation: list[Tensor] = []
-
-            def loss_function(
-                output: Tensor,
-                micro_batch: MicroBatch,
-                mini_batch: MiniBatch = mini_batch,
-                deviation: list[Tensor] = deviation,
-            ) -> tuple[Tensor, dict[str, Tensor]]:
-                return self._loss(output, micro_batch, mini_batch, deviation)
-
+            loss_function = partial(self._loss, mini_batch, deviation)
             rate = actor_learning_rate(self.trained.num_updates, self.config)
             metrics = self.trained.update(mini_batch, loss_function, rate)
             if index == 0:
@@ -80,10 +73,10 @@ class Actor:
 
     def _loss(
         self,
-        output: Tensor,
-        micro_batch: MicroBatch,
         mini_batch: MiniBatch,
         deviation: list[Tensor],
+        output: Tensor,
+        micro_batch: MicroBatch,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         algorithm, batch = self.config.algorithm, micro_batch.batch
         assert batch.old_logprobs is not None and batch.advantages is not None

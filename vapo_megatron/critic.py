@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,27 +41,27 @@ class Critic:
         passes = list(mini_batches) * self.config.algorithm.critic_updates_per_step
         totals: dict[str, Tensor] = {}
         for mini_batch in passes:
-
-            def loss_function(
-                output: Tensor, micro_batch: MicroBatch, mini_batch: MiniBatch = mini_batch
-            ) -> tuple[Tensor, dict[str, Tensor]]:
-                batch = micro_batch.batch
-                loss, metrics = value_loss(
-                    self._values(output, micro_batch),
-                    batch.returns,
-                    batch.loss_mask,
-                    num_tokens=mini_batch.num_tokens,
-                    old_values=batch.values,
-                    clip=self.config.algorithm.value_clip,
-                )
-                return loss, {**metrics, "loss": loss.detach()}
-
             rate = critic_learning_rate(self.trained.num_updates, self.config)
-            metrics = self.trained.update(mini_batch, loss_function, rate)
+            metrics = self.trained.update(mini_batch, partial(self._loss, mini_batch), rate)
             for name, value in metrics.items():
                 totals[name] = totals.get(name, 0) + value / len(passes)
         totals["learning_rate"] = torch.tensor(rate, dtype=torch.float64)
         return {f"critic/{name}": float(value) for name, value in totals.items()}
+
+    def _loss(
+        self, mini_batch: MiniBatch, output: Tensor, micro_batch: MicroBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        batch = micro_batch.batch
+        assert batch.returns is not None
+        loss, metrics = value_loss(
+            self._values(output, micro_batch),
+            batch.returns,
+            batch.loss_mask,
+            num_tokens=mini_batch.num_tokens,
+            old_values=batch.values,
+            clip=self.config.algorithm.value_clip,
+        )
+        return loss, {**metrics, "loss": loss.detach()}
 
     def _values(self, output: Tensor, micro_batch: MicroBatch) -> Tensor:
         """V at the positions that predict the response tokens, never scaled by a temperature."""

@@ -1,0 +1,173 @@
+"""Actor and critic: each field of the configuration reaches the loss, against explicit loops.
+
+One update of a tiny random model; its second mini-batch has shifted old log-probabilities, so that
+both clips are active there. Gradients are tests/distributed's subject; the engine is not exercised.
+"""
+
+import pytest
+import torch
+
+from tests import reference
+from tests.weights.tiny_hf import write_tiny_hf
+
+LENGTHS = [3, 5, 2, 4]
+CORRECT = [True, False, False, True]
+SHIFT = [0.25, -0.3, 0.05]
+"""logprob - old_logprob by token number modulo 3: ratios 1.284, 0.741 and 1.051."""
+
+
+def batch(old_logprobs=None):
+    from vapo_megatron.batch import RolloutBatch
+
+    bounds = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()])
+    generator = torch.Generator().manual_seed(5)
+    num_tokens = int(bounds[-1])
+    noise = torch.randn(num_tokens, generator=generator)
+    return RolloutBatch(
+        tokens=torch.randint(0, 60, (num_tokens + 2 * len(LENGTHS),), generator=generator),
+        sequence_cu_seqlens=(bounds + 2 * torch.arange(len(bounds))).int(),
+        cu_seqlens=bounds.int(),
+        positions=torch.arange(len(LENGTHS)),
+        rewards=torch.ones(len(LENGTHS)),
+        is_correct=torch.tensor(CORRECT),
+        truncated=torch.zeros(len(LENGTHS), dtype=torch.bool),
+        rollout_logprobs=torch.zeros(num_tokens),
+        loss_mask=torch.ones(num_tokens, dtype=torch.bool),
+        old_logprobs=old_logprobs,
+        values=noise.roll(1),
+        advantages=noise,
+        returns=noise.roll(2),
+    )
+
+
+def update_once(hf, algorithm):
+    """Losses of the first and second mini-batch's update, and what they were computed from."""
+    from vapo_megatron.actor import Actor
+    from vapo_megatron.config import VapoConfig
+    from vapo_megatron.critic import Critic
+    from vapo_megatron.models.hf_config import read_model_shape
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.parallel.minibatches import make_micro_batches, make_mini_batches
+
+    config = VapoConfig.model_validate(
+        {
+            "model": {"hf_path": str(hf), "dtype": "float32", "value_head_init_std": 0.1},
+            "rollout": {"temperature": 0.7},
+            "algorithm": algorithm,
+            # So small that the second mini-batch sees the same model.
+            "optimizer": {"actor_learning_rate": 1e-12, "critic_learning_rate": 1e-12},
+        }
+    )
+    place = groups.initialize(config.parallel)
+    shape = read_model_shape(hf)
+    actor, critic = Actor(shape, config, place), Critic(shape, config, place)
+    plan = [[0, 1], [2, 3]]  # two micro-batches: counts must be the mini-batch's
+    micro_batches = make_micro_batches(batch(), plan, place, pad=False)
+    logprobs, entropy = actor.compute_logprobs(micro_batches)
+    values = critic.compute_values(micro_batches)
+    shift = torch.tensor([SHIFT[t % 3] for t in range(len(logprobs))])
+    same, shifted = batch(logprobs), batch(logprobs - shift)
+    first = make_mini_batches(same, [plan], place, pad=False)
+    second = make_mini_batches(shifted, [plan], place, pad=False)
+    alone = actor.update(first)
+    both = actor.update([*first, *second])
+    of_critic = critic.update(first)
+    # `both` is the mean over two mini-batches of which the first is known.
+    of_second = {k: 2 * both[k] - alone[k] for k in ("actor/loss", "actor/policy_loss")}
+    of_second |= {k: 2 * both[k] - alone[k] for k in alone if "clip_fraction" in k}
+    return logprobs, entropy, values, alone, of_second, of_critic
+
+
+def expected(algorithm, logprobs, entropy, shift):
+    """(policy loss, whole loss) by loops."""
+    logprobs, entropy = logprobs.tolist(), entropy.tolist()
+    old = [x - shift * SHIFT[t % 3] for t, x in enumerate(logprobs)]
+    by_token = algorithm.get("loss_aggregation", "token") == "token"
+    weights = [1.0 if by_token else 1 / n for n in LENGTHS for _ in range(n)]
+    count = sum(LENGTHS) if by_token else len(LENGTHS)
+    policy = reference.policy_loss(
+        logprobs,
+        old,
+        batch().advantages.tolist(),
+        weights,
+        clip_low=algorithm.get("clip_low", 0.2),
+        clip_high=algorithm.get("clip_high", 0.28),
+        count=count,
+    )
+    correct = [c for c, n in zip(CORRECT, LENGTHS) for _ in range(n)]
+    nll = reference.positive_lm_loss(logprobs, [1.0] * len(correct), correct, count=3 + 4)
+    bonus = sum(w * e for w, e in zip(weights, entropy)) / count
+    whole = policy + algorithm.get("positive_lm_coef", 0.1) * nll
+    return policy, whole - algorithm.get("entropy_coef", 0.0) * bonus
+
+
+CASES = [
+    {},
+    {"clip_high": 0.2},
+    {"clip_low": 0.3},
+    {"loss_aggregation": "sample"},
+    {"positive_lm_coef": 0.0},
+    {"entropy_coef": 0.3},
+    {"entropy_coef": 0.3, "loss_aggregation": "sample", "positive_lm_coef": 1.0},
+]
+
+
+@pytest.mark.parametrize("algorithm", CASES, ids=str)
+def test_the_actors_loss(workers, tmp_path, algorithm):
+    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    logprobs, entropy, _, first, second, _ = workers.run(1, update_once, hf, algorithm)[0]
+    for found, shift in ((first, 0), (second, 1)):
+        policy, whole = expected(algorithm, logprobs, entropy, shift)
+        assert found["actor/policy_loss"] == pytest.approx(policy, abs=2e-6)
+        assert found["actor/loss"] == pytest.approx(whole, abs=2e-6)
+    assert first["actor/first_ratio_diff_max"] == 0
+
+
+def test_every_case_is_told_apart(workers, tmp_path):
+    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    logprobs, entropy, *_ = workers.run(1, update_once, hf, {})[0]
+    losses = [expected(case, logprobs, entropy, 1)[1] for case in CASES]
+    gaps = [abs(a - b) for i, a in enumerate(losses) for b in losses[:i]]
+    assert min(gaps) > 1e-3, "the tolerance of the test above could not tell these fields apart"
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_the_critics_loss(workers, tmp_path, clip):
+    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    *_, values, _, _, metrics = workers.run(1, update_once, hf, {"value_clip": clip})[0]
+    data = batch()
+    loss = reference.value_loss(
+        values.tolist(),
+        data.returns.tolist(),
+        [1.0] * len(values),
+        count=len(values),
+        old_values=data.values.tolist(),
+        clip=clip,
+    )
+    assert metrics["critic/loss"] == pytest.approx(loss, abs=2e-6)
+    unclipped = 0.5 * (values - data.returns).square().mean()
+    assert (abs(loss - float(unclipped)) > 1e-3) == (clip is not None)
+
+
+def changed_between(hf):
+    """A logprob pass and an update that see different tokens."""
+    from vapo_megatron.actor import Actor
+    from vapo_megatron.config import VapoConfig
+    from vapo_megatron.models.hf_config import read_model_shape
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.parallel.minibatches import make_mini_batches
+
+    config = VapoConfig.model_validate({"model": {"hf_path": str(hf), "dtype": "float32"}})
+    place = groups.initialize(config.parallel)
+    actor = Actor(read_model_shape(hf), config, place)
+    stale = batch(torch.full((sum(LENGTHS),), -4.0))
+    try:
+        actor.update(make_mini_batches(stale, [[[0, 1, 2, 3]]], place, pad=False))
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def test_a_ratio_off_one_stops_the_run(workers, tmp_path):
+    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    assert "differs from 1" in workers.run(1, changed_between, hf)[0]
