@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.workers import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "examples/configs/tiny.yaml"
 SMALL = [
@@ -172,7 +174,7 @@ def test_the_32b_recipe_starts_both_ways(way, overrides, tmp_path):
         "rollout.tensor_model_parallel_size=" + ("2" if way == "bash" else "1"),
     ]  # fmt: skip
     if way == "bash":
-        port = {"NPROC_PER_NODE": "2", "MASTER_PORT": "29617"}
+        port = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port())}
         run(["bash", RECIPE, *arguments], **port)
     else:
         run(torchrun(RECIPE, *arguments))
