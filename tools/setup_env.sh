@@ -4,10 +4,11 @@
 #
 #   VAPO_PYTHON=/path/to/python   use this interpreter as it is; no set-up
 #   an activated environment, or a machine with an NVIDIA GPU: its python is used as it is
+#   VAPO_BASE_PYTHON=PYTHON       the Python 3.11 that the environment is made with
 #   VAPO_VENV=DIR                 where the environment is made (default: .venv in the repository)
 
 vapo_setup() {
-  local root venv stamp wanted version module base
+  local root venv stamp wanted candidate module base
   root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
   venv="${VAPO_VENV:-$root/.venv}"
   say() { printf '[set-up] %s\n' "$*" >&2; }
@@ -46,14 +47,15 @@ vapo_setup() {
     return 1
   fi
   base="${VAPO_BASE_PYTHON:-}"
-  for version in python3.11 python3 python3.12 python3.13; do
+  for candidate in python3.11 python3 python; do
     [ -n "$base" ] && break
-    if "$version" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
-      >/dev/null 2>&1; then base="$version"; fi
+    if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' \
+      >/dev/null 2>&1; then base="$candidate"; fi
   done
   if [ -z "$base" ]; then
-    say "error: no Python 3.11 to 3.13 with venv and pip was found (the pinned packages support these)."
-    say "  Debian, Ubuntu: apt-get install python3 python3-venv"
+    say "error: no Python 3.11 with venv and pip was found; requirements/cpu.txt is pinned for 3.11."
+    say "  Debian 12: apt-get install python3 python3-venv    elsewhere: uv python install 3.11, or pyenv,"
+    say "  and VAPO_BASE_PYTHON=/path/to/python3.11"
     return 1
   fi
 
