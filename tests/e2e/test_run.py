@@ -148,7 +148,9 @@ def test_a_killed_run_goes_on(straight, overrides, tmp_path):
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert (run_dir / "checkpoints/latest").read_text() in ("step_000002", "step_000003")
+    # The row of step 2 was written; its checkpoint perhaps not yet.
+    latest = (run_dir / "checkpoints/latest").read_text()
+    assert latest in ("step_000001", "step_000002", "step_000003")
     done = run(command)
     assert "resumed" in done.stdout
     assert rows(run_dir) == rows(straight[0] / "run"), "as if it had never been killed"
