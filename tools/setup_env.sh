@@ -16,9 +16,9 @@ vapo_setup() {
   if [ -n "${VAPO_PYTHON:-}" ]; then
     say "using VAPO_PYTHON=$VAPO_PYTHON"
   elif [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
-    VAPO_PYTHON="$(command -v python3 || command -v python)"
+    VAPO_PYTHON="${VIRTUAL_ENV:-$CONDA_PREFIX}/bin/python"
     say "using the activated environment: $VAPO_PYTHON"
-  elif command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+  elif [[ "$(nvidia-smi -L 2>/dev/null || true)" == *GPU* ]]; then
     VAPO_PYTHON="$(command -v python3)"
     say "a GPU is present: using $VAPO_PYTHON as it is"
   fi
@@ -41,11 +41,15 @@ vapo_setup() {
     say "  Debian, Ubuntu: apt-get install util-linux    Fedora: dnf install util-linux"
     return 1
   fi
-  if ! { ldconfig -p 2>/dev/null || /sbin/ldconfig -p 2>/dev/null; } | grep -q 'libnuma\.so\.1'; then
-    say "error: 'libnuma.so.1' is missing (vLLM's CPU build loads it)."
-    say "  Debian, Ubuntu: apt-get install libnuma1    Fedora: dnf install numactl-libs"
-    return 1
-  fi
+  # Not `ldconfig | grep -q`: under pipefail the reader's early end would count as a failure.
+  case "$(ldconfig -p 2>/dev/null || /sbin/ldconfig -p 2>/dev/null || true)" in
+    *libnuma.so.1*) ;;
+    *)
+      say "error: 'libnuma.so.1' is missing (vLLM's CPU build loads it)."
+      say "  Debian, Ubuntu: apt-get install libnuma1    Fedora: dnf install numactl-libs"
+      return 1
+      ;;
+  esac
   base="${VAPO_BASE_PYTHON:-}"
   for candidate in python3.11 python3 python; do
     [ -n "$base" ] && break
