@@ -15,8 +15,8 @@ from tests.weights.tiny_hf import write_tiny_hf
 SAVED_AT, UPDATES = 2, 5
 
 
-def train(hf, root, settings, tp, pp, load):
-    """Losses of a critic's updates; saves after SAVED_AT, or starts from what was saved there."""
+def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
+    """Losses of a critic's updates; saves after saved_at, or starts from what was saved there."""
     import torch.distributed as dist
 
     from vapo_megatron import checkpoint
@@ -64,11 +64,11 @@ def train(hf, root, settings, tp, pp, load):
     start = 0
     if load:
         start, state = checkpoint.load_latest(root, {"critic": model})
-        assert (start, state) == (SAVED_AT, {"position": 7})
+        assert (start, state) == (saved_at, {"position": 7})
     losses = []
     for update in range(start, UPDATES):
-        if update == SAVED_AT and not load:
-            checkpoint.save(root, SAVED_AT, {"critic": model}, {"position": 7}, keep_last=2)
+        if update == saved_at and not load:
+            checkpoint.save(root, saved_at, {"critic": model}, {"position": 7}, keep_last=2)
         metrics = model.update(mini_batch, loss_function, 1e-2)
         losses.append(float(metrics["loss"]))
     return losses, model.num_updates
@@ -91,6 +91,19 @@ def test_resumed_losses(workers, tmp_path, settings):
     for world_size, tp, pp in ((1, 1, 1), (2, 1, 2), (2, 1, 1)):
         other, _ = workers.run(world_size, train, hf, root, settings, tp, pp, True)[0]
         assert other == pytest.approx(straight[SAVED_AT:], rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize(
+    "settings", [("float32", False), ("float32", True), ("bfloat16", False), ("bfloat16", True)]
+)
+def test_resume_before_the_first_update(workers, tmp_path, settings):
+    """The actor's optimizer is in this state throughout value pretraining."""
+    hf = tmp_path / "hf"
+    write_tiny_hf(hf, tied=False, seed=0)
+    root = tmp_path / "checkpoints"
+    straight, _ = workers.run(2, train, hf, root, settings, 2, 1, False, 0)[0]
+    resumed, _ = workers.run(2, train, hf, root, settings, 2, 1, True, 0)[0]
+    assert resumed == straight
 
 
 def test_an_unfinished_checkpoint_is_named(tmp_path):

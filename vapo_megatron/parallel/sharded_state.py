@@ -59,6 +59,7 @@ def load_sharded(chunks: Sequence[Any], optimizer: Any, directory: Path) -> None
     loaded = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(directory))
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"model{index}"], strict=True)
+    _restore_zero_step(loaded["optimizer"])
     optimizer.load_state_dict(loaded["optimizer"])
     for inner in _torch_optimizers(optimizer):
         for of_parameter in inner.state.values():
@@ -115,6 +116,17 @@ def _prime(optimizer: Any) -> None:
                         "exp_avg": torch.zeros_like(parameter),
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
+
+
+def _restore_zero_step(state: dict[Any, Any]) -> None:
+    """Put back the step count of an optimizer saved before its first update: a 0 is left out."""
+    of_parameters = state.get("state")
+    if isinstance(of_parameters, dict) and "common_step" not in of_parameters:
+        if any(isinstance(s, dict) and "step" not in s for s in of_parameters.values()):
+            of_parameters["common_step"] = torch.tensor(0.0)
+    for part in state.values():
+        if isinstance(part, dict) and part is not of_parameters:
+            _restore_zero_step(part)
 
 
 def _set_keeping_step(
