@@ -13,6 +13,7 @@ once for each.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,9 @@ def save_sharded(chunks: Sequence[Any], optimizer: Any, directory: Path) -> None
 def load_sharded(chunks: Sequence[Any], optimizer: Any, directory: Path) -> None:
     """Fill model and optimizer from a directory that save_sharded wrote; collective."""
     _prime(optimizer)
-    loaded = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(directory))
+    with warnings.catch_warnings():  # megatron-core's loader uses what torch will remove
+        warnings.simplefilter("ignore", FutureWarning)
+        loaded = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(directory))
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"model{index}"], strict=True)
     _restore_zero_step(loaded["optimizer"])
