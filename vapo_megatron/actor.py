@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithm.policy_loss import clipped_policy_loss, token_weights
+from vapo_megatron.algorithm.policy_loss import clipped_policy_loss, ratio_deviation, token_weights
 from vapo_megatron.algorithm.positive_lm_loss import positive_lm_loss
 from vapo_megatron.batch import MicroBatch
 from vapo_megatron.config import VapoConfig
@@ -104,7 +104,7 @@ class Actor:
         loss = policy_loss + algorithm.positive_lm_coef * positive
         if entropy is not None:
             loss = loss - algorithm.entropy_coef * (entropy * weights).sum() / count.clamp(min=1)
-        deviation.append((logprobs.detach() - batch.old_logprobs).exp().sub(1).abs())
+        deviation.append(ratio_deviation(logprobs, batch.old_logprobs, batch.loss_mask))
         metrics = {
             **metrics,
             "policy_loss": policy_loss.detach(),
@@ -129,7 +129,7 @@ class Actor:
 
     def _check_ratio(self, deviation: list[Tensor]) -> Tensor:
         """Largest |ratio - 1| over all ranks, before anything was updated (RATIO_TOLERANCE)."""
-        largest = torch.cat([torch.zeros(1), *(d.cpu() for d in deviation)]).max()
+        largest = torch.stack([torch.zeros(()), *(d.cpu() for d in deviation)]).max()
         largest = max_over_world(largest)
         limit = RATIO_TOLERANCE[self.config.model.dtype]
         assert float(largest) <= limit, (
