@@ -35,6 +35,7 @@ LEVELS = {
     "report": 5,
     "advantages": 4,
     "trained_model": 4,
+    "gradients": 4,
     "step_metrics": 5,
     "evaluation": 5,
     "actor": 5,
