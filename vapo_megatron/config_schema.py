@@ -272,6 +272,9 @@ class LoggingConfig(Section):
     run_dir: str = _field("runs/vapo", "Directory of everything that the run writes.")
     tensorboard: bool = _field(True, "Write TensorBoard events.")
     rollout_groups: int = _field(2, "Groups of responses written as JSONL in each step.", ge=0)
+    dump_steps: int = _field(
+        0, "Latest steps whose responses are kept in binary form for --replay; 0: none.", ge=0
+    )
     progress: Literal["auto", "live", "plain", "off"] = _field(
         "auto", "Progress display; auto: live on a terminal, plain lines elsewhere."
     )
