@@ -166,6 +166,15 @@ def test_every_wrong_field_gets_a_line_and_lists_name_the_place():
             ["parallel.virtual_pipeline_model_parallel_size=2"],
             ["virtual_pipeline_model_parallel_size=2", "found 1", "null"],
         ),
+        (
+            [
+                "parallel.world_size=2",
+                "parallel.pipeline_model_parallel_size=2",
+                "parallel.virtual_pipeline_model_parallel_size=2",
+                "parallel.batch_p2p_comm=true",
+            ],
+            ["batch_p2p_comm=true", "parallel_size=2", "set batch_p2p_comm=null, or virtual"],
+        ),
         (["parallel.overlap_param_gather=true"], ["overlap_param_gather=true", "overlap_grad"]),
         (
             ["parallel.world_size=4", "rollout.tensor_model_parallel_size=3"],
@@ -199,6 +208,19 @@ def test_layouts_that_fit_are_accepted():
         ],
     )
     assert (config.parallel.model_parallel_size, config.parallel.data_parallel_size) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("vpp", "batched"), [("null", "true"), ("1", "true"), ("null", "false"), ("2", "false")]
+)
+def test_sends_between_stages_are_the_users_choice_elsewhere(vpp, batched):
+    overrides = [
+        "parallel.world_size=2",
+        "parallel.pipeline_model_parallel_size=2",
+        f"parallel.virtual_pipeline_model_parallel_size={vpp}",
+        f"parallel.batch_p2p_comm={batched}",
+    ]
+    assert load_config([], overrides).parallel.batch_p2p_comm is (batched == "true")
 
 
 @pytest.mark.parametrize(

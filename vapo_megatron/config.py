@@ -178,11 +178,7 @@ def _divides(name: str, value: int, divisor_name: str, divisor: int) -> str | No
 
 def _layout_rule(c: VapoConfig) -> str | None:
     p = c.parallel
-    tp, pp, vpp = (
-        p.tensor_model_parallel_size,
-        p.pipeline_model_parallel_size,
-        p.virtual_pipeline_model_parallel_size,
-    )
+    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     if p.context_parallel_size != 1:
         return (
             f"parallel.context_parallel_size={p.context_parallel_size}: only 1 is supported; "
@@ -199,11 +195,6 @@ def _layout_rule(c: VapoConfig) -> str | None:
             "parallel.sequence_parallel=true needs parallel.tensor_model_parallel_size > 1, "
             "found 1; set sequence_parallel=false"
         )
-    if vpp is not None and vpp > 1 and pp == 1:
-        return (
-            f"parallel.virtual_pipeline_model_parallel_size={vpp} needs "
-            "parallel.pipeline_model_parallel_size > 1, found 1; set it to null"
-        )
     if p.overlap_param_gather and not (p.use_distributed_optimizer and p.overlap_grad_reduce):
         return (
             "parallel.overlap_param_gather=true needs use_distributed_optimizer=true and "
@@ -213,6 +204,28 @@ def _layout_rule(c: VapoConfig) -> str | None:
         "parallel.world_size", p.world_size,
         "rollout.tensor_model_parallel_size", c.rollout.tensor_model_parallel_size,
     )  # fmt: skip
+
+
+def _pipeline_rule(c: VapoConfig) -> str | None:
+    p = c.parallel
+    pp, vpp = p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size
+    if vpp is None or vpp == 1:
+        return None
+    if pp == 1:
+        return (
+            f"parallel.virtual_pipeline_model_parallel_size={vpp} needs "
+            "parallel.pipeline_model_parallel_size > 1, found 1; set it to null"
+        )
+    if p.batch_p2p_comm:
+        # The previous and the next of two stages are one process, whose two messages then take
+        # each other's place. More stages deadlock with as few micro-batches as stages.
+        return (
+            "parallel.batch_p2p_comm=true must not be combined with "
+            f"parallel.virtual_pipeline_model_parallel_size={vpp}: two stages would mix up their "
+            "messages in silence, more could wait for each other forever; set "
+            "batch_p2p_comm=null, or virtual_pipeline_model_parallel_size=null"
+        )
+    return None
 
 
 def _batch_rule(c: VapoConfig) -> str | None:
@@ -267,4 +280,4 @@ def _reward_rule(c: VapoConfig) -> str | None:
     return None
 
 
-_RULES = (_layout_rule, _batch_rule, _lambda_rule, _sampling_rule, _reward_rule)
+_RULES = (_layout_rule, _pipeline_rule, _batch_rule, _lambda_rule, _sampling_rule, _reward_rule)

@@ -78,6 +78,11 @@ class ParallelConfig(Section):
     virtual_pipeline_model_parallel_size: int | None = _field(
         None, "Model chunks on each pipeline rank; null: one.", ge=1
     )
+    batch_p2p_comm: bool | None = _field(
+        None,
+        "Batched sends and receives between pipeline stages; null: on without virtual stages, off "
+        "with them, where they would go wrong.",
+    )
     context_parallel_size: int = _field(1, "Only 1 is supported.", ge=1)
     sequence_parallel: bool = _field(
         False, "Shard activations between the tensor-parallel blocks along the sequence."

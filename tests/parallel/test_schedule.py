@@ -9,8 +9,17 @@ import dataclasses
 import pytest
 import torch
 
-from tests.parallel.training import ALL, LENGTHS, NUM_TOKENS, Layout, Trained, make_config
+from tests.parallel.training import (
+    ALL,
+    LENGTHS,
+    NUM_TOKENS,
+    Layout,
+    Trained,
+    make_batch,
+    make_config,
+)
 from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron.batch import make_micro_batch
 
 PP2 = Layout(pp=2, split=((ALL[:3], ALL[3:]),))
 VIRTUAL = Layout(pp=2, vpp=2, split=((ALL,),))
@@ -94,10 +103,10 @@ def test_one_process(hf_path, workers):
     assert facts["scale_error"] < 1e-6
 
 
-def _pipeline(hf_path, layout):
+def _pipeline(hf_path, layout, batched=None):
     from vapo_megatron.parallel.schedule import forward_backward, forward_only
 
-    trained = _start(hf_path, layout)
+    trained = _start(hf_path, layout, parallel={"batch_p2p_comm": batched})
     last = trained.groups.is_last_stage
     seen = []
 
@@ -112,10 +121,12 @@ def _pipeline(hf_path, layout):
     return outputs, values, {k: float(v) for k, v in metrics.items()}, seen
 
 
-@pytest.mark.parametrize("layout", [PP2, VIRTUAL])
-def test_every_stage_gets_the_results(layout, hf_path, workers):
+@pytest.mark.parametrize(
+    ("layout", "batched"), [(PP2, None), (PP2, False), (VIRTUAL, None), (VIRTUAL, False)]
+)
+def test_every_stage_gets_the_results(layout, batched, hf_path, workers):
     (expected,) = workers.run(1, _pipeline, hf_path, Layout(split=layout.split))
-    ranks = workers.run(2, _pipeline, hf_path, layout)
+    ranks = workers.run(2, _pipeline, hf_path, layout, batched)
     assert not ranks[0][3]
     assert not any(ranks[1][3])
     for outputs, values, metrics, _ in ranks:
@@ -125,13 +136,33 @@ def test_every_stage_gets_the_results(layout, hf_path, workers):
     assert torch.equal(torch.cat(ranks[0][0]), torch.cat(ranks[1][0]))
 
 
+def _four_micro_batches(hf_path, layout, batched):
+    """Loss of four micro-batches of 16 tokens: wrong sends would be of the right size."""
+    from vapo_megatron.parallel.schedule import forward_backward
+
+    trained = _start(hf_path, layout, parallel={"batch_p2p_comm": batched})
+    batch = make_batch(trained.shape.vocab_size)
+    parts = ((0, 2), (5, 6), (3,), (1, 4))  # 8 + 7, 8 + 7, 16, 11 + 5 tokens
+    micro_batches = [make_micro_batch(batch.select(part), multiple_of=16) for part in parts]
+    return float(forward_backward(trained.chunks, micro_batches, trained.loss)["loss"])
+
+
+def test_batched_sends_of_virtual_stages_are_wrong(hf_path, workers):
+    """Why load_config refuses them, which `make_config` here does not."""
+    (expected,) = workers.run(1, _four_micro_batches, hf_path, Layout(), None)
+    right = workers.run(2, _four_micro_batches, hf_path, VIRTUAL, None)
+    wrong = workers.run(2, _four_micro_batches, hf_path, VIRTUAL, True)
+    assert right == pytest.approx([expected] * 2, rel=1e-5)
+    assert all(abs(loss / expected - 1) > 0.05 for loss in wrong)
+
+
 def _without_per_token_loss(hf_path):
     from vapo_megatron.models.build import transformer_config
     from vapo_megatron.parallel.optimizer import build_ddp
 
     config = make_config(Layout())
     trained = _start(hf_path, Layout())
-    settings = transformer_config(trained.shape, config, "actor")
+    settings = transformer_config(trained.shape, config)
     settings = dataclasses.replace(settings, calculate_per_token_loss=False)
     with pytest.raises(AssertionError, match="set calculate_per_token_loss before DDP"):
         build_ddp(trained.model, config, settings)

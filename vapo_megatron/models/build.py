@@ -38,7 +38,7 @@ __all__ = ["build_model", "gather_hidden", "output_weight", "transformer_config"
 Role = Literal["actor", "critic"]
 
 
-def transformer_config(shape: ModelShape, config: VapoConfig, role: Role) -> TransformerConfig:
+def transformer_config(shape: ModelShape, config: VapoConfig) -> TransformerConfig:
     """Translate an HF architecture and the run's layout into megatron-core's configuration.
 
     Raises:
@@ -48,6 +48,7 @@ def transformer_config(shape: ModelShape, config: VapoConfig, role: Role) -> Tra
     check_layout(shape, parallel)
     vpp_size = parallel.virtual_pipeline_model_parallel_size or 1
     virtual = vpp_size > 1
+    batched = not virtual if parallel.batch_p2p_comm is None else parallel.batch_p2p_comm
     dtype = getattr(torch, config.model.dtype)
     on_gpu = this_device().type == "cuda"
     return TransformerConfig(
@@ -79,10 +80,9 @@ def transformer_config(shape: ModelShape, config: VapoConfig, role: Role) -> Tra
         # name a dispatcher that allows it.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # With two stages the previous and the next rank are the same peer, and batched sends and
-        # receives of virtual stages would be matched in the wrong order without any error.
-        overlap_p2p_comm=virtual,
-        batch_p2p_comm=not virtual,
+        # Only the schedule of virtual stages overlaps, and only what is not batched.
+        overlap_p2p_comm=virtual and not batched,
+        batch_p2p_comm=batched,
         # gloo may still be sending an output when it would be freed.
         deallocate_pipeline_outputs=on_gpu,
         # Losses arrive divided by global counts: nothing is averaged by megatron-core.
@@ -135,7 +135,7 @@ def build_model(
     Raises:
         ConfigError: see transformer_config.
     """
-    settings = transformer_config(shape, config, role)
+    settings = transformer_config(shape, config)
     where = this_device() if device is None else torch.device(device)
     assert device is None or where.type == "meta", f"device={device} must be None or meta"
     if where.type == "meta":
