@@ -143,20 +143,30 @@ def test_padded_vocab_size(tmp_path):
     assert padded_vocab_size(shape, 50, 2) == 300
 
 
-LAYOUTS = {
-    "num_key_value_heads=2": {"tensor_model_parallel_size": 4},
-    "num_hidden_layers=4": {"pipeline_model_parallel_size": 3},
-    "virtual_pipeline_model_parallel_size=4": {
-        "pipeline_model_parallel_size": 2,
-        "virtual_pipeline_model_parallel_size": 4,
-    },
-}
+SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 96}
+REFUSED_LAYOUTS = {
+    "num_attention_heads=4": ({}, {"tensor_model_parallel_size": 8}),
+    "intermediate_size=98": ({"intermediate_size": 98}, {"tensor_model_parallel_size": 4}),
+    # 2 key-value heads over 3 ranks: neither whole heads nor ranks that share one.
+    "tensor_model_parallel_size=3 must be a divisor or a multiple of .*num_key_value_heads=2": (
+        SIX_HEADS, {"tensor_model_parallel_size": 3},
+    ),
+    # 3 ranks share the (3 + 2) * 16 = 80 rows of a key-value head.
+    "tensor_model_parallel_size=6 must divide the model's 160 .*head_dim=16": (
+        SIX_HEADS, {"tensor_model_parallel_size": 6},
+    ),
+    "num_hidden_layers=4": ({}, {"pipeline_model_parallel_size": 3}),
+    "virtual_pipeline_model_parallel_size=4": (
+        {}, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 4},
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_that_do_not_divide(name, tmp_path):
-    with pytest.raises(ConfigError, match=name):
-        check_layout(shape_of(tmp_path), ParallelConfig(**LAYOUTS[name]))
+@pytest.mark.parametrize("message", REFUSED_LAYOUTS)
+def test_layouts_that_do_not_divide(message, tmp_path):
+    changes, parallel = REFUSED_LAYOUTS[message]
+    with pytest.raises(ConfigError, match=message):
+        check_layout(shape_of(tmp_path, changes), ParallelConfig(**parallel))
 
 
 def test_layouts_that_divide(tmp_path):
@@ -166,6 +176,9 @@ def test_layouts_that_divide(tmp_path):
         pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2
     )
     check_layout(shape, parallel)
+    for kv_heads in (1, 2, 4):
+        shape = shape_of(tmp_path, {"num_key_value_heads": kv_heads})
+        check_layout(shape, ParallelConfig(tensor_model_parallel_size=4))
 
 
 def test_needs_neither_torch_nor_megatron():

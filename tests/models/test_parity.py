@@ -1,4 +1,4 @@
-"""The actor's logits and gradients equal transformers', in float32, for every layout of one stage.
+"""Outputs and gradients of actor and critic equal transformers', in float32, on one stage.
 
 Does not exercise pipelines, whose losses and gradients tests/distributed compares with one process,
 nor any reduced precision but that it runs.
@@ -7,14 +7,18 @@ nor any reduced precision but that it runs.
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from tests.models.built import Layout, build, call, write_hf
-from vapo_megatron.models.build import gather_hidden, output_weight
+from vapo_megatron.models.build import gather_hidden, output_weight, values_of
+from vapo_megatron.weights import layout as weight_layout
 from vapo_megatron.weights.hf import load_hf_weights
 
 VOCAB = 300
+HEAD_DIM = 16
 LENGTHS = (5, 40, 1, 9, 41)
 LAYOUTS = {"tp1": Layout(), "tp2": Layout(tp=2), "tp2 sp": Layout(tp=2, sp=True)}
+TP4 = {"tp4": Layout(tp=4), "tp4 sp": Layout(tp=4, sp=True)}
 
 # Of the largest logit. Against float64, transformers' own float32 logits of these models err by
 # 0.6e-6 to 1.0e-6 of it, and ours by 0.7e-6 to 1.3e-6.
@@ -33,7 +37,7 @@ def logit_weights():
 
 
 def run(hf_path, layout, packed=True, with_gradients=False):
-    """Return the logits [S, V] and gradients of the norms and of the embedding's first rows."""
+    """Return the logits [S, V] and some gradients; see gradients_of."""
     model = build(hf_path, layout)
     load_hf_weights(model.chunks, model.shape, hf_path, model.groups, "actor")
     (chunk,) = model.chunks
@@ -50,17 +54,34 @@ def run(hf_path, layout, packed=True, with_gradients=False):
         first = model.groups.tp_rank * rows
         mine = logit_weights()[:, first : first + rows]
         (local[:, : mine.size(1)] * mine).sum().backward()
-        for name, parameter in chunk.named_parameters():
-            if "layernorm" in name:
-                if layout.sp:
-                    assert parameter.sequence_parallel
-                    dist.all_reduce(parameter.grad, group=model.groups.tp_group)
-                gradients[name] = parameter.grad
-            elif name.endswith("linear_proj.weight"):
-                gradients[name] = parameter.grad
+        gradients = gradients_of(model, layout)
     parts = [torch.empty_like(local) for _ in range(layout.tp)]
     dist.all_gather(parts, local.detach().contiguous(), group=model.groups.tp_group)
     return torch.cat(parts, -1)[:, :VOCAB], gradients
+
+
+def run_critic(hf_path, layout):
+    """Return the values [S] and some gradients of their weighted sum; see gradients_of."""
+    model = build(hf_path, layout, "critic")
+    load_hf_weights(model.chunks, model.shape, hf_path, model.groups, "critic")
+    (chunk,) = model.chunks
+    values = values_of(call(chunk, token_ids()))
+    (values * logit_weights()[:, 0]).sum().backward()
+    return values.detach(), gradients_of(model, layout)
+
+
+def gradients_of(model, layout):
+    """Return gradients of the norms, and this rank's of the attention's projections."""
+    gradients = {}
+    for name, parameter in model.chunks[0].named_parameters():
+        if "layernorm" in name:
+            if layout.sp:
+                assert parameter.sequence_parallel
+                dist.all_reduce(parameter.grad, group=model.groups.tp_group)
+            gradients[name] = parameter.grad
+        elif "self_attention" in name:
+            gradients[name] = parameter.grad
+    return gradients
 
 
 def expected(hf_path):
@@ -79,25 +100,69 @@ def assert_close(ours, theirs, times=1.0):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_logits_and_gradients(tied, layout, tmp_path, workers):
     hf_path = write_hf(tmp_path, tied=tied, vocab=VOCAB)
+    assert_logits_and_gradients(hf_path, LAYOUTS[layout], workers)
+
+
+def assert_logits_and_gradients(hf_path, layout, workers):
     model, theirs = expected(hf_path)
-    results = workers.run(LAYOUTS[layout].world_size, run, hf_path, LAYOUTS[layout], True, True)
+    results = workers.run(layout.world_size, run, hf_path, layout, True, True)
     for ours, _ in results:
         assert_close(ours, theirs.detach())
     (theirs * logit_weights()).sum().backward()
-    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for _, ours in results:
-        assert_close(ours["decoder.final_layernorm.weight"], grads["model.norm.weight"], 3)
-        for i in range(4):
-            for name, theirs_name in (
-                ("input_layernorm", "input_layernorm"),
-                ("pre_mlp_layernorm", "post_attention_layernorm"),
-            ):
-                gradient = grads[f"model.layers.{i}.{theirs_name}.weight"]
-                assert_close(ours[f"decoder.layers.{i}.{name}.weight"], gradient, 3)
-    for i in range(4):
-        name = f"decoder.layers.{i}.self_attention.linear_proj.weight"
-        whole = torch.cat([ours[name] for _, ours in results], 1)
-        assert_close(whole, grads[f"model.layers.{i}.self_attn.o_proj.weight"], 3)
+    assert_gradients_close([gradients for _, gradients in results], model)
+
+
+def assert_gradients_close(ranks, model):
+    """Compare what gradients_of returned on each rank with transformers' model after backward."""
+    theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for ours in ranks:
+        assert_close(ours["decoder.final_layernorm.weight"], theirs["model.norm.weight"], 3)
+    for i in range(model.config.num_hidden_layers):
+        layer, their_layer = f"decoder.layers.{i}.", f"model.layers.{i}."
+        for name, their_name in (
+            ("input_layernorm", "input_layernorm"),
+            ("pre_mlp_layernorm", "post_attention_layernorm"),
+        ):
+            for ours in ranks:
+                gradient = theirs[f"{their_layer}{their_name}.weight"]
+                assert_close(ours[f"{layer}{name}.weight"], gradient, 3)
+        rows = [ours[layer + "self_attention.linear_proj.weight"] for ours in ranks]
+        assert_close(torch.cat(rows, 1), theirs[their_layer + "self_attn.o_proj.weight"], 3)
+        for kind in ("weight", "bias"):
+            interleaved = torch.cat(
+                [ours[f"{layer}self_attention.linear_qkv.{kind}"] for ours in ranks]
+            )
+            groups = model.config.num_key_value_heads
+            parts = weight_layout.split_qkv(interleaved, num_groups=groups, head_dim=HEAD_DIM)
+            for name, ours in zip("qkv", parts):
+                assert_close(ours, theirs[f"{their_layer}self_attn.{name}_proj.{kind}"], 3)
+
+
+@pytest.mark.parametrize("layout", TP4)
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_fewer_key_value_heads_than_ranks(kv_heads, layout, tmp_path, workers):
+    """4 query heads: with 2 key-value heads ranks 1 and 3 hold no query row; with 1, 1.5 heads."""
+    hf_path = write_hf(tmp_path, vocab=VOCAB, kv_heads=kv_heads)
+    assert_logits_and_gradients(hf_path, TP4[layout], workers)
+
+
+@pytest.mark.parametrize("layout", TP4)
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_a_critic_of_fewer_key_value_heads_than_ranks(kv_heads, layout, tmp_path, workers):
+    hf_path = write_hf(tmp_path, vocab=VOCAB, kv_heads=kv_heads)
+    head = torch.randn(1, 64, generator=torch.Generator().manual_seed(5)) / 8
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "score.weight": head}, file, metadata={"format": "pt"})
+    results = workers.run(4, run_critic, hf_path, TP4[layout])
+    save_file(tensors, file, metadata={"format": "pt"})
+    model, _ = expected(hf_path)
+    hidden = [model.model(sequence[None]).last_hidden_state[0] for sequence in token_ids()]
+    theirs = torch.cat(hidden) @ head[0]
+    for ours, _ in results:
+        assert_close(ours, theirs.detach())
+    (theirs * logit_weights()[:, 0]).sum().backward()
+    assert_gradients_close([gradients for _, gradients in results], model)
 
 
 def test_packed_equals_one_by_one(tmp_path, workers):

@@ -6,12 +6,20 @@ Does not exercise: a model built with Transformer Engine (its names are tried on
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron.models.hf_config import ModelShape, parameter_count, read_model_shape
+from vapo_megatron.config import ParallelConfig
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.models.hf_config import (
+    ModelShape,
+    check_layout,
+    parameter_count,
+    read_model_shape,
+)
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.mapping import TABLE, hf_tensors, local_parameters
 
@@ -31,10 +39,41 @@ def test_qkv_is_interleaved_by_key_value_head():
     assert merged.tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
 
 
+# Heads of 2 rows: 4 query heads a to d, and the key-value heads' keys (upper case) and values.
+# Interleaved, one key-value head: a a b b c c d d K K v v; two: a a b b K K v v  c c d d L L w w.
+FEW_HEADS = {
+    # 12 rows over 4 ranks: the second rank holds half of query head b, all of c.
+    (1, 4): [((0, 3), (0, 0), (0, 0)), ((3, 6), (0, 0), (0, 0)), ((6, 8), (0, 1), (0, 0)),
+             ((8, 8), (1, 2), (0, 2))],
+    (1, 2): [((0, 6), (0, 0), (0, 0)), ((6, 8), (0, 2), (0, 2))],
+    # 16 rows over 4 ranks: query heads alone, then a key and a value head alone.
+    (2, 4): [((0, 4), (0, 0), (0, 0)), ((4, 4), (0, 2), (0, 2)), ((4, 8), (2, 2), (2, 2)),
+             ((8, 8), (2, 4), (2, 4))],
+    # A key-value head or more for each rank: equal parts of each tensor.
+    (2, 2): [((0, 4), (0, 2), (0, 2)), ((4, 8), (2, 4), (2, 4))],
+    (4, 2): [((0, 4), (0, 4), (0, 4)), ((4, 8), (4, 8), (4, 8))],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_groups", "tp_size"), FEW_HEADS)
+def test_qkv_shards_are_chunks_of_the_interleaved_rows(num_groups, tp_size):
+    sizes = [8, 2 * num_groups, 2 * num_groups]
+    full = [torch.arange(size) + 100 * i for i, size in enumerate(sizes)]
+    whole = layout.merge_qkv(*full, num_groups=num_groups)
+    for rank, expected in enumerate(FEW_HEADS[num_groups, tp_size]):
+        bounds = layout.part_bounds(
+            "qkv", sizes, rank, tp_size, num_groups=num_groups, padded_rows=0
+        )
+        assert tuple(bounds) == expected
+        parts = [tensor[a:b] for tensor, (a, b) in zip(full, bounds)]
+        shard = layout.merge("qkv", parts, num_groups=num_groups, tp_size=tp_size, num_rows=0)
+        assert torch.equal(shard, whole.chunk(tp_size)[rank])
+
+
 def test_gate_stands_before_up_on_each_rank():
     gate, up = torch.arange(4)[:, None], 10 + torch.arange(4)[:, None]
     shards = [
-        layout.merge("gate_up", [gate[a:b], up[a:b]], num_groups=1, num_rows=4)
+        layout.merge("gate_up", [gate[a:b], up[a:b]], num_groups=1, tp_size=2, num_rows=4)
         for a, b in (layout.bounds(4, rank, 2) for rank in (0, 1))
     ]
     assert [s.flatten().tolist() for s in shards] == [[0, 1, 10, 11], [2, 3, 12, 13]]
@@ -42,10 +81,15 @@ def test_gate_stands_before_up_on_each_rank():
 
 def test_vocabulary_is_padded_with_zero_rows_at_its_end():
     # 5 rows padded to 8 over 4 ranks of 2: [0, 2) [2, 4) [4, 5) and an empty part.
-    bounds = [layout.vocabulary_bounds(5, 8, rank, 4) for rank in range(4)]
+    bounds = []
+    for rank in range(4):
+        bounds += layout.part_bounds("vocabulary", [5], rank, 4, num_groups=1, padded_rows=8)
     assert bounds == [(0, 2), (2, 4), (4, 5), (5, 5)]
     rows = 1 + torch.arange(5.0)[:, None]
-    shards = [layout.merge("vocabulary", [rows[a:b]], num_groups=1, num_rows=2) for a, b in bounds]
+    shards = [
+        layout.merge("vocabulary", [rows[a:b]], num_groups=1, tp_size=4, num_rows=2)
+        for a, b in bounds
+    ]
     assert torch.cat(shards).flatten().tolist() == [1, 2, 3, 4, 5, 0, 0, 0]
     (full,) = layout.join("vocabulary", shards, num_groups=1, head_dim=1, num_rows=5)
     assert torch.equal(full, rows)
@@ -53,8 +97,10 @@ def test_vocabulary_is_padded_with_zero_rows_at_its_end():
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_join_undoes_merge_for_any_number_of_ranks(kind, tp_size):
-    heads, groups, head_dim, hidden = 8, 4, 3, 16
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_join_undoes_merge_for_any_number_of_ranks(groups, kind, tp_size):
+    # The interleaved rows, (8 + 2 * groups) * 2, divide by 4; with 1 group each rank has 2.5 heads.
+    heads, head_dim, hidden = 8, 2, 16
     sizes = {
         "vocabulary": [(21, hidden)],
         "qkv": [
@@ -69,25 +115,52 @@ def test_join_undoes_merge_for_any_number_of_ranks(kind, tp_size):
     full = [torch.randn(size) for size in sizes]
     dim = layout.shard_dim(kind)
 
-    def part(tensor, rank):
+    def parts(rank):
         if dim is None:
-            return tensor
-        if kind == "vocabulary":
-            start, stop = layout.vocabulary_bounds(21, 24, rank, tp_size)
-        else:
-            start, stop = layout.bounds(tensor.shape[dim], rank, tp_size)
-        return tensor.narrow(dim, start, stop - start)
+            return full
+        lengths = [tensor.shape[dim] for tensor in full]
+        bounds = layout.part_bounds(kind, lengths, rank, tp_size, num_groups=groups, padded_rows=24)
+        return [t.narrow(dim, a, b - a) for t, (a, b) in zip(full, bounds)]
 
-    num_groups = groups // tp_size
+    rows = 24 // tp_size
     shards = [
-        layout.merge(
-            kind, [part(t, r) for t in full], num_groups=num_groups, num_rows=24 // tp_size
-        )
-        for r in range(tp_size)
+        layout.merge(kind, parts(rank), num_groups=groups, tp_size=tp_size, num_rows=rows)
+        for rank in range(tp_size)
     ]
-    back = layout.join(kind, shards, num_groups=num_groups, head_dim=head_dim, num_rows=21)
+    back = layout.join(kind, shards, num_groups=groups, head_dim=head_dim, num_rows=21)
     assert len(back) == len(full)
     assert all(torch.equal(a, b) for a, b in zip(back, full))
+
+
+def test_every_layout_that_is_accepted_can_be_cut(shape):
+    accepted = 0
+    for heads, groups, head_dim, tp_size in itertools.product(
+        (2, 3, 4, 6, 8, 12), (1, 2, 3, 4), (2, 6, 8), range(1, 13)
+    ):
+        if heads % groups:
+            continue
+        model = dataclasses.replace(
+            shape,
+            num_attention_heads=heads,
+            num_key_value_heads=groups,
+            head_dim=head_dim,
+            ffn_hidden_size=tp_size,
+        )
+        try:
+            check_layout(model, ParallelConfig(tensor_model_parallel_size=tp_size))
+        except ConfigError:
+            continue
+        accepted += 1
+        full = [torch.arange(n * head_dim) for n in (heads, groups, groups)]
+        whole = layout.merge_qkv(*full, num_groups=groups)
+        for rank in range(tp_size):
+            bounds = layout.part_bounds(
+                "qkv", [len(x) for x in full], rank, tp_size, num_groups=groups, padded_rows=0
+            )
+            parts = [x[a:b] for x, (a, b) in zip(full, bounds)]
+            shard = layout.merge("qkv", parts, num_groups=groups, tp_size=tp_size, num_rows=0)
+            assert torch.equal(shard, whole.chunk(tp_size)[rank]), (model, tp_size, rank)
+    assert accepted > 100
 
 
 def test_cutting_unevenly_is_an_assertion():

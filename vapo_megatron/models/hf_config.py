@@ -203,7 +203,6 @@ def check_layout(shape: ModelShape, parallel: ParallelConfig) -> None:
     stages = parallel.pipeline_model_parallel_size
     chunks = stages * (parallel.virtual_pipeline_model_parallel_size or 1)
     for key, value in (
-        ("num_key_value_heads", shape.num_key_value_heads),
         ("num_attention_heads", shape.num_attention_heads),
         ("intermediate_size", shape.ffn_hidden_size),
     ):
@@ -212,9 +211,33 @@ def check_layout(shape: ModelShape, parallel: ParallelConfig) -> None:
                 f"parallel.tensor_model_parallel_size={tp_size} must divide the model's {key}="
                 f"{value}; lower it, and use pipeline_model_parallel_size instead"
             )
+    _check_key_value_heads(shape, tp_size)
     if shape.num_layers % chunks:
         raise ConfigError(
             f"parallel.pipeline_model_parallel_size={stages} times "
             f"virtual_pipeline_model_parallel_size={chunks // stages} must divide the model's "
             f"num_hidden_layers={shape.num_layers}; change one of them"
+        )
+
+
+def _check_key_value_heads(shape: ModelShape, tp_size: int) -> None:
+    """Refuse what megatron-core cannot lay out.
+
+    Each rank holds whole key-value heads, or each head's query, key and value rows are cut evenly
+    over the ranks that share it, anywhere, also within a head.
+    """
+    groups = shape.num_key_value_heads
+    if groups % tp_size and tp_size % groups:
+        raise ConfigError(
+            f"parallel.tensor_model_parallel_size={tp_size} must be a divisor or a multiple of the "
+            f"model's num_key_value_heads={groups}; change it, and use "
+            "pipeline_model_parallel_size instead"
+        )
+    rows = (shape.num_attention_heads + 2 * groups) * shape.head_dim
+    if rows % tp_size:
+        raise ConfigError(
+            f"parallel.tensor_model_parallel_size={tp_size} must divide the model's {rows} query, "
+            f"key and value rows, (num_attention_heads={shape.num_attention_heads} + 2 * "
+            f"num_key_value_heads={groups}) * head_dim={shape.head_dim}; lower it, and use "
+            "pipeline_model_parallel_size instead"
         )

@@ -7,6 +7,7 @@ sent between ranks, and no code from the checkpoint is run.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from torch import Tensor
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.hf_export import export_hf
-from vapo_megatron.weights.hf_reader import HfReader
+from vapo_megatron.weights.hf_reader import DTYPES, HfReader
 from vapo_megatron.weights.mapping import (
     EMBEDDING,
     OUTPUT,
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from vapo_megatron.parallel.groups import ParallelGroups
 
 __all__ = ["HfReader", "check_hf_tensors", "export_hf", "load_hf_weights"]
-
-_FLOATS = ("F32", "BF16", "F16")
 
 
 def check_hf_tensors(reader: HfReader, shape: ModelShape, role: str) -> None:
@@ -66,8 +65,8 @@ def check_hf_tensors(reader: HfReader, shape: ModelShape, role: str) -> None:
             problems.append(
                 f"{name}: expected shape {list(size)}, found {list(reader.shape(name))}"
             )
-        elif reader.dtype(name) not in _FLOATS:
-            problems.append(f"{name}: expected {' or '.join(_FLOATS)}, found {reader.dtype(name)}")
+        elif reader.dtype(name) not in DTYPES:
+            problems.append(f"{name}: expected {' or '.join(DTYPES)}, found {reader.dtype(name)}")
     problems += [
         f"{name} is unknown"
         for name in reader.names()
@@ -121,7 +120,8 @@ def load_hf_weights(
         shard = layout.merge(
             parameter.row.kind,
             list(_parts(reader, parameter, shape, groups)),
-            num_groups=shape.num_key_value_heads // groups.tp_size,
+            num_groups=shape.num_key_value_heads,
+            tp_size=groups.tp_size,
             num_rows=parameter.data.shape[0],
         )
         assert shard.shape == parameter.data.shape, (
@@ -135,20 +135,20 @@ def _parts(
     reader: HfReader, parameter: LocalParameter, shape: ModelShape, groups: ParallelGroups
 ) -> Iterator[Tensor]:
     """Yield this rank's parts of the HF tensors of one parameter."""
-    kind = parameter.row.kind
-    dim = layout.shard_dim(kind)
-    for name, size in zip(parameter.hf_names, parameter.row.shapes(shape), strict=True):
-        if dim is None:
-            yield reader.read(name)
-        elif kind == "vocabulary":
-            padded = parameter.data.shape[0] * groups.tp_size
-            yield reader.read(
-                name,
-                dim,
-                *layout.vocabulary_bounds(size[0], padded, groups.tp_rank, groups.tp_size),
-            )
-        else:
-            yield reader.read(name, dim, *layout.bounds(size[dim], groups.tp_rank, groups.tp_size))
+    dim = layout.shard_dim(parameter.row.kind)
+    if dim is None:
+        yield from map(reader.read, parameter.hf_names)
+        return
+    all_bounds = layout.part_bounds(
+        parameter.row.kind,
+        [size[dim] for size in parameter.row.shapes(shape)],
+        groups.tp_rank,
+        groups.tp_size,
+        num_groups=shape.num_key_value_heads,
+        padded_rows=parameter.data.shape[0] * groups.tp_size,
+    )
+    for name, (start, stop) in zip(parameter.hf_names, all_bounds, strict=True):
+        yield reader.read(name, dim, start, stop)
 
 
 def _check_really_tied(
@@ -158,17 +158,18 @@ def _check_really_tied(
     groups: ParallelGroups,
 ) -> None:
     """Refuse a tied model whose file holds an output matrix of its own."""
-    if reader.shape(OUTPUT) != (size := reader.shape(EMBEDDING)):
+    expected, found = (f"{list(reader.shape(n))} {reader.dtype(n)}" for n in (EMBEDDING, OUTPUT))
+    if expected != found:
         raise CheckpointError(
-            f"{reader.directory}: {OUTPUT}: expected shape {list(size)}, found "
-            f"{list(reader.shape(OUTPUT))}"
+            f"{reader.directory}: {OUTPUT}: expected {expected} as {EMBEDDING}, found {found}"
         )
     for parameter in parameters:
         if parameter.hf_names != (EMBEDDING,):
             continue
-        padded = parameter.data.shape[0] * groups.tp_size
-        rows = layout.vocabulary_bounds(size[0], padded, groups.tp_rank, groups.tp_size)
-        if not torch.equal(reader.read(EMBEDDING, 0, *rows), reader.read(OUTPUT, 0, *rows)):
+        as_output = dataclasses.replace(parameter, hf_names=(OUTPUT,))
+        (embedding,) = _parts(reader, parameter, shape, groups)
+        (output,) = _parts(reader, as_output, shape, groups)
+        if not torch.equal(embedding, output):
             raise CheckpointError(
                 f"{reader.directory}: config.json says tie_word_embeddings=true, but {OUTPUT} "
                 f"differs from {EMBEDDING}; set it to false"

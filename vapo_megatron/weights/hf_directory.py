@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vapo_megatron.errors import CheckpointError
-from vapo_megatron.weights.hf_reader import INDEX_FILE, SINGLE_FILE
+from vapo_megatron.weights.hf_reader import DTYPES, INDEX_FILE, SINGLE_FILE
 
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = {"format": "pt", "producer": "vapo_megatron"}
 _CARRIED = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
@@ -77,7 +77,7 @@ def write_safetensors(path: Path, tensors: list[TensorPlan], data: Iterator[Tens
     for t in tensors:
         end = offset + t.num_bytes
         header[t.name] = {
-            "dtype": _DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [offset, end],
+            "dtype": _NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [offset, end],
         }  # fmt: skip
         offset = end
     text = json.dumps(header).encode()

@@ -217,7 +217,7 @@ def _gather(
         yield from layout.join(
             kind,
             shards,
-            num_groups=shape.num_key_value_heads // groups.tp_size,
+            num_groups=shape.num_key_value_heads,
             head_dim=shape.head_dim,
             num_rows=shape.vocab_size,
         )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -13,6 +14,8 @@ from vapo_megatron.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""The types that weights may have, by safetensors' names."""
 
 
 class HfReader:
@@ -52,10 +55,12 @@ class HfReader:
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the part [start, stop) of a tensor along dim, on the CPU; all of it by default."""
         source = self._slice(name)
-        stop = source.get_shape()[dim] if stop is None else stop
+        size = list(source.get_shape())
+        stop = size[dim] if stop is None else stop
         if start == stop:
-            # safetensors refuses empty slices: keep one row's shape and drop the row.
-            return self.read(name, dim, 0, 1).narrow(dim, 0, 0)
+            # safetensors refuses empty slices.
+            size[dim] = 0
+            return torch.empty(size, dtype=DTYPES[self.dtype(name)])
         part = source[(slice(None),) * dim + (slice(start, stop),)]
         self.bytes_read += part.numel() * part.element_size()
         return part

@@ -1,8 +1,8 @@
 """How one Megatron parameter is laid out against its HF tensors: pure functions on tensors.
 
-A tensor-parallel rank's shard is made of the same rank's parts of the HF tensors: each HF tensor is
-cut into tp_size equal parts along `shard_dim(kind)`, and `merge` puts one rank's parts together.
-`split` is its inverse. Neither needs another rank, so a rank reads from disk only what it keeps.
+A tensor-parallel rank's shard is made of one part of each HF tensor: `part_bounds` says which rows
+or columns, and `merge` puts them together without another rank, so a rank reads from disk only what
+it keeps. `join` is the inverse, from the shards of all ranks.
 
     kind         HF tensors         Megatron shard
     vocabulary   [V, H]             rows of the vocabulary padded with zero rows
@@ -10,6 +10,9 @@ cut into tp_size equal parts along `shard_dim(kind)`, and `merge` puts one rank'
     gate_up      gate, up           this rank's gate rows, then its up rows
     row          [out, in]          columns
     replicated   any                the same on every rank
+
+A qkv shard is a plain tp_size-th of the interleaved rows. With fewer key-value heads than ranks it
+is a piece of one key-value head's rows, which often holds no key or no value at all.
 """
 
 from __future__ import annotations
@@ -35,15 +38,50 @@ def bounds(size: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
     return tp_rank * part, (tp_rank + 1) * part
 
 
-def vocabulary_bounds(
-    vocab_size: int, padded_rows: int, tp_rank: int, tp_size: int
-) -> tuple[int, int]:
-    """Return [start, stop) of a rank's rows that exist in the HF tensor; empty for padding alone.
+def part_bounds(
+    kind: Kind,
+    sizes: Sequence[int],
+    tp_rank: int,
+    tp_size: int,
+    *,
+    num_groups: int,
+    padded_rows: int,
+) -> list[tuple[int, int]]:
+    """Return [start, stop) of a rank's part of each HF tensor along shard_dim(kind).
 
-    padded_rows: rows of the vocabulary with padding, over all ranks.
+    Args:
+        kind: see the module's docstring; not "replicated", which is not cut.
+        sizes: of the full HF tensors along that dimension.
+        tp_rank, tp_size: whose part.
+        num_groups: key-value heads of the model.
+        padded_rows: of a vocabulary with its padding, over all ranks. Padding is in no part.
     """
-    start, stop = bounds(padded_rows, tp_rank, tp_size)
-    return min(start, vocab_size), min(stop, vocab_size)
+    if kind == "qkv":
+        return _qkv_bounds(sizes, tp_rank, tp_size, num_groups)
+    if kind == "vocabulary":
+        start, stop = bounds(padded_rows, tp_rank, tp_size)
+        return [(min(start, size), min(stop, size)) for size in sizes]
+    return [bounds(size, tp_rank, tp_size) for size in sizes]
+
+
+def _qkv_bounds(
+    sizes: Sequence[int], tp_rank: int, tp_size: int, num_groups: int
+) -> list[tuple[int, int]]:
+    """Find a rank's chunk of the interleaved rows in the query, the key and the value."""
+
+    def rows_before(row: int) -> list[int]:
+        """Count the rows of each HF tensor that stand before an interleaved row."""
+        group, left = divmod(row, sum(sizes) // num_groups)
+        counts = []
+        for size in sizes:
+            in_group = size // num_groups
+            taken = min(left, in_group)
+            counts.append(group * in_group + taken)
+            left -= taken
+        return counts
+
+    start, stop = bounds(sum(sizes), tp_rank, tp_size)
+    return list(zip(rows_before(start), rows_before(stop), strict=True))
 
 
 def merge_qkv(query: Tensor, key: Tensor, value: Tensor, *, num_groups: int) -> Tensor:
@@ -51,10 +89,10 @@ def merge_qkv(query: Tensor, key: Tensor, value: Tensor, *, num_groups: int) -> 
 
     Args:
         query, key, value: [rows, ...] of weights, [rows] of biases.
-        num_groups: key-value heads among these rows.
+        num_groups: key-value heads among these rows; 1 for a piece of one, where some are empty.
     """
-    parts = [x.reshape(num_groups, -1, *x.shape[1:]) for x in (query, key, value)]
-    return torch.cat(parts, 1).reshape(-1, *query.shape[1:])
+    parts = [x.unflatten(0, (num_groups, len(x) // num_groups)) for x in (query, key, value)]
+    return torch.cat(parts, 1).flatten(0, 1)
 
 
 def split_qkv(qkv: Tensor, *, num_groups: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,31 +112,25 @@ def pad_rows(tensor: Tensor, num_rows: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
 
 
-def merge(kind: Kind, parts: Sequence[Tensor], *, num_groups: int, num_rows: int) -> Tensor:
+def merge(
+    kind: Kind, parts: Sequence[Tensor], *, num_groups: int, tp_size: int, num_rows: int
+) -> Tensor:
     """Build one rank's Megatron shard from its parts of the HF tensors.
 
     Args:
         kind: see the module's docstring.
-        parts: in the table's order; the parts of a vocabulary without its padding.
-        num_groups: key-value heads of this rank.
+        parts: as part_bounds cuts them, in the table's order.
+        num_groups: key-value heads of the model.
+        tp_size: number of ranks.
         num_rows: rows of the shard, for the padding of a vocabulary.
     """
     if kind == "qkv":
         query, key, value = parts
-        return merge_qkv(query, key, value, num_groups=num_groups)
+        return merge_qkv(query, key, value, num_groups=max(1, num_groups // tp_size))
     if kind == "gate_up":
         return torch.cat(list(parts))
     (part,) = parts
     return pad_rows(part, num_rows) if kind == "vocabulary" else part
-
-
-def split(kind: Kind, shard: Tensor, *, num_groups: int, head_dim: int) -> tuple[Tensor, ...]:
-    """Take one rank's shard apart into its parts of the HF tensors; vocabularies keep padding."""
-    if kind == "qkv":
-        return split_qkv(shard, num_groups=num_groups, head_dim=head_dim)
-    if kind == "gate_up":
-        return tuple(shard.chunk(2))
-    return (shard,)
 
 
 def join(
@@ -114,17 +146,22 @@ def join(
     Args:
         kind: see the module's docstring.
         shards: one for each rank.
-        num_groups: key-value heads of one rank.
+        num_groups: key-value heads of the model.
         head_dim: rows of one head.
         num_rows: vocabulary size without padding; needed for a vocabulary.
 
     Returns:
         Tensors in the table's order. They share memory with the shards where nothing had to move.
     """
+    if kind == "gate_up":
+        gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
+        return _concatenate(gates, 0), _concatenate(ups, 0)
     dim = shard_dim(kind)
-    split_shards = [split(kind, s, num_groups=num_groups, head_dim=head_dim) for s in shards]
-    if dim is None or len(shards) == 1:
-        full = split_shards[0]
-    else:
-        full = tuple(torch.cat(parts, dim) for parts in zip(*split_shards, strict=True))
-    return tuple(t[:num_rows] for t in full) if kind == "vocabulary" else full
+    full = shards[0] if dim is None else _concatenate(shards, dim)
+    if kind == "qkv":
+        return split_qkv(full, num_groups=num_groups, head_dim=head_dim)
+    return (full[:num_rows],) if kind == "vocabulary" else (full,)
+
+
+def _concatenate(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)

@@ -94,7 +94,7 @@ def gather_hf_tensors(
                 full = layout.join(
                     shard.kind,
                     parts,
-                    num_groups=shape.num_key_value_heads // groups.tp_size,
+                    num_groups=shape.num_key_value_heads,
                     head_dim=shape.head_dim,
                     num_rows=shape.vocab_size,
                 )
