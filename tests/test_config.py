@@ -31,6 +31,7 @@ def test_defaults_are_the_papers():
     assert (a.clip_low, a.clip_high, a.positive_lm_coef) == (0.2, 0.28, 0.1)
     assert (a.value_pretraining_steps, a.loss_aggregation, a.gamma) == (50, "token", 1.0)
     assert (o.actor_learning_rate, o.critic_learning_rate) == (1e-6, 2e-6)
+    assert (o.actor_clip_grad, o.critic_clip_grad) == (1.0, 1.0)
     assert (config.reward.correct, config.reward.incorrect) == (1.0, -1.0)
     # 313 steps of 16 updates are the paper's 5,000.
     assert a.policy_steps * (a.responses_per_step // a.mini_batch_size) == 5008

@@ -257,7 +257,12 @@ class OptimizerConfig(Section):
     adam_beta2: float = _field(0.95, "AdamW's beta2.", "beta_2", ge=0, lt=1)
     adam_eps: float = _field(1e-8, "AdamW's epsilon.", gt=0)
     weight_decay: float = _field(0.1, "Decoupled weight decay; none on biases and norms.", ge=0)
-    clip_grad: float = _field(1.0, "Largest gradient norm; 0: no clipping.", ge=0)
+    actor_clip_grad: float = _field(
+        1.0, "Largest norm of the actor's gradient; 0: no clipping.", ge=0
+    )
+    critic_clip_grad: float = _field(
+        1.0, "Largest norm of the critic's gradient; 0: no clipping.", ge=0
+    )
 
 
 class CheckpointConfig(Section):

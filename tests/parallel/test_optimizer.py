@@ -57,21 +57,22 @@ def hf_path(tmp_path_factory):
     return str(write_tiny_hf(path, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60, num_layers=2))
 
 
-def _start(hf_path, **sections):
+def _start(hf_path, role="actor", **sections):
     from vapo_megatron.parallel import groups
 
     config = make_config(Layout(), **sections)
     if groups._current is None:
         groups.initialize(config.parallel)
-    return Trained(hf_path, Layout(split=((ALL,),)), "actor", config)
+    return Trained(hf_path, Layout(split=((ALL,),)), role, config)
 
 
-def _against_adamw(hf_path, clip_grad):
+def _against_adamw(hf_path, role, clip_grad):
     """Largest difference to torch's AdamW in float64 after three updates, and the norms."""
     from vapo_megatron.parallel.optimizer import optimizer_step, set_learning_rate
 
     decay = 0.3
-    trained = _start(hf_path, optimizer={"clip_grad": clip_grad, "weight_decay": decay})
+    clips = {"actor_clip_grad": 1e-3, "critic_clip_grad": 1e-3, f"{role}_clip_grad": clip_grad}
+    trained = _start(hf_path, role, optimizer={**clips, "weight_decay": decay})
     parameters = list(trained.chunks[0].parameters())
     copies = [p.detach().double().clone().requires_grad_() for p in parameters]
     starts = [c.detach().clone() for c in copies]
@@ -104,9 +105,10 @@ def _against_adamw(hf_path, clip_grad):
     return error, norms, moved
 
 
+@pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize("clip_grad", [0.0, 0.05])
-def test_updates_equal_torch_adamw(hf_path, workers, clip_grad):
-    ((error, norms, moved),) = workers.run(1, _against_adamw, hf_path, clip_grad)
+def test_updates_equal_torch_adamw(hf_path, workers, role, clip_grad):
+    ((error, norms, moved),) = workers.run(1, _against_adamw, hf_path, role, clip_grad)
     assert error < 1e-6 < 1e-4 < moved
     for found, expected in norms:
         assert found == pytest.approx(expected, rel=1e-5)
@@ -147,7 +149,7 @@ def _bfloat16(hf_path, distributed):
     trained = _start(
         hf_path,
         model={"dtype": "bfloat16"},
-        optimizer={"adam_eps": 1e-12, "clip_grad": 0.0},
+        optimizer={"adam_eps": 1e-12, "actor_clip_grad": 0.0},
         parallel={"use_distributed_optimizer": distributed},
     )
     weight = trained.model[0].decoder.final_layernorm.weight

@@ -73,7 +73,12 @@ def make_config(layout: Layout, **sections: dict[str, Any]) -> VapoConfig:
             "recompute": layout.recompute,
         },
         # With a large epsilon an update shows the gradient's scale, which Adam would hide.
-        "optimizer": {"adam_eps": 1e-2, "clip_grad": 0.5, "weight_decay": 0.1},
+        "optimizer": {
+            "adam_eps": 1e-2,
+            "actor_clip_grad": 0.5,
+            "critic_clip_grad": 0.5,
+            "weight_decay": 0.1,
+        },
     }
     for name, fields in sections.items():
         tree[name] = {**tree[name], **fields}

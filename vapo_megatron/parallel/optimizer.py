@@ -81,10 +81,13 @@ def build_optimizer(
     Args:
         ddp_chunks: from build_ddp.
         config: for betas, epsilon, weight decay and gradient clipping.
-        role: "actor" or "critic": its learning rate is the one set until the first update.
+        role: "actor" or "critic": whose gradient clip and, until the first update, learning rate.
     """
     o, bf16 = config.optimizer, config.model.dtype == "bfloat16"
-    rate = o.actor_learning_rate if role == "actor" else o.critic_learning_rate
+    if role == "actor":
+        rate, clip_grad = o.actor_learning_rate, o.actor_clip_grad
+    else:
+        rate, clip_grad = o.critic_learning_rate, o.critic_clip_grad
     settings = OptimizerConfig(
         optimizer="adam",
         lr=rate,
@@ -93,7 +96,7 @@ def build_optimizer(
         adam_beta1=o.adam_beta1,
         adam_beta2=o.adam_beta2,
         adam_eps=o.adam_eps,
-        clip_grad=o.clip_grad,
+        clip_grad=clip_grad,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
