@@ -93,6 +93,15 @@ def test_resumed_losses(workers, tmp_path, settings):
         assert other == pytest.approx(straight[SAVED_AT:], rel=tolerance, abs=tolerance)
 
 
+def test_fewer_key_value_heads_than_ranks(workers, tmp_path):
+    """Four ranks share the rows of two key-value heads; one rank takes them all up."""
+    hf, root, settings = tmp_path / "hf", tmp_path / "checkpoints", ("float32", True)
+    write_tiny_hf(hf, kv_heads=2, seed=0)
+    straight, _ = workers.run(4, train, hf, root, settings, 4, 1, False)[0]
+    resumed, _ = workers.run(1, train, hf, root, settings, 1, 1, True)[0]
+    assert resumed == pytest.approx(straight[SAVED_AT:], rel=1e-6, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     "settings", [("float32", False), ("float32", True), ("bfloat16", False), ("bfloat16", True)]
 )

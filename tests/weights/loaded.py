@@ -29,6 +29,10 @@ class Layout(NamedTuple):
         return self.tp * self.pp
 
 
+# Layouts with fewer key-value heads than tensor-parallel ranks, of models with 4 query heads.
+FEW_HEADS = [(Layout(2, 1), 1), (Layout(2, 2), 1), (Layout(4, 1), 1), (Layout(4, 1), 2)]
+
+
 class Loaded(NamedTuple):
     chunks: list[torch.nn.Module]
     shape: ModelShape

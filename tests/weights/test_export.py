@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.weights.loaded import Layout, forward, load, widen
+from tests.weights.loaded import FEW_HEADS, Layout, forward, load, widen
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.weights import hf_export
@@ -55,6 +55,13 @@ def test_there_and_back_is_bit_identical(workers, tmp_path, layout, tied):
         assert files == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
         assert index["weight_map"].keys() == _read(out).keys()
         assert index["metadata"]["total_size"] == sum(t.nbytes for t in _read(out).values())
+
+
+@pytest.mark.parametrize(("layout", "kv_heads"), FEW_HEADS, ids=str)
+def test_fewer_key_value_heads_than_ranks_are_bit_identical(workers, tmp_path, layout, kv_heads):
+    path, out = write_tiny_hf(tmp_path / "hf", kv_heads=kv_heads), tmp_path / "out"
+    workers.run(layout.world_size, _export, str(path), layout, str(out), {})
+    assert _same(_read(out), _read(path))
 
 
 def test_files_are_bounded_and_transformers_loads_them(workers, tmp_path):

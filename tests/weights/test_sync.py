@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.weights.loaded import Layout, all_parameters, load, micro_batch, widen
+from tests.weights.loaded import FEW_HEADS, Layout, all_parameters, load, micro_batch, widen
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.parallel import groups as parallel_groups
 from vapo_megatron.parallel.optimizer import (
@@ -35,8 +35,8 @@ def _digest(named_tensors):
     }
 
 
-def _gathered(path, layout, bucket_sizes):
-    loaded = load(path, layout)
+def _gathered(path, layout, bucket_sizes, dtype="float32"):
+    loaded = load(path, layout, dtype=dtype)
     parts = (loaded.chunks, loaded.shape, loaded.groups)
     return [_digest(gather_hf_tensors(*parts, bucket_bytes=b)) for b in bucket_sizes]
 
@@ -52,6 +52,15 @@ def test_every_rank_sees_the_files_bits(workers, tmp_path, layout, tied):
         for got in rank:
             assert got.keys() == expected.keys()
             assert [n for n in got if got[n] != expected[n]] == []
+
+
+@pytest.mark.parametrize(("layout", "kv_heads"), FEW_HEADS, ids=str)
+def test_fewer_key_value_heads_than_ranks(workers, tmp_path, layout, kv_heads):
+    path = write_tiny_hf(tmp_path, kv_heads=kv_heads, dtype=torch.bfloat16)
+    expected = _digest(load_file(path / "model.safetensors").items())
+    arguments = (str(path), layout, (60_000,), "bfloat16")
+    for (got,) in workers.run(layout.world_size, _gathered, *arguments):
+        assert got == expected
 
 
 def test_a_critic_of_mixed_types_is_gathered(workers, tmp_path):
