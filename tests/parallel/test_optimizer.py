@@ -143,32 +143,46 @@ def test_a_gradient_that_is_not_finite_stops_the_run(hf_path, workers):
 
 
 def _bfloat16(hf_path, distributed):
-    """Norm weights before, after one and after ten updates of about 1e-3 each."""
+    """Norm and value head before, after one and after ten updates of about 1e-3 in each weight.
+
+    Returns for each [(weight, main parameter)] at these three times.
+    """
     from vapo_megatron.parallel.optimizer import optimizer_step, set_learning_rate
 
     trained = _start(
         hf_path,
-        model={"dtype": "bfloat16"},
-        optimizer={"adam_eps": 1e-12, "actor_clip_grad": 0.0},
+        "critic",
+        model={"dtype": "bfloat16", "value_head_init_std": 2.0},
+        optimizer={"adam_eps": 1e-12, "critic_clip_grad": 0.0, "weight_decay": 0.0},
         parallel={"use_distributed_optimizer": distributed},
     )
-    weight = trained.model[0].decoder.final_layernorm.weight
-    assert weight.dtype == torch.bfloat16 and weight.main_grad.dtype == torch.float32
-    weights = [weight.detach().clone()]
+    (model,) = trained.model
+    parameters = list(model.parameters())
+    assert {p.dtype for p in parameters} == {torch.bfloat16}
+    assert {p.main_grad.dtype for p in parameters} == {torch.float32}
+    assert {p.main_param.dtype for p in parameters} == {torch.float32}
+    watched = [model.decoder.final_layernorm.weight, model.output_layer.weight]
+    times = [[(w.detach().clone(), w.main_param.view_as(w).clone()) for w in watched]]
     for update in range(10):
         set_learning_rate(trained.optimizer, 1e-3)
         trained.forward_backward()
         optimizer_step(trained.optimizer)
         if update in (0, 9):
-            weights.append(weight.detach().clone())
-    return weights
+            times.append([(w.detach().clone(), w.main_param.view_as(w).clone()) for w in watched])
+    return list(zip(*times))
 
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_bfloat16_weights_have_float32_main_parameters(hf_path, workers, distributed):
     # From 1 to 2 bfloat16 is spaced by 2^-7 = 0.0078: one update of 1e-3 rounds away, ten do not.
-    ((start, one, ten),) = workers.run(1, _bfloat16, hf_path, distributed)
-    large = (start >= 1) & (start < 2)
-    assert large.sum() > 5
-    assert torch.equal(one[large], start[large])
-    assert (ten[large] != start[large]).float().mean() > 0.7
+    (watched,) = workers.run(1, _bfloat16, hf_path, distributed)
+    assert len(watched) == 2
+    for (start, start_main), (one, one_main), (ten, ten_main) in watched:
+        large = (start.abs() >= 1.01) & (start.abs() < 2)
+        assert large.sum() > 5
+        assert torch.equal(one[large], start[large])
+        # Adam's first update is its learning rate in every weight.
+        moved = (one_main - start_main).abs()[large]
+        torch.testing.assert_close(moved, torch.full_like(moved, 1e-3), rtol=1e-3, atol=0)
+        assert torch.equal(start_main, start.float()) and torch.equal(ten, ten_main.bfloat16())
+        assert (ten[large] != start[large]).float().mean() > 0.5
