@@ -5,6 +5,7 @@ test_parity.py does, and tests/distributed for pipelines.
 """
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -130,6 +131,7 @@ def test_a_critic_is_untied_across_a_pipeline(tmp_path, workers):
 
 
 def gradients(hf_path, recompute):
+    """Return the gradients, and how often each kind of module ran forward in the whole pass."""
     torch.manual_seed(0)
     model = build(hf_path, Layout(), recompute=recompute)
     (chunk,) = model.chunks
@@ -137,36 +139,26 @@ def gradients(hf_path, recompute):
     with torch.no_grad():
         for parameter in chunk.parameters():
             parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    counts = Counter()
+    for module in chunk.modules():
+        name = type(module).__name__
+        module.register_forward_pre_hook(lambda *_, name=name: counts.update([name]))
     ids = [torch.arange(9) + 5, torch.arange(30)]
     hidden = gather_hidden(call(chunk, ids), sequence_parallel=False)
     (hidden @ output_weight(chunk).t()).logsumexp(-1).sum().backward()
-    recomputes = _contains(hidden.grad_fn, "Checkpoint")
-    return {n: p.grad for n, p in chunk.named_parameters()}, recomputes
-
-
-def _contains(node, text):
-    """Is there a node of the autograd graph whose name contains the text?"""
-    queue, seen = [node], set()
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if text in type(node).__name__:
-            return True
-        queue += [f for f, _ in node.next_functions]
-    return False
+    return {n: p.grad for n, p in chunk.named_parameters()}, counts
 
 
 def test_recompute_changes_no_gradient(tmp_path, workers):
+    """Of 4 layers, selective runs the attention again in backward, and full the whole layer."""
     hf_path = write_hf(tmp_path)
-    ((plain, recomputes),) = workers.run(1, gradients, hf_path, "none")
-    assert not recomputes
-    for recompute in ("selective", "full"):
-        ((again, recomputes),) = workers.run(1, gradients, hf_path, recompute)
-        assert recomputes, f"recompute={recompute} recomputed nothing"
+    ((plain, counts),) = workers.run(1, gradients, hf_path, "none")
+    assert (counts["PackedAttention"], counts["MLP"]) == (4, 4)
+    for recompute, expected in (("selective", (8, 4)), ("full", (8, 8))):
+        ((again, counts),) = workers.run(1, gradients, hf_path, recompute)
+        assert (counts["PackedAttention"], counts["MLP"]) == expected, recompute
         for name, gradient in plain.items():
-            assert torch.equal(gradient, again[name]), name
+            assert gradient.any() and torch.equal(gradient, again[name]), name
 
 
 def test_settings(tmp_path):
