@@ -153,18 +153,34 @@ def test_megatron_core_imported_too_early_is_an_error():
     ]
 
 
+def test_cuda_runs_kernels_in_order_unless_the_user_says_otherwise():
+    printed = run_python(
+        """
+        import os
+        name = "CUDA_DEVICE_MAX_CONNECTIONS"
+        os.environ.pop(name, None)
+        import vapo_megatron.parallel as parallel
+        print(os.environ[name])
+        os.environ[name] = "8"
+        parallel.backend.install()
+        print(os.environ[name])
+        """
+    )
+    assert printed == ["1", "8"]
+
+
 def test_translated_bytecode_is_cached_until_the_source_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     path = tmp_path / "piece.py"
     path.write_text("where = 'cuda'")
     compiled = []
-    plain = backend._Loader.source_to_code
+    plain = backend._translated
 
-    def counting(self, data, path, **keywords):
+    def counting(source, path):
         compiled.append(path)
-        return plain(self, data, path, **keywords)
+        return plain(source, path)
 
-    monkeypatch.setattr(backend._Loader, "source_to_code", counting)
+    monkeypatch.setattr(backend, "_translated", counting)
 
     def load():
         loader = backend._Loader("piece", str(path))

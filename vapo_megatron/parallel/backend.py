@@ -32,7 +32,6 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,11 +85,16 @@ def peak_memory_bytes() -> int:
 
 
 def install() -> bool:
-    """Make megatron-core run on a CPU. Safe to call again; does nothing when a GPU exists.
+    """Make megatron-core run on a CPU, or give CUDA the setting that it relies on on a GPU.
+
+    Safe to call again.
 
     Returns:
         True when megatron-core is translated in this process.
     """
+    # Read when CUDA starts: kernels run in the order of their launches, so that communication comes
+    # before the computation that is to hide it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
         return False
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -140,18 +144,19 @@ class _Loader(importlib.machinery.SourceFileLoader):
             data = self.get_data(cache)
             if data[:16] == digest:
                 return marshal.loads(data[16:])
-        code = self.source_to_code(source, path)
+        code = _translated(source, path)
         if not sys.dont_write_bytecode:
             self.set_data(cache, digest + marshal.dumps(code))
         return code
 
-    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:
-        tree = ast.fix_missing_locations(_Translator().visit(ast.parse(data, path)))
-        return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
-
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__[_STAND_IN] = cpu_cuda
         super().exec_module(module)
+
+
+def _translated(source: bytes, path: str) -> CodeType:
+    tree = ast.fix_missing_locations(_Translator().visit(ast.parse(source, path)))
+    return compile(tree, path, "exec", dont_inherit=True)
 
 
 class _Translator(ast.NodeTransformer):
