@@ -34,7 +34,7 @@ class Section(BaseModel):
 
 def _field(default: Any, description: str, symbol: str | None = None, **rules: Any) -> Any:
     """Declare a field with its sentence for --help and, where there is one, the paper's symbol."""
-    extra = {"symbol": symbol} if symbol else None
+    extra: Any = {"symbol": symbol} if symbol else None
     if isinstance(default, list):
         rules["default_factory"] = lambda: list(default)
     else:

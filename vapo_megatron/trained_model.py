@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vapo_megatron.batch import MicroBatch
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.models.build import build_model
+from vapo_megatron.models.build import Role, build_model
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import ParallelGroups
 from vapo_megatron.parallel.minibatches import MiniBatch
@@ -29,7 +29,12 @@ class TrainedModel:
     """A model that learns: `model`, a chunk per virtual stage; `chunks`, with DDP; `optimizer`."""
 
     def __init__(
-        self, shape: ModelShape, config: VapoConfig, groups: ParallelGroups, role: str, hf_path: str
+        self,
+        shape: ModelShape,
+        config: VapoConfig,
+        groups: ParallelGroups,
+        role: Role,
+        hf_path: str,
     ) -> None:
         self.groups = groups
         self.model = build_model(shape, config, groups, role)

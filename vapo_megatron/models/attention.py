@@ -83,7 +83,8 @@ def _varlen_attention(
     """Call torch's varlen attention, whose keywords differ between releases of torch."""
     from torch.nn.attention import varlen
 
-    known = inspect.signature(varlen.varlen_attn).parameters
+    attend: Any = varlen.varlen_attn
+    known = inspect.signature(attend).parameters
     keywords: dict[str, Any] = {}
     if "window_size" in known:
         keywords["window_size"] = (-1, 0)
@@ -98,9 +99,7 @@ def _varlen_attention(
     else:
         repeats = query.size(1) // key.size(1)
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    return varlen.varlen_attn(
-        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **keywords
-    )
+    return attend(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **keywords)
 
 
 def packed_attention(

@@ -39,14 +39,16 @@ class ValueHead(torch.nn.Linear):
     ) -> None:
         super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
         self.sequence_parallel = config.sequence_parallel
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         with torch.no_grad():
             draw = torch.randn(
                 self.weight.shape, generator=torch.Generator().manual_seed(seed), device="cpu"
             )
             self.weight.copy_(init_std * draw)
 
-    def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    def forward(  # type: ignore[override]
+        self, input_: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
         """Take hidden states [S_local, 1, H]; return float32 values [S, 1, 1] and no bias."""
         values = torch.nn.functional.linear(input_.float(), self.weight.float())
         if self.sequence_parallel:
