@@ -1,6 +1,7 @@
-"""tools/benchmark.py gae on a small batch: what it compares is the same, and it is not slower.
+"""tools/benchmark.py on small sizes: what it compares is the same, and what it prints can fail.
 
-Not exercised: the full size (512 responses, 2.1M tokens), which takes seconds and is run by hand.
+Not exercised: the full sizes (512 responses of 2.1M tokens; 4096 tokens of 152064 scores), which
+take seconds and minutes and are run by hand; a GPU.
 """
 
 import re
@@ -8,7 +9,9 @@ import re
 import pytest
 import torch
 
-from tools.benchmark import log_normal_lengths, main, padded_loop
+from tools.benchmark import main
+from tools.benchmark_gae import log_normal_lengths, padded_loop
+from tools.benchmark_logprobs import PATHS, Settings, measure
 
 
 def test_lengths_sum_up_and_stay_in_range():
@@ -42,3 +45,47 @@ def test_ratio_and_error(capsys):
     assert len(ratios) == len(errors) == 2
     assert min(ratios) > 2
     assert max(errors) < 1e-6
+
+
+def test_a_process_that_fuses_never_holds_the_logits(capsys):
+    main(
+        "logprobs --tokens 1024 --vocab-size 65536 --hidden 16 --threads 1 --entropy yes"
+        " --pairs 1".split()
+    )
+    out = capsys.readouterr().out
+    logits = 1024 * 65536 * 4 / 1e6
+    fused, plain = (float(x) for x in re.findall(r"(\d+) MB above inputs", out))
+    # Two chunks of 512 of the 1024 rows, and 20 MB for everything else that a process may take.
+    assert fused < logits / 2 + 20
+    # Log-probabilities, probabilities, their product, and gradients of all.
+    assert plain > 3 * logits
+    seconds = re.findall(r"([\d.]+) s +[\d.]+ s of CPU", out)
+    assert re.findall(r"median ([\d.]+) s fused, ([\d.]+) s plain", out) == [tuple(seconds)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_path_computes_the_same(dtype):
+    results = {}
+    for path in PATHS:
+        settings = Settings(
+            path, tokens=50, vocab_size=300, hidden=8, dtype=dtype,
+            entropy=True, temperature=0.7, threads=1, device="cpu",
+        )  # fmt: skip
+        results[path] = measure(settings).checksum
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    assert results == pytest.approx(dict.fromkeys(PATHS, results["plain"]), abs=tolerance)
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ("gae --responses 0", "--responses=0 must be at least 1"),
+        ("gae --tokens 5", "tokens=5 must lie between"),
+        ("gae --device nowhere", "nowhere"),
+        ("logprobs --pairs 0", "--pairs=0 must be at least 1"),
+    ],
+)
+def test_mistakes_are_named(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        main(arguments.split())
+    assert message in capsys.readouterr().err

@@ -1,16 +1,15 @@
-"""Vocabulary-parallel log-probabilities and entropy, against float64, on one process and on two.
+"""Vocabulary-parallel log-probabilities and entropy, against float64, on one process.
 
-Not exercised: CUDA and NCCL; more than two tensor-parallel ranks; speed. Memory is bounded through
-the largest tensor that any operator returns, not through the allocator.
+Not exercised: CUDA; several ranks (test_logprobs_parallel.py); speed, and what an operator
+allocates inside itself (tests/algorithm/test_benchmark.py measures a whole process).
 """
 
 import math
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.parallel.operators import Operators
 from vapo_megatron.parallel.logprobs import linear_logprobs, vocab_parallel_logprobs
 
 T, H, V, PADDED = 7, 5, 11, 16
@@ -202,37 +201,54 @@ def test_leading_dimensions_are_kept():
             torch.testing.assert_close(output.flatten(), expected)
 
 
-class _Operators(TorchDispatchMode):
-    """Records the operators that run and the largest tensor that one of them returns."""
+def _peak_bytes(dtype, with_entropy, chunk_size, rows=64, width=4096):
+    """Most bytes alive at once in forward and backward, without inputs and the weight's gradient.
 
-    def __init__(self):
-        super().__init__()
-        self.names, self.largest = [], 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.names.append(str(function))
-        for x in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(x, torch.Tensor):
-                self.largest = max(self.largest, x.untyped_storage().nbytes())
-        return result
-
-
-def test_the_logits_never_exist_in_full():
-    rows, width, chunk = 64, 400, 4
-    hidden = torch.randn(rows, H, requires_grad=True)
-    weight = torch.randn(width, H, requires_grad=True)
-    targets = torch.randint(width, (rows,))
-    with _Operators() as seen:
+    In float32 [1, width] rows, so that a chunk of scores counts as its rows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, H, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(width, H, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(width, (rows,), generator=generator)
+    with Operators() as seen:
         outputs = linear_logprobs(
-            hidden, weight, targets, None, vocab_size=width, with_entropy=True, chunk_size=chunk
+            hidden, weight, targets, None,
+            vocab_size=width, with_entropy=with_entropy, chunk_size=chunk_size,
+        )  # fmt: skip
+        torch.stack([x for x in outputs if x is not None]).sum().backward()
+    gradient = width * H * 4  # accumulated in float32
+    return (seen.peak_bytes - gradient) / (width * 4)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("chunk_size,chunk_and_tile", [(2, 2), (4, 4), (16, 15), (32, 26)])
+def test_no_more_than_one_chunk_of_scores_is_held(with_entropy, chunk_size, chunk_and_tile):
+    # With entropy, chunk and tile share chunk_size: 32 is a tile of 32/8 = 4 and at most 28, and 64
+    # rows in 3 equal chunks are 22 each: 26. 16 is 2 and 5 of 13; 4 is 1 and 22 of 3; 2 is 1 and 1.
+    expected = chunk_and_tile if with_entropy else chunk_size
+    # What else is alive counts by tokens: the hidden states' gradient (64 * 5 numbers) and some
+    # numbers per token, together less than half a row of 4096. The logits would be 64 rows.
+    held = _peak_bytes(torch.float32, with_entropy, chunk_size)
+    assert expected <= held < expected + 0.5
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_bfloat16_chunk_and_its_float32_tiles_are_less_than_a_float32_chunk(with_entropy):
+    # The parts of the weight's gradient before they are added up, and its rounded copy at the end
+    # [4096, 5] in bfloat16, are 2.5 rows each; of 32 rows in bfloat16 and 4 (or 8) in float32, 20.
+    held = _peak_bytes(torch.bfloat16, with_entropy, 32)
+    assert 16 < held < (16 + 8 if with_entropy else 16 + 4) + 2.5 + 0.5
+
+
+def test_logits_that_are_given_are_worked_on_in_tiles():
+    rows, width = 64, 4096
+    logits = torch.randn(rows, width)
+    targets = torch.randint(width, (rows,))
+    with Operators() as seen:
+        vocab_parallel_logprobs(
+            logits, targets, None, vocab_size=width, with_entropy=True, chunk_size=16
         )
-        sum(x.sum() for x in outputs).backward()
-    # The weight's gradient [400, 5] is larger than a chunk's scores [4, 400]; logits are [64, 400].
-    assert seen.largest == 4 * width * H
-    with _Operators() as seen:
-        vocab_parallel_logprobs(hidden @ weight.t(), targets, None, vocab_size=width)
-    assert seen.largest == 4 * rows * width
+    assert seen.peak_bytes < (2 + 2 + 0.5) * width * 4
 
 
 @pytest.mark.parametrize(
@@ -253,57 +269,3 @@ def test_arguments_that_do_not_fit_are_refused(change, message):
     arguments = dict(hidden=hidden, weight_shard=weight, targets=targets, vocab_size=V) | change
     with pytest.raises(ValueError, match=message):
         linear_logprobs(**arguments, tp_group=None)
-
-
-def _on_two_ranks(vocab_size: int):
-    rank, group = dist.get_rank(), dist.group.WORLD
-    hidden, weight, targets, upstream = _inputs(torch.float32)
-    width = PADDED // 2
-    targets = targets % vocab_size
-    shard = weight[rank * width : (rank + 1) * width].clone().requires_grad_()
-    hidden.requires_grad_()
-    keywords = dict(vocab_size=vocab_size, temperature=0.7, with_entropy=True)
-    with _Operators() as seen:
-        outputs = torch.stack(
-            linear_logprobs(hidden, shard, targets, group, **keywords, chunk_size=3)
-        )
-    collectives = [name for name in seen.names if name.startswith("c10d")]
-    with _Operators() as seen:
-        (outputs * upstream).sum().backward()
-    collectives_backward = [name for name in seen.names if name.startswith("c10d")]
-    logits = (hidden @ shard.t()).detach().requires_grad_()
-    unfused = torch.stack(vocab_parallel_logprobs(logits, targets, group, **keywords))
-    (unfused * upstream).sum().backward()
-    empty, _ = linear_logprobs(hidden[:0], shard, targets[:0], group, vocab_size=vocab_size)
-    assert empty.numel() == 0
-    return (
-        outputs.detach(), unfused.detach(), hidden.grad, shard.grad, logits.grad,
-        collectives, collectives_backward,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("vocab_size", [V, 6])  # at 6 all that rank 1 holds is padding
-def test_two_ranks_equal_one(workers, vocab_size):
-    hidden, weight, targets, upstream = _inputs(torch.float32)
-    targets = targets % vocab_size
-    hidden.requires_grad_(), weight.requires_grad_()
-    logits = hidden @ weight.t()
-    logits.retain_grad()
-    one = torch.stack(
-        vocab_parallel_logprobs(
-            logits, targets, None, vocab_size=vocab_size, temperature=0.7, with_entropy=True
-        )
-    )
-    (one * upstream).sum().backward()
-    first, second = workers.run(2, _on_two_ranks, vocab_size)
-    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
-    for outputs in (first[0], first[1]):
-        torch.testing.assert_close(outputs, one.detach(), rtol=1e-5, atol=1e-6)
-    # The gradient of the hidden states is each rank's share.
-    torch.testing.assert_close(first[2] + second[2], hidden.grad, rtol=1e-5, atol=1e-6)
-    assert not torch.allclose(first[2], hidden.grad) or vocab_size == 6
-    torch.testing.assert_close(torch.cat([first[3], second[3]]), weight.grad, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        torch.cat([first[4], second[4]], -1), logits.grad, rtol=1e-5, atol=1e-6
-    )
-    assert len(first[5]) == 1 and not first[6], (first[5], first[6])

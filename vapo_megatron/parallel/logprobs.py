@@ -13,16 +13,13 @@ m, s, u and z_t of all tokens travel in one all-gather; the backward pass commun
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_BYTES = 96 * 2**20
-"""Size of a chunk's scores [chunk, V/tp] when no chunk size is given; at most two are held."""
+from vapo_megatron.parallel.score_chunks import Call, Gradients, tiles
 
 
 def vocab_parallel_logprobs(
@@ -48,7 +45,7 @@ def vocab_parallel_logprobs(
             gradient.
         temperature: divides the logits.
         with_entropy: also return -sum_j p_j log p_j, in nats.
-        chunk_size: rows worked on at once; None: as many as CHUNK_BYTES allows.
+        chunk_size: see score_chunks.py; None: what fits CHUNK_BYTES.
 
     Returns:
         (logprobs, entropy), each [...], float32 (float64 for float64 logits), the same on every
@@ -58,7 +55,7 @@ def vocab_parallel_logprobs(
     Raises:
         ValueError: shapes, temperature, chunk size or targets that do not fit.
     """
-    call = _Call.check(
+    call = Call.check(
         logits.shape[:-1], logits.shape[-1], logits.dtype, targets, tp_group,
         vocab_size, temperature, with_entropy, chunk_size,
     )  # fmt: skip
@@ -79,8 +76,9 @@ def linear_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """`vocab_parallel_logprobs` of `hidden @ weight_shard.T`, without ever holding those logits.
 
-    Forward and backward hold the scores of `chunk_size` rows; backward computes them again. The
-    products are rounded to the weight's dtype, as a linear layer's output is; all else is float32.
+    Forward and backward hold no more than [chunk_size, V_padded/tp] scores, in all (a single row,
+    with entropy, needs another); backward computes them again. The products are rounded to the
+    weight's dtype, as a linear layer's output is; all else is float32.
 
     The gradient of `hidden` is TP-partial: it is this rank's share, and its sum over the
     tensor-parallel ranks is the gradient. What made `hidden` the same on all ranks takes that sum
@@ -110,7 +108,7 @@ def linear_logprobs(
             f"{list(weight_shard.shape)} {weight_shard.dtype} must share dtype and last size; "
             "cast or slice one of them"
         )
-    call = _Call.check(
+    call = Call.check(
         hidden.shape[:-1], weight_shard.shape[0], hidden.dtype, targets, tp_group,
         vocab_size, temperature, with_entropy, chunk_size,
     )  # fmt: skip
@@ -120,102 +118,11 @@ def linear_logprobs(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """What one call fixes besides its tensors."""
-
-    tp_group: dist.ProcessGroup | None
-    tp_size: int
-    first: int
-    """Global index of this rank's first column."""
-    columns: int
-    """This rank's columns that belong to the vocabulary; 0 on a rank that holds padding alone."""
-    dtype: torch.dtype
-    """Of the arithmetic."""
-    temperature: float
-    with_entropy: bool
-    chunk_size: int
-
-    @staticmethod
-    def check(
-        rows: torch.Size,
-        width: int,
-        dtype: torch.dtype,
-        targets: Tensor,
-        tp_group: dist.ProcessGroup | None,
-        vocab_size: int,
-        temperature: float,
-        with_entropy: bool,
-        chunk_size: int | None,
-    ) -> _Call:
-        """Check the arguments against each other; width: V_padded/tp."""
-        tp_size, tp_rank = (1, 0) if tp_group is None else (tp_group.size(), tp_group.rank())
-        if targets.shape != rows:
-            raise ValueError(f"targets {list(targets.shape)} must have the shape {list(rows)}")
-        if not 0 < vocab_size <= width * tp_size:
-            raise ValueError(
-                f"vocab_size={vocab_size} must lie in 1..{width * tp_size}, the padded vocabulary "
-                f"of {tp_size} ranks together; pass the unpadded size and this rank's own shard"
-            )
-        if not temperature > 0 or (chunk_size is not None and chunk_size < 1):
-            raise ValueError(f"temperature={temperature} and chunk_size={chunk_size} must be > 0")
-        # On a GPU a look would wait for the device: there a foreign target's logprob is -inf.
-        if targets.device.type == "cpu" and targets.numel():
-            low, high = int(targets.min()), int(targets.max())
-            if low < 0 or high >= vocab_size:
-                raise ValueError(f"targets must lie in [0, {vocab_size}), found {low}..{high}")
-        columns = min(max(vocab_size - tp_rank * width, 0), width)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        chunk = chunk_size or max(1, CHUNK_BYTES // (max(columns, 1) * wide.itemsize))
-        return _Call(
-            tp_group, tp_size, tp_rank * width, columns, wide, temperature, with_entropy, chunk
-        )
-
-    def shaped(
-        self, outputs: tuple[Tensor, Tensor], shape: torch.Size
-    ) -> tuple[Tensor, Tensor | None]:
-        """Give the flat outputs the targets' shape."""
-        logprobs, entropy = outputs
-        return logprobs.view(shape), entropy.view(shape) if self.with_entropy else None
-
-    def chunks(self, num_rows: int) -> Iterator[slice]:
-        """Row ranges, none of them empty."""
-        for start in range(0, num_rows, self.chunk_size):
-            yield slice(start, min(start + self.chunk_size, num_rows))
-
-    def buffer(self, source: Tensor) -> Tensor:
-        """Room for one chunk's scores, used by all in turn: fresh pages cost too much."""
-        rows = min(self.chunk_size, source.shape[0])
-        return source.new_empty(rows * self.columns, dtype=self.dtype)
-
-    def view(self, buffer: Tensor, rows: slice) -> Tensor:
-        """[chunk, columns] of a buffer."""
-        size = rows.stop - rows.start
-        return buffer[: size * self.columns].view(size, self.columns)
-
-    def scores(self, source: Tensor, weight: Tensor | None, rows: slice, buffer: Tensor) -> Tensor:
-        """logits / temperature of some rows, [chunk, columns], in the buffer, to be overwritten."""
-        z = self.view(buffer, rows)
-        if weight is None:
-            z.copy_(source[rows, : self.columns])
-        elif weight.dtype == self.dtype:
-            torch.mm(source[rows], weight[: self.columns].t(), out=z)
-        else:
-            z.copy_(source[rows] @ weight[: self.columns].t())
-        return z if self.temperature == 1.0 else z.div_(self.temperature)
-
-    def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Each target's column [chunk, 1], clamped to this rank's, and whether it is one."""
-        column = targets[:, None] - self.first
-        return column.clamp(0, self.columns - 1), (column >= 0) & (column < self.columns)
-
-
 class _Logprobs(torch.autograd.Function):
     """source: logits (weight None) or hidden states."""
 
     @staticmethod
-    def forward(ctx, source, weight, targets, call: _Call):  # type: ignore[no-untyped-def]
-        with_entropy = call.with_entropy
+    def forward(ctx, source, weight, targets, call: Call):  # type: ignore[no-untyped-def]
         statistics = _statistics(source, weight, targets, call)
         if call.tp_size > 1 and targets.numel():
             size, rows = statistics.shape
@@ -234,7 +141,7 @@ class _Logprobs(torch.autograd.Function):
         # Subtracted in this order, the result keeps its digits when all logits are large.
         logprobs = (picked - maximum) - log_total
         entropy = None
-        if with_entropy:
+        if call.with_entropy:
             weighted = (scale * (gathered[:, 3] + shift * sums)).sum(0)
             entropy = log_total - weighted / total
         ctx.save_for_backward(source, weight, targets, log_normalizer, entropy)
@@ -246,31 +153,33 @@ class _Logprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):  # type: ignore[no-untyped-def]
         source, weight, targets, log_normalizer, entropy = ctx.saved_tensors
-        call: _Call = ctx.call
+        call: Call = ctx.call
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_normalizer)
-        first = call.buffer(source)
-        second = first if grad_entropy is None else call.buffer(source)
-        sink = _Gradients(source, weight, call, ctx.needs_input_grad)
-        for rows in call.chunks(source.shape[0]):
-            z = call.scores(source, weight, rows, first)
-            g = grad_logprobs[rows, None]
+        # d z / d logits = 1 / temperature
+        picked = (grad_logprobs / call.temperature)[:, None]
+        slope = offset = None
+        if grad_entropy is not None:
+            slope = (grad_entropy / -call.temperature)[:, None]
+            offset = slope * entropy[:, None] - picked
+        gradients = Gradients(source, weight, call, ctx.needs_input_grad)
+        for rows, z, room in tiles(
+            source, weight, call, with_room=slope is not None, gradients=gradients
+        ):
             z.sub_(log_normalizer[rows, None])
-            if grad_entropy is None:
-                grad = z.exp_().mul_(-g)
+            if slope is None or offset is None:
+                z.exp_().mul_(-picked[rows])
             else:
-                grad = torch.exp(z, out=call.view(second, rows))
-                z.add_(entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(g)
-                grad.mul_(z).neg_()
+                p = torch.exp(z, out=room)
+                torch.addcmul(offset[rows], slope[rows], z, out=z).mul_(p)
             if call.columns:
                 column, inside = call.local(targets[rows])
-                grad.scatter_add_(1, column, g * inside)
-            sink.add(rows, grad if call.temperature == 1.0 else grad.div_(call.temperature))
-        grad_source, grad_weight = sink.result()
+                z.scatter_add_(1, column, picked[rows] * inside)
+        grad_source, grad_weight = gradients.result()
         return grad_source, grad_weight, None, None
 
 
-def _statistics(source: Tensor, weight: Tensor | None, targets: Tensor, call: _Call) -> Tensor:
+def _statistics(source: Tensor, weight: Tensor | None, targets: Tensor, call: Call) -> Tensor:
     """This rank's m, s, z_t (-inf where it is another rank's) and, for the entropy, u."""
     num_rows = source.shape[0]
     statistics = source.new_zeros((4 if call.with_entropy else 3, num_rows), dtype=call.dtype)
@@ -279,60 +188,14 @@ def _statistics(source: Tensor, weight: Tensor | None, targets: Tensor, call: _C
         statistics[0] = -1e30
         statistics[2] = -math.inf
         return statistics
-    first = call.buffer(source)
-    second = call.buffer(source) if call.with_entropy else None
-    for rows in call.chunks(num_rows):
-        z = call.scores(source, weight, rows, first)
+    for rows, z, room in tiles(source, weight, call, with_room=call.with_entropy):
         column, inside = call.local(targets[rows])
         statistics[2, rows] = z.gather(1, column).masked_fill_(~inside, -math.inf)[:, 0]
         maximum = z.amax(1)
         statistics[0, rows] = maximum
         z.sub_(maximum[:, None])
-        if second is None:
-            statistics[1, rows] = z.exp_().sum(1)
-        else:
-            e = torch.exp(z, out=call.view(second, rows))
-            statistics[1, rows] = e.sum(1)
+        e = z.exp_() if room is None else torch.exp(z, out=room)
+        statistics[1, rows] = e.sum(1)
+        if room is not None:
             statistics[3, rows] = e.mul_(z).sum(1)
     return statistics
-
-
-class _Gradients:
-    """Collects the chunks' gradients with respect to the scores into those of the inputs."""
-
-    def __init__(
-        self, source: Tensor, weight: Tensor | None, call: _Call, needed: tuple[bool, ...]
-    ) -> None:
-        self.source, self.weight, self.columns = source, weight, call.columns
-        self.grad_source = torch.empty_like(source) if needed[0] else None
-        self.grad_weight: Tensor | None = None
-        if weight is not None and needed[1]:
-            self.grad_weight = weight.new_empty(weight.shape, dtype=call.dtype)
-            self.grad_weight[call.columns if source.shape[0] else 0 :].zero_()
-        if weight is None and self.grad_source is not None:
-            self.grad_source[:, call.columns :].zero_()
-
-    def add(self, rows: slice, grad: Tensor) -> None:
-        """grad: [chunk, columns], with respect to the logits."""
-        if self.weight is None:
-            if self.grad_source is not None:
-                self.grad_source[rows, : self.columns] = grad
-            return
-        grad = grad.to(self.weight.dtype)
-        if self.grad_source is not None:
-            torch.mm(grad, self.weight[: self.columns], out=self.grad_source[rows])
-        if self.grad_weight is not None:
-            into = self.grad_weight[: self.columns]
-            if into.dtype == grad.dtype:
-                into.addmm_(grad.t(), self.source[rows], beta=float(rows.start > 0))
-            elif rows.start == 0:
-                into.copy_(grad.t() @ self.source[rows])
-            else:
-                into.add_(grad.t() @ self.source[rows])
-
-    def result(self) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of source and weight, in their dtypes."""
-        if self.grad_weight is None:
-            return self.grad_source, None
-        assert self.weight is not None
-        return self.grad_source, self.grad_weight.to(self.weight.dtype)

@@ -1,0 +1,137 @@
+"""Packed GAE against the loop over the tokens of a right-padded batch, in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithm.gae import decoupled_gae, length_adaptive_lambda
+
+
+def log_normal_lengths(
+    num_responses: int, num_tokens: int, max_length: int, seed: int = 0
+) -> Tensor:
+    """int64 [B]: seeded log-normal lengths (sigma 0.8) in [1, max_length] that sum to num_tokens.
+
+    Raises:
+        ValueError: num_tokens does not lie in [num_responses, num_responses * max_length].
+    """
+    if not num_responses <= num_tokens <= num_responses * max_length:
+        raise ValueError(
+            f"tokens={num_tokens} must lie between responses={num_responses} and "
+            f"responses * max_length={num_responses * max_length}"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    shape = torch.empty(num_responses, dtype=torch.float64).log_normal_(0, 0.8, generator=generator)
+    low, high = 0.0, float(num_tokens) * max_length / float(shape.min())
+    for _ in range(200):
+        scale = (low + high) / 2
+        total = int((shape * scale).long().clamp(1, max_length).sum())
+        low, high = (scale, high) if total <= num_tokens else (low, scale)
+    lengths = (shape * low).long().clamp(1, max_length)
+    missing = num_tokens - int(lengths.sum())
+    room = max_length - lengths
+    before = room.cumsum(0) - room
+    return lengths + (missing - before).clamp(min=0).minimum(room)
+
+
+def padded_loop(
+    rewards: Tensor, values: Tensor, mask: Tensor, lam: Tensor
+) -> tuple[Tensor, Tensor]:
+    """GAE as a loop over the tokens of a right-padded batch, padding stepped over by the mask.
+
+    Args:
+        rewards, values, mask: [B, L] of one dtype; mask is 1 on tokens, 0 on padding.
+        lam: [B].
+
+    Returns:
+        (advantages, returns = advantages + values), [B, L].
+    """
+    following_advantage = torch.zeros_like(lam)
+    following_value = torch.zeros_like(lam)
+    advantages = []
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + following_value - values[:, t]
+        advantage = delta + lam * following_advantage
+        keep = mask[:, t]
+        following_value = keep * values[:, t] + (1 - keep) * following_value
+        following_advantage = keep * advantage + (1 - keep) * following_advantage
+        advantages.append(following_advantage)
+    stacked = torch.stack(advantages[::-1], dim=1)
+    return stacked, stacked + values
+
+
+def seconds(function: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Wall-clock time of the fastest of several calls, after one that is not counted."""
+    best = float("inf")
+    for i in range(repeats + 1):
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start) if i else best
+    return best
+
+
+def gae(arguments: argparse.Namespace) -> None:
+    """Print the time of the packed computation, of the padded loop, their ratio and the error."""
+    torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
+    lengths = log_normal_lengths(
+        arguments.responses, arguments.tokens, arguments.max_length, arguments.seed
+    )
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    generator = torch.Generator().manual_seed(arguments.seed)
+    values = torch.randn(arguments.tokens, generator=generator)
+    rewards = torch.zeros(arguments.tokens)
+    rewards[cu_seqlens[1:] - 1] = torch.randint(0, 2, lengths.shape, generator=generator) * 2.0 - 1
+    lam = length_adaptive_lambda(lengths, 0.05)
+
+    inside = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+    padded = [torch.zeros(inside.shape).masked_scatter_(inside, x) for x in (rewards, values)]
+    padded = [x.to(device) for x in (*padded, inside.float())]
+    wide = [x.double() for x in padded] + [lam.to(device)]
+    padded.append(lam.float().to(device))
+    exact = padded_loop(*wide)[0].cpu()[inside]
+    del wide
+    packed = [x.to(device) for x in (rewards, values, cu_seqlens.int())]
+    lam = lam.to(device)
+
+    loop = seconds(lambda: padded_loop(*padded), arguments.loop_repeats, device)
+    print(
+        f"{arguments.responses} responses, {arguments.tokens} tokens, longest "
+        f"{int(lengths.max())}, {device}, {torch.get_num_threads()} CPU thread(s)"
+    )
+    print(f"padded loop, one lambda          {loop * 1e3:9.1f} ms")
+    for name, lambda_critic in (("one lambda", lam), ("decoupled ", 1.0)):
+        compute = _packed(packed, lam, lambda_critic)
+        took = seconds(compute, arguments.repeats, device)
+        error = (compute()[0].cpu().double() - exact).abs().max() / exact.abs().max()
+        print(
+            f"packed, {name}               {took * 1e3:9.1f} ms   {loop / took:6.1f} times faster, "
+            f"largest error {float(error):.1e} of max|A|"
+        )
+
+
+def _packed(
+    inputs: list[Tensor], lambda_actor: Tensor, lambda_critic: float | Tensor
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    return lambda: decoupled_gae(*inputs, lambda_actor=lambda_actor, lambda_critic=lambda_critic)
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommand `gae`."""
+    command = commands.add_parser("gae", help="packed GAE against a padded, masked loop")
+    command.add_argument("--responses", type=int, default=512)
+    command.add_argument("--tokens", type=int, default=2_100_000)
+    command.add_argument("--max-length", type=int, default=16384)
+    command.add_argument("--repeats", type=int, default=10)
+    command.add_argument("--loop-repeats", type=int, default=3)
+    command.add_argument("--threads", type=int, default=1)
+    command.add_argument("--device", default="cpu")
+    command.add_argument("--seed", type=int, default=0)
+    command.set_defaults(run=gae)

@@ -1,0 +1,209 @@
+"""Time and peak memory of fused and unfused log-probabilities, each in a process of its own.
+
+Measured is forward and backward, from hidden states and the output weight to the gradients of both.
+Peak memory is the whole process's (VmHWM; on a GPU what torch allocated), above what it holds once
+hidden states, weight and the weight's gradient exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import statistics
+import time
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.parallel.logprobs import linear_logprobs, vocab_parallel_logprobs
+
+PATHS = ("fused", "plain", "vocab_parallel")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """One measurement."""
+
+    path: str
+    """fused: linear_logprobs; plain: hidden @ weight.T, log_softmax, gather; vocab_parallel:
+    hidden @ weight.T, vocab_parallel_logprobs."""
+    tokens: int
+    vocab_size: int
+    hidden: int
+    dtype: str
+    entropy: bool
+    temperature: float
+    threads: int
+    device: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """Of one forward and backward pass."""
+
+    seconds: float
+    cpu_seconds: float
+    """Of all threads of the process: other processes on the machine do not lengthen it much."""
+    peak_bytes: int
+    """Above hidden states, weight and the weight's gradient."""
+    checksum: float
+    """Mean log-probability: the paths compute the same."""
+
+
+def measure(settings: Settings) -> Measurement:
+    """Run one path once, in this process (on a GPU once more before, as its libraries start up)."""
+    torch.set_num_threads(settings.threads)
+    device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
+    torch.manual_seed(0)
+    shape = (settings.tokens, settings.hidden)
+    hidden = torch.empty(shape, dtype=dtype, device=device).normal_()
+    weight = torch.empty(settings.vocab_size, settings.hidden, dtype=dtype, device=device)
+    weight.normal_(std=settings.hidden**-0.5)
+    targets = torch.randint(settings.vocab_size, (settings.tokens,), device=device)
+    upstream = torch.randn(2, settings.tokens, device=device)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    if device.type == "cuda":
+        _forward_backward(settings, hidden, weight, targets, upstream)
+    # Exists, and is gone when the gradient that is computed takes its place.
+    weight.grad = torch.zeros_like(weight).add_(0)
+    held = _bytes_held(device)
+    hidden.grad = weight.grad = None
+    start, cpu_start = time.perf_counter(), time.process_time()
+    logprobs = _forward_backward(settings, hidden, weight, targets, upstream)
+    return Measurement(
+        time.perf_counter() - start,
+        time.process_time() - cpu_start,
+        _peak_bytes(device) - held,
+        float(logprobs.detach().mean()),
+    )
+
+
+def _forward_backward(
+    settings: Settings, hidden: Tensor, weight: Tensor, targets: Tensor, upstream: Tensor
+) -> Tensor:
+    """Set both gradients; [T] log-probabilities."""
+    logprobs, entropy = _forward(settings, hidden, weight, targets)
+    loss = (logprobs * upstream[0]).sum()
+    if entropy is not None:
+        loss = loss + (entropy * upstream[1]).sum()
+    loss.backward()
+    if hidden.is_cuda:
+        torch.cuda.synchronize(hidden.device)
+    return logprobs
+
+
+def _forward(
+    settings: Settings, hidden: Tensor, weight: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    keywords = dict(
+        vocab_size=settings.vocab_size,
+        temperature=settings.temperature,
+        with_entropy=settings.entropy,
+    )
+    if settings.path == "fused":
+        return linear_logprobs(hidden, weight, targets, None, **keywords)
+    logits = hidden @ weight.t()
+    if settings.path == "vocab_parallel":
+        return vocab_parallel_logprobs(logits, targets, None, **keywords)
+    logits = logits.float()
+    if settings.temperature != 1.0:
+        logits = logits / settings.temperature
+    log_p = torch.log_softmax(logits, -1)
+    del logits
+    logprobs = log_p.gather(1, targets[:, None])[:, 0]
+    return logprobs, -(log_p.exp() * log_p).sum(-1) if settings.entropy else None
+
+
+def _bytes_held(device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    return _status_bytes("VmRSS")
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(field: str) -> int:
+    """A field of /proc/self/status. Unlike getrusage's, its peak knows nothing of the parent."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def measure_apart(settings: Settings) -> Measurement:
+    """`measure` in a fresh process.
+
+    Raises:
+        concurrent.futures.process.BrokenProcessPool: it was killed, for memory for instance.
+    """
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(measure, settings).result()
+
+
+def logprobs(arguments: argparse.Namespace) -> None:
+    """Print both paths' time and memory in alternating pairs, and the ratio of the medians."""
+    settings = Settings(
+        "fused", arguments.tokens, arguments.vocab_size, arguments.hidden, arguments.dtype,
+        False, arguments.temperature, arguments.threads, arguments.device,
+    )  # fmt: skip
+    full = settings.tokens * settings.vocab_size * getattr(torch, settings.dtype).itemsize
+    print(
+        f"T = {settings.tokens}, V = {settings.vocab_size}, H = {settings.hidden}, TP 1, "
+        f"{settings.dtype}, {settings.device}, {settings.threads} CPU thread(s), temperature "
+        f"{settings.temperature:g}; the logits are {full / 1e6:.0f} MB"
+    )
+    for entropy in {"yes": [True], "no": [False], "both": [False, True]}[arguments.entropy]:
+        seconds: dict[str, list[float]] = {"fused": [], arguments.unfused: []}
+        for _ in range(arguments.pairs):
+            for path, taken in seconds.items():
+                found = _reported(dataclasses.replace(settings, path=path, entropy=entropy))
+                taken.append(found.seconds)
+        fused, unfused = (statistics.median(taken) for taken in seconds.values())
+        print(
+            f"{'with' if entropy else 'without'} entropy: median {fused:.2f} s fused, "
+            f"{unfused:.2f} s {arguments.unfused}, ratio {fused / unfused:.2f}",
+            flush=True,
+        )
+
+
+def _reported(settings: Settings) -> Measurement:
+    try:
+        found = measure_apart(settings)
+    except concurrent.futures.process.BrokenProcessPool:
+        raise SystemExit(
+            f"the {settings.path} measurement was killed, most likely for memory: it needs about "
+            "five times the logits' size; lower --tokens or --vocab-size"
+        ) from None
+    print(
+        f"  {settings.path:<14} {'entropy' if settings.entropy else '':<8}"
+        f"{found.peak_bytes / 1e6:9.0f} MB above inputs and the weight's gradient "
+        f"{found.seconds:8.2f} s {found.cpu_seconds:8.2f} s of CPU   "
+        f"mean logprob {found.checksum:.5f}",
+        flush=True,
+    )
+    return found
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommand `logprobs`."""
+    command = commands.add_parser(
+        "logprobs", help="fused log-probabilities against logits in full: time and peak memory"
+    )
+    command.add_argument("--tokens", type=int, default=4096)
+    command.add_argument("--vocab-size", type=int, default=152064)
+    command.add_argument("--hidden", type=int, default=896)
+    command.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    command.add_argument("--entropy", default="both", choices=["yes", "no", "both"])
+    command.add_argument("--unfused", default="plain", choices=PATHS[1:])
+    command.add_argument("--temperature", type=float, default=1.0)
+    command.add_argument("--pairs", type=int, default=3)
+    command.add_argument("--threads", type=int, default=torch.get_num_threads())
+    command.add_argument("--device", default="cpu")
+    command.set_defaults(run=logprobs)

@@ -1,0 +1,203 @@
+"""Scores z = logits / temperature, some rows at a time: what logprobs.py computes with.
+
+With hidden states, the scores of one chunk of rows [chunk, V/tp] are multiplied out, worked on and
+overwritten by the next chunk's. The work is done on tiles, a few rows of the chunk, which on a CPU
+stay in its cache. What is held beside inputs and results, in rows of [., V/tp]:
+
+    weight in the arithmetic's dtype     chunk + tile <= chunk_size;  without entropy chunk alone
+    a narrower weight                    chunk of the weight's dtype, 1 or 2 tiles of the wider one
+    logits as inputs                     1 or 2 tiles
+
+A tile has at most an eighth of chunk_size rows, and one row at least.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHUNK_BYTES = 192 * 2**20
+"""Size of [chunk_size, V/tp] where no chunk_size is given."""
+
+TILE_BYTES = 2**20
+"""Largest tile on a CPU, unless a single row is larger."""
+
+SLAB_BYTES = 32 * 2**20
+"""Largest part of a narrow weight gradient that exists before it is added up in float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What one call fixes besides its tensors."""
+
+    tp_group: dist.ProcessGroup | None
+    tp_size: int
+    first: int
+    """Global index of this rank's first column."""
+    columns: int
+    """This rank's columns that belong to the vocabulary; 0 on a rank that holds padding alone."""
+    dtype: torch.dtype
+    """Of the arithmetic."""
+    temperature: float
+    with_entropy: bool
+    chunk_size: int
+
+    @staticmethod
+    def check(
+        rows: torch.Size,
+        width: int,
+        dtype: torch.dtype,
+        targets: Tensor,
+        tp_group: dist.ProcessGroup | None,
+        vocab_size: int,
+        temperature: float,
+        with_entropy: bool,
+        chunk_size: int | None,
+    ) -> Call:
+        """Check the arguments against each other; width: V_padded/tp."""
+        tp_size, tp_rank = (1, 0) if tp_group is None else (tp_group.size(), tp_group.rank())
+        if targets.shape != rows:
+            raise ValueError(f"targets {list(targets.shape)} must have the shape {list(rows)}")
+        if not 0 < vocab_size <= width * tp_size:
+            raise ValueError(
+                f"vocab_size={vocab_size} must lie in 1..{width * tp_size}, the padded vocabulary "
+                f"of {tp_size} ranks together; pass the unpadded size and this rank's own shard"
+            )
+        if not temperature > 0 or (chunk_size is not None and chunk_size < 1):
+            raise ValueError(f"temperature={temperature} and chunk_size={chunk_size} must be > 0")
+        # On a GPU a look would wait for the device: there a foreign target's logprob is -inf.
+        if targets.device.type == "cpu" and targets.numel():
+            low, high = int(targets.min()), int(targets.max())
+            if low < 0 or high >= vocab_size:
+                raise ValueError(f"targets must lie in [0, {vocab_size}), found {low}..{high}")
+        columns = min(max(vocab_size - tp_rank * width, 0), width)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        chunk = chunk_size or max(1, CHUNK_BYTES // (max(columns, 1) * wide.itemsize))
+        return Call(
+            tp_group, tp_size, tp_rank * width, columns, wide, temperature, with_entropy, chunk
+        )
+
+    def shaped(
+        self, outputs: tuple[Tensor, Tensor], shape: torch.Size
+    ) -> tuple[Tensor, Tensor | None]:
+        """Give the flat outputs the targets' shape."""
+        logprobs, entropy = outputs
+        return logprobs.view(shape), entropy.view(shape) if self.with_entropy else None
+
+    def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Each target's column [rows, 1], clamped to this rank's, and whether it is one."""
+        column = targets[:, None] - self.first
+        return column.clamp(0, self.columns - 1), (column >= 0) & (column < self.columns)
+
+    def sizes(self, num_rows: int, device: torch.device, shared: bool) -> tuple[int, int]:
+        """Rows of a chunk and of a tile; shared: chunk_size has room for both. num_rows > 0."""
+        tile = max(1, self.chunk_size // 8)
+        if device.type == "cpu":
+            tile = min(tile, max(1, TILE_BYTES // (max(self.columns, 1) * self.dtype.itemsize)))
+        chunk = max(1, self.chunk_size - tile) if shared else self.chunk_size
+        chunk = -(-num_rows // -(-num_rows // chunk))  # as many chunks, of equal sizes
+        return chunk, min(tile, chunk)
+
+
+def tiles(
+    source: Tensor,
+    weight: Tensor | None,
+    call: Call,
+    *,
+    with_room: bool,
+    gradients: Gradients | None = None,
+) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Go through the scores of all rows.
+
+    Args:
+        source: [T, V/tp] logits, or [T, H] hidden states where there is a weight.
+        weight: [V/tp, H] or None.
+        call: of the same call.
+        with_room: also give room for another tile.
+        gradients: takes what the caller leaves in z, the gradient with respect to the logits.
+
+    Yields:
+        (rows, z, room): rows of the source, their scores [tile, columns] to be overwritten, and
+        as much room again or None; none of them is empty of rows.
+    """
+    if source.shape[0] == 0:
+        return
+    in_place = weight is not None and weight.dtype == call.dtype
+    num_chunk, num_tile = call.sizes(source.shape[0], source.device, in_place and with_room)
+    buffer = None if weight is None else source.new_empty((num_chunk, call.columns))
+    scratch = [
+        source.new_empty((num_tile, call.columns), dtype=call.dtype)
+        for _ in range((not in_place) + with_room)
+    ]
+    for start in range(0, source.shape[0], num_chunk):
+        chunk = source[start : start + num_chunk]
+        if weight is None or buffer is None:
+            scores = chunk[:, : call.columns]
+        else:
+            scores = buffer[: len(chunk)]
+            torch.mm(chunk, weight[: call.columns].t(), out=scores)
+        for low in range(0, len(chunk), num_tile):
+            tile = scores[low : low + num_tile]
+            rows = slice(start + low, start + low + len(tile))
+            z = tile if in_place else scratch[0][: len(tile)].copy_(tile)
+            if call.temperature != 1.0:
+                z.div_(call.temperature)
+            yield rows, z, scratch[-1][: len(tile)] if with_room else None
+            if gradients is not None:
+                if weight is None:
+                    gradients.add_logits(rows, z)
+                elif not in_place:
+                    tile.copy_(z)
+        if gradients is not None and weight is not None:
+            gradients.add_linear(slice(start, start + len(chunk)), scores)
+
+
+class Gradients:
+    """Collects the gradients with respect to the logits into those of the inputs."""
+
+    def __init__(
+        self, source: Tensor, weight: Tensor | None, call: Call, needed: tuple[bool, ...]
+    ) -> None:
+        self.source, self.weight, self.columns = source, weight, call.columns
+        self.grad_source = torch.empty_like(source) if needed[0] else None
+        self.grad_weight: Tensor | None = None
+        if weight is not None and needed[1]:
+            self.grad_weight = weight.new_empty(weight.shape, dtype=call.dtype)
+            self.grad_weight[call.columns if source.shape[0] else 0 :].zero_()
+        if weight is None and self.grad_source is not None:
+            self.grad_source[:, call.columns :].zero_()
+
+    def add_logits(self, rows: slice, grad: Tensor) -> None:
+        """Where the source is the logits; grad: [tile, columns]."""
+        if self.grad_source is not None:
+            self.grad_source[rows, : self.columns] = grad
+
+    def add_linear(self, rows: slice, grad: Tensor) -> None:
+        """Where the source is hidden states; grad: [chunk, columns], in the weight's dtype."""
+        assert self.weight is not None
+        if self.grad_source is not None:
+            torch.mm(grad, self.weight[: self.columns], out=self.grad_source[rows])
+        if self.grad_weight is None:
+            return
+        into = self.grad_weight[: self.columns]
+        if into.dtype == grad.dtype:
+            into.addmm_(grad.t(), self.source[rows], beta=float(rows.start > 0))
+            return
+        slab = max(1, SLAB_BYTES // (into.shape[1] * grad.itemsize))
+        for low in range(0, self.columns, slab):
+            part = grad[:, low : low + slab].t() @ self.source[rows]
+            if rows.start == 0:
+                into[low : low + slab] = part
+            else:
+                into[low : low + slab] += part
+
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of source and weight, in their dtypes."""
+        if self.grad_weight is None:
+            return self.grad_source, None
+        assert self.weight is not None
+        return self.grad_source, self.grad_weight.to(self.weight.dtype)
