@@ -74,4 +74,4 @@ class _ChunkOfGradients:
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._model.named_parameters():
-            yield name, parameter.main_grad  # type: ignore[misc]
+            yield name, parameter.main_grad  # type: ignore[attr-defined]

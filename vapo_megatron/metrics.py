@@ -103,6 +103,8 @@ METRICS: dict[str, Metric] = {
 PHASES: dict[str, str] = {
     "generation": "vLLM samples the responses",
     "reward": "responses are verified",
+    "dump": "responses are kept for a replay",
+    "replay": "responses are read from a dump",
     "exchange": "responses move to the ranks that train on them",
     "values": "critic's forward pass",
     "logprobs": "actor's forward pass before the update",

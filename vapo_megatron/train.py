@@ -1,6 +1,7 @@
 """The only entry point: configuration -> process groups -> trainer -> fit.
 
 torchrun --nproc-per-node N -m vapo_megatron.train --config FILE [section.field=value ...]
+torchrun ... -m vapo_megatron.train --config FILE --replay DIR [section.field=value ...]
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from vapo_megatron.config import VapoConfig, describe_fields, load_config
 from vapo_megatron.errors import ConfigError, UserError
@@ -26,15 +28,18 @@ def main(
     Returns:
         The exit code: 0, or 2 for a user's mistake, which is told in one line.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_intermixed_args(argv)
     try:
         config = load_config(arguments.config, arguments.overrides)
         if arguments.dry_run:
             if os.environ.get("RANK", "0") == "0":
                 print(config.to_yaml(), end="")
             return 0
-        _require(config)
-        (start or _train)(config)
+        require_paths(config, arguments.replay)
+        if start is not None:
+            start(config)
+        else:
+            _train(config, arguments.replay)
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -60,6 +65,13 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="print the resolved configuration and exit"
     )
     parser.add_argument(
+        "--replay",
+        type=Path,
+        metavar="DIR",
+        help="train on the responses that this run directory kept (logging.dump_steps), without "
+        "vLLM, verifier and evaluation",
+    )
+    parser.add_argument(
         "overrides",
         nargs="*",
         metavar="section.field=value",
@@ -68,12 +80,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _require(config: VapoConfig) -> None:
-    """Check what only a real run needs, before anything slow starts."""
-    paths = {
-        "model.hf_path": config.model.hf_path,
-        "data.train_path": config.data.train_path,
-    }
+def require_paths(config: VapoConfig, replay: Path | None) -> None:
+    """Check what only a real run needs, before anything slow starts.
+
+    Raises:
+        ConfigError: a path is not set or does not exist, or a replay would write over its dump.
+    """
+    paths: dict[str, str | Path | None] = {"model.hf_path": config.model.hf_path}
+    if replay is None:
+        paths["data.train_path"] = config.data.train_path
+    else:
+        paths["--replay"] = replay
+        run_dir = config.logging.run_dir
+        if Path(run_dir, "replay").resolve() in ((replay / "replay").resolve(), replay.resolve()):
+            raise ConfigError(
+                f"logging.run_dir={run_dir} is the run that is replayed, which would be written "
+                "over; set logging.run_dir to another directory"
+            )
     for name, path in paths.items():
         if path is None:
             raise ConfigError(f"{name} is required; set {name}=PATH")
@@ -81,7 +104,12 @@ def _require(config: VapoConfig) -> None:
             raise ConfigError(f"{name}={path} does not exist; set {name} to an existing path")
 
 
-def _train(config: VapoConfig) -> None:
+def check_processes(config: VapoConfig) -> None:
+    """Check the number of processes; one that torchrun did not start becomes a world of one.
+
+    Raises:
+        ConfigError: parallel.world_size is not the number of processes started.
+    """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != config.parallel.world_size:
         raise ConfigError(
@@ -89,16 +117,19 @@ def _train(config: VapoConfig) -> None:
             f"started, {started}; set parallel.world_size={started} or torchrun's --nproc-per-node "
             "and --nnodes"
         )
-    # A process started without torchrun is a world of one.
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
 
+
+def _train(config: VapoConfig, replay: Path | None) -> None:
+    check_processes(config)
+
     # Heavy imports come after the checks, so that a mistake is reported at once.
     from vapo_megatron.trainer import VapoTrainer
 
-    with VapoTrainer(config) as trainer:
+    with VapoTrainer(config, replay) as trainer:
         trainer.fit()
 
 

@@ -13,32 +13,24 @@ import torch.distributed as dist
 from vapo_megatron import checkpoint
 from vapo_megatron.actor import Actor
 from vapo_megatron.advantages import with_advantages
-from vapo_megatron.algorithm.group_sampling import repeat_for_group
 from vapo_megatron.algorithm.value_pretraining import actor_is_trained
 from vapo_megatron.batch import RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.critic import Critic
 from vapo_megatron.data.packing import plan_mini_batches
-from vapo_megatron.data.problems import load_problems
-from vapo_megatron.data.prompts import PromptDataset
-from vapo_megatron.evaluation import evaluate
 from vapo_megatron.metrics import MetricsWriter, PhaseTimer, tokens_per_second
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.exchange import exchange, gather_summary
 from vapo_megatron.parallel.minibatches import local_plan, make_micro_batches, make_mini_batches
 from vapo_megatron.progress import Progress
+from vapo_megatron.replay import Replay
 from vapo_megatron.report import build_report
-from vapo_megatron.reward.math_verifier import MathVerifier
-from vapo_megatron.reward.scoring import check_answers, score_rollouts
-from vapo_megatron.rollout.engine import RolloutEngine
-from vapo_megatron.rollout.requests import SamplingSettings
-from vapo_megatron.rollout.tokenizer import load_tokenizer
+from vapo_megatron.rollout_source import OnProgress, RolloutSource
 from vapo_megatron.run_directory import group_record
 from vapo_megatron.step_metrics import sampler_difference, step_metrics
 from vapo_megatron.trained_model import TrainedModel
 from vapo_megatron.weights.hf import export_hf
-from vapo_megatron.weights.sync import publish
 
 Plan = Sequence[Sequence[Sequence[int]]]
 
@@ -46,62 +38,36 @@ Plan = Sequence[Sequence[Sequence[int]]]
 class VapoTrainer:
     """One process's part of a run; every rank calls the same methods in the same order."""
 
-    def __init__(self, config: VapoConfig) -> None:
+    def __init__(self, config: VapoConfig, replay: Path | None = None) -> None:
+        """Build everything that a run needs.
+
+        Args:
+            config: checked.
+            replay: train on the responses that this run directory dumped; None: sample.
+        """
         self.config = config
         self.run_dir = Path(config.logging.run_dir)
         torch.manual_seed(config.seed)
         backend.initialize_distributed(config.parallel.timeout_seconds)
         self.groups = groups.initialize(config.parallel, config.seed)
         self.is_main = self.groups.rank == 0
-        hf_path = str(config.model.hf_path)
-        shape = self.shape = read_model_shape(hf_path)
-        tokenizer = load_tokenizer(hf_path)
-        self.dataset = self._problems(str(config.data.train_path), tokenizer, config.data.shuffle)
-        self.held_out = None
-        if config.evaluation.path:
-            self.held_out = self._problems(config.evaluation.path, tokenizer, shuffle=False)
-        self.engine = RolloutEngine(
-            hf_path, config, rank=self.groups.rank, world_size=self.groups.world_size
-        )
-        self.verifier = None
-        if self.engine.is_leader:
-            self.verifier = MathVerifier(config.reward.num_workers, config.reward.timeout_seconds)
-            self.verifier.start()
-        self.actor = Actor(shape, config, self.groups)
-        self.critic = Critic(shape, config, self.groups)
-        for path, dataset in (
-            (config.data.train_path, self.dataset),
-            (config.evaluation.path, self.held_out),
-        ):
-            answers = [p.answer for p in dataset.problems] if dataset else []
-            place = self.engine.replica, self.engine.num_replicas
-            check_answers(self.verifier, str(path), answers, *place)
+        self.shape = read_model_shape(str(config.model.hf_path))
+        self.source = self._source(replay)
+        self.actor = Actor(self.shape, config, self.groups)
+        self.critic = Critic(self.shape, config, self.groups)
         self.policy_version = 0
         self.writer: MetricsWriter | None = None
+        self.progress = Progress("off", config.algorithm.num_steps, 0)
         self.timer = PhaseTimer(lambda name: self.progress.phase(name), backend.synchronize)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Make one step of VAPO (arXiv 2504.05118); return its metrics. step counts from 0."""
         config = self.config
-        group_size = config.algorithm.group_size
 
         # Sample a group of responses to each prompt, and judge them where they were sampled.
-        prompts = repeat_for_group(self.dataset.next(config.algorithm.num_prompts), group_size)
-        with self._phase("generation") as on_progress:
-            rollouts = self.engine.generate(
-                prompts,
-                group_size,
-                step,
-                self.sampling,
-                self.policy_version,
-                on_progress=on_progress,
-            )
-        with self._phase("reward"):
-            scored = score_rollouts(
-                self.verifier, rollouts, config.reward, self.sampling.max_response_tokens
-            )
+        scored = self.source.rollouts(step, self.policy_version, self._phase)
         with self._phase("exchange"):
-            summary, batch, plan = self._distribute(scored, len(prompts), step)
+            summary, batch, plan = self._distribute(scored, step)
 
         # V and log pi of what was sampled, before anything is updated.
         micro_batches = [m for part in plan for m in self._micro_batches(batch, part)]
@@ -128,9 +94,9 @@ class VapoTrainer:
                 actor_metrics = self.actor.update(mini_batches)
             with self._phase("sync"):
                 self.policy_version += 1
-                self._publish()
+                self.source.publish(self.actor.trained.chunks, self.policy_version)
 
-        self._write_rollouts(step, scored, group_size)
+        self._write_rollouts(step, scored)
         metrics = step_metrics(summary, batch, entropy, config.algorithm, self.groups)
         return {**metrics, **difference, **critic_metrics, **actor_metrics}
 
@@ -138,7 +104,8 @@ class VapoTrainer:
         """Resume or start, run every step, and leave a checkpoint, an HF export and a report."""
         config, total = self.config, self.config.algorithm.num_steps
         start = self._resume()
-        self._publish()
+        self.source.check(range(start, total))
+        self.source.publish(self.actor.trained.chunks, self.policy_version)
         with self._shown(start):
             if start == 0:
                 self._record(0, self._evaluate())
@@ -171,7 +138,7 @@ class VapoTrainer:
         if loaded is None:
             return 0
         done, state = loaded
-        self.dataset.load_state_dict(state["data"])
+        self.source.load_state_dict(state["data"])
         self.policy_version = state["policy_version"]
         return done
 
@@ -180,7 +147,7 @@ class VapoTrainer:
             self._checkpoints,
             done,
             self._models,
-            {"data": self.dataset.state_dict(), "policy_version": self.policy_version},
+            {"data": self.source.state_dict(), "policy_version": self.policy_version},
             keep_last=self.config.checkpoint.keep_last,
         )
 
@@ -192,11 +159,19 @@ class VapoTrainer:
     def _models(self) -> dict[str, TrainedModel]:
         return {"actor": self.actor.trained, "critic": self.critic.trained}
 
+    def _source(self, replay: Path | None) -> RolloutSource:
+        if replay is not None:
+            return Replay(replay, self.config, self.shape, self.groups)
+        # Here, because a replay must not load vLLM.
+        from vapo_megatron.sampling import Sampling
+
+        return Sampling(self.config, self.shape, self.groups)
+
     def _distribute(
-        self, scored: Sequence[ScoredRollout], num_responses: int, step: int
+        self, scored: Sequence[ScoredRollout], step: int
     ) -> tuple[StepSummary, RolloutBatch, Plan]:
         """Plan the step's mini-batches from all lengths, then move each response once."""
-        summary, source = gather_summary(scored, num_responses)
+        summary, source = gather_summary(scored, self.config.algorithm.responses_per_step)
         plans = plan_mini_batches(
             summary.sequence_lengths,
             mini_batch_size=self.config.algorithm.mini_batch_size,
@@ -210,23 +185,7 @@ class VapoTrainer:
         return summary, batch, local_plan(by_rank[self.groups.dp_rank])
 
     def _evaluate(self) -> dict[str, float]:
-        if self.held_out is None:
-            return {}
-        with self._phase("evaluation") as on_progress:
-            metrics = evaluate(
-                self.engine,
-                self.verifier,
-                self.config,
-                self.held_out.problems,
-                policy_version=self.policy_version,
-                on_progress=on_progress,
-            )
-        return metrics
-
-    def _publish(self) -> None:
-        publish(
-            self.actor.trained.chunks, self.shape, self.groups, self.engine, self.policy_version
-        )
+        return self.source.evaluate(self.policy_version, self._phase)
 
     def _micro_batches(self, batch: RolloutBatch, part: Sequence[Sequence[int]]) -> list[Any]:
         return make_micro_batches(batch, part, self.groups, pad=self._pad)
@@ -234,29 +193,6 @@ class VapoTrainer:
     @property
     def _pad(self) -> bool:
         return self.config.parallel.sequence_parallel
-
-    @property
-    def sampling(self) -> SamplingSettings:
-        """How training rollouts are sampled."""
-        rollout = self.config.rollout
-        return SamplingSettings(
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            max_response_tokens=rollout.max_response_tokens,
-            seed_role="train",
-        )
-
-    def _problems(self, path: str, tokenizer: Any, shuffle: bool) -> PromptDataset:
-        data = self.config.data
-        problems = load_problems(path, data.prompt_column, data.answer_column)
-        return PromptDataset(
-            problems,
-            tokenizer.encode,
-            seed=self.config.seed,
-            shuffle=shuffle,
-            max_prompt_tokens=self.config.rollout.max_prompt_tokens,
-        )
 
     @contextlib.contextmanager
     def _shown(self, start: int) -> Iterator[None]:
@@ -281,6 +217,8 @@ class VapoTrainer:
             )
             if start:
                 self.progress.note(f"resumed {self.run_dir} after step {start}")
+            if self.source.note:
+                self.progress.note(self.source.note)
             yield
 
     def _record(self, done: int, metrics: dict[str, float]) -> None:
@@ -290,10 +228,11 @@ class VapoTrainer:
         if self.writer is not None:
             self.progress.step(done, self.writer.write(done, {**metrics, **times}))
 
-    def _write_rollouts(self, step: int, scored: Sequence[ScoredRollout], group_size: int) -> None:
+    def _write_rollouts(self, step: int, scored: Sequence[ScoredRollout]) -> None:
         """The first groups of a step are the main rank's own: nothing moves for this."""
         if self.writer is None:
             return
+        group_size = self.config.algorithm.group_size
         shown = scored[: self.config.logging.rollout_groups * group_size]
         self.writer.write_rollouts(
             step + 1,
@@ -306,7 +245,7 @@ class VapoTrainer:
         )
 
     @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[Any]:
+    def _phase(self, name: str) -> Iterator[OnProgress]:
         """Time a phase and show it; yields a callback for (done, total)."""
         with self.timer(name):
             yield lambda done, total: self.progress.phase(name, done, total)
@@ -315,9 +254,7 @@ class VapoTrainer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.verifier is not None:
-            self.verifier.close()
-        self.engine.shutdown()
+        self.source.close()
         groups.destroy()
         dist.destroy_process_group()
 

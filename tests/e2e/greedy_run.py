@@ -18,7 +18,7 @@ if __name__ == "__main__":
         greedy = SamplingSettings(
             temperature=0, top_p=1, top_k=-1, max_response_tokens=64, seed_role="evaluation"
         )
-        problems = trainer.held_out.problems[:16]
-        rollouts = trainer.engine.generate(problems, 1, 0, greedy, trainer.policy_version)
+        problems = trainer.source.held_out.problems[:16]
+        rollouts = trainer.source.engine.generate(problems, 1, 0, greedy, trainer.policy_version)
         answers = {r.position: (r.prompt.token_ids, r.token_ids) for r in rollouts}
         Path(f"{out}.{trainer.groups.rank}").write_text(json.dumps(answers))

@@ -88,7 +88,8 @@ def straight(overrides, tmp_path_factory):
     """A run from beginning to end, and its engine's greedy answers afterwards."""
     out = tmp_path_factory.mktemp("straight")
     script, greedy = ROOT / "tests/e2e/greedy_run.py", out / "greedy.json"
-    done = run(torchrun(script, greedy, TINY, *overrides, f"logging.run_dir={out}/run"))
+    logging = [f"logging.run_dir={out}/run", "logging.dump_steps=4"]
+    done = run(torchrun(script, greedy, TINY, *overrides, *logging))
     return out, done
 
 
@@ -130,6 +131,29 @@ def test_the_export_gives_the_trained_engines_answers(straight, overrides):
     )
     moved = {k: (v - base[k]).abs().max() for k, v in model.state_dict().items() if k in base}
     assert min(moved.values()) > 0, "every tensor has been trained"
+
+
+def test_a_replay_repeats_the_run_bit_by_bit(straight, overrides, tmp_path):
+    original, again = straight[0] / "run", tmp_path / "again"
+    done = run(
+        torchrun(
+            "-m", "vapo_megatron.train", "--config", TINY, *overrides, "--replay", original,
+            "data.train_path=null", f"logging.run_dir={again}",
+        )
+    )  # fmt: skip
+    assert "step 4/4" in done.stdout
+    first, *expected = rows(original)
+    assert all(name == "step" or name.startswith("evaluation/") for name in first)
+    for row in expected:
+        for name in [name for name in row if name.startswith("evaluation/")]:
+            del row[name]
+    assert rows(again)[1:] == expected
+    # Parameters and optimizers of both roles after four steps, and the text for people.
+    names = [p.relative_to(original) for p in original.glob("checkpoints/step_*/*/*.distcp")]
+    names += [p.relative_to(original) for p in original.glob("rollouts/*.jsonl")]
+    assert len(names) >= 4 + 4
+    for name in [*names, "hf_export/model.safetensors"]:
+        assert (again / name).read_bytes() == (original / name).read_bytes(), name
 
 
 def test_a_killed_run_goes_on(straight, overrides, tmp_path):

@@ -1,0 +1,136 @@
+"""Rollouts from an earlier run's dump: neither vLLM nor the verifier is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vapo_megatron.batch import ScoredRollout
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.errors import DataError
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.rollout.requests import assign, max_model_len
+from vapo_megatron.rollout_dump import held_steps, read_file, read_headers
+from vapo_megatron.rollout_source import Phase
+
+
+class Replay:
+    """One process's part of a replay: a RolloutSource. Step s is trained on the dump's step s."""
+
+    def __init__(
+        self, directory: Path, config: VapoConfig, shape: ModelShape, groups: ParallelGroups
+    ) -> None:
+        """Find the dump.
+
+        Args:
+            directory: a run directory, or its replay directory.
+            config: algorithm and rollout are used.
+            shape: of the model that will be trained.
+            groups: this rank's place.
+
+        Raises:
+            ConfigError: the longest prompt and response together exceed the model's positions.
+        """
+        self._root = replay_directory(directory)
+        self._config, self._shape, self._groups = config, shape, groups
+        self._max_length = max_model_len(shape, config.rollout)
+        self.note = f"replay of {self._root}: nothing is sampled, published or evaluated"
+
+    def check(self, steps: range) -> None:
+        """Refuse a dump that lacks a step, is damaged, or does not fit the configuration."""
+        held = held_steps(self._root)
+        missing = [step + 1 for step in steps if step + 1 not in held]
+        if missing:
+            raise DataError(
+                f"{self._root} holds {_listed(held)}, but the run needs {_listed(missing)} too; "
+                f"lower algorithm.policy_steps (value-pretraining and policy steps together are "
+                f"{steps.stop} now), or dump more with logging.dump_steps"
+            )
+        for step in steps:
+            self._check_step(step + 1)
+
+    def rollouts(self, step: int, policy_version: int, phase: Phase) -> list[ScoredRollout]:
+        """Read this rank's share of the files: consecutive ones, so that groups stay together."""
+        with phase("replay"):
+            files = read_headers(self._root, step + 1)
+            share = assign(len(files), self._groups.world_size)[self._groups.rank]
+            scored: list[ScoredRollout] = []
+            problem = None
+            try:
+                for index in share:
+                    scored += read_file(files[index][0])
+            except DataError as error:
+                problem = str(error)
+            problems: list[str | None] = [None] * self._groups.world_size
+            dist.all_gather_object(problems, problem)
+        for found in problems:
+            if found:
+                raise DataError(found)
+        return scored
+
+    def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> None:
+        """Nothing samples."""
+
+    def evaluate(self, policy_version: int, phase: Phase) -> dict[str, float]:
+        """Nothing samples."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """A replay has no place in the data."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The step says which files come next."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _check_step(self, step: int) -> None:
+        algorithm = self._config.algorithm
+        for path, header in read_headers(self._root, step):
+            for name in ("responses_per_step", "group_size"):
+                dumped = header.num_responses if name == "responses_per_step" else header.group_size
+                if dumped != getattr(algorithm, name):
+                    raise DataError(
+                        f"{path} was dumped with {dumped}, but algorithm.{name}="
+                        f"{getattr(algorithm, name)}; set algorithm.{name}={dumped}"
+                    )
+            if header.longest_sequence > self._max_length:
+                raise DataError(
+                    f"{path} holds a prompt and response of {header.longest_sequence} tokens, more "
+                    "than rollout.max_prompt_tokens + rollout.max_response_tokens = "
+                    f"{self._max_length}; raise them as far as the model's positions reach"
+                )
+            if header.largest_token_id >= self._shape.vocab_size:
+                raise DataError(
+                    f"{path} holds token id {header.largest_token_id}, outside the vocabulary of "
+                    f"{self._shape.vocab_size}; set model.hf_path to the model that sampled"
+                )
+
+
+def replay_directory(directory: Path) -> Path:
+    """Return the replay directory that a run directory, or the directory itself, holds.
+
+    Raises:
+        DataError: there is no dumped step.
+    """
+    for root in (directory / "replay", directory):
+        if held_steps(root):
+            return root
+    raise DataError(
+        f"--replay {directory} holds no dumped steps; give a run directory whose run had "
+        "logging.dump_steps above 0"
+    )
+
+
+def _listed(steps: Sequence[int]) -> str:
+    """Name steps: "step 3", "steps 1, 2, 3" or, of many, the first and the last."""
+    shown = [str(s) for s in steps]
+    if len(shown) > 6:
+        shown = [*shown[:3], "...", shown[-1]]
+    return ("step " if len(steps) == 1 else "steps ") + ", ".join(shown)

@@ -1,0 +1,44 @@
+"""Where a step's rollouts come from: the seam between the trainer and what samples for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from vapo_megatron.batch import ScoredRollout
+
+OnProgress = Callable[[int, int], None]
+"""Called with (done, total)."""
+Phase = Callable[[str], AbstractContextManager[OnProgress]]
+"""Times and shows one of metrics.PHASES."""
+
+
+class RolloutSource(Protocol):
+    """What the trainer asks for; every rank calls the same methods in the same order."""
+
+    note: str
+    """What a user should know of this source; empty: nothing."""
+
+    def check(self, steps: range) -> None:
+        """Refuse, with a UserError on every rank, what these steps (from 0) cannot train on."""
+
+    def rollouts(self, step: int, policy_version: int, phase: Phase) -> list[ScoredRollout]:
+        """Return this rank's share of a step's responses by position; the shares are disjoint."""
+
+    def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> None:
+        """Sample from the actor's weights from now on."""
+
+    def evaluate(self, policy_version: int, phase: Phase) -> dict[str, float]:
+        """Return the metrics of the held-out problems; empty: there are none."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the source stands, as JSON values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+
+    def close(self) -> None:
+        """Free what it holds."""

@@ -1,0 +1,137 @@
+"""Rollouts from vLLM: prompts, responses from the actor's weights, verdicts, and the evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vapo_megatron.algorithm.group_sampling import repeat_for_group
+from vapo_megatron.batch import ScoredRollout
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.data.problems import load_problems
+from vapo_megatron.data.prompts import PromptDataset
+from vapo_megatron.errors import CheckpointError
+from vapo_megatron.evaluation import evaluate
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.reward.math_verifier import MathVerifier
+from vapo_megatron.reward.scoring import check_answers, score_rollouts
+from vapo_megatron.rollout.engine import RolloutEngine
+from vapo_megatron.rollout.requests import SamplingSettings
+from vapo_megatron.rollout.tokenizer import load_tokenizer
+from vapo_megatron.rollout_dump import write_step
+from vapo_megatron.rollout_source import Phase
+from vapo_megatron.weights.sync import publish
+
+
+class Sampling:
+    """One process's part of sampling: a RolloutSource."""
+
+    note = ""
+
+    def __init__(self, config: VapoConfig, shape: ModelShape, groups: ParallelGroups) -> None:
+        self._config, self._shape, self._groups = config, shape, groups
+        hf_path = str(config.model.hf_path)
+        tokenizer = load_tokenizer(hf_path)
+        self._dataset = self._problems(str(config.data.train_path), tokenizer, config.data.shuffle)
+        self.held_out = None
+        if config.evaluation.path:
+            self.held_out = self._problems(config.evaluation.path, tokenizer, shuffle=False)
+        self.engine = RolloutEngine(hf_path, config, rank=groups.rank, world_size=groups.world_size)
+        self._verifier = None
+        if self.engine.is_leader:
+            self._verifier = MathVerifier(config.reward.num_workers, config.reward.timeout_seconds)
+            self._verifier.start()
+        rollout = config.rollout
+        self._settings = SamplingSettings(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_response_tokens=rollout.max_response_tokens,
+            seed_role="train",
+        )
+
+    def check(self, steps: range) -> None:
+        """Refuse ground truths that the verifier cannot read."""
+        for path, dataset in (
+            (self._config.data.train_path, self._dataset),
+            (self._config.evaluation.path, self.held_out),
+        ):
+            answers = [p.answer for p in dataset.problems] if dataset else []
+            place = self.engine.replica, self.engine.num_replicas
+            check_answers(self._verifier, str(path), answers, *place)
+
+    def rollouts(self, step: int, policy_version: int, phase: Phase) -> list[ScoredRollout]:
+        """Sample a group of responses to each prompt, and judge them where they were sampled."""
+        config, group_size = self._config, self._config.algorithm.group_size
+        prompts = repeat_for_group(self._dataset.next(config.algorithm.num_prompts), group_size)
+        with phase("generation") as on_progress:
+            rollouts = self.engine.generate(
+                prompts, group_size, step, self._settings, policy_version, on_progress=on_progress
+            )
+        with phase("reward"):
+            scored = score_rollouts(
+                self._verifier, rollouts, config.reward, self._settings.max_response_tokens
+            )
+        if config.logging.dump_steps:
+            with phase("dump"):
+                write_step(
+                    Path(config.logging.run_dir) / "replay",
+                    step + 1,
+                    scored,
+                    num_responses=len(prompts),
+                    group_size=group_size,
+                    keep_last=config.logging.dump_steps,
+                )
+        return scored
+
+    def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> None:
+        """Load the actor's weights into vLLM."""
+        publish(chunks, self._shape, self._groups, self.engine, policy_version)
+
+    def evaluate(self, policy_version: int, phase: Phase) -> dict[str, float]:
+        """Sample and judge the held-out problems."""
+        if self.held_out is None:
+            return {}
+        with phase("evaluation") as on_progress:
+            return evaluate(
+                self.engine,
+                self._verifier,
+                self._config,
+                self.held_out.problems,
+                policy_version=policy_version,
+                on_progress=on_progress,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the next prompt stands."""
+        return self._dataset.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the prompt that comes next."""
+        if not state:
+            raise CheckpointError(
+                f"{self._config.logging.run_dir}: its latest checkpoint was written by a replay, "
+                "which has no place in the data; go on with --replay, or start another run with "
+                "logging.run_dir"
+            )
+        self._dataset.load_state_dict(state)
+
+    def close(self) -> None:
+        """End the verifier's workers and vLLM."""
+        if self._verifier is not None:
+            self._verifier.close()
+        self.engine.shutdown()
+
+    def _problems(self, path: str, tokenizer: Any, shuffle: bool) -> PromptDataset:
+        data = self._config.data
+        return PromptDataset(
+            load_problems(path, data.prompt_column, data.answer_column),
+            tokenizer.encode,
+            seed=self._config.seed,
+            shuffle=shuffle,
+            max_prompt_tokens=self._config.rollout.max_prompt_tokens,
+        )
