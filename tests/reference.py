@@ -113,6 +113,43 @@ def value_loss(
     return total / count
 
 
+def value_loss_gradient(
+    values: Floats,
+    returns: Floats,
+    weights: Floats,
+    *,
+    count: float,
+    old_values: Floats | None = None,
+    clip: float | None = None,
+) -> list[float]:
+    """d loss / d V_t = w_t (V_t - R_t) / N, or 0 where the clipped form is the larger one."""
+    gradient = []
+    for t, (value, target, weight) in enumerate(zip(values, returns, weights)):
+        slope = value - target
+        if clip is not None and old_values is not None and abs(value - old_values[t]) > clip:
+            held = old_values[t] + math.copysign(clip, value - old_values[t])
+            if (held - target) ** 2 > (value - target) ** 2:
+                slope = 0.0
+        gradient.append(weight * slope / count)
+    return gradient
+
+
+def aggregation(
+    mask: Sequence[bool], bounds: Sequence[int], level: str
+) -> tuple[list[float], float]:
+    """(w_t, N): 1 for each token and their number, or 1/|o_i| and the number of responses."""
+    weights = [float(m) for m in mask]
+    if level == "token":
+        return weights, sum(weights)
+    responses = 0
+    for start, stop in zip(bounds[:-1], bounds[1:]):
+        length = sum(mask[start:stop])
+        responses += length > 0
+        for t in range(start, stop):
+            weights[t] /= max(length, 1)
+    return weights, float(responses)
+
+
 def positive_lm_loss(
     logprobs: Floats, weights: Floats, is_correct: Sequence[bool], *, count: float
 ) -> float:

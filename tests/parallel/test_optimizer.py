@@ -1,6 +1,6 @@
 """Learning rates as pure functions; AdamW, weight decay, clipping, main parameters on one process.
 
-Optimizers sharded over ranks are in tests/distributed/test_layouts.py, resuming in the checkpoint's
+Optimizers sharded over ranks are in tests/distributed/test_matrix.py, resuming in the checkpoint's
 tests. Not exercised: Transformer Engine's Adam.
 """
 

@@ -1,6 +1,6 @@
 """What forward_only and forward_backward promise, on one process and on a pipeline of two.
 
-That layouts agree with each other and with float64 is in tests/distributed/test_layouts.py. Not
+That layouts agree with each other and with float64 is in tests/distributed/test_matrix.py. Not
 exercised: CUDA, where micro-batches move to the device one at a time.
 """
 

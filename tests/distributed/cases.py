@@ -1,0 +1,87 @@
+"""Which layouts the matrix holds.
+
+ALL crosses every layout up to four ranks (and three of eight) with the micro-batch split, packing
+on and off, and the distributed optimizer with overlapped communication on and off. CI is the part
+of it that each run of the tests takes: every layout once, each split and optimizer in turn.
+"""
+
+from __future__ import annotations
+
+from tests.distributed.measure import PACKED, SMALL, UNPACKED, Layout
+
+_AXES = (
+    dict(),
+    dict(tp=2),
+    dict(tp=2, sp=True),
+    dict(tp=4),
+    dict(tp=4, sp=True),
+    dict(pp=2),
+    dict(pp=2, vpp=2),
+    dict(pp=4),
+    dict(dp=2),
+    dict(dp=4),
+    dict(tp=2, pp=2),
+    dict(tp=2, pp=2, sp=True),
+    dict(tp=2, pp=2, vpp=2),
+    dict(tp=2, pp=2, vpp=2, sp=True),
+    dict(tp=2, dp=2),
+    dict(tp=2, dp=2, sp=True),
+    dict(pp=2, dp=2),
+    dict(pp=2, vpp=2, dp=2),
+)
+_EIGHT_RANKS = (
+    dict(tp=2, pp=2, dp=2),
+    dict(tp=2, pp=2, dp=2, sp=True),
+    dict(tp=2, pp=2, vpp=2, dp=2, sp=True),
+)
+_BUDGETS = (PACKED, SMALL, UNPACKED)
+_DISTRIBUTED = dict(distributed=True, overlap=True)
+_RECOMPUTE = (
+    Layout(recompute="full", budget=SMALL),
+    Layout(recompute="selective", budget=SMALL),
+    Layout(tp=2, sp=True, recompute="full"),
+    Layout(tp=2, pp=2, sp=True, recompute="selective", budget=SMALL),
+)
+
+
+def _optimizers(axes: dict) -> tuple[dict, ...]:
+    """The distributed optimizer is the same as the other without data parallelism."""
+    plain = (dict(), dict(overlap=True), _DISTRIBUTED)
+    return plain if axes.get("dp", 1) > 1 else plain[:1]
+
+
+ALL = tuple(
+    Layout(**axes, **optimizer, budget=budget)
+    for axes in _AXES + _EIGHT_RANKS
+    for optimizer in _optimizers(axes)
+    for budget in _BUDGETS
+) + tuple(layout for layout in _RECOMPUTE)
+
+CI = tuple(
+    Layout(**axes, **_optimizers(axes)[i // 2 % len(_optimizers(axes))], budget=_BUDGETS[i % 3])
+    for i, axes in enumerate(_AXES)
+) + (_RECOMPUTE[0], _RECOMPUTE[3])
+
+BFLOAT16 = (
+    Layout(dtype="bfloat16"),
+    Layout(dtype="bfloat16", tp=2, sp=True),
+    Layout(dtype="bfloat16", pp=2, vpp=2, budget=SMALL),
+    Layout(dtype="bfloat16", dp=2, **_DISTRIBUTED, budget=SMALL),
+)
+
+
+def name(layout: Layout) -> str:
+    """For people: `TP2 PP2 SP distributed, small micro-batches`."""
+    words = [
+        f"TP{layout.tp}" * (layout.tp > 1),
+        f"PP{layout.pp}" * (layout.pp > 1),
+        f"VPP{layout.vpp}" * (layout.vpp is not None),
+        f"DP{layout.dp}" * (layout.dp > 1),
+        "SP" * layout.sp,
+        "distributed" * layout.distributed,
+        "overlap" * layout.overlap,
+        f"{layout.recompute} recompute" * (layout.recompute != "none"),
+        layout.dtype * (layout.dtype != "float32"),
+    ]
+    split = {PACKED: "packed", SMALL: "small micro-batches", UNPACKED: "not packed"}
+    return f"{' '.join(filter(None, words)) or 'one process'}, {split[layout.budget]}"

@@ -1,0 +1,205 @@
+"""The reference that every layout is compared with: one process, float64, no code of the package.
+
+transformers' Qwen2, one unpacked sequence at a time. transformers casts norms and softmax to
+float32 even in a float64 model; here both are computed in float64. Only the cosines and sines of
+the rotary embedding are float32 numbers, which is how the model family defines them. The losses and
+their derivatives with respect to the model's outputs are the loops of tests/reference.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests import reference
+from tests.distributed.problem import (
+    ACTOR_LOSSES,
+    CLIP_GRAD,
+    CRITIC_LOSSES,
+    LEARNING_RATE,
+    LENGTHS,
+    OPTIMIZER,
+    TEMPERATURE,
+    ActorLoss,
+    CriticLoss,
+    Problem,
+)
+
+
+class Expected(NamedTuple):
+    loss: float
+    gradients: dict[str, Tensor]
+    """float64, by HF name."""
+
+
+class Reference(NamedTuple):
+    outputs: Tensor
+    """float64: log-probabilities and entropies [T, 2], or values [T]."""
+    losses: dict[str, Expected]
+    grad_norm: float
+    """Of the last loss."""
+    updates: dict[str, Tensor]
+    """float64, by HF name: what one update with the last loss adds to the parameter."""
+
+
+def _norm(self: Any, hidden: Tensor) -> Tensor:
+    variance = hidden.square().mean(-1, keepdim=True)
+    return self.weight * (hidden * torch.rsqrt(variance + self.variance_epsilon))
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, scaling: float, **__: Any
+) -> tuple[Tensor, None]:
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * scaling
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+    assert weights.dtype == torch.float64
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+def load_float64(directory: str) -> Any:
+    """transformers' Qwen2ForCausalLM, float64 throughout."""
+    from transformers import AttentionInterface, Qwen2ForCausalLM
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+    AttentionInterface.register("float64", _attention)
+    model = Qwen2ForCausalLM.from_pretrained(
+        directory, dtype=torch.float64, attn_implementation="float64"
+    )
+    for module in model.modules():
+        if isinstance(module, Qwen2RMSNorm):
+            module.forward = _norm.__get__(module)
+    return model
+
+
+def hidden_states(model: Any, problem: Problem) -> Tensor:
+    """float64 [T, H]: the model's output at the position before each response token."""
+    states, start = [], 0
+    for prompt, response in LENGTHS:
+        tokens = problem.tokens[start : start + prompt + response]
+        start += prompt + response
+        states.append(
+            model.model(tokens[None], use_cache=False).last_hidden_state[0, prompt - 1 : -1]
+        )
+    return torch.cat(states)
+
+
+def actor_outputs(model: Any, problem: Problem) -> tuple[Tensor, Tensor]:
+    """(logprobs, entropy), float64 [T], of the distribution at TEMPERATURE."""
+    logp = torch.log_softmax(model.lm_head(hidden_states(model, problem)) / TEMPERATURE, -1)
+    picked = logp.gather(1, problem.targets[:, None])[:, 0]
+    return picked, -(logp.exp() * logp).sum(-1)
+
+
+def actor_reference(directory: str, problem: Problem) -> Reference:
+    """Everything that is compared of an actor."""
+    model = load_float64(directory)
+    logprobs, entropy = actor_outputs(model, problem)
+    found = {}
+    for name, settings in ACTOR_LOSSES.items():
+        loss, by_logprob, by_entropy = _actor_loss(
+            logprobs.tolist(), entropy.tolist(), problem, settings
+        )
+        gradients = _gradients([logprobs, entropy], [by_logprob, by_entropy], model)
+        found[name] = Expected(loss, gradients)
+    return _reference(torch.stack([logprobs, entropy], -1), found, dict(model.named_parameters()))
+
+
+def load_critic(directory: str) -> Any:
+    """The same with the score head in the output projection's place."""
+    model = load_float64(directory)
+    weight = load_file(directory + "/model.safetensors")["score.weight"].double()
+    model.lm_head = torch.nn.Linear(weight.shape[1], 1, bias=False, dtype=torch.float64)
+    model.lm_head.weight.data = weight
+    return model
+
+
+def critic_values(model: Any, problem: Problem) -> Tensor:
+    """V before each response token, float64 [T]."""
+    return model.lm_head(hidden_states(model, problem))[:, 0]
+
+
+def critic_reference(directory: str, problem: Problem) -> Reference:
+    """Everything that is compared of a critic."""
+    model = load_critic(directory)
+    values = critic_values(model, problem)
+    found = {}
+    for name, settings in CRITIC_LOSSES.items():
+        loss, by_value = _critic_loss(values.tolist(), problem, settings)
+        gradients = _gradients([values], [by_value], model)
+        gradients["score.weight"] = gradients.pop("lm_head.weight")
+        found[name] = Expected(loss, gradients)
+    parameters = dict(model.named_parameters())
+    parameters["score.weight"] = parameters.pop("lm_head.weight")
+    return _reference(values, found, parameters)
+
+
+def _reference(
+    outputs: Tensor, losses: dict[str, Expected], parameters: dict[str, Tensor]
+) -> Reference:
+    """AdamW's first update, with bias correction m = g and v = g^2 (Loshchilov and Hutter 2019)."""
+    gradients = list(losses.values())[-1].gradients
+    norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+    updates = {}
+    for name, gradient in gradients.items():
+        clipped = gradient * min(1.0, CLIP_GRAD / norm)
+        parameter = parameters[name].detach()
+        decay = OPTIMIZER["weight_decay"] if parameter.dim() > 1 else 0.0
+        step = clipped / (clipped.abs() + OPTIMIZER["adam_eps"]) + decay * parameter
+        updates[name] = -LEARNING_RATE * step
+    return Reference(outputs.detach(), losses, norm, updates)
+
+
+def _actor_loss(
+    logprobs: list[float], entropy: list[float], problem: Problem, settings: ActorLoss
+) -> tuple[float, list[float], list[float]]:
+    """(loss, d loss / d logprobs, d loss / d entropy)."""
+    bounds, mask = problem.bounds, problem.mask.tolist()
+    weights, count = reference.aggregation(mask, bounds, settings.loss_aggregation)
+    clips = dict(clip_low=settings.clip_low, clip_high=settings.clip_high, count=count)
+    advantages = (problem.advantages * settings.advantage_scale).tolist()
+    policy = (logprobs, problem.old_logprobs.tolist(), advantages, weights)
+    loss = reference.policy_loss(*policy, **clips)
+    gradient = reference.policy_loss_gradient(*policy, **clips)
+
+    correct = [c for c, (_, n) in zip(problem.is_correct.tolist(), LENGTHS) for _ in range(n)]
+    positives = float(sum(m and c for m, c in zip(mask, correct)))
+    ones = [float(m) for m in mask]
+    mu, beta = settings.positive_lm_coef, settings.entropy_coef
+    loss += mu * reference.positive_lm_loss(logprobs, ones, correct, count=positives)
+    for t, (m, c) in enumerate(zip(mask, correct)):
+        gradient[t] -= mu * float(m and c) / positives
+    loss -= beta * sum(w * h for w, h in zip(weights, entropy)) / count
+    return loss, gradient, [-beta * w / count for w in weights]
+
+
+def _critic_loss(
+    values: list[float], problem: Problem, settings: CriticLoss
+) -> tuple[float, list[float]]:
+    """(loss, d loss / d values)."""
+    weights = [float(m) for m in problem.mask.tolist()]
+    arguments = dict(
+        count=sum(weights), old_values=problem.old_values.tolist(), clip=settings.value_clip
+    )
+    returns = problem.returns.tolist()
+    loss = reference.value_loss(values, returns, weights, **arguments)
+    return loss, reference.value_loss_gradient(values, returns, weights, **arguments)
+
+
+def _gradients(
+    outputs: list[Tensor], by_output: list[list[float]], model: Any
+) -> dict[str, Tensor]:
+    names, parameters = zip(*model.named_parameters())
+    gradients = torch.autograd.grad(
+        outputs,
+        parameters,
+        [torch.tensor(g, dtype=torch.float64) for g in by_output],
+        retain_graph=True,
+    )
+    return dict(zip(names, gradients))

@@ -1,0 +1,237 @@
+"""Inside a worker: the actor and the critic of the package, through one update.
+
+Nothing of the training step is replaced. The problem's responses go through the package's plan
+(which rank, which micro-batch), its counts, its schedule and its losses; every parameter's gradient
+is gathered in full and compared with the float64 reference on every rank.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.distributed import mutations
+from tests.distributed.problem import (
+    CLIP_GRAD,
+    LEARNING_RATE,
+    LENGTHS,
+    LOSSES,
+    OPTIMIZER,
+    TEMPERATURE,
+    Problem,
+)
+from vapo_megatron.config import VapoConfig
+
+PACKED, SMALL, UNPACKED = 2000, 220, 1
+"""Token budgets: one or two micro-batches on a rank, several, one for each response."""
+
+
+class Layout(NamedTuple):
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    vpp: int | None = None
+    sp: bool = False
+    distributed: bool = False
+    overlap: bool = False
+    recompute: str = "none"
+    dtype: str = "float32"
+    budget: int = PACKED
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+class Measured(NamedTuple):
+    """Relative errors against float64, the largest over all ranks; see `relative`."""
+
+    gradients: dict[str, dict[str, float]]
+    """[loss][HF name]"""
+    losses: dict[str, float]
+    """[loss]"""
+    outputs: float
+    """Largest |difference| of log-probabilities and entropies, or values, before the update."""
+    grad_norm: float
+    updates: dict[str, float]
+    """[HF name]: of what one optimizer update adds to the parameter."""
+    tokens: list[list[int]]
+    """[data-parallel rank][micro-batch]: tokens of its sequences."""
+    num_correct: list[int]
+    """[data-parallel rank]: correct responses."""
+
+
+def make_config(layout: Layout, hf_path: str, algorithm: dict[str, Any]) -> VapoConfig:
+    return VapoConfig.model_validate(
+        {
+            "model": {
+                "hf_path": hf_path,
+                "dtype": layout.dtype,
+                "make_vocab_size_divisible_by": 8,
+                "layer_spec": "local",
+            },
+            "parallel": {
+                "world_size": layout.world_size,
+                "tensor_model_parallel_size": layout.tp,
+                "pipeline_model_parallel_size": layout.pp,
+                "virtual_pipeline_model_parallel_size": layout.vpp,
+                "sequence_parallel": layout.sp,
+                "use_distributed_optimizer": layout.distributed,
+                "overlap_grad_reduce": layout.overlap,
+                "overlap_param_gather": layout.overlap and layout.distributed,
+                "recompute": layout.recompute,
+                "max_tokens_per_microbatch": layout.budget,
+            },
+            "rollout": {"temperature": TEMPERATURE},
+            "algorithm": algorithm,
+            "optimizer": {
+                **OPTIMIZER,
+                "actor_clip_grad": CLIP_GRAD,
+                "critic_clip_grad": CLIP_GRAD,
+            },
+        }
+    )
+
+
+def measure(
+    hf_path: str, file: str, role: str, problem: Problem, layout: Layout, mutation: str = ""
+) -> Measured:
+    """Compute outputs, each of the role's losses, and an update; a worker's function.
+
+    Args:
+        file: of the role's float64.Reference.
+        mutation: a name in mutations.MUTATIONS, or none.
+    """
+    from vapo_megatron.parallel import groups
+
+    torch.manual_seed(dist.get_rank())
+    here = groups.initialize(make_config(layout, hf_path, {}).parallel)
+    reference = torch.load(file, weights_only=False)
+    plan = _plan(layout)
+    with mutations.applied(mutation):
+        model = _build(hf_path, role, layout, here)
+        outputs = _outputs(model, role, problem, plan[here.dp_rank], here, layout)
+        difference = (outputs.double() - reference.outputs[_rows(plan[here.dp_rank])]).abs()
+        gradients, losses = {}, {}
+        for name, settings in LOSSES[role].items():
+            loss, found = _gradients(model, role, problem, plan[here.dp_rank], here, settings)
+            expected = reference.losses[name]
+            gradients[name] = _compared(found, expected.gradients)
+            losses[name] = abs(loss - expected.loss) / abs(expected.loss)
+        norm, updates = _update(model, role, here)
+    correct = [sum(bool(problem.is_correct[p]) for m in rank for p in m) for rank in plan]
+    return Measured(
+        gradients,
+        losses,
+        _largest(torch.cat([difference.flatten(), difference.new_zeros(1)]).max())[0],
+        abs(norm - reference.grad_norm) / reference.grad_norm,
+        _compared(updates, reference.updates),
+        [[sum(sum(LENGTHS[p]) for p in m) for m in rank] for rank in plan],
+        correct,
+    )
+
+
+def relative(found: Tensor, reference: Tensor) -> float:
+    """|found - reference| / |reference| in 2-norms; NaN counts as infinitely wrong."""
+    error = float((found.double() - reference).norm() / reference.norm())
+    return error if error == error else float("inf")
+
+
+def _compared(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
+    assert set(found) == set(reference), set(found) ^ set(reference)
+    errors = torch.tensor([relative(t, reference[name]) for name, t in found.items()])
+    return dict(zip(found, _largest(errors)))
+
+
+def _largest(errors: Tensor) -> list[float]:
+    """Over all ranks: a replica that drifts from the others shows on its own rank alone."""
+    largest = errors.double().nan_to_num(nan=float("inf")).reshape(-1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
+def _plan(layout: Layout) -> list[list[list[int]]]:
+    """[data-parallel rank][micro-batch] -> responses, as the trainer plans a mini-batch."""
+    from vapo_megatron.data.packing import plan_mini_batches
+
+    (plan,) = plan_mini_batches(
+        [prompt + response for prompt, response in LENGTHS],
+        mini_batch_size=len(LENGTHS),
+        dp_size=layout.dp,
+        max_tokens_per_microbatch=layout.budget,
+        seed=0,
+    )
+    return plan.micro_batches
+
+
+def _rows(mine: list[list[int]]) -> list[int]:
+    """Rows of [T] that belong to a rank's responses, in their order."""
+    ends = torch.tensor([response for _, response in LENGTHS]).cumsum(0).tolist()
+    return [t for m in mine for p in m for t in range(ends[p] - LENGTHS[p][1], ends[p])]
+
+
+def _build(hf_path: str, role: str, layout: Layout, here: Any) -> Any:
+    from vapo_megatron.actor import Actor
+    from vapo_megatron.critic import Critic
+    from vapo_megatron.models.hf_config import read_model_shape
+
+    make = {"actor": Actor, "critic": Critic}[role]
+    return make(read_model_shape(hf_path), make_config(layout, hf_path, {}), here)
+
+
+def _outputs(
+    model: Any, role: str, problem: Problem, mine: list[list[int]], here: Any, layout: Layout
+) -> Tensor:
+    from vapo_megatron.parallel.minibatches import local_plan, make_micro_batches
+
+    batch = problem.batch().select([p for m in mine for p in m])
+    micro_batches = make_micro_batches(batch, local_plan([mine])[0], here, pad=layout.sp)
+    if role == "critic":
+        return model.compute_values(micro_batches)
+    return torch.stack(model.compute_logprobs(micro_batches), -1)
+
+
+def _gradients(
+    model: Any, role: str, problem: Problem, mine: list[list[int]], here: Any, settings: Any
+) -> tuple[float, dict[str, Tensor]]:
+    """(loss over all ranks, its finished gradients)."""
+    from vapo_megatron.gradients import full_gradients
+    from vapo_megatron.models.hf_config import read_model_shape
+    from vapo_megatron.parallel.minibatches import local_plan, make_mini_batches
+    from vapo_megatron.parallel.reduce import sum_over_data_parallel
+    from vapo_megatron.parallel.schedule import forward_backward
+
+    algorithm = settings._asdict()
+    batch = problem.batch(algorithm.pop("advantage_scale", 1.0))
+    batch = batch.select([p for m in mine for p in m])
+    tree = model.config.model_dump()
+    model.config = VapoConfig.model_validate({**tree, "algorithm": algorithm})
+    pad = model.config.parallel.sequence_parallel
+    (mini_batch,) = make_mini_batches(batch, local_plan([mine]), here, pad=pad)
+    loss = partial(model._loss, mini_batch, *([[]] if role == "actor" else []))
+    metrics = forward_backward(model.trained.chunks, mini_batch.micro_batches, loss)
+    shape = read_model_shape(tree["model"]["hf_path"])
+    named = full_gradients(model.trained.chunks, shape, here, role)
+    gradients = {name: gradient.clone() for name, gradient in named}
+    return float(sum_over_data_parallel(metrics, here)["loss"]), gradients
+
+
+def _update(model: Any, role: str, here: Any) -> tuple[float, dict[str, Tensor]]:
+    """(gradient norm, what the update added to each parameter), from the last loss's gradients."""
+    from vapo_megatron.models.hf_config import read_model_shape
+    from vapo_megatron.parallel.optimizer import optimizer_step, set_learning_rate
+    from vapo_megatron.weights.sync import gather_hf_tensors
+
+    def full() -> dict[str, Tensor]:
+        shape = read_model_shape(model.config.model.hf_path)
+        named = gather_hf_tensors(model.trained.chunks, shape, here, role=role)
+        return {name: tensor.double() for name, tensor in named}
+
+    before = full()
+    set_learning_rate(model.trained.optimizer, LEARNING_RATE)
+    norm = float(optimizer_step(model.trained.optimizer))
+    return norm, {name: after - before[name] for name, after in full().items()}

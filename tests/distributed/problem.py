@@ -1,0 +1,150 @@
+"""What every layout is asked to compute: the same responses, losses and settings.
+
+Response lengths run from 1 (nothing after the first token) to 300, two are cut off by the length
+limit, two of twenty are correct. Advantages, returns and old values are random, so that a token at
+the wrong place shows; a few tokens are masked.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.batch import RolloutBatch
+
+# (prompt, response) tokens.
+LENGTHS = (
+    (3, 1), (12, 300), (7, 57), (2, 1), (9, 2), (5, 121), (17, 34), (4, 212), (8, 5), (6, 91),
+    (1, 17), (11, 1), (3, 45), (2, 8), (20, 72), (5, 3), (14, 150), (6, 1), (9, 26), (4, 11),
+)  # fmt: skip
+CORRECT = (2, 12)
+TRUNCATED = (1, 7)
+MASKED = (0, 40, 41, 360, 700)
+"""Tokens of T that loss_mask drops; the first is a whole response."""
+VOCAB = 61
+TEMPERATURE = 0.8
+VALUE_CLIP = 0.3
+
+
+class ActorLoss(NamedTuple):
+    """Fields of the algorithm's configuration, and a factor on the advantages."""
+
+    advantage_scale: float = 0.0
+    positive_lm_coef: float = 0.0
+    entropy_coef: float = 0.0
+    loss_aggregation: str = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+
+
+class CriticLoss(NamedTuple):
+    """Fields of the algorithm's configuration."""
+
+    value_clip: float | None = None
+
+
+ACTOR_LOSSES = {
+    "policy": ActorLoss(advantage_scale=1.0),
+    "positive NLL": ActorLoss(positive_lm_coef=1.0),
+    "entropy": ActorLoss(entropy_coef=1.0),
+    "all": ActorLoss(advantage_scale=1.0, positive_lm_coef=0.1, entropy_coef=0.05),
+    "all, sample-level": ActorLoss(1.0, 0.1, 0.05, loss_aggregation="sample"),
+}
+CRITIC_LOSSES = {"value": CriticLoss(), "clipped value": CriticLoss(value_clip=VALUE_CLIP)}
+
+
+LOSSES = {"actor": ACTOR_LOSSES, "critic": CRITIC_LOSSES}
+
+# One update with the last of the losses. With a large epsilon it shows the gradient's scale, which
+# Adam would hide; the clip is active.
+OPTIMIZER = {"adam_eps": 1e-2, "weight_decay": 0.1}
+LEARNING_RATE, CLIP_GRAD = 3e-3, 0.5
+
+
+class Problem(NamedTuple):
+    tokens: Tensor
+    """int64 [S]"""
+    is_correct: Tensor
+    """bool [B]"""
+    mask: Tensor
+    """bool [T]"""
+    advantages: Tensor
+    """float32 [T], as all that follow"""
+    returns: Tensor
+    old_logprobs: Tensor
+    old_values: Tensor
+
+    @property
+    def bounds(self) -> list[int]:
+        """Of the responses in T."""
+        return torch.tensor([0, *(n for _, n in LENGTHS)]).cumsum(0).tolist()
+
+    @property
+    def targets(self) -> Tensor:
+        """int64 [T]"""
+        picked, start = [], 0
+        for prompt, response in LENGTHS:
+            picked.append(self.tokens[start + prompt : start + prompt + response])
+            start += prompt + response
+        return torch.cat(picked)
+
+    def batch(self, advantage_scale: float = 1.0) -> RolloutBatch:
+        """All responses as the trainer holds them once advantages are known."""
+        prompts, responses = torch.tensor(LENGTHS).t()
+
+        def bounds(lengths: Tensor) -> Tensor:
+            return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+
+        truncated = torch.zeros(len(LENGTHS), dtype=torch.bool)
+        truncated[list(TRUNCATED)] = True
+        return RolloutBatch(
+            tokens=self.tokens,
+            sequence_cu_seqlens=bounds(prompts + responses),
+            cu_seqlens=bounds(responses),
+            positions=torch.arange(len(LENGTHS)),
+            rewards=self.is_correct * 2.0 - 1,
+            is_correct=self.is_correct,
+            truncated=truncated,
+            rollout_logprobs=self.old_logprobs,
+            loss_mask=self.mask,
+            old_logprobs=self.old_logprobs,
+            values=self.old_values,
+            advantages=self.advantages * advantage_scale,
+            returns=self.returns,
+        )
+
+
+def make_problem() -> Problem:
+    """Everything but old_logprobs and old_values, which lie near the model's own (see near)."""
+    generator = torch.Generator().manual_seed(11)
+    sequences = sum(prompt + response for prompt, response in LENGTHS)
+    size = sum(response for _, response in LENGTHS)
+    mask = torch.ones(size, dtype=torch.bool)
+    mask[list(MASKED)] = False
+    is_correct = torch.zeros(len(LENGTHS), dtype=torch.bool)
+    is_correct[list(CORRECT)] = True
+    return Problem(
+        tokens=torch.randint(VOCAB, (sequences,), generator=generator),
+        is_correct=is_correct,
+        mask=mask,
+        advantages=torch.randn(size, generator=generator),
+        returns=torch.randn(size, generator=generator),
+        old_logprobs=torch.zeros(size),
+        old_values=torch.zeros(size),
+    )
+
+
+def near(outputs: Tensor, spread: float, edges: tuple[float, ...], margin: float) -> Tensor:
+    """float32 [T]: outputs plus noise, so that clips are active on some tokens on either side.
+
+    No difference lies closer than the margin to an edge, where rounding would decide whether a
+    token counts.
+    """
+    generator = torch.Generator().manual_seed(1)
+    difference = torch.randn(outputs.shape, generator=generator, dtype=torch.float64) * spread
+    for edge in edges:
+        away = torch.where(difference < edge, edge - margin, edge + margin)
+        difference = torch.where((difference - edge).abs() < margin, away, difference)
+    return (outputs.detach() - difference).float()

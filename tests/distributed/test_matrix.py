@@ -1,0 +1,143 @@
+"""Every parameter's gradient, in every layout, equals the float64 reference's.
+
+Actor (clipped policy, positive-example NLL, entropy, each alone and together, token- and
+sample-level) and critic (plain and clipped value loss), on responses of 1 to 300 tokens of which
+two in twenty are correct. The layouts are in cases.py, the reference in float64.py, what runs in
+the processes in measure.py.
+
+    bash tests/run.sh tests/distributed              every layout once
+    bash tests/run.sh tests/distributed -m slow      the rest of the cross
+
+Not exercised: NCCL and CUDA, Transformer Engine's layers, more than eight ranks, more than four on
+one axis.
+"""
+
+from typing import NamedTuple
+
+import pytest
+
+from tests.distributed.cases import ALL, BFLOAT16, CI, name
+from tests.distributed.measure import PACKED, SMALL, UNPACKED, Layout, measure
+from tests.distributed.mutations import MUTATIONS
+
+
+class Tolerances(NamedTuple):
+    """Relative errors against float64."""
+
+    gradient: float
+    """|gradient - float64| / |float64| of each parameter and of all together, in 2-norms."""
+    loss: float
+    output: float
+    """|difference| of a log-probability, an entropy (nats) or a value."""
+    update: float | None
+    """Of an update's norm: the parameter that it is added to is rounded at 6e-8 of its own size.
+    None: the parameter is rounded to more than the update (its float32 main copy is not)."""
+
+
+TOLERANCES = {
+    "float32": Tolerances(5e-6, 2e-6, 1e-5, 1e-3),
+    "bfloat16": Tolerances(8e-2, 3e-2, 0.2, None),
+}
+
+
+class Differs(AssertionError):
+    """A layout computes something else than the reference."""
+
+
+def check(workers, references, record, role, layout, *, variant="", mutation=""):
+    """Compare one layout with the reference; Differs where it differs."""
+    path, file, problem = references.get(role, variant)
+    (measured, *_) = workers.run(
+        layout.world_size, measure, path, file, role, problem, layout, mutation
+    )
+    if not mutation:
+        record.add(layout.dtype, f"{role}, {name(layout)}", measured)
+    allowed = TOLERANCES[layout.dtype]
+    within(measured.outputs, allowed.output, "output")
+    for loss, errors in measured.gradients.items():
+        within(measured.losses[loss], allowed.loss, f"loss {loss!r}")
+        for parameter, error in errors.items():
+            within(error, allowed.gradient, f"loss {loss!r}, gradient of {parameter}")
+    within(measured.grad_norm, allowed.gradient, "gradient norm")
+    for parameter, error in measured.updates.items() if allowed.update else []:
+        within(error, allowed.update, f"update of {parameter}")
+    return measured
+
+
+def within(error, tolerance, what):
+    if not error <= tolerance:
+        raise Differs(f"{what}: error {error:.1e}, tolerance {tolerance:.0e}")
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("layout", CI, ids=name)
+def test_gradients_equal_float64(workers, references, record, layout, role):
+    check(workers, references, record, role, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("layout", [x for x in ALL if x not in CI], ids=name)
+def test_gradients_equal_float64_in_the_whole_cross(workers, references, record, layout, role):
+    check(workers, references, record, role, layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(tp=2, sp=True), Layout(pp=2, budget=SMALL), Layout(tp=2, pp=2)],
+    ids=name,
+)
+def test_tied_embeddings(workers, references, record, layout):
+    check(workers, references, record, "actor", layout, variant="tied")
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_key_value_head_for_each_head(workers, references, record, role):
+    check(workers, references, record, role, Layout(tp=4, sp=True), variant="mha")
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("layout", BFLOAT16, ids=name)
+def test_bfloat16_with_float32_gradients(workers, references, record, layout, role):
+    check(workers, references, record, role, layout, variant="bfloat16")
+
+
+def test_correct_responses_are_rare_and_uneven(workers, references, record):
+    # Some ranks and micro-batches have none; the NLL is still divided by all correct tokens.
+    measured = check(workers, references, record, "actor", Layout(dp=2, budget=SMALL))
+    assert sorted(measured.num_correct) == [0, 2]
+    assert len(measured.tokens[0]) > 2
+    measured = check(workers, references, record, "actor", Layout(dp=4))
+    assert sorted(measured.num_correct) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_padding_and_empty_micro_batches_change_nothing(workers, references, record, role):
+    layout = Layout(tp=4, sp=True, budget=SMALL)
+    measured = check(workers, references, record, role, layout)
+    assert any(tokens % 4 for tokens in measured.tokens[0]), "nothing had to be padded"
+    layout = Layout(pp=2, vpp=2, budget=PACKED)
+    measured = check(workers, references, record, role, layout)
+    assert len(measured.tokens[0]) % 2, "no micro-batch had to be added"
+    layout = Layout(dp=4, budget=UNPACKED)
+    measured = check(workers, references, record, role, layout)
+    assert any(0 in rank for rank in measured.tokens), "no rank ran out of responses"
+
+
+# Role and layout in which each mistake shows, and what must differ there.
+WHERE_IT_SHOWS = {
+    "NLL over the micro-batch's own count": ("actor", Layout(budget=SMALL), "loss 'positive NLL'"),
+    "mean of micro-batch means": ("critic", Layout(budget=SMALL), "loss 'value'"),
+    "counts of one data-parallel rank": ("actor", Layout(dp=2), "loss 'policy'"),
+    "V shifted by one token": ("critic", Layout(), "output"),
+    "values scaled by the temperature": ("critic", Layout(), "output"),
+    "unmarked sequence-parallel head": ("critic", Layout(tp=2, sp=True), "of score.weight"),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_known_mistake_turns_the_matrix_red(workers, references, record, mutation):
+    role, layout, where = WHERE_IT_SHOWS[mutation]
+    check(workers, references, record, role, layout)
+    with pytest.raises(Differs, match=where):
+        check(workers, references, record, role, layout, mutation=mutation)
