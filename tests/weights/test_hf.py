@@ -204,6 +204,10 @@ def test_a_tied_model_whose_output_differs_is_refused(workers, tmp_path):
     _rewrite(path, lambda t: t["lm_head.weight"][299, 63].add_(1))
     ((problem, same),) = workers.run(1, _try_load, str(path), str(path))
     assert "tie_word_embeddings=true, but lm_head.weight differs" in problem and same
+    _rewrite(path, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].bfloat16()}))
+    ((problem, same),) = workers.run(1, _try_load, str(path), str(path))
+    assert "expected [300, 64] F32 as model.embed_tokens.weight, found [300, 64] BF16" in problem
+    assert same
 
 
 @pytest.mark.parametrize(
@@ -244,6 +248,12 @@ def test_unreadable_files_are_named(tmp_path):
     assert f"{second} cannot be read as safetensors" in _problem(path)
     second.unlink()
     assert f"{second} cannot be read as safetensors" in _problem(path)
+
+
+def test_an_empty_slice_reads_nothing(tmp_path):
+    reader = HfReader(write_tiny_hf(tmp_path, dtype=torch.bfloat16))
+    part = reader.read("lm_head.weight", 0, 300, 300)
+    assert part.shape == (0, 64) and part.dtype == torch.bfloat16 and reader.bytes_read == 0
 
 
 def test_a_directory_of_links_is_read(tmp_path):
