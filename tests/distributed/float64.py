@@ -103,7 +103,7 @@ def actor_reference(directory: str, problem: Problem) -> Reference:
     logprobs, entropy = actor_outputs(model, problem)
     found = {}
     for name, settings in ACTOR_LOSSES.items():
-        loss, by_logprob, by_entropy = _actor_loss(
+        loss, by_logprob, by_entropy = actor_loss(
             logprobs.tolist(), entropy.tolist(), problem, settings
         )
         gradients = _gradients([logprobs, entropy], [by_logprob, by_entropy], model)
@@ -131,7 +131,7 @@ def critic_reference(directory: str, problem: Problem) -> Reference:
     values = critic_values(model, problem)
     found = {}
     for name, settings in CRITIC_LOSSES.items():
-        loss, by_value = _critic_loss(values.tolist(), problem, settings)
+        loss, by_value = critic_loss(values.tolist(), problem, settings)
         gradients = _gradients([values], [by_value], model)
         gradients["score.weight"] = gradients.pop("lm_head.weight")
         found[name] = Expected(loss, gradients)
@@ -156,7 +156,7 @@ def _reference(
     return Reference(outputs.detach(), losses, norm, updates)
 
 
-def _actor_loss(
+def actor_loss(
     logprobs: list[float], entropy: list[float], problem: Problem, settings: ActorLoss
 ) -> tuple[float, list[float], list[float]]:
     """(loss, d loss / d logprobs, d loss / d entropy)."""
@@ -179,7 +179,7 @@ def _actor_loss(
     return loss, gradient, [-beta * w / count for w in weights]
 
 
-def _critic_loss(
+def critic_loss(
     values: list[float], problem: Problem, settings: CriticLoss
 ) -> tuple[float, list[float]]:
     """(loss, d loss / d values)."""
