@@ -46,6 +46,7 @@ LEVELS = {
     "critic": 5,
     "checkpoint": 5,
     "trainer": 6,
+    "gradient_check": 7,
     "train": 7,
     "launch": 8,
 }

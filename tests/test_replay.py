@@ -7,7 +7,6 @@ sampler. Not exercised: file systems that lose writes.
 import contextlib
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -16,80 +15,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.dumped import MODEL, config, dump, rollouts
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
-from vapo_megatron.batch import STATUSES, Prompt, Rollout, ScoredRollout
-from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import ConfigError, DataError
-from vapo_megatron.rollout_dump import held_steps, read_file, read_headers, write_step
+from vapo_megatron.rollout_dump import read_file, read_headers
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = dict(num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
-GROUP_SIZE, NUM_RESPONSES = 4, 16
-TEXTS = ("", "seven", "sieben \u00fc", "\u4e03", "half a pair: \udc80")
-
-
-def rollouts(step=1, num_responses=NUM_RESPONSES):
-    """Seeded responses to groups of one prompt each, two of which are the same prompt."""
-    draw = random.Random(step)
-    scored = []
-    for position in range(num_responses):
-        group = position // GROUP_SIZE
-        index = 0 if group == 3 else group
-        prompt = Prompt(index, f"{index}? {TEXTS[index]}", (index, 5, 7)[: 2 + index % 2], "7 ")
-        length = draw.randint(1, 12)
-        scored.append(
-            ScoredRollout(
-                Rollout(
-                    prompt=prompt,
-                    sample=position % GROUP_SIZE,
-                    position=position,
-                    token_ids=tuple(draw.randrange(60) for _ in range(length)),
-                    # A multiple of 2^-10 is the same in float32.
-                    logprobs=tuple(-draw.randint(1, 9000) / 1024 for _ in range(length)),
-                    truncated=length > 10,
-                    text=draw.choice(TEXTS),
-                    policy_version=step - 1,
-                ),
-                status=STATUSES[position % len(STATUSES)],
-                reward=0.1 * draw.randint(-9, 9),
-            )
-        )
-    return scored
-
-
-def dump(root, steps, num_ranks, keep_last=9):
-    """Write steps; every rank of the first num_ranks has consecutive responses; a worker's."""
-    for step in steps:
-        mine = rollouts(step)
-        size = NUM_RESPONSES // num_ranks
-        rank = dist.get_rank()
-        write_step(
-            root,
-            step,
-            mine[rank * size : (rank + 1) * size],
-            num_responses=NUM_RESPONSES,
-            group_size=GROUP_SIZE,
-            keep_last=keep_last,
-        )
-    return held_steps(root)
-
-
-def config(hf, **sections):
-    tree = {
-        "model": {"hf_path": str(hf), "dtype": "float32", "value_head_init_std": 0.2},
-        "algorithm": {
-            "responses_per_step": NUM_RESPONSES,
-            "group_size": GROUP_SIZE,
-            "mini_batch_size": 8,
-            "value_pretraining_steps": 0,
-            "policy_steps": 2,
-        },
-        "rollout": {"max_prompt_tokens": 4, "max_response_tokens": 12},
-    }
-    for name, fields in sections.items():
-        tree[name] = {**tree.get(name, {}), **fields}
-    return VapoConfig.model_validate(tree)
 
 
 @pytest.fixture(scope="module")

@@ -71,6 +71,10 @@ class Actor:
         totals["learning_rate"] = torch.tensor(rate, dtype=torch.float64)
         return {f"actor/{name}": float(value) for name, value in totals.items()}
 
+    def compute_gradients(self, mini_batch: MiniBatch) -> dict[str, Tensor]:
+        """Leave the finished gradient of one mini-batch's loss in the buffers; return metrics."""
+        return self.trained.compute_gradients(mini_batch, partial(self._loss, mini_batch, []))
+
     def _loss(
         self,
         mini_batch: MiniBatch,

@@ -80,8 +80,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def require_paths(config: VapoConfig, replay: Path | None) -> None:
+def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = True) -> None:
     """Check what only a real run needs, before anything slow starts.
+
+    Args:
+        config: checked in itself.
+        replay: the run directory that is replayed; None: none.
+        writes: the run directory will be written to.
 
     Raises:
         ConfigError: a path is not set or does not exist, or a replay would write over its dump.
@@ -92,7 +97,8 @@ def require_paths(config: VapoConfig, replay: Path | None) -> None:
     else:
         paths["--replay"] = replay
         run_dir = config.logging.run_dir
-        if Path(run_dir, "replay").resolve() in ((replay / "replay").resolve(), replay.resolve()):
+        dumps = [(replay / "replay").resolve(), replay.resolve()]
+        if writes and Path(run_dir, "replay").resolve() in dumps:
             raise ConfigError(
                 f"logging.run_dir={run_dir} is the run that is replayed, which would be written "
                 "over; set logging.run_dir to another directory"

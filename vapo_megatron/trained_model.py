@@ -43,6 +43,20 @@ class TrainedModel:
         self.optimizer = build_optimizer(self.chunks, config, role)
         self.num_updates = 0
 
+    def compute_gradients(
+        self, mini_batch: MiniBatch, loss_function: LossFunction
+    ) -> dict[str, Tensor]:
+        """Leave the finished gradient of the mini-batch's loss in the chunks' buffers.
+
+        Args:
+            mini_batch, loss_function: see update.
+
+        Returns:
+            The metrics summed over micro-batches and data-parallel ranks; 0-d, on every rank.
+        """
+        metrics = forward_backward(self.chunks, mini_batch.micro_batches, loss_function)
+        return sum_over_data_parallel(metrics, self.groups)
+
     def update(
         self, mini_batch: MiniBatch, loss_function: LossFunction, learning_rate: float
     ) -> dict[str, Tensor]:
@@ -58,7 +72,7 @@ class TrainedModel:
             every rank.
         """
         set_learning_rate(self.optimizer, learning_rate)
-        metrics = forward_backward(self.chunks, mini_batch.micro_batches, loss_function)
+        metrics = self.compute_gradients(mini_batch, loss_function)
         grad_norm = optimizer_step(self.optimizer)
         self.num_updates += 1
-        return {**sum_over_data_parallel(metrics, self.groups), "grad_norm": grad_norm}
+        return {**metrics, "grad_norm": grad_norm}
