@@ -111,6 +111,9 @@ def test_whitening_uses_all_ranks(workers):
     assert advantages.mean().item() == pytest.approx(0, abs=1e-6)
     assert advantages.std(unbiased=False).item() == pytest.approx(1, abs=1e-5)
     assert abs(results[0][0].mean().item()) > 0.1, "a rank alone has another mean"
+    # One rank with all responses computes the same: those of 0, 1, 2 are tokens 0:2, 2:5, 5:6.
+    alone = workers.run(1, on_rank, SHARES[1], algorithm, None)[0][0]
+    torch.testing.assert_close(advantages, alone[[2, 3, 4, 0, 1, 5]], rtol=0, atol=1e-7)
 
 
 def test_a_sampler_that_differs_stops_every_rank(workers):

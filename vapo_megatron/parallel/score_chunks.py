@@ -23,7 +23,7 @@ from torch import Tensor
 CHUNK_BYTES = 192 * 2**20
 """Size of [chunk_size, V/tp] where no chunk_size is given."""
 
-TILE_BYTES = 2**20
+TILE_BYTES = 8 * 2**20
 """Largest tile on a CPU, unless a single row is larger."""
 
 SLAB_BYTES = 32 * 2**20
