@@ -57,6 +57,7 @@ def _serve(connection: Connection) -> None:
 
 
 def _reset() -> None:
+    import gc
     import sys
 
     import torch.distributed as dist
@@ -66,6 +67,8 @@ def _reset() -> None:
         groups.destroy()
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Models hold groups in reference cycles, and each group keeps about ten threads.
+    gc.collect()
 
 
 class WorkerPool:
