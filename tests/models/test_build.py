@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
+from tests.models import published
 from tests.models.built import Layout, build, call, make_config, write_hf
 from tests.models.qwen25 import COUNTS, SHAPES, config_json
 from vapo_megatron.errors import ConfigError
@@ -17,11 +18,11 @@ from vapo_megatron.models.build import gather_hidden, output_weight, transformer
 from vapo_megatron.models.hf_config import parameter_count, read_model_shape
 
 
-def count_on_meta(hf_paths, layout):
+def count_on_meta(hf_paths, layout, roles=("actor", "critic")):
     """Return for each actor and critic this rank's parameters, and the replicated among them."""
     counts = []
     for hf_path in hf_paths:
-        for role in ("actor", "critic"):
+        for role in roles:
             model = build(hf_path, layout, role, device="meta", make_vocab_size_divisible_by=128)
             (chunk,) = model.chunks
             sizes = {name: p.numel() for name, p in chunk.named_parameters() if p.is_meta}
@@ -32,12 +33,12 @@ def count_on_meta(hf_paths, layout):
     return counts
 
 
-def config_dirs(tmp_path):
-    for name in SHAPES:
+def config_dirs(tmp_path, trees=None):
+    trees = trees or {name: {"model_type": "qwen2", **config_json(name)} for name in SHAPES}
+    for name, tree in trees.items():
         (tmp_path / name).mkdir()
-        tree = {"model_type": "qwen2", **config_json(name)}
         (tmp_path / name / "config.json").write_text(json.dumps(tree))
-    return [str(tmp_path / name) for name in SHAPES]
+    return [str(tmp_path / name) for name in trees]
 
 
 def test_the_family_builds_with_transformers_counts(tmp_path, workers):
@@ -63,6 +64,21 @@ def test_the_family_builds_on_two_ranks(tmp_path, workers):
             total, replicated = ours[0]
             matrices = (1 if role else 2 - shape.tied) * padding
             assert 2 * total - replicated == expected + matrices
+
+
+def test_other_families_build_with_transformers_counts(tmp_path, workers):
+    """Both vocabularies are multiples of 128 too, and Llama's of 256."""
+    hf_paths = config_dirs(tmp_path, published.MODELS)
+    (counts,) = workers.run(1, count_on_meta, hf_paths, Layout(), ("actor",))
+    assert [total for total, _ in counts] == [published.COUNTS[name] for name in published.MODELS]
+    names = ["Qwen3-0.6B", "Llama-3.2-1B"]
+    hf_paths = [str(tmp_path / name) for name in names]
+    for found in workers.run(2, count_on_meta, hf_paths, Layout(tp=2), ("actor",)):
+        # Qwen3-0.6B is tied and has 1024 columns; 28 layers hold norms of 2 * 1024 + 2 * 128.
+        assert found[0][1] == 28 * (2 * 1024 + 2 * 128) + 1024
+        padding = [128 * 1024, 0]
+        for name, (total, replicated), extra in zip(names, found, padding):
+            assert 2 * total - replicated == published.COUNTS[name] + extra
 
 
 def describe(hf_path, layout, role):

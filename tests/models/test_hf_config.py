@@ -9,8 +9,16 @@ import sys
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+)
 
+from tests.models import published
 from tests.models.built import write_hf
 from tests.models.qwen25 import COUNTS, SHAPES, config_json
 from vapo_megatron.config import ParallelConfig
@@ -23,8 +31,8 @@ from vapo_megatron.models.hf_config import (
 )
 
 
-def shape_of(tmp_path, changes=None):
-    return read_model_shape(write_hf(tmp_path, changes))
+def shape_of(tmp_path, changes=None, family="qwen2"):
+    return read_model_shape(write_hf(tmp_path, changes, family=family))
 
 
 def test_every_field(tmp_path):
@@ -84,8 +92,34 @@ def test_reads_what_transformers_writes(tmp_path):
     assert shape.tied and shape.num_layers == 24
 
 
+@pytest.mark.parametrize("config_class", [Qwen2Config, Qwen3Config, LlamaConfig])
+def test_defaults_are_transformers(config_class, tmp_path):
+    """Of keys that config.json lacks, sizes aside."""
+    tree = {"num_attention_heads": 64, "hidden_size": 2048, "vocab_size": 100}
+    tree |= {"num_hidden_layers": 1, "intermediate_size": 1}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": config_class.model_type, **tree})
+    )
+    shape, config = read_model_shape(tmp_path), config_class(**tree)
+    assert shape.num_key_value_heads == config.num_key_value_heads
+    assert shape.head_dim == getattr(config, "head_dim", 2048 // 64)
+    assert shape.max_position_embeddings == config.max_position_embeddings
+    assert (shape.norm_eps, shape.tied) == (config.rms_norm_eps, config.tie_word_embeddings)
+    assert shape.initializer_range == config.initializer_range
+    assert (shape.rope_theta, shape.rope_scaling) == (config.default_theta, None)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_null_key_value_heads_are_the_heads(family, tmp_path):
+    path = tmp_path / "config.json"
+    write_hf(tmp_path, family=family)
+    tree = {**json.loads(path.read_text()), "num_key_value_heads": None}
+    path.write_text(json.dumps(tree))
+    assert read_model_shape(tmp_path).num_key_value_heads == 4
+
+
 REFUSED = {
-    "model_type": {"model_type": "llama"},
+    "model_type": {"model_type": "mistral"},
     "hidden_act": {"hidden_act": "gelu"},
     "use_sliding_window": {"use_sliding_window": True},
     "attention_dropout": {"attention_dropout": 0.1},
@@ -100,7 +134,16 @@ REFUSED = {
         "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
     },
     "partial_rotary_factor": {"partial_rotary_factor": 0.5},
-}
+    "dual_chunk_attention_config": {"dual_chunk_attention_config": {"chunk_size": 8}},
+    "layer_types": {"layer_types": ["full_attention", "sliding_attention"] * 2},
+    "attention_bias": {"model_type": "qwen3", "attention_bias": True},
+    "attention_bias=True": {"model_type": "llama", "attention_bias": True},
+    "mlp_bias": {"model_type": "llama", "mlp_bias": True},
+    "sliding_window": {"model_type": "llama", "sliding_window": 128},
+    "num_attention_heads=64": {
+        "model_type": "qwen3", "num_attention_heads": 64, "num_key_value_heads": 3,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -108,6 +151,20 @@ def test_refuses_by_name(name, tmp_path):
     with pytest.raises(ConfigError, match=name) as error:
         shape_of(tmp_path, REFUSED[name])
     assert "config.json" in str(error.value)
+
+
+OTHERS = (
+    "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral",
+    "mixtral", "gemma2", "gemma3", "llama4", "mllama", "phi3", "deepseek_v3", "gpt_oss", "Qwen2",
+    ["qwen2"], 3, None,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_are_refused_with_those_known(name, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        shape_of(tmp_path, {"model_type": name})
+    assert f"model_type={name!r}: must be one of qwen2, qwen3, llama" in str(error.value)
 
 
 def test_refuses_what_is_no_directory_of_a_model(tmp_path):
@@ -133,6 +190,23 @@ def test_parameter_counts_are_transformers(name, tmp_path):
     vocabulary = 0 if shape.tied else shape.vocab_size * shape.hidden_size
     critic = COUNTS[name] - vocabulary + shape.hidden_size
     assert parameter_count(shape, value_head=True) == critic
+
+
+@pytest.mark.parametrize("name", published.MODELS)
+def test_published_models_of_other_families(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(published.MODELS[name]))
+    shape, config = read_model_shape(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    count = sum(p.numel() for p in model.parameters())
+    assert parameter_count(shape) == published.COUNTS[name] == count
+    attention = model.model.layers[0].self_attn
+    assert (shape.head_dim, shape.qk_norm) == (attention.head_dim, hasattr(attention, "q_norm"))
+    assert shape.norm_eps == model.model.norm.variance_epsilon
+    assert shape.rope_theta == config.rope_parameters["rope_theta"]
+    if shape.family == "llama":
+        rope = {k: v for k, v in config.rope_parameters.items() if k != "rope_theta"}
+        assert shape.rope_scaling == rope and rope["rope_type"] == "llama3"
 
 
 def test_padded_vocab_size(tmp_path):

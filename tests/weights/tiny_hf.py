@@ -1,4 +1,4 @@
-"""A tiny random Qwen2 directory made from a seed, for the tests of every room.
+"""A tiny random directory of any family, made from a seed, for the tests of every room.
 
 It holds config.json, generation_config.json and safetensors. There is no tokenizer: tests pass ids.
 Every tensor is random, biases and norm weights included, so that a swapped or forgotten tensor
@@ -18,10 +18,36 @@ from torch import Tensor
 
 EOS = 2
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "use_sliding_window": False,
+        "attention_bias": False,
+    },
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "rope_theta": 500.0,
+        # Of the pairs of dimensions of 8 and more, some are slowed, some kept, some in between.
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+}
+"""model_type -> what its config.json holds beside the sizes."""
+
 
 def write_tiny_hf(
     directory: str | Path,
     *,
+    family: str = "qwen2",
     tied: bool = False,
     num_layers: int = 4,
     hidden: int = 64,
@@ -37,6 +63,7 @@ def write_tiny_hf(
     """Write the directory, make it if needed, and return its path.
 
     Args:
+        family: model_type, a key of FAMILIES.
         tied: tie_word_embeddings; there is no lm_head.weight then.
         head_dim: None: hidden // heads, the only one that vLLM's Qwen2 takes (32 or more on a CPU).
         num_files: more than one: sharded files with model.safetensors.index.json.
@@ -44,11 +71,12 @@ def write_tiny_hf(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     head_dim = head_dim or hidden // heads
-    tensors = _tensors(tied, num_layers, hidden, heads, kv_heads, head_dim, ffn, vocab, seed)
+    tensors = _tensors(
+        family, tied, num_layers, hidden, heads, kv_heads, head_dim, ffn, vocab, seed
+    )
     tensors = {name: t.to(dtype) for name, t in tensors.items()}
     config: dict[str, Any] = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
+        "model_type": family,
         "hidden_size": hidden,
         "intermediate_size": ffn,
         "num_hidden_layers": num_layers,
@@ -61,13 +89,13 @@ def write_tiny_hf(
         "max_position_embeddings": 512,
         "initializer_range": 0.02,
         "attention_dropout": 0.0,
-        "use_sliding_window": False,
         "tie_word_embeddings": tied,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "bos_token_id": 1,
         "eos_token_id": EOS,
+        **FAMILIES[family],
     }
-    if head_dim != hidden // heads:
+    if family != "qwen2" or head_dim != hidden // heads:
         config["head_dim"] = head_dim
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     (directory / "generation_config.json").write_text(
@@ -78,6 +106,7 @@ def write_tiny_hf(
 
 
 def _tensors(
+    family: str,
     tied: bool,
     num_layers: int,
     hidden: int,
@@ -96,15 +125,18 @@ def _tensors(
     def bias(size: int) -> Tensor:
         return torch.randn(size, generator=generator) * 0.2
 
-    def norm() -> Tensor:
-        return 1 + torch.randn(hidden, generator=generator) * 0.2
+    def norm(size: int = hidden) -> Tensor:
+        return 1 + torch.randn(size, generator=generator) * 0.2
 
     tensors = {"model.embed_tokens.weight": matrix(vocab, hidden) * 2}
     for i in range(num_layers):
         p = f"model.layers.{i}."
         for name, size in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
             tensors[p + f"self_attn.{name}_proj.weight"] = matrix(size * head_dim, hidden)
-            tensors[p + f"self_attn.{name}_proj.bias"] = bias(size * head_dim)
+            if family == "qwen2":
+                tensors[p + f"self_attn.{name}_proj.bias"] = bias(size * head_dim)
+            if family == "qwen3" and name in "qk":
+                tensors[p + f"self_attn.{name}_norm.weight"] = norm(head_dim)
         tensors[p + "self_attn.o_proj.weight"] = matrix(hidden, heads * head_dim)
         tensors[p + "mlp.gate_proj.weight"] = matrix(ffn, hidden)
         tensors[p + "mlp.up_proj.weight"] = matrix(ffn, hidden)

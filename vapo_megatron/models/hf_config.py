@@ -17,7 +17,42 @@ from vapo_megatron.errors import ConfigError
 ROPE_TYPES = ("linear", "llama3", "yarn")
 """Scalings of the rotary frequencies that do not depend on the sequence's length."""
 
-_FAMILIES = {"qwen2": {"qkv_bias": True, "qk_norm": False}}
+
+@dataclasses.dataclass(frozen=True)
+class _Family:
+    """What sets one model_type apart from the others."""
+
+    qkv_bias: bool
+    qk_norm: bool
+    defaults: dict[str, Any]
+    """transformers' own, for keys that config.json lacks; null is not lacking."""
+    only: dict[str, Any]
+    """Keys with the one value that is supported."""
+
+
+_FAMILIES = {
+    "qwen2": _Family(
+        qkv_bias=True,
+        qk_norm=False,
+        defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768},
+        only={},
+    ),
+    "qwen3": _Family(
+        qkv_bias=False,
+        qk_norm=True,
+        defaults={"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
+        only={"attention_bias": False},
+    ),
+    "llama": _Family(
+        qkv_bias=False,
+        qk_norm=False,
+        defaults={"max_position_embeddings": 2048},
+        # transformers has no sliding window in Llama, but vLLM would take one.
+        only={"attention_bias": False, "mlp_bias": False, "sliding_window": None},
+    ),
+}
+"""By model_type: Qwen2 and Qwen2.5; dense Qwen3; Llama 3 (and 2, the same architecture)."""
+
 _ROPE_KEYS = {
     "linear": {"factor"},
     "llama3": {
@@ -32,7 +67,7 @@ class ModelShape:
     """Everything that the trainer needs to know of a decoder-only transformer."""
 
     family: str
-    """model_type of config.json; "qwen2" is Qwen2 and Qwen2.5."""
+    """model_type of config.json: "qwen2" (Qwen2 and Qwen2.5), "qwen3" or "llama"."""
     hidden_size: int
     num_layers: int
     num_attention_heads: int
@@ -80,7 +115,7 @@ class _Reader:
         self.tree = tree
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value; null counts as missing. The default is transformers' own for Qwen2."""
+        """Return a value; null counts as missing. Defaults are transformers' own."""
         value = self.tree.get(key)
         return default if value is None else value
 
@@ -100,31 +135,30 @@ class _Reader:
     def error(self, key: str, value: Any, rule: str) -> ConfigError:
         """Build the error for one key."""
         return ConfigError(
-            f"{self.file}: {key}={value!r}: {rule}; use a model of the Qwen2.5 family"
+            f"{self.file}: {key}={value!r}: {rule}; use a Qwen2, Qwen2.5, dense Qwen3 or Llama 3"
         )
 
 
 def _shape(reader: _Reader) -> ModelShape:
-    family = reader.get("model_type")
-    if family not in _FAMILIES:
-        raise reader.error("model_type", family, f"must be one of {', '.join(_FAMILIES)}")
-    reader.require("hidden_act", "silu", "silu")
-    reader.require("use_sliding_window", False, False)
-    reader.require("partial_rotary_factor", 1, 1)
-    reader.require("attention_dropout", 0, 0)
+    name = reader.get("model_type")
+    family = _FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        raise reader.error("model_type", name, f"must be one of {', '.join(_FAMILIES)}")
+    reader = _Reader(reader.file, {**family.defaults, **reader.tree})
+    _check_supported(reader, family)
     hidden_size, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
     kv_heads = reader.size("num_key_value_heads", heads)
     if heads % kv_heads:
         raise reader.error(
             "num_attention_heads", heads, f"must be divisible by num_key_value_heads={kv_heads}"
         )
-    if "head_dim" not in reader.tree and hidden_size % heads:
+    if reader.get("head_dim") is None and hidden_size % heads:
         raise reader.error(
             "hidden_size", hidden_size, f"must be divisible by num_attention_heads={heads}"
         )
     theta, scaling = _rope(reader)
     return ModelShape(
-        family=family,
+        family=name,
         hidden_size=hidden_size,
         num_layers=reader.size("num_hidden_layers"),
         num_attention_heads=heads,
@@ -136,10 +170,25 @@ def _shape(reader: _Reader) -> ModelShape:
         rope_theta=theta,
         rope_scaling=scaling,
         tied=bool(reader.get("tie_word_embeddings", False)),
-        max_position_embeddings=reader.size("max_position_embeddings", 32768),
+        max_position_embeddings=reader.size("max_position_embeddings"),
         initializer_range=float(reader.get("initializer_range", 0.02)),
-        **_FAMILIES[family],
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
     )
+
+
+def _check_supported(reader: _Reader, family: _Family) -> None:
+    """Refuse what would be computed otherwise by transformers or by vLLM."""
+    reader.require("hidden_act", "silu", "silu")
+    reader.require("use_sliding_window", False, False)
+    reader.require("partial_rotary_factor", 1, 1)
+    reader.require("attention_dropout", 0, 0)
+    reader.require("dual_chunk_attention_config", None, None)
+    for key, value in family.only.items():
+        reader.require(key, value, value)
+    kinds = reader.get("layer_types", [])
+    if set(kinds) - {"full_attention"}:
+        raise reader.error("layer_types", kinds, "all must be full_attention")
 
 
 def _rope(reader: _Reader) -> tuple[float, dict[str, Any] | None]:
