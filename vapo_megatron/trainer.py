@@ -94,7 +94,7 @@ class VapoTrainer:
                 actor_metrics = self.actor.update(mini_batches)
             with self._phase("sync"):
                 self.policy_version += 1
-                self.source.publish(self.actor.trained.chunks, self.policy_version)
+                actor_metrics |= self.source.publish(self.actor.trained.chunks, self.policy_version)
 
         self._write_rollouts(step, scored)
         metrics = step_metrics(summary, batch, entropy, config.algorithm, self.groups)
@@ -178,6 +178,7 @@ class VapoTrainer:
             dp_size=self.groups.dp_size,
             max_tokens_per_microbatch=self.config.parallel.max_tokens_per_microbatch,
             seed=self.config.seed * 1_000_003 + step,
+            attention_tokens=12 * self.shape.hidden_size,
         )
         by_rank = [[plan.micro_batches[r] for plan in plans] for r in range(self.groups.dp_size)]
         wanted = [[p for mini in rank for micro in mini for p in micro] for rank in by_rank]

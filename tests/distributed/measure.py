@@ -7,7 +7,6 @@ is gathered in full and compared with the float64 reference on every rank.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -202,8 +201,6 @@ def _gradients(
     from vapo_megatron.gradients import full_gradients
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel.minibatches import local_plan, make_mini_batches
-    from vapo_megatron.parallel.reduce import sum_over_data_parallel
-    from vapo_megatron.parallel.schedule import forward_backward
 
     algorithm = settings._asdict()
     batch = problem.batch(algorithm.pop("advantage_scale", 1.0))
@@ -212,12 +209,11 @@ def _gradients(
     model.config = VapoConfig.model_validate({**tree, "algorithm": algorithm})
     pad = model.config.parallel.sequence_parallel
     (mini_batch,) = make_mini_batches(batch, local_plan([mine]), here, pad=pad)
-    loss = partial(model._loss, mini_batch, *([[]] if role == "actor" else []))
-    metrics = forward_backward(model.trained.chunks, mini_batch.micro_batches, loss)
+    metrics = model.compute_gradients(mini_batch)
     shape = read_model_shape(tree["model"]["hf_path"])
     named = full_gradients(model.trained.chunks, shape, here, role)
     gradients = {name: gradient.clone() for name, gradient in named}
-    return float(sum_over_data_parallel(metrics, here)["loss"]), gradients
+    return float(metrics["loss"]), gradients
 
 
 def _update(model: Any, role: str, here: Any) -> tuple[float, dict[str, Tensor]]:
