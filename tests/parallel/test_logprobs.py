@@ -125,6 +125,27 @@ def test_large_logits_keep_their_digits():
     torch.testing.assert_close(torch.stack(shifted), torch.stack(plain), rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_gradients_of_large_logits_keep_their_digits(with_entropy):
+    # Logits of +-100: the normaliser's rounding, 100 * 6e-8, would be in every probability.
+    generator = torch.Generator().manual_seed(4)
+    given = torch.randn(50, 400, generator=generator) * 30
+    targets = torch.randint(400, (50,), generator=generator)
+    upstream = torch.randn(2, 50, generator=generator)
+
+    def gradient(logits):
+        logits.requires_grad_()
+        outputs = vocab_parallel_logprobs(
+            logits, targets, None, vocab_size=400, with_entropy=with_entropy
+        )
+        sum((u * x).sum() for u, x in zip(upstream, outputs) if x is not None).backward()
+        return logits.grad
+
+    exact = gradient(given.double())
+    error = (gradient(given.clone()).double() - exact).norm() / exact.norm()
+    assert error < 3e-7
+
+
 def test_bfloat16_logits_are_worked_on_in_float32():
     hidden, weight, targets, upstream = _inputs(torch.bfloat16)
     logits = (hidden @ weight.t()).requires_grad_()

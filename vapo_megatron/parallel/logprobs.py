@@ -137,14 +137,13 @@ class _Logprobs(torch.autograd.Function):
         scale = shift.exp()
         total = (sums * scale).sum(0)
         log_total = total.log()
-        log_normalizer = maximum + log_total
         # Subtracted in this order, the result keeps its digits when all logits are large.
         logprobs = (picked - maximum) - log_total
         entropy = None
         if call.with_entropy:
             weighted = (scale * (gathered[:, 3] + shift * sums)).sum(0)
             entropy = log_total - weighted / total
-        ctx.save_for_backward(source, weight, targets, log_normalizer, entropy)
+        ctx.save_for_backward(source, weight, targets, maximum, total, entropy)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -152,26 +151,28 @@ class _Logprobs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):  # type: ignore[no-untyped-def]
-        source, weight, targets, log_normalizer, entropy = ctx.saved_tensors
+        source, weight, targets, maximum, total, entropy = ctx.saved_tensors
         call: Call = ctx.call
         if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(log_normalizer)
-        # d z / d logits = 1 / temperature
+            grad_logprobs = torch.zeros_like(maximum)
+        # d z / d logits = 1 / temperature. With e_j = exp(z_j - m), p_j = e_j / total and
+        # log p_j = (z_j - m) - log total: m + log total is never formed, it would round both.
         picked = (grad_logprobs / call.temperature)[:, None]
-        slope = offset = None
+        offset = -picked / total[:, None]
+        slope = None
         if grad_entropy is not None:
-            slope = (grad_entropy / -call.temperature)[:, None]
-            offset = slope * entropy[:, None] - picked
+            slope = (grad_entropy / -(call.temperature * total))[:, None]
+            offset += slope * (entropy - total.log())[:, None]
         gradients = Gradients(source, weight, call, ctx.needs_input_grad)
         for rows, z, room in tiles(
             source, weight, call, with_room=slope is not None, gradients=gradients
         ):
-            z.sub_(log_normalizer[rows, None])
-            if slope is None or offset is None:
-                z.exp_().mul_(-picked[rows])
+            z.sub_(maximum[rows, None])
+            if slope is None:
+                z.exp_().mul_(offset[rows])
             else:
-                p = torch.exp(z, out=room)
-                torch.addcmul(offset[rows], slope[rows], z, out=z).mul_(p)
+                e = torch.exp(z, out=room)
+                torch.addcmul(offset[rows], slope[rows], z, out=z).mul_(e)
             if call.columns:
                 column, inside = call.local(targets[rows])
                 z.scatter_add_(1, column, picked[rows] * inside)
