@@ -64,6 +64,24 @@ def test_fewer_key_value_heads_than_ranks_are_bit_identical(workers, tmp_path, l
     assert _same(_read(out), _read(path))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_other_families_there_and_back(workers, tmp_path, family, tied):
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"family": family, "tied": tied, "head_dim": 32, "num_layers": 2}
+    path, out = write_tiny_hf(tmp_path / "hf", **sizes), tmp_path / "out"
+    layout = Layout(2, 1) if tied else Layout(2, 2)
+    workers.run(layout.world_size, _export, str(path), layout, str(out), {})
+    assert _same(_read(out), _read(path))
+    # Everything that config.json says stays, the rope scaling and "Qwen3ForCausalLM" too.
+    config = json.loads((out / "config.json").read_text())
+    assert config == json.loads((path / "config.json").read_text())
+    model, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert type(model).__name__ == family.capitalize() + "ForCausalLM"
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+
+
 def test_files_are_bounded_and_transformers_loads_them(workers, tmp_path):
     from transformers import Qwen2ForCausalLM
 
@@ -114,10 +132,11 @@ def _reload_critic(out, layout, again):
     export_hf(loaded.chunks, loaded.shape, loaded.groups, again, out, role="critic")
 
 
-def test_a_critic_gives_the_same_values_in_transformers(workers, tmp_path):
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_a_critic_gives_the_same_values_in_transformers(workers, tmp_path, family):
     from transformers import AutoModelForTokenClassification
 
-    path, out = write_tiny_hf(tmp_path / "hf", tied=True), tmp_path / "out"
+    path, out = write_tiny_hf(tmp_path / "hf", family=family, tied=True), tmp_path / "out"
     ids = torch.arange(12)[None] * 5
     (values,) = workers.run(1, _export_critic, str(path), Layout(), str(out), ids, "float32")
     model, report = AutoModelForTokenClassification.from_pretrained(out, output_loading_info=True)
