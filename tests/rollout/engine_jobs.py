@@ -250,6 +250,37 @@ def preempting(tmp: Path, path: Path) -> list:
     return [len(count), sampled]
 
 
+def of_family(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:
+    """World 2, TP=2 on both sides: vLLM reads what Megatron exported, then takes other weights."""
+    import torch.distributed as dist
+
+    from tests.weights.loaded import Layout, load
+    from vapo_megatron.rollout import engine as engine_module
+    from vapo_megatron.weights.hf import export_hf, load_hf_weights
+    from vapo_megatron.weights.sync import gather_hf_tensors
+
+    chunks, shape, groups, *_ = load(str(first_path), Layout(tp=2))
+    out = tmp / "exported"
+    export_hf(chunks, shape, groups, out, first_path)
+    arguments = engine_module._vllm_arguments
+    engine_module._vllm_arguments = lambda *a: {**arguments(*a), "load_format": "safetensors"}
+    try:
+        engine = engine_module.RolloutEngine(
+            str(out), config(tmp, 2), rank=dist.get_rank(), world_size=2
+        )
+    finally:
+        engine_module._vllm_arguments = arguments
+    engine.policy_version = 0
+    ask = prompts(8)
+    found = {"first": engine.generate(ask, 1, 1, settings(0), 0)}
+    load_hf_weights(chunks, shape, second_path, groups, "actor")
+    engine.load_weights(gather_hf_tensors(chunks, shape, groups), 1)
+    found["second"] = engine.generate(ask, 1, 1, settings(0), 1)
+    engine.shutdown()
+    dist.barrier()
+    return found
+
+
 def refused(tmp: Path, path: Path, *overrides: str) -> str:
     """What the constructor says of a model or settings that vLLM cannot serve."""
     import torch.distributed as dist

@@ -11,7 +11,7 @@ import math
 
 import pytest
 import torch
-from transformers import Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from tests.rollout import engine_jobs as jobs
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
@@ -289,11 +289,35 @@ def test_preempted_responses_are_sampled_alike(pool, models, found, found_tp2, t
         assert [(r.position, r.token_ids) for r in sampled] == expected
 
 
+FAMILIES = {
+    # Other than hidden / heads = 32, which Qwen2 in vLLM would take whatever config.json says.
+    "qwen3": {"family": "qwen3", "head_dim": 64},
+    "llama": {"family": "llama", "head_dim": 64, "tied": True},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_are_transformers(pool, found_tp2, tmp_path, family):
+    """Exported by Megatron and read by vLLM's own loader; then another model's weights, synced."""
+    paths = {}
+    for seed, name in enumerate(("first", "second")):
+        paths[name] = write_tiny_hf(tmp_path / name, **TINY, **FAMILIES[family], seed=seed)
+        write_tiny_tokenizer(paths[name])
+    found = pool.run(2, jobs.of_family, tmp_path, *paths.values())
+    for name, path in paths.items():
+        assert_greedy(AutoModelForCausalLM.from_pretrained(path).eval(), found[0][name])
+    assert [r.token_ids for r in found[0]["first"]] != [r.token_ids for r in found[0]["second"]]
+
+
 def test_what_vllm_refuses_is_a_config_error(pool, models, found_tp2, tmp_path):
     path = write_tiny_hf(tmp_path / "heads", **{**TINY, "heads": 4, "kv_heads": 4})
     write_tiny_tokenizer(path)
     for error in pool.run(2, jobs.refused, tmp_path, path):
         assert error.startswith("ConfigError: ") and "head_dim=16 must be one of 32, 64" in error
+    path = write_tiny_hf(tmp_path / "wider", **TINY, head_dim=64)
+    write_tiny_tokenizer(path)
+    for error in pool.run(2, jobs.refused, tmp_path, path):
+        assert "head_dim=64 must be hidden_size / num_attention_heads = 32" in error
     too_small = "rollout.kv_cache_bytes=1000"
     for error in pool.run(2, jobs.refused, tmp_path, models["first"], too_small):
         assert error.startswith("ConfigError: ") and str(models["first"]) in error
