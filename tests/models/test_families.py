@@ -5,15 +5,17 @@ float64. The gradients of the query's and the key's norm are the delicate ones: 
 replicated, but each tensor-parallel rank sees its own query heads, and a key head that it may
 share.
 
-Does not exercise data parallelism or virtual stages: tests/distributed does, with Qwen2.
+Does not exercise virtual stages: tests/distributed does, with Qwen2.
 """
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from tests.models.built import Layout, build, write_hf
 from tests.models.float64 import load_float64
+from tests.parallel import training
 
 VOCAB = 300
 LENGTHS = (5, 40, 2, 9, 70)
@@ -191,3 +193,22 @@ def test_layouts(layout, workers, hf_paths, one, expected):
             assert (logits - theirs).abs().max() <= LOGITS * theirs.abs().max(), name
             assert_gradients_close(gradients, expected[name][1])
             assert_gradients_close(gradients, one[name][1])
+
+
+def test_an_update_of_qwen3_over_data_parallel_ranks(workers, hf_paths):
+    """The distributed optimizer: each data-parallel rank finishes and updates its own share."""
+    paths = {"actor": hf_paths["qwen3"]}
+    (alone,) = workers.run(1, training.run_layout, paths, training.Layout(), 1)
+    layout = training.Layout(
+        tp=2, dp=2, distributed=True, overlap=True, split=(((0, 1, 2, 3), (5,)), ((6,), (4,)))
+    )
+    expected = alone["actor"]
+    before = load_file(hf_paths["qwen3"] + "/model.safetensors")
+    for rank in workers.run(4, training.run_layout, paths, layout, 1):
+        found = rank["actor"]
+        assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
+        for name, weight in expected.weights.items():
+            # Weights of about 1 have steps of 6e-8; an update moves them by up to 3e-3.
+            assert (found.weights[name] - weight).abs().max() < 1e-6, name
+            if "_norm" in name:
+                assert (weight - before[name]).abs().max() > 1e-5

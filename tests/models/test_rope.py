@@ -4,15 +4,17 @@ Does not exercise a whole model: test_parity.py does, with every scaling.
 """
 
 import dataclasses
+import json
 import math
 
 import pytest
 import torch
-from transformers import Qwen2Config
+from transformers import AutoConfig, Qwen2Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
-from vapo_megatron.models.hf_config import ModelShape
+from tests.models import published
+from vapo_megatron.models.hf_config import ModelShape, read_model_shape
 from vapo_megatron.models.rope import Rotary, attention_factor, rope_frequencies, softmax_scale
 
 SCALINGS = {
@@ -93,6 +95,13 @@ def test_equals_transformers(name):
     assert torch.allclose(rope_frequencies(shape), theirs, rtol=1e-6, atol=0)
     assert attention_factor(shape) == pytest.approx(factor, rel=1e-12)
     assert not torch.allclose(rope_frequencies(shape), rope_frequencies(SHAPE), rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", [n for n in published.MODELS if n.startswith("Llama")])
+def test_llamas_frequencies_are_exact(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(published.MODELS[name]))
+    theirs, factor = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.from_pretrained(tmp_path))
+    assert torch.equal(rope_frequencies(read_model_shape(tmp_path)), theirs) and factor == 1
 
 
 def test_rotation_equals_transformers_on_packed_sequences():

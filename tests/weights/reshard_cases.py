@@ -109,6 +109,17 @@ class Symbols:
     shared: np.ndarray
     """[sampler_tp, tp]: elements of a sampler shard that a trainer shard holds."""
 
+    known_unions: dict[tuple[frozenset[int], int], int] = dataclasses.field(default_factory=dict)
+
+    def union(self, sampler_tp_ranks: frozenset[int], tp_rank: int) -> int:
+        """Count the elements of a trainer shard that at least one of some sampler shards needs."""
+        key = sampler_tp_ranks, tp_rank
+        if key not in self.known_unions:
+            wanted = np.unique(np.concatenate([self.sampler[j].ravel() for j in sampler_tp_ranks]))
+            common = np.intersect1d(wanted[wanted >= 0], np.unique(self.trainer[tp_rank]))
+            self.known_unions[key] = len(common) * self.column_width
+        return self.known_unions[key]
+
 
 def symbols(shape: ModelShape, row: Row, tp: int, sampler_tp: int, vocab_rows: int) -> Symbols:
     """Number the elements of a row's HF tensors and cut both sides' shards."""

@@ -2,7 +2,8 @@
 
 For each layout: every vLLM parameter ends up as vLLM's own loader would slice the HF tensor, no
 element arrives twice, the bytes on each link class equal a count made without the plan, and no
-sender carries more than a lower bound on the best assignment, plus 1 %.
+sender carries more than a lower bound on the best assignment, plus 1 %. With relays, no node
+receives an element twice, and its ranks divide evenly what they receive across nodes.
 
 The default run takes a systematic part of the layouts. All of them, world sizes 1 to 64:
 
@@ -15,6 +16,8 @@ built models.
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -29,14 +32,16 @@ from tests.weights.reshard_cases import (
 )
 from vapo_megatron.models.known import known_shape
 from vapo_megatron.weights.mapping import EMBEDDING
-from vapo_megatron.weights.plan import Move, Plan, Slice
+from vapo_megatron.weights.plan import SAMPLER, Move, Plan, Slice
 from vapo_megatron.weights.reshard import make_plan
 
 SAME_RANK, SAME_NODE, ACROSS = range(3)
 
 
-def plan_of(case: Case) -> Plan:
-    return make_plan(case.shape, case.trainer, case.sampler_tp, gpus_per_node=case.gpus_per_node)
+def plan_of(case: Case, *, relay: bool = False) -> Plan:
+    return make_plan(
+        case.shape, case.trainer, case.sampler_tp, gpus_per_node=case.gpus_per_node, relay=relay
+    )
 
 
 def link_class(plan: Plan, move: Move) -> int:
@@ -46,76 +51,117 @@ def link_class(plan: Plan, move: Move) -> int:
     return SAME_NODE if len(nodes) == 1 else ACROSS
 
 
-def moved(plan: Plan) -> np.ndarray:
-    """Count elements: [link class, source or destination, rank]."""
+def moved(plan: Plan, *, relays: bool) -> np.ndarray:
+    """Count the elements of moves or relays: [link class, source or destination, rank]."""
     counts = np.zeros((3, 2, plan.world_size), dtype=np.int64)
     for block in plan.blocks:
-        for move in block.moves:
+        for move in block.relays if relays else block.moves:
             count = move.num_elements * max(1, len(block.layers))
             counts[link_class(plan, move), 0, move.source_rank] += count
             counts[link_class(plan, move), 1, move.destination_rank] += count
     return counts
 
 
-def contents(case: Case) -> list[tuple[list[Symbols], list[int], int]]:
-    """Say what the model is made of: (symbols, the stages that hold them, how often)."""
+def contents(case: Case) -> Iterator[tuple[Symbols, list[range], int]]:
+    """Yield what the model is made of: symbols, the ranks of the stages that hold them, how often."""
     layer, outside = all_symbols(case.model, case.tp, case.sampler_tp)
-    last = case.pp - 1
-    found = [(layer, [stage], case.shape.num_layers // case.pp) for stage in range(case.pp)]
+    per_stage, last = case.tp * case.dp, case.pp - 1
+    stages = [range(p * per_stage, (p + 1) * per_stage) for p in range(case.pp)]
+    for symbols in layer:
+        for ranks in stages:
+            yield symbols, [ranks], case.shape.num_layers // case.pp
     for symbols in outside:
         homes = {last}
         if symbols.row.hf == (EMBEDDING,):
             homes = {0, last} if case.shape.tied else {0}
-        found.append(([symbols], sorted(homes), 1))
-    return found
+        yield symbols, [stages[p] for p in sorted(homes)], 1
 
 
-def demands(case: Case) -> dict[tuple[int, frozenset[int]], int]:
-    """Count without the plan: (rank, nearest ranks that hold them) -> elements that it needs."""
-    per_stage, node = case.tp * case.dp, case.gpus_per_node
-    found: dict[tuple[int, frozenset[int]], int] = collections.Counter()
-    for all_of_them, stages, times in contents(case):
-        held = [range(stage * per_stage, (stage + 1) * per_stage) for stage in stages]
-        for t in range(case.tp):
-            everyone = {r for ranks in held for r in ranks[t :: case.tp]}
-            for rank in range(case.world_size):
-                near = {r for r in everyone if r // node == rank // node}
-                nearest = frozenset({rank} & everyone or near or everyone)
-                for s in all_of_them:
-                    if s.row.kind != "replicated":
-                        found[rank, nearest] += times * int(s.shared[rank % case.sampler_tp, t])
-        everyone = {r for ranks in held for r in ranks}
-        for rank in range(case.world_size):
-            near = {r for r in everyone if r // node == rank // node}
-            nearest = frozenset({rank} & everyone or near or everyone)
-            size = sum(s.sampler[0].size for s in all_of_them if s.row.kind == "replicated")
-            found[rank, nearest] += times * size
-    return found
+class Demand(NamedTuple):
+    """What somebody needs, counted without the plan."""
+
+    ranks: tuple[int, ...]
+    """One rank; or all of a node, which need it together (each part by those of one shard)."""
+    link: int
+    holders: frozenset[int]
+    """The nearest ranks that hold it."""
+    count: int
 
 
-def check_bytes(case: Case, plan: Plan) -> None:
-    """Compare what each rank receives, by link class, and what the largest sender sends."""
-    counts = moved(plan)
+def demands(case: Case, *, relay: bool) -> Iterator[Demand]:
+    """Yield the needs of each rank; with relays, of each node for what comes across nodes."""
+    nodes = [
+        tuple(range(first, min(first + case.gpus_per_node, case.world_size)))
+        for first in range(0, case.world_size, case.gpus_per_node)
+    ]
+    for symbols, homes, times in contents(case):
+        replicated = symbols.row.kind == "replicated"
+        for t in [None] if replicated else range(case.tp):
+            everyone = frozenset(
+                r for ranks in homes for r in ranks[t :: case.tp if t is not None else 1]
+            )
+            for node in nodes:
+                near = everyone & set(node)
+                if relay and not near:
+                    shards = frozenset(rank % case.sampler_tp for rank in node)
+                    count = symbols.sampler[0].size if replicated else symbols.union(shards, t)
+                    yield Demand(node, ACROSS, everyone, times * count)
+                    continue
+                for rank in node:
+                    link = SAME_RANK if rank in near else SAME_NODE if near else ACROSS
+                    shard = rank % case.sampler_tp
+                    count = symbols.sampler[0].size if replicated else symbols.shared[shard, t]
+                    yield Demand((rank,), link, near or everyone, times * int(count))
+
+
+def check_bytes(case: Case, plan: Plan, *, relay: bool) -> None:
+    """Compare what everybody receives, by link class, and what the largest sender sends."""
+    direct, relayed = (moved(plan, relays=relays) for relays in (False, True))
     expected = np.zeros((3, case.world_size), dtype=np.int64)
-    pools: dict[int, dict[frozenset[int], int]] = {
+    pools: dict[int, collections.Counter[frozenset[int]]] = {
         SAME_NODE: collections.Counter(), ACROSS: collections.Counter()
     }  # fmt: skip
-    for (rank, nearest), count in demands(case).items():
-        some = next(iter(nearest))
-        if rank in nearest:
-            link = SAME_RANK
-        else:
-            link = SAME_NODE if some // case.gpus_per_node == rank // case.gpus_per_node else ACROSS
-            pools[link][nearest] += count
-        expected[link, rank] += count
-    assert (counts[:, 1] == expected).all(), str(case)
+    for demand in demands(case, relay=relay):
+        # A node's are entered with its first rank, and compared by node below.
+        expected[demand.link, demand.ranks[0]] += demand.count
+        if demand.link != SAME_RANK:
+            pools[demand.link][demand.holders] += demand.count
+    received = direct[:, 1]
+    assert (received[:ACROSS] == expected[:ACROSS]).all(), str(case)
+    if relay:
+        starts = range(0, case.world_size, case.gpus_per_node)
+        per_node = [np.add.reduceat(x[ACROSS], starts) for x in (received, expected)]
+        assert (per_node[0] == per_node[1]).all(), str(case)
+    else:
+        assert (received[ACROSS] == expected[ACROSS]).all(), str(case)
+        assert not relayed.any()
+    assert not relayed[[SAME_RANK, ACROSS]].any()
+    needed = np.zeros(case.world_size, dtype=np.int64)
+    for demand in demands(case, relay=False):
+        needed[demand.ranks[0]] += demand.count
+    assert (received.sum(0) + relayed[SAME_NODE, 1] == needed).all(), str(case)
     for link, pool in pools.items():
         # However it is assigned, what only these ranks hold they have to send.
         bound = max(
             (sum(n for p, n in pool.items() if p <= ranks) / len(ranks) for ranks in pool),
             default=0,
         )
-        assert counts[link, 0].max() <= 1.01 * bound, f"{case}: link class {link}"
+        assert direct[link, 0].max() <= 1.01 * bound, f"{case}: link class {link}"
+
+
+def check_receivers(case: Case, plan: Plan) -> None:
+    """Ranks of a node that hold the same sampler shard divide evenly what comes to it."""
+    received = moved(plan, relays=False)[ACROSS, 1]
+    for first in range(0, case.world_size, case.gpus_per_node):
+        for shard in range(case.sampler_tp):
+            ranks = [
+                rank
+                for rank in range(first, min(first + case.gpus_per_node, case.world_size))
+                if rank % case.sampler_tp == shard
+            ]
+            if ranks:
+                mean = received[ranks].mean()
+                assert (abs(received[ranks] - mean) <= 0.01 * mean).all(), f"{case}: {ranks}"
 
 
 def execute(case: Case, plan: Plan) -> None:
@@ -123,22 +169,29 @@ def execute(case: Case, plan: Plan) -> None:
     layer, outside = all_symbols(case.model, case.tp, case.sampler_tp)
     for block in plan.blocks:
         known = {s.parameter: s for s in (layer if block.layers else outside)}
-        by_rank = collections.defaultdict(list)
-        for move in block.moves:
-            by_rank[move.destination_rank].append(move)
         names = {m.destination.parameter for m in block.moves}
         assert names == set(known) if block.layers else names <= set(known)
-        for rank, moves in by_rank.items():
-            tp_rank = rank % case.sampler_tp
-            result = {name: np.full_like(known[name].sampler[tp_rank], -1) for name in names}
-            for move in moves:
-                symbols = known[move.destination.parameter]
+        result = {
+            (rank, name): np.full_like(known[name].sampler[rank % case.sampler_tp], -1)
+            for rank in range(case.world_size)
+            for name in names
+        }
+        for move in (*block.moves, *block.relays):
+            symbols = known[move.destination.parameter]
+            if move.source.chunk == SAMPLER:
+                source = result[move.source_rank, move.source.parameter]
+            else:
                 check_source(case, move, symbols)
-                target = view(result[symbols.parameter], move.destination, symbols)
-                assert (target == -1).all(), f"{case}: {move} overwrites"
-                target[:] = view(symbols.trainer[move.source_rank % case.tp], move.source, symbols)
-            for name, found in result.items():
-                assert (found == known[name].sampler[tp_rank]).all(), f"{case}: {name} of {rank}"
+                source = symbols.trainer[move.source_rank % case.tp]
+            taken = view(source, move.source, symbols)
+            target = view(
+                result[move.destination_rank, symbols.parameter], move.destination, symbols
+            )
+            assert (taken >= 0).all() and (target == -1).all(), f"{case}: {move}"
+            target[:] = taken
+        for (rank, name), found in result.items():
+            expected = known[name].sampler[rank % case.sampler_tp]
+            assert (found == expected).all(), f"{case}: {name} of rank {rank}"
 
 
 def check_source(case: Case, move: Move, symbols: Symbols) -> None:
@@ -174,11 +227,13 @@ def check_layers(case: Case, plan: Plan) -> None:
     assert found == expected, str(case)
 
 
-def check(case: Case) -> None:
-    plan = plan_of(case)
-    check_bytes(case, plan)
+def check(case: Case, *, relay: bool) -> None:
+    plan = plan_of(case, relay=relay)
+    check_bytes(case, plan, relay=relay)
     execute(case, plan)
     check_layers(case, plan)
+    if relay:
+        check_receivers(case, plan)
 
 
 def part_of_the_layouts(model: str) -> list[Case]:
@@ -202,8 +257,8 @@ def part_of_the_layouts(model: str) -> list[Case]:
 def test_part_of_the_layouts(model):
     cases = part_of_the_layouts(model)
     assert len(cases) >= 12
-    for case in cases:
-        check(case)
+    for i, case in enumerate(cases):
+        check(case, relay=i % 3 > 0)
 
 
 @pytest.mark.slow
@@ -212,4 +267,5 @@ def test_part_of_the_layouts(model):
 def test_all_layouts_up_to_64_ranks(model):
     for tp, pp, vpp, dp in trainer_layouts(model):
         for sampler_tp in sampler_sizes(model, tp * pp * dp):
-            check(Case(model, tp, pp, vpp, dp, sampler_tp))
+            for relay in (False, True):
+                check(Case(model, tp, pp, vpp, dp, sampler_tp), relay=relay)

@@ -1,1 +1,1 @@
-"""Qwen2 models on megatron-core. Only hf_config.py is free of torch."""
+"""Qwen2, Qwen3 and Llama on megatron-core. Only hf_config.py is free of torch."""

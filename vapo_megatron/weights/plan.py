@@ -7,15 +7,18 @@ nothing but these classes. All are immutable, hold integers and strings, and pic
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
+
+SAMPLER = -1
+"""In the place of a model chunk: the parameter is the sampler's."""
 
 
 class Slice(NamedTuple):
     """A rectangle of one parameter of one rank, in elements; a bias or a norm is one column."""
 
     chunk: int
-    """Index of the trainer's model chunk (virtual stage); 0 for the sampler."""
+    """Index of the trainer's model chunk (virtual stage), or SAMPLER."""
     parameter: str
     """Name within that chunk, or vLLM's name (`model.layers.3.self_attn.qkv_proj.weight`)."""
     row: int
@@ -25,7 +28,11 @@ class Slice(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One rectangle on its way from a trainer's parameter into a sampler's parameter."""
+    """One rectangle on its way into a sampler's parameter.
+
+    It comes from the trainer's parameter that owns it or, relayed, from the sampler's parameter of
+    a rank on the same node that has received it before (source.chunk is SAMPLER).
+    """
 
     destination_rank: int
     source_rank: int
@@ -38,6 +45,15 @@ class Move(NamedTuple):
     def num_elements(self) -> int:
         """Elements moved."""
         return self.source.rows * self.source.columns
+
+    def part(self, first: int, rows: int) -> Move:
+        """Return the move of some of the rows, counted from the rectangle's first."""
+        if rows == self.source.rows:
+            return self
+        source, destination = (
+            x._replace(row=x.row + first, rows=rows) for x in (self.source, self.destination)
+        )
+        return self._replace(source=source, destination=destination)
 
 
 class Layer(NamedTuple):
@@ -56,26 +72,28 @@ class Block:
     """Moves of one layer, for all layers that a stage holds; or of one parameter outside them."""
 
     moves: tuple[Move, ...]
-    """Sorted. Of layers, names hold `{}` for the layer's number and every chunk is 0."""
+    """From the trainer's parameters; sorted. Of layers, names hold `{}` for the layer's number, and
+    the trainer's chunk is 0."""
+    relays: tuple[Move, ...] = ()
+    """From the sampler's parameters, once all of `moves` have arrived; sorted."""
     layers: tuple[Layer, ...] = ()
     """Empty outside the layers: the moves are then meant as they stand."""
 
-    def at(self, layer: Layer | None, moves: Sequence[Move] | None = None) -> Iterator[Move]:
-        """Yield the moves (or some of them) with a layer's names filled in."""
-        moves = self.moves if moves is None else moves
-        if layer is None:
-            yield from moves
-            return
+    def at(self, layer: Layer | None, moves: Iterable[Move]) -> Iterator[Move]:
+        """Yield some of the moves or relays with a layer's names filled in."""
         for move in moves:
-            source, destination = move.source, move.destination
+            if layer is None:
+                yield move
+                continue
             yield move._replace(
-                source=source._replace(
-                    chunk=layer.chunk, parameter=source.parameter.format(layer.local_number)
-                ),
-                destination=destination._replace(
-                    parameter=destination.parameter.format(layer.number)
-                ),
+                source=_at(layer, move.source), destination=_at(layer, move.destination)
             )
+
+
+def _at(layer: Layer, part: Slice) -> Slice:
+    if part.chunk == SAMPLER:
+        return part._replace(parameter=part.parameter.format(layer.number))
+    return part._replace(chunk=layer.chunk, parameter=part.parameter.format(layer.local_number))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,18 +107,25 @@ class Plan:
     blocks: tuple[Block, ...]
 
     def received(self, rank: int) -> list[Move]:
-        """List the moves into a rank's shard, copies within the process among them."""
+        """List the moves into a rank's shard, copies within the process among them.
+
+        They write every element once.
+        """
         return [m for m in self._of(rank) if m.destination_rank == rank]
 
     def sent(self, rank: int) -> list[Move]:
-        """List the moves out of a rank's parameters to other ranks."""
+        """List the moves out of a rank's parameters, relays among them, to other ranks."""
         return [m for m in self._of(rank) if m.destination_rank != rank]
 
     def _of(self, rank: int) -> Iterator[Move]:
         for block in self.blocks:
-            mine = [m for m in block.moves if rank in (m.source_rank, m.destination_rank)]
+            everything = (*block.moves, *block.relays)
+            mine = [m for m in everything if rank in (m.source_rank, m.destination_rank)]
             for layer in block.layers or (None,):
                 yield from block.at(layer, mine)
+
+
+RELAY_LAG = 2
 
 
 class Transfer(NamedTuple):
@@ -108,8 +133,9 @@ class Transfer(NamedTuple):
 
     peer: int
     slices: tuple[Slice, ...]
-    """Of this rank's own parameters: the trainer's when sending, the sampler's when receiving. Each
-    is flattened row by row, one behind the other; both ends list them in the same order."""
+    """Of this rank's own parameters: the trainer's when sending, but for relays, and the sampler's
+    when receiving. Each is flattened row by row, one behind the other; both ends list them in the
+    same order."""
 
     @property
     def num_elements(self) -> int:
@@ -118,7 +144,11 @@ class Transfer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One rank's part of one bucket. Every rank has as many steps, and they match by index."""
+    """One rank's part of one bucket. Every rank has as many steps, and they match by index.
+
+    What a step relays was received RELAY_LAG steps before, or earlier: one step may be packed while
+    the one before it is still on its way.
+    """
 
     copies: tuple[Move, ...]
     """Within the process."""

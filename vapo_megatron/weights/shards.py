@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import padded_vocab_size
 from vapo_megatron.weights import layout
-from vapo_megatron.weights.mapping import Row
+from vapo_megatron.weights.mapping import EMBEDDING, Row
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
@@ -79,6 +79,10 @@ class TrainerLayout:
     def world_size(self) -> int:
         """Ranks in all."""
         return self.tp_size * self.dp_size * self.pp_size
+
+    def stage_of(self, row: Row) -> int:
+        """Return the stage that holds a row outside the layers (of a copy: the last has it)."""
+        return 0 if row.hf == (EMBEDDING,) and not row.is_copy else self.pp_size - 1
 
     def rank(self, stage: int, dp_rank: int, tp_rank: int) -> int:
         """Return the global rank."""
