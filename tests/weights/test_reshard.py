@@ -63,7 +63,7 @@ def moved(plan: Plan, *, relays: bool) -> np.ndarray:
 
 
 def contents(case: Case) -> Iterator[tuple[Symbols, list[range], int]]:
-    """Yield what the model is made of: symbols, the ranks of the stages that hold them, how often."""
+    """Yield what the model is made of: symbols, ranks of the stages that hold them, how often."""
     layer, outside = all_symbols(case.model, case.tp, case.sampler_tp)
     per_stage, last = case.tp * case.dp, case.pp - 1
     stages = [range(p * per_stage, (p + 1) * per_stage) for p in range(case.pp)]

@@ -152,7 +152,7 @@ def trainer_pieces(
 ) -> list[Piece]:
     """List what a tensor-parallel rank of the trainer holds of one row of the name table."""
     name = row.megatron[-1] if trainer.transformer_engine else row.megatron[0]
-    sizes = [(*size, 1)[:2] for size in row.shapes(shape)]
+    sizes = _sizes(row, shape)
     dim = layout.shard_dim(row.kind)
     if dim is None:
         return _stacked(row.hf, [(0, 0, *size) for size in sizes], name)
@@ -184,7 +184,7 @@ def sampler_pieces(row: Row, shape: ModelShape, tp_size: int, tp_rank: int) -> l
     """
     if row.is_copy:
         return []
-    sizes = [(*size, 1)[:2] for size in row.shapes(shape)]
+    sizes = _sizes(row, shape)
     if row.kind == "qkv":
         query, key, value = sizes
         kv_heads = shape.num_key_value_heads
@@ -207,11 +207,16 @@ def sampler_pieces(row: Row, shape: ModelShape, tp_size: int, tp_rank: int) -> l
     return _stacked(row.hf, cut, row.hf[0].replace("gate_proj", "gate_up_proj"))
 
 
+def _sizes(row: Row, shape: ModelShape) -> list[tuple[int, int]]:
+    """Return rows and columns of each HF tensor."""
+    return [(size[0], size[1] if len(size) > 1 else 1) for size in row.shapes(shape)]
+
+
 def _vllm_vocab_rows(shape: ModelShape) -> int:
     return -(-shape.vocab_size // VLLM_VOCAB_PADDING) * VLLM_VOCAB_PADDING
 
 
-def _cut(size: tuple[int, ...], dim: int, start: int, stop: int) -> tuple[int, int, int, int]:
+def _cut(size: tuple[int, int], dim: int, start: int, stop: int) -> tuple[int, int, int, int]:
     """Return (row, column, rows, columns) of [start, stop) along one dimension."""
     rows, columns = size
     if dim == 0:

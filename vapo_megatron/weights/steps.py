@@ -53,7 +53,11 @@ def buckets(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
     Raises:
         ConfigError: one matrix row of all that a rank sends or receives at once is larger.
     """
-    divided = functools.cache(lambda *key: _divide(plan, *key, bucket_bytes))
+
+    @functools.cache
+    def divided(blocks: tuple[int, ...], is_relay: bool) -> list[_Counts]:
+        return _divide(plan, blocks, is_relay, bucket_bytes)
+
     waiting = collections.deque(
         (Unit(blocks, False, part, len(all_counts)), counts)
         for blocks in _order(plan)
