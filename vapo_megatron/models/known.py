@@ -1,7 +1,7 @@
 """The sizes of published models, for plans made without their files.
 
-As their config.json says; what a plan does not need (rotary base, longest position) is left at
-Qwen2's defaults, so nothing is built or loaded from here.
+Sizes are those of their config.json; what a plan does not need (rotary base, longest position) has
+a stand-in, so nothing is built or loaded from here.
 """
 
 from __future__ import annotations
@@ -9,15 +9,22 @@ from __future__ import annotations
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape
 
-# hidden, layers, heads, key-value heads, feed-forward, vocabulary, tied
+# family, hidden, layers, heads, key-value heads, head, feed-forward, vocabulary, tied
 _SIZES = {
-    "Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, True),
-    "Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 151936, True),
-    "Qwen2.5-3B": (2048, 36, 16, 2, 11008, 151936, True),
-    "Qwen2.5-7B": (3584, 28, 28, 4, 18944, 152064, False),
-    "Qwen2.5-14B": (5120, 48, 40, 8, 13824, 152064, False),
-    "Qwen2.5-32B": (5120, 64, 40, 8, 27648, 152064, False),
-    "Qwen2.5-72B": (8192, 80, 64, 8, 29568, 152064, False),
+    "Qwen2.5-0.5B": ("qwen2", 896, 24, 14, 2, 64, 4864, 151936, True),
+    "Qwen2.5-1.5B": ("qwen2", 1536, 28, 12, 2, 128, 8960, 151936, True),
+    "Qwen2.5-3B": ("qwen2", 2048, 36, 16, 2, 128, 11008, 151936, True),
+    "Qwen2.5-7B": ("qwen2", 3584, 28, 28, 4, 128, 18944, 152064, False),
+    "Qwen2.5-14B": ("qwen2", 5120, 48, 40, 8, 128, 13824, 152064, False),
+    "Qwen2.5-32B": ("qwen2", 5120, 64, 40, 8, 128, 27648, 152064, False),
+    "Qwen2.5-72B": ("qwen2", 8192, 80, 64, 8, 128, 29568, 152064, False),
+    "Qwen3-0.6B": ("qwen3", 1024, 28, 16, 8, 128, 3072, 151936, True),
+    "Qwen3-4B": ("qwen3", 2560, 36, 32, 8, 128, 9728, 151936, True),
+    "Qwen3-8B": ("qwen3", 4096, 36, 32, 8, 128, 12288, 151936, False),
+    "Qwen3-32B": ("qwen3", 5120, 64, 64, 8, 128, 25600, 151936, False),
+    "Llama-3.2-1B": ("llama", 2048, 16, 32, 8, 64, 8192, 128256, True),
+    "Llama-3.1-8B": ("llama", 4096, 32, 32, 8, 128, 14336, 128256, False),
+    "Llama-3.1-70B": ("llama", 8192, 80, 64, 8, 128, 28672, 128256, False),
 }
 
 KNOWN_MODELS = tuple(_SIZES)
@@ -33,14 +40,14 @@ def known_shape(name: str) -> ModelShape:
         raise ConfigError(
             f"model {name!r} must be one of {', '.join(_SIZES)}, or a directory with config.json"
         )
-    hidden_size, num_layers, heads, kv_heads, ffn, vocab_size, tied = _SIZES[name]
+    family, hidden_size, num_layers, heads, kv_heads, head_dim, ffn, vocab_size, tied = _SIZES[name]
     return ModelShape(
-        family="qwen2",
+        family=family,
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=hidden_size // heads,
+        head_dim=head_dim,
         ffn_hidden_size=ffn,
         vocab_size=vocab_size,
         norm_eps=1e-6,
@@ -48,7 +55,7 @@ def known_shape(name: str) -> ModelShape:
         rope_scaling=None,
         tied=tied,
         max_position_embeddings=32768,
-        qkv_bias=True,
-        qk_norm=False,
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
         initializer_range=0.02,
     )

@@ -1,0 +1,39 @@
+"""The sizes of published models, against their config.json files and parameter counts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.models import published, qwen25
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.models.hf_config import parameter_count, read_model_shape
+from vapo_megatron.models.known import KNOWN_MODELS, known_shape
+
+COUNTS = {**{f"Qwen2.5-{name}": n for name, n in qwen25.COUNTS.items()}, **published.COUNTS}
+FIELDS = (
+    "family", "hidden_size", "num_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "ffn_hidden_size", "vocab_size", "tied", "qkv_bias", "qk_norm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_parameter_count(name):
+    assert parameter_count(known_shape(name)) == COUNTS[name]
+
+
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_as_config_json_says(name, tmp_path):
+    config = published.MODELS.get(name) or {
+        "model_type": "qwen2",
+        **qwen25.config_json(name.removeprefix("Qwen2.5-")),
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected, found = read_model_shape(tmp_path), known_shape(name)
+    assert [getattr(found, f) for f in FIELDS] == [getattr(expected, f) for f in FIELDS]
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ConfigError, match=r"'Qwen9' must be one of .*, or a directory with config"):
+        known_shape("Qwen9")
