@@ -18,6 +18,7 @@ LEVELS = {
     "config_schema": 0,
     "config_help": 1,
     "config": 1,
+    "conversion_command": 1,
     "batch": 1,
     "algorithm": 1,
     "parallel": 2,

@@ -15,7 +15,10 @@ from torch import Tensor
 
 
 class ValueHead(torch.nn.Linear):
-    """V(s) = w . h(s), computed in float32. Stands where GPTModel has its output projection.
+    """V(s) = w . h(s) + b, computed in float32. Stands where GPTModel has its output projection.
+
+    b is there only for a reward model that has one (set_bias): a float32 constant, which is saved
+    and exported and not trained.
 
     The weight has the model's dtype, because megatron-core's checkpoints cannot hold a float32
     parameter of a bfloat16 model; its main copy in the optimizer is float32 like every other.
@@ -46,11 +49,16 @@ class ValueHead(torch.nn.Linear):
             )
             self.weight.copy_(init_std * draw)
 
+    def set_bias(self, bias: Tensor) -> None:
+        """Add a constant [1] to every value from now on."""
+        del self._parameters["bias"]
+        self.register_buffer("bias", bias.to(device=self.weight.device, dtype=torch.float32))
+
     def forward(  # type: ignore[override]
         self, input_: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, None]:
         """Take hidden states [S_local, 1, H]; return float32 values [S, 1, 1] and no bias."""
-        values = torch.nn.functional.linear(input_.float(), self.weight.float())
+        values = torch.nn.functional.linear(input_.float(), self.weight.float(), self.bias)
         if self.sequence_parallel:
             values = tensor_parallel.gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +60,47 @@ def load_sharded(chunks: Sequence[Any], optimizer: Any, directory: Path) -> None
     with warnings.catch_warnings():  # megatron-core's loader uses what torch will remove
         warnings.simplefilter("ignore", FutureWarning)
         loaded = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(directory))
-    for index, chunk in enumerate(chunks):
-        chunk.load_state_dict(loaded[f"model{index}"], strict=True)
+    _fill(chunks, loaded)
     _restore_zero_step(loaded["optimizer"])
     optimizer.load_state_dict(loaded["optimizer"])
     for inner in _torch_optimizers(optimizer):
         for of_parameter in inner.state.values():
             if torch.is_tensor(of_parameter.get("step")):
                 of_parameter["step"] = of_parameter["step"].clone()
+
+
+def load_model_weights(
+    chunks: Sequence[Any], directory: Path, leave_out: Collection[str] = ()
+) -> None:
+    """Fill the model alone from a checkpoint of any layout; collective.
+
+    A vocabulary that is padded otherwise fits too: rows that the checkpoint lacks are 0.
+
+    Args:
+        chunks: model chunks, without DDP.
+        directory: of a distributed checkpoint, whose tensors were found to fit.
+        leave_out: keys whose parameters keep their values.
+    """
+    state = _model_state(chunks, dict(METADATA))
+    for of_chunk in state.values():
+        for name in [n for n, value in of_chunk.items() if value.key in leave_out]:
+            del of_chunk[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        loaded = dist_checkpointing.load(state, str(directory))
+    _fill(chunks, loaded, leave_out)
+
+
+def _fill(chunks: Sequence[Any], loaded: dict[str, Any], leave_out: Collection[str] = ()) -> None:
+    """Hand loaded tensors to the chunks, which must want all of them and no more."""
+    for index, chunk in enumerate(chunks):
+        left = chunk.load_state_dict(loaded.get(f"model{index}", {}), strict=False)
+        missing = [
+            name
+            for name in left.missing_keys
+            if not name.endswith("_extra_state") and name not in leave_out
+        ]
+        assert not missing and not left.unexpected_keys, f"{missing=} {left.unexpected_keys=}"
 
 
 class _WriteInProcess(TorchDistSaveShardedStrategy):
@@ -93,14 +126,27 @@ class _WriteInProcess(TorchDistSaveShardedStrategy):
 
 def _state(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
     metadata = dict(METADATA)  # megatron-core adds this run's process groups to it
-    state: dict[str, Any] = {
-        f"model{index}": chunk.sharded_state_dict(metadata=metadata)
-        for index, chunk in enumerate(chunks)
-    }
+    state = _model_state(chunks, metadata)
     state["optimizer"] = optimizer.sharded_state_dict(
         dict(state), is_loading=is_loading, metadata=metadata
     )
     return state
+
+
+def _model_state(chunks: Sequence[Any], metadata: dict[str, Any]) -> dict[str, Any]:
+    """Describe the model's tensors.
+
+    Extra states, which hold something with FP8 alone, are left out: which modules have one differs
+    between Transformer Engine's layers and megatron-core's own, and each must load the other's.
+    """
+    return {
+        f"model{index}": {
+            name: value
+            for name, value in chunk.sharded_state_dict(metadata=metadata).items()
+            if not name.endswith("_extra_state")
+        }
+        for index, chunk in enumerate(chunks)
+    }
 
 
 def _prime(optimizer: Any) -> None:

@@ -8,6 +8,7 @@ sent between ranks, and no code from the checkpoint is run.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,10 @@ from vapo_megatron.weights.mapping import (
     LocalParameter,
     hf_tensors,
     local_parameters,
+    unwrap,
 )
+from vapo_megatron.weights.sharded_files import ShardedReader, is_distributed_checkpoint
+from vapo_megatron.weights.to_hf import check_checkpoint
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
@@ -89,10 +93,12 @@ def load_hf_weights(
 ) -> int:
     """Copy this rank's part of an HF directory into its chunks, before the optimizer is built.
 
+    Collective where hf_path is a converted checkpoint.
+
     Args:
         chunks: from build_model, one for each virtual pipeline stage.
         shape: of the model that was built.
-        hf_path: directory with safetensors files.
+        hf_path: directory with safetensors files, or one that convert_hf_to_megatron.py wrote.
         groups: this rank's place.
         role: a critic takes a policy or a reward model; see check_hf_tensors.
 
@@ -102,18 +108,17 @@ def load_hf_weights(
     Raises:
         CheckpointError: before anything is copied, naming tensor, expected and found.
     """
+    if is_distributed_checkpoint(hf_path):
+        return _load_converted(chunks, shape, Path(hf_path), role)
     reader = HfReader(hf_path)
     check_hf_tensors(reader, shape, role)
     parameters = local_parameters(chunks, shape, role)
     present = set(reader.names())
     if role == "actor" and shape.tied and OUTPUT in present:
         _check_really_tied(reader, parameters, shape, groups)
-    if VALUE_HEAD_BIAS in present and reader.read(VALUE_HEAD_BIAS).any():
-        raise CheckpointError(
-            f"{reader.directory}: {VALUE_HEAD_BIAS} must be 0, found "
-            f"{reader.read(VALUE_HEAD_BIAS).tolist()}: the value head has no bias; give another "
-            "model.critic_hf_path"
-        )
+    head = getattr(unwrap(chunks[-1]), "output_layer", None)
+    if role == "critic" and head is not None and VALUE_HEAD_BIAS in present:
+        head.set_bias(reader.read(VALUE_HEAD_BIAS))
     for parameter in parameters:
         if parameter.hf_names == (VALUE_HEAD,) and VALUE_HEAD not in present:
             continue
@@ -129,6 +134,24 @@ def load_hf_weights(
         )
         parameter.data.copy_(shard)
     return reader.bytes_read
+
+
+def _load_converted(
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, directory: Path, role: str
+) -> int:
+    """Load a distributed checkpoint; a critic's head keeps its weights where it has none."""
+    from vapo_megatron.parallel.sharded_state import load_model_weights  # brings megatron-core
+
+    reader = ShardedReader(directory)
+    present = {tensor.key for tensor in check_checkpoint(reader, shape, role)}
+    head = getattr(unwrap(chunks[-1]), "output_layer", None)
+    leave_out = set()
+    if role == "critic":
+        leave_out = {"output_layer.weight"} - present
+        if head is not None and "output_layer.bias" in present:
+            head.set_bias(torch.zeros(1))
+    load_model_weights(chunks, directory, leave_out)
+    return sum(reader.dtype(key).itemsize * math.prod(reader.shape(key)) for key in present)
 
 
 def _parts(

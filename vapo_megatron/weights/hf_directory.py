@@ -20,6 +20,8 @@ from vapo_megatron.weights.hf_reader import DTYPES, INDEX_FILE, SINGLE_FILE
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = {"format": "pt", "producer": "vapo_megatron"}
+CONVERSION_FILE = "conversion.json"
+"""Stands in a converted Megatron checkpoint and says what it was converted from."""
 _CARRIED = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "vocab.*", "merges.txt", "chat_template*", "*.model", "LICENSE*",
@@ -40,26 +42,47 @@ class TensorPlan:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def prepare(out_dir: Path, partial: Path, source: Path) -> None:
-    """Make an empty directory beside out_dir; refuse to replace anything but an earlier export."""
+def partial_of(out_dir: Path) -> Path:
+    """Return the hidden directory beside out_dir in which it is made."""
+    return out_dir.parent / f".{out_dir.name}.partial"
+
+
+def prepare(out_dir: Path, source: Path, *, overwrite: bool = True) -> Path:
+    """Make an empty directory beside out_dir, in place of what an interrupted run has left there.
+
+    Args:
+        out_dir: where the finished directory will stand.
+        source: directory whose config.json and tokenizer are carried along.
+        overwrite: replace what an earlier export or conversion wrote; nothing else ever is.
+
+    Raises:
+        CheckpointError: out_dir is taken, or source cannot be carried along.
+    """
+    partial = partial_of(out_dir)
     if not (source / "config.json").is_file():
         raise CheckpointError(f"{source} has no config.json to carry along; give an HF directory")
     if source.resolve().is_relative_to(out_dir.resolve()):
         raise CheckpointError(
             f"{out_dir} holds {source}, the directory to copy from; export somewhere else"
         )
-    if out_dir.exists() and not _is_replaceable(out_dir):
-        raise CheckpointError(
-            f"{out_dir} exists and is not an earlier export; remove it or export somewhere else"
-        )
+    if out_dir.exists() or out_dir.is_symlink():
+        if not _is_replaceable(out_dir):
+            raise CheckpointError(
+                f"{out_dir} exists and is not an earlier export; remove it or export somewhere else"
+            )
+        if not overwrite and any(out_dir.iterdir()):
+            raise CheckpointError(f"{out_dir} exists; give another directory, or --overwrite")
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
+    return partial
 
 
 def _is_replaceable(directory: Path) -> bool:
     if not directory.is_dir() or directory.is_symlink():
         return False
+    if (directory / CONVERSION_FILE).is_file():
+        return True
     weights = next(directory.glob("*.safetensors"), None)
     if weights is None:
         return not any(directory.iterdir())
@@ -71,7 +94,13 @@ def _is_replaceable(directory: Path) -> bool:
 
 
 def write_safetensors(path: Path, tensors: list[TensorPlan], data: Iterator[Tensor]) -> None:
-    """Write a safetensors file: 8 bytes with the header's size, a JSON header, then the tensors."""
+    """Write a safetensors file: 8 bytes with the header's size, a JSON header, then the tensors.
+
+    Args:
+        path: of the file.
+        tensors: what it holds.
+        data: the tensors in order, each whole or in pieces of its rows.
+    """
     header: dict[str, Any] = {"__metadata__": _METADATA}
     offset = 0
     for t in tensors:
@@ -85,11 +114,14 @@ def write_safetensors(path: Path, tensors: list[TensorPlan], data: Iterator[Tens
     with open(path, "wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for t in tensors:
-            tensor = next(data).cpu().contiguous()
-            assert (tuple(tensor.shape), tensor.dtype) == (t.shape, t.dtype), (
-                f"{t.name}: planned {t.shape}, gathered {tuple(tensor.shape)}"
-            )
-            out.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            left = t.num_bytes
+            while left:
+                tensor = next(data).cpu().contiguous()
+                left -= tensor.nbytes
+                assert tensor.dtype == t.dtype and left >= 0, (
+                    f"{t.name}: planned {t.shape} {t.dtype}, got {tuple(tensor.shape)} too much"
+                )
+                out.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         out.flush()
         os.fsync(out.fileno())
 
@@ -102,26 +134,58 @@ def carry(source: Path, partial: Path) -> None:
                 shutil.copyfile(file, partial / file.name)
 
 
-def write_config(source: Path, partial: Path, family: str, role: str, dtype: torch.dtype) -> None:
+def architecture(config: dict[str, Any], family: str, role: str) -> str:
+    """Return the transformers class of an export: the one it came as, if that fits the role.
+
+    Args:
+        config: what config.json holds.
+        family: model_type, "qwen2".
+        role: "actor" (ForCausalLM) or "critic" (ForTokenClassification, where it came from a
+            policy: its logits [B, S, 1] are V at each position, while sequence classification
+            returns the last position alone).
+    """
+    heads = ("ForCausalLM",)
+    if role == "critic":
+        heads = ("ForTokenClassification", "ForSequenceClassification")
+    match config.get("architectures"):
+        case [str(name)] if name.endswith(heads):
+            return name
+    return family.capitalize() + heads[0]
+
+
+def read_config(source: Path) -> dict[str, Any]:
+    """Return what a directory's config.json holds."""
+    return json.loads((source / "config.json").read_text())
+
+
+def write_config(
+    source: Path, partial: Path, family: str, role: str, dtype: torch.dtype | None
+) -> None:
     """Write the source's config.json with the architecture and the type of what was exported.
+
+    The file stays as it is, byte for byte, where nothing has to change.
 
     Args:
         source: directory with a config.json.
         partial: where to write.
-        family: model_type, "qwen2".
-        role: "actor" (ForCausalLM) or "critic" (ForTokenClassification with one label, no dropout).
-        dtype: of the parameters.
+        family, role: see architecture.
+        dtype: of the parameters; None: as the file says.
     """
-    config = json.loads((source / "config.json").read_text())
+    before = read_config(source)
+    config = {**before, "architectures": [architecture(before, family, role)]}
     config.pop("auto_map", None)  # Names Python files, which are not carried along.
-    name = str(dtype).removeprefix("torch.")
-    config.update(dict.fromkeys({"torch_dtype", "dtype"} & set(config) or {"torch_dtype"}, name))
-    head = "ForCausalLM" if role == "actor" else "ForTokenClassification"
-    config["architectures"] = [family.capitalize() + head]
-    if role == "critic":
+    if dtype is not None:
+        name = str(dtype).removeprefix("torch.")
+        config.update(
+            dict.fromkeys({"torch_dtype", "dtype"} & set(config) or {"torch_dtype"}, name)
+        )
+    if role == "critic" and config["architectures"] != before.get("architectures"):
         labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
         config.update(num_labels=1, classifier_dropout=0.0, **labels)
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if config == before:
+        shutil.copyfile(source / "config.json", partial / "config.json")
+    else:
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def write_index(partial: Path, weight_map: dict[str, str], total_bytes: int) -> None:

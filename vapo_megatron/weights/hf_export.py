@@ -22,8 +22,11 @@ from vapo_megatron.errors import CheckpointError
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.hf_directory import (
     TensorPlan,
+    architecture,
     carry,
+    partial_of,
     prepare,
+    read_config,
     replace,
     write_config,
     write_index,
@@ -35,6 +38,7 @@ from vapo_megatron.weights.mapping import (
     VALUE_HEAD_BIAS,
     LocalParameter,
     local_parameters,
+    unwrap,
     wait_for_parameters,
 )
 
@@ -65,8 +69,8 @@ def export_hf(
 ) -> Path:
     """Write a directory that transformers loads. Collective over all ranks.
 
-    A critic is saved as ...ForTokenClassification with one label: its logits [B, S, 1] are V read
-    at each position, while sequence classification returns the last position alone.
+    A critic is saved as the class with one label that it came as, or as ...ForTokenClassification
+    (see hf_directory.architecture).
 
     Args:
         chunks: this rank's model chunks, with or without DDP.
@@ -84,9 +88,9 @@ def export_hf(
         CheckpointError: on every rank, when a directory cannot be replaced or written.
     """
     out_dir, source = Path(out_dir).absolute(), Path(copy_from)
-    partial = out_dir.parent / f".{out_dir.name}.partial"
+    partial = partial_of(out_dir)
     is_main = groups.rank == 0
-    _agree(_problem_of(lambda: prepare(out_dir, partial, source)) if is_main else None)
+    _agree(_problem_of(lambda: prepare(out_dir, source)) if is_main else None)
 
     try:
         _export(chunks, shape, groups, partial, source, role, max_file_bytes)
@@ -113,10 +117,13 @@ def _export(
     # Wider types first: the safetensors reader needs each tensor aligned to its type.
     parameters.sort(key=lambda p: -p.data.dtype.itemsize)
     dtype = parameters[-1].data.dtype
-    files = _plan(parameters, shape, max_file_bytes)
+    bias = None
+    if role == "critic":
+        bias = _value_bias(chunks[-1], architecture(read_config(source), shape.family, role))
+    files = _plan(parameters, shape, max_file_bytes, bias is not None)
     stage_names, weight_map, total_bytes = _name_files(files, groups)
     paths = [partial / name for name in stage_names]
-    _agree(_write_stage(files, paths, shape, groups) if groups.dp_rank == 0 else None)
+    _agree(_write_stage(files, paths, shape, groups, bias) if groups.dp_rank == 0 else None)
 
     def finish() -> None:
         carry(source, partial)
@@ -124,6 +131,14 @@ def _export(
         write_index(partial, weight_map, total_bytes)
 
     _agree(_problem_of(finish) if groups.rank == 0 else None)
+
+
+def _value_bias(last_chunk: torch.nn.Module, class_name: str) -> Tensor | None:
+    """Return the value head's bias; 0 where it has none and the transformers class has one."""
+    bias = getattr(getattr(unwrap(last_chunk), "output_layer", None), "bias", None)
+    if bias is None and class_name.endswith("TokenClassification"):
+        return torch.zeros(1)
+    return bias
 
 
 def _problem_of(action: Callable[[], None]) -> str | None:
@@ -143,7 +158,9 @@ def _agree(problem: str | None) -> None:
             raise CheckpointError(f"HF export: {found}")
 
 
-def _plan(parameters: list[LocalParameter], shape: ModelShape, max_file_bytes: int) -> list[_File]:
+def _plan(
+    parameters: list[LocalParameter], shape: ModelShape, max_file_bytes: int, with_bias: bool
+) -> list[_File]:
     """Divide this stage's parameters over files; the same on every rank of the stage."""
     files: list[_File] = []
     used = 0
@@ -153,7 +170,7 @@ def _plan(parameters: list[LocalParameter], shape: ModelShape, max_file_bytes: i
             TensorPlan(name, size, dtype)
             for name, size in zip(parameter.hf_names, parameter.row.shapes(shape), strict=True)
         ]
-        if parameter.hf_names == (VALUE_HEAD,):
+        if parameter.hf_names == (VALUE_HEAD,) and with_bias:
             tensors.append(TensorPlan(VALUE_HEAD_BIAS, (1,), dtype))
         num_bytes = sum(t.num_bytes for t in tensors)
         if not files or used + num_bytes > max_file_bytes:
@@ -186,12 +203,16 @@ def _name_files(
 
 
 def _write_stage(
-    files: list[_File], paths: list[Path], shape: ModelShape, groups: ParallelGroups
+    files: list[_File],
+    paths: list[Path],
+    shape: ModelShape,
+    groups: ParallelGroups,
+    bias: Tensor | None,
 ) -> str | None:
     """Gather this stage's parameters and, on its leader, write them; returns what went wrong."""
     problem = None
     for file, path in zip(files, paths, strict=True):
-        tensors = (t for p in file.parameters for t in _gather(p, shape, groups))
+        tensors = (t for p in file.parameters for t in _gather(p, shape, groups, bias))
         if groups.tp_rank == 0:
             try:
                 write_safetensors(path, file.tensors, tensors)
@@ -204,7 +225,7 @@ def _write_stage(
 
 
 def _gather(
-    parameter: LocalParameter, shape: ModelShape, groups: ParallelGroups
+    parameter: LocalParameter, shape: ModelShape, groups: ParallelGroups, bias: Tensor | None
 ) -> Iterator[Tensor]:
     """Yield the full HF tensors of one parameter on tensor-parallel rank 0, nothing elsewhere."""
     shard, kind = parameter.data.contiguous(), parameter.row.kind
@@ -221,5 +242,5 @@ def _gather(
             head_dim=shape.head_dim,
             num_rows=shape.vocab_size,
         )
-        if parameter.hf_names == (VALUE_HEAD,):
-            yield shard.new_zeros(1)
+        if parameter.hf_names == (VALUE_HEAD,) and bias is not None:
+            yield bias.to(shard.dtype)

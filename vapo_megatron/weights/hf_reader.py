@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,6 +32,7 @@ class HfReader:
         self.bytes_read = 0
         self._open: dict[str, Any] = {}
         self._slices: dict[str, Any] = {}
+        self._plain: dict[str, tuple[BinaryIO, dict[str, int]]] = {}
         if (self.directory / INDEX_FILE).is_file():
             self._file_of = _read_index(self.directory / INDEX_FILE)
         elif (self.directory / SINGLE_FILE).is_file():
@@ -65,6 +68,35 @@ class HfReader:
         self.bytes_read += part.numel() * part.element_size()
         return part
 
+    def read_rows(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out` with rows of a tensor from `start` on, without mapping the file into memory.
+
+        Args:
+            name: of the tensor.
+            start: its first row that is wanted.
+            out: [rows, ...], contiguous, of the tensor's type.
+
+        Raises:
+            CheckpointError: the file ends early.
+        """
+        assert out.is_contiguous() and out.dtype == DTYPES[self.dtype(name)]
+        file, begins = self._plain_file(self._file_of[name])
+        row_bytes = math.prod(self.shape(name)[1:]) * out.element_size()
+        read_exactly(file, begins[name] + start * row_bytes, out)
+        self.bytes_read += out.nbytes
+
+    def _plain_file(self, name: str) -> tuple[BinaryIO, dict[str, int]]:
+        """Return a file and where in it each of its tensors begins."""
+        if name not in self._plain:
+            self._handle(name)  # checks the header
+            file = open(self.directory / name, "rb", buffering=0)
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+            header.pop("__metadata__", None)
+            begins = {t: 8 + size + entry["data_offsets"][0] for t, entry in header.items()}
+            self._plain[name] = (file, begins)  # type: ignore[assignment]
+        return self._plain[name]
+
     def _slice(self, name: str) -> Any:
         if name not in self._slices:
             file = self._file_of[name]
@@ -86,6 +118,20 @@ class HfReader:
                     f"{path} cannot be read as safetensors ({error}); fetch the file again"
                 ) from None
         return self._open[file]
+
+
+def read_exactly(file: BinaryIO, offset: int, out: Tensor) -> None:
+    """Fill a contiguous CPU tensor with a file's bytes from `offset` on.
+
+    Raises:
+        CheckpointError: the file ends early.
+    """
+    view = memoryview(out.reshape(-1).view(torch.uint8).numpy())
+    while view:
+        count = os.preadv(file.fileno(), [view], offset)
+        if not count:
+            raise CheckpointError(f"{file.name} is shorter than its header says; fetch it again")
+        view, offset = view[count:], offset + count
 
 
 def _read_index(path: Path) -> dict[str, str]:

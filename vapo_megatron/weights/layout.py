@@ -18,12 +18,46 @@ is a piece of one key-value head's rows, which often holds no key or no value at
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 Kind = Literal["vocabulary", "qkv", "gate_up", "row", "replicated"]
+
+
+class RowRun(NamedTuple):
+    """Rows that stand together in a Megatron tensor and in one of its HF tensors."""
+
+    start: int
+    """First of them in the Megatron tensor of all ranks together."""
+    tensor: int
+    """Which HF tensor they come from, in the table's order."""
+    first: int
+    """First of them there."""
+    count: int
+
+
+def row_runs(kind: Kind, sizes: Sequence[int], *, num_groups: int) -> list[RowRun]:
+    """Say where every row of a whole Megatron tensor comes from; padding comes from nowhere.
+
+    Args:
+        kind: see the module's docstring.
+        sizes: rows of the full HF tensors.
+        num_groups: key-value heads of the model; matters to qkv alone.
+
+    Returns:
+        In the Megatron tensor's order, so that together they cover its first sum(sizes) rows.
+    """
+    groups = num_groups if kind == "qkv" else 1
+    runs: list[RowRun] = []
+    start = 0
+    for group in range(groups):
+        for tensor, size in enumerate(sizes):
+            count = size // groups
+            runs.append(RowRun(start, tensor, group * count, count))
+            start += count
+    return runs
 
 
 def shard_dim(kind: Kind) -> int | None:

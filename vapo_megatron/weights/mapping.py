@@ -25,7 +25,7 @@ EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 VALUE_HEAD = "score.weight"
 VALUE_HEAD_BIAS = "score.bias"
-"""Not in the table: the value head has none. HF's token classification has one, which is 0 here."""
+"""Not in the table: no parameter. A reward model's stays a constant in V (models/value_head.py)."""
 
 Shapes = tuple[tuple[int, ...], ...]
 

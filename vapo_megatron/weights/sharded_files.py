@@ -1,0 +1,355 @@
+"""The files of a megatron-core distributed checkpoint, without megatron-core or process groups.
+
+    .metadata           pickled torch.distributed.checkpoint.Metadata: each tensor's shape and the
+                        place of each of its chunks
+    __R_P.distcp        chunks of rank R written by process P, each as torch.save writes a tensor
+    common.pt           what is the same on every rank
+    metadata.json       the format's name and version
+
+Tensors are read and written in pieces of some rows; nothing that a checkpoint names is executed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from vapo_megatron.errors import CheckpointError
+from vapo_megatron.weights.hf_reader import read_exactly
+
+METADATA_FILE = ".metadata"
+_FORMAT_FILE, _COMMON_FILE = "metadata.json", "common.pt"
+_FORMAT = {
+    "sharded_backend": "torch_dist", "sharded_backend_version": 1,
+    "common_backend": "torch", "common_backend_version": 1,
+}  # fmt: skip
+_CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False}
+_PICKLED = {
+    "builtins": {"set", "frozenset", "dict", "list", "tuple"},
+    "collections": {"OrderedDict", "defaultdict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "torch": {"Size", "strided"} | {str(t).removeprefix("torch.") for t in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+        torch.int16, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"},
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A chunk or an object that stands in a file."""
+
+    key: str
+    shape: tuple[int, ...] | None
+    """Of the whole tensor; None for an object."""
+    dtype: torch.dtype | None
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int
+    num_bytes: int
+
+
+def is_distributed_checkpoint(directory: str | Path) -> bool:
+    """Tell a megatron-core distributed checkpoint from a Hugging Face directory."""
+    return all(Path(directory, name).is_file() for name in (METADATA_FILE, _FORMAT_FILE))
+
+
+def append_chunk(
+    directory: Path,
+    file: str,
+    key: str,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    data: Tensor,
+) -> Written:
+    """Append part of a tensor to a file.
+
+    Args:
+        directory, file: where.
+        key, shape: of the whole tensor.
+        offsets: of the part in it.
+        data: the part, contiguous, alone in its storage.
+    """
+    assert data.is_contiguous() and data.untyped_storage().nbytes() == data.nbytes
+    with open(directory / file, "ab") as out:
+        begin = out.tell()
+        torch.save(data, out)
+        end = out.tell()
+    return Written(key, shape, data.dtype, offsets, tuple(data.shape), file, begin, end - begin)
+
+
+def append_empty_objects(directory: Path, file: str, keys: Iterable[str]) -> list[Written]:
+    """Append objects that hold nothing, as megatron-core's extra states do without FP8."""
+    stream = io.BytesIO()
+    torch.save([None], stream)
+    content = stream.getvalue()
+    written = []
+    with open(directory / file, "ab") as out:
+        for key in keys:
+            written.append(Written(key, None, None, (), (), file, out.tell(), len(content)))
+            out.write(content)
+    return written
+
+
+def finish_checkpoint(directory: Path, written: Iterable[Written]) -> None:
+    """Write what makes the files a checkpoint, once every chunk is in them."""
+    tensors: dict[str, Any] = {}
+    results = []
+    for w in written:
+        info = _StorageInfo(w.file, w.begin, w.num_bytes)
+        if w.shape is None:
+            tensors[w.key] = BytesStorageMetadata()
+            index = MetadataIndex(w.key)
+        else:
+            tensor = tensors.setdefault(
+                w.key,
+                TensorStorageMetadata(TensorProperties(dtype=w.dtype), torch.Size(w.shape), []),
+            )
+            index = MetadataIndex(w.key, w.offsets, len(tensor.chunks))
+            tensor.chunks.append(ChunkStorageMetadata(torch.Size(w.offsets), torch.Size(w.sizes)))
+        results.append(WriteResult(index, w.num_bytes, info))
+    torch.save({"content_metadata": dict(_CONTENT)}, directory / _COMMON_FILE)
+    (directory / _FORMAT_FILE).write_text(json.dumps(_FORMAT))
+    FileSystemWriter(directory).finish(Metadata(tensors), [results])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """A stored part of a tensor's layer, as rows and columns; where its data begins."""
+
+    first_row: int
+    num_rows: int
+    first_column: int
+    num_columns: int
+    place: Any
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class ShardedReader:
+    """Rows of the tensors of a distributed checkpoint, whatever layout wrote it."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Read the metadata.
+
+        Raises:
+            CheckpointError: it is not there, not readable, or names files outside the directory.
+        """
+        self.directory = Path(directory)
+        if not is_distributed_checkpoint(directory):
+            raise CheckpointError(
+                f"{directory} is no megatron-core distributed checkpoint: it lacks "
+                f"{METADATA_FILE} or {_FORMAT_FILE}; give the directory that holds them"
+            )
+        metadata = _read_metadata(self.directory / METADATA_FILE)
+        self.tensors: dict[str, TensorStorageMetadata] = {
+            key: value
+            for key, value in metadata.state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata)
+        }
+        self._places = metadata.storage_data
+        self._files: dict[str, BinaryIO] = {}
+        self._begins: dict[tuple[str, int], int] = {}
+        self._chunks: dict[tuple[str, int | None], list[_Chunk]] = {}
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a whole tensor."""
+        return tuple(self.tensors[key].size)
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Return a tensor's type."""
+        return self.tensors[key].properties.dtype
+
+    def check_files(self, keys: Iterable[str]) -> None:
+        """See that each tensor is covered by chunks, and that each chunk lies in a file.
+
+        Raises:
+            CheckpointError: names the tensor, what was expected and what was found.
+        """
+        sizes = {}
+        for key in keys:
+            tensor = self.tensors[key]
+            found = sum(torch.Size(chunk.sizes).numel() for chunk in tensor.chunks)
+            if found != tensor.size.numel():
+                raise CheckpointError(
+                    f"{self.directory}: {key}: expected {tensor.size.numel()} elements in its "
+                    f"chunks, found {found}"
+                )
+            for chunk in tensor.chunks:
+                place = self._place(key, tuple(chunk.offsets))
+                path = self.directory / place.relative_path
+                if path not in sizes:
+                    sizes[path] = path.stat().st_size if path.is_file() else -1
+                if place.offset + place.length > sizes[path]:
+                    raise CheckpointError(
+                        f"{path}: expected at least {place.offset + place.length} bytes for {key}, "
+                        f"found {'no such file' if sizes[path] < 0 else sizes[path]}"
+                    )
+
+    def read_rows(self, key: str, layer: int | None, start: int, out: Tensor) -> None:
+        """Fill `out` with rows of a tensor from `start` on.
+
+        Args:
+            key: of the tensor.
+            layer: which, where layers are its first dimension.
+            start: the first row that is wanted.
+            out: [rows] or [rows, columns], contiguous, of the tensor's type.
+        """
+        stop, taken = start + len(out), 0
+        for chunk in self._chunks_of(key, layer):
+            first = max(start, chunk.first_row)
+            last = min(stop, chunk.first_row + chunk.num_rows)
+            if first >= last:
+                continue
+            file, begin = self._data_of(key, chunk)
+            row_bytes = chunk.num_columns * out.element_size()
+            begin += (first - chunk.first_row) * row_bytes
+            target = out[first - start : last - start]
+            taken += (last - first) * chunk.num_columns
+            if out.dim() == 1 or chunk.num_columns == out.shape[1]:
+                read_exactly(file, begin, target)
+                continue
+            columns = torch.empty((last - first, chunk.num_columns), dtype=out.dtype)
+            read_exactly(file, begin, columns)
+            target[:, chunk.first_column : chunk.first_column + chunk.num_columns] = columns
+        assert taken == out.numel(), f"{key}: {taken} of {out.numel()} elements are stored"
+
+    def _chunks_of(self, key: str, layer: int | None) -> list[_Chunk]:
+        if (key, layer) not in self._chunks:
+            skip = 0 if layer is None else 1
+            for chunk in self.tensors[key].chunks:
+                offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+                if skip and sizes[0] != 1:
+                    raise CheckpointError(f"{self.directory}: {key}: a chunk has several layers")
+                of_layer = self._chunks.setdefault((key, offsets[0] if skip else None), [])
+                row, column = (*offsets[skip:], 0)[:2]
+                num_rows, num_columns = (*sizes[skip:], 1)[:2]
+                place = self._place(key, offsets)
+                of_layer.append(_Chunk(row, num_rows, column, num_columns, place, offsets, sizes))
+        return self._chunks[key, layer]
+
+    def _place(self, key: str, offsets: tuple[int, ...]) -> Any:
+        place = self._places.get(MetadataIndex(key, offsets))
+        name = getattr(place, "relative_path", None)
+        if not isinstance(name, str) or Path(name).name != name or "\\" in name:
+            raise CheckpointError(
+                f"{self.directory}: {key} at {list(offsets)} is in {name!r}, but must be in a file "
+                "of the same directory; do not use this checkpoint"
+            )
+        return place
+
+    def _data_of(self, key: str, chunk: _Chunk) -> tuple[BinaryIO, int]:
+        """Return a chunk's file and where in it the data begins."""
+        name, offset = chunk.place.relative_path, chunk.place.offset
+        if name not in self._files:
+            self._files[name] = open(self.directory / name, "rb", buffering=0)
+        file = self._files[name]
+        if (name, offset) not in self._begins:
+            try:
+                begin = _check_saved(file, chunk, self.dtype(key))
+            except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile,
+                    StopIteration) as error:  # fmt: skip
+                raise CheckpointError(
+                    f"{self.directory / name}: {key} at {list(chunk.offsets)} cannot be read "
+                    f"({error or type(error).__name__}); fetch the file again"
+                ) from None
+            self._begins[name, offset] = begin
+        return file, self._begins[name, offset]
+
+
+def _check_saved(file: BinaryIO, chunk: _Chunk, dtype: torch.dtype) -> int:
+    """Return where the data of a saved tensor begins, if it is the tensor that it should be."""
+    view = _Part(file, chunk.place.offset, chunk.place.length)
+    saved = torch.load(view, map_location="meta", weights_only=True)
+    expected, found = (chunk.sizes, dtype), (tuple(saved.shape), saved.dtype)
+    if expected != found or not saved.is_contiguous() or saved.storage_offset():
+        raise ValueError(f"expected {list(chunk.sizes)} {dtype}, found {found[0]} {found[1]}")
+    with zipfile.ZipFile(view) as archive:
+        (entry,) = [e for e in archive.infolist() if e.filename.endswith("/data/0")]
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != saved.nbytes:
+        raise ValueError(f"expected {saved.nbytes} plain bytes, found {entry.file_size}")
+    header = os.pread(file.fileno(), 30, chunk.place.offset + entry.header_offset)
+    lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    return chunk.place.offset + entry.header_offset + 30 + lengths
+
+
+class _Part(io.RawIOBase):
+    """Part of a file as a file of its own."""
+
+    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
+        self._file, self._begin, self._length, self._at = file, begin, length, 0
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position in the part."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go somewhere in the part."""
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read at most to the end of the part."""
+        view = memoryview(buffer)[: max(0, self._length - self._at)]
+        count = os.preadv(self._file.fileno(), [view], self._begin + self._at)
+        self._at += count
+        return count
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes the classes of a checkpoint's metadata and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refuse whatever could do something."""
+        if name not in _PICKLED.get(module.replace("pathlib._local", "pathlib"), ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        with open(path, "rb") as file:
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise ValueError("it holds something else")
+    except Exception as error:  # whatever a broken pickle raises
+        raise CheckpointError(
+            f"{path} is not a distributed checkpoint's metadata ({error}); do not use it"
+        ) from None
+    return metadata

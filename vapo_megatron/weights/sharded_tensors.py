@@ -1,0 +1,149 @@
+"""The tensors of a megatron-core distributed checkpoint of a model: names, shapes, and their cuts.
+
+A checkpoint names a tensor as all ranks together hold it: layers are a first dimension, the
+tensor-parallel shards are put together again (gate_up: all gate rows, then all up rows), and layer
+norms have Transformer Engine's names whatever layers the model was built with. Shapes but the
+padded vocabulary's are therefore the same for every layout, and any layout reads what any wrote.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vapo_megatron.weights.layout import Kind, RowRun, bounds, row_runs, shard_dim
+from vapo_megatron.weights.mapping import VALUE_HEAD_BIAS, Row, rows
+
+if TYPE_CHECKING:
+    from vapo_megatron.models.hf_config import ModelShape
+
+_BIAS_ROW = Row(("output_layer.bias",), (VALUE_HEAD_BIAS,), "replicated", lambda shape: ((1,),))
+"""Not in the name table, because it is no parameter."""
+EXTRA_STATES = (
+    "decoder.layers.self_attention.core_attention._extra_state",
+    "decoder.layers.self_attention.linear_qkv._extra_state",
+    "decoder.layers.self_attention.linear_proj._extra_state",
+    "decoder.layers.mlp.linear_fc1._extra_state",
+    "decoder.layers.mlp.linear_fc2._extra_state",
+)
+"""Per layer; empty without FP8. megatron-core asks for those that its layers have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """Part of a tensor that one tensor-parallel rank holds."""
+
+    tp_rank: int
+    first_row: int
+    num_rows: int
+    first_column: int
+    num_columns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedTensor:
+    """One layer's part of a checkpoint's tensor, or a tensor that belongs to no layer."""
+
+    key: str
+    layer: int | None
+    num_layers: int
+    hf_names: tuple[str, ...]
+    hf_shapes: tuple[tuple[int, ...], ...]
+    kind: Kind
+    num_rows: int
+    """With the vocabulary's padding."""
+    num_groups: int
+
+    @property
+    def num_columns(self) -> int:
+        """1 for a vector, whose elements are its rows."""
+        return self.hf_shapes[0][1] if len(self.hf_shapes[0]) == 2 else 1
+
+    @property
+    def runs(self) -> list[RowRun]:
+        """Where its rows come from."""
+        sizes = [size[0] for size in self.hf_shapes]
+        return row_runs(self.kind, sizes, num_groups=self.num_groups)
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """As the checkpoint's metadata has it."""
+        return self.part(self.num_layers, self.num_rows, self.num_columns)
+
+    def part(self, layers: int, num_rows: int, num_columns: int) -> tuple[int, ...]:
+        """Return (layers, rows, columns) without the dimensions that the tensor does not have."""
+        head = () if self.layer is None else (layers,)
+        tail = (num_columns,) if len(self.hf_shapes[0]) == 2 else ()
+        return (*head, num_rows, *tail)
+
+    def boxes(self, tp_size: int) -> Iterator[Box]:
+        """Yield what each rank writes; what all ranks hold alike is the first one's."""
+        dim, columns = shard_dim(self.kind), self.num_columns
+        if dim is None:
+            yield Box(0, 0, self.num_rows, 0, columns)
+        for rank in range(0 if dim is None else tp_size):
+            if dim == 1:
+                start, stop = bounds(columns, rank, tp_size)
+                yield Box(rank, 0, self.num_rows, start, stop - start)
+                continue
+            halves = len(self.hf_shapes) if self.kind == "gate_up" else 1
+            size = self.num_rows // halves
+            for half in range(halves):
+                start, stop = bounds(size, rank, tp_size)
+                yield Box(rank, half * size + start, stop - start, 0, columns)
+
+
+def sharded_key(row: Row) -> str:
+    """Return the checkpoint's name of a row of the name table."""
+    return row.megatron[-1].replace("layers.{}.", "layers.")
+
+
+def sharded_tensors(
+    shape: ModelShape, role: str, padded_vocab: int, *, value_bias: bool = False
+) -> list[ShardedTensor]:
+    """List a model's tensors, layer by layer as HF orders them.
+
+    Args:
+        shape: of the model.
+        role: "actor" or "critic".
+        padded_vocab: rows of the embedding with its padding.
+        value_bias: the value head has a bias.
+    """
+    table = [row for row in rows(shape, role) if not row.is_copy]
+    if value_bias:
+        table.append(_BIAS_ROW)
+    in_layer = [row for row in table if "{}" in row.hf[0]]
+    outside = [row for row in table if "{}" not in row.hf[0]]
+    layers = [(row, layer) for layer in range(shape.num_layers) for row in in_layer]
+    first, last = outside[:1], outside[1:]
+    order = [(r, None) for r in first] + layers + [(r, None) for r in last]
+    return [_sharded(row, layer, shape, padded_vocab) for row, layer in order]
+
+
+def _sharded(row: Row, layer: int | None, shape: ModelShape, padded_vocab: int) -> ShardedTensor:
+    shapes = row.shapes(shape)
+    padded = row.kind == "vocabulary"
+    return ShardedTensor(
+        key=sharded_key(row),
+        layer=layer,
+        num_layers=shape.num_layers,
+        hf_names=tuple(name.format(layer) for name in row.hf),
+        hf_shapes=shapes,
+        kind=row.kind,
+        num_rows=padded_vocab if padded else sum(size[0] for size in shapes),
+        num_groups=shape.num_key_value_heads,
+    )
+
+
+def stage_of(tensor: ShardedTensor, pp_size: int, vpp_size: int) -> int:
+    """Return the pipeline stage that holds a tensor: chunks of layers go round the stages."""
+    if tensor.layer is not None:
+        return tensor.layer // (tensor.num_layers // (pp_size * vpp_size)) % pp_size
+    return 0 if tensor.key.startswith("embedding.") else pp_size - 1
+
+
+def is_of_model(key: str) -> bool:
+    """Tell a model's tensor from optimizer state, which a run's checkpoint holds beside it."""
+    return re.match(r"(embedding|decoder|output_layer)\.", key) is not None
