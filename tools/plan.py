@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from pathlib import Path
@@ -34,16 +35,38 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def positive(text: str) -> int:
+    """Read a number of things of which there is at least one."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def speed(text: str) -> float:
+    """Read a bandwidth."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{value} must be more than 0")
+    return value
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which model runs on which ranks."""
     known = ", ".join(KNOWN_MODELS)
     parser.add_argument("--model", required=True, help=f"{known}, or a directory with config.json")
-    parser.add_argument("--nodes", type=int, default=16)
-    parser.add_argument("--gpus-per-node", type=int, default=8)
-    parser.add_argument("--tp", type=int, required=True, help="the trainer's tensor parallelism")
-    parser.add_argument("--pp", type=int, required=True, help="the trainer's pipeline parallelism")
-    parser.add_argument("--vpp", type=int, default=1, help="model chunks of each rank")
-    parser.add_argument("--vllm-tp", type=int, required=True, help="ranks of one vLLM replica")
+    parser.add_argument("--nodes", type=positive, default=16, help="default: %(default)s")
+    parser.add_argument("--gpus-per-node", type=positive, default=8, help="default: %(default)s")
+    parser.add_argument(
+        "--tp", type=positive, required=True, help="the trainer's tensor parallelism"
+    )
+    parser.add_argument(
+        "--pp", type=positive, required=True, help="the trainer's pipeline parallelism"
+    )
+    parser.add_argument(
+        "--vpp", type=positive, default=1, help="model chunks of each rank (default: 1)"
+    )
+    parser.add_argument("--vllm-tp", type=positive, required=True, help="ranks of one vLLM replica")
 
 
 def shape_and_data_parallelism(options: argparse.Namespace) -> tuple[ModelShape, int]:
@@ -58,6 +81,8 @@ def shape_and_data_parallelism(options: argparse.Namespace) -> tuple[ModelShape,
         virtual_pipeline_model_parallel_size=options.vpp if options.vpp > 1 else None,
     )
     check_layout(shape, parallel)
+    if options.vpp > 1 and options.pp == 1:
+        raise ConfigError(f"--vpp={options.vpp} must be 1 with --pp=1: chunks divide a pipeline")
     if world_size % (options.tp * options.pp):
         raise ConfigError(
             f"--nodes={options.nodes} * --gpus-per-node={options.gpus_per_node} must be a multiple "
@@ -71,14 +96,14 @@ def add_reshard(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument(
         "--nvlink",
-        type=float,
+        type=speed,
         default=900.0,
         metavar="GB/s",
         help="of one GPU, both directions together (default: %(default)s)",
     )
     parser.add_argument(
         "--network",
-        type=float,
+        type=speed,
         default=50.0,
         metavar="GB/s",
         help="of one GPU, each way (default: %(default)s)",

@@ -262,7 +262,7 @@ def test_part_of_the_layouts(model):
         check(case, relay=i % 3 > 0)
 
 
-# 64 ranks; norms of each head; no biases; and fewer key-value heads than vLLM ranks, which then share them.
+# 64 ranks; norms of each head; no biases; vLLM ranks that share key-value heads.
 OTHERS = (
     Case("Qwen2.5-0.5B", tp=2, pp=4, vpp=3, dp=8, sampler_tp=2),
     Case("Qwen2.5-7B", tp=4, pp=2, vpp=1, dp=8, sampler_tp=2),
