@@ -141,6 +141,9 @@ def test_a_critic_gives_the_same_values_in_transformers(workers, tmp_path, famil
     (values,) = workers.run(1, _export_critic, str(path), Layout(), str(out), ids, "float32")
     model, report = AutoModelForTokenClassification.from_pretrained(out, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
+    # vLLM and older transformers choose the class by this name.
+    (architecture,) = json.loads((out / "config.json").read_text())["architectures"]
+    assert architecture == type(model).__name__ == family.capitalize() + "ForTokenClassification"
     # In train mode on purpose: the exported config must switch transformers' default dropout off.
     logits = model.train()(ids).logits
     assert logits.shape == (1, 12, 1)
