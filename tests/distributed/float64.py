@@ -1,9 +1,8 @@
 """The reference that every layout is compared with: one process, float64, no code of the package.
 
-transformers' Qwen2, one unpacked sequence at a time. transformers casts norms and softmax to
-float32 even in a float64 model; here both are computed in float64. Only the cosines and sines of
-the rotary embedding are float32 numbers, which is how the model family defines them. The losses and
-their derivatives with respect to the model's outputs are the loops of tests/reference.py.
+transformers' Qwen2, one unpacked sequence at a time, norms and softmax really in float64
+(tests/models/float64.py). The losses and their derivatives with respect to the model's outputs are
+the loops of tests/reference.py.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from tests.distributed.problem import (
     CriticLoss,
     Problem,
 )
+from tests.models.float64 import load_float64
 
 
 class Expected(NamedTuple):
@@ -44,38 +44,6 @@ class Reference(NamedTuple):
     """Of the last loss."""
     updates: dict[str, Tensor]
     """float64, by HF name: what one update with the last loss adds to the parameter."""
-
-
-def _norm(self: Any, hidden: Tensor) -> Tensor:
-    variance = hidden.square().mean(-1, keepdim=True)
-    return self.weight * (hidden * torch.rsqrt(variance + self.variance_epsilon))
-
-
-def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, scaling: float, **__: Any
-) -> tuple[Tensor, None]:
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
-    scores = query @ key.transpose(-1, -2) * scaling
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-    assert weights.dtype == torch.float64
-    return (weights @ value).transpose(1, 2).contiguous(), None
-
-
-def load_float64(directory: str) -> Any:
-    """transformers' Qwen2ForCausalLM, float64 throughout."""
-    from transformers import AttentionInterface, Qwen2ForCausalLM
-    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-
-    AttentionInterface.register("float64", _attention)
-    model = Qwen2ForCausalLM.from_pretrained(
-        directory, dtype=torch.float64, attn_implementation="float64"
-    )
-    for module in model.modules():
-        if isinstance(module, Qwen2RMSNorm):
-            module.forward = _norm.__get__(module)
-    return model
 
 
 def hidden_states(model: Any, problem: Problem) -> Tensor:
