@@ -47,11 +47,13 @@ class ModelConfig(Section):
 
     hf_path: str | None = _field(
         None,
-        "HF directory (config.json, safetensors, tokenizer) that the actor starts from; required.",
+        "HF directory (config.json, safetensors, tokenizer) that the actor starts from, or one that "
+        "tools/convert_hf_to_megatron.py wrote; required.",
     )
     critic_hf_path: str | None = _field(
         None,
-        "HF directory that the critic starts from; null: the actor's weights, a new value head.",
+        "HF or converted directory of a policy or a reward model that the critic starts from; "
+        "null: the actor's weights, a new value head.",
     )
     value_head_init_std: float = _field(
         0.0, "Standard deviation of a new value head's weights; 0 starts at V = 0.", ge=0
@@ -143,6 +145,18 @@ class RolloutConfig(Section):
     max_num_sequences: int = _field(256, "Responses that one replica samples at once.", ge=1)
     enforce_eager: bool | None = _field(
         None, "No CUDA graphs; null: true on a CPU, false on a GPU."
+    )
+    sync_bucket_bytes: int = _field(
+        512 << 20,
+        "Weights that a rank sends, and that it receives, at once in a sync; two such pairs are "
+        "held.",
+        ge=1,
+    )
+    verify_sync_every: int = _field(
+        0,
+        "Policy versions between comparisons of the sampler's weights with the trainer's by "
+        "checksum, the first included; 0: none.",
+        ge=0,
     )
     max_logprob_difference: float | None = _field(
         None,

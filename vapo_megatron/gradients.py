@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vapo_megatron.weights.gather import BUCKET_BYTES, gather_hf_tensors
 from vapo_megatron.weights.mapping import unwrap
-from vapo_megatron.weights.sync import BUCKET_BYTES, gather_hf_tensors
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape

@@ -87,6 +87,9 @@ METRICS: dict[str, Metric] = {
     "algorithm/lambda_actor_mean": Metric("", "Mean lambda of the actor's advantages."),
     "algorithm/advantage_mean": Metric("", "Mean advantage over response tokens."),
     "algorithm/advantage_std": Metric("", "Standard deviation of the advantages."),
+    "sync/received_bytes": Metric(
+        "bytes", "Weights that crossed between processes on their way to vLLM, all processes."
+    ),
     "tokens_per_second": Metric(
         "tokens/s",
         "Response tokens of the step, all processes, per second; evaluation and checkpoint apart.",

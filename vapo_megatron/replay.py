@@ -73,8 +73,9 @@ class Replay:
                 raise DataError(found)
         return scored
 
-    def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> None:
+    def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
         """Nothing samples."""
+        return {}
 
     def evaluate(self, policy_version: int, phase: Phase) -> dict[str, float]:
         """Nothing samples."""

@@ -28,8 +28,8 @@ class RolloutSource(Protocol):
     def rollouts(self, step: int, policy_version: int, phase: Phase) -> list[ScoredRollout]:
         """Return this rank's share of a step's responses by position; the shares are disjoint."""
 
-    def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> None:
-        """Sample from the actor's weights from now on."""
+    def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
+        """Sample from the actor's weights from now on; return metrics of their way."""
 
     def evaluate(self, policy_version: int, phase: Phase) -> dict[str, float]:
         """Return the metrics of the held-out problems; empty: there are none."""

@@ -24,7 +24,7 @@ from vapo_megatron.rollout.requests import SamplingSettings
 from vapo_megatron.rollout.tokenizer import load_tokenizer
 from vapo_megatron.rollout_dump import write_step
 from vapo_megatron.rollout_source import Phase
-from vapo_megatron.weights.sync import publish
+from vapo_megatron.weights.sync import WeightSync
 
 
 class Sampling:
@@ -33,7 +33,7 @@ class Sampling:
     note = ""
 
     def __init__(self, config: VapoConfig, shape: ModelShape, groups: ParallelGroups) -> None:
-        self._config, self._shape, self._groups = config, shape, groups
+        self._config = config
         hf_path = str(config.model.hf_path)
         tokenizer = load_tokenizer(hf_path)
         self._dataset = self._problems(str(config.data.train_path), tokenizer, config.data.shuffle)
@@ -41,6 +41,7 @@ class Sampling:
         if config.evaluation.path:
             self.held_out = self._problems(config.evaluation.path, tokenizer, shuffle=False)
         self.engine = RolloutEngine(hf_path, config, rank=groups.rank, world_size=groups.world_size)
+        self._sync = WeightSync(shape, groups, config, self.engine)
         self._verifier = None
         if self.engine.is_leader:
             self._verifier = MathVerifier(config.reward.num_workers, config.reward.timeout_seconds)
@@ -88,9 +89,9 @@ class Sampling:
                 )
         return scored
 
-    def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> None:
-        """Load the actor's weights into vLLM."""
-        publish(chunks, self._shape, self._groups, self.engine, policy_version)
+    def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
+        """Give vLLM the actor's weights; return the sync's metrics."""
+        return self._sync.publish(chunks, policy_version)
 
     def evaluate(self, policy_version: int, phase: Phase) -> dict[str, float]:
         """Sample and judge the held-out problems."""

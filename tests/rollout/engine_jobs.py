@@ -257,9 +257,9 @@ def of_family(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:
     from tests.weights.loaded import Layout, load
     from vapo_megatron.rollout import engine as engine_module
     from vapo_megatron.weights.hf import export_hf, load_hf_weights
-    from vapo_megatron.weights.sync import gather_hf_tensors
+    from vapo_megatron.weights.sync import WeightSync
 
-    chunks, shape, groups, *_ = load(str(first_path), Layout(tp=2))
+    chunks, shape, groups, _, trainer = load(str(first_path), Layout(tp=2))
     out = tmp / "exported"
     export_hf(chunks, shape, groups, out, first_path)
     arguments = engine_module._vllm_arguments
@@ -274,7 +274,8 @@ def of_family(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:
     ask = prompts(8)
     found = {"first": engine.generate(ask, 1, 1, settings(0), 0)}
     load_hf_weights(chunks, shape, second_path, groups, "actor")
-    engine.load_weights(gather_hf_tensors(chunks, shape, groups), 1)
+    both = trainer.model_copy(update={"rollout": config(tmp, 2).rollout})
+    WeightSync(shape, groups, both, engine).publish(chunks, 1)
     found["second"] = engine.generate(ask, 1, 1, settings(0), 1)
     engine.shutdown()
     dist.barrier()

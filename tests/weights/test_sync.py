@@ -1,206 +1,100 @@
-"""The sync hands every rank the HF file's own bits in few messages; the engine must take them all.
+"""The actor's weights in live vLLM models, bit for bit what an export loaded afresh would give.
 
-Does not exercise: vLLM (tests/rollout and the end-to-end run do), NCCL, models larger than the
-default bucket.
+Real engines in 2 and 4 gloo processes, each filled with NaN before every sync. Does not exercise:
+GPUs, NCCL, more than one node, vLLM with TP > 2.
 """
 
 from __future__ import annotations
 
 import pytest
-import torch
-import torch.distributed as dist
-from safetensors.torch import load_file
 
-from tests.weights.loaded import FEW_HEADS, Layout, all_parameters, load, micro_batch, widen
+from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
+from tests.weights import live_sync as jobs
+from tests.weights.loaded import Layout
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron.parallel import groups as parallel_groups
-from vapo_megatron.parallel.optimizer import (
-    build_ddp,
-    build_optimizer,
-    optimizer_step,
-    set_learning_rate,
-)
-from vapo_megatron.parallel.schedule import forward_backward
-from vapo_megatron.weights import sync
-from vapo_megatron.weights.sync import gather_hf_tensors, publish
+from tests.workers import WorkerPool
 
-LAYOUTS = [Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(1, 2, 2), Layout(2, 2, 2)]
-
-
-def _digest(named_tensors):
-    """Keep the bits small on their way to the test: name -> (shape, dtype, bytes)."""
-    return {
-        n: (tuple(t.shape), t.dtype, t.contiguous().view(torch.uint8).numpy().tobytes())
-        for n, t in named_tensors
-    }
+# vLLM on a CPU takes heads of 32. A vocabulary of 300 is padded to 320 there.
+UNTIED = {"hidden": 128, "heads": 4, "kv_heads": 2}
+# One key-value head: the tensor-parallel ranks of both sides share it.
+TIED = {"hidden": 128, "heads": 4, "kv_heads": 1, "tied": True}
+ROUNDED = "rollout.dtype=bfloat16"
+RUNS = {
+    # world size, model, vLLM's TP, Megatron's layouts (what is left over is data parallel)
+    "2 x tp1": (2, UNTIED, 1, [Layout(2, 1), Layout(1, 2)]),
+    "tp2, tied, rounded": (2, TIED, 2, [Layout(2, 1), Layout(1, 1), Layout(1, 2)], ROUNDED),
+    "2 x tp2": (4, UNTIED, 2, [Layout(2, 2), Layout(2, 2, 2)]),
+    "4 x tp1, tied": (4, TIED, 1, [Layout(2, 2)]),
+}
 
 
-def _gathered(path, layout, bucket_sizes, dtype="float32"):
-    loaded = load(path, layout, dtype=dtype)
-    parts = (loaded.chunks, loaded.shape, loaded.groups)
-    return [_digest(gather_hf_tensors(*parts, bucket_bytes=b)) for b in bucket_sizes]
+@pytest.fixture(scope="module")
+def pool():
+    """Processes that may import vLLM."""
+    pool = WorkerPool()
+    yield pool
+    pool.close()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_rank_sees_the_files_bits(workers, tmp_path, layout, tied):
-    path = write_tiny_hf(tmp_path, tied=tied)
-    expected = _digest(load_file(path / "model.safetensors").items())
-    # Buckets of 1 byte hold one parameter each; 60,000 bytes divide the stages unevenly.
-    sizes = (1, 60_000, sync.BUCKET_BYTES)
-    for rank in workers.run(layout.world_size, _gathered, str(path), layout, sizes):
-        for got in rank:
-            assert got.keys() == expected.keys()
-            assert [n for n in got if got[n] != expected[n]] == []
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_live_weights_and_responses_are_those_of_the_export(pool, tmp_path, run):
+    world_size, model, sampler_tp, layouts, *overrides = run
+    path = write_tiny_hf(tmp_path / "model", **model)
+    write_tiny_tokenizer(path, 300)
+    arguments = (tmp_path, path, sampler_tp, layouts, *overrides)
+    results = pool.run(world_size, jobs.layouts_into_vllm, *arguments, timeout_seconds=280)
+    for found in results:
+        expected = found["expected"]
+        # Embedding, norm, lm_head unless tied, and 4 layers of qkv and bias, o, gate_up, down, 2.
+        assert len(expected.weights) == 2 + ("tied" not in model) + 4 * 7
+        assert len(expected.responses) == 2
+        for version, layout in enumerate(layouts, 1):
+            sampled, policy_version, (cached_before, cached_after) = found[str(layout)]
+            wrong = [n for n, bits in sampled.weights.items() if bits != expected.weights[n]]
+            assert wrong == [] and sampled.weights.keys() == expected.weights.keys()
+            assert sampled.responses == expected.responses
+            assert policy_version == version
+            assert cached_before > 0 and cached_after == 0
+        last = world_size - 1
+        assert found["damaged"].startswith("RuntimeError: the sampler's weights differ from the")
+        assert f"in 1 places: rank {last}: {jobs.LAST_ROW_OF_MLP}, rows" in found["damaged"]
 
 
-@pytest.mark.parametrize(("layout", "kv_heads"), FEW_HEADS, ids=str)
-def test_fewer_key_value_heads_than_ranks(workers, tmp_path, layout, kv_heads):
-    path = write_tiny_hf(tmp_path, kv_heads=kv_heads, dtype=torch.bfloat16)
-    expected = _digest(load_file(path / "model.safetensors").items())
-    arguments = (str(path), layout, (60_000,), "bfloat16")
-    for (got,) in workers.run(layout.world_size, _gathered, *arguments):
-        assert got == expected
+@pytest.fixture
+def small(tmp_path):
+    return write_tiny_hf(tmp_path / "small", num_layers=1, tied=True)
 
 
-def test_a_critic_of_mixed_types_is_gathered(workers, tmp_path):
-    path = write_tiny_hf(tmp_path, dtype=torch.bfloat16)
-    expected = _digest(load_file(path / "model.safetensors").items())
-    del expected["lm_head.weight"]
-    results = workers.run(4, _gathered_mixed_critic, str(path), Layout(2, 2))
-    heads = [got.pop("score.weight") for got in results]
-    assert heads[0][:2] == ((1, 64), torch.float32) and any(heads[0][2])
-    assert heads == heads[:1] * 4
-    assert all(got == expected for got in results)
+def test_a_plan_that_does_not_fit_is_refused_on_every_rank(workers, tmp_path, small):
+    for found in workers.run(2, jobs.plans_that_do_not_fit, tmp_path, small):
+        expected = {
+            "extra": "in 1 places: rank 1: model.extra.weight gets 0 of its 6 elements",
+            "lacking": "in 2 places: rank 0: model.norm.weight is not in the sampler; rank 1",
+            "type": "rank 0: model.norm.weight is torch.bfloat16, not torch.float32",
+            "vocabulary": "rank 0: embedding.word_embeddings.weight has 192 rows, not 1024",
+        }
+        assert found.keys() == expected.keys()
+        for name, text in expected.items():
+            assert text in found[name], name
+            # The sampler still has no version.
+            assert found[name].startswith("RuntimeError: the plan does not fit")
+            assert found[name].endswith(" None")
 
 
-def _gathered_mixed_critic(path, layout):
-    loaded = load(path, layout, "critic", dtype="bfloat16", value_head_init_std=0.1)
-    widen(loaded.chunks, "output_layer.weight")
-    return _digest(gather_hf_tensors(loaded.chunks, loaded.shape, loaded.groups, role="critic"))
+def test_every_third_version_is_compared_and_a_damaged_one_is_not_sampled(workers, tmp_path, small):
+    for compared, error, version, received in workers.run(
+        2, jobs.verified_versions, tmp_path, small
+    ):
+        # The first that is published, and multiples of 3 from there to 10.
+        assert compared == [4, 6, 9]
+        assert "in 1 places: rank 0: model.norm.weight, rows 0 to 63, columns 0 to 0" in error
+        assert version is None
+        # Each of two ranks lacks half of the matrices, in float32; norms are everywhere, padding
+        # is 0: 300*64 embedding, 128*65 qkv and bias, 64*64 o, 192*64 gate_up, 64*96 down.
+        assert received == 4 * (300 * 64 + 128 * 65 + 64 * 64 + 192 * 64 + 64 * 96)
 
 
-class _CountingDist:
-    """torch.distributed, counting the collectives that are called through it."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __getattr__(self, name):
-        function = getattr(dist, name)
-
-        def call(*args, **kwargs):
-            self.calls.append(name)
-            return function(*args, **kwargs)
-
-        return call
-
-
-def _collectives(path, layout):
-    loaded = load(path, layout)
-    sync.dist = counting = _CountingDist()
-    try:
-        for _ in gather_hf_tensors(loaded.chunks, loaded.shape, loaded.groups):
-            pass
-    finally:
-        sync.dist = dist
-    return counting.calls
-
-
-def test_a_small_model_takes_one_collective_per_axis_and_stage(workers, tmp_path):
-    path = str(write_tiny_hf(tmp_path))
-    for calls in workers.run(2, _collectives, path, Layout(2, 1)):
-        assert calls == ["all_gather_into_tensor"]
-    for calls in workers.run(4, _collectives, path, Layout(2, 2)):
-        assert calls == ["all_gather_object", *["broadcast", "all_gather_into_tensor"] * 2]
-
-
-def _gathered_alone(path):
-    loaded = load(path, Layout())
-    parallel_groups.destroy()
-    dist.destroy_process_group()
-    return _digest(gather_hf_tensors(loaded.chunks, loaded.shape, loaded.groups))
-
-
-def test_one_rank_needs_no_process_group(workers, tmp_path):
-    path = write_tiny_hf(tmp_path)
-    (got,) = workers.run(1, _gathered_alone, str(path))
-    assert got == _digest(load_file(path / "model.safetensors").items())
-
-
-def test_buckets_are_bounded():
-    # float32 sizes of 40, 40, 400 and 8 bytes with a limit of 80; then a change of type.
-    sizes = [(10, torch.float32), (10, torch.float32), (100, torch.float32), (2, torch.float32),
-             (2, torch.bfloat16)]  # fmt: skip
-    shards = [sync._Shard((str(i),), "replicated", (n,), d) for i, (n, d) in enumerate(sizes)]
-    assert list(sync._buckets(shards, 80)) == [(0, 2), (2, 3), (3, 4), (4, 5)]
-    assert list(sync._buckets([], 80)) == []
-
-
-class _Engine:
-    def __init__(self, limit=None):
-        self.limit, self.got, self.version = limit, {}, None
-
-    def load_weights(self, named_tensors, policy_version):
-        for name, tensor in named_tensors:
-            self.got[name] = tensor.clone()
-            if len(self.got) == self.limit:
-                break
-        self.version = policy_version
-
-
-def _publish(path, limit):
-    loaded = load(path, Layout(2, 1))
-    parts = (loaded.chunks, loaded.shape, loaded.groups)
-    # Updated weights are published, not those that were loaded.
-    for _, parameter in all_parameters(loaded.chunks):
-        parameter.data.mul_(2)
-    engine = _Engine(limit)
-    try:
-        info = publish(*parts, engine, 7)
-    except AssertionError as error:
-        # The collectives of all ranks still match: another sync goes through.
-        assert publish(*parts, _Engine(), 8)["bytes"] > 0
-        return str(error)
-    return info, engine.version, _digest(engine.got.items())
-
-
-def test_publish_hands_over_the_updated_weights(workers, tmp_path):
-    path = write_tiny_hf(tmp_path)
-    file = load_file(path / "model.safetensors")
-    for info, version, got in workers.run(2, _publish, str(path), None):
-        assert version == 7
-        assert got == _digest((n, t * 2) for n, t in file.items())
-        assert info["bytes"] == sum(t.nbytes for t in file.values())
-        assert info["seconds"] > 0
-
-
-def test_an_engine_that_stops_early_is_found_out_on_every_rank(workers, tmp_path):
-    path = write_tiny_hf(tmp_path)
-    for message in workers.run(2, _publish, str(path), 3):
-        assert "the engine left out" in message
-
-
-def _updates(path, overlap, wrapped):
-    """Two optimizer updates on 2 data-parallel ranks, each followed by a sync."""
-    loaded = load(path, Layout(), overlap=overlap)
-    chunks = build_ddp(loaded.chunks, loaded.config, loaded.chunks[0].config)
-    optimizer = build_optimizer(chunks, loaded.config, "actor")
-    set_learning_rate(optimizer, 0.01)
-    synced = []
-    for _ in range(2):
-        forward_backward(chunks, [micro_batch()], lambda out, _: (out.float().square().sum(), {}))
-        optimizer_step(optimizer)
-        source = chunks if wrapped else loaded.chunks
-        synced.append(_digest(gather_hf_tensors(source, loaded.shape, loaded.groups)))
-    return synced
-
-
-def test_parameters_still_on_their_way_are_waited_for(workers, tmp_path):
-    path = str(write_tiny_hf(tmp_path, num_layers=1, tied=True))
-    expected = workers.run(2, _updates, path, False, True)
+def test_parameters_still_on_their_way_are_waited_for(workers, small):
+    expected = workers.run(2, jobs.updates, small, False)
     assert expected[0] == expected[1] and expected[0][0] != expected[0][1]
-    assert workers.run(2, _updates, path, True, True) == expected
-    # Without DDP around them nothing can be waited for: each rank sees only its own updates.
-    stale = workers.run(2, _updates, path, True, False)
-    assert stale[0] != stale[1]
+    assert workers.run(2, jobs.updates, small, True) == expected

@@ -12,6 +12,7 @@ a CPU to the weights, which it would repack out of reach of any update.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -27,6 +28,7 @@ from vapo_megatron.batch import Prompt, Rollout
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape, read_model_shape
+from vapo_megatron.rollout.live_weights import live_weights, load_hf_tensors
 from vapo_megatron.rollout.process_state import (
     name_run,
     process_state_kept,
@@ -41,6 +43,7 @@ from vapo_megatron.rollout.requests import (
     request_seeds,
 )
 from vapo_megatron.rollout.tokenizer import decode_responses, find_stop_token_ids, load_tokenizer
+from vapo_megatron.weights.coverage import LiveWeight
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 for _name, _value in {
@@ -71,7 +74,7 @@ class RolloutEngine:
     """One rank of a vLLM replica, sampling from weights that the trainer publishes."""
 
     def __init__(self, hf_path: str, config: VapoConfig, *, rank: int, world_size: int) -> None:
-        """Build the engine with random weights; `load_weights` comes before the first `generate`.
+        """Build the engine with random weights; they are replaced before the first `generate`.
 
         A collective over the world: torch.distributed is initialised, and every rank calls this.
 
@@ -121,10 +124,26 @@ class RolloutEngine:
         unlink_shared_memory(run_name, self.replica * tp_size, tp_size)
         self._closed = False
 
+    def live_weights(self) -> dict[str, LiveWeight]:
+        """Return every weight of this rank's shard by vLLM's name, where it lies."""
+        return live_weights(self._model())
+
+    @contextlib.contextmanager
+    def weights_replaced(self, policy_version: int) -> Iterator[None]:
+        """Let the body overwrite all live weights; it may communicate.
+
+        Before: nothing samples. After: `generate` takes this version and no other, and nothing that
+        was computed with older weights is left. After an error in the body it refuses every one.
+        """
+        self.policy_version = None
+        yield
+        self._forget_prefixes()
+        self.policy_version = policy_version
+
     def load_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int
     ) -> None:
-        """Replace the weights, in place.
+        """Replace the weights by those of a Hugging Face directory.
 
         Args:
             named_tensors: (Hugging Face name, full tensor); every rank of the replica gets the same
@@ -135,25 +154,8 @@ class RolloutEngine:
             RuntimeError: a parameter was not covered, or was given twice. The engine then refuses
                 to sample.
         """
-        self.policy_version = None
-        given: set[str] = set()
-
-        def watched() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in named_tensors:
-                if name in given:
-                    raise RuntimeError(f"weight {name} was given to the sampler twice")
-                given.add(name)
-                yield name, tensor
-
-        model = self._model()
-        with torch.no_grad():
-            loaded = model.load_weights(watched())
-        missing = _missing_weights(model, given, loaded or set())
-        if missing:
-            raise RuntimeError(
-                f"{len(missing)} of the sampler's weights were not given: {', '.join(missing[:5])}"
-            )
-        self.policy_version = policy_version
+        with self.weights_replaced(policy_version):
+            load_hf_tensors(self._model(), named_tensors)
 
     def generate(
         self,
@@ -223,6 +225,11 @@ class RolloutEngine:
         executor: Any = self._llm.llm_engine.model_executor
         return executor.driver_worker.worker.model_runner.model
 
+    def _forget_prefixes(self) -> None:
+        """Stale keys and values would give wrong output."""
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM's prefix cache is in use between two calls of generate")
+
     def _complete(
         self,
         requests: Sequence[tuple[int, Sequence[int], SamplingParams]],
@@ -230,9 +237,8 @@ class RolloutEngine:
     ) -> dict[int, Any]:
         """Run requests (position, prompt, parameters) -> vLLM's completions by position."""
         engine = self._llm.llm_engine
-        # Stale keys and values give wrong output, and a resumed run starts without any.
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM's prefix cache is in use between two calls of generate")
+        # A resumed run starts without any, too.
+        self._forget_prefixes()
         names = []
         completions: dict[int, Any] = {}
         try:
@@ -331,23 +337,6 @@ def _request(sampling: SamplingSettings, stop: Sequence[int], seed: int) -> Samp
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-
-
-def _missing_weights(model: Any, given: set[str], loaded: set[str]) -> list[str]:
-    """Names that the model needs and did not get.
-
-    `loaded` alone does not tell: it names a fused parameter as soon as one of its parts has come.
-    """
-    fused = getattr(model, "packed_modules_mapping", {})
-    missing = set()
-    for name, _ in model.named_parameters():
-        parts = {name}
-        for whole, pieces in fused.items():
-            if f".{whole}." in name:
-                parts = {name.replace(f".{whole}.", f".{piece}.") for piece in pieces}
-        missing |= parts - given
-        missing |= {name} - loaded
-    return sorted(missing)
 
 
 def _adapt_vllm(rank: int, run_name: str) -> None:

@@ -1,189 +1,209 @@
-"""Sends the actor's weights to the sampler: full HF tensors on every rank, a bucket at a time.
+"""Sends the actor's weights to the sampler in the same processes, and checks that they arrived.
 
-Before: every rank holds its shards. During: a bucket of one pipeline stage's shards is packed into
-one buffer, broadcast over the pipeline (each rank to those with its own tensor-parallel rank) and
-gathered over the tensor-parallel group, so every rank sees every tensor, whatever the layouts of
-trainer and sampler are: vLLM's loader takes its own slices. After: nothing is kept. When one rank
-holds the whole model nothing is sent.
+Before: every rank holds its shard of the actor, and of the sampler with older weights. During: what
+a rank's sampler shard lacks comes from ranks that hold it, by a plan that is made once; see
+reshard.py and transfer.py. After: the sampler holds the actor's weights, and their version.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_megatron.weights import layout
-from vapo_megatron.weights.layout import Kind
-from vapo_megatron.weights.mapping import (
-    LocalParameter,
-    hf_tensors,
-    local_parameters,
-    wait_for_parameters,
-)
+from vapo_megatron.weights.checksums import differences
+from vapo_megatron.weights.coverage import LiveWeight, destination_problems, source_problems
+from vapo_megatron.weights.gather import gather_hf_tensors as gather_hf_tensors
+from vapo_megatron.weights.mapping import local_parameters, unwrap, wait_for_parameters
+from vapo_megatron.weights.plan import SAMPLER, Plan, Step
+from vapo_megatron.weights.reshard import make_plan
+from vapo_megatron.weights.shards import TrainerLayout, trainer_layout
+from vapo_megatron.weights.steps import steps_of
+from vapo_megatron.weights.transfer import Weights, carry_out
 
 if TYPE_CHECKING:
+    from vapo_megatron.config import VapoConfig
     from vapo_megatron.models.hf_config import ModelShape
     from vapo_megatron.parallel.groups import ParallelGroups
 
-BUCKET_BYTES = 512 << 20
+_T = TypeVar("_T")
 
 
 class Engine(Protocol):
-    """What `publish` needs of the sampler (rollout/engine.py)."""
+    """What a sync needs of the sampler (rollout/engine.py)."""
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> Any:
-        """Take every tensor before returning."""
+    def live_weights(self) -> dict[str, LiveWeight]:
+        """Return every weight of this rank's shard by name, where it lies."""
+
+    def weights_replaced(self, policy_version: int) -> AbstractContextManager[None]:
+        """Let the body overwrite them; afterwards they have this version."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shard:
-    """What every rank knows of one stage's parameter."""
+class _Prepared(NamedTuple):
+    """What the first sync works out."""
 
-    hf_names: tuple[str, ...]
-    kind: Kind
-    shape: tuple[int, ...]
+    plan: Plan
+    steps: list[Step]
+    """This rank's."""
     dtype: torch.dtype
-
-    @property
-    def num_elements(self) -> int:
-        return torch.Size(self.shape).numel()
+    """Of the sampler's weights."""
+    device: torch.device
 
 
-def gather_hf_tensors(
-    chunks: Sequence[torch.nn.Module],
-    shape: ModelShape,
-    groups: ParallelGroups,
-    *,
-    role: str = "actor",
-    bucket_bytes: int = BUCKET_BYTES,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield every HF tensor in full on every rank, without the vocabulary's padding.
+class WeightSync:
+    """One rank's end of the way from the actor to the sampler."""
 
-    Collective over tp_group and pp_group: every rank must take all of them. A tensor may share the
-    model's memory and is valid until the next update; copy what is to be kept.
+    def __init__(
+        self, shape: ModelShape, groups: ParallelGroups, config: VapoConfig, engine: Engine
+    ) -> None:
+        """Nothing is sent yet.
 
-    Args:
-        chunks: this rank's model chunks; with DDP around them, parameters that overlap_param_gather
-            has not fetched yet are fetched first.
-        shape: of the model.
-        groups: this rank's place.
-        role: "actor" or "critic".
-        bucket_bytes: a gathered bucket is at most this large, or one parameter. Peak memory is
-            about one bucket, its shards and one parameter.
+        Args:
+            shape: of the model.
+            groups: this rank's place.
+            config: model, parallel and rollout are used.
+            engine: this rank's sampler.
+        """
+        self._shape, self._groups, self._config = shape, groups, config
+        self._engine = engine
+        self._prepared: _Prepared | None = None
 
-    Yields:
-        (HF name, tensor of the parameter's type), stage by stage.
+    def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
+        """Give the sampler the actor's weights. Collective over all ranks.
+
+        Args:
+            chunks: this rank's model chunks; with DDP around them, parameters that
+                overlap_param_gather has not fetched yet are fetched first.
+            policy_version: number of this publication.
+
+        Returns:
+            "sync/received_bytes": what crossed between ranks, summed over them.
+
+        Raises:
+            ConfigError: the sampler's layout does not divide the model, or a bucket is too small.
+            RuntimeError: the plan does not cover the sampler's weights exactly, or, where
+                rollout.verify_sync_every asks, they differ from the actor's afterwards. The engine
+                then refuses to sample. The same on every rank.
+        """
+        wait_for_parameters(chunks)
+        live = self._engine.live_weights()
+        weights = all_weights(chunks, live)
+        is_first = self._prepared is None
+        if self._prepared is None:
+            self._prepared = self._prepare(chunks, weights, live)
+        _, steps, dtype, device = self._prepared
+        with self._engine.weights_replaced(policy_version):
+            received = carry_out(steps, weights, dtype, device)
+            for weight in live.values():
+                if weight.padding_rows:
+                    weight.tensor[-weight.padding_rows :].zero_()
+            every = self._config.rollout.verify_sync_every
+            if every and (is_first or policy_version % every == 0):
+                self.verify(chunks)
+        total = torch.tensor(received, device=device)
+        dist.all_reduce(total)
+        return {"sync/received_bytes": float(total)}
+
+    def verify(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Compare checksums of the sampler's live weights with the actor's. Collective.
+
+        Args:
+            chunks: those that were published last.
+
+        Raises:
+            RuntimeError: they differ; names rank, parameter and rectangle. The same on every rank.
+        """
+        assert self._prepared is not None, "nothing has been published"
+        plan, _, dtype, device = self._prepared
+        weights = all_weights(chunks, self._engine.live_weights())
+        found = differences(plan, self._groups.rank, weights, dtype, device)
+        _raise_together(found, "the sampler's weights differ from the trainer's")
+
+    def _prepare(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        weights: Weights,
+        live: dict[str, LiveWeight],
+    ) -> _Prepared:
+        """Make the plan, and refuse one that does not fit on all ranks."""
+        config, rank = self._config, self._groups.rank
+        first = next(iter(live.values())).tensor
+        trainer = self._trainer_layout(chunks)
+        plan = make_plan(
+            self._shape,
+            trainer,
+            config.rollout.tensor_model_parallel_size,
+            gpus_per_node=_gathered(int(os.environ.get("LOCAL_WORLD_SIZE", trainer.world_size)))[0],
+            bytes_per_element=first.element_size(),
+            relay=True,
+        )
+        received, sent = plan.received(rank), plan.sent(rank)
+        problems = destination_problems(received, live, first.dtype)
+        problems += source_problems([m for m in received if m.source_rank == rank] + sent, weights)
+        problems += self._vocabulary_problems(chunks, trainer)
+        _raise_together(problems, "the plan does not fit the live weights")
+        identity = (hashlib.sha256(repr(plan).encode()).hexdigest(), first.dtype)
+        assert len(set(_gathered(identity))) == 1, "ranks have made different plans"
+        steps = steps_of(plan, rank, config.rollout.sync_bucket_bytes)
+        return _Prepared(plan, steps, first.dtype, first.device)
+
+    def _trainer_layout(self, chunks: Sequence[torch.nn.Module]) -> TrainerLayout:
+        groups = self._groups
+        parameters = local_parameters(chunks, self._shape, "actor")
+        return trainer_layout(
+            self._shape,
+            tp_size=groups.tp_size,
+            pp_size=groups.pp_size,
+            vpp_size=groups.vpp_size,
+            dp_size=groups.dp_size,
+            make_vocab_size_divisible_by=self._config.model.make_vocab_size_divisible_by,
+            transformer_engine=any(p.name.endswith("layer_norm_weight") for p in parameters),
+        )
+
+    def _vocabulary_problems(
+        self, chunks: Sequence[torch.nn.Module], trainer: TrainerLayout
+    ) -> list[str]:
+        """A shard's first row depends on how far the whole vocabulary is padded."""
+        rows = trainer.vocab_rows // trainer.tp_size
+        return [
+            f"{p.name} has {p.data.shape[0]} rows, not {rows}"
+            for p in local_parameters(chunks, self._shape, "actor")
+            if p.row.kind == "vocabulary" and p.data.shape[0] != rows
+        ]
+
+
+def all_weights(
+    chunks: Sequence[torch.nn.Module], live: Mapping[str, LiveWeight]
+) -> dict[tuple[int, str], Tensor]:
+    """Return what transfer.carry_out reads and writes: both sides' parameters, where they lie."""
+    found = {(SAMPLER, name): weight.tensor for name, weight in live.items()}
+    for index, chunk in enumerate(chunks):
+        for name, parameter in unwrap(chunk).named_parameters():
+            found[index, name] = parameter.data
+    return found
+
+
+def _gathered(mine: _T) -> list[_T]:
+    """Return every rank's value, by rank."""
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _raise_together(problems: list[str], what: str) -> None:
+    """Raise on all ranks what any of them found.
+
+    Raises:
+        RuntimeError: names the first few, with their ranks.
     """
-    wait_for_parameters(chunks)
-    parameters = [p for p in local_parameters(chunks, shape, role) if not p.row.is_copy]
-    stages = _all_stages([_describe(p) for p in parameters], groups)
-    found = sorted(name for stage in stages for shard in stage for name in shard.hf_names)
-    assert found == sorted(hf_tensors(shape, role)), "the stages do not add up to the model"
-    for stage, shards in enumerate(stages):
-        for start, stop in _buckets(shards, bucket_bytes // groups.tp_size):
-            bucket = shards[start:stop]
-            local = [p.data for p in parameters[start:stop]] if stage == groups.pp_rank else []
-            per_rank = _gather(bucket, local, stage, groups, parameters[0].data.device)
-            for shard, parts in zip(bucket, zip(*per_rank, strict=True), strict=True):
-                full = layout.join(
-                    shard.kind,
-                    parts,
-                    num_groups=shape.num_key_value_heads,
-                    head_dim=shape.head_dim,
-                    num_rows=shape.vocab_size,
-                )
-                yield from zip(shard.hf_names, full, strict=True)
-
-
-def publish(
-    chunks: Sequence[torch.nn.Module],
-    shape: ModelShape,
-    groups: ParallelGroups,
-    engine: Engine,
-    policy_version: int,
-) -> dict[str, float]:
-    """Load the actor's weights into the sampler. Collective over all ranks.
-
-    Args:
-        chunks, shape, groups: see gather_hf_tensors.
-        engine: this rank's sampler.
-        policy_version: number of this publication.
-
-    Returns:
-        "seconds" taken, and "bytes" of full tensors handed to the engine.
-    """
-    started = time.perf_counter()
-    sent = 0
-
-    def counted() -> Iterator[tuple[str, Tensor]]:
-        nonlocal sent
-        for name, tensor in gather_hf_tensors(chunks, shape, groups):
-            sent += tensor.numel() * tensor.element_size()
-            yield name, tensor
-
-    tensors = counted()
-    engine.load_weights(tensors, policy_version)
-    # Every rank goes through all collectives before any of them may fail.
-    assert not (left := [name for name, _ in tensors]), f"the engine left out {left[:3]}"
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return {"seconds": time.perf_counter() - started, "bytes": sent}
-
-
-def _describe(parameter: LocalParameter) -> _Shard:
-    data = parameter.data
-    return _Shard(parameter.hf_names, parameter.row.kind, tuple(data.shape), data.dtype)
-
-
-def _all_stages(mine: list[_Shard], groups: ParallelGroups) -> list[list[_Shard]]:
-    """Return what every pipeline stage holds, in stage order."""
-    if groups.pp_size == 1:
-        return [mine]
-    stages: list[Any] = [None] * groups.pp_size
-    dist.all_gather_object(stages, mine, group=groups.pp_group)
-    return stages
-
-
-def _buckets(shards: list[_Shard], limit_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield [start, stop) of consecutive shards of one type that fit the limit together."""
-    start = used = 0
-    for i, shard in enumerate(shards):
-        size = shard.num_elements * shard.dtype.itemsize
-        if i > start and (used + size > limit_bytes or shard.dtype != shards[start].dtype):
-            yield start, i
-            start, used = i, 0
-        used += size
-    if shards:
-        yield start, len(shards)
-
-
-def _gather(
-    bucket: list[_Shard],
-    local: list[Tensor],
-    stage: int,
-    groups: ParallelGroups,
-    device: torch.device,
-) -> list[list[Tensor]]:
-    """Return the bucket's shards per tensor-parallel rank; `local`: this rank's, on `stage`."""
-    if groups.tp_size == groups.pp_size == 1:
-        return [local]
-    sizes = [s.num_elements for s in bucket]
-    buffer = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=device)
-    for target, source in zip(buffer.split(sizes), local, strict=False):
-        target.copy_(source.reshape(-1))
-    if groups.pp_size > 1:
-        dist.broadcast(buffer, group=groups.pp_group, group_src=stage)
-    everyone = buffer
-    if groups.tp_size > 1:
-        everyone = buffer.new_empty(groups.tp_size * buffer.numel())
-        dist.all_gather_into_tensor(everyone, buffer, group=groups.tp_group)
-    return [
-        [flat.view(s.shape) for flat, s in zip(row.split(sizes), bucket, strict=True)]
-        for row in everyone.chunk(groups.tp_size)
-    ]
+    everyone = _gathered((len(problems), problems[:5]))
+    named = [f"rank {rank}: {p}" for rank, (_, some) in enumerate(everyone) for p in some]
+    if named:
+        count = sum(number for number, _ in everyone)
+        raise RuntimeError(f"{what} in {count} places: {'; '.join(named[:5])}")

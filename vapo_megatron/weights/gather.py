@@ -1,0 +1,145 @@
+"""Full HF tensors on every rank from Megatron shards, a bucket at a time: for checks alone.
+
+Before: every rank holds its shards. During: a bucket of one pipeline stage's shards is packed into
+one buffer, broadcast over the pipeline (each rank to those with its own tensor-parallel rank) and
+gathered over the tensor-parallel group. After: nothing is kept. When one rank holds the whole model
+nothing is sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vapo_megatron.weights import layout
+from vapo_megatron.weights.layout import Kind
+from vapo_megatron.weights.mapping import (
+    LocalParameter,
+    hf_tensors,
+    local_parameters,
+    wait_for_parameters,
+)
+
+if TYPE_CHECKING:
+    from vapo_megatron.models.hf_config import ModelShape
+    from vapo_megatron.parallel.groups import ParallelGroups
+
+BUCKET_BYTES = 512 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    """What every rank knows of one stage's parameter."""
+
+    hf_names: tuple[str, ...]
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+def gather_hf_tensors(
+    chunks: Sequence[torch.nn.Module],
+    shape: ModelShape,
+    groups: ParallelGroups,
+    *,
+    role: str = "actor",
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every HF tensor in full on every rank, without the vocabulary's padding.
+
+    Collective over tp_group and pp_group: every rank must take all of them. A tensor may share the
+    model's memory and is valid until the next update; copy what is to be kept.
+
+    Args:
+        chunks: this rank's model chunks; with DDP around them, parameters that overlap_param_gather
+            has not fetched yet are fetched first.
+        shape: of the model.
+        groups: this rank's place.
+        role: "actor" or "critic".
+        bucket_bytes: a gathered bucket is at most this large, or one parameter. Peak memory is
+            about one bucket, its shards and one parameter.
+
+    Yields:
+        (HF name, tensor of the parameter's type), stage by stage.
+    """
+    wait_for_parameters(chunks)
+    parameters = [p for p in local_parameters(chunks, shape, role) if not p.row.is_copy]
+    stages = _all_stages([_describe(p) for p in parameters], groups)
+    found = sorted(name for stage in stages for shard in stage for name in shard.hf_names)
+    assert found == sorted(hf_tensors(shape, role)), "the stages do not add up to the model"
+    for stage, shards in enumerate(stages):
+        for start, stop in _buckets(shards, bucket_bytes // groups.tp_size):
+            bucket = shards[start:stop]
+            local = [p.data for p in parameters[start:stop]] if stage == groups.pp_rank else []
+            per_rank = _gather(bucket, local, stage, groups, parameters[0].data.device)
+            for shard, parts in zip(bucket, zip(*per_rank, strict=True), strict=True):
+                full = layout.join(
+                    shard.kind,
+                    parts,
+                    num_groups=shape.num_key_value_heads,
+                    head_dim=shape.head_dim,
+                    num_rows=shape.vocab_size,
+                )
+                yield from zip(shard.hf_names, full, strict=True)
+
+
+def _describe(parameter: LocalParameter) -> _Shard:
+    data = parameter.data
+    return _Shard(parameter.hf_names, parameter.row.kind, tuple(data.shape), data.dtype)
+
+
+def _all_stages(mine: list[_Shard], groups: ParallelGroups) -> list[list[_Shard]]:
+    """Return what every pipeline stage holds, in stage order."""
+    if groups.pp_size == 1:
+        return [mine]
+    stages: list[Any] = [None] * groups.pp_size
+    dist.all_gather_object(stages, mine, group=groups.pp_group)
+    return stages
+
+
+def _buckets(shards: list[_Shard], limit_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield [start, stop) of consecutive shards of one type that fit the limit together."""
+    start = used = 0
+    for i, shard in enumerate(shards):
+        size = shard.num_elements * shard.dtype.itemsize
+        if i > start and (used + size > limit_bytes or shard.dtype != shards[start].dtype):
+            yield start, i
+            start, used = i, 0
+        used += size
+    if shards:
+        yield start, len(shards)
+
+
+def _gather(
+    bucket: list[_Shard],
+    local: list[Tensor],
+    stage: int,
+    groups: ParallelGroups,
+    device: torch.device,
+) -> list[list[Tensor]]:
+    """Return the bucket's shards per tensor-parallel rank; `local`: this rank's, on `stage`."""
+    if groups.tp_size == groups.pp_size == 1:
+        return [local]
+    sizes = [s.num_elements for s in bucket]
+    buffer = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=device)
+    for target, source in zip(buffer.split(sizes), local, strict=False):
+        target.copy_(source.reshape(-1))
+    if groups.pp_size > 1:
+        dist.broadcast(buffer, group=groups.pp_group, group_src=stage)
+    everyone = buffer
+    if groups.tp_size > 1:
+        everyone = buffer.new_empty(groups.tp_size * buffer.numel())
+        dist.all_gather_into_tensor(everyone, buffer, group=groups.tp_group)
+    return [
+        [flat.view(s.shape) for flat, s in zip(row.split(sizes), bucket, strict=True)]
+        for row in everyone.chunk(groups.tp_size)
+    ]
