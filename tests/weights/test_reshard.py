@@ -262,8 +262,10 @@ def test_part_of_the_layouts(model):
         check(case, relay=i % 3 > 0)
 
 
-# 64 ranks; norms of each head; no biases; vLLM ranks that share key-value heads.
+# Nodes that cut stages, so that senders of a tied embedding start unequal; 64 ranks; norms of each head; no biases; vLLM ranks that share key-value heads.
 OTHERS = (
+    Case("Qwen2.5-0.5B", tp=1, pp=3, vpp=2, dp=3, sampler_tp=1),
+    Case("Qwen2.5-0.5B", tp=1, pp=3, vpp=1, dp=12, sampler_tp=2),
     Case("Qwen2.5-0.5B", tp=2, pp=4, vpp=3, dp=8, sampler_tp=2),
     Case("Qwen2.5-7B", tp=4, pp=2, vpp=1, dp=8, sampler_tp=2),
     Case("Qwen2.5-32B", tp=8, pp=4, vpp=2, dp=2, sampler_tp=4),

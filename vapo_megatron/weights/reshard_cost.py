@@ -129,11 +129,9 @@ def _stage_bytes(shape: ModelShape, trainer: TrainerLayout, bytes_per_element: i
         for row in rows(shape, "actor"):
             if row.is_copy:
                 continue
-            if row.kind == "vocabulary":
-                size = trainer.vocab_rows // trainer.tp_size * shape.hidden_size
-            else:
-                pieces = trainer_pieces(row, shape, trainer, tp_rank=0)
-                size = sum(piece.rows * piece.columns for piece in pieces)
+            # Of the ranks' equal shards the first has no padding in it, unless it has nothing else.
+            pieces = trainer_pieces(row, shape, trainer, tp_rank=0)
+            size = sum(piece.rows * piece.columns for piece in pieces)
             if "{}" in row.hf[0]:
                 elements += num_layers * size
             elif stage == trainer.stage_of(row):
