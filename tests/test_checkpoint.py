@@ -31,7 +31,8 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
     dtype, distributed_optimizer = settings
     config = VapoConfig.model_validate(
         {
-            "model": {"hf_path": str(hf), "dtype": dtype, "make_vocab_size_divisible_by": 8},
+            # The vocabulary of 300 is padded to 320 with TP 1, 384 with TP 2, 512 with TP 4.
+            "model": {"hf_path": str(hf), "dtype": dtype, "make_vocab_size_divisible_by": 64},
             "parallel": {
                 "world_size": dist.get_world_size(),
                 "tensor_model_parallel_size": tp,

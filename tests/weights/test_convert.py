@@ -122,12 +122,39 @@ LOADING = [
 ]
 
 
+def drop_extra_states(directory):
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    for key in [k for k in metadata.state_dict_metadata if "_extra_state" in k]:
+        del metadata.state_dict_metadata[key]
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 @pytest.mark.parametrize(("written", "layout", "tied", "settings"), LOADING, ids=str)
 def test_any_layout_loads_it(workers, tmp_path, written, layout, tied, settings):
     hf = write_tiny_hf(tmp_path / "hf", tied=tied)
     assert to_megatron(hf, tmp_path / "m", written) == 0
+    if tied:  # Transformer Engine's layers have other extra states; none is asked for.
+        drop_extra_states(tmp_path / "m")
     arguments = (str(hf), str(tmp_path / "m"), layout, settings)
     assert all(workers.run(layout.world_size, compare_loaded, *arguments))
+
+
+def test_each_stage_has_its_own_layers_in_its_files(tmp_path):
+    hf = write_tiny_hf(tmp_path / "hf")
+    for layout, expected in ((Layout(2, 2), [0, 0, 1, 1]), (Layout(2, 2, 2), [0, 1, 0, 1])):
+        out = tmp_path / f"m{layout.vpp}"
+        assert to_megatron(hf, out, layout) == 0
+        metadata = pickle.loads((out / ".metadata").read_bytes())
+        for index, place in metadata.storage_data.items():
+            stage, rank = divmod(int(place.relative_path.split("_")[2]), 2)
+            if index.fqn.endswith("linear_fc2.weight"):
+                assert (stage, rank) == (expected[index.offset[0]], index.offset[2] // 48)
+            elif index.fqn.endswith("linear_fc1.weight"):  # 96 gate rows, then 96 up rows
+                assert rank == index.offset[1] % 96 // 48
+            elif index.fqn.startswith("embedding"):
+                assert stage == 0
+            elif index.fqn.startswith(("decoder.final", "output")):
+                assert stage == 1
 
 
 def own_state(hf, layout, role):
@@ -178,25 +205,34 @@ def test_names_are_those_of_transformer_engines_layers(tmp_path):
 
 def save_run(hf, out, layout, role):
     from vapo_megatron.parallel.optimizer import build_ddp, build_optimizer
-    from vapo_megatron.parallel.sharded_state import save_sharded
+    from vapo_megatron.parallel.sharded_state import load_sharded, save_sharded
 
     loaded = load(hf, layout, role, value_head_init_std=0.3)
     chunks = build_ddp(loaded.chunks, loaded.config, loaded.chunks[0].config)
     optimizer = build_optimizer(chunks, loaded.config, role)
     save_sharded(loaded.chunks, optimizer, out)
+    head = getattr(loaded.chunks[-1], "output_layer", None)
+    if role == "critic" and head is not None:
+        head.bias.zero_()
+    load_sharded(loaded.chunks, optimizer, out)
     export_hf(loaded.chunks, loaded.shape, loaded.groups, out / "export", hf, role=role)
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_a_runs_checkpoint_becomes_its_export(workers, tmp_path, capsys, role):
     """Its chunks are whole shards, and optimizer state stands beside them."""
-    hf, out = write_tiny_hf(tmp_path / "hf"), tmp_path / role
+    hf, out = tmp_path / "hf", tmp_path / role
     out.mkdir()
+    if role == "actor":
+        write_tiny_hf(hf)
+    else:
+        reward_model(hf, "Token", 0.5)
     workers.run(4, save_run, str(hf), out, Layout(2, 2), role)
     assert to_hf(out, tmp_path / "b") == 2
     assert "no config.json" in capsys.readouterr().err
     assert to_hf(out, tmp_path / "b", "--hf", hf) == 0
     assert_same(read(tmp_path / "b"), read(out / "export"))
+    assert_same(read(tmp_path / "b"), read(hf))
     assert (tmp_path / "b/config.json").read_text() == (out / "export/config.json").read_text()
 
 
@@ -219,8 +255,9 @@ def reward_model(path, head, bias, **sizes):
     return kind
 
 
-def values_of(path, layout, ids):
+def values_of(path, layout, ids, out):
     loaded = load(path, layout, "critic")
+    export_hf(loaded.chunks, loaded.shape, loaded.groups, out, path, role="critic")
     return forward(loaded.chunks[0], ids).reshape(-1), loaded.num_bytes
 
 
@@ -241,7 +278,10 @@ def test_a_reward_model_becomes_a_critic_and_back(workers, tmp_path, head, bias)
     assert torch.equal(*scores)
     # transformers' sequence classification gives the last position's score alone.
     for path in (hf, megatron):
-        ((values, num_bytes),) = workers.run(1, values_of, str(path), Layout(), ids)
+        export = tmp_path / "export"
+        ((values, num_bytes),) = workers.run(1, values_of, str(path), Layout(), ids, export)
+        assert_same(read(export), read(hf))
+        assert (export / "config.json").read_bytes() == (hf / "config.json").read_bytes()
         assert (values[-len(scores[0]) :] - scores[0]).abs().max() < 1e-5
         assert values.abs().max() > 0.5 and num_bytes > 0
 

@@ -95,6 +95,11 @@ def _drop_chunk(metadata):
     metadata.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"].chunks.pop()
 
 
+def _retype(metadata):
+    tensor = metadata.state_dict_metadata["decoder.final_layernorm.weight"]
+    tensor.properties.dtype = torch.float16
+
+
 def _shift(metadata):
     for index, place in metadata.storage_data.items():
         if index.fqn == "decoder.final_layernorm.weight":
@@ -108,6 +113,7 @@ BROKEN_CHECKPOINTS = {
     "outside": (_move, "must be in a file of the same directory"),
     "incomplete": (_drop_chunk, f"{FC1}: expected 49152 elements in its chunks, found 46080"),
     "pickle": (lambda m: setattr(m, "planner_data", _Evil()), "it names posix.mkdir"),
+    "type": (_retype, "expected [64] torch.float16, found [64] torch.float32"),
     "shifted": (_shift, "decoder.final_layernorm.weight at [0] cannot be read"),
 }
 
@@ -166,7 +172,7 @@ def test_what_is_there_already_stays(tmp_path, capsys):
     ("ending", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)]
 )
 def test_an_interrupt_leaves_nothing_that_looks_whole(tmp_path, ending, code):
-    hf, megatron = write_tiny_hf(tmp_path / "hf", num_layers=200), tmp_path / "m"
+    hf, megatron = write_tiny_hf(tmp_path / "hf", num_layers=100), tmp_path / "m"
     command = [sys.executable, "tools/convert_hf_to_megatron.py", "--hf", str(hf), "--out",
                str(megatron), "--tensor-model-parallel-size", "4"]  # fmt: skip
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)

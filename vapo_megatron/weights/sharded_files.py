@@ -291,7 +291,7 @@ def _check_saved(file: BinaryIO, chunk: _Chunk, dtype: torch.dtype) -> int:
     saved = torch.load(view, map_location="meta", weights_only=True)
     expected, found = (chunk.sizes, dtype), (tuple(saved.shape), saved.dtype)
     if expected != found or not saved.is_contiguous() or saved.storage_offset():
-        raise ValueError(f"expected {list(chunk.sizes)} {dtype}, found {found[0]} {found[1]}")
+        raise ValueError(f"expected {list(chunk.sizes)} {dtype}, found {list(found[0])} {found[1]}")
     with zipfile.ZipFile(view) as archive:
         (entry,) = [e for e in archive.infolist() if e.filename.endswith("/data/0")]
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != saved.nbytes:
