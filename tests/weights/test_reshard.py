@@ -39,7 +39,7 @@ from vapo_megatron.weights.reshard import make_plan
 SAME_RANK, SAME_NODE, ACROSS = range(3)
 
 
-def plan_of(case: Case, *, relay: bool = False) -> Plan:
+def plan_of(case: Case, *, relay: bool) -> Plan:
     return make_plan(
         case.shape, case.trainer, case.sampler_tp, gpus_per_node=case.gpus_per_node, relay=relay
     )
@@ -262,7 +262,8 @@ def test_part_of_the_layouts(model):
         check(case, relay=i % 3 > 0)
 
 
-# Nodes that cut stages, so that senders of a tied embedding start unequal; 64 ranks; norms of each head; no biases; vLLM ranks that share key-value heads.
+# Nodes that cut stages, so that senders of a tied embedding start unequal; 64 ranks; norms of each
+# head; no biases; vLLM ranks that share key-value heads.
 OTHERS = (
     Case("Qwen2.5-0.5B", tp=1, pp=3, vpp=2, dp=3, sampler_tp=1),
     Case("Qwen2.5-0.5B", tp=1, pp=3, vpp=1, dp=12, sampler_tp=2),

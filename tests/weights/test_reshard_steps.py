@@ -170,7 +170,7 @@ def test_steps_put_every_element_in_its_place(layout, relay):
 def test_a_rank_s_list_is_what_its_steps_do():
     shape = tiny()
     trainer = trainer_layout(shape, tp_size=2, pp_size=2, vpp_size=2, dp_size=2)
-    plan = make_plan(shape, trainer, 2, gpus_per_node=4, relay=True)
+    plan = make_plan(shape, trainer, 2, gpus_per_node=4)
     for rank in range(8):
         steps = steps_of(plan, rank)
         received = sorted(s for step in steps for t in step.receives for s in t.slices)
@@ -185,7 +185,7 @@ def test_a_rank_s_list_is_what_its_steps_do():
 def test_plans_pickle_and_repeat():
     shape = tiny()
     trainer = trainer_layout(shape, tp_size=2, pp_size=2, dp_size=2)
-    plans = [make_plan(shape, trainer, 2, gpus_per_node=4, relay=True) for _ in range(2)]
+    plans = [make_plan(shape, trainer, 2, gpus_per_node=4) for _ in range(2)]
     assert plans[0] == plans[1] == pickle.loads(pickle.dumps(plans[0]))
     steps = steps_of(plans[0], 3)
     assert steps == pickle.loads(pickle.dumps(steps))
@@ -256,7 +256,7 @@ def test_a_plan_for_128_ranks_is_quick_and_beats_gathering():
     trainer = trainer_layout(shape, tp_size=8, pp_size=4, dp_size=4)
     cluster = Cluster()
     started = time.process_time()
-    plan = make_plan(shape, trainer, 4, gpus_per_node=8, relay=True)
+    plan = make_plan(shape, trainer, 4, gpus_per_node=8)
     cost = plan_cost(plan, cluster)
     steps_of(plan, 77)
     assert time.process_time() - started < 10
@@ -266,7 +266,7 @@ def test_a_plan_for_128_ranks_is_quick_and_beats_gathering():
     # No step leaves a stage idle, so that the time is close to that of the busiest wire alone.
     assert cost.seconds < 1.4 * cost.sent[2].max() / 50e9
     assert cost.seconds < gathered.seconds / 1.9
-    direct = plan_cost(make_plan(shape, trainer, 4, gpus_per_node=8), cluster)
+    direct = plan_cost(make_plan(shape, trainer, 4, gpus_per_node=8, relay=False), cluster)
     assert direct.received[2].mean() == pytest.approx(2 * cost.received[2].mean(), rel=0.01)
 
 

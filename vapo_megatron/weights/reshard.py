@@ -31,7 +31,7 @@ def make_plan(
     *,
     gpus_per_node: int,
     bytes_per_element: int = 2,
-    relay: bool = False,
+    relay: bool = True,
 ) -> Plan:
     """Plan the way of the actor's weights from the trainer's shards into the sampler's.
 
@@ -63,8 +63,8 @@ def make_plan(
     for row in table:
         if "{}" not in row.hf[0] and not row.is_copy:
             outside.setdefault(tuple(_homes(row, table, trainer).items()), []).append(row)
-    # A tied embedding has senders in two stages: it comes last, when their other loads are known.
-    for homes, some in sorted(outside.items(), key=lambda x: len(x[0])):
+    # These come last: senders of a tied embedding stand in two stages, and even out their loads.
+    for homes, some in outside.items():
         blocks.append(planner.block(some, dict(homes)))
     return Plan(trainer.world_size, gpus_per_node, bytes_per_element, tuple(blocks))
 

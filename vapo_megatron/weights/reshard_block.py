@@ -193,8 +193,7 @@ class BlockPlanner:
         for demand in demands:
             if demand.tp_rank is not None:
                 cut.setdefault(self._candidates(demand, homes), []).append(demand)
-        # Fewest candidates first: who has more to choose from evens out what they did.
-        for (near, ranks), some in sorted(cut.items(), key=lambda x: len(x[0].ranks)):
+        for (near, ranks), some in cut.items():
             quotas = _quotas([loads[near][rank] for rank in ranks], [x.num_elements for x in some])
             for index, turn, first, num_rows in _stretches([x.source for x in some], quotas):
                 part = some[index].part(first, num_rows)
