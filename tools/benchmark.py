@@ -3,6 +3,7 @@
 
 python tools/benchmark.py gae         packed GAE against a masked loop over a right-padded batch
 python tools/benchmark.py logprobs    fused log-probabilities against logits in full
+python tools/benchmark.py reshard     weights into vLLM by a plan against full tensors gathered
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from tools import benchmark_gae, benchmark_logprobs
+from tools import benchmark_gae, benchmark_logprobs, benchmark_reshard
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -26,6 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     benchmark_gae.add_command(commands)
     benchmark_logprobs.add_command(commands)
+    benchmark_reshard.add_command(commands)
     arguments = parser.parse_args(argv)
     for name, value in vars(arguments).items():
         if isinstance(value, int) and name != "seed" and value < 1:

@@ -73,6 +73,8 @@ class WeightSync:
         self._shape, self._groups, self._config = shape, groups, config
         self._engine = engine
         self._prepared: _Prepared | None = None
+        self.received_bytes = 0
+        """What this rank got from others in the latest publication."""
 
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
         """Give the sampler the actor's weights. Collective over all ranks.
@@ -99,14 +101,14 @@ class WeightSync:
             self._prepared = self._prepare(chunks, weights, live)
         _, steps, dtype, device = self._prepared
         with self._engine.weights_replaced(policy_version):
-            received = carry_out(steps, weights, dtype, device)
+            self.received_bytes = carry_out(steps, weights, dtype, device)
             for weight in live.values():
                 if weight.padding_rows:
                     weight.tensor[-weight.padding_rows :].zero_()
             every = self._config.rollout.verify_sync_every
             if every and (is_first or policy_version % every == 0):
                 self.verify(chunks)
-        total = torch.tensor(received, device=device)
+        total = torch.tensor(self.received_bytes, device=device)
         dist.all_reduce(total)
         return {"sync/received_bytes": float(total)}
 
