@@ -136,7 +136,7 @@ def reshard(options: argparse.Namespace) -> str:
     costs = {
         "plan": reshard_cost.plan_cost(plans[0], cluster),
         "without relays": reshard_cost.plan_cost(plans[1], cluster),
-        "full gather": reshard_cost.full_gather_cost(shape, trainer, cluster),
+        "full gather": reshard_cost.full_gather_cost(shape, trainer, options.vllm_tp, cluster),
     }
     return (
         f"{options.model}: {parameter_count(shape) / 1e9:.2f}e9 parameters in bfloat16, "

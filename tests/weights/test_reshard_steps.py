@@ -239,15 +239,17 @@ def test_cost_of_a_full_gather_by_hand():
     # Stage 0: 2 * 3672 + 4864 = 12208 elements; stage 1: 2 * 3672 + 32 of the final norm = 7376.
     shape = tiny()
     trainer = trainer_layout(shape, tp_size=2, pp_size=2, dp_size=1, make_vocab_size_divisible_by=8)
-    cluster = Cluster(gpus_per_node=2, memory_gb_per_second=1e30)
-    cost = full_gather_cost(shape, trainer, cluster)
+    cluster = Cluster(gpus_per_node=2, memory_gb_per_second=200)
+    cost = full_gather_cost(shape, trainer, 2, cluster)
     first, second = 2 * 12208, 2 * 7376
     assert cost.received[0].tolist() == [first, first, second, second]
     # Around the tensor-parallel pair, within a node: the other's shard of both stages.
     assert cost.received[1].tolist() == [first + second] * 4
     # Along the pipeline, across nodes: the other stage.
     assert cost.received[2].tolist() == [second, second, first, first]
-    seconds = (first + second) / 50e9 + (first + second) / 450e9
+    # Through memory, read and written: both ranks' shards, and half of them again for a vLLM shard.
+    memory = 2 * 2 * (first + second) * 1.5 / 200e9
+    seconds = (first + second) / 50e9 + (first + second) / 450e9 + memory
     assert cost.seconds == pytest.approx(seconds, rel=1e-9)
 
 
@@ -260,7 +262,7 @@ def test_a_plan_for_128_ranks_is_quick_and_beats_gathering():
     cost = plan_cost(plan, cluster)
     steps_of(plan, 77)
     assert time.process_time() - started < 10
-    gathered = full_gather_cost(shape, trainer, cluster)
+    gathered = full_gather_cost(shape, trainer, 4, cluster)
     # Each of 16 nodes holds one stage and lacks the three others: 3/4 of 65.5 GB, over 8 GPUs.
     assert cost.received[2].mean() == pytest.approx(0.75 * 65.5e9 / 8, rel=0.01)
     # No step leaves a stage idle, so that the time is close to that of the busiest wire alone.

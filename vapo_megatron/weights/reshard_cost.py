@@ -84,12 +84,18 @@ def plan_cost(plan: Plan, cluster: Cluster, bucket_bytes: int = BUCKET_BYTES) ->
 
 
 def full_gather_cost(
-    shape: ModelShape, trainer: TrainerLayout, cluster: Cluster, *, bytes_per_element: int = 2
+    shape: ModelShape,
+    trainer: TrainerLayout,
+    sampler_tp_size: int,
+    cluster: Cluster,
+    *,
+    bytes_per_element: int = 2,
 ) -> Cost:
-    """Predict sync.gather_hf_tensors: every rank receives every tensor in full.
+    """Predict gather.gather_hf_tensors: every rank receives every tensor in full.
 
     Stage after stage, its shards are broadcast along the pipeline (from rank to rank, in the order
-    of the stages), then gathered around each tensor-parallel group, then joined into full tensors.
+    of the stages), then gathered around each tensor-parallel group, then joined into full tensors,
+    of which vLLM's loader copies its shard.
     """
     world, tp_size = trainer.world_size, trainer.tp_size
     ranks = np.arange(world)
@@ -116,7 +122,8 @@ def full_gather_cost(
             sent[1:] += out
             received[1:] += into
             seconds += float(cluster.link_seconds(out, into).max())
-        seconds += float(cluster.memory_seconds(np.array(tp_size * num_bytes)))
+        through_memory = tp_size * num_bytes * (1 + 1 / sampler_tp_size)
+        seconds += float(cluster.memory_seconds(np.array(through_memory)))
     return Cost(sent, received, seconds)
 
 
