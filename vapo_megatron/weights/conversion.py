@@ -87,9 +87,14 @@ def making(out_dir: Path, source: Path, team: Team, *, overwrite: bool) -> Itera
     """
     team.together(lambda: prepare(out_dir, source, overwrite=overwrite), alone=True)
     partial = partial_of(out_dir)
+
+    def finish() -> None:
+        sync_files(partial)
+        replace(partial, out_dir)
+
     try:
         yield partial
-        team.together(lambda: (sync_files(partial), replace(partial, out_dir)), alone=True)
+        team.together(finish, alone=True)
     except BaseException:
         if team.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)

@@ -19,7 +19,7 @@ import pickle
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -125,7 +125,7 @@ def finish_checkpoint(directory: Path, written: Iterable[Written]) -> None:
     results = []
     for w in written:
         info = _StorageInfo(w.file, w.begin, w.num_bytes)
-        if w.shape is None:
+        if w.shape is None or w.dtype is None:
             tensors[w.key] = BytesStorageMetadata()
             index = MetadataIndex(w.key)
         else:
@@ -288,7 +288,7 @@ class ShardedReader:
 def _check_saved(file: BinaryIO, chunk: _Chunk, dtype: torch.dtype) -> int:
     """Return where the data of a saved tensor begins, if it is the tensor that it should be."""
     view = _Part(file, chunk.place.offset, chunk.place.length)
-    saved = torch.load(view, map_location="meta", weights_only=True)
+    saved = torch.load(cast(IO[bytes], view), map_location="meta", weights_only=True)
     expected, found = (chunk.sizes, dtype), (tuple(saved.shape), saved.dtype)
     if expected != found or not saved.is_contiguous() or saved.storage_offset():
         raise ValueError(f"expected {list(chunk.sizes)} {dtype}, found {list(found[0])} {found[1]}")
