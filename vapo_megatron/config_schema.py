@@ -47,8 +47,8 @@ class ModelConfig(Section):
 
     hf_path: str | None = _field(
         None,
-        "HF directory (config.json, safetensors, tokenizer) that the actor starts from, or one that "
-        "tools/convert_hf_to_megatron.py wrote; required.",
+        "HF directory (config.json, safetensors, tokenizer) that the actor starts from, or one "
+        "that tools/convert_hf_to_megatron.py wrote; required.",
     )
     critic_hf_path: str | None = _field(
         None,
