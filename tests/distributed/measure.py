@@ -220,7 +220,7 @@ def _update(model: Any, role: str, here: Any) -> tuple[float, dict[str, Tensor]]
     """(gradient norm, what the update added to each parameter), from the last loss's gradients."""
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel.optimizer import optimizer_step, set_learning_rate
-    from vapo_megatron.weights.sync import gather_hf_tensors
+    from vapo_megatron.weights.gather import gather_hf_tensors
 
     def full() -> dict[str, Tensor]:
         shape = read_model_shape(model.config.model.hf_path)

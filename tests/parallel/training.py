@@ -179,7 +179,7 @@ class Trained:
 
     def full_tensors(self) -> dict[str, Tensor]:
         """Parameters by HF name, in full."""
-        from vapo_megatron.weights.sync import gather_hf_tensors
+        from vapo_megatron.weights.gather import gather_hf_tensors
 
         named = gather_hf_tensors(self.chunks, self.shape, self.groups, role=self.role)
         return {name: tensor.clone() for name, tensor in named}

@@ -180,8 +180,8 @@ def _divide(
             return counts
         if parts >= most_rows:
             raise ConfigError(
-                f"bucket_bytes={bucket_bytes} must hold what a rank sends or receives at once, "
-                f"at least {largest} bytes here; raise it"
+                f"rollout.sync_bucket_bytes={bucket_bytes} must hold what a rank sends or receives "
+                f"at once, at least {largest} bytes here; raise it"
             )
         parts = min(most_rows, max(parts + 1, -(-parts * largest // bucket_bytes)))
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from vapo_megatron.weights.checksums import differences
 from vapo_megatron.weights.coverage import LiveWeight, destination_problems, source_problems
-from vapo_megatron.weights.gather import gather_hf_tensors as gather_hf_tensors
 from vapo_megatron.weights.mapping import local_parameters, unwrap, wait_for_parameters
 from vapo_megatron.weights.plan import SAMPLER, Plan, Step
 from vapo_megatron.weights.reshard import make_plan
