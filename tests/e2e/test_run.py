@@ -193,7 +193,7 @@ SMALLER = [
 ]
 
 
-@pytest.mark.parametrize("way", ["bash", "torchrun"])
+@pytest.mark.parametrize("way", ["bash", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_the_32b_recipe_starts_both_ways(way, overrides, tmp_path):
     arguments = [
         "--config", TINY, *overrides, *SMALLER, f"logging.run_dir={tmp_path}/run",

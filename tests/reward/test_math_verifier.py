@@ -217,6 +217,7 @@ def test_workers_killed_while_idle_are_replaced():
         killed = verifier.process_ids
         for process_id in killed:
             os.kill(process_id, signal.SIGKILL)
+            os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOWAIT)
         assert statuses(verifier.score(["Answer: 2/4"], ["0.5"])) == ["correct"]
         assert not set(killed) & set(verifier.process_ids)
 

@@ -122,7 +122,8 @@ def test_settings_that_vllm_would_change_or_refuse(changed, named):
 def _shape(tmp_path, **scaling):
     config = {
         "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 64,
-        "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 512,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
     }  # fmt: skip
     if scaling:
         config["rope_scaling"] = scaling
