@@ -25,7 +25,7 @@ from tests.distributed.problem import (
 )
 from vapo_megatron.config import VapoConfig
 
-PACKED, SMALL, UNPACKED = 2000, 220, 1
+PACKED, SMALL, UNPACKED = 2000, 250, 1
 """Token budgets: one or two micro-batches on a rank, several, one for each response."""
 
 
