@@ -160,28 +160,15 @@ def _run(
 
 
 def _filled(micro_batches: Sequence[MicroBatch], here: groups.ParallelGroups) -> list[MicroBatch]:
-    """Make the micro-batches fit for the schedule.
+    """Fill up the last group: the virtual pipeline runs micro-batches in groups of pp_size.
 
-    The virtual pipeline runs them in groups of pp_size, so empty ones fill the last group up. A
-    micro-batch without tokens gets a sequence of padding, which no loss reads: attention kernels on
-    GPUs take no empty batch.
+    What is added holds no response, and padding that sequence parallelism can divide.
     """
-    filled = list(micro_batches)
-    if here.vpp_size > 1:
-        empty = make_micro_batch(filled[0].batch.select([]))
-        filled += [empty] * (-len(filled) % here.pp_size)
-    return [m if m.tokens.numel() else _with_padding(m, here.tp_size) for m in filled]
-
-
-def _with_padding(micro_batch: MicroBatch, size: int) -> MicroBatch:
-    tokens = micro_batch.tokens
-    return dataclasses.replace(
-        micro_batch,
-        tokens=tokens.new_zeros(size),
-        position_ids=torch.arange(size, device=tokens.device),
-        model_cu_seqlens=torch.tensor([0, size], dtype=torch.int32, device=tokens.device),
-        max_seqlen=size,
-    )
+    if here.vpp_size == 1:
+        return list(micro_batches)
+    nothing = micro_batches[0].batch.select([])
+    empty = make_micro_batch(nothing, multiple_of=here.tp_size)
+    return [*micro_batches, *[empty] * (-len(micro_batches) % here.pp_size)]
 
 
 def _packing(micro_batch: MicroBatch) -> PackedSeqParams:
