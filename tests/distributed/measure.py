@@ -23,6 +23,7 @@ from tests.distributed.problem import (
     TEMPERATURE,
     Problem,
 )
+from tests.parallel.training import parallel_fields
 from vapo_megatron.config import VapoConfig
 
 PACKED, SMALL, UNPACKED = 2000, 250, 1
@@ -74,15 +75,7 @@ def make_config(layout: Layout, hf_path: str, algorithm: dict[str, Any]) -> Vapo
                 "layer_spec": "local",
             },
             "parallel": {
-                "world_size": layout.world_size,
-                "tensor_model_parallel_size": layout.tp,
-                "pipeline_model_parallel_size": layout.pp,
-                "virtual_pipeline_model_parallel_size": layout.vpp,
-                "sequence_parallel": layout.sp,
-                "use_distributed_optimizer": layout.distributed,
-                "overlap_grad_reduce": layout.overlap,
-                "overlap_param_gather": layout.overlap and layout.distributed,
-                "recompute": layout.recompute,
+                **parallel_fields(layout),
                 "max_tokens_per_microbatch": layout.budget,
             },
             "rollout": {"temperature": TEMPERATURE},

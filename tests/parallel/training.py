@@ -53,6 +53,21 @@ class Result(NamedTuple):
     data-parallel rank's responses in the order of its micro-batches."""
 
 
+def parallel_fields(layout: Any) -> dict[str, Any]:
+    """The configuration's parallel section, of any layout with these fields."""
+    return {
+        "world_size": layout.world_size,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "sequence_parallel": layout.sp,
+        "use_distributed_optimizer": layout.distributed,
+        "overlap_grad_reduce": layout.overlap,
+        "overlap_param_gather": layout.overlap and layout.distributed,
+        "recompute": layout.recompute,
+    }
+
+
 def make_config(layout: Layout, **sections: dict[str, Any]) -> VapoConfig:
     tree: dict[str, Any] = {
         "model": {
@@ -61,17 +76,7 @@ def make_config(layout: Layout, **sections: dict[str, Any]) -> VapoConfig:
             "value_head_init_std": 0.3,
             "layer_spec": "local",
         },
-        "parallel": {
-            "world_size": layout.world_size,
-            "tensor_model_parallel_size": layout.tp,
-            "pipeline_model_parallel_size": layout.pp,
-            "virtual_pipeline_model_parallel_size": layout.vpp,
-            "sequence_parallel": layout.sp,
-            "use_distributed_optimizer": layout.distributed,
-            "overlap_grad_reduce": layout.overlap,
-            "overlap_param_gather": layout.overlap and layout.distributed,
-            "recompute": layout.recompute,
-        },
+        "parallel": parallel_fields(layout),
         # With a large epsilon an update shows the gradient's scale, which Adam would hide.
         "optimizer": {
             "adam_eps": 1e-2,
@@ -185,15 +190,11 @@ class Trained:
         return {name: tensor.clone() for name, tensor in named}
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Gradients by HF name, in full: they travel in the parameters' place."""
-        parameters = [p for chunk in self.chunks for p in chunk.parameters()]
-        kept = [p.data for p in parameters]
-        for p in parameters:
-            p.data = p.main_grad.clone()
-        gradients = self.full_tensors()
-        for p, data in zip(parameters, kept, strict=True):
-            p.data = data
-        return gradients
+        """Gradients by HF name, in full."""
+        from vapo_megatron.gradients import full_gradients
+
+        named = full_gradients(self.chunks, self.shape, self.groups, self.role)
+        return {name: gradient.clone() for name, gradient in named}
 
 
 def run_layout(hf_paths: dict[str, str], layout: Layout, num_updates: int = 3) -> dict[str, Result]:
@@ -221,8 +222,7 @@ def _train(trained: Trained, num_updates: int) -> Result:
         metrics = trained.forward_backward()
         assert int(metrics["tokens"]) == NUM_TOKENS - 3, metrics
         losses.append(float(metrics["loss"]))
-        # The distributed optimizer sums only this rank's share of the buffer.
-        if update == 0 and not trained.layout.distributed:
+        if update == 0:
             gradients = trained.full_gradients()
         norms.append(float(optimizer_step(trained.optimizer)))
         if update == 0:
