@@ -25,6 +25,7 @@ LEVELS = {
     "models": 2,
     "data": 2,
     "reward": 2,
+    "flops": 3,
     "weights": 3,
     "rollout": 3,
     "run_directory": 2,

@@ -1,0 +1,109 @@
+"""Model FLOPs of forward and backward passes, and what share of a device's peak they come to.
+
+Counted are matrix products, a multiplication and an addition each, that a step cannot do without:
+
+    layer       2 (H (q + 2 k) + q H + 3 H F)    per token; q = heads * d, k = key-value heads * d
+    attention   4 q                              per layer and pair of a query and a key it may see
+    output      2 V H (actor), 2 H (critic)      per position whose output is computed
+
+A causal sequence of l tokens has l (l + 1) / 2 pairs, and packed sequences see nothing of each
+other. A backward pass is two products for each of the forward pass, so that training takes three
+times the forward pass. Summed over a sequence of l tokens with every output computed that is
+
+    6 * matrix parameters + 12 * layers * q * (l + 1) / 2    per token,
+
+the count of PaLM (arXiv 2204.02311, appendix B: 6 N + 12 L H Q T) with the causal half alone of the
+pairs of each sequence, and without the parameters that multiply no matrix (embedding, norms,
+biases). Model FLOPs utilization is PaLM's too: nothing that is computed again counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from vapo_megatron.models.hf_config import ModelShape
+
+BF16_PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200": 989e12,
+    "H200 NVL": 835e12,
+}
+"""FLOP/s of dense bfloat16 products without sparsity, by NVIDIA's data sheets; SXM unless named."""
+
+
+def forward_flops(
+    shape: ModelShape,
+    sequence_lengths: Sequence[int],
+    *,
+    role: Literal["actor", "critic"],
+    num_outputs: int | None = None,
+) -> int:
+    """Count the FLOPs of a forward pass over packed sequences.
+
+    Args:
+        shape: the architecture.
+        sequence_lengths: prompt + response tokens of each sequence.
+        role: which output the model has.
+        num_outputs: positions whose log-probability or value is computed: the trainer's actor
+            computes the response tokens' alone. None: all positions.
+    """
+    outputs = sum(sequence_lengths) if num_outputs is None else num_outputs
+    layers = shape.num_layers * layer_forward_flops(shape, sequence_lengths)
+    return layers + output_forward_flops(shape, outputs, role=role)
+
+
+def training_flops(
+    shape: ModelShape,
+    sequence_lengths: Sequence[int],
+    *,
+    role: Literal["actor", "critic"],
+    num_outputs: int | None = None,
+) -> int:
+    """Count the FLOPs of a forward and a backward pass; arguments as in forward_flops."""
+    return 3 * forward_flops(shape, sequence_lengths, role=role, num_outputs=num_outputs)
+
+
+def layer_forward_flops(shape: ModelShape, sequence_lengths: Sequence[int]) -> int:
+    """Count one transformer layer's FLOPs in a forward pass over packed sequences."""
+    hidden, q_size = shape.hidden_size, shape.num_attention_heads * shape.head_dim
+    kv_size = shape.num_key_value_heads * shape.head_dim
+    matrices = hidden * (2 * q_size + 2 * kv_size) + 3 * hidden * shape.ffn_hidden_size
+    return 2 * matrices * sum(sequence_lengths) + 4 * q_size * causal_pairs(sequence_lengths)
+
+
+def output_forward_flops(
+    shape: ModelShape, num_outputs: int, *, role: Literal["actor", "critic"]
+) -> int:
+    """Count the FLOPs of the output projection or the value head at so many positions."""
+    width = shape.vocab_size if role == "actor" else 1
+    return 2 * width * shape.hidden_size * num_outputs
+
+
+def causal_pairs(sequence_lengths: Sequence[int]) -> int:
+    """Count the pairs of a query and a key at or before it, within each sequence."""
+    return sum(length * (length + 1) // 2 for length in sequence_lengths)
+
+
+def utilization(flops: float, seconds: float, peak_flops: float) -> float:
+    """Return flops / (seconds * peak_flops): MFU, in [0, 1], of model FLOPs on so many devices.
+
+    Args:
+        flops: model FLOPs done, by all devices together.
+        seconds: that they took.
+        peak_flops: FLOP/s of all devices together at their peak.
+    """
+    return flops / (seconds * peak_flops)
+
+
+def bf16_peak_flops(device_name: str) -> float | None:
+    """Return a GPU's peak from BF16_PEAK_FLOPS; None where its name has none of the table's.
+
+    Args:
+        device_name: as torch.cuda.get_device_name gives it ("NVIDIA H100 80GB HBM3").
+    """
+    known = [name for name in BF16_PEAK_FLOPS if name in device_name]
+    return BF16_PEAK_FLOPS[max(known, key=len)] if known else None
