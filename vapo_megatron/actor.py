@@ -32,7 +32,7 @@ class Actor:
 
     def __init__(self, shape: ModelShape, config: VapoConfig, groups: ParallelGroups) -> None:
         self.shape, self.config, self.groups = shape, config, groups
-        self.trained = TrainedModel(shape, config, groups, "actor", str(config.model.hf_path))
+        self.trained = TrainedModel(shape, config, groups, "actor", config.model.hf_path)
 
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
         """Return (logprobs, entropy) of the response tokens, no gradient; both float32 [T], CPU.

@@ -26,7 +26,7 @@ class Critic:
     def __init__(self, shape: ModelShape, config: VapoConfig, groups: ParallelGroups) -> None:
         self.config, self.groups = config, groups
         path = config.model.critic_hf_path or config.model.hf_path
-        self.trained = TrainedModel(shape, config, groups, "critic", str(path))
+        self.trained = TrainedModel(shape, config, groups, "critic", path)
 
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Return V before each response token, no gradient; float32 [T], CPU."""

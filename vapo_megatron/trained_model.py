@@ -26,7 +26,10 @@ LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 class TrainedModel:
-    """A model that learns: `model`, a chunk per virtual stage; `chunks`, with DDP; `optimizer`."""
+    """A model that learns: `model`, a chunk per virtual stage; `chunks`, with DDP; `optimizer`.
+
+    Without hf_path, which every run's configuration has, it keeps its random weights.
+    """
 
     def __init__(
         self,
@@ -34,11 +37,12 @@ class TrainedModel:
         config: VapoConfig,
         groups: ParallelGroups,
         role: Role,
-        hf_path: str,
+        hf_path: str | None,
     ) -> None:
         self.groups = groups
         self.model = build_model(shape, config, groups, role)
-        load_hf_weights(self.model, shape, hf_path, groups, role)
+        if hf_path is not None:
+            load_hf_weights(self.model, shape, hf_path, groups, role)
         self.chunks = build_ddp(self.model, config, self.model[0].config)
         self.optimizer = build_optimizer(self.chunks, config, role)
         self.num_updates = 0
