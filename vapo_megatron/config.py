@@ -44,6 +44,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "VapoConfig",
+    "check_together",
     "describe_fields",
     "load_config",
 ]
@@ -71,7 +72,7 @@ def load_config(
         config = VapoConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(explain_errors(error.errors()))) from None
-    _check_together(config)
+    check_together(config)
     return config
 
 
@@ -163,7 +164,12 @@ def _hint(section: type[BaseModel], key: str, prefix: str) -> str:
     return f"known: {', '.join(names)}"
 
 
-def _check_together(config: VapoConfig) -> None:
+def check_together(config: VapoConfig) -> None:
+    """Check fields against each other.
+
+    Raises:
+        ConfigError: names the fields, their values, the rule and the remedy.
+    """
     for check in _RULES:
         problem = check(config)
         if problem:
