@@ -28,6 +28,7 @@ LEVELS = {
     "flops": 3,
     "weights": 3,
     "rollout": 3,
+    "planning": 4,
     "run_directory": 2,
     "metrics": 3,
     "progress_view": 4,

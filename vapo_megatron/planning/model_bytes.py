@@ -1,0 +1,184 @@
+"""How many parameters, gradients and optimizer states one GPU holds, by arithmetic alone.
+
+Everything is counted for one role (actor or critic) on one pipeline stage; tensor-parallel and
+data-parallel ranks of a stage hold the same amount. What megatron-core 0.16.1 allocates, in bytes
+for n parameters held, dp data-parallel ranks and parameters of size b (2 or 4):
+
+                             parameters  gradients  optimizer
+    distributed optimizer    b n'        4 n'       (8 + main) n' / dp
+    without it               b n         4 n        (8 + main) n
+
+main is the float32 copy, 4 where b is 2 and 0 where parameters are float32 themselves; 8 are Adam's
+two moments; n' is n padded so that every parameter starts at a multiple of 64 elements and every
+bucket ends at a multiple of lcm(dp, 128) (param_and_grad_buffer.py). In bfloat16 that is 18 bytes a
+parameter, of which 12 are sharded: 2 more than in arXiv 1910.02054 (ZeRO), section 3.1, because
+gradients are float32 here. Adam's step counters and the optimizer's lists are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.models.hf_config import ModelShape, padded_vocab_size
+
+Role = Literal["actor", "critic"]
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+
+PARAMETER_ALIGNMENT = 64
+"""_pad_start_of_param_if_needed of param_and_grad_buffer.py, in elements."""
+
+BUCKET_ALIGNMENT = 128
+"""_pad_end_of_bucket_if_needed of the same file."""
+
+SAMPLER_VOCAB_PADDING = 64
+"""DEFAULT_VOCAB_PADDING_SIZE of vLLM's vocab_parallel_embedding."""
+
+
+class StateBytes(NamedTuple):
+    """What one GPU holds of one role while that role trains."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All three."""
+        return sum(self)
+
+
+class Widths(NamedTuple):
+    """Widths of one tensor-parallel rank's part of a layer, in elements."""
+
+    hidden: int
+    """H: not divided."""
+    query: int
+    key: int
+    """Of the keys that attention reads; the values have the same."""
+    projected: int
+    """Query, key and value as projected: rows of linear_qkv."""
+    ffn: int
+    head: int
+    heads: int
+    """Query heads: a number, not a width."""
+
+
+def widths(shape: ModelShape, tp_size: int) -> Widths:
+    """Divide a layer among tensor-parallel ranks.
+
+    Where ranks outnumber the key-value heads, the projection is divided all the same, and each
+    rank's attention reads one whole head (megatron-core's attention.py, get_query_key_value).
+    """
+    query = shape.num_attention_heads * shape.head_dim
+    key = shape.num_key_value_heads * shape.head_dim
+    return Widths(
+        hidden=shape.hidden_size,
+        query=query // tp_size,
+        key=max(shape.num_key_value_heads // tp_size, 1) * shape.head_dim,
+        projected=(query + 2 * key) // tp_size,
+        ffn=shape.ffn_hidden_size // tp_size,
+        head=shape.head_dim,
+        heads=shape.num_attention_heads // tp_size,
+    )
+
+
+def layers_per_chunk(shape: ModelShape, config: VapoConfig) -> int:
+    """Layers of one model chunk: a stage has one chunk for each of its virtual stages."""
+    parallel = config.parallel
+    chunks = parallel.pipeline_model_parallel_size
+    return shape.num_layers // (chunks * (parallel.virtual_pipeline_model_parallel_size or 1))
+
+
+def chunk_parameters(
+    shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int
+) -> list[list[int]]:
+    """Sizes of the parameters that one GPU holds, in elements.
+
+    Args:
+        shape: of the model.
+        config: model and parallel are used.
+        role: a critic has H value weights in place of the output projection.
+        pp_rank: pipeline stage.
+
+    Returns:
+        One list for each chunk, in the order of its module's parameters.
+    """
+    parallel = config.parallel
+    tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    w, full = widths(shape, tp_size), shape.num_attention_heads * shape.head_dim // tp_size
+    layer = [w.hidden, w.hidden * full, w.projected * w.hidden]
+    layer += [w.projected] if shape.qkv_bias else []
+    layer += [w.head, w.head] if shape.qk_norm else []
+    layer += [w.hidden, 2 * w.ffn * w.hidden, w.ffn * w.hidden]
+    rows = padded_vocab_size(shape, config.model.make_vocab_size_divisible_by, tp_size) // tp_size
+    vpp_size = parallel.virtual_pipeline_model_parallel_size or 1
+    chunks = [layer * layers_per_chunk(shape, config) for _ in range(vpp_size)]
+    if pp_rank == 0:
+        chunks[0] = [rows * w.hidden, *chunks[0]]
+    if pp_rank == pp_size - 1:
+        # A tied projection is the embedding where both are in one stage, and a copy elsewhere.
+        shares = role == "actor" and shape.tied and pp_size == 1
+        output = w.hidden if role == "critic" else rows * w.hidden
+        chunks[-1] = [*chunks[-1], w.hidden] + ([] if shares else [output])
+    return chunks
+
+
+def state_bytes(shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int) -> StateBytes:
+    """Bytes of parameters, gradient buffers and optimizer state of one role on one GPU."""
+    parallel = config.parallel
+    size = DTYPE_BYTES[config.model.dtype]
+    of_optimizer = 8 + (4 if size < 4 else 0)
+    total = StateBytes(0, 0, 0)
+    for index, sizes in enumerate(chunk_parameters(shape, config, role, pp_rank=pp_rank)):
+        if not parallel.use_distributed_optimizer:
+            held = kept = sum(sizes)
+        else:
+            bucketed = parallel.overlap_grad_reduce and pp_rank == 0 and index == 0
+            held = padded_elements(sizes, parallel.data_parallel_size, bucketed=bucketed)
+            kept = held // parallel.data_parallel_size
+        mine = (held * size, held * 4, kept * of_optimizer)
+        total = StateBytes(*(x + y for x, y in zip(total, mine, strict=True)))
+    return total
+
+
+def padded_elements(sizes: list[int], dp_size: int, *, bucketed: bool) -> int:
+    """Length of the distributed optimizer's buffer for parameters of these sizes.
+
+    Args:
+        sizes: in elements, in the module's order; the buffer holds them in reverse.
+        dp_size: data-parallel ranks.
+        bucketed: overlap_grad_reduce cuts the first stage's first chunk into buckets of at least
+            max(40e6, 1e6 * dp) elements (distributed_data_parallel.py).
+    """
+    end_alignment = math.lcm(dp_size, BUCKET_ALIGNMENT)
+    limit = max(40_000_000, 1_000_000 * dp_size) if bucketed else math.inf
+    end = bucket_start = 0
+    for size in reversed(sizes):
+        end = _round_up(end, PARAMETER_ALIGNMENT) + size
+        if end - bucket_start >= limit:
+            end = bucket_start = _round_up(end, end_alignment)
+    return _round_up(end, end_alignment)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def sampler_weight_bytes(shape: ModelShape, config: VapoConfig) -> int:
+    """Bytes of vLLM's weights on one GPU.
+
+    As the trainer's of one stage with all layers, but the vocabulary is padded to a multiple of 64
+    rows in all, every rank holds whole key-value heads, and a tied projection is never copied.
+    """
+    tp_size = config.rollout.tensor_model_parallel_size
+    w = widths(shape, tp_size)
+    qkv_rows = w.query + 2 * w.key
+    layer = 2 * w.hidden + qkv_rows * w.hidden + w.query * w.hidden + 3 * w.ffn * w.hidden
+    layer += qkv_rows if shape.qkv_bias else 0
+    layer += 2 * w.head if shape.qk_norm else 0
+    vocabulary = _round_up(shape.vocab_size, SAMPLER_VOCAB_PADDING) // tp_size * w.hidden
+    elements = shape.num_layers * layer + w.hidden + vocabulary * (1 if shape.tied else 2)
+    return elements * DTYPE_BYTES[config.rollout.dtype or config.model.dtype]
