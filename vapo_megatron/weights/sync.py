@@ -50,9 +50,15 @@ class _Prepared(NamedTuple):
     plan: Plan
     steps: list[Step]
     """This rank's."""
+    weights: Weights
+    """Both sides' parameters: updated in place between syncs, never replaced."""
+    live: dict[str, LiveWeight]
+    """The sampler's among them."""
     dtype: torch.dtype
     """Of the sampler's weights."""
     device: torch.device
+    received_bytes: int
+    """By all ranks together in each sync."""
 
 
 class WeightSync:
@@ -93,23 +99,19 @@ class WeightSync:
                 then refuses to sample. The same on every rank.
         """
         wait_for_parameters(chunks)
-        live = self._engine.live_weights()
-        weights = all_weights(chunks, live)
         is_first = self._prepared is None
         if self._prepared is None:
-            self._prepared = self._prepare(chunks, weights, live)
-        _, steps, dtype, device = self._prepared
+            self._prepared = self._prepare(chunks)
+        ready = self._prepared
         with self._engine.weights_replaced(policy_version):
-            self.received_bytes = carry_out(steps, weights, dtype, device)
-            for weight in live.values():
+            self.received_bytes = carry_out(ready.steps, ready.weights, ready.dtype, ready.device)
+            for weight in ready.live.values():
                 if weight.padding_rows:
                     weight.tensor[-weight.padding_rows :].zero_()
             every = self._config.rollout.verify_sync_every
             if every and (is_first or policy_version % every == 0):
                 self.verify(chunks)
-        total = torch.tensor(self.received_bytes, device=device)
-        dist.all_reduce(total)
-        return {"sync/received_bytes": float(total)}
+        return {"sync/received_bytes": float(ready.received_bytes)}
 
     def verify(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Compare checksums of the sampler's live weights with the actor's. Collective.
@@ -121,19 +123,17 @@ class WeightSync:
             RuntimeError: they differ; names rank, parameter and rectangle. The same on every rank.
         """
         assert self._prepared is not None, "nothing has been published"
-        plan, _, dtype, device = self._prepared
+        # Looked up afresh: what the sampler computes with, not what was written to.
         weights = all_weights(chunks, self._engine.live_weights())
-        found = differences(plan, self._groups.rank, weights, dtype, device)
+        ready = self._prepared
+        found = differences(ready.plan, self._groups.rank, weights, ready.dtype, ready.device)
         _raise_together(found, "the sampler's weights differ from the trainer's")
 
-    def _prepare(
-        self,
-        chunks: Sequence[torch.nn.Module],
-        weights: Weights,
-        live: dict[str, LiveWeight],
-    ) -> _Prepared:
+    def _prepare(self, chunks: Sequence[torch.nn.Module]) -> _Prepared:
         """Make the plan, and refuse one that does not fit on all ranks."""
         config, rank = self._config, self._groups.rank
+        live = self._engine.live_weights()
+        weights = all_weights(chunks, live)
         first = next(iter(live.values())).tensor
         trainer = self._trainer_layout(chunks)
         plan = make_plan(
@@ -152,7 +152,9 @@ class WeightSync:
         identity = (hashlib.sha256(repr(plan).encode()).hexdigest(), first.dtype)
         assert len(set(_gathered(identity))) == 1, "ranks have made different plans"
         steps = steps_of(plan, rank, config.rollout.sync_bucket_bytes)
-        return _Prepared(plan, steps, first.dtype, first.device)
+        elements = sum(m.num_elements for m in received if m.source_rank != rank)
+        num_bytes = sum(_gathered(elements)) * first.element_size()
+        return _Prepared(plan, steps, weights, live, first.dtype, first.device, num_bytes)
 
     def _trainer_layout(self, chunks: Sequence[torch.nn.Module]) -> TrainerLayout:
         groups = self._groups
@@ -186,7 +188,7 @@ def all_weights(
     found = {(SAMPLER, name): weight.tensor for name, weight in live.items()}
     for index, chunk in enumerate(chunks):
         for name, parameter in unwrap(chunk).named_parameters():
-            found[index, name] = parameter.data
+            found[index, name] = parameter
     return found
 
 
