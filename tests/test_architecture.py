@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "vapo_megatron"
 # A module may import modules of a lower level, or of its own level where SAME_LEVEL allows it.
 LEVELS = {
     "errors": 0,
+    "progress_bar": 0,
     "config_schema": 0,
     "config_help": 1,
     "config": 1,
@@ -31,6 +32,7 @@ LEVELS = {
     "planning": 4,
     "run_directory": 2,
     "metrics": 3,
+    "phase_timer": 4,
     "progress_view": 4,
     "progress": 5,
     "report_charts": 4,
@@ -42,6 +44,7 @@ LEVELS = {
     "rollout_dump": 3,
     "rollout_source": 4,
     "replay": 5,
+    "turns": 5,
     "sampling": 5,
     "step_metrics": 5,
     "evaluation": 5,

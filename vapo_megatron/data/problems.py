@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import decimal
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +34,29 @@ def load_problems(
         DataError: names the file, the line (from 1) or row (from 0), what is wrong and the remedy.
     """
     path = Path(path)
-    readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
-    if path.suffix not in readers:
+    if path.suffix not in (".jsonl", ".parquet"):
         raise DataError(
-            f"data file {path}: files end in {' or '.join(readers)}, found {path.suffix!r}; "
+            f"data file {path}: files end in .jsonl or .parquet, found {path.suffix!r}; "
             "convert it with tools/prepare_prompts.py"
         )
     if not path.is_file():
         raise DataError(f"data file {path} does not exist; give the path of an existing file")
     columns = (prompt_column, answer_column)
-    problems = [
-        Problem(_prompt(row[prompt_column], prompt_column, where), _answer(row, columns, where))
-        for where, row in readers[path.suffix](path, columns)
-    ]
+    problems = []
+    for where, row in _rows(path, columns):
+        prompt = prompt_text(row[prompt_column], prompt_column, where)
+        problems.append(Problem(prompt, answer_text(row[answer_column], answer_column, where)))
     if not problems:
         raise DataError(f"data file {path} holds no problems; give a file with at least one row")
     return problems
 
 
-def _jsonl_rows(path: Path, columns: tuple[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number from 1, its object) of a JSONL file; empty lines are passed over.
+
+    Raises:
+        DataError: a line is not UTF-8, not JSON, or no object; names the line.
+    """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}, line {number}"
@@ -71,26 +76,48 @@ def _jsonl_rows(path: Path, columns: tuple[str, str]) -> Iterator[tuple[str, dic
                 raise DataError(
                     f"{where} holds a {type(row).__name__}; each line must be one JSON object"
                 )
-            _check_columns(columns, row, where)
-            yield where, row
+            yield number, row
 
 
-def _parquet_rows(path: Path, columns: tuple[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+@contextlib.contextmanager
+def parquet_file(path: Path) -> Iterator[Any]:
+    """Open a parquet file; a pyarrow.parquet.ParquetFile.
+
+    Raises:
+        DataError: it, or what the body reads of it, is damaged.
+    """
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            _check_columns(columns, file.schema_arrow.names, str(path))
-            row = 0
-            for batch in file.iter_batches(columns=list(columns)):
-                for values in batch.to_pylist():
-                    yield f"{path}, row {row}", values
-                    row += 1
+            yield file
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
-            f"data file {path} is not a readable parquet file ({error}); write it again"
+            f"data file {path} is not a readable parquet file ({' '.join(str(error).split())}); "
+            "write it again"
         ) from None
+
+
+def parquet_rows(file: Any, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (row number from 0, its columns) of a parquet file, some rows in memory at a time."""
+    number = 0
+    for batch in file.iter_batches(batch_size=4096, columns=list(columns)):
+        for row in batch.to_pylist():
+            yield number, row
+            number += 1
+
+
+def _rows(path: Path, columns: tuple[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    if path.suffix == ".jsonl":
+        for number, row in jsonl_rows(path):
+            _check_columns(columns, row, f"{path}, line {number}")
+            yield f"{path}, line {number}", row
+        return
+    with parquet_file(path) as file:
+        _check_columns(columns, file.schema_arrow.names, str(path))
+        for number, row in parquet_rows(file, columns):
+            yield f"{path}, row {number}", row
 
 
 def _check_columns(columns: tuple[str, str], present: Iterable[str], where: str) -> None:
@@ -103,14 +130,15 @@ def _check_columns(columns: tuple[str, str], present: Iterable[str], where: str)
             )
 
 
-def _prompt(value: Any, column: str, where: str) -> str:
+def prompt_text(value: Any, column: str, where: str) -> str:
+    """Return a prompt's text; DataError names the place where it is none."""
     if not isinstance(value, str) or not value:
         raise DataError(f"{where}: {column}={value!r} must be a text that is not empty; correct it")
     return value
 
 
-def _answer(row: dict[str, Any], columns: tuple[str, str], where: str) -> str:
-    value = row[columns[1]]
+def answer_text(value: Any, column: str, where: str) -> str:
+    """Return an answer, text or number, as text; DataError names the place where it is neither."""
     answer = ""
     if isinstance(value, str):
         answer = value.strip()
@@ -120,7 +148,7 @@ def _answer(row: dict[str, Any], columns: tuple[str, str], where: str) -> str:
         answer = str(value)
     if not answer:
         raise DataError(
-            f"{where}: {columns[1]}={value!r} must be a number or a text that is not empty; "
+            f"{where}: {column}={value!r} must be a number or a text that is not empty; "
             "correct or remove the row"
         )
     return answer
