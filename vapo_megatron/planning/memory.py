@@ -90,7 +90,7 @@ class PhaseMemory:
     @property
     def total(self) -> int:
         """All parts."""
-        return sum(dataclasses.astuple(self))
+        return sum(vars(self).values())
 
 
 def offloads(config: VapoConfig) -> bool:
