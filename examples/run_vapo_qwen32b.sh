@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
-# VAPO on Qwen2.5-32B. One file, two ways of starting it:
+# VAPO on Qwen2.5-32B, on 16 nodes of 8 H100. One file, two ways of starting it:
 #
-#   bash examples/run_vapo_qwen32b.sh [section.field=value ...]            on every node; reads NNODES, NODE_RANK,
-#                                                                          MASTER_ADDR, MASTER_PORT, NPROC_PER_NODE
-#   torchrun [options] examples/run_vapo_qwen32b.sh [section.field=value ...]
+#   bash examples/run_vapo_qwen32b.sh [section.field=value ...]
+#   torchrun [torchrun's options] examples/run_vapo_qwen32b.sh [section.field=value ...]
 #
-# --dry-run prints the resolved configuration; --help lists every field.
-# To bash the next line is a command that hands this file to Python; to Python it is a string.
+# The first calls torchrun itself. With several nodes it is started on each, with NNODES, NODE_RANK and MASTER_ADDR
+# set; NPROC_PER_NODE and MASTER_PORT have defaults. VAPO_PYTHON names the interpreter (default: python3).
+# --dry-run prints the resolved configuration and starts nothing; --help lists every field.
+
+# To bash this line hands the file over to Python; to Python it is a string.
 "exec" "${VAPO_PYTHON:-python3}" "$0" "$@"
 
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from vapo_megatron.launch import run_recipe  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(run_recipe(ROOT / "examples/configs/qwen2.5_32b.yaml", __file__, sys.argv[1:]))
+    sys.exit(run_recipe(__file__, ["qwen2.5_base.yaml", "qwen2.5_32b.yaml"], sys.argv[1:]))

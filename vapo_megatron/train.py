@@ -9,30 +9,38 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from vapo_megatron.config import VapoConfig, describe_fields, load_config
 from vapo_megatron.errors import ConfigError, UserError
 
 
 def main(
-    argv: Sequence[str] | None = None, start: Callable[[VapoConfig], None] | None = None
+    argv: Sequence[str] | None = None,
+    start: Callable[[VapoConfig], None] | None = None,
+    program: str = "python -m vapo_megatron.train",
 ) -> int:
     """Check the configuration, then train.
 
     Args:
         argv: command line; None: this process's.
         start: what to do with a configuration that has been checked; None: train in this process.
+        program: what --help calls it.
 
     Returns:
         The exit code: 0, or 2 for a user's mistake, which is told in one line.
     """
-    arguments = _parser().parse_intermixed_args(argv)
     try:
+        arguments = _parser(program).parse_intermixed_args(argv)
+        if not arguments.config:
+            raise ConfigError("--config FILE is required: give a YAML file, or start a recipe")
         config = load_config(arguments.config, arguments.overrides)
         if arguments.dry_run:
-            if os.environ.get("RANK", "0") == "0":
+            # RANK alone may be a cluster's number of a node.
+            if "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0":
                 print(config.to_yaml(), end="")
             return 0
         require_paths(config, arguments.replay)
@@ -41,15 +49,38 @@ def main(
         else:
             _train(config, arguments.replay)
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        _tell(f"error: {error}")
         return 2
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m vapo_megatron.train",
+def _tell(mistake: str) -> None:
+    """Print a mistake once on each node that has it: the first of its processes to meet it does.
+
+    Not the first rank: its node may be in order, and torchrun ends a node's other processes as soon
+    as one has failed, perhaps before they could speak.
+    """
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # In torchrun's own directory of this attempt on this node: ATTEMPT/LOCAL_RANK/error.json.
+        told = Path(error_file).parents[1] / f"told_{zlib.crc32(mistake.encode()):08x}"
+        try:
+            told.touch(exist_ok=False)
+        except FileExistsError:
+            return
+    print(mistake, file=sys.stderr, flush=True)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells a mistake as every other one is told: one line, once on each node, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print."""
+        raise ConfigError(f"{message}; --help shows what there is")
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=program,
         description="Train a reasoning model with VAPO (arXiv 2504.05118).",
         epilog="fields (default, [the paper's symbol], meaning):\n\n" + describe_fields(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -57,9 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config",
         action="append",
-        required=True,
+        default=[],
         metavar="FILE",
-        help="YAML file; may be given several times, later files win",
+        help="YAML file; may be given several times, later files win; recipes bring their own",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved configuration and exit"
