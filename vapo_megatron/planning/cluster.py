@@ -1,0 +1,131 @@
+"""GPUs, wires and disks, and what share of their data sheets' figures programs reach.
+
+Every default is a published figure, chosen before any job was predicted with it; none is fitted.
+
+    peaks        NVIDIA's data sheets: H100 SXM 989 TFLOP/s in bfloat16 without sparsity, 3.35 TB/s,
+                 NVLink 900 GB/s both ways together, PCIe 5 x16 64 GB/s each way
+    network      one 400 Gb/s adapter for each GPU (NVIDIA DGX H100), 50 GB/s each way
+    matmul       .80: 792.1 of 989 TFLOP/s, the best shape on H100 (S. Bekman, Machine Learning
+                 Engineering, "Maximum Achievable Matmul FLOPS")
+    attention    .55: between the 35 % of FlashAttention-2 and the best 75 % of FlashAttention-3 on
+                 H100 (arXiv 2407.08608, abstract)
+    memory       .87: 2903 of 3350 GB/s (aigatech/vpbenchmarking, 32 H100)
+    decoding     .60: bytes of weights and KV cache over time and peak, 2 H100 (Databricks, "LLM
+                 Inference Performance Engineering", figure 3)
+    NVLink       .82: 370 of 450 GB/s (NCCL's maintainers, NVIDIA/nccl-tests issue 212)
+    network      .81: 323.5 of 400 GB/s, all-gather of 32 H100 (aigatech/vpbenchmarking)
+    PCIe         .73: 46.8 of 64 GB/s, device to host, the slower way (the same)
+    latency      10 us for a collective: 6 us between 2 H100, more between more (NVIDIA/nccl 1259)
+    decode step  5 ms in which GPUs wait for the host: the lower end of 5 to 13 (vLLM RFC 6854)
+    storage      an assumption, to be replaced by one's own figure
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+GB = 1e9
+
+
+class Gpu(NamedTuple):
+    """A GPU's data sheet."""
+
+    memory_gb: float
+    peak_tflops: float
+    """Of dense bfloat16 products without sparsity."""
+    memory_gb_per_second: float
+    nvlink_gb_per_second: float
+    """Both directions together, as NVIDIA counts it."""
+
+
+GPUS = {
+    "A100": Gpu(80, 312, 2039, 600),
+    "H100": Gpu(80, 989, 3350, 900),
+    "H200": Gpu(141, 989, 4800, 900),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """What a job runs on. Shares are of the figures above them; all bandwidths are of one GPU."""
+
+    num_gpus: int
+    gpus_per_node: int = 8
+    gpu_bytes: int = 80 * 10**9
+    peak_tflops: float = 989.0
+    matmul_share: float = 0.80
+    attention_share: float = 0.55
+    memory_gb_per_second: float = 3350.0
+    memory_share: float = 0.87
+    decode_share: float = 0.60
+    nvlink_gb_per_second: float = 900.0
+    """Both directions together: half of it each way."""
+    nvlink_share: float = 0.82
+    network_gb_per_second: float = 50.0
+    """Each way."""
+    network_share: float = 0.81
+    pcie_gb_per_second: float = 64.0
+    """Each way."""
+    pcie_share: float = 0.73
+    storage_gb_per_second: float = 20.0
+    """Of the whole job, written."""
+    collective_seconds: float = 10e-6
+    decode_step_seconds: float = 5e-3
+
+    @property
+    def matmul_flops(self) -> float:
+        """FLOP/s of matrix products."""
+        return self.peak_tflops * 1e12 * self.matmul_share
+
+    @property
+    def attention_flops(self) -> float:
+        """FLOP/s of attention over sequences."""
+        return self.peak_tflops * 1e12 * self.attention_share
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes/s through a GPU's memory."""
+        return self.memory_gb_per_second * GB * self.memory_share
+
+    @property
+    def decode_bytes(self) -> float:
+        """Bytes/s of weights and KV cache while tokens are sampled."""
+        return self.memory_gb_per_second * GB * self.decode_share
+
+    @property
+    def nvlink_bytes(self) -> float:
+        """Bytes/s each way within a node."""
+        return self.nvlink_gb_per_second / 2 * GB * self.nvlink_share
+
+    @property
+    def network_bytes(self) -> float:
+        """Bytes/s each way between nodes."""
+        return self.network_gb_per_second * GB * self.network_share
+
+    @property
+    def pcie_bytes(self) -> float:
+        """Bytes/s between a GPU and its host."""
+        return self.pcie_gb_per_second * GB * self.pcie_share
+
+    def ring_bytes(self, size: int, stride: int = 1) -> float:
+        """Bytes/s each way of every GPU in a ring of `size` ranks that are `stride` apart.
+
+        Within a node that is NVLink's. Across nodes, a ring enters and leaves each node through the
+        adapters of all its members there.
+        """
+        if self.gpus_per_node % (size * stride) == 0:
+            return self.nvlink_bytes
+        members = min(size, max(1, self.gpus_per_node // stride))
+        return min(self.nvlink_bytes, members * self.network_bytes)
+
+    def all_gather_seconds(self, num_bytes: float, size: int, stride: int = 1) -> float:
+        """Time to gather, or to reduce and scatter, `num_bytes` in all, as each rank has after."""
+        if size == 1:
+            return 0.0
+        return (size - 1) / size * num_bytes / self.ring_bytes(size, stride)
+
+    def neighbour_bytes(self, size: int, stride: int) -> float:
+        """Bytes/s each way to the next of `size` ranks that are `stride` apart, by its own wire."""
+        within = self.gpus_per_node % (size * stride) == 0
+        return self.nvlink_bytes if within else self.network_bytes

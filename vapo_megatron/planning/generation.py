@@ -1,0 +1,155 @@
+"""Seconds that a step's sampling takes: continuous batching, replayed event by event.
+
+A decode step of n sequences on one rank of a replica of t takes
+
+    max((weights + keys and values of all n) / bandwidth, n * 2 * parameters / t / FLOP/s)
+    + two all-reduces of n H elements in each layer + what the host needs
+
+so that between two events (a sequence ends, the next begins) the time is a quadratic of the steps.
+The batch is bounded by rollout.max_num_sequences and by the KV cache: as many sequences as fit at
+the length that a running one has on average. The last ones run on alone: the tail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+
+import numpy as np
+
+from vapo_megatron import flops
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.planning.cluster import Cluster
+from vapo_megatron.planning.memory import kv_cache_bytes_per_token
+from vapo_megatron.planning.model_bytes import DTYPE_BYTES, sampler_weight_bytes
+from vapo_megatron.planning.workload import Workload, response_lengths
+from vapo_megatron.rollout.requests import assign
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """A step's sampling on the slowest replica."""
+
+    seconds: float
+    prefill_seconds: float
+    batch: int
+    """Sequences that a replica samples at once, at most."""
+    tail: float
+    """Share of the decode seconds in which fewer than half of `batch` are left."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rank:
+    """What a decode step costs on one rank of a replica."""
+
+    weight_seconds: float
+    token_seconds: float
+    """Of the products for one sequence."""
+    cached_seconds: float
+    """Of one token's keys and values."""
+    sequence_seconds: float
+    """On the wires, for one sequence."""
+    step_seconds: float
+
+    def seconds(self, sequences: int, steps: int, cached: int) -> float:
+        """Time of so many steps that begin with `cached` tokens in the cache."""
+        each = max(self.weight_seconds, sequences * self.token_seconds)
+        each += sequences * self.sequence_seconds + self.step_seconds
+        reads = steps * cached + sequences * steps * (steps + 1) / 2
+        return steps * each + reads * self.cached_seconds
+
+
+def generation(
+    shape: ModelShape,
+    config: VapoConfig,
+    cluster: Cluster,
+    workload: Workload,
+    kv_cache_tokens: int,
+) -> Generation:
+    """Predict a step's sampling.
+
+    Args:
+        shape: of the model.
+        config: rollout is used.
+        cluster: what it runs on.
+        workload: of a step.
+        kv_cache_tokens: that the cache of a replica holds; at least one sequence.
+    """
+    batch = min(
+        config.rollout.max_num_sequences, max(1, int(kv_cache_tokens // _running_tokens(workload)))
+    )
+    tp_size = config.rollout.tensor_model_parallel_size
+    return _replay(_rank(shape, config, cluster), _prefill(shape, cluster, workload, tp_size),
+                   cluster.num_gpus // tp_size, workload, batch)  # fmt: skip
+
+
+def _running_tokens(workload: Workload) -> float:
+    """Mean length of a sequence while it runs: long ones run longer."""
+    lengths = response_lengths(workload).astype(float)
+    return workload.prompt_tokens + float((lengths * lengths).sum() / (2 * lengths.sum()))
+
+
+def _rank(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> _Rank:
+    tp_size = config.rollout.tensor_model_parallel_size
+    size = DTYPE_BYTES[config.rollout.dtype or config.model.dtype]
+    products = flops.forward_flops(shape, [1], role="actor") / tp_size
+    vocabulary = sampler_weight_bytes(dataclasses.replace(shape, num_layers=0), config)
+    # Of the embedding only the sampled tokens' rows are read.
+    read = sampler_weight_bytes(shape, config) - (0 if shape.tied else vocabulary / 2)
+    reduced = 2 * cluster.all_gather_seconds(shape.hidden_size * size, tp_size)
+    return _Rank(
+        weight_seconds=read / cluster.decode_bytes,
+        token_seconds=products / cluster.matmul_flops,
+        cached_seconds=kv_cache_bytes_per_token(shape, config) / cluster.decode_bytes,
+        sequence_seconds=2 * shape.num_layers * reduced,
+        step_seconds=cluster.decode_step_seconds
+        + (2 * shape.num_layers * cluster.collective_seconds if tp_size > 1 else 0),
+    )
+
+
+def _prefill(shape: ModelShape, cluster: Cluster, workload: Workload, tp_size: int) -> float:
+    """Seconds of one prompt; the group's other requests find it in the prefix cache."""
+    products = flops.forward_flops(shape, [workload.prompt_tokens], role="actor", num_outputs=1)
+    return products / tp_size / cluster.matmul_flops
+
+
+@functools.lru_cache(maxsize=1024)
+def _replay(
+    rank: _Rank, prompt_seconds: float, num_replicas: int, workload: Workload, batch: int
+) -> Generation:
+    lengths = response_lengths(workload)
+    prompts = -(-workload.num_responses // workload.group_size)
+    prefill = -(-prompts // num_replicas) * prompt_seconds
+    found = [
+        _decode(rank, lengths[share.start : share.stop], workload.prompt_tokens, batch)
+        for share in assign(workload.num_responses, num_replicas)
+        if share
+    ]
+    seconds, tail = max(found)
+    return Generation(seconds + prefill, prefill, batch, tail / seconds)
+
+
+def _decode(
+    rank: _Rank, lengths: np.ndarray, prompt_tokens: int, batch: int
+) -> tuple[float, float]:
+    """Return one replica's decode seconds, and those with fewer than half of the batch."""
+    waiting = [int(n) for n in reversed(lengths)]
+    running: list[tuple[int, int]] = []
+    now = cached = 0
+    seconds = tail = 0.0
+    while waiting or running:
+        while waiting and len(running) < batch:
+            length = waiting.pop()
+            heapq.heappush(running, (now + length, length))
+            cached += prompt_tokens
+        steps = running[0][0] - now
+        spent = rank.seconds(len(running), steps, cached)
+        seconds += spent
+        tail += spent if 2 * len(running) < batch else 0.0
+        now += steps
+        cached += steps * len(running)
+        while running and running[0][0] == now:
+            cached -= prompt_tokens + heapq.heappop(running)[1]
+    return seconds, tail

@@ -1,0 +1,275 @@
+"""A layout's plan: bytes in each phase, seconds of each phase, and whether it fits.
+
+tools/plan.py shows it, and a run that starts is refused by it where it cannot fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from vapo_megatron import flops
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.planning import memory
+from vapo_megatron.planning.cluster import GB, Cluster
+from vapo_megatron.planning.generation import Generation, generation
+from vapo_megatron.planning.memory import PhaseMemory
+from vapo_megatron.planning.model_bytes import Role, state_bytes
+from vapo_megatron.planning.roofline import Phase, scoring, sync_seconds, update
+from vapo_megatron.planning.workload import Workload, response_lengths
+
+CRITIC_PHASES = ("values", "critic_update")
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """The trainer's phases, by their names in memory.PHASES; without a critic, without its."""
+
+    phases: dict[str, Phase]
+    offload_seconds: float
+    """Copies between GPUs and hosts."""
+
+    @property
+    def seconds(self) -> float:
+        """Of all phases and copies."""
+        return sum(phase.seconds for phase in self.phases.values()) + self.offload_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a configuration needs and how long a step with both updates takes."""
+
+    config: VapoConfig
+    cluster: Cluster
+    workload: Workload
+    memory: dict[str, PhaseMemory]
+    """Of the fullest stage, by phase."""
+    kv_cache_tokens: int
+    generation: Generation
+    training: Training
+    sync_seconds: float
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By phase, in the order of a step; copies to and from hosts last."""
+        found = {"generation": self.generation.seconds}
+        found |= {name: phase.seconds for name, phase in self.training.phases.items()}
+        return {**found, "sync": self.sync_seconds, "offload": self.training.offload_seconds}
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a policy step, critic and actor updated."""
+        return sum(self.seconds.values())
+
+    @property
+    def response_tokens_per_second(self) -> float:
+        """Response tokens per second and GPU."""
+        return self.workload.response_tokens / self.step_seconds / self.cluster.num_gpus
+
+    @property
+    def total_tokens_per_second(self) -> float:
+        """Prompt and response tokens per second and GPU."""
+        return self.workload.total_tokens / self.step_seconds / self.cluster.num_gpus
+
+    @property
+    def peak(self) -> tuple[str, PhaseMemory]:
+        """The fullest phase."""
+        return max(self.memory.items(), key=lambda item: item[1].total)
+
+
+def training_time(
+    shape: ModelShape, config: VapoConfig, cluster: Cluster, workload: Workload
+) -> Training:
+    """Predict the trainer's phases of a step."""
+    arguments = (shape, config, cluster, workload)
+    phases = {}
+    if workload.critic:
+        phases["values"] = scoring(*arguments, "critic")
+    logprobs = scoring(*arguments, "actor")
+    if workload.reference:
+        logprobs = dataclasses.replace(logprobs, seconds=2 * logprobs.seconds)
+    phases["logprobs"] = logprobs
+    if workload.critic:
+        phases["critic_update"] = update(*arguments, "critic")
+    phases["actor_update"] = update(*arguments, "actor")
+    return Training(phases, offload_seconds(shape, config, cluster, workload))
+
+
+def offload_seconds(
+    shape: ModelShape, config: VapoConfig, cluster: Cluster, workload: Workload
+) -> float:
+    """A role's parameters come for its scores; for its updates its optimizer too; both go back."""
+    if not memory.offloads(config):
+        return 0.0
+    copied = 0
+    roles: tuple[Role, ...] = ("actor", "critic") if workload.critic else ("actor",)
+    for role in roles:
+        stages = range(config.parallel.pipeline_model_parallel_size)
+        states = [state_bytes(shape, config, role, pp_rank=stage) for stage in stages]
+        copied += max(s.parameters + 2 * (s.parameters + s.optimizer) for s in states)
+    return copied / cluster.pcie_bytes
+
+
+def make_plan(
+    shape: ModelShape,
+    config: VapoConfig,
+    cluster: Cluster,
+    workload: Workload,
+    training: Training | None = None,
+    phases: dict[str, PhaseMemory] | None = None,
+) -> Plan:
+    """Plan one configuration, whether it fits or not.
+
+    Args:
+        shape: of the model; the configuration's layout divides it.
+        config: parallel.world_size is the cluster's number of GPUs.
+        cluster: what it runs on.
+        workload: of a step.
+        training: the trainer's times where they are known; rollout settings do not change them.
+        phases: peak_memory, where it is known.
+    """
+    cached = memory.kv_cache_tokens(shape, config, gpu_bytes=cluster.gpu_bytes)
+    return Plan(
+        config=config,
+        cluster=cluster,
+        workload=workload,
+        memory=phases or peak_memory(shape, config, cluster.gpu_bytes, critic=workload.critic),
+        kv_cache_tokens=cached,
+        generation=generation(shape, config, cluster, workload, cached),
+        training=training or training_time(shape, config, cluster, workload),
+        sync_seconds=sync_seconds(shape, config, cluster),
+    )
+
+
+def peak_memory(
+    shape: ModelShape, config: VapoConfig, gpu_bytes: int, *, critic: bool = True
+) -> dict[str, PhaseMemory]:
+    """Return each phase's memory on the fullest stage; without a critic, without its phases.
+
+    That is the first stage or the last: those between have the layers of the first, fewer
+    micro-batches in flight, and neither the embedding nor the output.
+    """
+    stages = {0, config.parallel.pipeline_model_parallel_size - 1}
+    found = [
+        memory.phase_memory(shape, config, gpu_bytes=gpu_bytes, pp_rank=stage) for stage in stages
+    ]
+    names = [name for name in memory.PHASES if critic or name not in CRITIC_PHASES]
+    return {name: max((f[name] for f in found), key=lambda p: p.total) for name in names}
+
+
+def misfit(
+    shape: ModelShape,
+    config: VapoConfig,
+    gpu_bytes: int,
+    phases: dict[str, PhaseMemory],
+    *,
+    reserve: bool = True,
+) -> str | None:
+    """Say why a configuration does not fit into a GPU's memory; None: it does.
+
+    Args:
+        shape: of the model.
+        config: the layout divides the model.
+        gpu_bytes: memory of one GPU.
+        phases: peak_memory.
+        reserve: count what no arithmetic gives: CUDA, NCCL, graphs and the allocator's losses.
+    """
+    if not reserve:
+        phases = {name: dataclasses.replace(phase, reserve=0) for name, phase in phases.items()}
+    name, fullest = max(phases.items(), key=lambda item: item[1].total)
+    if fullest.total > gpu_bytes:
+        parts = "; ".join(f"{part} {n / GB:.1f}" for part, n in largest_parts(fullest))
+        return f"{name} needs {fullest.total / GB:.1f} GB of {gpu_bytes / GB:.1f} ({parts})"
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    cached = memory.kv_cache_tokens(shape, config, gpu_bytes=gpu_bytes)
+    if cached < longest:
+        return (
+            f"generation leaves vLLM a KV cache of {cached} tokens, less than one sequence of "
+            f"{longest} (weights {phases['generation'].sampler_weights / GB:.1f} GB)"
+        )
+    return None
+
+
+def largest_parts(phase: PhaseMemory, count: int = 3) -> list[tuple[str, int]]:
+    """Return the names and bytes of a phase's largest parts."""
+    parts = sorted(dataclasses.asdict(phase).items(), key=lambda item: -item[1])
+    return [(name.replace("_", " "), size) for name, size in parts[:count] if size]
+
+
+def check_fits(config: VapoConfig, shape: ModelShape, gpu_bytes: int) -> None:
+    """Refuse a configuration that cannot fit: without any reserve it needs more than there is.
+
+    Args:
+        config: checked in itself, and its layout divides the model.
+        shape: of the model.
+        gpu_bytes: memory of one GPU.
+
+    Raises:
+        ConfigError: one line: the phase, what it needs, what there is, the largest parts, remedies.
+    """
+    phases = peak_memory(shape, config, gpu_bytes)
+    reason = misfit(shape, config, gpu_bytes, phases, reserve=False)
+    if reason is not None:
+        raise ConfigError(
+            f"this configuration cannot fit into a GPU: {reason}; {_remedy(config, reason)}, or "
+            "let tools/plan.py find a layout"
+        )
+
+
+def _remedy(config: VapoConfig, reason: str) -> str:
+    p, r = config.parallel, config.rollout
+    share = (
+        f"rollout.gpu_memory_utilization={r.gpu_memory_utilization:g}"
+        if r.kv_cache_bytes is None
+        else f"rollout.kv_cache_bytes={r.kv_cache_bytes}"
+    )
+    size = f"rollout.tensor_model_parallel_size={r.tensor_model_parallel_size}"
+    if "KV cache" in reason:
+        return f"raise {share} or {size}"
+    if reason.startswith("generation"):
+        return f"lower {share} or rollout.max_num_sequences={r.max_num_sequences}, or raise {size}"
+    steps = [
+        f"raise parallel.tensor_model_parallel_size={p.tensor_model_parallel_size} or "
+        f"pipeline_model_parallel_size={p.pipeline_model_parallel_size}"
+    ]
+    steps += [] if p.recompute == "full" else [f"set recompute=full for {p.recompute}"]
+    steps += [] if memory.offloads(config) else ["set offload=true"]
+    return ", ".join([*steps, f"lower max_tokens_per_microbatch={p.max_tokens_per_microbatch}"])
+
+
+def model_flops(shape: ModelShape, workload: Workload) -> int:
+    """FLOPs that a step's updates cannot do without: forward and backward, nothing twice."""
+    lengths = [int(n) + workload.prompt_tokens for n in response_lengths(workload)]
+    outputs = workload.response_tokens
+    total = flops.training_flops(shape, lengths, role="actor", num_outputs=outputs)
+    if workload.critic:
+        once = flops.training_flops(shape, lengths, role="critic", num_outputs=outputs)
+        total += workload.critic_updates_per_step * once
+    return total
+
+
+def resharding_seconds(shape: ModelShape, plan: Plan) -> float:
+    """Predict the sync from the plan of its messages, which takes seconds to make; loads torch."""
+    from vapo_megatron.weights import reshard_cost, shards
+    from vapo_megatron.weights.reshard import make_plan as make_messages
+
+    p, cluster = plan.config.parallel, plan.cluster
+    trainer = shards.trainer_layout(
+        shape,
+        tp_size=p.tensor_model_parallel_size,
+        pp_size=p.pipeline_model_parallel_size,
+        vpp_size=p.virtual_pipeline_model_parallel_size or 1,
+        dp_size=p.data_parallel_size,
+    )
+    rollout, per_node = plan.config.rollout, cluster.gpus_per_node
+    messages = make_messages(
+        shape, trainer, rollout.tensor_model_parallel_size, gpus_per_node=per_node, relay=True
+    )
+    wires = reshard_cost.Cluster(
+        gpus_per_node=per_node,
+        nvlink_gb_per_second=2 * cluster.nvlink_bytes / GB,
+        network_gb_per_second=cluster.network_bytes / GB,
+        memory_gb_per_second=cluster.memory_bytes / GB,
+    )
+    return reshard_cost.plan_cost(messages, wires, rollout.sync_bucket_bytes).seconds

@@ -1,0 +1,180 @@
+"""What a step has to do: how many responses, how long, and how they are packed.
+
+Lengths are not known beforehand. They are taken as log-normal with a spread of SPREAD, cut off at
+the longest response allowed, with the mean that is asked for: the sample is the distribution's own
+quantiles in a seeded order, the same on every machine. Prompts have one length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.data.order import seeded_permutation
+from vapo_megatron.data.packing import plan_mini_batches
+from vapo_megatron.errors import ConfigError
+
+SPREAD = 0.5
+"""Standard deviation of the logarithm of the lengths before the cut: an assumption."""
+
+TYPICAL_PROMPT_TOKENS = 256
+"""Mean prompt where nothing else is said: an assumption."""
+
+PACKED_MINI_BATCHES = 4
+"""Mini-batches that are packed; a step's others are taken to be like them."""
+
+_PURPOSE = 7
+"""Keeps this order apart from other orders of the same seed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A step's responses, and which models look at them."""
+
+    num_responses: int
+    group_size: int
+    mini_batch_size: int
+    prompt_tokens: int
+    """Mean length of a prompt."""
+    mean_response_tokens: float
+    max_response_tokens: int
+    critic: bool = True
+    """False: no values and no critic updates, as in GRPO."""
+    reference: bool = False
+    """Another pass of log-probabilities, of a reference policy."""
+    critic_updates_per_step: int = 1
+
+    @property
+    def response_tokens(self) -> int:
+        """Response tokens of a step."""
+        return int(response_lengths(self).sum())
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and response tokens of a step, a prompt counted once for each response."""
+        return self.response_tokens + self.num_responses * self.prompt_tokens
+
+
+def workload_of(
+    config: VapoConfig,
+    *,
+    mean_response_tokens: float | None = None,
+    prompt_tokens: int | None = None,
+    critic: bool = True,
+    reference: bool = False,
+) -> Workload:
+    """Return a configuration's workload.
+
+    Args:
+        config: algorithm and rollout are used.
+        mean_response_tokens: None: half of rollout.max_response_tokens.
+        prompt_tokens: mean; None: 256, or the longest prompt if that is shorter.
+        critic: see Workload.
+        reference: see Workload.
+
+    Raises:
+        ConfigError: a mean is more than the longest.
+    """
+    rollout, algorithm = config.rollout, config.algorithm
+    mean = rollout.max_response_tokens / 2 if mean_response_tokens is None else mean_response_tokens
+    prompt = prompt_tokens or min(TYPICAL_PROMPT_TOKENS, rollout.max_prompt_tokens)
+    for name, value, limit in (
+        ("response", mean, rollout.max_response_tokens),
+        ("prompt", prompt, rollout.max_prompt_tokens),
+    ):
+        if not 1 <= value <= limit:
+            raise ConfigError(
+                f"a mean {name} of {value:g} tokens must lie between 1 and "
+                f"rollout.max_{name}_tokens={limit}; change one of them"
+            )
+    return Workload(
+        num_responses=algorithm.responses_per_step,
+        group_size=algorithm.group_size,
+        mini_batch_size=algorithm.mini_batch_size,
+        prompt_tokens=prompt,
+        mean_response_tokens=mean,
+        max_response_tokens=rollout.max_response_tokens,
+        critic=critic,
+        reference=reference,
+        critic_updates_per_step=algorithm.critic_updates_per_step,
+    )
+
+
+def response_lengths(workload: Workload) -> NDArray[np.int64]:
+    """Return int64 [responses]: lengths with the workload's mean (to a token) and maximum."""
+    return _sample(workload, workload.num_responses)
+
+
+@functools.lru_cache(maxsize=16)
+def _sample(workload: Workload, count: int) -> NDArray[np.int64]:
+    """Draw as many lengths; each sample has the whole distribution in it."""
+    longest = workload.max_response_tokens
+    normal = statistics.NormalDist(0, SPREAD)
+    spread = np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
+
+    def lengths(middle: float) -> NDArray[np.int64]:
+        return np.clip(np.rint(np.exp(middle + spread)), 1, longest).astype(np.int64)
+
+    low, high = -10.0, float(np.log(longest)) + 10.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if lengths(middle).mean() < workload.mean_response_tokens:
+            low = middle
+        else:
+            high = middle
+    return lengths(high)[seeded_permutation(count, 0, _PURPOSE)]
+
+
+class Loads(NamedTuple):
+    """What each data-parallel rank computes in each mini-batch; float64 [mini-batches, ranks]."""
+
+    tokens: NDArray[np.float64]
+    pairs: NDArray[np.float64]
+    """Of a query and a key at or before it in the same sequence."""
+    outputs: NDArray[np.float64]
+    """Response tokens."""
+    micro_batches: NDArray[np.float64]
+    """The same number on all ranks of a mini-batch."""
+
+
+@functools.lru_cache(maxsize=256)
+def loads(workload: Workload, hidden_size: int, dp_size: int, max_tokens: int) -> Loads:
+    """Pack the workload as the trainer does (data/packing.py), and sum up each rank's share.
+
+    Args:
+        workload: of a step.
+        hidden_size: of the model: says what attention costs against the matrices.
+        dp_size: data-parallel ranks.
+        max_tokens: parallel.max_tokens_per_microbatch.
+    """
+    size = workload.mini_batch_size
+    count = workload.num_responses // size
+    packed = min(count, PACKED_MINI_BATCHES)
+    responses = _sample(workload, packed * size)
+    lengths = responses + workload.prompt_tokens
+    plans = plan_mini_batches(
+        lengths.tolist(),
+        mini_batch_size=size,
+        dp_size=dp_size,
+        max_tokens_per_microbatch=max_tokens,
+        seed=0,
+        attention_tokens=12 * hidden_size,
+    )
+    found = np.zeros((4, packed, dp_size))
+    for index, plan in enumerate(plans):
+        found[3, index] = plan.num_micro_batches
+        for rank, micro_batches in enumerate(plan.micro_batches):
+            mine = [position for micro in micro_batches for position in micro]
+            of_rank = lengths[mine]
+            found[:3, index, rank] = (
+                of_rank.sum(),
+                (of_rank * (of_rank + 1) // 2).sum(),
+                responses[mine].sum(),
+            )
+    return Loads(*found[:, np.arange(count) % packed])
