@@ -1,0 +1,145 @@
+"""Section of tools/gpu_smoke.py: packed attention against the sequences one by one.
+
+Compared are the output and the gradients of query, key and value, in float32 (calls of
+scaled_dot_product_attention) and bfloat16 (on a GPU torch's varlen attention) with the same numbers
+in float64, as a softmax of scores that is written out. Bounds: see gpu_smoke_parity.py; two
+products and the softmax between them, forward and backward, over sums as long as a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tools.gpu_smoke_models import exact_float32, make_config
+from tools.gpu_smoke_parity import UNIT_ROUNDOFF, relative
+from tools.gpu_smoke_report import Row, judged
+from tools.gpu_smoke_sizes import AttentionCase, Sizes
+from vapo_megatron.flops import causal_pairs
+from vapo_megatron.models.attention import PackedAttention
+from vapo_megatron.models.build import transformer_config
+from vapo_megatron.models.known import known_shape
+from vapo_megatron.models.rope import Rotary
+from vapo_megatron.parallel import backend
+
+# isort: split
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+
+
+class Tensors(NamedTuple):
+    """query [S, heads, d], key and value [S, groups, d], gradient of the output [S, heads * d]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    upstream: Tensor
+
+
+def attention(sizes: Sizes, directory: Path) -> list[Row]:
+    """Compare every case in both dtypes, and time one."""
+    exact_float32()
+    rows = []
+    for case in sizes.attention:
+        # The same numbers in both: what bfloat16 holds exactly.
+        tensors = Tensors(*(t.bfloat16() for t in _random(case)))
+        expected = written_out(case, tensors)
+        for dtype in UNIT_ROUNDOFF:
+            found = packed(case, tensors, dtype)
+            errors = [relative(f, e) for f, e in zip(found, expected)]
+            name = f"{dtype}, {case.heads} heads of {case.head_dim}, {case.groups} groups"
+            what = "output and gradients, error"
+            rows.append(judged("attention", name, what, max(errors), rounding_bound(case, dtype)))
+    return [*rows, _timed(sizes.attention_timed)]
+
+
+def packed(case: AttentionCase, tensors: Tensors, dtype: str) -> list[Tensor]:
+    """Output and gradients of query, key and value, of the layers' own attention."""
+    cast = Tensors(*(t.to(getattr(torch, dtype)) for t in tensors))
+    layer, parameters = _layer(case, dtype)
+    leaves = [t.detach().requires_grad_() for t in cast[:3]]
+    output = layer(*leaves, packed_seq_params=parameters)
+    output.backward(cast.upstream)
+    return [output.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
+
+
+def written_out(case: AttentionCase, tensors: Tensors) -> list[Tensor]:
+    """The same in float64, each sequence by itself: softmax(Q K^T / sqrt(d)) V over the past."""
+    leaves = [t.detach().double().requires_grad_() for t in tensors[:3]]
+    query, key, value = leaves
+    repeats = case.heads // case.groups
+    outputs, start = [], 0
+    for length in case.lengths:
+        mine = slice(start, start + length)
+        k, v = (x[mine].repeat_interleave(repeats, dim=1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query[mine], k) / math.sqrt(case.head_dim)
+        future = torch.ones(length, length, device=scores.device).triu(1).bool()
+        weights = scores.masked_fill(future, -math.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
+        start += length
+    output = torch.cat(outputs).flatten(1)
+    output.backward(tensors.upstream.double())
+    return [output.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
+
+
+def rounding_bound(case: AttentionCase, dtype: str) -> float:
+    """Largest relative error that rounding explains."""
+    longest = max(*case.lengths, case.head_dim) if dtype == "float32" else 1
+    return 2 * UNIT_ROUNDOFF[dtype] * math.sqrt(2 * 3 * longest)
+
+
+def _random(case: AttentionCase) -> Tensors:
+    draw = torch.Generator().manual_seed(0)
+    size = sum(case.lengths)
+    heads, groups = ((size, n, case.head_dim) for n in (case.heads, case.groups))
+    shapes: tuple[tuple[int, ...], ...] = (heads, groups, groups, (size, heads[1] * heads[2]))
+    return Tensors(*(torch.randn(s, generator=draw).to(backend.device()) for s in shapes))
+
+
+def _layer(case: AttentionCase, dtype: str) -> tuple[PackedAttention, Any]:
+    """The attention of a layer whose rotation turns nothing, and the bounds of its sequences."""
+    shape = known_shape("Qwen2.5-0.5B")
+    layer = PackedAttention(
+        transformer_config(shape, make_config(dtype)),
+        1,
+        AttnMaskType.causal,
+        "self",
+        case.head_dim**-0.5,
+        rotary=Rotary(torch.zeros(case.head_dim // 2)),
+    )
+    bounds = torch.tensor([0, *case.lengths]).cumsum(0).int().to(backend.device())
+    longest = max(case.lengths)
+    parameters = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    return layer, parameters
+
+
+def _timed(case: AttentionCase) -> Row:
+    """Forward and backward in bfloat16, the second of two; FLOPs as in vapo_megatron/flops.py."""
+    tensors = Tensors(*(t.bfloat16() for t in _random(case)))
+    layer, parameters = _layer(case, "bfloat16")
+    leaves = [t.requires_grad_() for t in tensors[:3]]
+    for _ in range(2):
+        backend.synchronize()
+        start = time.perf_counter()
+        layer(*leaves, packed_seq_params=parameters).backward(tensors.upstream)
+        backend.synchronize()
+        seconds = time.perf_counter() - start
+    rate = 3 * 4 * case.heads * case.head_dim * causal_pairs(case.lengths) / seconds
+    return Row(
+        "attention",
+        f"bfloat16, {len(case.lengths)} sequences of {case.lengths[0]} tokens, "
+        f"{case.heads} heads of {case.head_dim}",
+        f"{1e3 * seconds:.2f} ms forward and backward, {rate / 1e12:.3g} TFLOP/s",
+        figures={"seconds": seconds, "flops_per_second": rate},
+    )

@@ -1,0 +1,100 @@
+"""Actors, critics and batches of random numbers for the sections of tools/gpu_smoke.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vapo_megatron.actor import Actor
+from vapo_megatron.batch import RolloutBatch
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.critic import Critic
+from vapo_megatron.models.build import Role
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.parallel import backend, groups
+from vapo_megatron.parallel.minibatches import MiniBatch, local_plan, make_mini_batches
+from vapo_megatron.weights.mapping import hf_tensors
+
+
+def make_config(
+    dtype: str, *, hf_path: str | None = None, tokens_per_microbatch: int = 32768
+) -> VapoConfig:
+    """Return the configuration of one process; all losses are on."""
+    return VapoConfig.model_validate(
+        {
+            "model": {"hf_path": hf_path, "dtype": dtype, "value_head_init_std": 0.02},
+            "parallel": {"max_tokens_per_microbatch": tokens_per_microbatch},
+            "algorithm": {"entropy_coef": 0.01},
+        }
+    )
+
+
+def build_role(role: Role, shape: ModelShape, config: VapoConfig) -> Actor | Critic:
+    """Build a role over process groups of this process alone, NCCL's on a GPU."""
+    if not dist.is_initialized():
+        backend.initialize_distributed(timeout_seconds=60)
+    groups.destroy()
+    here = groups.initialize(config.parallel)
+    return (Actor if role == "actor" else Critic)(shape, config, here)
+
+
+def exact_float32() -> None:
+    """Let no product of float32 be rounded to TF32, whatever the environment says."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def random_batch(lengths: Sequence[tuple[int, int]], vocab_size: int, seed: int) -> RolloutBatch:
+    """Return responses as the trainer holds them before old_logprobs and values are known.
+
+    Args:
+        lengths: (prompt, response) tokens of each.
+        vocab_size: tokens are drawn below it.
+        seed: of all numbers.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    prompts, responses = torch.tensor(lengths).t()
+    num_responses, size = len(lengths), int(responses.sum())
+
+    def bounds(of: Tensor) -> Tensor:
+        return torch.cat([of.new_zeros(1), of.cumsum(0)]).int()
+
+    return RolloutBatch(
+        tokens=torch.randint(vocab_size, (int((prompts + responses).sum()),), generator=draw),
+        sequence_cu_seqlens=bounds(prompts + responses),
+        cu_seqlens=bounds(responses),
+        positions=torch.arange(num_responses),
+        rewards=torch.randn(num_responses, generator=draw),
+        is_correct=torch.arange(num_responses) % 2 == 0,
+        truncated=torch.zeros(num_responses, dtype=torch.bool),
+        rollout_logprobs=torch.zeros(size),
+        loss_mask=torch.ones(size, dtype=torch.bool),
+        advantages=torch.randn(size, generator=draw),
+        returns=torch.randn(size, generator=draw),
+    )
+
+
+def whole_mini_batch(batch: RolloutBatch, plan: Sequence[Sequence[int]]) -> MiniBatch:
+    """Return one mini-batch of all responses. plan: [micro-batch] -> positions, in batch order."""
+    (mini_batch,) = make_mini_batches(batch, local_plan([plan]), groups.current(), pad=False)
+    return mini_batch
+
+
+def write_random_hf(directory: Path, shape: ModelShape, role: str, seed: int) -> None:
+    """Write the tensors of a Hugging Face directory, float32 numbers that bfloat16 holds exactly.
+
+    Matrices keep the size of what they multiply; norms and biases are not at their neutral values,
+    so that leaving one out would show.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, size in hf_tensors(shape, role).items():
+        scale = size[1] ** -0.5 if len(size) == 2 else 0.1
+        tensor = scale * torch.randn(size, generator=draw) + float(name.endswith("norm.weight"))
+        tensors[name] = tensor.bfloat16().float()
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors")
