@@ -47,6 +47,8 @@ LEVELS = {
     "turns": 5,
     "sampling": 5,
     "step_metrics": 5,
+    "evaluation_statistics": 1,
+    "evaluation_file": 3,
     "evaluation": 5,
     "actor": 5,
     "critic": 5,

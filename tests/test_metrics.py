@@ -29,7 +29,7 @@ reward/mean rollout/response_length_mean rollout/truncated_fraction rollout/logp
 rollout/logprob_diff_max actor/loss actor/positive_lm_loss actor/entropy actor/approx_kl
 actor/clip_fraction_low actor/clip_fraction_high actor/grad_norm critic/loss
 critic/explained_variance critic/grad_norm algorithm/lambda_actor_mean tokens_per_second
-evaluation/avg@32 time/generation_seconds time/step_seconds
+evaluation/avg@32 evaluation/pass@8 evaluation/majority@8 time/generation_seconds time/step_seconds
 """.split()
 
 

@@ -96,6 +96,10 @@ METRICS: dict[str, Metric] = {
     ),
     "memory/peak_bytes": Metric("bytes", "Peak memory so far, summed over processes."),
     "evaluation/avg@K": Metric("", "Accuracy on held-out problems, mean of K samples each."),
+    "evaluation/pass@K": Metric("", "Held-out problems that any of K samples solves."),
+    "evaluation/majority@K": Metric(
+        "", "Held-out problems that the most frequent of K answers solves; a tie counts in part."
+    ),
     "evaluation/response_length_mean": Metric("tokens", "Mean response length in evaluation."),
     "evaluation/truncated_fraction": Metric("", "Responses that a length limit ended there."),
     "time/*_seconds": Metric("s", "Seconds in one phase of the step, as rank 0 saw it."),
@@ -121,13 +125,15 @@ PHASES: dict[str, str] = {
 """Phases of a step, in order; their seconds do not overlap."""
 
 _AVG_AT_K = re.compile(r"evaluation/avg@[1-9]\d*")
+_AT_K = re.compile(r"evaluation/(avg|pass|majority)@[1-9]\d*")
 _PHASE_SECONDS = re.compile(r"time/(\w+)_seconds")
 
 
 def describe(name: str) -> Metric | None:
     """Return the meaning of a name as it stands in a row, None for an unknown one."""
-    if _AVG_AT_K.fullmatch(name):
-        return METRICS["evaluation/avg@K"]
+    at_k = _AT_K.fullmatch(name)
+    if at_k:
+        return METRICS[f"evaluation/{at_k[1]}@K"]
     phase = _PHASE_SECONDS.fullmatch(name)
     if phase and phase[1] in PHASES:
         return Metric("s", f"Seconds in which {PHASES[phase[1]]}.")

@@ -1,0 +1,123 @@
+"""What an evaluation says: pure functions from samples to values per problem, means, intervals.
+
+Every statistic is a mean over problems of one value per problem, so that one bootstrap over
+problems serves all of them.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+RESAMPLES = 10_000
+"""Of a bootstrap: the interval's ends then move by about a hundredth of its width between seeds."""
+_BLOCK_VALUES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A mean over problems, and its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Return the probability that k of a problem's n samples hold a correct one.
+
+        pass@k = 1 - C(n - c, k) / C(n, k)
+
+    The k are drawn without return. Source: Chen et al. 2021 (arXiv 2107.03374), equation 1, where
+    it is shown to be unbiased for k <= n.
+
+    Args:
+        num_samples: n.
+        num_correct: c, of them.
+        k: 1..n; k = 1 is the share of correct samples.
+    """
+    assert 0 <= num_correct <= num_samples and 1 <= k <= num_samples
+    misses = math.comb(num_samples - num_correct, k)
+    return 1.0 - misses / math.comb(num_samples, k)
+
+
+def majority_at_k(votes: Sequence[int | None], is_correct: Sequence[bool]) -> float:
+    """Return the probability that the most frequent answer of k samples is correct.
+
+    Answers that tie for the most votes are equally likely to win: a correct one among m of them
+    gives 1/m. Samples without an answer do not vote; without any vote the result is 0.
+
+    Args:
+        votes: [k] number of the class of equal answers that a sample's answer belongs to, or None.
+        is_correct: [k] the verifier's verdicts; all samples of a class have the same.
+    """
+    verdicts = {vote: right for vote, right in zip(votes, is_correct, strict=True)}
+    assert all(verdicts[v] == right for v, right in zip(votes, is_correct)), "a class has a verdict"
+    counts = collections.Counter(vote for vote in votes if vote is not None)
+    most = max(counts.values(), default=0)
+    winners = [vote for vote, count in counts.items() if count == most]
+    return sum(verdicts[vote] for vote in winners) / len(winners) if winners else 0.0
+
+
+def pass_sizes(num_samples: int) -> list[int]:
+    """Return the k of pass@k that are reported for n samples: powers of two above 1, and n."""
+    powers = (2**i for i in range(1, num_samples.bit_length()))
+    return [*(k for k in powers if k < num_samples), num_samples]
+
+
+def problem_values(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return one problem's value of each statistic.
+
+    Args:
+        responses: its K samples, each with `status`, `vote`, `num_tokens` and `truncated`.
+
+    Returns:
+        avg@K, pass@k for pass_sizes(K), majority@K, response_length_mean in tokens, and
+        truncated_fraction.
+    """
+    size = len(responses)
+    is_correct = [r["status"] == "correct" for r in responses]
+    return {
+        f"avg@{size}": sum(is_correct) / size,
+        **{f"pass@{k}": pass_at_k(size, sum(is_correct), k) for k in pass_sizes(size)},
+        f"majority@{size}": majority_at_k([r["vote"] for r in responses], is_correct),
+        "response_length_mean": sum(r["num_tokens"] for r in responses) / size,
+        "truncated_fraction": sum(bool(r["truncated"]) for r in responses) / size,
+    }
+
+
+def means(problems: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean over problems of each statistic; problems: what problem_values returned."""
+    return {name: math.fsum(p[name] for p in problems) / len(problems) for name in problems[0]}
+
+
+def estimates(problems: Sequence[Mapping[str, float]], seed: int) -> dict[str, Estimate]:
+    """Return the mean of each statistic with its 95% bootstrap interval over problems.
+
+    The problems are drawn anew RESAMPLES times with return, the same draws for every statistic; the
+    interval lies between the 2.5 and 97.5 percentiles of the means (Efron's percentile method). It
+    tells how far other problems of the same kind would move the value; one problem has no interval.
+
+    Args:
+        problems: what problem_values returned, in an order that the result depends on.
+        seed: of the draws. The generator is numpy's frozen one, the same in all its versions.
+    """
+    names = list(problems[0])
+    values = np.array([[p[name] for name in names] for p in problems])
+    random = np.random.RandomState(seed % 2**32)
+    count = len(problems)
+    block = max(1, _BLOCK_VALUES // count)
+    drawn = [
+        values[random.randint(0, count, size=(min(block, RESAMPLES - done), count))].mean(axis=1)
+        for done in range(0, RESAMPLES, block)
+    ]
+    low, high = np.percentile(np.concatenate(drawn), [2.5, 97.5], axis=0)
+    return {
+        name: Estimate(value, float(low[i]), float(high[i]))
+        for i, (name, value) in enumerate(means(problems).items())
+    }
