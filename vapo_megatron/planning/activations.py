@@ -3,37 +3,39 @@
 Saved for the backward pass by one layer, in elements for each of the S tokens. t is the
 tensor-parallel size, q, k and F the widths of this rank's query heads, key heads and gated linear
 unit, p the width of the projected query, key and value together (q + 2k; the whole model's where
-tensor-parallel ranks outnumber the key-value heads, which they gather), h = H/t with sequence
+tensor-parallel ranks outnumber the key-value heads, as they gather it), h = H/t with sequence
 parallelism and H without it, n this rank's query heads:
 
-    tensor                              GPU        CPU float32   CPU bfloat16      saved by
-    2 norms: input                      2 h        2 h           2 h in float32    norm
-    2 norms: before the weight          -          2 h           2 h in float32    norm's weight
-    2 norms: output                     2 h        2 h           2 h               linear layers
-    projected q, k, v (v is a view)     p          -             -                 attention
-    rotated q and k; v                  q + k      q + 2k        q + 2k            attention
-    attention's output                  q          2 q           2 q               attention, linear
-    log-sum-exp, float32                n          n             n                 attention
-    with qk_norm: input                 q          q + p         (q + k) float32   norm
-    with qk_norm: before the weight     -          q + k         (q + k) float32   norm's weight
-    gate and up                         2 F        2 F           2 F               SiLU
-    SiLU's output, up once more         -          2 F           2 F               product
-    product                             F          F             F                 linear layer
+    tensor                              GPU      CPU, float32   CPU, bfloat16     saved by
+    2 norms: input                      2 h      2 h            2 h in float32    norm
+    2 norms: before the weight          -        2 h            2 h in float32    norm's weight
+    2 norms: output                     2 h      2 h            2 h               linear layers
+    projected q, k, v: v is a view      p        -              -                 attention
+    qk_norm: input                      q        q + p          q + k in float32  norm
+    qk_norm: before the weight          -        q + k          q + k in float32  norm's weight
+    rotated q and k; on a CPU v, too    q + k    q + 2k         q + 2k            attention
+    attention's output                  q        2 q            2 q               attention, linear
+    log-sum-exp in float32              n        n              n                 attention
+    gate and up                         2 F      2 F            2 F               SiLU
+    SiLU's output, up once more         -        2 F            2 F               product
+    product                             F        F              F                 linear layer
 
 The GPU column follows megatron-core 0.16.1's layers with their kernels for GPUs, as build.py asks
 for them: torch's fused RMSNorm, attention that keeps no scores, and a fused SwiGLU. It agrees with
-arXiv 2205.05198 (Korthikanti et al.), equations 1 to 4 without dropout and attention scores, but
-for a gated linear unit in place of GELU, fewer key-value heads than query heads, and p, which stays
+section 4 of arXiv 2205.05198 (Korthikanti et al.) without dropout and attention scores, but for a
+gated linear unit in place of GELU, fewer key-value heads than query heads, and p, which stays
 because the value that attention keeps is a view of it. Transformer Engine's layers keep a copy of
-the value instead, so they need k rather than p: a little less than is counted here.
+the value instead, k rather than p: a little less than is counted here.
 
-Recomputation changes what one layer saves:
+What recomputation leaves for one layer to save:
     none       all of the above
-    selective  attention's part becomes p + 2q (p + q where a rank has one key-value head)
+    selective  attention's part becomes p + 2 q, or p + q where a rank has one key-value head, whose
+               query is a view of p; with qk_norm p + 2 q + k and the norm's
     full       the layer's input alone, h; one layer at a time has all of the above
 
-The CPU columns are what tests measure; they can check the columns' common part and everything that
-is around the layers. The CPU's kernels here keep no scores either.
+The CPU columns are what tests measure: they check what the columns have in common, and everything
+that is around the layers. The CPU's attention keeps no scores either. Statistics of norms, a few
+bytes a token, and the rotary table are left out.
 """
 
 from __future__ import annotations
@@ -118,18 +120,22 @@ def _attention_bytes(
     tp_size = config.parallel.tensor_model_parallel_size
     gathered = shape.num_key_value_heads < tp_size
     projected = w.projected * (tp_size if gathered else 1)
+    # With one key-value head the query is a view of the projection, too.
+    copied = w.query if shape.num_key_value_heads > tp_size else 0
+    both = w.query + w.key
+    on_gpu = kernels == "gpu"
     if selective:
-        shares = shape.num_key_value_heads <= tp_size
-        total = size * (projected + w.query + (0 if shares else w.query))
-    elif kernels == "cpu":
-        total = size * (3 * w.query + 2 * w.key) + 4 * w.heads
+        total = size * (projected + w.query + (both if shape.qk_norm else copied))
+    elif on_gpu:
+        total = size * (projected + both + w.query) + 4 * w.heads
     else:
-        total = size * (projected + 2 * w.query + w.key) + 4 * w.heads
-    if shape.qk_norm:
-        if kernels == "gpu":
-            total += size * w.query
-        else:
-            total += 4 * 2 * (w.query + w.key)
+        total = size * (both + w.key + 2 * w.query) + 4 * w.heads
+    if shape.qk_norm and on_gpu:
+        total += size * copied
+    elif shape.qk_norm and size < 4:
+        total += 4 * 2 * both
+    elif shape.qk_norm:
+        total += size * (copied + both + (0 if selective else projected))
     return total
 
 
@@ -151,35 +157,39 @@ def training_bytes(
 ) -> tuple[int, int]:
     """Largest part of a forward and backward pass on one GPU, in bytes.
 
-    What is in flight (saved_bytes), and for one layer at a time what its backward pass adds: the
-    larger of
-        gradients of gate, up and product      2 F S more than is freed by then
-        weight gradients, not yet added up     F S + F H, or (2 H - F) S + 2 F H
-    and the gradient of the residual stream twice, and where there is sequence parallelism the
-    buffer [S, H] that megatron-core gathers into. The first stage's embedding has a gradient of
-    its own [V/t, H]. Where the log-probabilities' part is larger than that, it hides it.
+    What is in flight (saved_bytes) and one layer at a time, whose backward pass adds the larger of
+        gradients of gate, up and product          2 F S more than is freed by then
+        the second linear layer's                  F S + F H, and with sequence parallelism the
+                                                   gathered gradient H S
+        the first linear layer's                   (2 H - F) S + 2 F H
+    and twice the gradient of the residual stream, h S; with a pipeline two more of those for what
+    is received. Sequence parallelism keeps a buffer [S, H] to gather into. The first stage's
+    embedding has a gradient of its own [V/t, H]. Where the log-probabilities' part is larger than
+    what a layer adds, it hides that.
 
     Returns:
         (activations, logits); their sum is the peak.
     """
-    w = widths(shape, config.parallel.tensor_model_parallel_size)
-    size = DTYPE_BYTES[config.model.dtype]
-    recompute = config.parallel.recompute
+    parallel = config.parallel
+    w = widths(shape, parallel.tensor_model_parallel_size)
+    size, h = DTYPE_BYTES[config.model.dtype], residual_width(shape, config)
     held = saved_bytes(shape, config, role, pp_rank=pp_rank, tokens=tokens, kernels=kernels)
-    extra = size * max(
-        2 * w.ffn * tokens,
-        w.ffn * (tokens + w.hidden),
-        (2 * w.hidden - w.ffn) * tokens + 2 * w.ffn * w.hidden,
+    gathered = _gather_bytes(shape, config, tokens)
+    held += gathered * (2 if kernels == "cpu" else 1)  # gloo copies what it reduces and scatters
+    held += 2 * tokens * h * size if parallel.pipeline_model_parallel_size > 1 else 0
+    extra = max(
+        size * 2 * w.ffn * tokens,
+        size * w.ffn * (tokens + w.hidden) + gathered,
+        size * ((2 * w.hidden - w.ffn) * tokens + 2 * w.ffn * w.hidden),
     )
-    extra += 2 * residual_width(shape, config) * tokens * size
-    if recompute == "full":
+    extra += 2 * h * tokens * size
+    if parallel.recompute == "full":
         one = layer_bytes(shape, config, tokens=tokens, recompute="none", kernels=kernels)
         extra += one - layer_bytes(shape, config, tokens=tokens, recompute="full")
     if pp_rank == 0:
         extra = max(extra, _vocabulary_rows(shape, config) * w.hidden * size)
-    gathered = _gather_bytes(shape, config, tokens)
     logits = logits_bytes(shape, config, role, pp_rank=pp_rank, tokens=tokens, training=True)
-    return held + gathered + max(0, extra - logits), logits
+    return held + max(0, extra - logits), logits
 
 
 def saved_bytes(
@@ -194,37 +204,52 @@ def saved_bytes(
     """Bytes saved by the chunks in flight, and by what follows the layers on the last stage.
 
     After the layers: the final norm as in the table, then the actor's hidden states of the
-    predicting tokens [T, H], counted as [S, H], or the critic's in float32.
+    predicting tokens [T, H], counted as [S, H], or the critic's in float32. On a CPU a chunk's
+    output stays until its backward pass (build.py's deallocate_pipeline_outputs).
     """
     parallel = config.parallel
     size, h = DTYPE_BYTES[config.model.dtype], residual_width(shape, config)
     layer = layer_bytes(shape, config, tokens=tokens, recompute=parallel.recompute, kernels=kernels)
-    held = chunks_in_flight(config, pp_rank=pp_rank) * layers_per_chunk(shape, config) * layer
-    if pp_rank == parallel.pipeline_model_parallel_size - 1:
+    flying = chunks_in_flight(config, pp_rank=pp_rank)
+    held = flying * layers_per_chunk(shape, config) * layer
+    is_last = pp_rank == parallel.pipeline_model_parallel_size - 1
+    if kernels == "cpu":
+        held += (flying - is_last) * tokens * h * size
+    if is_last:
         norm = h * (8 if kernels == "cpu" else size)
         held += tokens * (norm + (shape.hidden_size * size if role == "actor" else 4 * h))
     return held
 
 
 def inference_bytes(
-    shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int, tokens: int
+    shape: ModelShape,
+    config: VapoConfig,
+    role: Role,
+    *,
+    pp_rank: int,
+    tokens: int,
+    kernels: Kernels = "gpu",
 ) -> tuple[int, int]:
     """Largest part of a forward pass without gradients on one GPU, in bytes.
 
-    In a layer: the residual stream, the norm's output, gate, up and product; or query, key and
-    value as projected and rotated, and attention's output. After the layers: the hidden states, and
-    those of the predicting tokens.
+    In a layer: the stage's input, the layer's input, the residual stream, the norm's output and the
+    previous micro-batch's output, with gate, up and product (a CPU has gate and up once more); or
+    without the residual stream, with the projection, its query once more, rotated query and key,
+    and attention's output. After the layers: the hidden states, the same gathered, those of the
+    predicting tokens, and the scores.
 
     Returns:
-        (activations, logits)
+        (activations, logits); their sum is the peak.
     """
     w = widths(shape, config.parallel.tensor_model_parallel_size)
     size, h = DTYPE_BYTES[config.model.dtype], residual_width(shape, config)
-    width = 2 * h + max(3 * w.ffn, w.projected + 3 * w.query + w.key)
+    mlp = 5 * h + (5 if kernels == "cpu" else 3) * w.ffn
+    attention = 4 * h + w.projected + 3 * w.query + w.key
     logits = logits_bytes(shape, config, role, pp_rank=pp_rank, tokens=tokens, training=False)
-    if logits:
-        width = max(width, h + 2 * w.hidden)
-    return tokens * width * size + _gather_bytes(shape, config, tokens), logits
+    layer = tokens * size * max(mlp, attention)
+    after = tokens * size * (h + 2 * w.hidden) if logits else 0
+    gathered = _gather_bytes(shape, config, tokens) * (2 if kernels == "cpu" else 1)
+    return max(layer - logits, after) + gathered, logits
 
 
 def logits_bytes(
@@ -238,22 +263,27 @@ def logits_bytes(
 ) -> int:
     """Bytes of the actor's log-probabilities on the last stage, 0 elsewhere.
 
-    One chunk of scores, in the weight's dtype, and where that is narrow two tiles of an eighth of
-    it in float32 (score_chunks.py). The backward pass adds the gradient of the hidden states, the
-    float32 gradient of the output weight's shard and, where weights are narrow, its copy in their
-    dtype (the chunk is gone by then) or one slab.
+    One chunk of scores in the weight's dtype (score_chunks.py); of narrow weights a tile in
+    float32, and another one for the entropy, which old log-probabilities have and a loss only if it
+    asks for it. The backward pass adds the gradient of the hidden states, the float32 gradient of
+    the output weight's shard and, of narrow weights, its copy in their dtype (the scores are gone
+    by then) or one slab.
     """
     if role != "actor" or pp_rank != config.parallel.pipeline_model_parallel_size - 1:
         return 0
     size = DTYPE_BYTES[config.model.dtype]
-    rows = _vocabulary_rows(shape, config)
-    scores = min(CHUNK_BYTES, 4 * rows * tokens)
-    chunk = scores * size // 4 + (2 * (scores // 8) if size < 4 else 0)
+    columns = _vocabulary_rows(shape, config)
+    most = max(1, CHUNK_BYTES // (4 * columns))
+    chunk = min(most, tokens)
+    tile = min(max(1, most // 8), chunk)
+    with_entropy = not training or config.algorithm.entropy_coef > 0
+    scores = columns * (chunk * size + (4 * tile * (1 + with_entropy) if size < 4 else 0))
     if not training:
-        return chunk
-    gradient = rows * shape.hidden_size
-    copy = max(gradient * size - chunk, SLAB_BYTES) if size < 4 else 0
-    return chunk + 4 * gradient + copy + tokens * shape.hidden_size * size
+        return scores
+    gradient = columns * shape.hidden_size
+    copy = size * gradient if size < 4 else 0
+    room = max(scores + min(copy, SLAB_BYTES), copy)
+    return tokens * shape.hidden_size * size + 4 * gradient + room
 
 
 def _vocabulary_rows(shape: ModelShape, config: VapoConfig) -> int:

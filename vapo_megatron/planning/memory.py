@@ -55,7 +55,8 @@ CUDA_GRAPH_BYTES = 1_503_657_984
 """vllm-project/vllm issue 47654: what capturing reported; it stays while vLLM sleeps."""
 
 FRAGMENTATION = 0.15
-"""Of activations and logits: average of 8 models in arXiv 2401.08156 (GMLake)."""
+"""Of activations and logits: average of 8 models in arXiv 2401.08156 (GMLake), with an allocator
+whose segments cannot expand; the trainer's can (offload.py), so this is on the safe side."""
 
 VLLM_LARGE_GPU_BYTES = 70 * 2**30
 VLLM_BATCHED_TOKENS = (8192, 16384)
@@ -95,7 +96,7 @@ class PhaseMemory:
 
 def offloads(config: VapoConfig) -> bool:
     """Whether what is not at work leaves the GPU; null means that it does."""
-    return getattr(config.parallel, "offload", None) is not False
+    return config.parallel.offload is not False
 
 
 def phase_memory(
