@@ -181,6 +181,12 @@ def test_every_wrong_field_gets_a_line_and_lists_name_the_place():
             ["parallel.world_size=4", "rollout.tensor_model_parallel_size=3"],
             ["parallel.world_size=4", "rollout.tensor_model_parallel_size=3"],
         ),
+        (["model.fp8=hybrid", "model.dtype=float32"], ["fp8=hybrid", "dtype=bfloat16", "fp8=null"]),
+        (["model.fp8=e4m3", "model.layer_spec=local"], ["fp8=e4m3", "layer_spec=local", "auto"]),
+        (
+            ["model.layer_spec=transformer_engine", "model.dtype=float32"],
+            ["layer_spec=transformer_engine", "found float32", "layer_spec=local"],
+        ),
         (["rollout.top_p=0.7"], ["rollout.top_p=0.7", "must be 1", "evaluation.top_p"]),
         (["rollout.top_k=50"], ["rollout.top_k=50", "must be -1", "evaluation.top_k"]),
         (

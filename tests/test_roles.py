@@ -62,13 +62,13 @@ def update_once(hf, algorithm):
     shape = read_model_shape(hf)
     actor, critic = Actor(shape, config, place), Critic(shape, config, place)
     plan = [[0, 1], [2, 3]]  # two micro-batches: counts must be the mini-batch's
-    micro_batches = make_micro_batches(batch(), plan, place, pad=False)
+    micro_batches = make_micro_batches(batch(), plan, multiple_of=1)
     logprobs, entropy = actor.compute_logprobs(micro_batches)
     values = critic.compute_values(micro_batches)
     shift = torch.tensor([SHIFT[t % 3] for t in range(len(logprobs))])
     same, shifted = batch(logprobs), batch(logprobs - shift)
-    first = make_mini_batches(same, [plan], place, pad=False)
-    second = make_mini_batches(shifted, [plan], place, pad=False)
+    first = make_mini_batches(same, [plan], place, multiple_of=1)
+    second = make_mini_batches(shifted, [plan], place, multiple_of=1)
     alone = actor.update(first)
     both = actor.update([*first, *second])
     of_critic = critic.update(first)
@@ -162,7 +162,7 @@ def changed_between(hf):
     actor = Actor(read_model_shape(hf), config, place)
     stale = batch(torch.full((sum(LENGTHS),), -4.0))
     try:
-        actor.update(make_mini_batches(stale, [[[0, 1, 2, 3]]], place, pad=False))
+        actor.update(make_mini_batches(stale, [[[0, 1, 2, 3]]], place, multiple_of=1))
     except AssertionError as error:
         return str(error)
     return ""

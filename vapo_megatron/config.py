@@ -286,4 +286,27 @@ def _reward_rule(c: VapoConfig) -> str | None:
     return None
 
 
-_RULES = (_layout_rule, _pipeline_rule, _batch_rule, _lambda_rule, _sampling_rule, _reward_rule)
+def _precision_rule(c: VapoConfig) -> str | None:
+    m = c.model
+    if m.fp8 is not None and m.dtype != "bfloat16":
+        return (
+            f"model.fp8={m.fp8} needs model.dtype=bfloat16, found {m.dtype}; set "
+            "model.dtype=bfloat16, or model.fp8=null"
+        )
+    if m.fp8 is not None and m.layer_spec == "local":
+        return (
+            f"model.fp8={m.fp8} needs Transformer Engine's layers, found model.layer_spec=local; "
+            "set model.layer_spec=auto, or model.fp8=null"
+        )
+    if m.layer_spec == "transformer_engine" and m.dtype == "float32":
+        return (
+            "model.layer_spec=transformer_engine needs model.dtype=bfloat16, found float32, which "
+            "its fused attention lacks; set model.dtype=bfloat16, or model.layer_spec=local"
+        )
+    return None
+
+
+_RULES = (
+    _layout_rule, _pipeline_rule, _batch_rule, _lambda_rule, _sampling_rule, _reward_rule,
+    _precision_rule,
+)  # fmt: skip

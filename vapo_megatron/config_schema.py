@@ -62,7 +62,13 @@ class ModelConfig(Section):
         "bfloat16", "Type of the parameters and activations."
     )
     layer_spec: Literal["auto", "transformer_engine", "local"] = _field(
-        "auto", "Layer implementation; auto takes Transformer Engine where it is installed."
+        "auto",
+        "Layer implementation; auto takes Transformer Engine where it is installed, in bfloat16.",
+    )
+    fp8: Literal["hybrid", "e4m3"] | None = _field(
+        None,
+        "Type of the layers' matrix products in training; hybrid: e4m3, gradients e5m2. Needs "
+        "Transformer Engine; null: dtype.",
     )
     make_vocab_size_divisible_by: int = _field(
         128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.", ge=1

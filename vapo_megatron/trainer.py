@@ -22,7 +22,12 @@ from vapo_megatron.metrics import MetricsWriter, PhaseTimer, tokens_per_second
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.exchange import exchange, gather_summary
-from vapo_megatron.parallel.minibatches import local_plan, make_micro_batches, make_mini_batches
+from vapo_megatron.parallel.minibatches import (
+    local_plan,
+    make_micro_batches,
+    make_mini_batches,
+    packed_multiple,
+)
 from vapo_megatron.progress import Progress
 from vapo_megatron.replay import Replay
 from vapo_megatron.report import build_report
@@ -83,7 +88,7 @@ class VapoTrainer:
         # Decoupled, length-adaptive GAE.
         with self._phase("advantages"):
             batch = with_advantages(batch, config.algorithm, self.groups)
-            mini_batches = make_mini_batches(batch, plan, self.groups, pad=self._pad)
+            mini_batches = make_mini_batches(batch, plan, self.groups, multiple_of=self._multiple)
 
         # Learn: the critic always, the actor once value pretraining is over.
         with self._phase("critic_update"):
@@ -189,11 +194,11 @@ class VapoTrainer:
         return self.source.evaluate(self.policy_version, self._phase)
 
     def _micro_batches(self, batch: RolloutBatch, part: Sequence[Sequence[int]]) -> list[Any]:
-        return make_micro_batches(batch, part, self.groups, pad=self._pad)
+        return make_micro_batches(batch, part, multiple_of=self._multiple)
 
     @property
-    def _pad(self) -> bool:
-        return self.config.parallel.sequence_parallel
+    def _multiple(self) -> int:
+        return packed_multiple(self.config)
 
     @contextlib.contextmanager
     def _shown(self, start: int) -> Iterator[None]:

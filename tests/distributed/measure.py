@@ -106,7 +106,7 @@ def measure(
     plan = _plan(layout)
     with mutations.applied(mutation):
         model = _build(hf_path, role, layout, here)
-        outputs = _outputs(model, role, problem, plan[here.dp_rank], here, layout)
+        outputs = _outputs(model, role, problem, plan[here.dp_rank])
         difference = (outputs.double() - reference.outputs[_rows(plan[here.dp_rank])]).abs()
         gradients, losses = {}, {}
         for name, settings in LOSSES[role].items():
@@ -175,13 +175,16 @@ def _build(hf_path: str, role: str, layout: Layout, here: Any) -> Any:
     return make(read_model_shape(hf_path), make_config(layout, hf_path, {}), here)
 
 
-def _outputs(
-    model: Any, role: str, problem: Problem, mine: list[list[int]], here: Any, layout: Layout
-) -> Tensor:
-    from vapo_megatron.parallel.minibatches import local_plan, make_micro_batches
+def _outputs(model: Any, role: str, problem: Problem, mine: list[list[int]]) -> Tensor:
+    from vapo_megatron.parallel.minibatches import (
+        local_plan,
+        make_micro_batches,
+        packed_multiple,
+    )
 
     batch = problem.batch().select([p for m in mine for p in m])
-    micro_batches = make_micro_batches(batch, local_plan([mine])[0], here, pad=layout.sp)
+    multiple = packed_multiple(model.config)
+    micro_batches = make_micro_batches(batch, local_plan([mine])[0], multiple_of=multiple)
     if role == "critic":
         return model.compute_values(micro_batches)
     return torch.stack(model.compute_logprobs(micro_batches), -1)
@@ -193,15 +196,19 @@ def _gradients(
     """(loss over all ranks, its finished gradients)."""
     from vapo_megatron.gradients import full_gradients
     from vapo_megatron.models.hf_config import read_model_shape
-    from vapo_megatron.parallel.minibatches import local_plan, make_mini_batches
+    from vapo_megatron.parallel.minibatches import (
+        local_plan,
+        make_mini_batches,
+        packed_multiple,
+    )
 
     algorithm = settings._asdict()
     batch = problem.batch(algorithm.pop("advantage_scale", 1.0))
     batch = batch.select([p for m in mine for p in m])
     tree = model.config.model_dump()
     model.config = VapoConfig.model_validate({**tree, "algorithm": algorithm})
-    pad = model.config.parallel.sequence_parallel
-    (mini_batch,) = make_mini_batches(batch, local_plan([mine]), here, pad=pad)
+    multiple = packed_multiple(model.config)
+    (mini_batch,) = make_mini_batches(batch, local_plan([mine]), here, multiple_of=multiple)
     metrics = model.compute_gradients(mini_batch)
     shape = read_model_shape(tree["model"]["hf_path"])
     named = full_gradients(model.trained.chunks, shape, here, role)

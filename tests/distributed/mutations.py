@@ -34,8 +34,8 @@ def _mean_of_means() -> Patches:
 
     honest = minibatches.make_mini_batches
 
-    def wrong(batch, plan, groups, *, pad):
-        (mini_batch,) = honest(batch, plan, groups, pad=pad)
+    def wrong(batch, plan, groups, *, multiple_of):
+        (mini_batch,) = honest(batch, plan, groups, multiple_of=multiple_of)
         means = len(mini_batch.micro_batches) * groups.dp_size
         return [_OwnCounts(mini_batch, means)]
 

@@ -1,8 +1,10 @@
 """Causal attention over packed sequences, where Transformer Engine's is not installed.
 
-On a GPU in bfloat16: torch's varlen attention (flash attention over cu_seqlens). Otherwise calls
-of scaled_dot_product_attention: long sequences one by one, those of similar length copied into
-right-padded batches, which is exact, since causal rows never see what stands to their right.
+On a GPU in bfloat16: torch's varlen attention (flash attention over cu_seqlens), for which nothing
+is read back from the device. Otherwise, on a CPU or in float32, which flash attention does not
+know, calls of scaled_dot_product_attention: long sequences one by one, those of similar length
+copied into right-padded batches, which is exact, since causal rows never see what stands to their
+right. That reads the bounds back once for each batch.
 """
 
 from __future__ import annotations
@@ -21,8 +23,30 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.rope import Rotary
+from vapo_megatron.parallel import backend
+
+
+def uses_flash_attention(dtype: torch.dtype) -> bool:
+    """Is PackedAttention computed by torch's varlen attention: on a GPU, unless in float32?"""
+    return backend.device().type == "cuda" and dtype != torch.float32
+
+
+def check_flash_attention(head_dim: int) -> None:
+    """Refuse a width that the kernels of torch's varlen attention do not have.
+
+    Raises:
+        ConfigError: names the field, its value and what else can be done.
+    """
+    if head_dim % 8 or head_dim > 256:
+        raise ConfigError(
+            f"model.hf_path's head_dim={head_dim} must be a multiple of 8 and at most 256 for "
+            "torch's flash attention in bfloat16; set model.dtype=float32, or "
+            "model.layer_spec=transformer_engine"
+        )
 
 
 class PackedAttention(MegatronModule):
@@ -50,6 +74,7 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.rotary = rotary
+        self.flash = uses_flash_attention(config.params_dtype)
         assert attn_mask_type == AttnMaskType.causal, attn_mask_type
         assert config.context_parallel_size == 1 and config.attention_dropout == 0
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
@@ -69,7 +94,7 @@ class PackedAttention(MegatronModule):
         assert attention_bias is None and packed_seq_params is not None, "packed sequences only"
         cu_seqlens = packed_seq_params.cu_seqlens_q
         query, key = self.rotary(query, key, cu_seqlens)
-        if query.is_cuda and query.dtype != torch.float32:
+        if self.flash:
             max_seqlen = packed_seq_params.max_seqlen_q
             output = _varlen_attention(query, key, value, cu_seqlens, max_seqlen, self.scale)
         else:
@@ -80,7 +105,11 @@ class PackedAttention(MegatronModule):
 def _varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> Tensor:
-    """Call torch's varlen attention, whose keywords differ between releases of torch."""
+    """Call torch's varlen attention, whose keywords differ between releases of torch.
+
+    2.10   is_causal                       2.11   scale, window_size
+    2.12   scale, window_size, enable_gqa, as in 2.13
+    """
     from torch.nn.attention import varlen
 
     attend: Any = varlen.varlen_attn
@@ -115,12 +144,15 @@ def packed_attention(
     Returns:
         [S, heads, d]
     """
-    bounds = tuple(cu_seqlens.tolist())
+    bounds = _host_bounds(cu_seqlens)
     size, heads, channels = query.shape
     assert bounds[-1] == size, f"cu_seqlens end at {bounds[-1]}, but there are {size} tokens"
     if size == 0:
         return query
     plan = _plan(bounds, heads * channels, query.device)
+    if query.is_cuda and heads != key.size(1):
+        # The kernel for float32 knows no groups: torch would take one that holds all scores.
+        key, value = (x.repeat_interleave(heads // x.size(1), dim=1) for x in (key, value))
     outputs = []
     padded = (_Pad.apply(x, plan).split(plan.splits) for x in (query, key, value))
     for batch, *parts in zip(plan.batches, *padded):
@@ -130,6 +162,17 @@ def packed_attention(
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return _Unpad.apply(torch.cat(outputs), plan)
+
+
+_bounds = WeakTensorKeyDictionary()
+
+
+def _host_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """Read the bounds, from a GPU once for all layers: the read waits for all that was launched."""
+    bounds = _bounds.get(cu_seqlens)
+    if bounds is None:
+        bounds = _bounds[cu_seqlens] = tuple(cu_seqlens.tolist())
+    return bounds
 
 
 @dataclasses.dataclass(frozen=True)

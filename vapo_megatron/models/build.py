@@ -16,6 +16,10 @@ import vapo_megatron.parallel  # noqa: F401  prepares megatron-core for this mac
 
 # isort: split
 import importlib.util
+import os
+import shutil
+import sysconfig
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,10 +30,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.models.attention import check_flash_attention, uses_flash_attention
 from vapo_megatron.models.hf_config import ModelShape, check_layout, padded_vocab_size
-from vapo_megatron.models.layer_spec import block_spec, uses_transformer_engine
+from vapo_megatron.models.layer_spec import block_spec, check_fp8, uses_transformer_engine
 from vapo_megatron.models.rope import Rotary, rope_frequencies, softmax_scale
 from vapo_megatron.models.value_head import ValueHead, values_of
+from vapo_megatron.parallel.backend import check_launch_order
 from vapo_megatron.parallel.backend import device as this_device
 from vapo_megatron.parallel.groups import ParallelGroups
 
@@ -42,15 +48,21 @@ def transformer_config(shape: ModelShape, config: VapoConfig) -> TransformerConf
     """Translate an HF architecture and the run's layout into megatron-core's configuration.
 
     Raises:
-        ConfigError: the layout does not divide the model, or the layer implementation is missing.
+        ConfigError: the layout does not divide the model, or the layer implementation is missing or
+            cannot compute it.
     """
     parallel = config.parallel
     check_layout(shape, parallel)
+    check_launch_order(parallel.tensor_model_parallel_size)
+    check_fp8(shape, config.model, parallel.tensor_model_parallel_size)
     vpp_size = parallel.virtual_pipeline_model_parallel_size or 1
     virtual = vpp_size > 1
     batched = not virtual if parallel.batch_p2p_comm is None else parallel.batch_p2p_comm
     dtype = getattr(torch, config.model.dtype)
     on_gpu = this_device().type == "cuda"
+    transformer_engine = uses_transformer_engine(config.model)
+    if uses_flash_attention(dtype) and not transformer_engine:
+        check_flash_attention(shape.head_dim)
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -88,7 +100,8 @@ def transformer_config(shape: ModelShape, config: VapoConfig) -> TransformerConf
         # Losses arrive divided by global counts: nothing is averaged by megatron-core.
         calculate_per_token_loss=True,
         **_recompute(parallel.recompute),
-        **_fusions(on_gpu, uses_transformer_engine(config.model)),
+        **_fusions(on_gpu, transformer_engine),
+        **_fp8(config.model.fp8),
     )
 
 
@@ -107,12 +120,29 @@ def _recompute(recompute: str) -> dict[str, Any]:
 def _fusions(on_gpu: bool, transformer_engine: bool) -> dict[str, Any]:
     """Kernels that exist only on a GPU; none changes what is computed."""
     fused_gradients = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    compiled = on_gpu and _can_compile()
     return {
-        "bias_activation_fusion": on_gpu,
-        "bias_dropout_fusion": on_gpu,
+        "bias_activation_fusion": compiled,
+        "bias_dropout_fusion": compiled,
         "apply_rope_fusion": on_gpu and transformer_engine,
         "gradient_accumulation_fusion": on_gpu and fused_gradients,
     }
+
+
+def _can_compile() -> bool:
+    """Is there what torch.compile builds its launchers with: a C compiler, Python's headers?"""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return bool(compiler) and Path(sysconfig.get_path("include"), "Python.h").exists()
+
+
+def _fp8(fp8: str | None) -> dict[str, Any]:
+    """The layers' matrix products in FP8; parameters, attention and the output stay in bfloat16.
+
+    Each tensor is scaled by its own largest value. Delayed scaling would keep a history of those:
+    the same weights would give other log-probabilities in the update than before it, and a resumed
+    run other ones than the run it resumes.
+    """
+    return {} if fp8 is None else {"fp8": fp8, "fp8_recipe": "tensorwise"}
 
 
 def build_model(

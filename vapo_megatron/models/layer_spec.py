@@ -1,5 +1,8 @@
 """Which implementation the transformer layers have: Transformer Engine's, or megatron-core's own.
 
+Transformer Engine brings fused attention over packed sequences, norms fused into the linear layers,
+and FP8. It computes in bfloat16 alone: its fused attention has no float32.
+
 The parameters' names differ in one place: Transformer Engine fuses each layer norm into the linear
 layer behind it (`self_attention.linear_qkv.layer_norm_weight` for `input_layernorm.weight`,
 `mlp.linear_fc1.layer_norm_weight` for `pre_mlp_layernorm.weight`).
@@ -15,6 +18,7 @@ import importlib.util
 from typing import Any
 
 import torch
+from megatron.core.extensions import transformer_engine as extension
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -25,11 +29,14 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import is_te_min_version
 
 from vapo_megatron.config import ModelConfig
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.attention import PackedAttention
+from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.rope import Rotary
+from vapo_megatron.parallel.minibatches import FP8_MULTIPLE
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -46,22 +53,73 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def uses_transformer_engine(model: ModelConfig) -> bool:
-    """Resolve model.layer_spec.
+    """Resolve model.layer_spec: auto is Transformer Engine in bfloat16 where it is installed.
 
     Raises:
-        ConfigError: Transformer Engine is asked for and not installed, or there is no GPU.
+        ConfigError: Transformer Engine is asked for and not installed, or there is no GPU; or it is
+            there and megatron-core cannot import it.
     """
-    if model.layer_spec == "local":
+    asked = model.layer_spec == "transformer_engine"
+    if model.layer_spec == "local" or (not asked and model.dtype == "float32"):
         return False
     installed = importlib.util.find_spec("transformer_engine") is not None
     usable = installed and torch.cuda.is_available()
-    if model.layer_spec == "transformer_engine" and not usable:
+    if asked and not usable:
         missing = "there is no GPU" if installed else "it is not installed"
         raise ConfigError(
             f"model.layer_spec=transformer_engine, but {missing}; install transformer-engine on a "
             "GPU machine, or set model.layer_spec=auto"
         )
+    if usable and not extension.HAVE_TE:
+        raise ConfigError(
+            f"model.layer_spec={model.layer_spec}: transformer-engine is installed, but "
+            "transformer_engine.pytorch cannot be imported; mend the installation, or set "
+            "model.layer_spec=local"
+        )
     return usable
+
+
+def check_fp8(shape: ModelShape, model: ModelConfig, tp_size: int) -> None:
+    """Refuse model.fp8 where Transformer Engine could not compute with it.
+
+    Raises:
+        ConfigError: names the field, its value and what it needs.
+    """
+    if model.fp8 is None:
+        return
+    what = f"model.fp8={model.fp8}"
+    if not uses_transformer_engine(model):
+        raise ConfigError(
+            f"{what} needs Transformer Engine, which is not installed, or there is no GPU; install "
+            "transformer-engine on a GPU machine, or set model.fp8=null"
+        )
+    if not is_te_min_version("2.2.0"):
+        raise ConfigError(
+            f"{what} needs transformer-engine 2.2 or newer; update it, or set model.fp8=null"
+        )
+    if torch.cuda.get_device_capability() < (8, 9):
+        raise ConfigError(
+            f"{what} needs a GPU of compute capability 8.9 or newer (Ada, Hopper); set "
+            "model.fp8=null"
+        )
+    for key, width in _fp8_widths(shape, tp_size).items():
+        if width % FP8_MULTIPLE:
+            raise ConfigError(
+                f"{what} needs the {key}, {width} with parallel.tensor_model_parallel_size="
+                f"{tp_size}, to be a multiple of {FP8_MULTIPLE}; lower the size, or set "
+                "model.fp8=null"
+            )
+
+
+def _fp8_widths(shape: ModelShape, tp_size: int) -> dict[str, int]:
+    """Rows and columns of a rank's matrices: each is a dimension that some product sums over."""
+    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
+    return {
+        "model's hidden_size": shape.hidden_size,
+        "rank's query, key and value rows": (heads + 2 * groups) * shape.head_dim // tp_size,
+        "rank's query rows": heads * shape.head_dim // tp_size,
+        "rank's intermediate_size": shape.ffn_hidden_size // tp_size,
+    }
 
 
 def block_spec(

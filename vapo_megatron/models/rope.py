@@ -8,12 +8,12 @@ query and the key, so it enters the scores squared.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from vapo_megatron.models.hf_config import ModelShape
 
@@ -101,32 +101,40 @@ class Rotary:
     Dimension i is paired with i + d/2, as in transformers:
         (x_i, x_{i+d/2}) -> (x_i cos a - x_{i+d/2} sin a, x_{i+d/2} cos a + x_i sin a),  a = p f_i
 
+    Cosines and sines are computed once for each batch, by the first layer, and kept as long as its
+    bounds. Nothing is read back from the device: a GPU would have to finish all its work first.
+
     Args:
         frequencies: float32 [d / 2], from rope_frequencies.
     """
 
     def __init__(self, frequencies: Tensor) -> None:
         self.frequencies = frequencies
-        self._table = functools.lru_cache(maxsize=4)(self._compute_table)
+        self._tables = WeakTensorKeyDictionary()
 
     def __call__(self, query: Tensor, key: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate by the position p within each sequence.
 
         Args:
             query: [S, heads, d]. key: [S, groups, d].
-            cu_seqlens: int32 [sequences + 1].
+            cu_seqlens: int32 [sequences + 1], from 0 to S; not changed in place afterwards.
         """
-        cos, sin = self._table(tuple(cu_seqlens.tolist()), query.dtype, query.device)
+        table = self._tables.get(cu_seqlens)
+        if table is None or table[0].dtype != query.dtype:
+            table = self._compute_table(cu_seqlens, query)
+            self._tables[cu_seqlens] = table
+        cos, sin = table
         return _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)
 
-    def _compute_table(
-        self, bounds: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
+    def _compute_table(self, cu_seqlens: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every position of a packed batch: [S, 1, d / 2]."""
-        lengths = torch.tensor(bounds).diff()
-        positions = torch.arange(bounds[-1]) - torch.tensor(bounds[:-1]).repeat_interleave(lengths)
+        if self.frequencies.device != query.device:
+            self.frequencies = self.frequencies.to(query.device)
+        index = torch.arange(query.size(0), dtype=cu_seqlens.dtype, device=query.device)
+        sequence = torch.searchsorted(cu_seqlens[1:], index, right=True)
+        positions = index - cu_seqlens[sequence]
         angles = torch.outer(positions.float(), self.frequencies)[:, None]
-        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+        return angles.cos().to(query.dtype), angles.sin().to(query.dtype)
 
 
 class _Rotate(torch.autograd.Function):

@@ -36,9 +36,11 @@ from types import CodeType, ModuleType
 import torch
 import torch.distributed as dist
 
+from vapo_megatron.errors import ConfigError
 from vapo_megatron.parallel import cpu_cuda
 
 PACKAGE = "megatron.core"
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _STAND_IN = "_vapo_cpu_cuda"
 _TRANSLATION = hashlib.blake2b(
     importlib.util.MAGIC_NUMBER + Path(__file__).read_bytes(), digest_size=16
@@ -94,7 +96,7 @@ def install() -> bool:
     """
     # Read when CUDA starts: kernels run in the order of their launches, so that communication comes
     # before the computation that is to hide it.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ.setdefault(_CONNECTIONS, "1")
     if torch.cuda.is_available():
         return False
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -104,6 +106,26 @@ def install() -> bool:
         sys.meta_path.insert(0, _Finder())
         _quieten()
     return True
+
+
+def check_launch_order(tp_size: int) -> None:
+    """Refuse a setting with which tensor parallelism would not hide its communication.
+
+    megatron-core launches each layer's communication just before the computation that is to hide it
+    and relies on kernels running in that order. From Blackwell on they do without the setting.
+
+    Raises:
+        ConfigError: names the variable, its value and what it must be.
+    """
+    value = os.environ.get(_CONNECTIONS)
+    if tp_size == 1 or value == "1" or not torch.cuda.is_available():
+        return
+    if torch.cuda.get_device_capability()[0] < 10:
+        raise ConfigError(
+            f"environment variable {_CONNECTIONS}={value} must be 1 on this GPU with "
+            f"parallel.tensor_model_parallel_size={tp_size}; set it to 1, or unset it, before the "
+            "start"
+        )
 
 
 def _quieten() -> None:

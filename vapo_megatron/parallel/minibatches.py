@@ -14,9 +14,14 @@ from torch import Tensor
 
 from vapo_megatron.algorithm.policy_loss import loss_count
 from vapo_megatron.batch import MicroBatch, RolloutBatch, make_micro_batch
+from vapo_megatron.config import VapoConfig
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import ParallelGroups
 from vapo_megatron.parallel.reduce import sum_over_data_parallel
+
+FP8_MULTIPLE = 16
+"""Every dimension of a matrix product in FP8 is a multiple of this (cuBLAS; megatron-core's
+get_fp8_align_size)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +51,21 @@ def local_plan(micro_batches: Sequence[Sequence[Sequence[int]]]) -> list[list[li
     return plan
 
 
+def packed_multiple(config: VapoConfig) -> int:
+    """Return what S, the tokens of a packed forward pass, must be a multiple of.
+
+    Sequence parallelism gives each of TP ranks S / TP tokens; FP8 multiplies what a rank has.
+    """
+    parallel = config.parallel
+    ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return ranks * (FP8_MULTIPLE if config.model.fp8 else 1)
+
+
 def make_micro_batches(
-    batch: RolloutBatch, plan: Sequence[Sequence[int]], groups: ParallelGroups, *, pad: bool
+    batch: RolloutBatch, plan: Sequence[Sequence[int]], *, multiple_of: int
 ) -> list[MicroBatch]:
-    """Build packed micro-batches of local indices; pad: make S divisible by the TP size."""
-    multiple = groups.tp_size if pad else 1
-    return [make_micro_batch(batch.select(part), multiple_of=multiple) for part in plan]
+    """Build packed micro-batches of local indices, padded to packed_multiple."""
+    return [make_micro_batch(batch.select(part), multiple_of=multiple_of) for part in plan]
 
 
 def make_mini_batches(
@@ -59,7 +73,7 @@ def make_mini_batches(
     plan: Sequence[Sequence[Sequence[int]]],
     groups: ParallelGroups,
     *,
-    pad: bool,
+    multiple_of: int,
 ) -> list[MiniBatch]:
     """Build every mini-batch of a step; one all-reduce for all their counts.
 
@@ -67,9 +81,9 @@ def make_mini_batches(
         batch: this data-parallel rank's, complete with advantages and returns.
         plan: [mini-batch][micro-batch][response] local indices.
         groups: this rank's place.
-        pad: sequence parallelism is on.
+        multiple_of: from packed_multiple.
     """
-    mini_batches = [make_micro_batches(batch, part, groups, pad=pad) for part in plan]
+    mini_batches = [make_micro_batches(batch, part, multiple_of=multiple_of) for part in plan]
     counts = torch.stack(
         [torch.stack([_counts(m.batch) for m in part]).sum(0) for part in mini_batches]
     )

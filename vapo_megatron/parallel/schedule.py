@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vapo_megatron.batch import MicroBatch, make_micro_batch
 from vapo_megatron.parallel import backend, groups
+from vapo_megatron.parallel.minibatches import FP8_MULTIPLE
 from vapo_megatron.parallel.reduce import (
     broadcast_from_last_stage,
     broadcast_metrics_from_last_stage,
@@ -162,12 +163,12 @@ def _run(
 def _filled(micro_batches: Sequence[MicroBatch], here: groups.ParallelGroups) -> list[MicroBatch]:
     """Fill up the last group: the virtual pipeline runs micro-batches in groups of pp_size.
 
-    What is added holds no response, and padding that sequence parallelism can divide.
+    What is added holds no response, and padding that sequence parallelism and FP8 can divide.
     """
     if here.vpp_size == 1:
         return list(micro_batches)
     nothing = micro_batches[0].batch.select([])
-    empty = make_micro_batch(nothing, multiple_of=here.tp_size)
+    empty = make_micro_batch(nothing, multiple_of=here.tp_size * FP8_MULTIPLE)
     return [*micro_batches, *[empty] * (-len(micro_batches) % here.pp_size)]
 
 
