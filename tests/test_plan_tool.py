@@ -1,14 +1,22 @@
-"""tools/plan.py: what it prints, and what it refuses. The figures' own tests are in weights/."""
+"""tools/plan.py: what it prints, and what it refuses. The figures' own tests are in
+weights/ and planning/."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
+import io
 import json
+import re
+import shlex
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.models.qwen25 import config_json
+from vapo_megatron.config import load_config
 
 PATH = Path(__file__).resolve().parent.parent / "tools" / "plan.py"
 
@@ -75,3 +83,158 @@ def test_a_number_that_cannot_be(tool, capsys, options, message):
     with pytest.raises(SystemExit) as error:
         tool.main(["reshard", "--model", "Qwen2.5-32B", *LAYOUT, *options])
     assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+HEAD = ["--model", "Qwen2.5-32B", "--gpus", "128", "--gpu-memory", "80GB"]
+
+
+@pytest.fixture(scope="module")
+def printed(tool):
+    """What the tool prints, and its CPU seconds; each command is run once."""
+
+    @functools.cache
+    def run(*options):
+        started, out = time.process_time(), io.StringIO()
+        with contextlib.redirect_stdout(out):
+            assert tool.main(list(options)) == 0
+        return out.getvalue(), time.process_time() - started
+
+    return run
+
+
+def test_a_plan(printed, tmp_path):
+    """Ranked, with one layout in detail and YAML that a run would take; in seconds."""
+    out, seconds = printed(*HEAD)
+    assert seconds < 10
+    job, table, refused, head, memory, times, rest, pasted, notes = out.split("\n\n")
+    assert job.splitlines()[0] == (
+        "Qwen2.5-32B: 32.76e9 parameters, actor and critic, on 128 GPUs in 16 nodes"
+    )
+    columns, *rows = table.splitlines()
+    assert columns.split()[:5] == ["TP", "PP", "VPP", "DP", "vLLM"] and len(rows) == 13
+    seconds = [int(row.split()[8]) for row in rows[:12]]
+    assert seconds == sorted(seconds)
+    assert "TP 1 x PP 1: actor_update needs 2" in refused and "GB of 80.0 (gradients 131" in refused
+    sizes = rows[0].split()
+    assert head.startswith(f"TP {sizes[0]} x PP {sizes[1]} x DP {sizes[3]} (VPP {sizes[2]})")
+    totals = {line.split()[0]: float(line.split()[-1]) for line in memory.splitlines()[1:]}
+    assert max(totals.values()) == float(sizes[-2]) <= 80 and len(totals) == 6
+    assert sum(float(line.split()[1]) for line in times.splitlines()[1:]) == pytest.approx(
+        seconds[0], abs=1
+    )
+    # 12 bytes of optimizer and 2 of parameters, of 32.76e9 and 31.99e9 of them.
+    assert "checkpoint: 0.91 TB, 45 s at 20 GB/s" in rest
+    (tmp_path / "plan.yaml").write_text(pasted.removeprefix("to paste:\n"))
+    parallel = load_config(tmp_path / "plan.yaml").parallel
+    assert [
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size or 1,
+        parallel.data_parallel_size,
+    ] == [int(n) for n in sizes[:4]]
+    assert notes.startswith("not modelled:\n  - ")
+
+
+SMALL = ["--model", "Qwen2.5-7B", "--gpus", "8", "--responses", "64", "--mini-batch", "32"]
+ONE = ["--tp", "2", "--pp", "1", "--vllm-tp", "1", "--recompute", "full", "--max-tokens", "24576"]
+
+
+def first_row(tool, capsys, options):
+    assert tool.main([*SMALL, *ONE, *options]) == 0
+    return capsys.readouterr().out.split("\n\n")[1].splitlines()[1].split()
+
+
+def test_options_reach_the_plan(tool, capsys):
+    plain = first_row(tool, capsys, [])
+    assert plain[:7] == ["2", "1", "1", "4", "1", "full", "24576"]
+    for options in (["--tflops", "400"], ["--hbm", "1000"], ["--share", "matmul=.4"],
+                    ["--response", "15000"], ["--gpu", "A100"], ["--prompt", "2000"]):  # fmt: skip
+        assert int(first_row(tool, capsys, options)[8]) > int(plain[8]), options
+    assert first_row(tool, capsys, ["--offload", "yes"])[7] == "yes"
+    assert int(first_row(tool, capsys, ["--no-critic"])[8]) < int(plain[8])
+    assert first_row(tool, capsys, ["--gpu-memory", "79.6GiB", "--vllm-share", "0.3"])
+
+
+def test_a_configuration_file_is_the_workload(tool, capsys, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "parallel: {world_size: 64, tensor_model_parallel_size: 8}\n"
+        "rollout: {max_response_tokens: 1000, max_prompt_tokens: 100}\n"
+        "algorithm: {responses_per_step: 128, mini_batch_size: 64, group_size: 8}\n"
+    )
+    options = ["--model", "Qwen2.5-7B", "--gpus", "8", "--config", str(file), "--top", "1"]
+    assert tool.main(options) == 0
+    out = capsys.readouterr().out
+    assert "128 responses in groups of 8, mean 500 tokens, at most 1000; prompts of 100" in out
+    assert "world_size: 8\n" in out and "slower (--top" in out
+
+
+def test_nothing_fits(tool, capsys):
+    assert tool.main([*SMALL, "--gpu-memory", "4GB", "--tp", "1", "--pp", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "nothing fits\n" in out and "TP 1 x PP 1: actor_update needs " in out
+    assert tool.main([*SMALL, "--tp", "3"]) == 1
+    assert "world_size=8 must be divisible by tensor_model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "Qwen9"], "model 'Qwen9' must be one of"),
+        (["--gpus", "12"], "--gpus=12 must be a multiple of --gpus-per-node=8"),
+        (["--responses", "100"], "responses_per_step=100 must be divisible by"),
+        (["--response", "30000"], "a mean response of 30000 tokens must lie between 1 and"),
+        (["--vllm-tp", "3"], "rollout.tensor_model_parallel_size=3 must divide"),
+        (["--vllm-tp", "16"], "must divide parallel.world_size=8"),
+        (["--pp", "1", "--vpp", "2"], "needs parallel.pipeline_model_parallel_size > 1"),
+        (["--config", "nowhere.yaml"], "config file nowhere.yaml: No such file"),
+    ],
+)
+def test_a_plan_of_mistakes_is_one_line(tool, capsys, options, message):
+    assert tool.main([*SMALL, *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("plan: ") and message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpu-memory", "80"], "'80' must read like 80GB, 141GB or 79.6GiB"),
+        (["--gpu-memory", "0GB"], "'0GB' must be more than 0"),
+        (["--gpu-memory", "80 parsecs"], "must read like 80GB"),
+        (["--gpus", "many"], "'many' must be a whole number"),
+        (["--hbm", "fast"], "'fast' must be a number"),
+        (["--hbm", "inf"], "inf must be more than 0"),
+        (["--share", "matmul=2"], "'matmul=2' must read NAME=X with X in (0, 1]"),
+        (["--share", "luck=.5"], "NAME one of matmul, attention"),
+        (["--vllm-share", "1.5"], "1.5 must be at most 1"),
+        (["--recompute", "some"], "invalid choice: 'some'"),
+    ],
+)
+def test_an_option_that_cannot_be(tool, capsys, options, message):
+    with pytest.raises(SystemExit) as error:
+        tool.main([*SMALL, *options])
+    text = capsys.readouterr().err
+    assert error.value.code == 2 and message in text and text.count("\n") == 1
+
+
+def test_sizes(tool):
+    assert tool.size("80GB") == 80 * 10**9 and tool.size("1.5 tb") == 15 * 10**11
+    assert tool.size("2GiB") == 2 * 2**30
+
+
+def test_the_readme_says_what_the_tool_says(printed):
+    """Its section on plans: each command's step and tokens stand in the table."""
+    readme = (PATH.parent.parent / "README.md").read_text()
+    if "## Planning a run" not in readme:
+        pytest.skip("the README has no section on plans")
+    section = readme.split("## Planning a run")[1].split("\n## ")[0]
+    rows = re.findall(r"\| ([\d,]+) s \| ([\d,]+) \|", section)
+    figures = {tuple(int(cell.replace(",", "")) for cell in row) for row in rows}
+    commands = re.findall(r"^python tools/plan\.py (--(?:.*\\\n)*.*)$", section, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        out, _ = printed(*shlex.split(command.replace("\\\n", " ")))
+        seconds = re.search(r": (\d+) s a step", out)
+        tokens = re.search(r"; (\d+) with the prompts", out)
+        assert (int(seconds[1]), int(tokens[1])) in figures, command

@@ -109,6 +109,22 @@ class ParallelConfig(Section):
     max_tokens_per_microbatch: int = _field(
         32768, "Token budget (prompt + response) of one packed forward pass.", ge=1
     )
+    offload: bool | None = _field(
+        None,
+        "Keep in host memory what is not at work: each role's parameters and optimizer state, "
+        "while vLLM's weights and cache are dropped; null: on a GPU.",
+    )
+    host_memory_gb: float | None = _field(
+        None,
+        "Host memory of a node that offload may use, in 1e9 bytes; null: what the machine has "
+        "available.",
+        gt=0,
+    )
+    gpu_memory_gb: float = _field(
+        80.0,
+        "Memory of a GPU in 1e9 bytes, for the plan that --dry-run prints; a run asks its own GPU.",
+        gt=0,
+    )
     timeout_seconds: float = _field(3600.0, "Longest wait for another process.", gt=0)
 
     @property

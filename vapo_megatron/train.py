@@ -41,7 +41,9 @@ def main(
         if arguments.dry_run:
             # RANK alone may be a cluster's number of a node.
             if "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0":
-                print(config.to_yaml(), end="")
+                from vapo_megatron.planning.describe import dry_run_comment
+
+                print(config.to_yaml() + dry_run_comment(config), end="")
             return 0
         require_paths(config, arguments.replay)
         if start is not None:
@@ -49,12 +51,12 @@ def main(
         else:
             _train(config, arguments.replay)
     except UserError as error:
-        _tell(f"error: {error}")
+        tell(f"error: {error}")
         return 2
     return 0
 
 
-def _tell(mistake: str) -> None:
+def tell(mistake: str) -> None:
     """Print a mistake once on each node that has it: the first of its processes to meet it does.
 
     Not the first rank: its node may be in order, and torchrun ends a node's other processes as soon
@@ -93,7 +95,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="YAML file; may be given several times, later files win; recipes bring their own",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved configuration and exit"
+        "--dry-run",
+        action="store_true",
+        help="print the resolved configuration, and as comments what it needs of GPUs, and exit",
     )
     parser.add_argument(
         "--replay",
@@ -166,8 +170,28 @@ def _train(config: VapoConfig, replay: Path | None) -> None:
     # Heavy imports come after the checks, so that a mistake is reported at once.
     from vapo_megatron.trainer import VapoTrainer
 
+    if replay is None:
+        _check_memory(config)
     with VapoTrainer(config, replay) as trainer:
         trainer.fit()
+
+
+def _check_memory(config: VapoConfig) -> None:
+    """Refuse what cannot fit into this process's GPU; without a GPU nothing is checked.
+
+    Raises:
+        ConfigError: see planning.plan.check_fits.
+    """
+    import torch
+
+    from vapo_megatron.models.hf_config import check_layout, read_model_shape
+    from vapo_megatron.planning.plan import check_fits
+
+    if torch.cuda.is_available():
+        shape = read_model_shape(str(config.model.hf_path))
+        check_layout(shape, config.parallel)
+        gpu = torch.cuda.get_device_properties(int(os.environ["LOCAL_RANK"]))
+        check_fits(config, shape, gpu.total_memory)
 
 
 if __name__ == "__main__":

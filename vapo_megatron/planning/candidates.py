@@ -47,7 +47,7 @@ def trainer_layouts(
     found, refused = [], {}
     for tp_size in tensors:
         pipelines = [n for n in range(1, world_size + 1) if world_size % (tp_size * n) == 0]
-        for pp_size in [fixed.pipeline] if fixed.pipeline else pipelines:
+        for pp_size in [fixed.pipeline] if fixed.pipeline else pipelines or [1]:
             config = _with_parallel(
                 base,
                 tensor_model_parallel_size=tp_size,
@@ -95,12 +95,28 @@ def variants(shape: ModelShape, layout: VapoConfig, fixed: Fixed) -> Iterator[Va
 def sampler_sizes(
     shape: ModelShape, base: VapoConfig, fixed: Fixed, gpus_per_node: int
 ) -> list[int]:
-    """Return vLLM's tensor-parallel sizes: powers of two within a node that divide the heads."""
-    if fixed.sampler_tensor:
-        return [fixed.sampler_tensor]
-    sizes = _powers_of_two(min(gpus_per_node, base.parallel.world_size))
+    """Return vLLM's tensor-parallel sizes: powers of two within a node that divide the heads.
+
+    Raises:
+        ConfigError: the chosen one divides neither the heads nor the GPUs.
+    """
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-    return [n for n in sizes if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    world_size, chosen = base.parallel.world_size, fixed.sampler_tensor
+    sizes = [chosen] if chosen else _powers_of_two(min(gpus_per_node, world_size))
+    found = [
+        size
+        for size in sizes
+        if world_size % size == 0
+        and heads % size == 0
+        and (kv_heads % size == 0 or size % kv_heads == 0)
+    ]
+    if not found:
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size={chosen} must divide parallel.world_size="
+            f"{world_size} and the model's num_attention_heads={heads}, and be a divisor or a "
+            f"multiple of its num_key_value_heads={kv_heads}; lower it"
+        )
+    return found
 
 
 def offload_choices(base: VapoConfig, fixed: Fixed) -> list[bool]:

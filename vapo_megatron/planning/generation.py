@@ -81,8 +81,9 @@ def generation(
         config.rollout.max_num_sequences, max(1, int(kv_cache_tokens // _running_tokens(workload)))
     )
     tp_size = config.rollout.tensor_model_parallel_size
-    return _replay(_rank(shape, config, cluster), _prefill(shape, cluster, workload, tp_size),
-                   cluster.num_gpus // tp_size, workload, batch)  # fmt: skip
+    rank = _rank(shape, config, cluster)
+    prompt_seconds = _prefill(shape, cluster, workload, tp_size)
+    return _replay(rank, prompt_seconds, cluster.num_gpus // tp_size, workload, batch)
 
 
 def _running_tokens(workload: Workload) -> float:

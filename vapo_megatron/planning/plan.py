@@ -105,7 +105,7 @@ def offload_seconds(
     copied = 0
     roles: tuple[Role, ...] = ("actor", "critic") if workload.critic else ("actor",)
     for role in roles:
-        stages = range(config.parallel.pipeline_model_parallel_size)
+        stages = {0, config.parallel.pipeline_model_parallel_size - 1}
         states = [state_bytes(shape, config, role, pp_rank=stage) for stage in stages]
         copied += max(s.parameters + 2 * (s.parameters + s.optimizer) for s in states)
     return copied / cluster.pcie_bytes

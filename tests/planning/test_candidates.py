@@ -1,0 +1,108 @@
+"""Which layouts are looked at, and that each of them is one that a run would accept."""
+
+import pytest
+
+from vapo_megatron.config import load_config
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.models.hf_config import check_layout
+from vapo_megatron.models.known import known_shape
+from vapo_megatron.planning import candidates
+from vapo_megatron.planning.candidates import Fixed
+
+
+def base(world_size=128, **algorithm):
+    config = load_config([], [f"algorithm.{name}={value}" for name, value in algorithm.items()])
+    parallel = config.parallel.model_copy(update={"world_size": world_size})
+    return config.model_copy(update={"parallel": parallel})
+
+
+def layouts(shape, config, fixed=Fixed(), gpus_per_node=8):  # noqa: B008
+    found, refused = candidates.trainer_layouts(shape, config, fixed, gpus_per_node)
+    sizes = [
+        (c.parallel.tensor_model_parallel_size, c.parallel.pipeline_model_parallel_size)
+        for c in found
+    ]
+    return sizes, refused
+
+
+def test_every_layout_that_divides():
+    sizes, refused = layouts(known_shape("Qwen2.5-32B"), base())
+    # 64 layers: PP may be any power of two up to 64 that leaves no half GPU; 128 is more than 64.
+    powers = (1, 2, 4, 8, 16, 32, 64)
+    assert sizes == [(tp, pp) for tp in (1, 2, 4, 8) for pp in powers if tp * pp <= 128]
+    assert refused == {}
+
+
+def test_what_does_not_divide_is_named():
+    sizes, refused = layouts(known_shape("Qwen2.5-0.5B"), base(8))
+    # 14 heads, 2 key-value heads, 24 layers.
+    assert sizes == [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4)]
+    assert refused["TP 4 x PP 1"] == (
+        "parallel.tensor_model_parallel_size=4 must divide the model's num_attention_heads=14"
+    )
+    assert set(refused) == {"TP 4 x PP 1", "TP 4 x PP 2", "TP 8 x PP 1"}
+
+
+def test_a_mini_batch_needs_a_response_on_each_rank():
+    config = base(responses_per_step=32, mini_batch_size=32)
+    sizes, refused = layouts(known_shape("Qwen2.5-32B"), config)
+    assert min(tp * pp for tp, pp in sizes) == 4
+    assert "must be at least the data-parallel size 128" in refused["TP 1 x PP 1"]
+
+
+def test_what_is_chosen_is_not_searched():
+    fixed = Fixed(tensor=8, pipeline=4, virtual=2, recompute="full", max_tokens=24576)
+    shape = known_shape("Qwen2.5-32B")
+    sizes, _ = layouts(shape, base(), fixed)
+    assert sizes == [(8, 4)]
+    found, _ = candidates.trainer_layouts(shape, base(), fixed, 8)
+    (variant,) = candidates.variants(shape, found[0], fixed)
+    assert variant.parallel.virtual_pipeline_model_parallel_size == 2
+    assert variant.parallel.max_tokens_per_microbatch == 24576
+    assert candidates.sampler_sizes(shape, base(), Fixed(sampler_tensor=2), 8) == [2]
+    assert candidates.offload_choices(base(), Fixed(offload=False)) == [False]
+    assert candidates.offload_choices(base(), Fixed()) == [False, True]
+
+
+def test_a_chosen_layout_outside_a_node_is_looked_at():
+    shape = known_shape("Llama-3.1-70B")
+    sizes, _ = layouts(shape, base(64), Fixed(tensor=16))
+    assert sizes == [(16, 1), (16, 2), (16, 4)]
+
+
+def test_variants_are_different_and_good():
+    shape = known_shape("Qwen2.5-32B")
+    found, _ = candidates.trainer_layouts(shape, base(), Fixed(tensor=8, pipeline=4), 8)
+    variants = list(candidates.variants(shape, found[0], Fixed()))
+    # VPP 1, 2, 4; three recomputations; budgets of 22528, half and twice of it.
+    assert len(variants) == 27 == len({v.to_yaml() for v in variants})
+    budgets = {v.parallel.max_tokens_per_microbatch for v in variants}
+    assert budgets == {11264, 22528, 45056}
+    assert all(v.parallel.sequence_parallel for v in variants)
+    for variant in variants:
+        check_layout(shape, variant.parallel)
+
+
+def test_no_chunks_without_a_pipeline_or_layers_for_them():
+    shape = known_shape("Qwen2.5-0.5B")
+    found, _ = candidates.trainer_layouts(shape, base(8), Fixed(tensor=1), 8)
+    chunks = [
+        {
+            v.parallel.virtual_pipeline_model_parallel_size
+            for v in candidates.variants(shape, layout, Fixed())
+        }
+        for layout in found
+    ]
+    # 24 layers on PP 1, 2, 4, 8: 24, 12, 6, 3 of a stage.
+    assert chunks == [{None}, {None, 2, 4}, {None, 2}, {None}]
+    with pytest.raises(ConfigError, match="needs parallel.pipeline_model_parallel_size > 1"):
+        list(candidates.variants(shape, found[0], Fixed(virtual=2)))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("Qwen2.5-0.5B", [1, 2]), ("Qwen2.5-7B", [1, 2, 4]), ("Qwen2.5-32B", [1, 2, 4, 8])],
+)
+def test_sizes_of_vllm(name, sizes):
+    assert candidates.sampler_sizes(known_shape(name), base(), Fixed(), 8) == sizes
+    assert candidates.sampler_sizes(known_shape(name), base(), Fixed(), 2) == [1, 2]

@@ -1,0 +1,265 @@
+"""Plans fit together: memory, time, ranking, refusals, and what is printed of them.
+
+The bytes' own tests are in test_memory.py, the seconds' in test_roofline.py.
+"""
+
+import dataclasses
+import itertools
+import json
+import sys
+import types
+
+import pytest
+import yaml
+
+from tests.models.qwen25 import config_json
+from tests.planning.test_candidates import base
+from vapo_megatron import train
+from vapo_megatron.config import VapoConfig, load_config
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.models.known import known_shape
+from vapo_megatron.planning import candidates, memory
+from vapo_megatron.planning.candidates import Fixed, with_offload, with_sampler
+from vapo_megatron.planning.cluster import Cluster
+from vapo_megatron.planning.describe import describe, dry_run_comment, to_paste
+from vapo_megatron.planning.plan import check_fits, make_plan, misfit, model_flops, peak_memory
+from vapo_megatron.planning.ranking import rank
+from vapo_megatron.planning.workload import workload_of
+
+SMALL, SMALL_SHAPE = Cluster(num_gpus=8), known_shape("Qwen2.5-7B")
+SMALL_BASE = base(8, responses_per_step=256, mini_batch_size=64)
+RECIPE = ["examples/configs/qwen2.5_base.yaml", "examples/configs/qwen2.5_32b.yaml"]
+
+
+@pytest.fixture(scope="module")
+def ranking():
+    return rank(SMALL_SHAPE, SMALL_BASE, SMALL, workload_of(SMALL_BASE), Fixed())
+
+
+def test_the_fastest_first_and_all_fit(ranking):
+    seconds = [plan.step_seconds for plan in ranking.plans]
+    assert len(seconds) > 10 and seconds == sorted(seconds)
+    for plan in ranking.plans:
+        assert plan.peak[1].total <= SMALL.gpu_bytes
+        assert plan.kv_cache_tokens >= 2048 + 20480
+        assert plan.step_seconds == pytest.approx(sum(plan.seconds.values()))
+    layouts = [
+        (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, s)
+        for p, s in (
+            (x.config.parallel, x.config.rollout.tensor_model_parallel_size) for x in ranking.plans
+        )
+    ]
+    assert len(set(layouts)) == len(layouts)
+
+
+def test_the_best_of_a_layout_is_the_best_of_all_its_variants(ranking):
+    """The ranking leaves variants out that cannot win; here none is left out."""
+    fixed = Fixed(tensor=2, pipeline=2)
+    (layout,), _ = candidates.trainer_layouts(SMALL_SHAPE, SMALL_BASE, fixed, 8)
+    workload = workload_of(SMALL_BASE)
+    best = {}
+    shares = [round(0.05 * n, 2) for n in range(1, 19)]
+    for variant, offload, size, share in itertools.product(
+        candidates.variants(SMALL_SHAPE, layout, fixed), (True, False), (1, 4), shares
+    ):
+        config = with_sampler(
+            with_offload(variant, offload),
+            tensor_model_parallel_size=size,
+            gpu_memory_utilization=share,
+        )
+        phases = peak_memory(SMALL_SHAPE, config, SMALL.gpu_bytes)
+        if misfit(SMALL_SHAPE, config, SMALL.gpu_bytes, phases) is None:
+            seconds = make_plan(SMALL_SHAPE, config, SMALL, workload, phases=phases).step_seconds
+            best[size] = min(seconds, best.get(size, seconds))
+    found = {
+        plan.config.rollout.tensor_model_parallel_size: plan.step_seconds
+        for plan in ranking.plans
+        if plan.config.parallel.tensor_model_parallel_size == 2
+        and plan.config.parallel.pipeline_model_parallel_size == 2
+    }
+    assert {size: found[size] for size in best} == pytest.approx(best) and len(best) == 2
+
+
+def test_more_memory_is_never_slower(ranking):
+    larger = dataclasses.replace(SMALL, gpu_bytes=141 * 10**9)
+    after = rank(SMALL_SHAPE, SMALL_BASE, larger, workload_of(SMALL_BASE), Fixed())
+    assert after.plans[0].step_seconds <= ranking.plans[0].step_seconds
+    assert len(after.plans) >= len(ranking.plans) and len(after.refused) <= len(ranking.refused)
+
+
+def test_what_does_not_fit_says_why():
+    little = dataclasses.replace(SMALL, gpu_bytes=20 * 10**9)
+    found = rank(SMALL_SHAPE, SMALL_BASE, little, workload_of(SMALL_BASE), Fixed(tensor=1))
+    assert not found.plans
+    assert found.refused["TP 1 x PP 1"].split(" needs ")[0] in memory.PHASES
+    assert "GB of 20.0 (gradients 30.5; parameters 15.2" in found.refused["TP 1 x PP 1"]
+
+
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize("vpp_size", [None, 2])
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 4), (2, 2), (4, 8)])
+def test_the_first_or_the_last_stage_is_the_fullest(tp_size, pp_size, vpp_size, offload):
+    shape = known_shape("Qwen2.5-32B")
+    fields = {
+        "tensor_model_parallel_size": tp_size,
+        "pipeline_model_parallel_size": pp_size,
+        "virtual_pipeline_model_parallel_size": vpp_size,
+        "offload": offload,
+    }
+    config = base(32)
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update=fields)})
+    for recompute in ("none", "full"):
+        parallel = config.parallel.model_copy(update={"recompute": recompute})
+        one = config.model_copy(update={"parallel": parallel})
+        found = peak_memory(shape, one, SMALL.gpu_bytes)
+        worst = memory.worst_memory(shape, one, gpu_bytes=SMALL.gpu_bytes)
+        assert {k: v.total for k, v in found.items()} == {k: v.total for k, v in worst.items()}
+
+
+def test_a_critic_costs_its_phases():
+    workload = workload_of(SMALL_BASE)
+    alone = dataclasses.replace(workload, critic=False)
+    config = with_offload(SMALL_BASE, True)
+    both, one = (make_plan(SMALL_SHAPE, config, SMALL, w) for w in (workload, alone))
+    assert set(both.seconds) - set(one.seconds) == {"values", "critic_update"}
+    assert set(one.memory) == {"generation", "logprobs", "actor_update", "sync"}
+    assert one.training.offload_seconds == pytest.approx(both.training.offload_seconds / 2, rel=0.1)
+    referred = dataclasses.replace(alone, reference=True)
+    twice = make_plan(SMALL_SHAPE, config, SMALL, referred)
+    assert twice.seconds["logprobs"] == 2 * one.seconds["logprobs"]
+    # Value head and output projection apart, critic and actor train on the same products.
+    assert 1.8 < model_flops(SMALL_SHAPE, workload) / model_flops(SMALL_SHAPE, alone) < 2
+
+
+def test_copies_to_hosts_by_hand():
+    # bfloat16 on one GPU: 2 bytes of parameters, 12 of optimizer, of 7.6e9 and 7.1e9 parameters.
+    # Each role: 2 for its scores, 2 + 12 there and back for its updates: 30 bytes.
+    config = with_offload(base(1, responses_per_step=64, mini_batch_size=64), True)
+    cluster = dataclasses.replace(
+        Cluster(num_gpus=1, gpus_per_node=1), pcie_gb_per_second=1.0, pcie_share=1.0
+    )
+    plan = make_plan(SMALL_SHAPE, config, cluster, workload_of(config))
+    assert plan.training.offload_seconds == pytest.approx(30 * (7.615 + 7.071), rel=0.001)
+    resident = make_plan(SMALL_SHAPE, with_offload(config, False), cluster, workload_of(config))
+    assert resident.training.offload_seconds == 0
+
+
+def test_tokens_per_second_both_ways():
+    workload = workload_of(SMALL_BASE, mean_response_tokens=1000, prompt_tokens=200)
+    plan = make_plan(SMALL_SHAPE, with_offload(SMALL_BASE, True), SMALL, workload)
+    responses = plan.response_tokens_per_second * plan.step_seconds * 8
+    assert responses == pytest.approx(256 * 1000, rel=1e-3)
+    assert plan.total_tokens_per_second * plan.step_seconds * 8 - responses == pytest.approx(51200)
+
+
+def test_the_recipe_fits():
+    check_fits(load_config(RECIPE), known_shape("Qwen2.5-32B"), 80 * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=1"],
+            "actor_update needs .* GB of 80.0 .gradients 65.5; parameters 32.8; .*; raise "
+            "parallel.tensor_model_parallel_size=2 or pipeline_model_parallel_size=1, lower "
+            "max_tokens_per_microbatch=24576, or let tools/plan.py find a layout",
+        ),
+        (
+            ["parallel.recompute=none", "parallel.pipeline_model_parallel_size=8",
+             "parallel.max_tokens_per_microbatch=262144"],
+            "activations .*set recompute=full for none, lower",
+        ),
+        (
+            ["rollout.gpu_memory_utilization=0.15", "rollout.tensor_model_parallel_size=8"],
+            "KV cache of .* tokens, less than one sequence of 22528 .*raise "
+            "rollout.gpu_memory_utilization=0.15 or rollout.tensor_model_parallel_size=8",
+        ),
+        (
+            ["rollout.kv_cache_bytes=80000000000"],
+            "generation needs .*lower rollout.kv_cache_bytes=80000000000 or",
+        ),
+        (
+            ["parallel.offload=false", "rollout.gpu_memory_utilization=0.9"],
+            "set offload=true",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_fit_is_refused_in_one_line(overrides, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        check_fits(load_config(RECIPE, overrides), known_shape("Qwen2.5-32B"), 80 * 10**9)
+    assert "\n" not in str(error.value)
+
+
+def test_the_reserve_alone_refuses_nothing():
+    shape, config = known_shape("Qwen2.5-32B"), load_config(RECIPE)
+    phases = peak_memory(shape, config, 80 * 10**9)
+    name, fullest = max(phases.items(), key=lambda item: item[1].total)
+    between = fullest.total - fullest.reserve // 2
+    config = with_sampler(config, kv_cache_bytes=fullest.kv_cache)
+    assert misfit(shape, config, between, peak_memory(shape, config, between)).startswith(name)
+    check_fits(config, shape, between)
+
+
+def test_yaml_to_paste_is_the_plan(ranking, tmp_path):
+    config = ranking.plans[0].config
+    file = tmp_path / "plan.yaml"
+    file.write_text(to_paste(config))
+    loaded = load_config(file)
+    assert loaded.parallel == config.parallel and loaded.rollout == config.rollout
+    assert loaded.algorithm == config.algorithm
+
+
+def test_a_dry_run_prints_the_plan_as_comments(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **config_json("32B")}))
+    options = [part for file in RECIPE for part in ("--config", file)]
+    options += ["--dry-run", f"model.hf_path={tmp_path}"]
+    assert train.main([*options, "parallel.gpu_memory_gb=40"]) == 0
+    text = capsys.readouterr().out
+    assert VapoConfig.model_validate(yaml.safe_load(text)).parallel.gpu_memory_gb == 40
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    assert "# GPU: 40 GB" in text and any(line.startswith("# TP 8 x PP 4") for line in comments)
+    assert "# DOES NOT FIT: generation leaves vLLM a KV cache of" in text
+
+
+def test_a_dry_run_without_the_model_says_so():
+    config = load_config(RECIPE)
+    comment = dry_run_comment(config)
+    assert comment.startswith("# no plan could be made: model.hf_path=models/Qwen2.5-32B")
+    assert comment.count("\n") == 1
+    assert dry_run_comment(VapoConfig()).startswith("# no plan could be made: model.hf_path is not")
+
+
+def test_a_layout_that_does_not_divide_has_no_plan():
+    config = load_config(RECIPE, ["parallel.tensor_model_parallel_size=16"])
+    with pytest.raises(ConfigError, match="must divide the model's num_attention_heads=40"):
+        describe(config, known_shape("Qwen2.5-32B"))
+
+
+@pytest.mark.parametrize(("gigabytes", "refused"), [(1, True), (400, False)])
+def test_a_run_asks_its_gpu(monkeypatch, tmp_path, capsys, gigabytes, refused):
+    """The GPU's size is made up, and the run ends where it would build the trainer."""
+    import torch
+
+    class Gpu:
+        total_memory = gigabytes * 10**9
+
+    def stop(*_):
+        raise ConfigError("the trainer was reached")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda rank: [Gpu][rank])
+    trainer = types.SimpleNamespace(VapoTrainer=stop)
+    monkeypatch.setitem(sys.modules, "vapo_megatron.trainer", trainer)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, {"WORLD_SIZE": "1"}.get(name, "0"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **config_json("7B")}))
+    (tmp_path / "problems.jsonl").write_text("")
+    (tmp_path / "run.yaml").write_text("{}")
+    options = ["--config", str(tmp_path / "run.yaml"), f"model.hf_path={tmp_path}"]
+    options += [f"data.train_path={tmp_path / 'problems.jsonl'}"]
+    assert train.main(options) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    expected = "error: this configuration cannot fit into a GPU: " if refused else "was reached"
+    assert expected in error

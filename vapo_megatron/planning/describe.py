@@ -1,0 +1,250 @@
+"""Plans in words: a ranking, one layout in detail, YAML to paste, and what is not modelled."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+import yaml
+
+from vapo_megatron import flops
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.models.hf_config import (
+    ModelShape,
+    check_layout,
+    parameter_count,
+    read_model_shape,
+)
+from vapo_megatron.planning import memory
+from vapo_megatron.planning.cluster import GB, Cluster
+from vapo_megatron.planning.plan import Plan, make_plan, misfit, model_flops
+from vapo_megatron.planning.ranking import Ranking
+from vapo_megatron.planning.roofline import Phase
+from vapo_megatron.planning.workload import Workload, workload_of
+
+NOT_MODELLED = (
+    "kernels smaller than their shapes' best, launches, and stragglers: seconds are a roofline's, "
+    "so that a run is rather slower than faster",
+    "micro-batches of unequal length in a pipeline, whose stages then wait for each other",
+    "preemption by vLLM; lengths of responses (log-normal, as long as you say they are)",
+    "products in FP8: they count as bfloat16's",
+    "verifier, exchange of responses, advantages, evaluation, start-up",
+    "contention between nodes in a sync, and of GPUs for their host's memory",
+)
+
+PARTS = {
+    "parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "activ",
+    "logits": "logits", "sampler_weights": "vLLM", "kv_cache": "KV", "sync_buckets": "sync",
+    "reserve": "reserve",
+}  # fmt: skip
+
+_PASTED = {
+    "parallel": (
+        "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size", "sequence_parallel", "use_distributed_optimizer",
+        "overlap_grad_reduce", "overlap_param_gather", "recompute", "max_tokens_per_microbatch",
+        "offload",
+    ),
+    "rollout": (
+        "tensor_model_parallel_size", "max_prompt_tokens", "max_response_tokens",
+        "gpu_memory_utilization", "max_num_sequences",
+    ),
+    "algorithm": ("responses_per_step", "group_size", "mini_batch_size"),
+}  # fmt: skip
+
+
+def describe_job(name: str, shape: ModelShape, c: Cluster, w: Workload) -> str:
+    """Return what is planned for: model, cluster, workload."""
+    roles = "actor and critic" if w.critic else "actor"
+    nodes = math.ceil(c.num_gpus / c.gpus_per_node)
+    return (
+        f"{name}: {parameter_count(shape) / 1e9:.2f}e9 parameters, {roles}, on {c.num_gpus} "
+        f"GPU{'s' if c.num_gpus > 1 else ''} in {nodes} node{'s' if nodes > 1 else ''}\n"
+        f"GPU: {c.gpu_bytes / GB:g} GB, {c.peak_tflops:g} TFLOP/s, memory "
+        f"{c.memory_gb_per_second:g} GB/s, NVLink {c.nvlink_gb_per_second:g}, network "
+        f"{c.network_gb_per_second:g}, PCIe {c.pcie_gb_per_second:g}; storage "
+        f"{c.storage_gb_per_second:g} GB/s\n"
+        f"step: {w.num_responses} responses in groups of {w.group_size}, mean "
+        f"{w.response_tokens / w.num_responses:.0f} tokens, at most {w.max_response_tokens}; "
+        f"prompts of {w.prompt_tokens}; mini-batches of {w.mini_batch_size}"
+    )
+
+
+def describe_ranking(ranking: Ranking, top: int) -> str:
+    """Return the fastest plans as a table, and why other layouts are not in it."""
+    lines = []
+    if ranking.plans:
+        columns = list(ranking.plans[0].seconds)
+        head = f"{'TP':>3}{'PP':>4}{'VPP':>4}{'DP':>4}{'vLLM':>5} {'recompute':<10}{'budget':>7}"
+        head += f"{'offload':>8}{'step s':>8}" + "".join(f"{_short(c):>9}" for c in columns)
+        lines.append(head + f"{'tok/s/GPU':>11}{'all tok':>8}{'peak GB':>9} in")
+        lines += [_row(plan, columns) for plan in ranking.plans[:top]]
+        left = len(ranking.plans) - top
+        if left > 0:
+            lines.append(f"... and {left} slower (--top {len(ranking.plans)} shows all)")
+    lines += [""] + _refusals(ranking.refused) if ranking.refused else []
+    return "\n".join(lines)
+
+
+def _short(phase: str) -> str:
+    return {
+        "generation": "sample", "critic_update": "critic", "actor_update": "actor",
+        "offload": "copies",
+    }.get(phase, phase)  # fmt: skip
+
+
+def _row(plan: Plan, columns: list[str]) -> str:
+    p, r = plan.config.parallel, plan.config.rollout
+    phase, peak = plan.peak
+    cells = "".join(f"{plan.seconds[name]:>9.1f}" for name in columns)
+    return (
+        f"{p.tensor_model_parallel_size:>3}{p.pipeline_model_parallel_size:>4}"
+        f"{p.virtual_pipeline_model_parallel_size or 1:>4}{p.data_parallel_size:>4}"
+        f"{r.tensor_model_parallel_size:>5} {p.recompute:<10}{p.max_tokens_per_microbatch:>7}"
+        f"{'yes' if p.offload else 'no':>8}{plan.step_seconds:>8.0f}{cells}"
+        f"{plan.response_tokens_per_second:>11.0f}{plan.total_tokens_per_second:>8.0f}"
+        f"{peak.total / GB:>9.1f} {phase}"
+    )
+
+
+def _refusals(refused: dict[str, str]) -> list[str]:
+    """One line for each reason; layouts that share it stand together."""
+    by_reason: dict[str, list[str]] = {}
+    for layout, reason in refused.items():
+        by_reason.setdefault(reason, []).append(layout)
+    return ["not in the table:"] + [
+        f"  {', '.join(layouts)}: {reason}" for reason, layouts in by_reason.items()
+    ]
+
+
+def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> str:
+    """Return one layout in detail.
+
+    Args:
+        shape: of the model.
+        plan: fits or not.
+        sync: seconds by the resharding plan itself (weights/reshard_cost.py), where it was made.
+    """
+    p, r, c = plan.config.parallel, plan.config.rollout, plan.cluster
+    updates = [name for name in ("critic_update", "actor_update") if name in plan.training.phases]
+    seconds = sum(plan.seconds[name] for name in updates)
+    used = flops.utilization(
+        model_flops(shape, plan.workload), seconds, c.peak_tflops * 1e12 * c.num_gpus
+    )
+    head = (
+        f"TP {p.tensor_model_parallel_size} x PP {p.pipeline_model_parallel_size} x DP "
+        f"{p.data_parallel_size} (VPP {p.virtual_pipeline_model_parallel_size or 1}), recompute "
+        f"{p.recompute}, vLLM TP {r.tensor_model_parallel_size}: {plan.step_seconds:.0f} s a step"
+    )
+    return "\n".join(
+        [
+            head,
+            f"  {plan.response_tokens_per_second:.0f} response tokens/s/GPU; "
+            f"{plan.total_tokens_per_second:.0f} with the prompts; updates at {used:.0%} MFU",
+            "",
+            *_memory_table(plan),
+            "",
+            *_time_table(plan, sync),
+            "",
+            f"  vLLM: KV cache of {plan.kv_cache_tokens} tokens in each of "
+            f"{c.num_gpus // r.tensor_model_parallel_size} replicas",
+            *(_both_roles(shape, plan) if plan.workload.critic else ()),
+        ]
+    )
+
+
+def _both_roles(shape: ModelShape, plan: Plan) -> Iterable[str]:
+    """What is counted for actor and critic together."""
+    c = plan.cluster
+    host = memory.host_bytes_per_node(shape, plan.config, gpus_per_node=c.gpus_per_node)
+    yield f"  host memory: {host / GB:.0f} GB a node for what is offloaded"
+    disk = memory.checkpoint_bytes(shape, plan.config)
+    seconds = disk / (c.storage_gb_per_second * GB)
+    yield (
+        f"  checkpoint: {disk / 1e12:.2f} TB, {seconds:.0f} s at {c.storage_gb_per_second:g} GB/s"
+    )
+
+
+def _memory_table(plan: Plan) -> Iterable[str]:
+    limit = f"of {plan.cluster.gpu_bytes / GB:g}"
+    yield f"  {'GB':<15}" + "".join(f"{name:>8}" for name in PARTS.values()) + f"{limit:>9}"
+    for name, phase in plan.memory.items():
+        sizes = dataclasses.asdict(phase)
+        cells = "".join(f"{sizes[part] / GB:>8.1f}" for part in PARTS)
+        yield f"  {name:<15}{cells}{phase.total / GB:>9.1f}"
+
+
+def _time_table(plan: Plan, sync: float | None) -> Iterable[str]:
+    generation, seconds = plan.generation, plan.seconds
+    notes = {
+        "generation": f"prefill {generation.prefill_seconds:.1f} s; at most {generation.batch} "
+        f"sequences at once; {generation.tail:.0%} with fewer than half of them",
+        "sync": "estimated" if sync is None else f"estimated; {sync:.2f} s by the plan itself",
+    }
+    notes |= {name: _phase_note(phase) for name, phase in plan.training.phases.items()}
+    yield "  seconds"
+    for name, value in seconds.items():
+        yield f"  {name:<15}{value:>8.1f}  {notes.get(name, '')}".rstrip()
+
+
+def _phase_note(phase: Phase) -> str:
+    return (
+        f"bubble {phase.bubble:.1%}; slowest rank {phase.imbalance:+.1%}; last stage "
+        f"{phase.stages:+.0%}; {phase.between_seconds:.1f} s between updates"
+    )
+
+
+def to_paste(config: VapoConfig) -> str:
+    """Return the configuration's part that a plan decides, as YAML."""
+    tree = config.model_dump()
+    return yaml.safe_dump(
+        {part: {name: tree[part][name] for name in names} for part, names in _PASTED.items()},
+        sort_keys=False,
+    )
+
+
+def describe_notes() -> str:
+    """Return what is not modelled."""
+    return "not modelled:\n" + "\n".join(f"  - {note}" for note in NOT_MODELLED)
+
+
+def describe(config: VapoConfig, shape: ModelShape) -> str:
+    """Plan a configuration as it is, on H100s of parallel.gpu_memory_gb, for people.
+
+    Raises:
+        ConfigError: the layout does not divide the model.
+    """
+    check_layout(shape, config.parallel)
+    num_gpus = config.parallel.world_size
+    cluster = Cluster(
+        num_gpus=num_gpus,
+        gpus_per_node=min(8, num_gpus),
+        gpu_bytes=int(config.parallel.gpu_memory_gb * GB),
+    )
+    workload = workload_of(config)
+    plan = make_plan(shape, config, cluster, workload)
+    reason = misfit(shape, config, cluster.gpu_bytes, plan.memory)
+    verdict = f"DOES NOT FIT: {reason}" if reason else "fits"
+    return "\n".join(
+        [
+            describe_job(str(config.model.hf_path), shape, cluster, workload),
+            verdict,
+            "",
+            describe_plan(shape, plan),
+            "",
+            describe_notes(),
+        ]
+    )
+
+
+def dry_run_comment(config: VapoConfig) -> str:
+    """Return describe() as YAML comments, or one that says why there is no plan."""
+    try:
+        if config.model.hf_path is None:
+            raise ConfigError("model.hf_path is not set")
+        text = describe(config, read_model_shape(config.model.hf_path))
+    except ConfigError as error:
+        text = f"no plan could be made: {error} (tools/plan.py knows published models without)"
+    return "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())
