@@ -56,6 +56,7 @@ LEVELS = {
     "trainer": 6,
     "gradient_check": 7,
     "train": 7,
+    "evaluation_run": 8,
     "launch": 8,
 }
 

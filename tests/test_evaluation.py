@@ -213,6 +213,7 @@ def test_another_evaluation_is_refused_but_not_another_place(tmp_path):
     ("text", "message"),
     [
         ('{"prompt": "p"}\n', "is no evaluation's file; give another --out"),
+        ("something important", "is no evaluation's file"),
         ("nonsense\n", "line 1 is not as an evaluation writes it"),
         ("HEADER[1]\n", "line 2 is not as"),
         ('HEADER{"prompt_index": 1}\n', "line 2 is not as"),

@@ -80,10 +80,13 @@ class EvaluationFile:
 
     def _read(self, header: dict[str, Any]) -> None:
         """Take in what is there, and cut off what follows the last newline."""
+        begin, end = to_line(header).encode(), 0
         self._file.seek(0)
-        end = 0
         for number, line in enumerate(self._file, 1):
             if not line.endswith(b"\n"):
+                if number == 1 and not begin.startswith(line):
+                    raise self._foreign()
+                self._file.truncate(end)
                 break
             end += len(line)
             found = self._object(number, line)
@@ -91,13 +94,15 @@ class EvaluationFile:
                 self._compare(found, header)
             else:
                 self._count([found])
-        self._file.truncate(end)
         if end == 0:
-            self._file.write(to_line(header).encode())
+            self._file.write(begin)
+
+    def _foreign(self) -> DataError:
+        return DataError(f"{self.path} is no evaluation's file; give another --out")
 
     def _compare(self, found: dict[str, Any], header: dict[str, Any]) -> None:
         if "evaluation" not in found:
-            raise DataError(f"{self.path} is no evaluation's file; give another --out")
+            raise self._foreign()
         for name, value in header.items():
             if name not in _FOR_PEOPLE and found.get(name) != value:
                 raise DataError(

@@ -1,0 +1,235 @@
+"""tools/evaluate.py with vLLM: what it writes, that it goes on, and that replicas change nothing.
+
+A tiny random model whose every token is a boxed digit, so that some answers are right. Not
+exercised: a GPU, vLLM's tensor parallelism, several nodes.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron.config import load_config
+from vapo_megatron.errors import CheckpointError, ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools/evaluate.py"
+NUM_PROBLEMS, SAMPLES = 7, 6
+OPTIONS = [
+    "--samples", str(SAMPLES), "--top-p", "0.9", "--batch", "2",
+    "rollout.max_prompt_tokens=16", "rollout.max_response_tokens=24", "model.dtype=float32",
+    "rollout.kv_cache_bytes=16777216", "rollout.max_num_sequences=8", "reward.num_workers=1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A model of 64 tokens: two special ones, the stop token, and 61 boxed digits 0..4."""
+    path = tmp_path_factory.mktemp("base") / "model"
+    write_tiny_hf(path, num_layers=2, heads=2, kv_heads=2, vocab=64)
+    words = ["<unk>", "<s>", "</s>", *(f"\\boxed{{{i % 5}}}{i}" for i in range(3, 64))]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>"
+    ).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "held_out.jsonl"
+    rows = [
+        {"prompt": " ".join(f"\\boxed{{{j % 5}}}{j}" for j in (3 + i, 9, 20 + i)), "answer": i % 5}
+        for i in range(NUM_PROBLEMS)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def environment():
+    gone = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    clean = {k: v for k, v in os.environ.items() if k not in gone}
+    return {**clean, "OMP_NUM_THREADS": "1"}
+
+
+def run(command, code=0):
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, env=environment(), capture_output=True, text=True,
+        timeout=280,
+    )  # fmt: skip
+    assert done.returncode == code, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done
+
+
+def arguments(checkpoint, data, out):
+    return ["--checkpoint", str(checkpoint), "--data", str(data), "--out", str(out), *OPTIONS]
+
+
+@pytest.fixture(scope="module")
+def straight(checkpoint, data, tmp_path_factory):
+    """An evaluation from beginning to end; the same again; and one with another temperature."""
+    out = tmp_path_factory.mktemp("out")
+    given = arguments(checkpoint, data, out / "straight.jsonl")
+    code = f"""if True:
+        import pathlib, sys
+        sys.path.insert(0, {str(TOOL.parent)!r})
+        import evaluate
+        times = lambda: [p.stat().st_mtime_ns for p in pathlib.Path({str(out)!r}).glob("*.jsonl")]
+        codes = [evaluate.main({given!r})]
+        written = times()
+        codes.append(evaluate.main({given!r}))
+        codes.append(evaluate.main({[*given, "--temperature", "0.5"]!r}))
+        print(codes, written == times())
+    """
+    return out, run([sys.executable, "-c", code])
+
+
+def read(path):
+    header, *lines = map(json.loads, path.read_text().splitlines())
+    return header, lines
+
+
+def test_every_sample_is_written_and_judged(straight, checkpoint, data):
+    header, lines = read(straight[0] / "straight.jsonl")
+    assert header["evaluation"] == 1 and header["checkpoint"] == str(checkpoint)
+    assert (header["samples"], header["top_p"], header["temperature"]) == (SAMPLES, 0.9, 1.0)
+    assert [line["prompt_index"] for line in lines] == list(range(NUM_PROBLEMS))
+    responses = [r for line in lines for r in line["responses"]]
+    assert len({r["text"] for r in responses}) > len(responses) // 2, "samples differ"
+    for line in lines:
+        assert [r["sample"] for r in line["responses"]] == list(range(SAMPLES))
+        for r in line["responses"]:
+            # The last boxed digit is the answer.
+            last = r["text"].rpartition("\\boxed{")[2][:1] or None
+            assert r["answer"] == last
+            assert (r["status"] == "correct") == (last == line["answer"])
+            assert r["truncated"] == (r["num_tokens"] == 24)
+    assert {r["status"] for r in responses} >= {"correct", "wrong"}
+
+
+def test_the_table_and_the_summary_say_what_the_samples_say(straight):
+    out, done = straight
+    _, lines = read(out / "straight.jsonl")
+    summary = json.loads((out / "straight.json").read_text())["statistics"]
+    flat = [r for line in lines for r in line["responses"]]
+    accuracy = sum(r["status"] == "correct" for r in flat) / len(flat)
+    expected = {
+        "avg@6": accuracy,
+        "pass@6": sum(
+            any(r["status"] == "correct" for r in line["responses"]) for line in lines
+        ) / NUM_PROBLEMS,
+        "response_length_mean": sum(r["num_tokens"] for r in flat) / len(flat),
+        "truncated_fraction": sum(r["truncated"] for r in flat) / len(flat),
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert summary[name]["value"] == pytest.approx(value)
+        assert summary[name]["low"] <= value <= summary[name]["high"]
+    assert set(summary) == {*expected, "pass@2", "pass@4", "majority@6"}
+    assert "avg@6" in done.stdout and f"{accuracy:.4f}" in done.stdout
+    assert f"responses {NUM_PROBLEMS * SAMPLES} / {NUM_PROBLEMS * SAMPLES}" in done.stderr
+
+
+def test_a_finished_evaluation_is_summed_up_again_and_left_alone(straight):
+    assert straight[1].stdout.strip().endswith("[0, 0, 2] True")
+    assert straight[1].stdout.count("avg@6") == 2
+    assert straight[1].stderr.count("responses ") == 1, "nothing was sampled again"
+
+
+def test_other_settings_do_not_go_on_with_a_file(straight):
+    lines = [line for line in straight[1].stderr.splitlines() if line.startswith("evaluate:")]
+    assert len(lines) == 1
+    assert "its temperature is 1.0, here it is 0.5; give another --out" in lines[0]
+
+
+def test_a_run_directory_is_its_export_and_its_configuration(checkpoint, tmp_path, monkeypatch):
+    from vapo_megatron.evaluation_run import default_out, evaluation_config, find_hf_directory
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    trained = ["seed=7", "parallel.world_size=2", "parallel.tensor_model_parallel_size=2"]
+    trained += ["model.hf_path=models/base", "evaluation.samples=5"]
+    (run_dir / "config.yaml").write_text(load_config([], trained).to_yaml())
+    with pytest.raises(CheckpointError, match="neither hf_export nor a checkpoint yet"):
+        find_hf_directory(run_dir)
+    (run_dir / "checkpoints").mkdir()
+    (run_dir / "checkpoints/latest").write_text("step_000040")
+    with pytest.raises(
+        CheckpointError,
+        match=r"convert_megatron_to_hf.py --megatron \S+/run/checkpoints/step_000040/actor "
+        r"--hf models/base --out \S+/run/hf_export",
+    ):
+        find_hf_directory(run_dir)
+    (run_dir / "hf_export").symlink_to(checkpoint)
+    assert find_hf_directory(run_dir) == run_dir / "hf_export"
+    assert find_hf_directory(checkpoint) == checkpoint
+    with pytest.raises(CheckpointError, match="neither an HF directory .* nor a run directory"):
+        find_hf_directory(tmp_path)
+    config = evaluation_config(run_dir, ["evaluation.top_p=0.8"])
+    assert (config.seed, config.evaluation.samples, config.evaluation.top_p) == (7, 5, 0.8)
+    assert (config.parallel.world_size, config.parallel.tensor_model_parallel_size) == (1, 1)
+    assert evaluation_config(checkpoint, []).evaluation.samples == 32
+    with pytest.raises(ConfigError, match="must divide the number of processes, 1; set it"):
+        evaluation_config(checkpoint, ["parallel.world_size=4", "rollout.tensor_model_paral"
+                                       "lel_size=4"])  # fmt: skip
+    assert default_out(run_dir, Path("a/b.parquet")) == Path("runs/evaluation/run/b.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_a_torn_file_becomes_the_same_file(straight, checkpoint, data, tmp_path, share):
+    whole, torn = straight[0] / "straight.jsonl", tmp_path / "torn.jsonl"
+    content = whole.read_bytes()
+    torn.write_bytes(content[: int(len(content) * share)])
+    run([sys.executable, TOOL, *arguments(checkpoint, data, torn)])
+    assert torn.read_bytes() == content
+    assert torn.with_suffix(".json").read_bytes() == whole.with_suffix(".json").read_bytes()
+
+
+@pytest.mark.slow
+def test_two_replicas_killed_and_started_again_give_the_same_file(
+    straight, checkpoint, data, tmp_path
+):
+    out = tmp_path / "two.jsonl"
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*start, str(TOOL), *arguments(checkpoint, data, out)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline = time.monotonic() + 200
+    while not (out.exists() and out.read_bytes().count(b"\n") >= 2):
+        assert process.poll() is None and time.monotonic() < deadline, "no problem was written"
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = out.read_bytes().count(b"\n")
+    done = run(command)
+    assert before < NUM_PROBLEMS + 1, "killed before the end"
+    expected = read(straight[0] / "straight.jsonl")
+    assert read(out) == expected, "neither the replicas nor the kill changed anything"
+    assert done.stdout.count("avg@6") == 1
+    again = run([sys.executable, TOOL, *arguments(checkpoint, data, out)])
+    assert again.stdout.count("avg@6") == 1 and read(out) == expected
+
+
+@pytest.mark.slow
+def test_a_mistake_under_torchrun_is_one_line(checkpoint, data, tmp_path):
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{}\n")
+    command = [*start, TOOL, *arguments(checkpoint, data, broken)]
+    done = run(command, code=1)
+    told = [line for line in done.stderr.splitlines() if line.startswith("evaluate:")]
+    assert len(told) == 1 and "is no evaluation's file" in told[0]
+    assert broken.read_text() == "{}\n"
