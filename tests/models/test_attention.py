@@ -1,16 +1,26 @@
 """Packed attention against a float64 loop over sequences, heads and positions.
 
 Does not exercise flash attention on a GPU: of it, only how torch's function is called is tested,
-with stand-ins that have the signatures of its releases.
+with stand-ins that have the signatures of its releases, and the installed release's own function on
+tensors without values. Where kernels for float32 lack groups on a GPU is from torch's source.
 """
 
 import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
-from vapo_megatron.models.attention import _plan, _varlen_attention, packed_attention
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.models import attention
+from vapo_megatron.models.attention import (
+    _plan,
+    _varlen_attention,
+    check_flash_attention,
+    packed_attention,
+    uses_flash_attention,
+)
 
 LENGTHS = {
     "one": [7],
@@ -107,14 +117,13 @@ def test_short_sequences_share_a_call_and_long_ones_do_not():
 
 
 RELEASES = {
-    "is_causal": lambda q, k, v, cq, ck, mq, mk, is_causal=False: (q, k, v, None, is_causal),
-    "with scale": lambda q, k, v, cq, ck, mq, mk, is_causal=False, scale=None: (
-        q, k, v, scale, is_causal,
+    "2.10": lambda q, k, v, cq, ck, mq, mk, is_causal=False, return_aux=None: (
+        q, k, v, None, is_causal,
     ),
-    "windows": lambda q, k, v, cq, ck, mq, mk, *, scale=None, window_size=(-1, -1): (
+    "2.11": lambda q, k, v, cq, ck, mq, mk, *, return_aux=None, scale=None, window_size=(-1, -1): (
         q, k, v, scale, window_size == (-1, 0),
     ),
-    "windows and groups": (
+    "2.12, with groups": (
         lambda q, k, v, cq, ck, mq, mk, *, scale=None, window_size=(-1, -1), enable_gqa=False: (
             q, k, v, scale, window_size == (-1, 0) and enable_gqa,
         )
@@ -132,3 +141,43 @@ def test_every_release_of_varlen_attention_gets_the_same_problem(release, monkey
     scale = 16**-0.5 if scale is None else scale
     ours = packed_attention(query, key, value, cu_seqlens, scale)
     assert torch.allclose(ours, packed_attention(*tensors, cu_seqlens, 0.3), atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_the_installed_release_takes_the_call_and_has_a_gradient(heads):
+    """torch's own function, forward and backward, on tensors that have shapes alone."""
+    with FakeTensorMode():
+        tensors = [
+            torch.randn(8, n, 16, dtype=torch.bfloat16, requires_grad=True) for n in (heads, 2, 2)
+        ]
+        cu_seqlens = torch.tensor([0, 5, 8], dtype=torch.int32)
+        out = _varlen_attention(*tensors, cu_seqlens, 5, 0.3)
+        assert out.shape == tensors[0].shape and out.dtype is torch.bfloat16
+        grads = torch.autograd.grad(out.sum(), tensors)
+        assert [g.shape for g in grads] == [x.shape for x in tensors]
+
+
+def test_float32_and_a_cpu_take_plain_attention(monkeypatch):
+    assert not uses_flash_attention(torch.bfloat16)
+    monkeypatch.setattr(attention.backend, "device", lambda: torch.device("cuda", 0))
+    assert uses_flash_attention(torch.bfloat16) and not uses_flash_attention(torch.float32)
+
+
+@pytest.mark.parametrize("head_dim", [60, 264])
+def test_widths_that_flash_attention_lacks(head_dim):
+    message = f"head_dim={head_dim} must be a multiple of 8 and at most 256.*model.dtype=float32"
+    with pytest.raises(ConfigError, match=message):
+        check_flash_attention(head_dim)
+    check_flash_attention(head_dim // 8 * 8 if head_dim < 256 else 256)
+
+
+def test_the_bounds_are_read_once_for_all_layers(monkeypatch):
+    reads = []
+    plain = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: reads.append(1) or plain(x))
+    tensors, cu_seqlens = inputs([5, 3]), bounds([5, 3])
+    for _ in range(3):
+        packed_attention(*tensors, cu_seqlens, 0.3)
+    assert len(reads) == 1
+    packed_attention(*tensors, bounds([5, 3]), 0.3)
+    assert len(reads) == 2

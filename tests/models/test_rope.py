@@ -4,6 +4,7 @@ Does not exercise a whole model: test_parity.py does, with every scaling.
 """
 
 import dataclasses
+import gc
 import json
 import math
 
@@ -127,3 +128,20 @@ def test_rotation_backwards():
     assert torch.allclose(rotated.norm(dim=-1), x.norm(dim=-1))
     # Position 1, first pair: a quarter turn takes (x0, x2) to (-x2, x0).
     assert torch.allclose(rotated[1, 0, [0, 2]], torch.stack([-x[1, 0, 2], x[1, 0, 0]]), atol=1e-7)
+
+
+def test_a_table_is_made_once_for_a_batch_and_leaves_with_it(monkeypatch):
+    rotary = Rotary(rope_frequencies(SHAPE))
+    made = []
+    plain = rotary._compute_table
+    monkeypatch.setattr(rotary, "_compute_table", lambda *args: made.append(1) or plain(*args))
+    query = torch.randn(9, 2, 32)
+    first, second = (torch.tensor([0, 4, 9], dtype=torch.int32) for _ in range(2))
+    for cu_seqlens in (first, first, second, first):
+        rotary(query, query, cu_seqlens)
+    assert len(made) == len(rotary._tables) == 2
+    rotary(query.bfloat16(), query.bfloat16(), first)
+    assert len(made) == 3 and len(rotary._tables) == 2
+    del first, cu_seqlens
+    gc.collect()
+    assert len(rotary._tables) == 1

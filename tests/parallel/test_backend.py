@@ -13,6 +13,7 @@ import textwrap
 import pytest
 import torch
 
+from vapo_megatron.errors import ConfigError
 from vapo_megatron.parallel import backend, cpu_cuda
 
 
@@ -196,3 +197,23 @@ def test_translated_bytecode_is_cached_until_the_source_changes(tmp_path, monkey
     # Python's own cache of the untranslated module lies elsewhere.
     names = sorted(file.name for file in (tmp_path / "__pycache__").iterdir())
     assert names == [f"piece.{sys.implementation.cache_tag}.opt-vapocpu.pyc"]
+
+
+@pytest.mark.parametrize(
+    ("value", "tp_size", "capability", "refused"),
+    [("8", 2, (9, 0), True), ("1", 2, (9, 0), False), ("8", 1, (9, 0), False),
+     ("8", 2, (10, 0), False)],
+)  # fmt: skip
+def test_tensor_parallelism_needs_kernels_in_order(
+    monkeypatch, value, tp_size, capability, refused
+):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+    backend.check_launch_order(tp_size)  # there is no GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    if refused:
+        message = "CUDA_DEVICE_MAX_CONNECTIONS=8 must be 1 .*tensor_model_parallel_size=2; set it"
+        with pytest.raises(ConfigError, match=message):
+            backend.check_launch_order(tp_size)
+    else:
+        backend.check_launch_order(tp_size)

@@ -126,9 +126,13 @@ def _varlen_attention(
     if "enable_gqa" in known:
         keywords["enable_gqa"] = query.size(1) != key.size(1)
     else:
-        repeats = query.size(1) // key.size(1)
-        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        key, value = (_one_head_each(x, query) for x in (key, value))
     return attend(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **keywords)
+
+
+def _one_head_each(x: Tensor, query: Tensor) -> Tensor:
+    """Repeat key or value [S, groups, d] for each query head of its group: [S, heads, d]."""
+    return x.repeat_interleave(query.size(1) // x.size(1), dim=1)
 
 
 def packed_attention(
@@ -152,7 +156,7 @@ def packed_attention(
     plan = _plan(bounds, heads * channels, query.device)
     if query.is_cuda and heads != key.size(1):
         # The kernel for float32 knows no groups: torch would take one that holds all scores.
-        key, value = (x.repeat_interleave(heads // x.size(1), dim=1) for x in (key, value))
+        key, value = (_one_head_each(x, query) for x in (key, value))
     outputs = []
     padded = (_Pad.apply(x, plan).split(plan.splits) for x in (query, key, value))
     for batch, *parts in zip(plan.batches, *padded):

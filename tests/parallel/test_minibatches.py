@@ -1,0 +1,34 @@
+"""What the length of a packed forward pass is a multiple of; the rest is in tests/test_roles.py."""
+
+import pytest
+
+from tests.test_batch import make_batch
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.parallel.minibatches import make_micro_batches, packed_multiple
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "sequence_parallel", "fp8", "multiple"),
+    [(4, False, None, 1), (4, True, None, 4), (4, False, "hybrid", 16), (4, True, "e4m3", 64)],
+)
+def test_padding(tp_size, sequence_parallel, fp8, multiple):
+    """FP8 asks for 16 tokens on each rank; sequence parallelism gives it a TP-th of them."""
+    config = VapoConfig.model_validate(
+        {
+            "model": {"fp8": fp8},
+            "parallel": {
+                "world_size": tp_size,
+                "tensor_model_parallel_size": tp_size,
+                "sequence_parallel": sequence_parallel,
+            },
+        }
+    )
+    assert packed_multiple(config) == multiple
+    batch = make_batch()
+    plan = [[0], list(range(batch.num_responses)), []]
+    for micro, part in zip(
+        make_micro_batches(batch, plan, multiple_of=multiple), plan, strict=True
+    ):
+        size = int(batch.sequence_lengths[part].sum())
+        padded = max(-(-size // multiple), 1) * multiple
+        assert micro.tokens.numel() == int(micro.model_cu_seqlens[-1]) == padded
