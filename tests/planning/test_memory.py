@@ -85,12 +85,25 @@ def test_optimizer_without_sharding_and_in_float32(shape):
 
 
 def test_buffers_are_padded_as_megatron_pads_them():
-    # In reverse: 30 at 0, 100 from 64 to 164, 5 from 192 to 197; the end at a multiple of
-    # lcm(3, 128) = 384.
+    # In reverse: 30 at 0, 100 from 64 to 164, 5 from 192 to 197; the end at a multiple of 128, or
+    # of lcm(3, 128) = 384.
+    assert model_bytes.padded_elements([5, 100, 30], 1, bucketed=False) == 256
     assert model_bytes.padded_elements([5, 100, 30], 3, bucketed=False) == 384
+    assert model_bytes.padded_elements([1, 1, 1], 1, bucketed=False) == 256  # 0, 64 and 128
     # A bucket ends once it has 40e6 elements: 40e6 + 1 -> 40000128, where the second begins.
     assert model_bytes.padded_elements([1, 40_000_001], 1, bucketed=True) == 40_000_256
     assert model_bytes.padded_elements([1, 40_000_001], 1, bucketed=False) == 40_000_128
+
+
+def test_buckets_are_of_the_first_stage_alone():
+    shape = known_shape("Qwen2.5-0.5B")
+    config = make_config(1, 2, 5, vllm_tp=1, overlap_grad_reduce=True)
+    for stage, bucketed in ((0, True), (1, False)):
+        (sizes,) = model_bytes.chunk_parameters(shape, config, "actor", pp_rank=stage)
+        found = [model_bytes.padded_elements(sizes, 5, bucketed=flag) for flag in (False, True)]
+        assert found[0] != found[1]
+        state = model_bytes.state_bytes(shape, config, "actor", pp_rank=stage)
+        assert state.parameters == 2 * found[bucketed]
 
 
 @pytest.mark.parametrize(
@@ -195,6 +208,10 @@ def test_no_more_micro_batches_fly_than_there_are():
     config = VapoConfig.model_validate(tree)
     # 8 responses over 4 ranks: two micro-batches at most.
     assert [activations.chunks_in_flight(config, pp_rank=r) for r in range(4)] == [2, 2, 2, 1]
+    # A virtual pipeline fills them up to a multiple of 4 stages: 4 micro-batches of 2 chunks.
+    tree["parallel"]["virtual_pipeline_model_parallel_size"] = 2
+    config = VapoConfig.model_validate(tree)
+    assert [activations.chunks_in_flight(config, pp_rank=r) for r in range(4)] == [8, 8, 7, 5]
 
 
 def test_update_of_the_first_stage_of_32b(shape):
@@ -233,6 +250,78 @@ def test_update_of_the_last_stage_of_32b(shape):
     assert critic.activations == held - 10240 * s + 2560 * s + added and critic.logits == 0
 
 
+def test_backward_pass_of_a_layer():
+    # Second of two stages, a critic: no embedding, no logits; H = 896, F = 4864, bfloat16.
+    # S = 1000: gate, up and product   2 F S = 9728000, for F (S + H) = 9222144
+    # S = 500:  second linear layer    F (S + H) = 6790144, for 4864000 and
+    #           first linear layer     (2 H - F) S + 2 F H = 7180288
+    # S = 800:  second                 F (S + H) = 8249344, for 7782400 and 6258688
+    # Beside it 4 H S: the residual stream's gradient twice, and what is received.
+    shape = known_shape("Qwen2.5-0.5B")
+    config = make_config(1, 2, 1, vllm_tp=1, recompute="none")
+    for tokens, added in ((1000, 9_728_000), (500, 7_180_288), (800, 8_249_344)):
+        where = {"pp_rank": 1, "tokens": tokens}
+        found, logits = activations.training_bytes(shape, config, "critic", **where)
+        held = activations.saved_bytes(shape, config, "critic", **where)
+        assert found - held == 2 * (added + 4 * 896 * tokens) and logits == 0
+    # The first stage's embedding has a gradient of 151936 * 896, more than all that.
+    where = {"pp_rank": 0, "tokens": 1000}
+    found, _ = activations.training_bytes(shape, config, "critic", **where)
+    held = activations.saved_bytes(shape, config, "critic", **where)
+    assert found - held == 2 * (151_936 * 896 + 2 * 896 * 1000)
+
+
+def test_a_forward_pass_without_gradients():
+    # A token of Qwen2.5-0.5B on one GPU: 5 H + 3 F = 5 * 896 + 3 * 4864 = 19072 elements, more than
+    # 4 H + q + 2k + 3 q + k = 4 * 896 + 4 * 896 + 3 * 128 = 7552.
+    shape = known_shape("Qwen2.5-0.5B")
+    config = make_config(1, 1, 1, vllm_tp=1)
+    where = {"pp_rank": 0, "tokens": 1000}
+    assert activations.inference_bytes(shape, config, "critic", **where) == (2 * 19_072_000, 0)
+    # 192 MiB / (4 * 151936) = 331 rows of scores, two tiles of 41; a layer has more than both, and
+    # they hide a part of it.
+    logits = 151_936 * (331 * 2 + 2 * 41 * 4)
+    found = activations.inference_bytes(shape, config, "actor", **where)
+    assert found == (3 * 896 * 2 * 1000, logits)
+    # All of 100 rows at once; a tile is an eighth of the largest chunk all the same.
+    short = {"pp_rank": 0, "tokens": 100}
+    found = activations.inference_bytes(shape, config, "actor", **short)
+    assert found[1] == 151_936 * (100 * 2 + 2 * 41 * 4)
+    long = {"pp_rank": 0, "tokens": 100_000}
+    found = activations.inference_bytes(shape, config, "actor", **long)
+    assert found == (2 * 1_907_200_000 - logits, logits)
+
+
+def test_an_entropy_bonus_needs_another_tile():
+    # With H = 64 the scores are larger than the output weight's gradient: 41 rows more in float32.
+    shape = dataclasses.replace(known_shape("Qwen2.5-0.5B"), hidden_size=64)
+    tree = make_config(1, 1, 1, vllm_tp=1).model_dump()
+    sizes = []
+    for tree["algorithm"]["entropy_coef"] in (0.0, 0.01):
+        config = VapoConfig.model_validate(tree)
+        where = {"pp_rank": 0, "tokens": 1000}
+        sizes.append(activations.training_bytes(shape, config, "actor", **where)[1])
+    assert sizes[1] - sizes[0] == 151_936 * 41 * 4
+
+
+def test_norms_of_query_and_key_save_their_input():
+    # Qwen3-4B on one GPU: q = 4096, k = 1024; the query that the norm takes is a copy.
+    shape = known_shape("Qwen3-4B")
+    plain = dataclasses.replace(shape, qk_norm=False)
+    config = make_config(1, 1, 1, vllm_tp=1)
+
+    def more(recompute):
+        return [
+            activations.layer_bytes(of, config, tokens=1, recompute=recompute)
+            for of in (shape, plain)
+        ]
+
+    with_norm, without = more("none")
+    assert with_norm - without == 2 * 4096
+    with_norm, without = more("selective")  # the normed query and key stay beside it
+    assert with_norm - without == 2 * (4096 + 1024)
+
+
 def test_generation_of_32b(shape):
     # A layer of vLLM on 4 ranks: (1280 + 2 * 256) * 5120 + 1792 + 1280 * 5120 + 3 * 6912 * 5120
     # + 2 * 5120 = 121908992; 64 of them, the norm, and 152064 / 4 = 38016 rows twice.
@@ -260,6 +349,16 @@ def test_kv_cache_follows_its_settings(shape):
     assert tokens(gpu_memory_utilization=0.2) == 0  # 16 GB: not even the weights
     more = tokens(enforce_eager=True) - tokens()
     assert more * 65_536 == pytest.approx(memory.CUDA_GRAPH_BYTES, rel=1e-3)
+    # A smaller GPU makes vLLM take half as many tokens at once.
+    phases = [
+        memory.phase_memory(shape, make_config(), gpu_bytes=size, pp_rank=0)["generation"]
+        for size in (70 * 2**30, 70 * 2**30 - 1)
+    ]
+    assert phases[0].activations == 2 * phases[1].activations
+    wide = make_config(rollout={"dtype": "float32"})
+    assert memory.kv_cache_bytes_per_token(shape, wide) == 2 * 65_536
+    phase = memory.phase_memory(shape, wide, gpu_bytes=GPU_BYTES, pp_rank=0)["generation"]
+    assert phase.activations == 2 * phases[0].activations
     # One key-value head for each of 16 ranks, though there are 8.
     wide = make_config(16, 2, 4, vllm_tp=16)
     assert memory.kv_cache_bytes_per_token(shape, wide) == 2 * 64 * 128 * 2
@@ -380,10 +479,13 @@ def test_checkpoint_of_32b(shape):
     # actor   64 * 487605248 + 5120 + 2 * 781189120        = 32769119232
     # critic  64 * 487605248 + 5120 + 781189120 + 5120     = 31987935232
     # 14 bytes each: bfloat16, and float32 main parameters and two moments.
-    found = memory.checkpoint_bytes(shape, make_config())
-    assert found == 14 * (32_769_119_232 + 31_987_935_232) == 906_598_762_496
+    elements = 32_769_119_232 + 31_987_935_232
+    assert memory.checkpoint_bytes(shape, make_config()) == 14 * elements == 906_598_762_496
+    # Of float32 parameters the distributed optimizer writes its shards again.
     wide = make_config(model={"dtype": "float32"})
-    assert memory.checkpoint_bytes(shape, wide) == found // 14 * 12
+    assert memory.checkpoint_bytes(shape, wide) == 16 * elements
+    whole = make_config(model={"dtype": "float32"}, use_distributed_optimizer=False)
+    assert memory.checkpoint_bytes(shape, whole) == 12 * elements
 
 
 def test_constants_are_those_of_the_files_that_load_torch():

@@ -11,8 +11,8 @@ parameters, gradients and optimizer states, vLLM's weights and its KV cache stay
 
 Not modelled: the batch itself (about 60 bytes a token), outputs of a pipeline stage on their way to
 the next, cuBLAS and NVSHMEM workspaces, NCCL's growth with the number of nodes, anything that other
-processes hold on the GPU, evaluation (which samples like generation), loading and exporting
-weights, and on the host anything but the offloaded state.
+processes hold on the GPU, evaluation (which samples like generation), loading, exporting and
+checkpointing weights, and on the host anything but the offloaded state.
 """
 
 from __future__ import annotations
@@ -254,8 +254,9 @@ def host_bytes_per_node(shape: ModelShape, config: VapoConfig, *, gpus_per_node:
 def checkpoint_bytes(shape: ModelShape, config: VapoConfig) -> int:
     """Size on disk of one checkpoint of the whole job: both models and their optimizers.
 
-    Each parameter once, however many ranks hold it: in the model's dtype, and float32 for Adam's
-    two moments and, of bfloat16 models, for the main parameters. Padding of the vocabulary counts.
+    Each parameter once, however many ranks hold it: in the model's dtype, and in float32 Adam's two
+    moments and what the optimizer updates, the main parameters of bfloat16 models or the
+    distributed optimizer's shards. Padding of the vocabulary counts.
     """
     parallel = config.parallel
     tp_size = parallel.tensor_model_parallel_size
@@ -264,4 +265,5 @@ def checkpoint_bytes(shape: ModelShape, config: VapoConfig) -> int:
     elements = parameter_count(shape) + padding * (1 if shape.tied else 2)
     elements += parameter_count(shape, value_head=True) + padding
     size = DTYPE_BYTES[config.model.dtype]
-    return elements * (size + 8 + (4 if size < 4 else 0))
+    has_main = size < 4 or parallel.use_distributed_optimizer
+    return elements * (size + 8 + (4 if has_main else 0))

@@ -1,0 +1,138 @@
+"""What a tiny model's allocations really come to, in a gloo process: a worker's functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from vapo_megatron.batch import RolloutBatch, make_micro_batch
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.planning.model_bytes import Role
+
+PROMPT_TOKENS = 2
+
+
+class Measured(NamedTuple):
+    """Bytes that torch's allocator gave out on one rank."""
+
+    pp_rank: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    training: int
+    """Peak of a forward and backward pass over all micro-batches, above what was there before."""
+    inference: int
+    """Peak of a forward pass without gradients."""
+
+
+class Allocations:
+    """Counts every allocation and release of torch's CPU allocator in a with block, by profiler."""
+
+    def __enter__(self) -> Allocations:
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+        results = self._profile.profiler.kineto_results
+        events = [e for e in results.events() if e.name() == "[memory]"]
+        self.kept = self.peak = 0
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            self.kept += event.nbytes()
+            self.peak = max(self.peak, self.kept)
+
+
+def measure(shape: ModelShape, config: VapoConfig, role: str, responses: int) -> Measured:
+    """Build one role, train it once on `responses` micro-batches, each of one response.
+
+    Each is as long as planning's microbatch_tokens says.
+    """
+    from vapo_megatron.models.build import build_model
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.parallel.optimizer import build_ddp, build_optimizer, optimizer_step
+    from vapo_megatron.parallel.schedule import forward_backward, forward_only
+
+    here = groups.initialize(config.parallel)
+    size = config.parallel.max_tokens_per_microbatch
+    micro_batches = [make_micro_batch(_response(size, shape.vocab_size)) for _ in range(responses)]
+    with Allocations() as built:
+        model = build_model(shape, config, here, role)
+        chunks = build_ddp(model, config, model[0].config)
+    gradients = sum(b.grad_data.untyped_storage().nbytes() for c in chunks for b in c.buffers)
+    with Allocations() as optimized:
+        optimizer = build_optimizer(chunks, config, role)
+    head = _head(shape, config, role, model, here)
+    with Allocations() as trained:
+        forward_backward(
+            chunks, micro_batches, lambda o, m: (head(o, m, with_entropy=False).sum(), {})
+        )
+    with Allocations() as stepped:
+        optimizer_step(optimizer)
+    with Allocations() as inferred:
+        forward_only(chunks, micro_batches, head)
+    return Measured(
+        pp_rank=here.pp_rank,
+        parameters=built.kept - gradients,
+        gradients=gradients,
+        optimizer=optimized.kept + stepped.kept,
+        training=trained.peak,
+        inference=inferred.peak,
+    )
+
+
+def checkpoint_size(shape: ModelShape, config: VapoConfig, directory: str) -> int:
+    """Save both roles as they are built; return the bytes of all files."""
+    from vapo_megatron import checkpoint
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.trained_model import TrainedModel
+
+    here = groups.initialize(config.parallel)
+    models = {role: TrainedModel(shape, config, here, role, None) for role in get_args(Role)}
+    checkpoint.save(Path(directory), 1, models, {}, keep_last=1)
+    return sum(file.stat().st_size for file in Path(directory).rglob("*") if file.is_file())
+
+
+def _head(shape: ModelShape, config: VapoConfig, role: str, model: Any, here: Any) -> Any:
+    from vapo_megatron.models.build import gather_hidden, output_weight, values_of
+    from vapo_megatron.parallel.logprobs import linear_logprobs
+
+    def values(output, micro_batch, *, with_entropy=False):
+        return values_of(output)[micro_batch.predicting]
+
+    def logprobs(output, micro_batch, *, with_entropy=True):
+        hidden = gather_hidden(output, sequence_parallel=config.parallel.sequence_parallel)
+        found, _ = linear_logprobs(
+            hidden[micro_batch.predicting],
+            output_weight(model[-1]),
+            micro_batch.targets,
+            here.tp_group,
+            vocab_size=shape.vocab_size,
+            with_entropy=with_entropy,
+        )
+        return found
+
+    return values if role == "critic" else logprobs
+
+
+def _response(size: int, vocab_size: int) -> RolloutBatch:
+    def bounds(length: int) -> torch.Tensor:
+        return torch.tensor([0, length], dtype=torch.int32)
+
+    length = size - PROMPT_TOKENS
+    one = torch.zeros(1)
+    return RolloutBatch(
+        tokens=torch.randint(vocab_size, (size,)),
+        sequence_cu_seqlens=bounds(size),
+        cu_seqlens=bounds(length),
+        positions=one.long(),
+        rewards=one,
+        is_correct=one.bool(),
+        truncated=one.bool(),
+        rollout_logprobs=torch.zeros(length),
+        loss_mask=torch.ones(length, dtype=torch.bool),
+    )
