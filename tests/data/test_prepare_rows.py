@@ -214,7 +214,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def respond(self, body):
         path = self.path.split("?")[0]
-        if path.startswith("/datasets/owner/name/resolve/"):
+        if path.startswith("/datasets/owner/") and path.endswith("/train.jsonl"):
             content, kind = CONTENT, "text/plain"
         elif path.startswith("/api/datasets/owner/") and "/none" not in path:
             names = ["README.md", "train.jsonl", "test.jsonl"]
@@ -259,7 +259,7 @@ def test_files_of_the_hub(hub, tmp_path):
             except DataError as error:
                 print(error)
     """
-    sources = ["owner/name", "owner/name:train.jsonl", "owner/two", "owner/none"]
+    sources = ["owner/name", "owner/two:train.jsonl", "owner/two", "owner/none"]
     kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k}
     found = subprocess.run(
         [sys.executable, "-c", code, *sources],
