@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.slurm_stand_in import Cluster
 from tests.workers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -211,6 +212,38 @@ def test_the_32b_recipe_starts_both_ways(way, overrides, tmp_path):
     assert [r["step"] for r in written] == [0, 1, 2]
     assert written[-1]["rollout/logprob_diff_max"] < 1e-4
     assert (tmp_path / "run/hf_export/model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_the_05b_recipe_trains_in_one_process(overrides, tmp_path):
+    one = ["parallel.world_size=1", "parallel.tensor_model_parallel_size=1"]
+    arguments = ["--config", TINY, *overrides, *SMALLER, *one, f"logging.run_dir={tmp_path}/run"]
+    recipe = ROOT / "examples/run_vapo_qwen0.5b.sh"
+    arguments.append("parallel.use_distributed_optimizer=true")
+    run(["bash", recipe, *arguments], MASTER_PORT=str(free_port()))
+    assert [r["step"] for r in rows(tmp_path / "run")] == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_two_nodes_train_under_slurm(overrides, tmp_path):
+    """One process on each. Signalled, the job is queued again; its second turn does the rest."""
+    cluster, metrics = Cluster(tmp_path), tmp_path / "run/metrics.jsonl"
+    arguments = [
+        "--config", TINY, *overrides, *SMALLER, f"logging.run_dir={tmp_path}/run",
+        "parallel.use_distributed_optimizer=true", "rollout.tensor_model_parallel_size=2",
+        "checkpoint.every_steps=1",
+    ]  # fmt: skip
+    job = cluster.submit(*arguments, VAPO_STOP_SECONDS="200")
+    deadline = time.monotonic() + 200
+    while not (metrics.exists() and metrics.read_text()):
+        assert job.poll() is None and time.monotonic() < deadline, cluster.log(0)[-3000:]
+        time.sleep(0.05)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(timeout=250) == 0, cluster.log(0)[-3000:]
+    assert cluster.requeued
+    assert cluster.submit(*arguments).wait(timeout=250) == 0, cluster.log(0)[-3000:]
+    assert [r["step"] for r in rows(tmp_path / "run")] == [0, 1, 2]
+    assert "step 2/2" in cluster.log(0) and "error" not in cluster.log(1)
 
 
 def test_dry_run_needs_no_processes():
