@@ -106,3 +106,10 @@ def test_no_chunks_without_a_pipeline_or_layers_for_them():
 def test_sizes_of_vllm(name, sizes):
     assert candidates.sampler_sizes(known_shape(name), base(), Fixed(), 8) == sizes
     assert candidates.sampler_sizes(known_shape(name), base(), Fixed(), 2) == [1, 2]
+
+
+@pytest.mark.parametrize(("name", "chosen"), [("Qwen2.5-32B", 8), ("Qwen2.5-7B", 3)])
+def test_a_size_of_vllm_that_cannot_be(name, chosen):
+    # 8 divides 32B's 40 heads, but not 4 GPUs; 3 divides neither 28 heads nor 4.
+    with pytest.raises(ConfigError, match=f"size={chosen} must divide parallel.world_size=4 and"):
+        candidates.sampler_sizes(known_shape(name), base(4), Fixed(sampler_tensor=chosen), 8)

@@ -202,7 +202,11 @@ def test_the_reserve_alone_refuses_nothing():
 
 
 def test_yaml_to_paste_is_the_plan(ranking, tmp_path):
-    config = ranking.plans[0].config
+    config = next(
+        plan.config
+        for plan in ranking.plans
+        if plan.config.parallel.virtual_pipeline_model_parallel_size
+    )
     file = tmp_path / "plan.yaml"
     file.write_text(to_paste(config))
     loaded = load_config(file)

@@ -168,6 +168,46 @@ def test_data_parallel_wires_by_hand():
     assert phase.seconds == pytest.approx(2 * 0.75 * 8 * held * 1e-9)
 
 
+def test_an_updates_memory_by_hand():
+    slow = dataclasses.replace(ROUND, peak_tflops=1e12)
+    phase = roofline.update(SHAPE, config(1), slow, WORKLOAD, "critic")
+    # 71 elements of 2 bytes a token and layer, forward and twice backward; 8 micro-batches add
+    # gradients of 10 bytes; 2 updates read and write 42 + 4 bytes of the same parameters.
+    held = 512 + 4 * (124 + 12 + 8) + 4 + 4
+    passes = 3 * 4 * 64 * 71 * 2e-9
+    assert phase.between_seconds == pytest.approx(2 * 46 * held * 1e-9)
+    assert phase.seconds == pytest.approx(passes + 8 * 10 * held * 1e-9 + phase.between_seconds)
+    # Of two ranks each owns half: the same work in half of the passes, and 42 / 2 + 4 bytes.
+    fast_wires = dataclasses.replace(slow, nvlink_gb_per_second=1e12)
+    half = roofline.update(SHAPE, config(2), fast_wires, WORKLOAD, "critic")
+    assert half.between_seconds == pytest.approx(2 * 25 * held * 1e-9, rel=0.02)  # padding
+
+
+def test_sequence_parallelism_divides_norms_and_sends():
+    slow = dataclasses.replace(ROUND, peak_tflops=1e12, nvlink_gb_per_second=1e12)
+    split = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    # TP 2: 10 * 4 / 2 norms and residuals, 2 * (2 + 2) rotary, 3 * 2 SwiGLU (5 // 2): 34 elements.
+    phase = roofline.scoring(SHAPE, config(2, **split), slow, WORKLOAD, "critic")
+    assert phase.seconds == pytest.approx(4 * 64 * 34 * 2e-9)
+    # Two stages in two nodes: 8 tokens of 4 / 2 elements of 2 bytes at 1 GB/s, 8 times and once.
+    far = dataclasses.replace(slow, gpus_per_node=2, memory_gb_per_second=1e12)
+    split["pipeline_model_parallel_size"] = 2
+    phase = roofline.scoring(SHAPE, config(4, **split), far, WORKLOAD, "critic")
+    assert phase.seconds == pytest.approx((8 + 1) * 8 * 2 * 2e-9)
+    # Chunks overlap their messages.
+    split["virtual_pipeline_model_parallel_size"] = 2
+    phase = roofline.scoring(SHAPE, config(4, **split), far, WORKLOAD, "critic")
+    assert phase.seconds < 1e-12
+
+
+def test_more_passes_of_the_critic():
+    often = dataclasses.replace(WORKLOAD, critic_updates_per_step=3)
+    for role, factor in (("critic", 3), ("actor", 1)):
+        one, many = (roofline.update(SHAPE, config(2), ROUND, w, role) for w in (WORKLOAD, often))
+        assert many.seconds == pytest.approx(factor * one.seconds)
+        assert many.between_seconds == pytest.approx(factor * one.between_seconds)
+
+
 def test_overlap_hides_what_the_passes_take():
     hidden = config(4, overlap_grad_reduce=True, overlap_param_gather=True)
     slow = dataclasses.replace(FAST_MEMORY, peak_tflops=1e-6)
@@ -221,6 +261,9 @@ def test_generation_by_hand():
     prefill = 4 * (2 * TOKEN + 3 * PAIR) + OUTPUT
     assert found.prefill_seconds == pytest.approx(prefill)
     assert found.seconds == pytest.approx(decode + prefill) and found.batch == 256
+    # Untied, of 64 * 4 embedding elements more only the sampled tokens' rows are read.
+    untied = generation(SHAPE, config(1), dataclasses.replace(ROUND, num_gpus=1), workload, 10**6)
+    assert untied.seconds == pytest.approx(found.seconds)
 
 
 def test_a_small_cache_samples_fewer_at_once():
@@ -256,6 +299,13 @@ def test_sync_by_hand(nvlink, network, wires):
     )
     # Then the shard is read and written.
     assert roofline.sync_seconds(shape, c, cluster) == pytest.approx((wires + 2352) * 1e-9)
+
+
+def test_a_node_that_holds_everything_receives_nothing():
+    cluster = dataclasses.replace(ROUND, num_gpus=2, gpus_per_node=2, nvlink_gb_per_second=1e12)
+    c = config(2, pipeline_model_parallel_size=2)
+    # vLLM TP 1: 2 * 64 * 4 elements, 4 of the last norm, 4 layers of 144: 1092, read and written.
+    assert roofline.sync_seconds(SHAPE, c, cluster) == pytest.approx(2 * 2184e-9)
 
 
 def test_sync_is_about_what_its_messages_take():
@@ -336,6 +386,7 @@ def test_loads_add_up():
     found = loads(workload, 4, 4, 256)
     # 8 mini-batches, of which 4 were packed: their lengths have the whole distribution in them.
     assert found.tokens.shape == (8, 4)
+    assert (found.tokens[4:] == found.tokens[:4]).all() and len(set(found.tokens[:, 0])) == 4
     assert found.tokens.sum() == pytest.approx(256 * 52, rel=0.02)
     assert found.outputs.sum() == found.tokens.sum() - 256 * 2
     assert (found.micro_batches == found.micro_batches[:, :1]).all()

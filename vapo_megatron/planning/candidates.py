@@ -74,10 +74,10 @@ def variants(shape: ModelShape, layout: VapoConfig, fixed: Fixed) -> Iterator[Va
     """
     pp_size = layout.parallel.pipeline_model_parallel_size
     per_stage = shape.num_layers // pp_size
-    chunks = [n for n in (1, 2, 4) if per_stage % n == 0 and per_stage > n] if pp_size > 1 else [1]
+    chunks = [n for n in (1, 2, 4) if per_stage % n == 0] if pp_size > 1 else [1]
     longest = layout.rollout.max_prompt_tokens + layout.rollout.max_response_tokens
     for vpp_size, recompute, max_tokens in itertools.product(
-        [fixed.virtual] if fixed.virtual else chunks or [1],
+        [fixed.virtual] if fixed.virtual else chunks,
         [fixed.recompute] if fixed.recompute else RECOMPUTE,
         [fixed.max_tokens] if fixed.max_tokens else (longest, longest // 2, 2 * longest),
     ):

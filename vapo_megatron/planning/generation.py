@@ -96,9 +96,8 @@ def _rank(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> _Rank:
     tp_size = config.rollout.tensor_model_parallel_size
     size = DTYPE_BYTES[config.rollout.dtype or config.model.dtype]
     products = flops.forward_flops(shape, [1], role="actor") / tp_size
-    vocabulary = sampler_weight_bytes(dataclasses.replace(shape, num_layers=0), config)
-    # Of the embedding only the sampled tokens' rows are read.
-    read = sampler_weight_bytes(shape, config) - (0 if shape.tied else vocabulary / 2)
+    # Of an embedding that is not the output projection only the sampled tokens' rows are read.
+    read = sampler_weight_bytes(dataclasses.replace(shape, tied=True), config)
     reduced = 2 * cluster.all_gather_seconds(shape.hidden_size * size, tp_size)
     return _Rank(
         weight_seconds=read / cluster.decode_bytes,
