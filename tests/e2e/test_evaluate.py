@@ -224,6 +224,24 @@ def test_two_replicas_killed_and_started_again_give_the_same_file(
 
 
 @pytest.mark.slow
+def test_a_runs_own_evaluation_says_the_same(checkpoint, data, tmp_path):
+    """A run of no steps evaluates what it starts from, and exports it."""
+    run_dir, out = tmp_path / "run", tmp_path / "out.jsonl"
+    settings = [f"evaluation.samples={SAMPLES}", "evaluation.top_p=0.9", f"evaluation.path={data}"]
+    settings += [f"model.hf_path={checkpoint}", f"data.train_path={data}", "parallel.world_size=1"]
+    settings += ["parallel.tensor_model_parallel_size=1", f"logging.run_dir={run_dir}"]
+    settings += ["algorithm.policy_steps=0", "algorithm.value_pretraining_steps=0"]
+    settings += [option for option in OPTIONS if "." in option and "=" in option]
+    train = [sys.executable, "-m", "vapo_megatron.train", "--config"]
+    run([*train, ROOT / "examples/configs/tiny.yaml", *settings])
+    row = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    run([sys.executable, TOOL, "--checkpoint", run_dir, "--data", data, "--out", out])
+    found = json.loads(out.with_suffix(".json").read_text())["statistics"]
+    names = ["avg@6", "pass@6", "majority@6", "response_length_mean", "truncated_fraction"]
+    assert {n: row[f"evaluation/{n}"] for n in names} == {n: found[n]["value"] for n in names}
+
+
+@pytest.mark.slow
 def test_a_mistake_under_torchrun_is_one_line(checkpoint, data, tmp_path):
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     broken = tmp_path / "broken.jsonl"
