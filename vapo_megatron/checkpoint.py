@@ -56,8 +56,9 @@ def save(
     dist.barrier()
     torch.save(torch.get_rng_state(), partial / f"rng_{dist.get_rank():04d}.pt")
     for role, model in models.items():
-        wait_for_parameters(model.chunks)
-        save_sharded(model.model, model.optimizer, partial / role)
+        with model.held("state"):
+            wait_for_parameters(model.chunks)
+            save_sharded(model.model, model.optimizer, partial / role)
     if is_main:
         updates = {role: model.num_updates for role, model in models.items()}
         content = {"step": step, "num_updates": updates, "run": state}
@@ -95,7 +96,8 @@ def load_latest(
             "write an older checkpoint's name into it, or set checkpoint.resume=false"
         ) from None
     for role, model in models.items():
-        load_sharded(model.model, model.optimizer, directory / role)
+        with model.held("state"):
+            load_sharded(model.model, model.optimizer, directory / role)
         model.num_updates = content["num_updates"][role]
     rng = directory / f"rng_{dist.get_rank():04d}.pt"
     if rng.exists():  # another number of ranks resumes with the state that the seed gave

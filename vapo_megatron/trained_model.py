@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
+from torch.nn import Module
 
 from vapo_megatron.batch import MicroBatch
 from vapo_megatron.config import VapoConfig
@@ -12,7 +14,10 @@ from vapo_megatron.models.build import Role, build_model
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import ParallelGroups
 from vapo_megatron.parallel.minibatches import MiniBatch
+from vapo_megatron.parallel.offload import ORDER, Held, Offload
 from vapo_megatron.parallel.optimizer import (
+    DistributedDataParallel,
+    MegatronOptimizer,
     build_ddp,
     build_optimizer,
     optimizer_step,
@@ -21,6 +26,7 @@ from vapo_megatron.parallel.optimizer import (
 from vapo_megatron.parallel.reduce import sum_over_data_parallel
 from vapo_megatron.parallel.schedule import forward_backward
 from vapo_megatron.weights.hf import load_hf_weights
+from vapo_megatron.weights.mapping import wait_for_parameters
 
 LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
@@ -28,7 +34,8 @@ LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 class TrainedModel:
     """A model that learns: `model`, a chunk per virtual stage; `chunks`, with DDP; `optimizer`.
 
-    Without hf_path, which every run's configuration has, it keeps its random weights.
+    Without hf_path, which every run's configuration has, it keeps its random weights. After
+    `offload` it is in host memory, and on the device only while it is `held`.
     """
 
     def __init__(
@@ -40,12 +47,73 @@ class TrainedModel:
         hf_path: str | None,
     ) -> None:
         self.groups = groups
-        self.model = build_model(shape, config, groups, role)
+        self._model = build_model(shape, config, groups, role)
         if hf_path is not None:
-            load_hf_weights(self.model, shape, hf_path, groups, role)
-        self.chunks = build_ddp(self.model, config, self.model[0].config)
-        self.optimizer = build_optimizer(self.chunks, config, role)
+            load_hf_weights(self._model, shape, hf_path, groups, role)
+        self._chunks = build_ddp(self._model, config, self._model[0].config)
+        self._optimizer = build_optimizer(self._chunks, config, role)
+        self._offload: Offload | None = None
         self.num_updates = 0
+
+    @property
+    def model(self) -> list[Module]:
+        """A chunk for each virtual stage, without DDP."""
+        self._check("parameters")
+        return self._model
+
+    @property
+    def chunks(self) -> list[DistributedDataParallel]:
+        """The same with DDP."""
+        self._check("parameters")
+        return self._chunks
+
+    @property
+    def optimizer(self) -> MegatronOptimizer:
+        """AdamW."""
+        self._check("state")
+        return self._optimizer
+
+    def offload(self) -> None:
+        """Move to host memory; collective over data-parallel ranks, as every turn is.
+
+        Raises:
+            RuntimeError: CUDA cannot pin so much.
+        """
+        self._offload = Offload(self._chunks, self._optimizer)
+        self._put_away("nothing")
+
+    @contextlib.contextmanager
+    def held(self, part: Held) -> Iterator[None]:
+        """Have this much of the model on the device in the body, or more; see parallel/offload.py.
+
+        "training" is needed by `update`, "state" by a checkpoint. A body that fails ends the run:
+        nothing is moved then, for other ranks may not come along.
+        """
+        if self._offload is None:
+            yield
+            return
+        before = self._offload.held
+        self._offload.hold(max(part, before, key=ORDER.index))
+        yield
+        self._put_away(before)
+
+    def close(self) -> None:
+        """Give back the host memory; the model must not be used any more."""
+        if self._offload is not None:
+            self._offload.close()
+
+    def _put_away(self, kept: Held) -> None:
+        assert self._offload is not None
+        if self._offload.has_changed and kept in ("nothing", "parameters"):
+            # Nothing may be on its way into memory that is about to go.
+            wait_for_parameters(self._chunks)
+        self._offload.hold(kept)
+
+    def _check(self, part: Held) -> None:
+        held = "training" if self._offload is None else self._offload.held
+        assert ORDER.index(held) >= ORDER.index(part), (
+            f"of this model {held!r} is on the device, and {part!r} is used: see held()"
+        )
 
     def compute_gradients(
         self, mini_batch: MiniBatch, loss_function: LossFunction
@@ -58,6 +126,7 @@ class TrainedModel:
         Returns:
             The metrics summed over micro-batches and data-parallel ranks; 0-d, on every rank.
         """
+        self._check("training")
         metrics = forward_backward(self.chunks, mini_batch.micro_batches, loss_function)
         return sum_over_data_parallel(metrics, self.groups)
 

@@ -107,6 +107,28 @@ def build_optimizer(
     return optimizer
 
 
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that hold the state: one for each of megatron-core's parts."""
+    return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+
+
+def make_optimizer_state(optimizer: MegatronOptimizer) -> None:
+    """Make Adam's state where there is none, as its first step would: zero."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not isinstance(part.optimizer, torch.optim.Adam):
+            part.init_state_fn(part.optimizer, part.config)
+            continue
+        # megatron-core would leave the step count out, and torch's first step would miss it.
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                if not part.optimizer.state[parameter]:
+                    part.optimizer.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+
+
 def set_learning_rate(optimizer: MegatronOptimizer, learning_rate: float) -> None:
     """Set the rate of the next update, and each group's weight decay.
 
@@ -130,6 +152,7 @@ def optimizer_step(optimizer: MegatronOptimizer) -> Tensor:
             go back to a checkpoint.
     """
     success, norm, _ = optimizer.step()
+    norm = float(norm)  # megatron-core 0.19 leaves it on a GPU, [1], where its fused kernels are
     assert success, "the optimizer skips steps only for float16 overflows"
     optimizer.zero_grad()
     if not math.isfinite(norm):

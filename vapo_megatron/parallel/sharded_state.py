@@ -4,10 +4,10 @@ Before `save_sharded`: every rank holds its shards. After: each rank has written
 is the first holder of. `load_sharded` fills every rank's shards, whatever layout wrote them.
 
 torch's Adam makes its state at the first step and keeps a step count per parameter, which
-megatron-core 0.16 does not expect; three things are mended here (Transformer Engine's Adam needs
-none of them): the state is made before saving and loading, the count is passed on, and after
-loading each parameter gets a count of its own, because the loaded one is shared and would advance
-once for each.
+megatron-core 0.16 does not expect; three things are mended here (the fused Adams of Transformer
+Engine and apex, whose groups count, need the first alone): the state is made before saving and
+loading, the count is passed on, and after loading each parameter gets a count of its own, because
+the loaded one is shared and would advance once for each.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
+from vapo_megatron.parallel.optimizer import inner_optimizers, make_optimizer_state  # noqa: E402
+
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
@@ -61,9 +63,10 @@ def load_sharded(chunks: Sequence[Any], optimizer: Any, directory: Path) -> None
         warnings.simplefilter("ignore", FutureWarning)
         loaded = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(directory))
     _fill(chunks, loaded)
-    _restore_zero_step(loaded["optimizer"])
+    is_fused = not any(isinstance(inner, torch.optim.Adam) for inner in inner_optimizers(optimizer))
+    _place_step(loaded["optimizer"], in_groups=is_fused)
     optimizer.load_state_dict(loaded["optimizer"])
-    for inner in _torch_optimizers(optimizer):
+    for inner in inner_optimizers(optimizer):
         for of_parameter in inner.state.values():
             if torch.is_tensor(of_parameter.get("step")):
                 of_parameter["step"] = of_parameter["step"].clone()
@@ -150,32 +153,32 @@ def _model_state(chunks: Sequence[Any], metadata: dict[str, Any]) -> dict[str, A
 
 
 def _prime(optimizer: Any) -> None:
-    """Make torch Adam's state, so that there is something to load into."""
+    """Make Adam's state, so that there is something to load into."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = functools.partial(_set_keeping_step, part)
-    for inner in _torch_optimizers(optimizer):
-        if not isinstance(inner, torch.optim.Adam):
-            continue
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                if not inner.state[parameter]:
-                    inner.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
+    make_optimizer_state(optimizer)
 
 
-def _restore_zero_step(state: dict[Any, Any]) -> None:
-    """Put back the step count of an optimizer saved before its first update: a 0 is left out."""
-    of_parameters = state.get("state")
-    if isinstance(of_parameters, dict) and "common_step" not in of_parameters:
-        if any(isinstance(s, dict) and "step" not in s for s in of_parameters.values()):
-            of_parameters["common_step"] = torch.tensor(0.0)
+def _place_step(state: dict[Any, Any], *, in_groups: bool) -> None:
+    """Put the step count where this machine's Adam looks for it, whichever wrote the checkpoint.
+
+    A fused Adam has it in its groups, torch's with each parameter, of which megatron-core makes one
+    common_step; a 0, before the first update, is left out by both. The distributed optimizer has
+    no "state" here and places the count itself.
+    """
+    of_parameters, groups = state.get("state"), state.get("param_groups")
+    if isinstance(of_parameters, dict) and groups is not None:
+        steps = [float(group.pop("step")) for group in groups if "step" in group]
+        step = of_parameters.pop("common_step", max(steps, default=0.0))
+        if in_groups:
+            for group in groups:
+                group["step"] = int(step)
+        else:
+            of_parameters["common_step"] = torch.tensor(float(step))
     for part in state.values():
         if isinstance(part, dict) and part is not of_parameters:
-            _restore_zero_step(part)
+            _place_step(part, in_groups=in_groups)
 
 
 def _set_keeping_step(
@@ -186,7 +189,3 @@ def _set_keeping_step(
     if "step" in state and "step" not in tensors:
         tensors = {**tensors, "step": state["step"]}
     DistributedOptimizer._set_main_param_and_optimizer_states(part, parameter, tensors)
-
-
-def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]

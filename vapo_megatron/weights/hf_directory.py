@@ -19,6 +19,7 @@ from vapo_megatron.errors import CheckpointError
 from vapo_megatron.weights.hf_reader import DTYPES, INDEX_FILE, SINGLE_FILE
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_BLOCK_BYTES = 64 << 20
 _METADATA = {"format": "pt", "producer": "vapo_megatron"}
 CONVERSION_FILE = "conversion.json"
 """Stands in a converted Megatron checkpoint and says what it was converted from."""
@@ -121,7 +122,9 @@ def write_safetensors(path: Path, tensors: list[TensorPlan], data: Iterator[Tens
                 assert tensor.dtype == t.dtype and left >= 0, (
                     f"{t.name}: planned {t.shape} {t.dtype}, got {tuple(tensor.shape)} too much"
                 )
-                out.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+                for block in tensor.reshape(-1).view(torch.uint8).split(_BLOCK_BYTES):
+                    # A copy: what numpy has seen of a model can never be emptied (offload.py).
+                    out.write(block.clone().numpy().data)
         out.flush()
         os.fsync(out.fileno())
 

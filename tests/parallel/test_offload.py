@@ -1,0 +1,272 @@
+"""Offload in real layouts: round trips bit by bit, training with it and without, the host's budget.
+
+Storages are emptied and filled on the CPU as on a GPU. Not exercised: pinned memory, copies on a
+stream, expandable segments (their settings' text alone), fused optimizers, and how much of a GPU
+comes free.
+"""
+
+import contextlib
+
+import pytest
+import torch
+
+from tests.parallel.training import ALL, Layout, critic_loss, make_batch, make_config
+from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.parallel.memory import available_host_bytes
+
+BOTH = ((ALL[:4], ALL[4:]),)
+HALVES = ((ALL[:2], ALL[2:4]), (ALL[4:5], ALL[5:]))
+LAYOUTS = {
+    "one process": Layout(split=BOTH),
+    "one process, distributed": Layout(distributed=True, split=BOTH),
+    "TP2": Layout(tp=2, split=BOTH),
+    "TP2 SP, distributed": Layout(tp=2, sp=True, distributed=True, split=BOTH),
+    "PP2 VPP2": Layout(pp=2, vpp=2, split=BOTH),
+    "DP2": Layout(dp=2, split=HALVES),
+    "DP2, distributed, overlapping": Layout(dp=2, distributed=True, overlap=True, split=HALVES),
+}
+
+# By default each layout once.
+DEFAULT = {"one process": "float32", "PP2 VPP2": "float32", "TP2 SP, distributed": "float32"}
+CASES = [
+    pytest.param(
+        name, dtype, marks=[] if DEFAULT.get(name, "bfloat16") == dtype else pytest.mark.slow
+    )
+    for name in LAYOUTS
+    for dtype in ("float32", "bfloat16")
+]
+
+
+@pytest.fixture(scope="module")
+def hf_path(tmp_path_factory):
+    return str(write_tiny_hf(tmp_path_factory.mktemp("tiny"), hidden=32, ffn=48, vocab=60))
+
+
+def _bits(model):
+    """Everything that learning depends on, by a name of its own."""
+    from vapo_megatron.parallel.optimizer import inner_optimizers
+    from vapo_megatron.weights.mapping import wait_for_parameters
+
+    found = {}
+    with model.held("state"):
+        wait_for_parameters(model.chunks)
+        for c, chunk in enumerate(model.chunks):
+            found |= {(c, name): p.detach().clone() for name, p in chunk.named_parameters()}
+        for i, inner in enumerate(inner_optimizers(model.optimizer)):
+            mains = [p for group in inner.param_groups for p in group["params"]]
+            for j, main in enumerate(mains):
+                found[i, j, "main"] = main.detach().clone()
+                state = inner.state[main].items()
+                found |= {(i, j, name): torch.as_tensor(v).clone() for name, v in state}
+    return found
+
+
+def _learn(hf_path, layout, dtype, offload):
+    """Two steps of a critic: values, then an update. All that came of it, and its model."""
+    from vapo_megatron.batch import make_micro_batch
+    from vapo_megatron.models.build import values_of
+    from vapo_megatron.models.hf_config import read_model_shape
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.parallel.minibatches import MiniBatch
+    from vapo_megatron.parallel.schedule import forward_only
+    from vapo_megatron.trained_model import TrainedModel
+
+    torch.manual_seed(0)
+    config = make_config(layout, model={"dtype": dtype})
+    groups.destroy()
+    place = groups.initialize(config.parallel)
+    shape = read_model_shape(hf_path)
+    model = TrainedModel(shape, config, place, "critic", hf_path)
+    batch = make_batch(shape.vocab_size)
+    one = torch.ones(())
+    mini_batch = MiniBatch(
+        [
+            make_micro_batch(batch.select(part), multiple_of=layout.tp if layout.sp else 1)
+            for part in layout.split[place.dp_rank]
+        ],
+        one, one, one,
+    )  # fmt: skip
+
+    def head(output, micro_batch):
+        return values_of(output)[micro_batch.predicting]
+
+    def loss(output, micro_batch):
+        found = critic_loss(head(output, micro_batch), micro_batch.batch)
+        return found, {"loss": found.detach()}
+
+    if offload:
+        model.offload()
+    results = []
+    for _ in range(2):
+        with model.held("parameters"):
+            results += forward_only(model.chunks, mini_batch.micro_batches, head)
+        with model.held("training"):
+            results += model.update(mini_batch, loss, 1e-2).values()
+    results += _bits(model).values()
+    return results, model
+
+
+def _both(hf_path, layout, dtype):
+    """Judged here: results with offload and without. Returned: bytes on the device in each turn."""
+    from vapo_megatron.parallel.offload import ORDER, find_storages
+
+    plain, _ = _learn(hf_path, layout, dtype, offload=False)
+    turned, model = _learn(hf_path, layout, dtype, offload=True)
+    assert len(plain) == len(turned) > 20
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(plain, turned))
+    assert all(p.numel() == 0 or p.any() for p in plain[-10:])
+
+    sizes = {}
+    for part in ORDER:
+        with model.held(part):
+            storages = find_storages(model._chunks, model._optimizer)
+            sizes[part] = [sum(s.nbytes() for s in some) for some in storages]
+            if part == "training":
+                assert not any(p.main_grad.any() for p in model.chunks[0].parameters())
+    model.close()
+    return sizes, model._offload.num_bytes
+
+
+@pytest.mark.parametrize("name,dtype", CASES)
+def test_nothing_is_learned_otherwise_and_nothing_is_left_behind(hf_path, workers, name, dtype):
+    layout = LAYOUTS[name]
+    for sizes, num_bytes in workers.run(layout.world_size, _both, hf_path, layout, dtype):
+        parameters, state, gradients = sizes["training"]
+        assert min(parameters, state, gradients) > 0
+        assert num_bytes == parameters + state
+        assert sizes["nothing"] == [0, 0, 0]
+        assert sizes["parameters"] == [parameters, 0, 0]
+        assert sizes["state"] == [parameters, state, 0]
+
+
+def _turns(hf_path):
+    """Nested turns, and what is used outside of its turn."""
+    _, model = _learn(hf_path, Layout(distributed=True, split=BOTH), "bfloat16", offload=True)
+    before = _bits(model)
+    errors = []
+    with model.held("state"), model.held("parameters"):
+        errors.append(_error_of(lambda: model.optimizer))
+        model.model[0].embedding.word_embeddings.weight.data.add_(1.0)
+    after = _bits(model)
+    assert [k for k in before if not torch.equal(before[k], after[k])] == [
+        (0, "module.embedding.word_embeddings.weight")
+    ]
+    errors.append(_error_of(lambda: model.chunks))
+    with model.held("parameters"):
+        errors.append(_error_of(lambda: model.optimizer))
+        errors.append(_error_of(lambda: model.update(None, None, 0.1)))
+        # Only read: nothing goes back.
+        model.model[0].embedding.word_embeddings.weight.data.add_(1.0)
+    assert all(torch.equal(after[k], now) for k, now in _bits(model).items())
+    with contextlib.suppress(KeyError), model.held("training"):
+        raise KeyError
+    assert model._offload.held == "training", "after an error nothing moves"
+    return errors
+
+
+def _error_of(function):
+    try:
+        function()
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_away_cannot_be_used(hf_path, workers):
+    (errors,) = workers.run(1, _turns, hf_path)
+    assert errors[0] == ""
+    for found, held, used in zip(
+        errors[1:], ("nothing", "parameters", "parameters"), ("parameters", "state", "state")
+    ):
+        assert f"{held!r} is on the device, and {used!r} is used" in found
+
+
+def _checkpoint(hf_path, directory):
+    """Saved and loaded while away: loading gives this optimizer other tensors."""
+    from vapo_megatron import checkpoint
+
+    layout = Layout(split=BOTH)
+    _, model = _learn(hf_path, layout, "float32", offload=True)
+    before = _bits(model)
+    checkpoint.save(directory, 1, {"critic": model}, {}, keep_last=1)
+    model.close()
+    _, model = _learn(hf_path, layout, "float32", offload=True)
+    with model.held("state"):
+        for p in model.chunks[0].parameters():
+            p.data.zero_()
+    assert not all(torch.equal(before[k], now) for k, now in _bits(model).items())
+    assert checkpoint.load_latest(directory, {"critic": model}) == (1, {})
+    assert model._offload.held == "nothing"
+    assert all(torch.equal(before[k], now) for k, now in _bits(model).items())
+
+
+def test_a_checkpoint_of_what_is_away(hf_path, workers, tmp_path):
+    workers.run(1, _checkpoint, hf_path, tmp_path)
+
+
+def _budget(needed, allowed, local_size):
+    import os
+
+    import torch.distributed as dist
+
+    from vapo_megatron.parallel.offload import check_host_memory
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(local_size)
+    parallel = VapoConfig.model_validate({"parallel": {"host_memory_gb": allowed}}).parallel
+    try:
+        check_host_memory(needed[dist.get_rank()], parallel)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+    return ""
+
+
+@pytest.mark.parametrize(
+    "needed,allowed,local_size,words",
+    [
+        ((2e9, 3e9), 5.0, 2, ""),
+        ((2e9, 3e9), 4.9, 2, "needs 5 GB of host memory on the node of rank 0, but 4.9 GB are"),
+        ((2e9, 3e9), 4.9, 1, ""),
+        ((2e9, 5e9), 4.9, 1, "needs 5 GB of host memory on the node of rank 1, but 4.9 GB are"),
+        ((2e9, 1e16), None, 2, "GB are available; use more nodes"),
+    ],
+)
+def test_a_node_has_one_budget(workers, needed, allowed, local_size, words):
+    found = workers.run(2, _budget, [int(n) for n in needed], allowed, local_size)
+    assert found[0] == found[1]
+    assert words in found[0] and bool(words) == bool(found[0]) and "\n" not in found[0]
+
+
+def test_available_memory_is_the_least_of_the_kernels_and_the_groups(tmp_path):
+    proc, groups = tmp_path / "proc", tmp_path / "sys/fs/cgroup"
+    proc.mkdir()
+    groups.mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 900 kB\nMemAvailable:     700 kB\n")
+    assert available_host_bytes(tmp_path) == 700 * 1024
+    (groups / "memory.max").write_text("max\n")
+    assert available_host_bytes(tmp_path) == 700 * 1024
+    (groups / "memory.max").write_text("500000\n")
+    (groups / "memory.current").write_text("300000\n")
+    (groups / "memory.stat").write_text("anon 250000\ninactive_file 40000\n")
+    # 500,000 - 300,000 + 40,000 of cached files
+    assert available_host_bytes(tmp_path) == 240_000
+
+
+def test_the_allocators_other_options_stay(monkeypatch):
+    from vapo_megatron.parallel.offload import expandable_segments
+
+    set_to = ["max_split_size_mb:64"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: set_to[-1])
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", set_to.append)
+    for _ in range(2):
+        with expandable_segments():
+            assert set_to[-1] == "max_split_size_mb:64,expandable_segments:True"
+        assert set_to[-1] == "max_split_size_mb:64,expandable_segments:False"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    count = len(set_to)
+    with expandable_segments():
+        assert len(set_to) == count, "the user has decided"
