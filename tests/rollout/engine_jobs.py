@@ -140,6 +140,61 @@ def _limits(engine, step: int) -> dict[str, Any]:
     return found
 
 
+def _sleeping(engine, now: list, then: list) -> dict[str, Any]:
+    """Sleep with the weights `now`, wake with `then`; they are spoilt as a GPU's would be lost."""
+    import torch
+
+    found: dict[str, Any] = {"events": []}
+    core = engine._llm.llm_engine.engine_core.engine_core
+    worker, scheduler = core.model_executor.driver_worker.worker, core.scheduler
+    original = (
+        worker.sleep,
+        worker.wake_up,
+        scheduler.reset_prefix_cache,
+        engine._model().load_weights,
+    )
+
+    def sleep(level):
+        found["events"].append(f"sleep {level}")
+        original[0](level)
+        for weight in engine.live_weights().values():
+            weight.tensor.fill_(torch.nan)
+
+    def wake_up(tags):
+        found["events"].append(f"wake {tags}")
+        original[1](tags)
+
+    def reset(*arguments, **named):
+        found["events"].append("reset")
+        return original[2](*arguments, **named)
+
+    def load(tensors):
+        found["events"].append("load")
+        return original[3](tensors)
+
+    worker.sleep, worker.wake_up, scheduler.reset_prefix_cache = sleep, wake_up, reset
+    engine._model().load_weights = load
+    ask = prompts(8)
+    engine.load_weights(now, 5)
+    engine.generate(ask, 1, 0, settings(0), 5)
+    del found["events"][:]
+    engine.sleep()
+    engine.sleep()
+    found["asleep"] = error_of(engine.generate, ask, 1, 0, settings(0), 5)
+    found["paused"] = core.is_scheduler_paused()
+    engine.load_weights(then, 6)
+    found["between"] = sorted(core.model_executor.sleeping_tags)
+    found["awake"] = engine.generate(ask, 1, 0, settings(0), 6)
+    found["running"] = not core.is_sleeping()
+    engine.load_weights(now, 7)
+    found["once"] = list(found["events"])
+    engine.sleep()
+    engine.load_weights(then, 8)
+    engine.sleep()
+    found["half awake, then asleep"] = sorted(core.model_executor.sleeping_tags)
+    return found
+
+
 def two_replicas(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:
     """World 2, TP=1: two engines that never talk to each other."""
     import torch
@@ -192,6 +247,7 @@ def two_replicas(tmp: Path, first_path: Path, second_path: Path) -> dict[str, An
         found["long"] = engine.generate(long, 1, 1, settings(0), 3)
         engine.load_weights(weights(second_path), 4)
         found["long, second weights"] = engine.generate(long, 1, 1, settings(0), 4)
+    found["sleep"] = _sleeping(engine, weights(second_path), first)
     found["network"] = attempts
     found["compiled"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -226,6 +282,9 @@ def one_replica(tmp: Path, path: Path) -> dict[str, Any]:
     ask = prompts(32, group_size=2)
     found["sampled"] = engine.generate(ask, 2, 1, settings(), 0)
     found["greedy"] = engine.generate(ask[::2], 1, 1, settings(0), 0)
+    engine.sleep()
+    engine.load_weights(all_weights, 1)
+    found["woken"] = engine.generate(ask[::2], 1, 1, settings(0), 1)
     found["shared memory"] = [f.name for f in Path("/dev/shm").glob("*cpushm*")]
     engine.shutdown()
     dist.barrier()
@@ -262,14 +321,16 @@ def of_family(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:
     chunks, shape, groups, _, trainer = load(str(first_path), Layout(tp=2))
     out = tmp / "exported"
     export_hf(chunks, shape, groups, out, first_path)
-    arguments = engine_module._vllm_arguments
-    engine_module._vllm_arguments = lambda *a: {**arguments(*a), "load_format": "safetensors"}
+    arguments = engine_module.engine_arguments
+    engine_module.engine_arguments = lambda *a, **k: {
+        **arguments(*a, **k), "load_format": "safetensors"
+    }  # fmt: skip
     try:
         engine = engine_module.RolloutEngine(
             str(out), config(tmp, 2), rank=dist.get_rank(), world_size=2
         )
     finally:
-        engine_module._vllm_arguments = arguments
+        engine_module.engine_arguments = arguments
     engine.policy_version = 0
     ask = prompts(8)
     found = {"first": engine.generate(ask, 1, 1, settings(0), 0)}

@@ -3,8 +3,9 @@
 Two processes build every engine in turn (imports and constructors take most of the time), and the
 tests judge what came back.
 
-Does not exercise: GPUs, CUDA graphs, bfloat16, the Triton sampler, more than two ranks, Megatron as
-the source of the weights (tests/weights).
+Does not exercise: GPUs (where sleep gives memory back; here it spoils the weights), CUDA graphs,
+bfloat16, the Triton sampler, more than two ranks, Megatron as the source of the weights
+(tests/weights).
 """
 
 import math
@@ -61,9 +62,13 @@ def reference(models):
     return {name: Qwen2ForCausalLM.from_pretrained(path).eval() for name, path in models.items()}
 
 
+def position(rollout):
+    return rollout.position
+
+
 def both(found, key):
     """A call's rollouts over all replicas, by position."""
-    return sorted((r for rank in found for r in rank[key]), key=lambda r: r.position)
+    return sorted((r for rank in found for r in rank[key]), key=position)
 
 
 @torch.no_grad()
@@ -241,6 +246,25 @@ def test_nothing_of_older_weights_is_reused(found, reference):
     assert_greedy(reference["first"], first)
     assert_greedy(reference["second"], second)
     assert {r.policy_version for r in second} == {4}
+
+
+def test_a_sleeping_engine_wakes_weights_then_cache(found, reference):
+    slept = [f["sleep"] for f in found]
+    for f in slept:
+        assert f["events"][: len(f["once"])] == f["once"]
+        *before, version_6, version_7 = " ".join(f["once"]).split(" load ")
+        # Falling asleep empties the prefix cache as every pause does.
+        assert before == ["reset sleep 2 wake ['weights']"]
+        assert version_6 == "reset wake ['kv_cache'] reset" and version_7 == "reset"
+        assert "asked for policy version 5, but the sampler holds None" in f["asleep"]
+        assert f["paused"] and f["between"] == ["kv_cache"] and f["running"]
+        assert f["half awake, then asleep"] == ["kv_cache", "weights"]
+    assert_greedy(reference["first"], sorted(sum((f["awake"] for f in slept), []), key=position))
+
+
+def test_both_ranks_of_a_replica_sleep(found_tp2):
+    for f in found_tp2:
+        assert [r.token_ids for r in f["woken"]] == [r.token_ids for r in f["greedy"]]
 
 
 def test_no_network_and_no_compiler(found):

@@ -5,6 +5,10 @@ replica, which samples its own share of each step; replicas never talk to each o
 sample. All ranks of a replica run the same scheduler over the same requests in the same order, so
 that their collectives meet; after `generate` each of them holds the replica's rollouts.
 
+With parallel.offload it sleeps while the trainer computes: `sleep` drops weights and KV cache,
+`weights_replaced` wakes the weights, and the next `generate` the cache, before which the trainer's
+own weights can leave.
+
 What vLLM does to a process that is not its own is undone or kept out: to its random numbers,
 environment, thread and matmul settings (process_state.py), to the trainer's process groups, and on
 a CPU to the weights, which it would repack out of reach of any update.
@@ -28,6 +32,7 @@ from vapo_megatron.batch import Prompt, Rollout
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape, read_model_shape
+from vapo_megatron.rollout.engine_arguments import engine_arguments
 from vapo_megatron.rollout.live_weights import live_weights, load_hf_tensors
 from vapo_megatron.rollout.process_state import (
     name_run,
@@ -66,8 +71,6 @@ with warnings.catch_warnings():
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-CPU_KV_CACHE_BYTES = 256 * 2**20
 
 
 class RolloutEngine:
@@ -113,7 +116,9 @@ class RolloutEngine:
         with process_state_kept(), random_state_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                self._llm = LLM(**_vllm_arguments(hf_path, config, self.max_model_len))
+                on_cpu = current_platform.is_cpu()
+                arguments = engine_arguments(hf_path, config, self.max_model_len, on_cpu=on_cpu)
+                self._llm = LLM(**arguments)
             except ValueError as error:
                 raise ConfigError(
                     f"vLLM cannot serve model.hf_path={hf_path} with these rollout settings: "
@@ -123,6 +128,26 @@ class RolloutEngine:
         self._llm.llm_engine.engine_core._finalizer.atexit = False  # type: ignore[attr-defined]
         unlink_shared_memory(run_name, self.replica * tp_size, tp_size)
         self._closed = False
+        self._asleep: set[str] = set()
+
+    def sleep(self) -> None:
+        """Leave the GPU: weights and KV cache are dropped, and `generate` refuses every version.
+
+        Every rank of a replica calls this. CUDA graphs stay, and will find weights and cache at
+        their old addresses, as whoever keeps a tensor of `live_weights` does. On a CPU vLLM goes
+        through the same states and keeps its memory.
+        """
+        if "weights" not in self._asleep:
+            self.policy_version = None
+            self._llm.sleep(level=2)
+            self._asleep = {"weights", "kv_cache"}
+
+    def _wake(self, *parts: str) -> None:
+        """Map memory again; what it holds is anything."""
+        for part in parts:
+            if part in self._asleep:
+                self._llm.wake_up(tags=[part])
+                self._asleep.remove(part)
 
     def live_weights(self) -> dict[str, LiveWeight]:
         """Return every weight of this rank's shard by vLLM's name, where it lies."""
@@ -136,6 +161,7 @@ class RolloutEngine:
         was computed with older weights is left. After an error in the body it refuses every one.
         """
         self.policy_version = None
+        self._wake("weights")
         yield
         self._forget_prefixes()
         self.policy_version = policy_version
@@ -196,6 +222,7 @@ class RolloutEngine:
             f"{sampling} exceeds the engine's limit {limit}"
         )
         check_prompts(prompts, self._config.rollout.max_prompt_tokens, self._vocab_size)
+        self._wake("kv_cache")
         seeds = request_seeds(
             prompts, group_size, seed=self._config.seed, step=step, role=sampling.seed_role
         )
@@ -217,6 +244,8 @@ class RolloutEngine:
         if not self._closed:
             self._closed = True
             self.policy_version = None
+            # vLLM unmaps what it frees, mapped or not.
+            self._wake("weights", "kv_cache")
             self._llm.llm_engine.engine_core.shutdown()
             del self._llm
 
@@ -298,30 +327,6 @@ def _check_head_dim(shape: ModelShape) -> None:
             f"model.hf_path: head_dim={shape.head_dim} must be one of "
             f"{', '.join(map(str, supported))} for vLLM on a CPU; use another model or a GPU"
         )
-
-
-def _vllm_arguments(hf_path: str, config: VapoConfig, max_model_len: int) -> dict[str, Any]:
-    rollout, on_cpu = config.rollout, current_platform.is_cpu()
-    kv_cache_bytes = rollout.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
-    return {
-        "model": str(hf_path),
-        "skip_tokenizer_init": True,
-        "load_format": "dummy",
-        "generation_config": "vllm",
-        "dtype": rollout.dtype or config.model.dtype,
-        "seed": config.seed % 2**32,
-        "tensor_parallel_size": rollout.tensor_model_parallel_size,
-        "distributed_executor_backend": "external_launcher",
-        "enforce_eager": on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
-        "max_model_len": max_model_len,
-        "max_num_seqs": rollout.max_num_sequences,
-        # After part of a prompt vLLM samples, drops the token and winds the request's generator
-        # back, which a CPU generator cannot do: whole prompts only.
-        "enable_chunked_prefill": False if on_cpu else None,
-        "kv_cache_memory_bytes": kv_cache_bytes,
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "logprobs_mode": "processed_logprobs",
-    }
 
 
 def _request(sampling: SamplingSettings, stop: Sequence[int], seed: int) -> SamplingParams:
