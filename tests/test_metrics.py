@@ -1,4 +1,4 @@
-"""Names, phase timer, metrics.jsonl, TensorBoard events, rollouts/step_*.jsonl, and their resume.
+"""Names, metrics.jsonl, TensorBoard events, rollouts/step_*.jsonl, and their resume.
 
 Not exercised: which process writes, and the numbers themselves (the trainer's tests).
 """
@@ -14,14 +14,11 @@ from vapo_megatron.batch import Prompt, Rollout
 from vapo_megatron.errors import DataError
 from vapo_megatron.metrics import (
     METRICS,
-    PHASES,
     MetricsWriter,
-    PhaseTimer,
     accuracy_name,
     describe,
     group_record,
     read_run,
-    tokens_per_second,
 )
 
 REQUIRED = """
@@ -48,6 +45,7 @@ def test_other_names_are_unknown():
         "evaluation/avg@0",
         "evaluation/avg@",
         "time/lunch_seconds",
+        "memory/lunch_peak_bytes",
         "step",
     ):
         assert describe(name) is None
@@ -125,79 +123,6 @@ def test_tensorboard_shows_the_rows_and_purges_on_resume(tmp_path):
     assert events.Tags()["scalars"] == ["reward/mean"]
     points = [(e.step, e.value) for e in events.Scalars("reward/mean")]
     assert points == [(0, 0.0), (1, 1.0), (2, 20.0)]
-
-
-class Clock:
-    """time.perf_counter that moves when told to."""
-
-    def __init__(self, monkeypatch):
-        self.now = 100.0
-        monkeypatch.setattr("vapo_megatron.metrics.time.perf_counter", lambda: self.now)
-
-
-def test_phases_accumulate_and_start_over_with_each_step(monkeypatch):
-    clock, started = Clock(monkeypatch), []
-    timer = PhaseTimer(on_start=started.append)
-    for phase, seconds in (("critic_update", 2.0), ("generation", 1.0), ("critic_update", 3.0)):
-        with timer(phase):
-            clock.now += seconds
-        clock.now += 0.5
-    times = timer.take()
-    # 2 + 3 and 1 in phases, 3 x 0.5 between them.
-    assert list(times.items()) == [
-        ("time/generation_seconds", 1.0),
-        ("time/critic_update_seconds", 5.0),
-        ("time/step_seconds", 7.5),
-    ]
-    assert started == ["critic_update", "generation", "critic_update"]
-    clock.now += 0.25
-    assert timer.take() == {"time/step_seconds": 0.25}
-
-
-def test_a_phase_inside_another_counts_to_the_outer_one(monkeypatch):
-    clock, started = Clock(monkeypatch), []
-    timer = PhaseTimer(on_start=started.append)
-    with timer("evaluation"):
-        with timer("generation"):
-            clock.now += 4.0
-        clock.now += 1.0
-    assert timer.take() == {"time/evaluation_seconds": 5.0, "time/step_seconds": 5.0}
-    assert started == ["evaluation"]
-
-
-def test_a_phase_waits_for_the_accelerator_and_survives_an_error(monkeypatch):
-    clock = Clock(monkeypatch)
-
-    def synchronize():
-        clock.now += 10.0
-
-    timer = PhaseTimer(synchronize=synchronize)
-    with timer("sync"):
-        clock.now += 1.0
-    with pytest.raises(KeyError), timer("values"):
-        raise KeyError
-    with timer("reward"):
-        pass
-    assert timer.take() == {
-        "time/reward_seconds": 10.0,
-        "time/values_seconds": 0.0,
-        "time/sync_seconds": 11.0,
-        "time/step_seconds": 21.0,
-    }
-
-
-def test_unknown_phases_are_bugs():
-    with pytest.raises(AssertionError, match="lunch"), PhaseTimer()("lunch"):
-        pass
-    assert all(describe(f"time/{phase}_seconds") for phase in PHASES)
-
-
-def test_tokens_per_second_leaves_evaluation_and_checkpoint_out():
-    times = {"time/evaluation_seconds": 5.0, "time/checkpoint_seconds": 1.0}
-    # 800 / (10 - 5 - 1), 800 / 10.
-    assert tokens_per_second(800, {**times, "time/step_seconds": 10.0}) == 200.0
-    assert tokens_per_second(800, {"time/step_seconds": 10.0}) == 80.0
-    assert math.isnan(tokens_per_second(800, {"time/step_seconds": 0.0}))
 
 
 def test_accuracy_name():

@@ -1,4 +1,4 @@
-"""Names of a run's metrics, seconds per phase, and the writer of what a run leaves for people.
+"""Names of a run's metrics, and the writer of what a run leaves for people.
 
 Rows are numbered 1..N, one for each training step; row 0 holds the evaluation before training. An
 evaluation made after step s stands on row s. A name that a row lacks was not measured in that step
@@ -7,12 +7,10 @@ evaluation made after step s stands on row s. A name that a row lacks was not me
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +29,10 @@ __all__ = [
     "PHASES",
     "Metric",
     "MetricsWriter",
-    "PhaseTimer",
     "accuracy_name",
     "describe",
     "group_record",
     "read_run",
-    "tokens_per_second",
 ]
 
 
@@ -95,6 +91,7 @@ METRICS: dict[str, Metric] = {
         "Response tokens of the step, all processes, per second; evaluation and checkpoint apart.",
     ),
     "memory/peak_bytes": Metric("bytes", "Peak memory so far, summed over processes."),
+    "memory/*_peak_bytes": Metric("bytes", "Peak memory of the fullest GPU in one phase."),
     "evaluation/avg@K": Metric("", "Accuracy on held-out problems, mean of K samples each."),
     "evaluation/pass@K": Metric("", "Held-out problems that any of K samples solves."),
     "evaluation/majority@K": Metric(
@@ -127,6 +124,7 @@ PHASES: dict[str, str] = {
 _AVG_AT_K = re.compile(r"evaluation/avg@[1-9]\d*")
 _AT_K = re.compile(r"evaluation/(avg|pass|majority)@[1-9]\d*")
 _PHASE_SECONDS = re.compile(r"time/(\w+)_seconds")
+_PHASE_PEAK = re.compile(r"memory/(\w+)_peak_bytes")
 
 
 def describe(name: str) -> Metric | None:
@@ -137,75 +135,18 @@ def describe(name: str) -> Metric | None:
     phase = _PHASE_SECONDS.fullmatch(name)
     if phase and phase[1] in PHASES:
         return Metric("s", f"Seconds in which {PHASES[phase[1]]}.")
+    phase = _PHASE_PEAK.fullmatch(name)
+    if phase and phase[1] in PHASES:
+        what = (
+            f"Peak memory of the fullest process (its GPU's, or resident) while {PHASES[phase[1]]}."
+        )
+        return Metric("bytes", what)
     return METRICS.get(name)
 
 
 def accuracy_name(row: Mapping[str, Any]) -> str | None:
     """Return the row's `evaluation/avg@K`, None when no evaluation ran."""
     return next((name for name in row if _AVG_AT_K.fullmatch(name)), None)
-
-
-def tokens_per_second(num_tokens: float, times: Mapping[str, float]) -> float:
-    """Return num_tokens per second of a step, evaluation and checkpoint apart.
-
-    Args:
-        num_tokens: response tokens of the step, summed over all processes.
-        times: what `PhaseTimer.take` returned.
-    """
-    apart = ("time/evaluation_seconds", "time/checkpoint_seconds")
-    seconds = times["time/step_seconds"] - sum(times[name] for name in apart if name in times)
-    return num_tokens / seconds if seconds > 0 else math.nan
-
-
-class PhaseTimer:
-    """Seconds per phase of a step: `with timer("generation"): ...`.
-
-    A phase inside another counts to the outer one alone, so the phases' sum never exceeds the step.
-    """
-
-    def __init__(
-        self,
-        on_start: Callable[[str], None] | None = None,
-        synchronize: Callable[[], None] | None = None,
-    ):
-        """Start the step's clock.
-
-        Args:
-            on_start: called with each (outer) phase's name, such as `Progress.phase`.
-            synchronize: waits for the accelerator, so that a phase pays for its own work.
-        """
-        self._on_start = on_start
-        self._synchronize = synchronize or (lambda: None)
-        self._seconds: dict[str, float] = {}
-        self._inside = False
-        self._step_start = time.perf_counter()
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Add the block's seconds to a phase of `PHASES`."""
-        assert phase in PHASES, f"unknown phase {phase!r}: add it to metrics.PHASES"
-        if self._inside:
-            yield
-            return
-        self._inside = True
-        if self._on_start:
-            self._on_start(phase)
-        start = time.perf_counter()
-        try:
-            yield
-            self._synchronize()
-        finally:
-            self._inside = False
-            elapsed = time.perf_counter() - start
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + elapsed
-
-    def take(self) -> dict[str, float]:
-        """Return `time/*_seconds` of the step that ends here, and start the next step's clock."""
-        now = time.perf_counter()
-        times = {f"time/{p}_seconds": self._seconds[p] for p in PHASES if p in self._seconds}
-        times["time/step_seconds"] = now - self._step_start
-        self._seconds, self._step_start = {}, now
-        return times
 
 
 class MetricsWriter:

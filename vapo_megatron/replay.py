@@ -73,6 +73,13 @@ class Replay:
                 raise DataError(found)
         return scored
 
+    def holds(self, policy_version: int) -> bool:
+        """Nothing samples."""
+        return True
+
+    def leave_device(self) -> None:
+        """It is not there."""
+
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
         """Nothing samples."""
         return {}

@@ -28,6 +28,12 @@ class RolloutSource(Protocol):
     def rollouts(self, step: int, policy_version: int, phase: Phase) -> list[ScoredRollout]:
         """Return this rank's share of a step's responses by position; the shares are disjoint."""
 
+    def holds(self, policy_version: int) -> bool:
+        """Whether it could sample from these weights without a publication."""
+
+    def leave_device(self) -> None:
+        """Make room on the device until the next publication; nothing is held afterwards."""
+
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
         """Sample from the actor's weights from now on; return metrics of their way."""
 

@@ -89,6 +89,14 @@ class Sampling:
                 )
         return scored
 
+    def holds(self, policy_version: int) -> bool:
+        """Compare with the version that vLLM was given last; a sleeping engine has none."""
+        return self.engine.policy_version == policy_version
+
+    def leave_device(self) -> None:
+        """Let vLLM sleep."""
+        self.engine.sleep()
+
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
         """Give vLLM the actor's weights; return the sync's metrics."""
         return self._sync.publish(chunks, policy_version)

@@ -14,13 +14,8 @@ from vapo_megatron.algorithm.gae import (
 )
 from vapo_megatron.batch import STATUSES, RolloutBatch, StepSummary
 from vapo_megatron.config import AlgorithmConfig
-from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import ParallelGroups
-from vapo_megatron.parallel.reduce import (
-    max_over_world,
-    sum_over_data_parallel,
-    sum_over_world,
-)
+from vapo_megatron.parallel.reduce import max_over_world, sum_over_data_parallel
 
 
 def sampler_difference(
@@ -87,7 +82,6 @@ def step_metrics(
     )
     of_entropy, of_advantages, of_values = sums.split([3, 3, 6])
     advantage_mean, advantage_std = mean_and_std(of_advantages)
-    memory = sum_over_world(torch.tensor(float(backend.peak_memory_bytes()), dtype=torch.float64))
     lengths = summary.response_lengths
     of_status = dict(
         zip(STATUSES, summary.statuses.bincount(minlength=len(STATUSES)) / len(lengths))
@@ -106,6 +100,5 @@ def step_metrics(
         "algorithm/lambda_actor_mean": torch.as_tensor(lambdas(lengths, algorithm)[0]).mean(),
         "algorithm/advantage_mean": advantage_mean,
         "algorithm/advantage_std": advantage_std,
-        "memory/peak_bytes": memory,
     }
     return {name: float(value) for name, value in result.items()}

@@ -18,16 +18,19 @@ from vapo_megatron.batch import RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.critic import Critic
 from vapo_megatron.data.packing import plan_mini_batches
-from vapo_megatron.metrics import MetricsWriter, PhaseTimer, tokens_per_second
+from vapo_megatron.metrics import MetricsWriter
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.exchange import exchange, gather_summary
+from vapo_megatron.parallel.memory import PeakMemory
 from vapo_megatron.parallel.minibatches import (
     local_plan,
     make_micro_batches,
     make_mini_batches,
     packed_multiple,
 )
+from vapo_megatron.parallel.reduce import max_over_world, sum_over_world
+from vapo_megatron.phase_timer import PhaseTimer, tokens_per_second
 from vapo_megatron.progress import Progress
 from vapo_megatron.replay import Replay
 from vapo_megatron.report import build_report
@@ -35,6 +38,7 @@ from vapo_megatron.rollout_source import OnProgress, RolloutSource
 from vapo_megatron.run_directory import group_record
 from vapo_megatron.step_metrics import sampler_difference, step_metrics
 from vapo_megatron.trained_model import TrainedModel
+from vapo_megatron.turns import Turns
 from vapo_megatron.weights.hf import export_hf
 
 Plan = Sequence[Sequence[Sequence[int]]]
@@ -57,19 +61,27 @@ class VapoTrainer:
         self.groups = groups.initialize(config.parallel, config.seed)
         self.is_main = self.groups.rank == 0
         self.shape = read_model_shape(str(config.model.hf_path))
+        # First, for vLLM measures what is free on the device; it leaves before the models come.
         self.source = self._source(replay)
+        self.turns = Turns(self.shape, config, self.groups, self.source)
         self.actor = Actor(self.shape, config, self.groups)
+        self.turns.join("actor", self.actor.trained)
         self.critic = Critic(self.shape, config, self.groups)
+        self.turns.join("critic", self.critic.trained)
         self.policy_version = 0
         self.writer: MetricsWriter | None = None
         self.progress = Progress("off", config.algorithm.num_steps, 0)
-        self.timer = PhaseTimer(lambda name: self.progress.phase(name), backend.synchronize)
+        self.memory = PeakMemory()
+        self.timer = PhaseTimer(
+            lambda name: self.progress.phase(name), backend.synchronize, self.memory
+        )
 
     def train_step(self, step: int) -> dict[str, float]:
         """Make one step of VAPO (arXiv 2504.05118); return its metrics. step counts from 0."""
         config = self.config
 
         # Sample a group of responses to each prompt, and judge them where they were sampled.
+        self._publish()
         scored = self.source.rollouts(step, self.policy_version, self._phase)
         with self._phase("exchange"):
             summary, batch, plan = self._distribute(scored, step)
@@ -97,9 +109,8 @@ class VapoTrainer:
         if actor_is_trained(step, config.algorithm.value_pretraining_steps):
             with self._phase("actor_update"):
                 actor_metrics = self.actor.update(mini_batches)
-            with self._phase("sync"):
-                self.policy_version += 1
-                actor_metrics |= self.source.publish(self.actor.trained.chunks, self.policy_version)
+            self.policy_version += 1
+            actor_metrics |= self._publish()
 
         self._write_rollouts(step, scored)
         metrics = step_metrics(summary, batch, entropy, config.algorithm, self.groups)
@@ -110,7 +121,7 @@ class VapoTrainer:
         config, total = self.config, self.config.algorithm.num_steps
         start = self._resume()
         self.source.check(range(start, total))
-        self.source.publish(self.actor.trained.chunks, self.policy_version)
+        self._publish()
         with self._shown(start):
             if start == 0:
                 self._record(0, self._evaluate())
@@ -130,8 +141,10 @@ class VapoTrainer:
         export = self.run_dir / "hf_export"
         if self.config.checkpoint.hf_export:
             self.progress.phase("export")
-            chunks, source = self.actor.trained.chunks, str(self.config.model.hf_path)
-            export_hf(chunks, self.shape, self.groups, export, copy_from=source)
+            source = str(self.config.model.hf_path)
+            with self.turns("export"):
+                chunks = self.actor.trained.chunks
+                export_hf(chunks, self.shape, self.groups, export, copy_from=source)
         if self.is_main:
             report = build_report(self.run_dir)
             self.progress.note(f"done: {report}" + (f" and {export}" if export.exists() else ""))
@@ -190,7 +203,15 @@ class VapoTrainer:
         batch = exchange(scored, summary, source, wanted, self.groups)
         return summary, batch, local_plan(by_rank[self.groups.dp_rank])
 
+    def _publish(self) -> dict[str, float]:
+        """Give the sampler the actor's weights, unless it holds them."""
+        if self.source.holds(self.policy_version):
+            return {}
+        with self._phase("sync"):
+            return self.source.publish(self.actor.trained.chunks, self.policy_version)
+
     def _evaluate(self) -> dict[str, float]:
+        self._publish()
         return self.source.evaluate(self.policy_version, self._phase)
 
     def _micro_batches(self, batch: RolloutBatch, part: Sequence[Sequence[int]]) -> list[Any]:
@@ -228,7 +249,12 @@ class VapoTrainer:
             yield
 
     def _record(self, done: int, metrics: dict[str, float]) -> None:
-        times = self.timer.take()
+        times, peaks = self.timer.take(), self.timer.take_peaks()
+        if peaks:
+            largest = max_over_world(torch.tensor(list(peaks.values()), dtype=torch.float64))
+            metrics |= dict(zip(peaks, largest.tolist(), strict=True))
+        highest = torch.tensor(self.memory.highest_bytes(), dtype=torch.float64)
+        metrics["memory/peak_bytes"] = float(sum_over_world(highest))
         if "num_tokens" in metrics:
             metrics["tokens_per_second"] = tokens_per_second(metrics.pop("num_tokens"), times)
         if self.writer is not None:
@@ -252,8 +278,8 @@ class VapoTrainer:
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[OnProgress]:
-        """Time a phase and show it; yields a callback for (done, total)."""
-        with self.timer(name):
+        """Take the phase's turn, time it and show it; yields a callback for (done, total)."""
+        with self.timer(name), self.turns(name):
             yield lambda done, total: self.progress.phase(name, done, total)
 
     def __enter__(self) -> VapoTrainer:
@@ -261,6 +287,7 @@ class VapoTrainer:
 
     def __exit__(self, *error: object) -> None:
         self.source.close()
+        self.turns.close()
         groups.destroy()
         dist.destroy_process_group()
 

@@ -1,0 +1,194 @@
+"""Turns of real models with a source that records when it leaves; host bytes; replays with turns.
+
+Not exercised: a GPU's memory. vLLM's part is in tests/rollout/test_engine.py, runs that sample are
+in tests/e2e/test_offload.py.
+"""
+
+import json
+import os
+
+import pytest
+import torch.distributed as dist
+
+from tests.dumped import MODEL, dump
+from tests.dumped import config as of_replay
+from tests.weights.tiny_hf import write_tiny_hf
+from tests.workers import free_port
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.metrics import PHASES
+from vapo_megatron.turns import ROLES, TURNS, Turns, host_bytes
+
+
+def config(hf, offload=True, dtype="bfloat16", **parallel):
+    return VapoConfig.model_validate(
+        {
+            "model": {"hf_path": str(hf), "dtype": dtype, "make_vocab_size_divisible_by": 16},
+            "parallel": {"offload": offload, **parallel},
+        }
+    )
+
+
+class Source:
+    """Counts how often it was told to leave."""
+
+    left = 0
+
+    def leave_device(self):
+        self.left += 1
+
+
+def built(hf, settings):
+    from vapo_megatron.actor import Actor
+    from vapo_megatron.critic import Critic
+    from vapo_megatron.models.hf_config import read_model_shape
+    from vapo_megatron.parallel import groups
+
+    place, shape = groups.initialize(settings.parallel), read_model_shape(hf)
+    source = Source()
+    turns = Turns(shape, settings, place, source)
+    assert source.left == int(turns.is_on), "it leaves before the models come"
+    models = {"actor": Actor(shape, settings, place), "critic": Critic(shape, settings, place)}
+    for role, model in models.items():
+        turns.join(role, model.trained)
+    return turns, source, models
+
+
+def there(model):
+    """What of a role is on the device."""
+    return "training" if model.trained._offload is None else model.trained._offload.held
+
+
+def phases(hf, offload):
+    turns, source, models = built(hf, config(hf, offload))
+    found, left = {}, source.left
+    for phase in (*PHASES, "export"):
+        with turns(phase):
+            found[phase] = [there(models[role]) for role in ROLES], source.left - left
+        left = source.left
+    assert [there(models[role]) for role in ROLES] == ["nothing" if offload else "training"] * 2
+    turns.close()
+    return found
+
+
+def test_each_phase_has_what_it_needs_and_no_more(workers, tmp_path):
+    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    (found,) = workers.run(1, phases, hf, True)
+    away = {
+        "values": ["nothing", "parameters"],
+        "logprobs": ["parameters", "nothing"],
+        "critic_update": ["nothing", "training"],
+        "actor_update": ["training", "nothing"],
+        "sync": ["parameters", "nothing"],
+        "checkpoint": ["nothing", "nothing"],
+        "export": ["parameters", "nothing"],
+    }
+    assert set(TURNS) <= set(found)
+    for phase, (roles, left) in found.items():
+        assert roles == away.get(phase, ["nothing", "nothing"]), phase
+        assert left == (phase in away), phase
+
+
+def test_without_offload_all_stay(workers, tmp_path):
+    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    (found,) = workers.run(1, phases, hf, False)
+    assert set(map(str, found.values())) == {str((["training", "training"], 0))}
+    (default,) = workers.run(1, phases, hf, None)
+    assert default == found, "null: off without a GPU"
+
+
+def kept(hf, parallel, dtype):
+    """Predicted bytes of both roles in host memory, and real ones."""
+    from vapo_megatron.models.hf_config import read_model_shape
+
+    settings = config(hf, dtype=dtype, world_size=2, **parallel)
+    turns, _, models = built(hf, settings)
+    rank = models["actor"].groups.pp_rank
+    real = sum(model.trained._offload.num_bytes for model in models.values())
+    turns.close()
+    return host_bytes(read_model_shape(hf), settings, pp_rank=rank), real
+
+
+@pytest.mark.parametrize(
+    "dtype,parallel",
+    [
+        ("bfloat16", {"tensor_model_parallel_size": 2, "use_distributed_optimizer": False}),
+        ("float32", {"pipeline_model_parallel_size": 2}),
+        ("bfloat16", {}),
+    ],
+    ids=["TP2", "PP2 distributed", "DP2 distributed"],
+)
+def test_host_bytes_are_known_beforehand(workers, tmp_path, dtype, parallel):
+    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=64, heads=2, kv_heads=2, ffn=96, vocab=300)
+    found = workers.run(2, kept, hf, parallel, dtype)
+    for predicted, real in found:
+        if parallel.get("use_distributed_optimizer", True):
+            # A rank's part of the buffers ends where parameters or their padding do.
+            assert 0.98 * predicted <= real <= predicted
+        else:
+            assert real == predicted
+
+
+def refused(hf):
+    from vapo_megatron.models.hf_config import read_model_shape
+
+    settings = config(hf, host_memory_gb=1e-4)
+    with pytest.raises(ConfigError) as error:
+        built(hf, settings)
+    return str(error.value), host_bytes(read_model_shape(hf), settings, pp_rank=0)
+
+
+def test_a_node_without_the_memory_is_refused_before_the_models_are_built(workers, tmp_path):
+    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    ((message, needed),) = workers.run(1, refused, hf)
+    assert f"parallel.offload=true needs {needed / 1e9:.3g} GB" in message
+    assert "0.0001 GB are allowed by parallel.host_memory_gb" in message
+
+
+def replayed(hf, dumped, run_dir, offload, steps, port):
+    """A whole run from a dump; a worker's function, in a world of the test's."""
+    from vapo_megatron.trainer import VapoTrainer
+
+    size = dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    # The rates warm up over updates: a resumed run must know how many there were.
+    settings = of_replay(
+        hf,
+        parallel={"world_size": size, "offload": offload},
+        algorithm={"policy_steps": steps, "value_pretraining_steps": 1},
+        optimizer={"actor_learning_rate": 1e-2, "critic_learning_rate": 1e-2},
+        logging={"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
+        checkpoint={"every_steps": 1},
+    )
+    with VapoTrainer(settings, dumped) as trainer:
+        trainer.fit()
+
+
+def rows(run_dir):
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    varying = ("time/", "memory/", "tokens_per_second")
+    return [
+        {k: v for k, v in json.loads(line).items() if not k.startswith(varying)} for line in lines
+    ]
+
+
+def test_a_run_by_turns_is_the_run_without_bit_by_bit(workers, tmp_path):
+    hf = write_tiny_hf(tmp_path / "model", **MODEL)
+    workers.run(2, dump, tmp_path / "replay", [1, 2, 3], 2)
+    paths = hf, tmp_path / "replay"
+    workers.run(2, replayed, *paths, tmp_path / "all", False, 2, free_port())
+    # Stopped after two steps, and gone on from their checkpoint.
+    workers.run(2, replayed, *paths, tmp_path / "turns", True, 1, free_port())
+    workers.run(2, replayed, *paths, tmp_path / "turns", True, 2, free_port())
+    expected, found = rows(tmp_path / "all"), rows(tmp_path / "turns")
+    assert [row["step"] for row in expected] == [0, 1, 2, 3]
+    assert found == expected and expected[-1]["actor/grad_norm"] > 0
+    files = [p.relative_to(tmp_path / "all") for p in tmp_path.glob("all/checkpoints/*/*/*.distcp")]
+    assert len(files) == 2 * 2 * 2  # steps 2 and 3, two roles, two ranks
+    for file in [*files, "hf_export/model.safetensors"]:
+        assert (tmp_path / "all" / file).read_bytes() == (tmp_path / "turns" / file).read_bytes()
+    peaks = json.loads((tmp_path / "turns/metrics.jsonl").read_text().splitlines()[-1])
+    for phase in ("values", "logprobs", "critic_update", "actor_update"):
+        # Nothing of this size; pages of a process that has imported torch.
+        assert 5e7 < peaks[f"memory/{phase}_peak_bytes"] < peaks["memory/peak_bytes"] < 1e11
