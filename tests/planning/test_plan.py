@@ -218,18 +218,27 @@ def test_a_dry_run_prints_the_plan_as_comments(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **config_json("32B")}))
     options = [part for file in RECIPE for part in ("--config", file)]
     options += ["--dry-run", f"model.hf_path={tmp_path}"]
-    assert train.main([*options, "parallel.gpu_memory_gb=40"]) == 0
+    options += ["rollout.gpu_memory_utilization=0.5", "rollout.tensor_model_parallel_size=4"]
+    assert train.main([*options, "parallel.gpu_memory_gb=24"]) == 0
     text = capsys.readouterr().out
-    assert VapoConfig.model_validate(yaml.safe_load(text)).parallel.gpu_memory_gb == 40
+    assert VapoConfig.model_validate(yaml.safe_load(text)).parallel.gpu_memory_gb == 24
     comments = [line for line in text.splitlines() if line.startswith("#")]
-    assert "# GPU: 40 GB" in text and any(line.startswith("# TP 8 x PP 4") for line in comments)
+    assert "# GPU: 24 GB" in text and any(line.startswith("# TP 8 x PP 4") for line in comments)
     assert "# DOES NOT FIT: generation leaves vLLM a KV cache of" in text
 
 
-def test_a_dry_run_without_the_model_says_so():
+def test_a_dry_run_without_the_model_plans_the_published_one_of_its_name():
+    """And the 32B recipe fits."""
     config = load_config(RECIPE)
     comment = dry_run_comment(config)
-    assert comment.startswith("# no plan could be made: model.hf_path=models/Qwen2.5-32B")
+    assert comment.startswith("# models/Qwen2.5-32B: 32.76e9 parameters")
+    assert "\n# fits\n" in comment and "DOES NOT" not in comment
+
+
+def test_a_dry_run_without_a_model_says_so():
+    config = load_config(RECIPE, ["model.hf_path=models/mine"])
+    comment = dry_run_comment(config)
+    assert comment.startswith("# no plan could be made: model.hf_path=models/mine")
     assert comment.count("\n") == 1
     assert dry_run_comment(VapoConfig()).startswith("# no plan could be made: model.hf_path is not")
 
