@@ -219,11 +219,11 @@ def test_a_dry_run_prints_the_plan_as_comments(tmp_path, capsys):
     options = [part for file in RECIPE for part in ("--config", file)]
     options += ["--dry-run", f"model.hf_path={tmp_path}"]
     options += ["rollout.gpu_memory_utilization=0.5", "rollout.tensor_model_parallel_size=4"]
-    assert train.main([*options, "parallel.gpu_memory_gb=24"]) == 0
+    assert train.main([*options, "parallel.gpu_memory_gb=40"]) == 0
     text = capsys.readouterr().out
-    assert VapoConfig.model_validate(yaml.safe_load(text)).parallel.gpu_memory_gb == 24
+    assert VapoConfig.model_validate(yaml.safe_load(text)).parallel.gpu_memory_gb == 40
     comments = [line for line in text.splitlines() if line.startswith("#")]
-    assert "# GPU: 24 GB" in text and any(line.startswith("# TP 8 x PP 4") for line in comments)
+    assert "# GPU: 40 GB" in text and any(line.startswith("# TP 8 x PP 4") for line in comments)
     assert "# DOES NOT FIT: generation leaves vLLM a KV cache of" in text
 
 

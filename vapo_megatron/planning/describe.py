@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from pathlib import Path
 
 import yaml
 
@@ -17,6 +18,7 @@ from vapo_megatron.models.hf_config import (
     parameter_count,
     read_model_shape,
 )
+from vapo_megatron.models.known import KNOWN_MODELS, known_shape
 from vapo_megatron.planning import memory
 from vapo_megatron.planning.cluster import GB, Cluster
 from vapo_megatron.planning.plan import Plan, make_plan, misfit, model_flops
@@ -242,9 +244,15 @@ def describe(config: VapoConfig, shape: ModelShape) -> str:
 def dry_run_comment(config: VapoConfig) -> str:
     """Return describe() as YAML comments, or one that says why there is no plan."""
     try:
-        if config.model.hf_path is None:
-            raise ConfigError("model.hf_path is not set")
-        text = describe(config, read_model_shape(config.model.hf_path))
+        text = describe(config, _shape(config.model.hf_path))
     except ConfigError as error:
         text = f"no plan could be made: {error} (tools/plan.py knows published models without)"
     return "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())
+
+
+def _shape(hf_path: str | None) -> ModelShape:
+    """Read the shape; a model that is not here yet is the published one of its name."""
+    if hf_path is None:
+        raise ConfigError("model.hf_path is not set")
+    published = Path(hf_path).name in KNOWN_MODELS and not Path(hf_path).exists()
+    return known_shape(Path(hf_path).name) if published else read_model_shape(hf_path)
