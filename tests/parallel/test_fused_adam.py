@@ -1,0 +1,124 @@
+"""Resume with an Adam that keeps its state as NVIDIA's fused ones do, which megatron-core prefers.
+
+What is kept where is read from apex's and Transformer Engine's (2.20) optimizers: `step`, an int,
+in the parameter group, and not advanced for a group without parameters on this rank; for a
+parameter exp_avg and exp_avg_sq in float32, and nothing else, which loading refuses. A stand-in
+keeps it so, in plain torch, under the name by which megatron-core imports apex's, and megatron-core
+takes its own branches for it. Not exercised: the fused kernels and what else they bring.
+"""
+
+import pytest
+
+from tests.test_checkpoint import SAVED_AT, train
+from tests.weights.tiny_hf import write_tiny_hf
+from tests.workers import WorkerPool
+
+STAND_IN = """
+import torch
+
+
+class FusedAdam(torch.optim.Optimizer):
+    def __init__(
+        self, params, lr, weight_decay, betas, eps, adam_w_mode=True, capturable=False
+    ):
+        assert adam_w_mode and not capturable
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            (beta1, beta2), step = group["betas"], group["step"]
+            for p in group["params"]:
+                assert p.dtype is torch.float32 and p.grad.dtype is torch.float32
+                state = self.state[p]
+                if not state:
+                    state.update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                assert set(state) == {"exp_avg", "exp_avg_sq"}
+                state["exp_avg"].lerp_(p.grad, 1 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
+                p.addcdiv_(state["exp_avg"], root, value=-group["lr"] / (1 - beta1**step))
+
+    def load_state_dict(self, state_dict):
+        for state in state_dict["state"].values():
+            assert set(state) <= {"exp_avg", "exp_avg_sq"}, set(state)
+        super().load_state_dict(state_dict)
+
+
+class FusedSGD(torch.optim.SGD):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def fused(tmp_path_factory):
+    """Processes in which megatron-core finds the stand-in."""
+    directory = tmp_path_factory.mktemp("stand_in")
+    package = directory / "apex" / "optimizers"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text(STAND_IN)
+    pool = WorkerPool()
+    plain = pool.run
+
+    def run(*args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(directory)  # processes that are spawned now start with it
+            return plain(*args)
+
+    pool.run = run
+    yield pool
+    pool.close()
+
+
+def _adam():
+    import vapo_megatron.parallel  # noqa: F401
+
+    # isort: split
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    return optimizer.Adam.__name__, distrib_optimizer.USING_APEX_OPTIMIZER
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory):
+    return write_tiny_hf(tmp_path_factory.mktemp("hf"), tied=False, seed=0)
+
+
+def test_megatron_core_takes_it(fused):
+    assert fused.run(1, _adam) == [("FusedAdam", True)]
+
+
+SETTINGS = [("float32", False), ("float32", True), ("bfloat16", False), ("bfloat16", True)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "saved_at", "ranks"),
+    [
+        (("bfloat16", True), 0, 1),
+        *[pytest.param(s, 0, 2, marks=pytest.mark.slow) for s in SETTINGS],
+        *[pytest.param(s, SAVED_AT, 2, marks=pytest.mark.slow) for s in SETTINGS],
+    ],
+)
+def test_resumed_losses(fused, hf, tmp_path, settings, saved_at, ranks):
+    """Data-parallel ranks; at 0, before the first update, there is no state yet."""
+    straight, _ = fused.run(ranks, train, hf, tmp_path, settings, 1, 1, False, saved_at)[0]
+    resumed, _ = fused.run(ranks, train, hf, tmp_path, settings, 1, 1, True, saved_at)[0]
+    assert resumed == straight[saved_at:] and abs(straight[0] - straight[-1]) > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distributed", [False, True])
+def test_its_checkpoints_and_torchs_are_the_same(fused, workers, hf, tmp_path, distributed):
+    """A run goes on where the other optimizer is installed, as it would have gone on at home."""
+    settings = ("float32", distributed)
+    for there, here in ((fused, workers), (workers, fused)):
+        root = tmp_path / str(here is fused)
+        straight, _ = there.run(2, train, hf, root, settings, 1, 1, False)[0]
+        resumed, _ = here.run(2, train, hf, root, settings, 1, 1, True)[0]
+        assert resumed == pytest.approx(straight[SAVED_AT:], rel=1e-5)
