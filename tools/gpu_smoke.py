@@ -64,6 +64,7 @@ SECTIONS = {
     "reference": Section("tools.gpu_smoke_parity", "reference", 120, on_cpu=True),
     "parity": Section("tools.gpu_smoke_parity", "parity", 120),
     "logprobs": Section("tools.gpu_smoke_training", "logprobs", 60),
+    "offload": Section("tools.gpu_smoke_offload", "offload", 60, ("Qwen2.5-0.5B",)),
     **{
         f"{role}-{size}": Section(
             "tools.gpu_smoke_training", "updates", 90, (f"Qwen2.5-{size}", role)

@@ -29,6 +29,7 @@ from vapo_megatron.data.packing import plan_mini_batches
 from vapo_megatron.models.build import Role
 from vapo_megatron.models.hf_config import ModelShape, parameter_count
 from vapo_megatron.parallel import backend
+from vapo_megatron.parallel.memory import PeakMemory
 
 Result = TypeVar("Result")
 
@@ -52,7 +53,7 @@ def updates(sizes: Sizes, directory: Path, name: str, role: Role) -> list[Row]:
     forward_flops = flops.forward_flops(shape, lengths, role=role, num_outputs=outputs)
     once = _speed(sum(lengths), forward_flops, forward_seconds)
     update = _speed(sum(lengths), 3 * forward_flops, seconds / load.num_updates)
-    peak, norm = backend.peak_memory_bytes(), metrics[f"{role}/grad_norm"]
+    peak, norm = PeakMemory().peak_bytes(), metrics[f"{role}/grad_norm"]
     update.update(peak_bytes=peak, grad_norm=norm)
     size = described_shape(title, shape, role)
     of_batch = f"{len(lengths)} responses, {min(lengths)} to {max(lengths)} tokens"

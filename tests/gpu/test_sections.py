@@ -4,6 +4,7 @@ Not exercised: anything of CUDA's. On a CPU bfloat16 attention is scaled_dot_pro
 torch's varlen attention; offload moves from host to host; no MFU and no GPU memory is known.
 """
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -147,6 +148,37 @@ def test_updates(workers, tmp_path, role):
         assert found["tokens_per_second"] * found["seconds"] == pytest.approx(216)
         assert found["model_flops_per_second"] * found["seconds"] == pytest.approx(expected * share)
     assert update.figures["grad_norm"] > 0 and update.figures["peak_bytes"] > 0
+
+
+def _offload_that_spoils(directory):
+    """The section where a number comes back as another one."""
+    from vapo_megatron.trained_model import TrainedModel
+
+    honest = TrainedModel.held
+
+    @contextlib.contextmanager
+    def held(self, part):
+        with honest(self, part):
+            next(self.chunks[0].parameters()).data.flatten()[0] += 1
+            yield
+
+    TrainedModel.held = held
+    try:
+        return _section("gpu_smoke_offload", "offload", directory, "Qwen2.5-0.5B")
+    finally:
+        TrainedModel.held = honest
+
+
+def test_offload(workers, tmp_path):
+    arguments = ("gpu_smoke_offload", "offload", str(tmp_path), "Qwen2.5-0.5B")
+    ((row,),) = workers.run(1, _section, *arguments)
+    assert row.passed
+    # A layer: 64 x 256 + 256 query, key, value; 128 x 64; 64 x 256 and 128 x 64; norms 2 x 64:
+    # 49,536, twice; the embedding of 1,024 x 64, padded; a norm. 2 + 4 + 8 bytes each.
+    assert row.figures["bytes"] == pytest.approx(14 * (2 * 49536 + 65536 + 64), rel=1e-3)
+    assert row.figures["in_seconds"] > 0 and row.figures["out_seconds"] > 0
+    ((row,),) = workers.run(1, _offload_that_spoils, str(tmp_path))
+    assert not row.passed
 
 
 def test_layers_that_fit():

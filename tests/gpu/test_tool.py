@@ -111,5 +111,5 @@ def test_every_section_on_a_cpu(tmp_path):
     assert done.returncode == 0
     rows = json.loads((tmp_path / "gpu_smoke.json").read_text())["rows"]
     assert {row["section"] for row in rows} == {
-        "attention", "parity", "logprobs", "actor", "critic",
+        "attention", "parity", "logprobs", "offload", "actor", "critic",
     }  # fmt: skip

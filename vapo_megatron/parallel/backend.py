@@ -26,7 +26,6 @@ import logging
 import marshal
 import os
 import re
-import resource
 import sys
 import warnings
 from collections.abc import Sequence
@@ -77,13 +76,6 @@ def synchronize() -> None:
     """Wait until the GPU has finished what it was given; nothing on a CPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def peak_memory_bytes() -> int:
-    """Most memory that this process has held: of its GPU, or resident without one."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_reserved()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def install() -> bool:

@@ -1,0 +1,81 @@
+"""Section of tools/gpu_smoke.py: a model to host memory and back, bit by bit, and how fast.
+
+GB/s counts parameters, main parameters and Adam's moments once, 1e9 bytes to a GB, over the seconds
+of a whole turn: copies, and the device memory that is given back or taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tools.gpu_smoke_models import build_role, make_config, whole_mini_batch
+from tools.gpu_smoke_report import Row
+from tools.gpu_smoke_sizes import Sizes
+from tools.gpu_smoke_training import described_shape, forward, planned, timed, trained_shape
+from vapo_megatron.parallel.offload import Storages, find_storages
+from vapo_megatron.trained_model import TrainedModel
+
+
+def offload(sizes: Sizes, directory: Path, name: str) -> list[Row]:
+    """Offload an actor that has learnt, so that its moments are not zero, and fetch it back."""
+    shape, title = trained_shape(sizes, name)
+    config = make_config("bfloat16", tokens_per_microbatch=sizes.load.tokens_per_microbatch)
+    model = build_role("actor", shape, config)
+    batch, plan = planned(sizes, shape)
+    _, batch = forward(model, batch, plan)
+    model.update([whole_mini_batch(batch, plan)])
+    trained = model.trained
+    storages = find_storages(trained.chunks, trained.optimizer)
+    before, num_bytes = _bits(storages), _num_bytes(storages)
+    held_before = _device_bytes()
+    seconds_first, _ = timed(trained.offload)
+    left_bytes = _device_bytes()
+    seconds_in, seconds_out, same = _turn(trained, before)
+    figures = {
+        "bytes": float(num_bytes),
+        "first_seconds": seconds_first,
+        "in_seconds": seconds_in,
+        "out_seconds": seconds_out,
+        "device_bytes_before": float(held_before),
+        "device_bytes_left": float(left_bytes),
+    }
+    trained.close()
+    measured = (
+        f"{num_bytes / 1e9:.3g} GB, {num_bytes / 1e9 / seconds_out:.3g} GB/s to the host, "
+        f"{num_bytes / 1e9 / seconds_in:.3g} GB/s back; {seconds_first:.2g} s with taking the host "
+        f"memory; tensors on the GPU {held_before / 1e9:.3g} GB, then {left_bytes / 1e9:.3g} GB"
+    )
+    case = described_shape(title, shape, "actor")
+    return [Row("offload", case, measured, "same bits", same, figures)]
+
+
+def _turn(trained: TrainedModel, before: list[Tensor]) -> tuple[float, float, bool]:
+    """(seconds to the device, seconds to the host, whether all bits came back)."""
+    with contextlib.ExitStack() as stack:
+        seconds_in, _ = timed(lambda: stack.enter_context(trained.held("state")))
+        found = _bits(find_storages(trained.chunks, trained.optimizer))
+        same = len(found) == len(before) and all(map(torch.equal, found, before))
+        del found
+        seconds_out, _ = timed(stack.close)
+    return seconds_in, seconds_out, same
+
+
+def _bits(storages: Storages) -> list[Tensor]:
+    """Copies on the host of the bytes that a round trip must keep."""
+    return [
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().clone()
+        for storage in (*storages.parameters, *storages.state)
+    ]
+
+
+def _num_bytes(storages: Storages) -> int:
+    return sum(storage.nbytes() for storage in (*storages.parameters, *storages.state))
+
+
+def _device_bytes() -> int:
+    """Bytes of tensors on the GPU; 0 on a CPU, where the host is the device."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
