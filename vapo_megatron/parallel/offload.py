@@ -78,7 +78,7 @@ def find_storages(chunks: Sequence[torch.nn.Module], optimizer: Any) -> Storages
     return Storages(
         _distinct([p.data for p in parameters], seen),
         _distinct([t for t in state if t.dim() > 0], seen),
-        _distinct([p.main_grad for p in parameters], seen),  # type: ignore[misc]
+        _distinct([p.main_grad for p in parameters], seen),  # type: ignore[attr-defined]
     )
 
 
