@@ -175,7 +175,7 @@ def training_bytes(
     size, h = DTYPE_BYTES[config.model.dtype], residual_width(shape, config)
     held = saved_bytes(shape, config, role, pp_rank=pp_rank, tokens=tokens, kernels=kernels)
     gathered = _gather_bytes(shape, config, tokens)
-    held += gathered * (2 if kernels == "cpu" else 1)  # gloo copies what it reduces and scatters
+    held += gathered
     held += 2 * tokens * h * size if parallel.pipeline_model_parallel_size > 1 else 0
     extra = max(
         size * 2 * w.ffn * tokens,
@@ -248,8 +248,7 @@ def inference_bytes(
     logits = logits_bytes(shape, config, role, pp_rank=pp_rank, tokens=tokens, training=False)
     layer = tokens * size * max(mlp, attention)
     after = tokens * size * (h + 2 * w.hidden) if logits else 0
-    gathered = _gather_bytes(shape, config, tokens) * (2 if kernels == "cpu" else 1)
-    return max(layer - logits, after) + gathered, logits
+    return max(layer - logits, after) + _gather_bytes(shape, config, tokens), logits
 
 
 def logits_bytes(
