@@ -9,10 +9,10 @@ With offload (parallel.offload, on unless it is set to false) a role that is not
 on the GPU, and vLLM sleeps while the trainer works: no weights, no KV cache. Without it both roles'
 parameters, gradients and optimizer states, vLLM's weights and its KV cache stay throughout.
 
-Not modelled: the batch itself (about 60 bytes a token), outputs of a pipeline stage on their way to
-the next, cuBLAS and NVSHMEM workspaces, NCCL's growth with the number of nodes, anything that other
-processes hold on the GPU, evaluation (which samples like generation), loading, exporting and
-checkpointing weights, and on the host anything but the offloaded state.
+Not modelled: model.fp8 (copies of the layers' weights in FP8, inputs saved in FP8), the batch
+itself (about 60 bytes a token), cuBLAS and NVSHMEM workspaces, NCCL's growth with the number of
+nodes, anything that other processes hold on the GPU, evaluation (which samples like generation),
+loading, exporting and checkpointing weights, and on the host anything but the offloaded state.
 """
 
 from __future__ import annotations
