@@ -185,6 +185,7 @@ def test_what_is_away_cannot_be_used(hf_path, workers):
 
 def _replaced(hf_path):
     """An optimizer that was given other tensors, as torch's loading of a state may do."""
+    from vapo_megatron.parallel.offload import find_storages
     from vapo_megatron.parallel.optimizer import inner_optimizers
 
     _, model = _learn(hf_path, Layout(split=BOTH), "bfloat16", offload=True)
@@ -193,6 +194,8 @@ def _replaced(hf_path):
         for of_parameter in inner.state.values():
             of_parameter["exp_avg"] = of_parameter["exp_avg"] + 1
         given = _bits(model)
+    left = find_storages(model._chunks, model._optimizer)
+    assert sum(s.nbytes() for part in left for s in part) == 0
     now = _bits(model)
     assert all(torch.equal(given[name], now[name]) for name in given)
     assert any(not torch.equal(t, torch.ones_like(t)) for n, t in now.items() if "exp_avg" in n)
