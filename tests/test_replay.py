@@ -193,6 +193,7 @@ def train(*arguments):
     )
 
 
+@pytest.mark.slow
 def test_the_command_trains_without_vllm_and_resumes(root, hf, tmp_path):
     file, run_dir = tmp_path / "config.yaml", tmp_path / "again"
     file.write_text(config(hf, logging={"run_dir": str(run_dir)}).to_yaml())

@@ -31,22 +31,28 @@ def run(command: str, convert: Callable[[], Path]) -> int:
         interrupted.
     """
     is_main = os.environ.get("RANK", "0") == "0"
-    earlier = signal.signal(signal.SIGTERM, _interrupt)
+    interrupted = []
+
+    def interrupt(*_: Any) -> None:
+        interrupted.append(True)
+        raise KeyboardInterrupt
+
+    earlier = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         out = convert()
-    except (UserError, OSError) as error:
+    except BaseException as error:
+        # An interrupt may reach us as another exception, out of compiled code that was at work.
+        if interrupted:
+            print(f"{command}: interrupted; nothing is left under --out", file=sys.stderr)
+            return 130
+        if not isinstance(error, (UserError, OSError)):
+            raise
         if is_main:
             print(f"{command}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"{command}: interrupted; nothing is left under --out", file=sys.stderr)
-        return 130
     finally:
-        signal.signal(signal.SIGTERM, earlier)
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
     if is_main:
         print(out)
     return 0
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
@@ -16,6 +20,7 @@ from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning.model_bytes import Role
 
 PROMPT_TOKENS = 2
+PAUSE_SECONDS = 0.005
 
 
 class Measured(NamedTuple):
@@ -35,7 +40,8 @@ class Allocations:
     """Counts every allocation and release of torch's CPU allocator in a with block, by profiler.
 
     But for gloo's copies of what it sums: another thread holds them for as long as it likes, and
-    NCCL makes none.
+    NCCL makes none. That thread holds the tensors themselves, too, until shortly after they are
+    summed, and the profiler does not see what it releases: sums are followed by a pause.
     """
 
     def __enter__(self) -> Allocations:
@@ -67,6 +73,30 @@ def _allocations(events: Any, in_gloo: bool) -> Iterator[tuple[int, int, int, bo
         yield from _allocations(event.children, in_gloo or event.name.startswith("c10d::"))
 
 
+class _Paused(NamedTuple):
+    """A sum's work, which rests after it is done."""
+
+    work: Any
+
+    def wait(self) -> None:
+        self.work.wait()
+        time.sleep(PAUSE_SECONDS)
+
+
+@contextlib.contextmanager
+def pausing_sums() -> Iterator[None]:
+    """Let gloo's thread forget the tensors of each all-reduce before this thread goes on."""
+    all_reduce = dist.all_reduce
+
+    def then_pause(*args: Any, **keywords: Any) -> Any:
+        work = all_reduce(*args, **keywords)
+        time.sleep(PAUSE_SECONDS)
+        return work if work is None else _Paused(work)
+
+    with mock.patch.object(dist, "all_reduce", then_pause):
+        yield
+
+
 def measure(shape: ModelShape, config: VapoConfig, role: str, responses: int) -> Measured:
     """Build one role, train it once on `responses` micro-batches, each of one response.
 
@@ -87,13 +117,13 @@ def measure(shape: ModelShape, config: VapoConfig, role: str, responses: int) ->
     with Allocations() as optimized:
         optimizer = build_optimizer(chunks, config, role)
     head = _head(shape, config, role, model, here)
-    with Allocations() as trained:
+    with Allocations() as trained, pausing_sums():
         forward_backward(
             chunks, micro_batches, lambda o, m: (head(o, m, with_entropy=False).sum(), {})
         )
     with Allocations() as stepped:
         optimizer_step(optimizer)
-    with Allocations() as inferred:
+    with Allocations() as inferred, pausing_sums():
         forward_only(chunks, micro_batches, head)
     return Measured(
         pp_rank=here.pp_rank,

@@ -320,7 +320,8 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_other_families_are_transformers(pool, found_tp2, tmp_path, family):
     """Exported by Megatron and read by vLLM's own loader; then another model's weights, synced."""
     paths = {}

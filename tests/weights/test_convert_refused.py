@@ -182,7 +182,7 @@ def test_an_interrupt_leaves_nothing_that_looks_whole(tmp_path, ending, code):
         time.sleep(0.01)
     process.send_signal(ending)
     _, error = process.communicate(timeout=60)
-    assert process.returncode == code and "Traceback" not in error
+    assert process.returncode == code and "Traceback" not in error, error
     assert not megatron.exists()
     assert (tmp_path / ".m.partial").exists() == (ending == signal.SIGKILL)
     if ending == signal.SIGKILL:
