@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import math
@@ -19,7 +20,6 @@ from vapo_megatron.errors import CheckpointError
 from vapo_megatron.weights.hf_reader import DTYPES, INDEX_FILE, SINGLE_FILE
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_BLOCK_BYTES = 64 << 20
 _METADATA = {"format": "pt", "producer": "vapo_megatron"}
 CONVERSION_FILE = "conversion.json"
 """Stands in a converted Megatron checkpoint and says what it was converted from."""
@@ -122,9 +122,8 @@ def write_safetensors(path: Path, tensors: list[TensorPlan], data: Iterator[Tens
                 assert tensor.dtype == t.dtype and left >= 0, (
                     f"{t.name}: planned {t.shape} {t.dtype}, got {tuple(tensor.shape)} too much"
                 )
-                for block in tensor.reshape(-1).view(torch.uint8).split(_BLOCK_BYTES):
-                    # A copy: what numpy has seen of a model can never be emptied (offload.py).
-                    out.write(block.clone().numpy().data)
+                # Not through numpy: what it has seen of a model can never be emptied (offload.py).
+                out.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
         out.flush()
         os.fsync(out.fileno())
 
