@@ -25,6 +25,8 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+from vapo_megatron.flops import BF16_PEAK_FLOPS
+
 GB = 1e9
 
 
@@ -40,9 +42,9 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
-    "A100": Gpu(80, 312, 2039, 600),
-    "H100": Gpu(80, 989, 3350, 900),
-    "H200": Gpu(141, 989, 4800, 900),
+    "A100": Gpu(80, BF16_PEAK_FLOPS["A100"] / 1e12, 2039, 600),
+    "H100": Gpu(80, BF16_PEAK_FLOPS["H100"] / 1e12, 3350, 900),
+    "H200": Gpu(141, BF16_PEAK_FLOPS["H200"] / 1e12, 4800, 900),
 }
 
 
