@@ -103,6 +103,9 @@ class WeightSync:
         if self._prepared is None:
             self._prepared = self._prepare(chunks)
         ready = self._prepared
+        for index, chunk in enumerate(chunks):
+            name, parameter = next(unwrap(chunk).named_parameters())
+            assert ready.weights[index, name] is parameter, "another model than at first"
         with self._engine.weights_replaced(policy_version):
             self.received_bytes = carry_out(ready.steps, ready.weights, ready.dtype, ready.device)
             for weight in ready.live.values():
