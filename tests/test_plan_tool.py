@@ -3,7 +3,9 @@ weights/ and planning/."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import io
@@ -16,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.qwen25 import config_json
+from tools import plan_options
 from vapo_megatron.config import load_config
 
 PATH = Path(__file__).resolve().parent.parent / "tools" / "plan.py"
@@ -106,19 +109,26 @@ def test_a_plan(printed, tmp_path):
     """Ranked, with one layout in detail and YAML that a run would take; in seconds."""
     out, seconds = printed(*HEAD)
     assert seconds < 10
-    job, table, refused, head, memory, times, rest, pasted, notes = out.split("\n\n")
+    job, table, legend, refused, head, memory, times, rest, pasted, notes = out.split("\n\n")
     assert job.splitlines()[0] == (
         "Qwen2.5-32B: 32.76e9 parameters, actor and critic, on 128 GPUs in 16 nodes"
     )
     columns, *rows = table.splitlines()
     assert columns.split()[:5] == ["TP", "PP", "VPP", "DP", "vLLM"] and len(rows) == 13
-    seconds = [int(row.split()[8]) for row in rows[:12]]
+    seconds = [int(row.split()[9]) for row in rows[:12]]
     assert seconds == sorted(seconds)
+    for name in ("vLLM", "share", "budget", "copies", "bubble", "uneven", "tok/s/GPU"):
+        assert name in columns and f"{name}:" in legend
     assert "TP 1 x PP 1: actor_update needs 2" in refused and "GB of 80.0 (gradients 131" in refused
     sizes = rows[0].split()
     assert head.startswith(f"TP {sizes[0]} x PP {sizes[1]} x DP {sizes[3]} (VPP {sizes[2]})")
     totals = {line.split()[0]: float(line.split()[-1]) for line in memory.splitlines()[1:]}
     assert max(totals.values()) == float(sizes[-2]) <= 80 and len(totals) == 6
+    # Bubble and imbalance of the row are between those of its phases.
+    for column, pattern in ((17, r"bubble ([\d.]+)%"), (18, r"slowest rank \+([\d.]+)%")):
+        shares = [float(share) for share in re.findall(pattern, times)]
+        assert len(shares) == 4
+        assert min(shares) <= float(sizes[column].removesuffix("%")) <= max(shares)
     assert sum(float(line.split()[1]) for line in times.splitlines()[1:]) == pytest.approx(
         seconds[0], abs=1
     )
@@ -146,13 +156,57 @@ def first_row(tool, capsys, options):
 
 def test_options_reach_the_plan(tool, capsys):
     plain = first_row(tool, capsys, [])
-    assert plain[:7] == ["2", "1", "1", "4", "1", "full", "24576"]
+    assert plain[:5] + plain[6:9] == ["2", "1", "1", "4", "1", "full", "24576", "yes"]
     for options in (["--tflops", "400"], ["--hbm", "1000"], ["--share", "matmul=.4"],
-                    ["--response", "15000"], ["--gpu", "A100"], ["--prompt", "2000"]):  # fmt: skip
-        assert int(first_row(tool, capsys, options)[8]) > int(plain[8]), options
-    assert first_row(tool, capsys, ["--offload", "yes"])[7] == "yes"
-    assert int(first_row(tool, capsys, ["--no-critic"])[8]) < int(plain[8])
-    assert first_row(tool, capsys, ["--gpu-memory", "79.6GiB", "--vllm-share", "0.3"])
+                    ["--response", "15000"], ["--gpu", "A100"], ["--prompt", "2000"],
+                    ["--spread", "1"], ["--nvlink", "90"], ["--vllm-sequences", "2"],
+                    ["--reference"]):  # fmt: skip
+        assert int(first_row(tool, capsys, options)[9]) > int(plain[9]), options
+    assert first_row(tool, capsys, ["--gpu", "H200", "--offload", "no"])[8] == "no"
+    assert int(first_row(tool, capsys, ["--no-critic"])[9]) < int(plain[9])
+    assert first_row(tool, capsys, ["--gpu-memory", "79.6GiB", "--vllm-share", "0.3"])[5] == "0.30"
+
+
+def test_options_of_wires_that_a_single_node_has_not(tool):
+    """Every bandwidth reaches the cluster, and a data sheet has its own."""
+    parser = argparse.ArgumentParser()
+    tool.add_plan(parser)
+
+    def cluster(*options):
+        return tool.cluster_of(parser.parse_args([*HEAD, *options]))
+
+    assert cluster("--gpu", "A100") == dataclasses.replace(
+        cluster(),
+        peak_tflops=312.0, memory_gb_per_second=2039, nvlink_gb_per_second=600,
+        network_gb_per_second=25, pcie_gb_per_second=32,
+    )  # fmt: skip
+    for option, field in (
+        ("tflops", "peak_tflops"),
+        ("hbm", "memory_gb_per_second"),
+        *((name, f"{name}_gb_per_second") for name in ("nvlink", "network", "pcie", "storage")),
+    ):
+        assert cluster(f"--{option}", "7") == dataclasses.replace(cluster(), **{field: 7.0})
+    assert cluster("--share", "pcie=.5") == dataclasses.replace(cluster(), pcie_share=0.5)
+
+
+def test_more_rows_in_detail(tool, capsys):
+    options = [*SMALL, "--tp", "2", "--pp", "1", "--recompute", "full", "--details", "2"]
+    assert tool.main(options) == 0
+    out = capsys.readouterr().out
+    assert out.count("  actor_update  ") == 2 * 2 and out.count("to paste:") == 1
+    # Without a critic half of the state is kept, on hosts and on disks.
+    # 8 GPUs of a TP 2 x DP 4 layout: 2 + 12 / 4 bytes of half of 7.62e9 and 7.07e9 parameters.
+    assert out.count("checkpoint: 0.21 TB") == out.count("host memory: 294 GB") == 2
+    assert tool.main([*options, "--no-critic"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("checkpoint: 0.11 TB") == out.count("host memory: 152 GB") == 2
+
+
+def test_little_host_memory_means_no_offload(tool, capsys):
+    assert first_row(tool, capsys, ["--host-memory", "294GB"])[8] == "yes"
+    assert first_row(tool, capsys, ["--gpu", "H200", "--host-memory", "293GB"])[8] == "no"
+    assert tool.main([*SMALL, *ONE, "--offload", "yes", "--host-memory", "293GB"]) == 2
+    assert "offload needs 293.7 GB of a node's 293.0 GB" in capsys.readouterr().err
 
 
 def test_a_configuration_file_is_the_workload(tool, capsys, tmp_path):
@@ -170,17 +224,31 @@ def test_a_configuration_file_is_the_workload(tool, capsys, tmp_path):
 
 
 def test_nothing_fits(tool, capsys):
-    assert tool.main([*SMALL, "--gpu-memory", "4GB", "--tp", "1", "--pp", "1"]) == 1
-    out = capsys.readouterr().out
-    assert "nothing fits\n" in out and "TP 1 x PP 1: actor_update needs " in out
-    assert tool.main([*SMALL, "--tp", "3"]) == 1
-    assert "world_size=8 must be divisible by tensor_model" in capsys.readouterr().out
+    """Reasons and bytes are printed, and one line says what it comes to."""
+    assert tool.main([*SMALL, "--gpu-memory", "4GB", "--pp", "1"]) == 2
+    out, error = capsys.readouterr()
+    assert "refused:\n" in out and "\n  TP 1 x PP 1: actor_update needs " in out
+    title, _, columns, *phases = out.split("closest: ")[1].splitlines()
+    # 28 heads: TP 8 does not divide; TP 4 has most room.
+    assert title == "TP 4 x PP 1, recompute full, offload yes"
+    assert columns.endswith("of 4") and len(phases) == 6
+    most = max(float(line.split()[-1]) for line in phases)
+    assert re.match(
+        rf"plan: nothing fits into 8 GPUs of 4 GB; the closest, TP 4 x PP 1: \S+ needs {most} GB",
+        error,
+    )
+    assert error.count("\n") == 1
+    assert tool.main([*SMALL, "--tp", "3"]) == 2
+    out, error = capsys.readouterr()
+    assert "world_size=8 must be divisible by tensor_model" in out
+    assert error.startswith("plan: no layout divides 8 GPUs") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--model", "Qwen9"], "model 'Qwen9' must be one of"),
+        (["--model", "no/where/config.json"], "hf_path=no/where: config.json: No such file"),
         (["--gpus", "12"], "--gpus=12 must be a multiple of --gpus-per-node=8"),
         (["--responses", "100"], "responses_per_step=100 must be divisible by"),
         (["--response", "30000"], "a mean response of 30000 tokens must lie between 1 and"),
@@ -218,9 +286,9 @@ def test_an_option_that_cannot_be(tool, capsys, options, message):
     assert error.value.code == 2 and message in text and text.count("\n") == 1
 
 
-def test_sizes(tool):
-    assert tool.size("80GB") == 80 * 10**9 and tool.size("1.5 tb") == 15 * 10**11
-    assert tool.size("2GiB") == 2 * 2**30
+def test_sizes():
+    assert plan_options.size("80GB") == 80 * 10**9
+    assert plan_options.size("1.5 tb") == 15 * 10**11 and plan_options.size("2GiB") == 2 * 2**30
 
 
 def test_the_readme_says_what_the_tool_says(printed):

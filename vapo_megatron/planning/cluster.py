@@ -3,8 +3,10 @@
 Every default is a published figure, chosen before any job was predicted with it; none is fitted.
 
     peaks        NVIDIA's data sheets: H100 SXM 989 TFLOP/s in bfloat16 without sparsity, 3.35 TB/s,
-                 NVLink 900 GB/s both ways together, PCIe 5 x16 64 GB/s each way
-    network      one 400 Gb/s adapter for each GPU (NVIDIA DGX H100), 50 GB/s each way
+                 NVLink 900 GB/s both ways together, PCIe 5 x16 64 GB/s each way; A100's are 312,
+                 2.039, 600, and 32 of PCIe 4
+    network      one 400 Gb/s adapter for each GPU (NVIDIA DGX H100), 50 GB/s each way; 200 Gb/s in
+                 a DGX A100
     matmul       .80: 792.1 of 989 TFLOP/s, the best shape on H100 (S. Bekman, Machine Learning
                  Engineering, "Maximum Achievable Matmul FLOPS")
     attention    .55: between the 35 % of FlashAttention-2 and the best 75 % of FlashAttention-3 on
@@ -18,6 +20,8 @@ Every default is a published figure, chosen before any job was predicted with it
     latency      10 us for a collective: 6 us between 2 H100, more between more (NVIDIA/nccl 1259)
     decode step  5 ms in which GPUs wait for the host: the lower end of 5 to 13 (vLLM RFC 6854)
     storage      an assumption, to be replaced by one's own figure
+
+Shares were measured on H100; on other GPUs they are assumed to be the same.
 """
 
 from __future__ import annotations
@@ -39,12 +43,16 @@ class Gpu(NamedTuple):
     memory_gb_per_second: float
     nvlink_gb_per_second: float
     """Both directions together, as NVIDIA counts it."""
+    network_gb_per_second: float
+    """Each way, of one adapter for each GPU, as NVIDIA's DGX of it has them."""
+    pcie_gb_per_second: float
+    """Each way: half of what NVIDIA counts."""
 
 
 GPUS = {
-    "A100": Gpu(80, BF16_PEAK_FLOPS["A100"] / 1e12, 2039, 600),
-    "H100": Gpu(80, BF16_PEAK_FLOPS["H100"] / 1e12, 3350, 900),
-    "H200": Gpu(141, BF16_PEAK_FLOPS["H200"] / 1e12, 4800, 900),
+    "A100": Gpu(80, BF16_PEAK_FLOPS["A100"] / 1e12, 2039, 600, 25, 32),
+    "H100": Gpu(80, BF16_PEAK_FLOPS["H100"] / 1e12, 3350, 900, 50, 64),
+    "H200": Gpu(141, BF16_PEAK_FLOPS["H200"] / 1e12, 4800, 900, 50, 64),
 }
 
 

@@ -5,36 +5,46 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from pathlib import Path
 
 import yaml
 
 from vapo_megatron import flops
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import (
     ModelShape,
-    check_layout,
     parameter_count,
-    read_model_shape,
 )
-from vapo_megatron.models.known import KNOWN_MODELS, known_shape
 from vapo_megatron.planning import memory
 from vapo_megatron.planning.cluster import GB, Cluster
-from vapo_megatron.planning.plan import Plan, make_plan, misfit, model_flops
+from vapo_megatron.planning.memory import PhaseMemory
+from vapo_megatron.planning.plan import (
+    Plan,
+    model_flops,
+    peak_memory,
+)
 from vapo_megatron.planning.ranking import Ranking
 from vapo_megatron.planning.roofline import Phase
-from vapo_megatron.planning.workload import Workload, workload_of
+from vapo_megatron.planning.workload import Workload
 
 NOT_MODELLED = (
     "kernels smaller than their shapes' best, launches, and stragglers: seconds are a roofline's, "
     "so that a run is rather slower than faster",
     "micro-batches of unequal length in a pipeline, whose stages then wait for each other",
     "preemption by vLLM; lengths of responses (log-normal, as long as you say they are)",
-    "products in FP8: they count as bfloat16's",
+    "FP8: products and saved inputs count as bfloat16's; recomputation of single modules or layers",
     "verifier, exchange of responses, advantages, evaluation, start-up",
     "contention between nodes in a sync, and of GPUs for their host's memory",
 )
+
+LEGEND = """\
+vLLM: ranks of a replica; share: of a GPU for it; budget: tokens of a micro-batch; copies: offload
+bubble: of the trainer's seconds, filling and draining; uneven: slowest rank over the mean
+tok/s/GPU: of responses; all tok: with prompts; peak: of the fullest GPU, in the phase named"""
+
+_SHORT = {
+    "generation": "sample", "logprobs": "logps", "critic_update": "critic",
+    "actor_update": "actor", "offload": "copies",
+}  # fmt: skip
 
 PARTS = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "activ",
@@ -76,38 +86,60 @@ def describe_job(name: str, shape: ModelShape, c: Cluster, w: Workload) -> str:
 
 def describe_ranking(ranking: Ranking, top: int) -> str:
     """Return the fastest plans as a table, and why other layouts are not in it."""
-    lines = []
+    blocks = []
     if ranking.plans:
         columns = list(ranking.plans[0].seconds)
-        head = f"{'TP':>3}{'PP':>4}{'VPP':>4}{'DP':>4}{'vLLM':>5} {'recompute':<10}{'budget':>7}"
-        head += f"{'offload':>8}{'step s':>8}" + "".join(f"{_short(c):>9}" for c in columns)
-        lines.append(head + f"{'tok/s/GPU':>11}{'all tok':>8}{'peak GB':>9} in")
-        lines += [_row(plan, columns) for plan in ranking.plans[:top]]
+        head = f"{'TP':>3}{'PP':>4}{'VPP':>4}{'DP':>4}{'vLLM':>5}{'share':>6} {'recompute':<10}"
+        head += f"{'budget':>7}{'offload':>8}{'step s':>8}"
+        head += "".join(f"{_SHORT.get(name, name):>7}" for name in columns)
+        head += f"{'bubble':>7}{'uneven':>7}{'tok/s/GPU':>10}{'all tok':>8}{'peak GB':>8} in"
+        lines = [head, *(_row(plan, columns) for plan in ranking.plans[:top])]
         left = len(ranking.plans) - top
         if left > 0:
             lines.append(f"... and {left} slower (--top {len(ranking.plans)} shows all)")
-    lines += [""] + _refusals(ranking.refused) if ranking.refused else []
-    return "\n".join(lines)
+        blocks += ["\n".join(lines), LEGEND]
+    if ranking.refused:
+        blocks.append("\n".join(_refusals(ranking.refused)))
+    return "\n\n".join(blocks)
 
 
-def _short(phase: str) -> str:
-    return {
-        "generation": "sample", "critic_update": "critic", "actor_update": "actor",
-        "offload": "copies",
-    }.get(phase, phase)  # fmt: skip
+def describe_closest(shape: ModelShape, ranking: Ranking, c: Cluster, w: Workload) -> str:
+    """Return the bytes of the layout that comes closest to fitting, where one divides the model."""
+    if ranking.closest is None:
+        return "no layout divides the GPUs and the model"
+    name, misfit = ranking.closest
+    phases = peak_memory(shape, misfit.config, c.gpu_bytes, critic=w.critic)
+    p, offload = misfit.config.parallel, "yes" if memory.offloads(misfit.config) else "no"
+    title = f"closest: {name}, recompute {p.recompute}, offload {offload}"
+    return "\n".join([title, "", *_memory_table(phases, c.gpu_bytes)])
+
+
+def nothing_fits(ranking: Ranking, c: Cluster) -> str:
+    """Return one line: the closest layout, what it lacks, and what would help."""
+    where = f"{c.num_gpus} GPU{'s' if c.num_gpus > 1 else ''} of {c.gpu_bytes / GB:g} GB"
+    if ranking.closest is None:
+        name, reason = next(iter(ranking.undivided.items()))
+        return f"no layout divides {where} and the model: {name}: {reason}; take another number"
+    name, misfit = ranking.closest
+    return (
+        f"nothing fits into {where}; the closest, {name}: {misfit.reason}; take more or larger "
+        "GPUs, shorter sequences, or fewer fixed options"
+    )
 
 
 def _row(plan: Plan, columns: list[str]) -> str:
     p, r = plan.config.parallel, plan.config.rollout
     phase, peak = plan.peak
-    cells = "".join(f"{plan.seconds[name]:>9.1f}" for name in columns)
+    cells = "".join(f"{plan.seconds[name]:>7.1f}" for name in columns)
+    share = "-" if r.kv_cache_bytes else f"{r.gpu_memory_utilization:.2f}"
     return (
         f"{p.tensor_model_parallel_size:>3}{p.pipeline_model_parallel_size:>4}"
         f"{p.virtual_pipeline_model_parallel_size or 1:>4}{p.data_parallel_size:>4}"
-        f"{r.tensor_model_parallel_size:>5} {p.recompute:<10}{p.max_tokens_per_microbatch:>7}"
-        f"{'yes' if p.offload else 'no':>8}{plan.step_seconds:>8.0f}{cells}"
-        f"{plan.response_tokens_per_second:>11.0f}{plan.total_tokens_per_second:>8.0f}"
-        f"{peak.total / GB:>9.1f} {phase}"
+        f"{r.tensor_model_parallel_size:>5}{share:>6} {p.recompute:<10}"
+        f"{p.max_tokens_per_microbatch:>7}{'yes' if p.offload else 'no':>8}"
+        f"{plan.step_seconds:>8.0f}{cells}{plan.training.mean('bubble'):>7.1%}"
+        f"{plan.training.mean('imbalance'):>7.1%}{plan.response_tokens_per_second:>10.0f}"
+        f"{plan.total_tokens_per_second:>8.0f}{peak.total / GB:>8.1f} {phase}"
     )
 
 
@@ -116,7 +148,7 @@ def _refusals(refused: dict[str, str]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for layout, reason in refused.items():
         by_reason.setdefault(reason, []).append(layout)
-    return ["not in the table:"] + [
+    return ["refused:"] + [
         f"  {', '.join(layouts)}: {reason}" for reason, layouts in by_reason.items()
     ]
 
@@ -146,33 +178,34 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
             f"  {plan.response_tokens_per_second:.0f} response tokens/s/GPU; "
             f"{plan.total_tokens_per_second:.0f} with the prompts; updates at {used:.0%} MFU",
             "",
-            *_memory_table(plan),
+            *_memory_table(plan.memory, c.gpu_bytes),
             "",
             *_time_table(plan, sync),
             "",
             f"  vLLM: KV cache of {plan.kv_cache_tokens} tokens in each of "
             f"{c.num_gpus // r.tensor_model_parallel_size} replicas",
-            *(_both_roles(shape, plan) if plan.workload.critic else ()),
+            *_elsewhere(shape, plan),
         ]
     )
 
 
-def _both_roles(shape: ModelShape, plan: Plan) -> Iterable[str]:
-    """What is counted for actor and critic together."""
-    c = plan.cluster
-    host = memory.host_bytes_per_node(shape, plan.config, gpus_per_node=c.gpus_per_node)
+def _elsewhere(shape: ModelShape, plan: Plan) -> Iterable[str]:
+    """What is kept in host memory and on disk, of all roles together."""
+    c, critic = plan.cluster, plan.workload.critic
+    per_node = c.gpus_per_node
+    host = memory.host_bytes_per_node(shape, plan.config, gpus_per_node=per_node, critic=critic)
     yield f"  host memory: {host / GB:.0f} GB a node for what is offloaded"
-    disk = memory.checkpoint_bytes(shape, plan.config)
+    disk = memory.checkpoint_bytes(shape, plan.config, critic=critic)
     seconds = disk / (c.storage_gb_per_second * GB)
     yield (
         f"  checkpoint: {disk / 1e12:.2f} TB, {seconds:.0f} s at {c.storage_gb_per_second:g} GB/s"
     )
 
 
-def _memory_table(plan: Plan) -> Iterable[str]:
-    limit = f"of {plan.cluster.gpu_bytes / GB:g}"
+def _memory_table(phases: dict[str, PhaseMemory], gpu_bytes: int) -> Iterable[str]:
+    limit = f"of {gpu_bytes / GB:g}"
     yield f"  {'GB':<15}" + "".join(f"{name:>8}" for name in PARTS.values()) + f"{limit:>9}"
-    for name, phase in plan.memory.items():
+    for name, phase in phases.items():
         sizes = dataclasses.asdict(phase)
         cells = "".join(f"{sizes[part] / GB:>8.1f}" for part in PARTS)
         yield f"  {name:<15}{cells}{phase.total / GB:>9.1f}"
@@ -210,49 +243,3 @@ def to_paste(config: VapoConfig) -> str:
 def describe_notes() -> str:
     """Return what is not modelled."""
     return "not modelled:\n" + "\n".join(f"  - {note}" for note in NOT_MODELLED)
-
-
-def describe(config: VapoConfig, shape: ModelShape) -> str:
-    """Plan a configuration as it is, on H100s of parallel.gpu_memory_gb, for people.
-
-    Raises:
-        ConfigError: the layout does not divide the model.
-    """
-    check_layout(shape, config.parallel)
-    num_gpus = config.parallel.world_size
-    cluster = Cluster(
-        num_gpus=num_gpus,
-        gpus_per_node=min(8, num_gpus),
-        gpu_bytes=int(config.parallel.gpu_memory_gb * GB),
-    )
-    workload = workload_of(config)
-    plan = make_plan(shape, config, cluster, workload)
-    reason = misfit(shape, config, cluster.gpu_bytes, plan.memory)
-    verdict = f"DOES NOT FIT: {reason}" if reason else "fits"
-    return "\n".join(
-        [
-            describe_job(str(config.model.hf_path), shape, cluster, workload),
-            verdict,
-            "",
-            describe_plan(shape, plan),
-            "",
-            describe_notes(),
-        ]
-    )
-
-
-def dry_run_comment(config: VapoConfig) -> str:
-    """Return describe() as YAML comments, or one that says why there is no plan."""
-    try:
-        text = describe(config, _shape(config.model.hf_path))
-    except ConfigError as error:
-        text = f"no plan could be made: {error} (tools/plan.py knows published models without)"
-    return "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())
-
-
-def _shape(hf_path: str | None) -> ModelShape:
-    """Read the shape; a model that is not here yet is the published one of its name."""
-    if hf_path is None:
-        raise ConfigError("model.hf_path is not set")
-    published = Path(hf_path).name in KNOWN_MODELS and not Path(hf_path).exists()
-    return known_shape(Path(hf_path).name) if published else read_model_shape(hf_path)

@@ -140,17 +140,6 @@ def phase_memory(
     return {name: _with_reserve(found[name], name, config) for name in PHASES}
 
 
-def worst_memory(
-    shape: ModelShape, config: VapoConfig, *, gpu_bytes: int
-) -> dict[str, PhaseMemory]:
-    """Return, for each phase, `phase_memory` of the stage that has the largest total in it."""
-    stages = [
-        phase_memory(shape, config, gpu_bytes=gpu_bytes, pp_rank=pp_rank)
-        for pp_rank in range(config.parallel.pipeline_model_parallel_size)
-    ]
-    return {name: max((s[name] for s in stages), key=lambda p: p.total) for name in PHASES}
-
-
 def _update(
     shape: ModelShape,
     config: VapoConfig,
@@ -232,27 +221,35 @@ def kv_cache_tokens(shape: ModelShape, config: VapoConfig, *, gpu_bytes: int) ->
     return cache // block * VLLM_BLOCK_TOKENS
 
 
-def host_bytes_per_node(shape: ModelShape, config: VapoConfig, *, gpus_per_node: int) -> int:
-    """Host memory of the offloaded parameters and optimizer states of both roles on one node.
+def host_bytes_per_node(
+    shape: ModelShape, config: VapoConfig, *, gpus_per_node: int, critic: bool = True
+) -> int:
+    """Host memory of the offloaded parameters and optimizer states of all roles on one node.
 
     Of the fullest node: one whose GPUs all belong to the fullest stage. Gradients are dropped, not
     kept: they are zero between updates. 0 without offload.
     """
     if not offloads(config):
         return 0
-    stages = range(config.parallel.pipeline_model_parallel_size)
-    largest = max(
-        sum(
-            s.parameters + s.optimizer
-            for s in (state_bytes(shape, config, role, pp_rank=pp_rank) for role in ROLES)
-        )
-        for pp_rank in stages
-    )
+    roles = ROLES if critic else ROLES[:1]
+    largest = 0
+    for stage in outer_stages(config):
+        states = [state_bytes(shape, config, role, pp_rank=stage) for role in roles]
+        largest = max(largest, sum(s.parameters + s.optimizer for s in states))
     return largest * min(gpus_per_node, config.parallel.world_size)
 
 
-def checkpoint_bytes(shape: ModelShape, config: VapoConfig) -> int:
-    """Size on disk of one checkpoint of the whole job: both models and their optimizers.
+def outer_stages(config: VapoConfig) -> set[int]:
+    """Return the first pipeline stage and the last: one of them is the fullest.
+
+    Those between have the layers of the first, fewer micro-batches in flight, and neither the
+    embedding nor the output.
+    """
+    return {0, config.parallel.pipeline_model_parallel_size - 1}
+
+
+def checkpoint_bytes(shape: ModelShape, config: VapoConfig, *, critic: bool = True) -> int:
+    """Size on disk of one checkpoint of the whole job: its models and their optimizers.
 
     Each parameter once, however many ranks hold it: in the model's dtype, and in float32 Adam's two
     moments and what the optimizer updates, the main parameters of bfloat16 models or the
@@ -263,7 +260,7 @@ def checkpoint_bytes(shape: ModelShape, config: VapoConfig) -> int:
     rows = padded_vocab_size(shape, config.model.make_vocab_size_divisible_by, tp_size)
     padding = (rows - shape.vocab_size) * shape.hidden_size
     elements = parameter_count(shape) + padding * (1 if shape.tied else 2)
-    elements += parameter_count(shape, value_head=True) + padding
+    elements += parameter_count(shape, value_head=True) + padding if critic else 0
     size = DTYPE_BYTES[config.model.dtype]
     has_main = size < 4 or parallel.use_distributed_optimizer
     return elements * (size + 8 + (4 if has_main else 0))

@@ -6,6 +6,7 @@ tools/plan.py shows it, and a run that starts is refused by it where it cannot f
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from vapo_megatron import flops
 from vapo_megatron.config import VapoConfig
@@ -34,6 +35,12 @@ class Training:
     def seconds(self) -> float:
         """Of all phases and copies."""
         return sum(phase.seconds for phase in self.phases.values()) + self.offload_seconds
+
+    def mean(self, of: Literal["bubble", "imbalance"]) -> float:
+        """Mean of a share over the phases, each as much as it takes."""
+        phases = self.phases.values()
+        total = sum(phase.seconds for phase in phases)
+        return sum(phase.seconds * float(getattr(phase, of)) for phase in phases) / total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +112,9 @@ def offload_seconds(
     copied = 0
     roles: tuple[Role, ...] = ("actor", "critic") if workload.critic else ("actor",)
     for role in roles:
-        stages = {0, config.parallel.pipeline_model_parallel_size - 1}
-        states = [state_bytes(shape, config, role, pp_rank=stage) for stage in stages]
+        states = [
+            state_bytes(shape, config, role, pp_rank=stage) for stage in memory.outer_stages(config)
+        ]
         copied += max(s.parameters + 2 * (s.parameters + s.optimizer) for s in states)
     return copied / cluster.pcie_bytes
 
@@ -145,14 +153,10 @@ def make_plan(
 def peak_memory(
     shape: ModelShape, config: VapoConfig, gpu_bytes: int, *, critic: bool = True
 ) -> dict[str, PhaseMemory]:
-    """Return each phase's memory on the fullest stage; without a critic, without its phases.
-
-    That is the first stage or the last: those between have the layers of the first, fewer
-    micro-batches in flight, and neither the embedding nor the output.
-    """
-    stages = {0, config.parallel.pipeline_model_parallel_size - 1}
+    """Return each phase's memory on the fullest stage; without a critic, without its phases."""
     found = [
-        memory.phase_memory(shape, config, gpu_bytes=gpu_bytes, pp_rank=stage) for stage in stages
+        memory.phase_memory(shape, config, gpu_bytes=gpu_bytes, pp_rank=stage)
+        for stage in memory.outer_stages(config)
     ]
     names = [name for name in memory.PHASES if critic or name not in CRITIC_PHASES]
     return {name: max((f[name] for f in found), key=lambda p: p.total) for name in names}
@@ -189,6 +193,17 @@ def misfit(
             f"{longest} (weights {phases['generation'].sampler_weights / GB:.1f} GB)"
         )
     return None
+
+
+def host_misfit(
+    shape: ModelShape, config: VapoConfig, gpus_per_node: int, *, critic: bool = True
+) -> str | None:
+    """Say why what is offloaded exceeds parallel.host_memory_gb; None: it does not, or no limit."""
+    limit = config.parallel.host_memory_gb
+    needed = memory.host_bytes_per_node(shape, config, gpus_per_node=gpus_per_node, critic=critic)
+    if limit is None or needed <= limit * GB:
+        return None
+    return f"offload needs {needed / GB:.1f} GB of a node's {limit:.1f} GB of host memory"
 
 
 def largest_parts(phase: PhaseMemory, count: int = 3) -> list[tuple[str, int]]:

@@ -14,6 +14,7 @@ from vapo_megatron.planning.memory import PhaseMemory
 from vapo_megatron.planning.plan import (
     Plan,
     Training,
+    host_misfit,
     make_plan,
     misfit,
     offload_seconds,
@@ -27,12 +28,33 @@ LARGEST_SHARE, SHARE_STEP = 0.9, 0.05
 slower. vLLM's own default is 0.9."""
 
 
+class Misfit(NamedTuple):
+    """A configuration that does not fit."""
+
+    needed: float
+    """Bytes of its fullest phase; infinite where that fits, but not vLLM's cache or the host."""
+    reason: str
+    config: VapoConfig
+
+
 class Ranking(NamedTuple):
     """Plans that fit, fastest first, one for each (TP, PP, vLLM TP); and why others do not."""
 
     plans: list[Plan]
-    refused: dict[str, str]
-    """By layout."""
+    undivided: dict[str, str]
+    """Why layouts divide neither GPUs nor model, by layout."""
+    misfits: dict[str, Misfit]
+    """The closest to fitting of each other layout."""
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """All reasons, by layout."""
+        return self.undivided | {name: one.reason for name, one in self.misfits.items()}
+
+    @property
+    def closest(self) -> tuple[str, Misfit] | None:
+        """The layout that lacks least, and what it lacks; None where all fit or none divides."""
+        return min(self.misfits.items(), key=lambda item: item[1].needed, default=None)
 
 
 def rank(
@@ -51,18 +73,19 @@ def rank(
         workload: of a step.
         fixed: what is not searched over.
     """
-    layouts, refused = candidates.trainer_layouts(shape, base, fixed, cluster.gpus_per_node)
+    layouts, undivided = candidates.trainer_layouts(shape, base, fixed, cluster.gpus_per_node)
     samplers = {
         size: _fastest_generation(shape, base, cluster, workload, size)
         for size in candidates.sampler_sizes(shape, base, fixed, cluster.gpus_per_node)
     }
     best: list[Plan] = []
+    misfits: dict[str, Misfit] = {}
     for layout in layouts:
         trained = _trained(shape, layout, cluster, workload, fixed)
-        reasons: list[str] = []
+        refused: list[Misfit] = []
         found = [
             _best_variant(
-                shape, trained, cluster, workload, fixed.sampler_share, size, at_least, reasons
+                shape, trained, cluster, workload, fixed.sampler_share, size, at_least, refused
             )
             for size, at_least in samplers.items()
         ]
@@ -70,8 +93,8 @@ def rank(
         if not any(found):
             p = layout.parallel
             name = f"TP {p.tensor_model_parallel_size} x PP {p.pipeline_model_parallel_size}"
-            refused[name] = min(reasons, key=_needed)
-    return Ranking(sorted(best, key=lambda plan: plan.step_seconds), refused)
+            misfits[name] = min(refused, key=lambda misfit: misfit.needed)
+    return Ranking(sorted(best, key=lambda plan: plan.step_seconds), undivided, misfits)
 
 
 def _trained(
@@ -113,7 +136,7 @@ def _best_variant(
     share: float | None,
     sampler_size: int,
     generation_seconds: float,
-    reasons: list[str],
+    refused: list[Misfit],
 ) -> Plan | None:
     """Return the fastest plan that fits with one size of vLLM's replicas.
 
@@ -126,7 +149,7 @@ def _best_variant(
         sampler_size: ranks of a replica.
         generation_seconds: no variant's generation is faster: when that cannot win, the rest is
             left out.
-        reasons: takes why variants do not fit.
+        refused: takes the variants that do not fit.
     """
     best: Plan | None = None
     for variant, training in trained:
@@ -134,9 +157,14 @@ def _best_variant(
             break
         config = candidates.with_sampler(variant, tensor_model_parallel_size=sampler_size)
         config, phases = _widest(shape, config, cluster.gpu_bytes, workload.critic, share)
-        reason = misfit(shape, config, cluster.gpu_bytes, phases)
+        reason = misfit(shape, config, cluster.gpu_bytes, phases) or host_misfit(
+            shape, config, cluster.gpus_per_node, critic=workload.critic
+        )
         if reason:
-            reasons.append(reason)
+            needed = max(phase.total for phase in phases.values())
+            refused.append(
+                Misfit(needed if needed > cluster.gpu_bytes else math.inf, reason, config)
+            )
             continue
         plan = make_plan(shape, config, cluster, workload, training, phases)
         if best is None or plan.step_seconds < best.step_seconds:
@@ -163,9 +191,3 @@ def _widest(
         config = candidates.with_sampler(config, gpu_memory_utilization=share)
         phases = peak_memory(shape, config, gpu_bytes, critic=critic)
     return config, phases
-
-
-def _needed(reason: str) -> float:
-    """Order reasons by the memory that they name; those without come last."""
-    words = reason.split(" needs ")
-    return float(words[1].split()[0]) if len(words) > 1 else float("inf")

@@ -137,10 +137,9 @@ class _Trainer:
 
     def held(self, role: Role) -> int:
         """Parameters of the stage that holds most."""
-        stages = {0, self.pp_size - 1}
         return max(
             sum(map(sum, chunk_parameters(self.shape, self.config, role, pp_rank=stage)))
-            for stage in stages
+            for stage in (0, self.pp_size - 1)
         )
 
 

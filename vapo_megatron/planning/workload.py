@@ -1,7 +1,7 @@
 """What a step has to do: how many responses, how long, and how they are packed.
 
-Lengths are not known beforehand. They are taken as log-normal with a spread of SPREAD, cut off at
-the longest response allowed, with the mean that is asked for: the sample is the distribution's own
+Lengths are not known beforehand. They are taken as log-normal with a given spread, cut off at the
+longest response allowed, with the mean that is asked for: the sample is the distribution's own
 quantiles in a seeded order, the same on every machine. Prompts have one length.
 """
 
@@ -21,7 +21,7 @@ from vapo_megatron.data.packing import plan_mini_batches
 from vapo_megatron.errors import ConfigError
 
 SPREAD = 0.5
-"""Standard deviation of the logarithm of the lengths before the cut: an assumption."""
+"""Workload.spread where nothing else is said: an assumption."""
 
 TYPICAL_PROMPT_TOKENS = 256
 """Mean prompt where nothing else is said: an assumption."""
@@ -49,6 +49,8 @@ class Workload:
     reference: bool = False
     """Another pass of log-probabilities, of a reference policy."""
     critic_updates_per_step: int = 1
+    spread: float = SPREAD
+    """Standard deviation of the logarithm of the responses' lengths, before the cut."""
 
     @property
     def response_tokens(self) -> int:
@@ -68,6 +70,7 @@ def workload_of(
     prompt_tokens: int | None = None,
     critic: bool = True,
     reference: bool = False,
+    spread: float = SPREAD,
 ) -> Workload:
     """Return a configuration's workload.
 
@@ -77,6 +80,7 @@ def workload_of(
         prompt_tokens: mean; None: 256, or the longest prompt if that is shorter.
         critic: see Workload.
         reference: see Workload.
+        spread: see Workload.
 
     Raises:
         ConfigError: a mean is more than the longest.
@@ -103,6 +107,7 @@ def workload_of(
         critic=critic,
         reference=reference,
         critic_updates_per_step=algorithm.critic_updates_per_step,
+        spread=spread,
     )
 
 
@@ -115,7 +120,7 @@ def response_lengths(workload: Workload) -> NDArray[np.int64]:
 def _sample(workload: Workload, count: int) -> NDArray[np.int64]:
     """Draw as many lengths; each sample has the whole distribution in it."""
     longest = workload.max_response_tokens
-    normal = statistics.NormalDist(0, SPREAD)
+    normal = statistics.NormalDist(0, workload.spread)
     spread = np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
 
     def lengths(middle: float) -> NDArray[np.int64]:
