@@ -6,6 +6,7 @@ in tests/e2e/test_offload.py.
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -131,11 +132,14 @@ def test_host_bytes_are_known_beforehand(workers, tmp_path, dtype, parallel):
 
 def refused(hf):
     from vapo_megatron.models.hf_config import read_model_shape
+    from vapo_megatron.parallel import groups
 
-    settings = config(hf, host_memory_gb=1e-4)
+    settings, source = config(hf, host_memory_gb=1e-4), Source()
+    place, shape = groups.initialize(settings.parallel), read_model_shape(hf)
     with pytest.raises(ConfigError) as error:
-        built(hf, settings)
-    return str(error.value), host_bytes(read_model_shape(hf), settings, pp_rank=0)
+        Turns(shape, settings, place, source)
+    assert source.left == 1, "what it keeps on the host while it is away counts"
+    return str(error.value), host_bytes(shape, settings, pp_rank=0)
 
 
 def test_a_node_without_the_memory_is_refused_before_the_models_are_built(workers, tmp_path):
@@ -192,3 +196,16 @@ def test_a_run_by_turns_is_the_run_without_bit_by_bit(workers, tmp_path):
     for phase in ("values", "logprobs", "critic_update", "actor_update"):
         # Nothing of this size; pages of a process that has imported torch.
         assert 5e7 < peaks[f"memory/{phase}_peak_bytes"] < peaks["memory/peak_bytes"] < 1e11
+
+
+def test_the_models_leave_before_vllm_is_closed(monkeypatch):
+    """It wakes up for that, and an error may have ended a turn with a model on the device."""
+    from vapo_megatron import trainer
+
+    closed = []
+    names = ("turns", "source")
+    parts = {n: SimpleNamespace(close=lambda n=n: closed.append(n)) for n in names}
+    monkeypatch.setattr(trainer.groups, "destroy", lambda: None)
+    monkeypatch.setattr(trainer.dist, "destroy_process_group", lambda: closed.append("world"))
+    trainer.VapoTrainer.__exit__(SimpleNamespace(**parts))
+    assert closed == ["turns", "source", "world"]

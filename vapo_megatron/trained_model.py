@@ -77,7 +77,7 @@ class TrainedModel:
         """Move to host memory; collective over data-parallel ranks, as every turn is.
 
         Raises:
-            RuntimeError: CUDA cannot pin so much.
+            ConfigError: CUDA cannot pin so much.
         """
         self._offload = Offload(self._chunks, self._optimizer)
         self._put_away("nothing")
@@ -98,7 +98,7 @@ class TrainedModel:
         self._put_away(before)
 
     def close(self) -> None:
-        """Give back the host memory; the model must not be used any more."""
+        """Give back what offload moves; the model must not be used any more."""
         if self._offload is not None:
             self._offload.close()
 

@@ -286,8 +286,9 @@ class VapoTrainer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.source.close()
+        # First, for vLLM needs room to wake up in, and an error may have ended a model's turn.
         self.turns.close()
+        self.source.close()
         groups.destroy()
         dist.destroy_process_group()
 

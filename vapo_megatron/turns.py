@@ -49,9 +49,10 @@ class Turns:
         self._models: dict[str, TrainedModel] = {}
         self.is_on = is_on(config.parallel)
         if self.is_on:
+            # First, for vLLM keeps some of itself in host memory while it sleeps.
+            source.leave_device()
             needed = host_bytes(shape, config, pp_rank=groups.pp_rank)
             check_host_memory(needed, config.parallel)
-            source.leave_device()
 
     def join(self, role: Role, model: TrainedModel) -> TrainedModel:
         """Let a model that was just built take turns from now on, and return it."""
@@ -75,7 +76,7 @@ class Turns:
             yield
 
     def close(self) -> None:
-        """Give host memory back; the models must not be used any more."""
+        """Give back the memory of models that take turns; they must not be used any more."""
         for model in self._models.values():
             model.close()
 

@@ -125,6 +125,13 @@ class Offload:
         overlap_param_gather has not fetched must have been fetched.
         """
         before, after = ORDER.index(self.held), ORDER.index(wanted)
+        if after < before:
+            self._leave(before, after)
+        elif before < after:
+            self._come(before, after)
+        self.held = wanted
+
+    def _leave(self, before: int, after: int) -> None:
         if self.has_changed and after < ORDER.index("state"):
             # Loading a checkpoint may have given the optimizer other tensors.
             self._storages = find_storages(self._chunks, self._optimizer)
@@ -133,25 +140,22 @@ class Offload:
             with _copying():
                 for mine, away in self._pairs(PARTS[:2]):
                     away.copy_(mine, non_blocking=True)
-        for part in self._storages[after:before]:
-            for storage in part:
-                storage.resize_(0)
+        _empty(self._storages[after:before])
+
+    def _come(self, before: int, after: int) -> None:
         for part, sizes in list(zip(self._storages, self._sizes))[before:after]:
             for storage, size in zip(part, sizes, strict=True):
                 storage.resize_(size)
         with _copying():
             for mine, away in self._pairs(PARTS[before:after]):
                 mine.copy_(away, non_blocking=True)
-        if before < after == ORDER.index("training"):
+        if after == ORDER.index("training"):
             for storage in self._storages.gradients:
                 _bytes_of(storage).zero_()
-        if after < before and torch.cuda.is_available():
-            # What torch keeps for itself, neither vLLM nor the other role can have.
-            torch.cuda.empty_cache()
-        self.held = wanted
 
     def close(self) -> None:
-        """Give the host memory back; what was away is lost."""
+        """Give the memory of device and host back, whatever is held; the model is lost."""
+        _empty(self._storages)
         self._buffer.close()
 
     def _pairs(self, parts: Sequence[str]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -166,6 +170,15 @@ class Offload:
 
 def _sizes(part: list[torch.UntypedStorage]) -> list[int]:
     return [storage.nbytes() for storage in part]
+
+
+def _empty(parts: Sequence[list[torch.UntypedStorage]]) -> None:
+    """Take the device memory away; what torch keeps for itself, nobody else can have."""
+    for part in parts:
+        for storage in part:
+            storage.resize_(0)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -193,20 +206,24 @@ class HostBuffer:
         """Take it.
 
         Raises:
-            RuntimeError: CUDA cannot pin so much.
+            ConfigError: CUDA cannot pin so much.
         """
         # Its own pages, which nothing else can have pinned.
         memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A child would get a copy of every pinned page, or this process one that CUDA does not see.
+        memory.madvise(mmap.MADV_DONTFORK)
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        self._pinned = torch.cuda.is_available()
-        if self._pinned:
-            size = self.tensor.numel()
-            error = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), size, 0)
+        self._pinned = False
+        if torch.cuda.is_available():
+            cuda, size = torch.cuda.cudart(), self.tensor.numel()
+            error = cuda.cudaHostRegister(self.tensor.data_ptr(), size, 0)
             if int(error) != 0:
-                raise RuntimeError(
-                    f"CUDA cannot pin {size / GB:.3g} GB of host memory ({error}); raise the "
-                    "limit of locked memory (ulimit -l), or set parallel.offload=false"
+                raise ConfigError(
+                    f"parallel.offload=true: CUDA cannot pin {size / GB:.3g} GB of host memory "
+                    f"({cuda.cudaGetErrorString(error)}); raise the limit of locked memory "
+                    "(ulimit -l), use more nodes, or set parallel.offload=false"
                 )
+            self._pinned = True
 
     def close(self) -> None:
         """Give it back. Safe to call twice."""
