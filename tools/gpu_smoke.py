@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.gpu_smoke_report import Row, machine, markdown, read_rows, write_report, write_rows
+from tools.smoke.report import Row, machine, markdown, read_rows, write_report, write_rows
 
 NEEDED = {
     "torch": "torch",
@@ -60,15 +60,13 @@ class Section(NamedTuple):
 
 
 SECTIONS = {
-    "attention": Section("tools.gpu_smoke_attention", "attention", 90),
-    "reference": Section("tools.gpu_smoke_parity", "reference", 120, on_cpu=True),
-    "parity": Section("tools.gpu_smoke_parity", "parity", 120),
-    "logprobs": Section("tools.gpu_smoke_training", "logprobs", 60),
-    "offload": Section("tools.gpu_smoke_offload", "offload", 60, ("Qwen2.5-0.5B",)),
+    "attention": Section("tools.smoke.attention", "attention", 90),
+    "reference": Section("tools.smoke.parity", "reference", 120, on_cpu=True),
+    "parity": Section("tools.smoke.parity", "parity", 120),
+    "logprobs": Section("tools.smoke.training", "logprobs", 60),
+    "offload": Section("tools.smoke.offload", "offload", 60, ("Qwen2.5-0.5B",)),
     **{
-        f"{role}-{size}": Section(
-            "tools.gpu_smoke_training", "updates", 90, (f"Qwen2.5-{size}", role)
-        )
+        f"{role}-{size}": Section("tools.smoke.training", "updates", 90, (f"Qwen2.5-{size}", role))
         for size in ("0.5B", "1.5B", "7B")
         for role in ("actor", "critic")
     },
@@ -148,11 +146,11 @@ def run_apart(
 
 def run_here(arguments: argparse.Namespace) -> None:
     """Be the process of one section: write its rows, or one row with its error; does not return."""
-    from tools import gpu_smoke_sizes
+    from tools.smoke.sizes import FULL, SMALL
 
     name, *fields = json.loads(arguments.run_section)
     section = Section(*fields)
-    sizes = gpu_smoke_sizes.SMALL if arguments.small else gpu_smoke_sizes.FULL
+    sizes = SMALL if arguments.small else FULL
     try:
         function = getattr(importlib.import_module(section.module), section.function)
         rows = function(sizes, arguments.work, *section.arguments)

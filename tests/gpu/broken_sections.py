@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from tools.gpu_smoke_report import Row
+from tools.smoke.report import Row
 
 
 def fine(sizes, directory, name):

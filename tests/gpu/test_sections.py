@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tools import gpu_smoke_attention, gpu_smoke_parity
-from tools.gpu_smoke_sizes import FULL, SMALL, AttentionCase
+from tools.smoke import attention, parity
+from tools.smoke.sizes import FULL, SMALL, AttentionCase
 from vapo_megatron import flops
 from vapo_megatron.models.hf_config import parameter_count
 
@@ -24,7 +24,7 @@ def _section(module, function, directory, *arguments):
     """Run one section in a worker process, where megatron-core may be."""
     import importlib
 
-    section = getattr(importlib.import_module(f"tools.{module}"), function)
+    section = getattr(importlib.import_module(f"tools.smoke.{module}"), function)
     return section(SMALL, Path(directory), *arguments)
 
 
@@ -32,12 +32,12 @@ def _section(module, function, directory, *arguments):
 def reference(workers, tmp_path_factory):
     """The reference's directory."""
     directory = tmp_path_factory.mktemp("reference")
-    workers.run(1, _section, "gpu_smoke_parity", "reference", str(directory))
+    workers.run(1, _section, "parity", "reference", str(directory))
     return directory
 
 
 def parity_rows(workers, directory):
-    (rows,) = workers.run(1, _section, "gpu_smoke_parity", "parity", str(directory))
+    (rows,) = workers.run(1, _section, "parity", "parity", str(directory))
     return {row.case: row for row in rows}
 
 
@@ -86,12 +86,8 @@ def test_parity_sees_a_bias_left_out(workers, reference, tmp_path):
 def test_bounds_by_hand():
     # 3 layers: 2 (6 * 3 + 1) = 38 products, sums of up to 8000: 2 * 2^-24 sqrt(304000) = 6.57e-5.
     # 2 (12 * 3 + 1) = 74 roundings of bfloat16: 2 * 2^-8 sqrt(74) = 0.0672.
-    assert gpu_smoke_parity.rounding_bound(FULL.parity_shape, "float32") == pytest.approx(
-        6.573e-5, rel=1e-3
-    )
-    assert gpu_smoke_parity.rounding_bound(FULL.parity_shape, "bfloat16") == pytest.approx(
-        0.0672, rel=1e-3
-    )
+    assert parity.rounding_bound(FULL.parity_shape, "float32") == pytest.approx(6.573e-5, rel=1e-3)
+    assert parity.rounding_bound(FULL.parity_shape, "bfloat16") == pytest.approx(0.0672, rel=1e-3)
 
 
 def _leaking() -> dict[str, float]:
@@ -99,18 +95,16 @@ def _leaking() -> dict[str, float]:
     apart = AttentionCase(heads=4, groups=2, head_dim=32, lengths=(33, 90))
     together = dataclasses.replace(apart, lengths=(123,))
     draws = [torch.randn(123, heads, 32) for heads in (4, 2, 2)]
-    tensors = gpu_smoke_attention.Tensors(*draws, torch.randn(123, 128))
-    (expected, *_) = gpu_smoke_attention.written_out(apart, tensors)
+    tensors = attention.Tensors(*draws, torch.randn(123, 128))
+    (expected, *_) = attention.written_out(apart, tensors)
     return {
-        dtype: gpu_smoke_parity.relative(
-            gpu_smoke_attention.packed(together, tensors, dtype)[0], expected
-        )
+        dtype: parity.relative(attention.packed(together, tensors, dtype)[0], expected)
         for dtype in ("float32", "bfloat16")
     }
 
 
 def test_attention(workers, tmp_path):
-    (rows,) = workers.run(1, _section, "gpu_smoke_attention", "attention", str(tmp_path))
+    (rows,) = workers.run(1, _section, "attention", "attention", str(tmp_path))
     assert [row.passed for row in rows] == [True] * 3, rows
     assert all(row.figures["error"] > 0 for row in rows[:2])
     # 12 heads * d = 4 * 32 a pair, forward and backward; two sequences of 128 * 129 / 2 pairs.
@@ -122,11 +116,11 @@ def test_attention_sees_a_border_crossed(workers):
     (errors,) = workers.run(1, _leaking)
     case = AttentionCase(heads=4, groups=2, head_dim=32, lengths=(33, 90))
     for dtype, error in errors.items():
-        assert error > 5 * gpu_smoke_attention.rounding_bound(case, dtype)
+        assert error > 5 * attention.rounding_bound(case, dtype)
 
 
 def test_logprobs(workers, tmp_path):
-    (rows,) = workers.run(1, _section, "gpu_smoke_training", "logprobs", str(tmp_path))
+    (rows,) = workers.run(1, _section, "training", "logprobs", str(tmp_path))
     assert [row.case.split(",")[0] for row in rows] == ["fused", "plain", "mean"]
     assert all(row.passed for row in rows), rows
     assert all(row.figures["seconds"] > 0 for row in rows[:2])
@@ -134,7 +128,7 @@ def test_logprobs(workers, tmp_path):
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_updates(workers, tmp_path, role):
-    arguments = ("gpu_smoke_training", "updates", str(tmp_path), "Qwen2.5-7B", role)
+    arguments = ("training", "updates", str(tmp_path), "Qwen2.5-7B", role)
     ((forward, update),) = workers.run(1, _section, *arguments)
     assert forward.passed and update.passed
     assert update.case.startswith("Qwen2.5-7B shape, shrunk, 0.")
@@ -164,13 +158,13 @@ def _offload_that_spoils(directory):
 
     TrainedModel.held = held
     try:
-        return _section("gpu_smoke_offload", "offload", directory, "Qwen2.5-0.5B")
+        return _section("offload", "offload", directory, "Qwen2.5-0.5B")
     finally:
         TrainedModel.held = honest
 
 
 def test_offload(workers, tmp_path):
-    arguments = ("gpu_smoke_offload", "offload", str(tmp_path), "Qwen2.5-0.5B")
+    arguments = ("offload", "offload", str(tmp_path), "Qwen2.5-0.5B")
     ((row,),) = workers.run(1, _section, *arguments)
     assert row.passed
     # A layer: 64 x 256 + 256 query, key, value; 128 x 64; 64 x 256 and 128 x 64; norms 2 x 64:

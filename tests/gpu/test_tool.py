@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tools import gpu_smoke
-from tools.gpu_smoke_report import Row, judged, markdown
+from tools.smoke.report import Row, judged, markdown
 
 BROKEN = "tests.gpu.broken_sections"
 

@@ -18,9 +18,9 @@ from typing import TypeVar
 import torch
 
 from tools.benchmark_logprobs import Measurement, Settings, measure
-from tools.gpu_smoke_models import build_role, make_config, random_batch, whole_mini_batch
-from tools.gpu_smoke_report import Row, judged
-from tools.gpu_smoke_sizes import Sizes
+from tools.smoke.models import build_role, make_config, random_batch, whole_mini_batch
+from tools.smoke.report import Row, judged
+from tools.smoke.sizes import Sizes
 from vapo_megatron import flops
 from vapo_megatron.actor import Actor
 from vapo_megatron.batch import RolloutBatch

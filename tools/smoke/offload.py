@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tools.gpu_smoke_models import build_role, make_config, whole_mini_batch
-from tools.gpu_smoke_report import Row
-from tools.gpu_smoke_sizes import Sizes
-from tools.gpu_smoke_training import described_shape, forward, planned, timed, trained_shape
+from tools.smoke.models import build_role, make_config, whole_mini_batch
+from tools.smoke.report import Row
+from tools.smoke.sizes import Sizes
+from tools.smoke.training import described_shape, forward, planned, timed, trained_shape
 from vapo_megatron.parallel.offload import Storages, find_storages
 from vapo_megatron.trained_model import TrainedModel
 

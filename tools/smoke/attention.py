@@ -2,7 +2,7 @@
 
 Compared are the output and the gradients of query, key and value, in float32 (calls of
 scaled_dot_product_attention) and bfloat16 (on a GPU torch's varlen attention) with the same numbers
-in float64, as a softmax of scores that is written out. Bounds: see gpu_smoke_parity.py; two
+in float64, as a softmax of scores that is written out. Bounds: see parity.py; two
 products and the softmax between them, forward and backward, over sums as long as a sequence.
 """
 
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tools.gpu_smoke_models import exact_float32, make_config
-from tools.gpu_smoke_parity import UNIT_ROUNDOFF, relative
-from tools.gpu_smoke_report import Row, judged
-from tools.gpu_smoke_sizes import AttentionCase, Sizes
+from tools.smoke.models import exact_float32, make_config
+from tools.smoke.parity import UNIT_ROUNDOFF, relative
+from tools.smoke.report import Row, judged
+from tools.smoke.sizes import AttentionCase, Sizes
 from vapo_megatron.flops import causal_pairs
 from vapo_megatron.models.attention import PackedAttention
 from vapo_megatron.models.build import transformer_config

@@ -1,4 +1,4 @@
-"""Sections of tools/gpu_smoke.py that compare numbers: models with the CPU, and packed attention.
+"""Sections of tools/gpu_smoke.py: actor and critic against the CPU's numbers.
 
 The reference is computed on the CPU in float32, one response in each forward pass; what is compared
 with it sees all responses packed into one. Both read the same weights from the same files.
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tools.gpu_smoke_models import (
+from tools.smoke.models import (
     build_role,
     exact_float32,
     make_config,
@@ -33,8 +33,8 @@ from tools.gpu_smoke_models import (
     whole_mini_batch,
     write_random_hf,
 )
-from tools.gpu_smoke_report import Row, judged
-from tools.gpu_smoke_sizes import Sizes
+from tools.smoke.report import Row, judged
+from tools.smoke.sizes import Sizes
 from vapo_megatron.actor import Actor
 from vapo_megatron.gradients import full_gradients
 from vapo_megatron.models.build import Role
