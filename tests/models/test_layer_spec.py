@@ -97,11 +97,12 @@ def test_fp8_multiplies_what_megatron_core_says():
 
 @pytest.mark.parametrize("fp8", ["hybrid", "e4m3", None])
 def test_fp8_settings(monkeypatch, fp8):
-    """No history of scales, and parameters that stay in bfloat16."""
+    """No history of scales, no casts kept, and parameters that stay in bfloat16."""
     monkeypatch.setattr(build, "check_fp8", lambda *_: None)
     settings = build.transformer_config(SHAPE, VapoConfig(model=ModelConfig(fp8=fp8)))
     assert settings.fp8 == fp8 and not settings.fp8_param
     assert fp8 is None or settings.fp8_recipe == Fp8Recipe.tensorwise
+    assert settings.disable_parameter_transpose_cache == (fp8 is not None)
     assert settings.params_dtype is torch.bfloat16 and not settings.fp8_dot_product_attention
 
 

@@ -140,9 +140,12 @@ def _fp8(fp8: str | None) -> dict[str, Any]:
 
     Each tensor is scaled by its own largest value. Delayed scaling would keep a history of those:
     the same weights would give other log-probabilities in the update than before it, and a resumed
-    run other ones than the run it resumes.
+    run other ones than the run it resumes. Weights are cast anew for each micro-batch: Transformer
+    Engine would keep the casts on the GPU while the model is away from it.
     """
-    return {} if fp8 is None else {"fp8": fp8, "fp8_recipe": "tensorwise"}
+    if fp8 is None:
+        return {}
+    return {"fp8": fp8, "fp8_recipe": "tensorwise", "disable_parameter_transpose_cache": True}
 
 
 def build_model(
