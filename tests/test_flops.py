@@ -3,28 +3,18 @@
 Peaks are data sheets' figures; whether a GPU reaches them is not a test's to say.
 """
 
-import dataclasses
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.built import Layout, build, call, write_hf
+from tests.planning.shapes import small_shape
 from vapo_megatron import flops
 from vapo_megatron.models.hf_config import parameter_count
 from vapo_megatron.models.known import known_shape
 
-SHAPE = dataclasses.replace(
-    known_shape("Qwen2.5-7B"),
-    hidden_size=4,
-    num_layers=3,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=2,
-    ffn_hidden_size=5,
-    vocab_size=7,
-)
+SHAPE = small_shape(hidden=4, layers=3, heads=2, kv_heads=1, head=2, ffn=5, vocab=7)
 
 
 def test_a_layer_by_hand():

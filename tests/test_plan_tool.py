@@ -48,6 +48,23 @@ def test_reshard_prints_bytes_and_seconds(tool, capsys):
     # A rank lacks three quarters of its eighth of 65.5 GB; gathering, every other rank's shard too.
     assert means["plan"][2] == "6.143" and means["full gather"][1:3] == ["57.354", "6.145"]
     assert float(means["plan"][3]) < 0.5 * float(means["full gather"][3])
+    assert sync_seconds(tool, capsys) == float(means["plan"][3])
+
+
+def sync_seconds(tool, capsys, *options):
+    assert tool.main(["reshard", "--model", "Qwen2.5-32B", *LAYOUT, *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line for line in lines if line.startswith("plan") and "received, mean" in line)
+    return float(row.split()[-1])
+
+
+@pytest.mark.parametrize(
+    ("option", "layout"),
+    [("--network", []), ("--nvlink", ["--pp", "1", "--vllm-tp", "4", "--nodes", "1"])],
+)
+def test_slower_wires_make_a_slower_sync(tool, capsys, option, layout):
+    fast, slow = (sync_seconds(tool, capsys, *layout, option, each) for each in ("50", "5"))
+    assert slow > 2 * fast
 
 
 def test_each_rank_and_a_directory(tool, capsys, tmp_path):

@@ -12,8 +12,8 @@ import dataclasses
 import pytest
 
 from tests.planning.measured import checkpoint_size, measure
+from tests.planning.shapes import small_shape
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.models.known import known_shape
 from vapo_megatron.planning import activations, memory
 from vapo_megatron.planning.model_bytes import state_bytes
 
@@ -52,20 +52,9 @@ MANY = [
 
 
 def _shape(**differences):
-    return dataclasses.replace(
-        known_shape("Qwen2.5-0.5B"),
-        **{
-            "hidden_size": 256,
-            "num_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "ffn_hidden_size": 704,
-            "vocab_size": 1000,
-            "tied": False,
-            **differences,
-        },
-    )
+    sizes = {"hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2, "head": 64, "ffn": 704}
+    shape = small_shape(**sizes, vocab=1000)
+    return dataclasses.replace(shape, **differences)
 
 
 def _config(layout, recompute, dtype):

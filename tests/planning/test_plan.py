@@ -132,6 +132,9 @@ def test_a_critic_costs_its_phases():
     referred = dataclasses.replace(alone, reference=True)
     twice = make_plan(SMALL_SHAPE, config, SMALL, referred)
     assert twice.seconds["logprobs"] == 2 * one.seconds["logprobs"]
+    passes = dataclasses.replace(workload, critic_updates_per_step=3)
+    once, thrice, actor = (model_flops(SMALL_SHAPE, w) for w in (workload, passes, alone))
+    assert thrice - actor == 3 * (once - actor)
     # Value head and output projection apart, critic and actor train on the same products.
     assert 1.8 < model_flops(SMALL_SHAPE, workload) / model_flops(SMALL_SHAPE, alone) < 2
 
@@ -147,6 +150,17 @@ def test_copies_to_hosts_by_hand():
     assert plan.training.offload_seconds == pytest.approx(30 * (7.615 + 7.071), rel=0.001)
     resident = make_plan(SMALL_SHAPE, with_offload(config, False), cluster, workload_of(config))
     assert resident.training.offload_seconds == 0
+    # Two stages: the actor's last has a norm more than its first, 3584; the critic's first is the
+    # fullest, and has the embedding, 545e6, and half of 6.53e9.
+    config = config.model_copy(
+        update={
+            "parallel": config.parallel.model_copy(
+                update={"world_size": 2, "pipeline_model_parallel_size": 2}
+            )
+        }
+    )
+    plan = make_plan(SMALL_SHAPE, config, cluster, workload_of(config))
+    assert plan.training.offload_seconds == pytest.approx(30 * 2 * (0.545 + 3.263), rel=0.001)
 
 
 def test_tokens_per_second_both_ways():

@@ -1,71 +1,14 @@
-"""Seconds by hand, in the limits, and against faster wires.
+"""The trainer's seconds by hand.
 
 Whether a GPU reaches what its data sheet says, and what share of it, is not a test's to say.
 """
 
 import dataclasses
 
-import numpy as np
 import pytest
 
-from vapo_megatron.config import VapoConfig
-from vapo_megatron.models.known import known_shape
+from tests.planning.by_hand import FAST_MEMORY, OUTPUT, PAIR, ROUND, SHAPE, TOKEN, WORKLOAD, config
 from vapo_megatron.planning import roofline
-from vapo_megatron.planning.cluster import Cluster
-from vapo_megatron.planning.generation import _decode, _Rank, generation
-from vapo_megatron.planning.plan import make_plan, resharding_seconds
-from vapo_megatron.planning.workload import Loads, Workload, loads, response_lengths, workload_of
-
-SHAPE = dataclasses.replace(
-    known_shape("Qwen2.5-7B"),
-    hidden_size=4,
-    num_layers=4,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=2,
-    ffn_hidden_size=5,
-    vocab_size=7,
-)
-# Round figures: 1 TFLOP/s of products and attention, 1 GB/s of memory, 1 GB/s each way on NVLink
-# and on the network, no latency.
-ROUND = Cluster(
-    num_gpus=8,
-    peak_tflops=1.0,
-    matmul_share=1.0,
-    attention_share=1.0,
-    memory_gb_per_second=1.0,
-    memory_share=1.0,
-    decode_share=1.0,
-    nvlink_gb_per_second=2.0,
-    nvlink_share=1.0,
-    network_gb_per_second=1.0,
-    network_share=1.0,
-    pcie_gb_per_second=1.0,
-    pcie_share=1.0,
-    collective_seconds=0.0,
-    decode_step_seconds=0.0,
-)
-FAST_MEMORY = dataclasses.replace(ROUND, memory_gb_per_second=1e12)
-WORKLOAD = Workload(
-    num_responses=8,
-    group_size=2,
-    mini_batch_size=4,
-    prompt_tokens=2,
-    mean_response_tokens=6,
-    max_response_tokens=6,
-)
-"""Responses of 6 tokens, sequences of 8: 36 pairs each."""
-
-
-def config(world_size=8, **parallel):
-    given = {"world_size": world_size, "max_tokens_per_microbatch": 8, "offload": False, **parallel}
-    base = VapoConfig()
-    return base.model_copy(update={"parallel": base.parallel.model_copy(update=given)})
-
-
-# Layer, by hand: q, k, v and output 4 x 4 each, gate, up, down 4 x 5 each: 64 + 60 = 124 weights,
-# 248 FLOPs a token and 2 * 4 * 2 = 16 a pair. Output: 7 x 4 weights, 56 FLOPs a position.
-TOKEN, PAIR, OUTPUT = 248e-12, 16e-12, 56e-12
 
 
 def test_forward_by_hand():
@@ -107,6 +50,72 @@ def test_tensor_parallel_wires_by_hand():
     seconds = [roofline.update(SHAPE, c, fast, WORKLOAD, "critic").seconds for c in (two, full)]
     # Forward and backward once each, and forward again.
     assert seconds == pytest.approx([2 * phase.seconds, 3 * phase.seconds])
+
+
+def test_latencies_by_hand():
+    late = dataclasses.replace(
+        FAST_MEMORY, peak_tflops=1e12, nvlink_gb_per_second=1e12, network_gb_per_second=1e12,
+        collective_seconds=1e-3,
+    )  # fmt: skip
+    # 8 micro-batches, 4 layers with 2 collectives each.
+    phase = roofline.scoring(
+        SHAPE, config(2, tensor_model_parallel_size=2), late, WORKLOAD, "critic"
+    )
+    assert phase.seconds == pytest.approx(8 * 4 * 2 * 1e-3, rel=1e-3)
+    # One message for each of 8 micro-batches, and one to fill; there and back in an update, whose
+    # 2 mini-batches have 4 micro-batches each.
+    split = config(2, pipeline_model_parallel_size=2)
+    phase = roofline.scoring(SHAPE, split, late, WORKLOAD, "critic")
+    assert phase.seconds == pytest.approx((8 + 1) * 1e-3, rel=1e-3)
+    phase = roofline.update(SHAPE, split, late, WORKLOAD, "critic")
+    assert phase.seconds == pytest.approx(2 * (4 + 1) * 2 * 1e-3, rel=1e-3)
+
+
+def test_tensor_parallel_ranks_share_products_pairs_and_scores():
+    shape = dataclasses.replace(SHAPE, ffn_hidden_size=6, vocab_size=8)
+    cluster = dataclasses.replace(FAST_MEMORY, nvlink_gb_per_second=1e12)
+    for role in ("critic", "actor"):
+        one, two = (
+            roofline.scoring(shape, c, cluster, WORKLOAD, role).seconds
+            for c in (config(1), config(2, tensor_model_parallel_size=2))
+        )
+        assert two == pytest.approx(one / 2, rel=1e-3)
+    slow = dataclasses.replace(cluster, peak_tflops=1e12, memory_gb_per_second=1.0)
+    one, two = (
+        roofline.scoring(shape, c, slow, WORKLOAD, "actor").seconds
+        - roofline.scoring(shape, c, slow, WORKLOAD, "critic").seconds
+        for c in (config(1), config(2, tensor_model_parallel_size=2))
+    )
+    assert two == pytest.approx(one / 2, rel=1e-3)
+
+
+def test_gradients_of_ranks_in_different_nodes_go_by_their_own_adapter():
+    # TP 2 in each of 2 nodes of 2: ranks of DP 2 are 2 apart, each with an adapter of 1 GB/s,
+    # NVLink 10 GB/s each way; TP 1 x DP 4: two of four ranks in each node, 2 GB/s.
+    fast = dataclasses.replace(
+        FAST_MEMORY, num_gpus=4, gpus_per_node=2, peak_tflops=1e12, nvlink_gb_per_second=1e12
+    )
+    shape = dataclasses.replace(SHAPE, ffn_hidden_size=6)
+    # Critic: embedding 7 padded to 256, 128 * 4 on a rank; 4 layers of 68 weights, 6 biases and 8
+    # of norms; 4 of the last norm and 4 of the head.
+    held = 512 + 4 * (68 + 6 + 8) + 4 + 4
+    split = config(4, tensor_model_parallel_size=2)
+    phase = roofline.update(shape, split, fast, WORKLOAD, "critic")
+    assert phase.between_seconds == pytest.approx(2 * 0.5 * 6 * held * 1e-9, rel=1e-3)
+    held = 512 + 4 * (136 + 12 + 8) + 4 + 4
+    phase = roofline.update(shape, config(4), fast, WORKLOAD, "critic")
+    assert phase.between_seconds == pytest.approx(2 * 0.75 * 6 * held * 0.5e-9, rel=1e-3)
+
+
+def test_stages_of_one_node_send_by_nvlink():
+    fast = dataclasses.replace(FAST_MEMORY, peak_tflops=1e12, nvlink_gb_per_second=1e12)
+    # PP 2 x DP 2: stages are 2 apart, 4 GPUs. Nodes of 4: NVLink. Nodes of 2: the network, 1 GB/s,
+    # 8 tokens of 4 elements of 2 bytes for 4 micro-batches of a rank and one to fill.
+    split = config(4, pipeline_model_parallel_size=2)
+    for per_node, expected in ((4, 0.0), (2, 5 * 8 * 8e-9)):
+        cluster = dataclasses.replace(fast, gpus_per_node=per_node)
+        phase = roofline.scoring(SHAPE, split, cluster, WORKLOAD, "critic")
+        assert phase.seconds == pytest.approx(expected, rel=1e-3, abs=1e-12)
 
 
 def test_recompute_is_one_more_forward_pass():
@@ -213,6 +222,18 @@ def test_overlap_hides_what_the_passes_take():
     slow = dataclasses.replace(FAST_MEMORY, peak_tflops=1e-6)
     phase = roofline.update(SHAPE, hidden, slow, WORKLOAD, "critic")
     assert phase.between_seconds == pytest.approx(0, abs=1e-15)
+    # Half of a micro-batch's pass hides that much: a pass over 8 tokens and 36 pairs in 4 layers,
+    # for each of reducing (4 bytes) and gathering (2 bytes).
+    fast = dataclasses.replace(FAST_MEMORY, peak_tflops=1.0)
+    held = 512 + 4 * (124 + 12 + 8) + 4 + 4
+    half = 4 * (3 * 8 * TOKEN + 3.5 * 36 * PAIR) / 2
+    plain, reducing, gathering = (
+        roofline.update(SHAPE, config(4, **overlap), fast, WORKLOAD, "critic").between_seconds
+        for overlap in ({}, {"overlap_grad_reduce": True}, {"overlap_param_gather": True})
+    )
+    assert half < 0.75 * 2 * held * 1e-9
+    assert plain - reducing == pytest.approx(2 * half, rel=1e-6)
+    assert plain - gathering == pytest.approx(2 * half, rel=1e-6)
 
 
 def test_rings():
@@ -224,175 +245,6 @@ def test_rings():
     assert cluster.all_gather_seconds(8e9, 4, 8) == pytest.approx(6.0)
     assert cluster.all_gather_seconds(8e9, 1) == 0
     assert cluster.neighbour_bytes(2, 4) == 10e9 and cluster.neighbour_bytes(2, 8) == 1e9
-
-
-def test_decoding_by_hand():
-    rank = _Rank(
-        weight_seconds=10.0,
-        token_seconds=0.0,
-        cached_seconds=1.0,
-        sequence_seconds=0.0,
-        step_seconds=0.0,
-    )
-    # Prompts of 2, responses of 1 and 3. Together: the first step reads 3 + 3 tokens, 16 s; then
-    # one is left with 4 and 5 tokens: 14 + 15 s.
-    assert _decode(rank, np.array([1, 3]), 2, 2) == (45.0, 0.0)
-    # One after the other: 13, then 13 + 14 + 15.
-    assert _decode(rank, np.array([1, 3]), 2, 1) == (55.0, 0.0)
-    # A batch of 4: both steps with one of them are less than half.
-    assert _decode(rank, np.array([1, 3]), 2, 4) == (45.0, 29.0)
-
-
-def test_decoding_is_bound_by_products_when_there_are_many():
-    rank = _Rank(1.0, 0.5, 0.0, 0.25, 3.0)
-    # 4 sequences: max(1, 2) + 1 + 3 a step.
-    assert _decode(rank, np.array([5, 5, 5, 5]), 1, 4)[0] == pytest.approx(5 * 6.0)
-
-
-def test_generation_by_hand():
-    shape = dataclasses.replace(SHAPE, tied=True)
-    workload = dataclasses.replace(WORKLOAD, num_responses=2, mini_batch_size=2)
-    found = generation(shape, config(1), dataclasses.replace(ROUND, num_gpus=1), workload, 10**6)
-    # Weights that are read, tied: 64 * 4 embedding rows and columns, 4 layers of 124 + 12 + 8,
-    # 4 of the last norm: 836, 2 bytes each. Cache: 2 * 4 layers * 4 * 2 = 64 bytes a token; two
-    # sequences of 3, ..., 8 tokens: 66. 6 steps.
-    decode = 6 * 836 * 2e-9 + 66 * 64e-9
-    # Prompt, once for both: 4 layers of 2 tokens and 3 pairs, one output.
-    prefill = 4 * (2 * TOKEN + 3 * PAIR) + OUTPUT
-    assert found.prefill_seconds == pytest.approx(prefill)
-    assert found.seconds == pytest.approx(decode + prefill) and found.batch == 256
-    # Untied, of 64 * 4 embedding elements more only the sampled tokens' rows are read.
-    untied = generation(SHAPE, config(1), dataclasses.replace(ROUND, num_gpus=1), workload, 10**6)
-    assert untied.seconds == pytest.approx(found.seconds)
-
-
-def test_a_small_cache_samples_fewer_at_once():
-    # A running sequence has 2 + 36 / 12 = 5 tokens on average.
-    found = generation(SHAPE, config(1), ROUND, WORKLOAD, 17)
-    assert found.batch == 3
-    assert generation(SHAPE, config(1), ROUND, WORKLOAD, 4).batch == 1
-
-
-@pytest.mark.parametrize(
-    ("nvlink", "network", "wires"),
-    [
-        # Half of 2352 bytes through 2 adapters of .5 GB/s; 588 of 1176 that a rank lacks.
-        (2.0, 0.5, 2 * 588),
-        (0.5, 0.5, 4 * 588),
-    ],
-)
-def test_sync_by_hand(nvlink, network, wires):
-    # 2 nodes of 2; TP 2, so a node holds half of PP 2's layers. vLLM TP 2, feed-forward 6: its
-    # shard has 64 / 2 * 4 elements of embedding and of output, 4 of the last norm, 4 layers of 24
-    # (q, k, v), 6 (their biases), 8 (output), 36 (feed-forward), 8 (norms): 588, 1176 bytes.
-    shape = dataclasses.replace(SHAPE, ffn_hidden_size=6)
-    cluster = dataclasses.replace(
-        ROUND,
-        num_gpus=4,
-        gpus_per_node=2,
-        nvlink_gb_per_second=nvlink,
-        network_gb_per_second=network,
-    )
-    c = config(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    c = c.model_copy(
-        update={"rollout": c.rollout.model_copy(update={"tensor_model_parallel_size": 2})}
-    )
-    # Then the shard is read and written.
-    assert roofline.sync_seconds(shape, c, cluster) == pytest.approx((wires + 2352) * 1e-9)
-
-
-def test_a_node_that_holds_everything_receives_nothing():
-    cluster = dataclasses.replace(ROUND, num_gpus=2, gpus_per_node=2, nvlink_gb_per_second=1e12)
-    c = config(2, pipeline_model_parallel_size=2)
-    # vLLM TP 1: 2 * 64 * 4 elements, 4 of the last norm, 4 layers of 144: 1092, read and written.
-    assert roofline.sync_seconds(SHAPE, c, cluster) == pytest.approx(2 * 2184e-9)
-
-
-def test_sync_is_about_what_its_messages_take():
-    shape = known_shape("Qwen2.5-0.5B")
-    c = config(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    plan = make_plan(shape, c, Cluster(num_gpus=8, gpus_per_node=4), workload_of(c))
-    # vLLM TP 1 on 2 nodes of 4.
-    assert plan.sync_seconds == pytest.approx(resharding_seconds(shape, plan), rel=0.15)
-
-
-LARGE = VapoConfig().model_copy(
-    update={
-        "parallel": VapoConfig().parallel.model_copy(
-            update={
-                "world_size": 32,
-                "tensor_model_parallel_size": 4,
-                "pipeline_model_parallel_size": 4,
-                "sequence_parallel": True,
-                "offload": True,
-            }
-        ),
-        "rollout": VapoConfig().rollout.model_copy(update={"tensor_model_parallel_size": 4}),
-        "algorithm": VapoConfig().algorithm.model_copy(
-            update={"responses_per_step": 128, "mini_batch_size": 32}
-        ),
-    }
-)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "peak_tflops",
-        "memory_gb_per_second",
-        "nvlink_gb_per_second",
-        "network_gb_per_second",
-        "pcie_gb_per_second",
-    ],
-)
-def test_twice_as_fast_is_never_slower(name):
-    shape, cluster = known_shape("Qwen2.5-32B"), Cluster(num_gpus=32)
-    faster = dataclasses.replace(cluster, **{name: 2 * getattr(cluster, name)})
-    before, after = (
-        make_plan(shape, LARGE, c, workload_of(LARGE)).seconds for c in (cluster, faster)
-    )
-    assert all(after[phase] <= before[phase] for phase in before)
-    assert any(after[phase] < 0.999 * before[phase] for phase in before)
-
-
-def test_twice_the_responses_take_twice_as_long():
-    shape, cluster = known_shape("Qwen2.5-32B"), Cluster(num_gpus=32)
-    workload = workload_of(LARGE)
-    double = dataclasses.replace(workload, num_responses=2 * workload.num_responses)
-    one, two = (roofline.update(shape, LARGE, cluster, w, "actor") for w in (workload, double))
-    assert two.seconds == pytest.approx(2 * one.seconds, rel=1e-9)
-
-
-def test_lengths_have_the_mean_and_the_maximum():
-    workload = dataclasses.replace(
-        WORKLOAD, num_responses=2048, mean_response_tokens=3100, max_response_tokens=3840
-    )
-    lengths = response_lengths(workload)
-    assert lengths.mean() == pytest.approx(3100, abs=1)
-    assert lengths.max() == 3840 and lengths.min() >= 1
-    assert 400 < lengths.std() < 1000  # of a log-normal with the spread .5, cut off
-    everything = dataclasses.replace(workload, mean_response_tokens=3840)
-    assert (response_lengths(everything) == 3840).all()
-
-
-def test_loads_add_up():
-    workload = dataclasses.replace(
-        WORKLOAD,
-        num_responses=256,
-        mini_batch_size=32,
-        mean_response_tokens=50,
-        max_response_tokens=100,
-    )
-    found = loads(workload, 4, 4, 256)
-    # 8 mini-batches, of which 4 were packed: their lengths have the whole distribution in them.
-    assert found.tokens.shape == (8, 4)
-    assert (found.tokens[4:] == found.tokens[:4]).all() and len(set(found.tokens[:, 0])) == 4
-    assert found.tokens.sum() == pytest.approx(256 * 52, rel=0.02)
-    assert found.outputs.sum() == found.tokens.sum() - 256 * 2
-    assert (found.micro_batches == found.micro_batches[:, :1]).all()
-    assert isinstance(found, Loads)
-
-
-def test_too_long_a_mean_is_refused():
-    with pytest.raises(ValueError, match="mean response of 30000 tokens must lie between 1 and"):
-        workload_of(VapoConfig(), mean_response_tokens=30000)
+    # Adapters faster than NVLink do not help: the ring passes through the node.
+    wide = dataclasses.replace(cluster, network_gb_per_second=5.0)
+    assert wide.ring_bytes(16, 1) == 10e9 and wide.ring_bytes(4, 8) == 5e9

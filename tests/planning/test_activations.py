@@ -1,0 +1,204 @@
+"""What passes hold, by hand for Qwen2.5-32B.
+
+Not exercised: real allocations (test_memory_measured.py), and any GPU: the GPU column of
+activations.py is from sources and code.
+"""
+
+import dataclasses
+
+import pytest
+
+from tests.planning.shapes import make_config
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.models.known import known_shape
+from vapo_megatron.planning import activations, memory
+
+GPU_BYTES = 80 * 10**9
+
+
+@pytest.fixture
+def shape():
+    return known_shape("Qwen2.5-32B")
+
+
+def test_a_layer_of_32b_saves(shape):
+    # On a GPU, for each token, with h = 5120 / 8 = 640, q = 640, k = 128, p = 896, F = 3456, n = 5:
+    # norms      2 * 2 h = 2560 elements
+    # attention  p + (q + k) + q = 2304 elements and 4 n = 20 bytes
+    # MLP        3 F = 10368 elements
+    # 2 * (2560 + 2304 + 10368) + 20 = 30484 bytes
+    # selective: p + 2 q = 2176 elements and no statistics: 2 * (2560 + 2176 + 10368) = 30208 bytes
+    # (8 key-value heads over 8 ranks: the query is a view of the projection: p + q = 1536)
+    config = make_config()
+
+    def saved(recompute, **options):
+        of = dataclasses.replace(shape, **options)
+        return activations.layer_bytes(of, config, tokens=1000, recompute=recompute)
+
+    assert saved("none") == 30_484_000
+    assert saved("selective") == 2 * (2560 + 1536 + 10368) * 1000
+    assert saved("full") == 2 * 640 * 1000
+    # With 16 key-value heads k = 256 and p = 1152, and the query is a copy.
+    assert saved("selective", num_key_value_heads=16) == 2 * (2560 + 1152 + 1280 + 10368) * 1000
+    # With 4 of them ranks gather the whole projection, 5120 + 2 * 512 = 6144.
+    assert saved("none", num_key_value_heads=4) == 30_484_000 + 2 * (6144 - 896) * 1000
+
+
+def test_without_sequence_parallelism_norms_are_whole(shape):
+    # 4 norm tensors of 5120 in place of 640 elements.
+    apart = make_config(sequence_parallel=False)
+    found = activations.layer_bytes(shape, apart, tokens=10, recompute="none")
+    assert found == (30_484 + 2 * 4 * (5120 - 640)) * 10
+    assert activations.layer_bytes(shape, apart, tokens=10, recompute="full") == 2 * 5120 * 10
+
+
+@pytest.mark.parametrize(
+    "pp,vpp,expected",
+    [
+        (1, None, [1]),
+        (4, None, [4, 3, 2, 1]),
+        # 2 (pp - rank - 1) + (vpp - 1) pp + 1 chunks: 6 + 4 + 1 on the first of 4 stages.
+        (4, 2, [11, 9, 7, 5]),
+    ],
+)
+def test_chunks_in_flight(pp, vpp, expected):
+    config = make_config(8, pp, 4, vpp)
+    found = [activations.chunks_in_flight(config, pp_rank=rank) for rank in range(pp)]
+    assert found == expected
+
+
+def test_no_more_micro_batches_fly_than_there_are():
+    tree = make_config(1, 4, 4).model_dump()
+    tree["algorithm"] |= {"mini_batch_size": 8, "responses_per_step": 8, "group_size": 8}
+    config = VapoConfig.model_validate(tree)
+    # 8 responses over 4 ranks: two micro-batches at most.
+    assert [activations.chunks_in_flight(config, pp_rank=r) for r in range(4)] == [2, 2, 2, 1]
+    # A virtual pipeline fills them up to a multiple of 4 stages: 4 micro-batches of 2 chunks.
+    tree["parallel"]["virtual_pipeline_model_parallel_size"] = 2
+    config = VapoConfig.model_validate(tree)
+    assert [activations.chunks_in_flight(config, pp_rank=r) for r in range(4)] == [8, 8, 7, 5]
+
+
+def test_update_of_the_first_stage_of_32b(shape):
+    # S = 24576 tokens, which is more than 2048 + 20480; 30484 bytes of a layer, 1280 of its input.
+    # in flight   4 micro-batches * 16 layers * 1280 S                      2013265920
+    # gathered    5120 * 2 S                                                 251658240
+    # received    2 * 1280 S                                                  62914560
+    # one layer   (30484 - 1280) S                                           717717504
+    # backward    2 * (3456 (S + 5120)) + gathered = 456916992, for 2 * 2 * 3456 S = 339738624 and
+    #             2 * ((10240 - 3456) S + 2 * 3456 * 5120) = 404226048       456916992
+    # residual    2 * 1280 S                                                  62914560
+    phases = memory.phase_memory(shape, make_config(), gpu_bytes=GPU_BYTES, pp_rank=0)
+    assert phases["actor_update"].activations == 3_565_387_776
+    assert phases["actor_update"].logits == 0
+    assert phases["critic_update"] == phases["actor_update"]  # the head is elsewhere
+
+
+def test_update_of_the_last_stage_of_32b(shape):
+    # A chunk has 192 MiB / (4 * 19072) = 2639 rows, a tile 329:
+    # 19072 * (2639 * 2 + 329 * 4) = 125760768 bytes of scores. Backward adds the hidden states'
+    # gradient 2 * 5120 S = 251658240, 4 * VOCABULARY = 390594560 and a copy of 195297280 bytes,
+    # larger than one slab (33554432) beside the scores, 159315200.
+    phases = memory.phase_memory(shape, make_config(), gpu_bytes=GPU_BYTES, pp_rank=3)
+    logits = 251_658_240 + 390_594_560 + 195_297_280
+    assert phases["actor_update"].logits == logits
+    # Old log-probabilities have the entropy, too: two tiles.
+    assert phases["logprobs"].logits == 19072 * (2639 * 2 + 2 * 329 * 4)
+    # One micro-batch in flight; the final norm keeps 1280 S, the hidden states take 2 * 5120 S;
+    # what a layer adds in its backward pass comes after the logits are gone.
+    s = 24576
+    held = 16 * 1280 * s + 251_658_240 + 62_914_560 + 1280 * s + 10240 * s
+    added = 717_717_504 + 456_916_992 + 62_914_560
+    assert phases["actor_update"].activations == held + added - logits
+    # The critic has no logits, and its head keeps float32: 4 * 640.
+    critic = phases["critic_update"]
+    assert critic.activations == held - 10240 * s + 2560 * s + added and critic.logits == 0
+
+
+def test_backward_pass_of_a_layer():
+    # Second of two stages, a critic: no embedding, no logits; H = 896, F = 4864, bfloat16.
+    # S = 1000: gate, up and product   2 F S = 9728000, for F (S + H) = 9222144
+    # S = 500:  second linear layer    F (S + H) = 6790144, for 4864000 and
+    #           first linear layer     (2 H - F) S + 2 F H = 7180288
+    # S = 800:  second                 F (S + H) = 8249344, for 7782400 and 6258688
+    # Beside it 4 H S: the residual stream's gradient twice, and what is received.
+    shape = known_shape("Qwen2.5-0.5B")
+    config = make_config(1, 2, 1, vllm_tp=1, recompute="none")
+    for tokens, added in ((1000, 9_728_000), (500, 7_180_288), (800, 8_249_344)):
+        where = {"pp_rank": 1, "tokens": tokens}
+        found, logits = activations.training_bytes(shape, config, "critic", **where)
+        held = activations.saved_bytes(shape, config, "critic", **where)
+        assert found - held == 2 * (added + 4 * 896 * tokens) and logits == 0
+    # The first stage's embedding has a gradient of 151936 * 896, more than all that.
+    where = {"pp_rank": 0, "tokens": 1000}
+    found, _ = activations.training_bytes(shape, config, "critic", **where)
+    held = activations.saved_bytes(shape, config, "critic", **where)
+    assert found - held == 2 * (151_936 * 896 + 2 * 896 * 1000)
+
+
+def test_a_forward_pass_without_gradients():
+    # A token of Qwen2.5-0.5B on one GPU: 5 H + 3 F = 5 * 896 + 3 * 4864 = 19072 elements, more than
+    # 4 H + q + 2k + 3 q + k = 4 * 896 + 4 * 896 + 3 * 128 = 7552.
+    shape = known_shape("Qwen2.5-0.5B")
+    config = make_config(1, 1, 1, vllm_tp=1)
+    where = {"pp_rank": 0, "tokens": 1000}
+    assert activations.inference_bytes(shape, config, "critic", **where) == (2 * 19_072_000, 0)
+    # Qwen3-0.6B has wide heads: 4 H + q + 2k + 3 q + k = 15360 for 5 H + 3 F = 14336.
+    wide = known_shape("Qwen3-0.6B")
+    assert activations.inference_bytes(wide, config, "critic", **where) == (2 * 15_360_000, 0)
+    # 192 MiB / (4 * 151936) = 331 rows of scores, two tiles of 41; a layer has more than both, and
+    # they hide a part of it.
+    logits = 151_936 * (331 * 2 + 2 * 41 * 4)
+    found = activations.inference_bytes(shape, config, "actor", **where)
+    assert found == (3 * 896 * 2 * 1000, logits)
+    # All of 100 rows at once; a tile is an eighth of the largest chunk all the same.
+    short = {"pp_rank": 0, "tokens": 100}
+    found = activations.inference_bytes(shape, config, "actor", **short)
+    assert found[1] == 151_936 * (100 * 2 + 2 * 41 * 4)
+    long = {"pp_rank": 0, "tokens": 100_000}
+    found = activations.inference_bytes(shape, config, "actor", **long)
+    assert found == (2 * 1_907_200_000 - logits, logits)
+
+
+def test_an_entropy_bonus_needs_another_tile():
+    # With H = 64 the scores are larger than the output weight's gradient: 41 rows more in float32.
+    shape = dataclasses.replace(known_shape("Qwen2.5-0.5B"), hidden_size=64)
+    tree = make_config(1, 1, 1, vllm_tp=1).model_dump()
+    sizes = []
+    for tree["algorithm"]["entropy_coef"] in (0.0, 0.01):
+        config = VapoConfig.model_validate(tree)
+        where = {"pp_rank": 0, "tokens": 1000}
+        sizes.append(activations.training_bytes(shape, config, "actor", **where)[1])
+    assert sizes[1] - sizes[0] == 151_936 * 41 * 4
+
+
+def test_norms_of_query_and_key_save_their_input():
+    # Qwen3-4B on one GPU: q = 4096, k = 1024; the query that the norm takes is a copy.
+    shape = known_shape("Qwen3-4B")
+    plain = dataclasses.replace(shape, qk_norm=False)
+    config = make_config(1, 1, 1, vllm_tp=1)
+
+    def more(recompute):
+        return [
+            activations.layer_bytes(of, config, tokens=1, recompute=recompute)
+            for of in (shape, plain)
+        ]
+
+    with_norm, without = more("none")
+    assert with_norm - without == 2 * 4096
+    with_norm, without = more("selective")  # the normed query and key stay beside it
+    assert with_norm - without == 2 * (4096 + 1024)
+
+
+def test_a_long_sequence_exceeds_the_budget():
+    config = make_config(max_tokens_per_microbatch=1024)
+    assert activations.microbatch_tokens(config) == 2048 + 20480
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_recomputation_saves_memory(shape, role):
+    sizes = []
+    for recompute in ("full", "selective", "none"):
+        config = make_config(recompute=recompute)
+        sizes.append(sum(activations.training_bytes(shape, config, role, pp_rank=0, tokens=24576)))
+    assert sizes == sorted(set(sizes))
