@@ -187,3 +187,14 @@ def test_plans_start_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_fp8_copies_stay(shape):
+    # A layer's matrices on one of 8 ranks: 896 * 5120 + 5120 * 640 + 3 * 3456 * 5120 = 60948480;
+    # 16 layers of a stage, a byte for each copy and its transpose, of actor and critic.
+    plain, copied = (
+        memory.phase_memory(shape, make_config(model=model), gpu_bytes=GPU_BYTES, pp_rank=1)
+        for model in ({}, {"fp8": "hybrid"})
+    )
+    for name in memory.PHASES:
+        assert copied[name].total - plain[name].total == 2 * 2 * 16 * 60_948_480

@@ -31,7 +31,7 @@ NOT_MODELLED = (
     "so that a run is rather slower than faster",
     "micro-batches of unequal length in a pipeline, whose stages then wait for each other",
     "preemption by vLLM; lengths of responses (log-normal, as long as you say they are)",
-    "FP8: products and saved inputs count as bfloat16's; recomputation of single modules or layers",
+    "FP8: products and saved inputs count as bfloat16's (weights' copies in FP8 are counted)",
     "verifier, exchange of responses, advantages, evaluation, start-up",
     "contention between nodes in a sync, and of GPUs for their host's memory",
 )

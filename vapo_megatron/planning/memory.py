@@ -9,7 +9,7 @@ With offload (parallel.offload, on unless it is set to false) a role that is not
 on the GPU, and vLLM sleeps while the trainer works: no weights, no KV cache. Without it both roles'
 parameters, gradients and optimizer states, vLLM's weights and its KV cache stay throughout.
 
-Not modelled: model.fp8 (copies of the layers' weights in FP8, inputs saved in FP8), the batch
+Not modelled: inputs that model.fp8 saves in FP8 (counted in bfloat16: too many bytes), the batch
 itself (about 60 bytes a token), cuBLAS and NVSHMEM workspaces, NCCL's growth with the number of
 nodes, anything that other processes hold on the GPU, evaluation (which samples like generation),
 loading, exporting and checkpointing weights, and on the host anything but the offloaded state.
@@ -30,6 +30,7 @@ from vapo_megatron.planning.model_bytes import (
     DTYPE_BYTES,
     Role,
     StateBytes,
+    fp8_weight_bytes,
     sampler_weight_bytes,
     state_bytes,
     widths,
@@ -76,7 +77,7 @@ class PhaseMemory:
     """Bytes on one GPU at the fullest moment of a phase; the parts add up to that moment."""
 
     parameters: int = 0
-    """Megatron's, of the roles that are on the GPU."""
+    """Megatron's, of the roles that are on the GPU; with model.fp8 the copies of all roles, too."""
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
@@ -137,6 +138,8 @@ def phase_memory(
             "kv_cache": found["generation"].kv_cache,
         }
         found = {name: dataclasses.replace(p, **resident) for name, p in found.items()}
+    copies = len(ROLES) * fp8_weight_bytes(shape, config)
+    found = {n: dataclasses.replace(p, parameters=p.parameters + copies) for n, p in found.items()}
     return {name: _with_reserve(found[name], name, config) for name in PHASES}
 
 

@@ -163,6 +163,21 @@ def padded_elements(sizes: list[int], dp_size: int, *, bucketed: bool) -> int:
     return _round_up(end, end_alignment)
 
 
+def fp8_weight_bytes(shape: ModelShape, config: VapoConfig) -> int:
+    """Bytes of the FP8 copies of one role's layers' matrices on one GPU; 0 without model.fp8.
+
+    Transformer Engine keeps a weight's copy and its transpose, a byte each, as long as its module
+    is there (get_weight_workspace of module/base.py; megatron-core's TELinear asks for it):
+    offloading parameters does not take them along.
+    """
+    if config.model.fp8 is None:
+        return 0
+    tp_size = config.parallel.tensor_model_parallel_size
+    w = widths(shape, tp_size)
+    rows = w.projected + shape.num_attention_heads * shape.head_dim // tp_size + 3 * w.ffn
+    return 2 * rows * w.hidden * shape.num_layers // config.parallel.pipeline_model_parallel_size
+
+
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
