@@ -10,7 +10,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-from tests.workers import WorkerPool
+from tests.workers import WorkerPool, prepare
+
+
+def pytest_collection_finish(session):
+    """Import in the background what the chosen tests' worker processes need."""
+    option = session.config.option
+    asked = {name for item in session.items for name in item.fixturenames}
+    modules = ["vapo_megatron.trainer"] if asked & {"workers", "vllm_workers"} else []
+    modules += ["vapo_megatron.rollout.engine"] if "vllm_workers" in asked else []
+    prepare([] if option.collectonly else modules, each_by_itself=option.markexpr == "slow")
 
 
 @pytest.fixture(autouse=True)
@@ -20,9 +29,19 @@ def _seeded():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
-def workers():
-    """Real gloo processes: workers.run(world_size, function, *args)."""
+def _pool():
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def workers():
+    """Real gloo processes: workers.run(world_size, function, *args)."""
+    yield from _pool()
+
+
+@pytest.fixture(scope="session")
+def vllm_workers():
+    """The same for functions that use vLLM, in processes of their own."""
+    yield from _pool()

@@ -5,22 +5,46 @@ initialised gloo process group, and returns the list of their results. An except
 raised in the test with that rank's traceback; a hang kills the processes, fails the test, and the
 next test gets fresh ones. Function and results must be picklable: define the function at the top
 level of the test module.
+
+The processes are forked from one that has imported the package (and vLLM, where a chosen test needs
+it) and has done nothing else. So they share their hash seed, and sets of names come in the same
+order on all ranks; with `-m slow`, and under torchrun in tests/e2e, each process starts by itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-CONTEXT = multiprocessing.get_context("spawn")
+_start_method = "forkserver"
+
+
+def prepare(modules: Sequence[str], *, each_by_itself: bool) -> None:
+    """Begin to import what all processes need, while the first tests run in this one.
+
+    Args:
+        modules: by name; a process that needs others imports them itself.
+        each_by_itself: no process is forked, each imports everything.
+    """
+    global _start_method
+    _start_method = "spawn" if each_by_itself else "forkserver"
+    if modules and not each_by_itself:
+        multiprocessing.set_forkserver_preload(list(modules))
+        multiprocessing.forkserver.ensure_running()
+
+
+def context(start_method: str | None = None) -> Any:
+    """Return the multiprocessing context that the tests' processes are started with."""
+    return multiprocessing.get_context(start_method or _start_method)
 
 
 def free_port() -> int:
@@ -72,9 +96,13 @@ def _reset() -> None:
 
 
 class WorkerPool:
-    """A lazily grown set of worker processes."""
+    """A lazily grown set of worker processes.
 
-    def __init__(self) -> None:
+    start_method: "spawn" for processes that must import everything themselves; None: as prepared.
+    """
+
+    def __init__(self, start_method: str | None = None) -> None:
+        self._start_method = start_method
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(
@@ -82,9 +110,10 @@ class WorkerPool:
     ) -> list[Any]:
         """Call function(*args) on world_size ranks; see the module's docstring."""
         while len(self._workers) < world_size:
-            ours, theirs = CONTEXT.Pipe()
+            starting = context(self._start_method)
+            ours, theirs = starting.Pipe()
             # Not daemonic: megatron-core's checkpoint writer starts processes of its own.
-            process = CONTEXT.Process(target=_serve, args=(theirs,))
+            process = starting.Process(target=_serve, args=(theirs,))
             process.start()
             theirs.close()
             self._workers.append((process, ours))

@@ -62,7 +62,7 @@ def fused(tmp_path_factory):
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")
     (package / "__init__.py").write_text(STAND_IN)
-    pool = WorkerPool()
+    pool = WorkerPool("spawn")
     plain = pool.run
 
     def run(*args):

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from tests.rollout import engine_jobs as jobs
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.tiny_hf import EOS, write_tiny_hf
-from tests.workers import WorkerPool
 
 TINY = {"num_layers": 2, "heads": 2, "kv_heads": 2, "vocab": 64}
 PARTS = ("constructor", "generate")
@@ -34,26 +33,19 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool()
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def found(pool, models, tmp_path_factory):
+def found(vllm_workers, models, tmp_path_factory):
     """What two TP=1 replicas did, by rank."""
     tmp = tmp_path_factory.mktemp("run")
-    return pool.run(
+    return vllm_workers.run(
         2, jobs.two_replicas, tmp, models["first"], models["second"], timeout_seconds=280
     )
 
 
 @pytest.fixture(scope="module")
-def found_tp2(pool, models, found, tmp_path_factory):
+def found_tp2(vllm_workers, models, found, tmp_path_factory):
     """What one TP=2 replica did in the same processes afterwards, by rank."""
     tmp = tmp_path_factory.mktemp("run")
-    return pool.run(2, jobs.one_replica, tmp, models["tied"], timeout_seconds=280)
+    return vllm_workers.run(2, jobs.one_replica, tmp, models["tied"], timeout_seconds=280)
 
 
 @pytest.fixture(scope="module")
@@ -305,8 +297,8 @@ def test_configured_stop_tokens_are_the_only_ones(found_tp2):
     assert any(EOS in r.token_ids[:-1] for r in rollouts)
 
 
-def test_preempted_responses_are_sampled_alike(pool, models, found, found_tp2, tmp_path):
-    again = pool.run(2, jobs.preempting, tmp_path, models["first"])
+def test_preempted_responses_are_sampled_alike(vllm_workers, models, found, found_tp2, tmp_path):
+    again = vllm_workers.run(2, jobs.preempting, tmp_path, models["first"])
     for rank, (preemptions, sampled) in enumerate(again):
         assert preemptions > 0
         expected = [(r.position, r.token_ids) for r in found[rank]["crowded"]]
@@ -322,28 +314,28 @@ FAMILIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_other_families_are_transformers(pool, found_tp2, tmp_path, family):
+def test_other_families_are_transformers(vllm_workers, found_tp2, tmp_path, family):
     """Exported by Megatron and read by vLLM's own loader; then another model's weights, synced."""
     paths = {}
     for seed, name in enumerate(("first", "second")):
         paths[name] = write_tiny_hf(tmp_path / name, **TINY, **FAMILIES[family], seed=seed)
         write_tiny_tokenizer(paths[name])
-    found = pool.run(2, jobs.of_family, tmp_path, *paths.values())
+    found = vllm_workers.run(2, jobs.of_family, tmp_path, *paths.values())
     for name, path in paths.items():
         assert_greedy(AutoModelForCausalLM.from_pretrained(path).eval(), found[0][name])
     assert [r.token_ids for r in found[0]["first"]] != [r.token_ids for r in found[0]["second"]]
 
 
-def test_what_vllm_refuses_is_a_config_error(pool, models, found_tp2, tmp_path):
+def test_what_vllm_refuses_is_a_config_error(vllm_workers, models, found_tp2, tmp_path):
     path = write_tiny_hf(tmp_path / "heads", **{**TINY, "heads": 4, "kv_heads": 4})
     write_tiny_tokenizer(path)
-    for error in pool.run(2, jobs.refused, tmp_path, path):
+    for error in vllm_workers.run(2, jobs.refused, tmp_path, path):
         assert error.startswith("ConfigError: ") and "head_dim=16 must be one of 32, 64" in error
     path = write_tiny_hf(tmp_path / "wider", **TINY, head_dim=64)
     write_tiny_tokenizer(path)
-    for error in pool.run(2, jobs.refused, tmp_path, path):
+    for error in vllm_workers.run(2, jobs.refused, tmp_path, path):
         assert "head_dim=64 must be hidden_size / num_attention_heads = 32" in error
     too_small = "rollout.kv_cache_bytes=1000"
-    for error in pool.run(2, jobs.refused, tmp_path, models["first"], too_small):
+    for error in vllm_workers.run(2, jobs.refused, tmp_path, models["first"], too_small):
         assert error.startswith("ConfigError: ") and str(models["first"]) in error
         assert "cache" in error

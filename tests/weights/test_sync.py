@@ -12,7 +12,6 @@ from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights import live_sync as jobs
 from tests.weights.loaded import Layout
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.workers import WorkerPool
 
 # vLLM on a CPU takes heads of 32. A vocabulary of 300 is padded to 320 there.
 UNTIED = {"hidden": 128, "heads": 4, "kv_heads": 2}
@@ -28,21 +27,13 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module")
-def pool():
-    """Processes that may import vLLM."""
-    pool = WorkerPool()
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_live_weights_and_responses_are_those_of_the_export(pool, tmp_path, run):
+def test_live_weights_and_responses_are_those_of_the_export(vllm_workers, tmp_path, run):
     world_size, model, sampler_tp, layouts, *overrides = run
     path = write_tiny_hf(tmp_path / "model", **model)
     write_tiny_tokenizer(path, 300)
     arguments = (tmp_path, path, sampler_tp, layouts, *overrides)
-    results = pool.run(world_size, jobs.layouts_into_vllm, *arguments, timeout_seconds=280)
+    results = vllm_workers.run(world_size, jobs.layouts_into_vllm, *arguments, timeout_seconds=280)
     for found in results:
         expected = found["expected"]
         # Embedding, norm, lm_head unless tied, and 4 layers of qkv and bias, o, gate_up, down, 2.
