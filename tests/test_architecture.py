@@ -15,11 +15,12 @@ PACKAGE = Path(__file__).resolve().parent.parent / "vapo_megatron"
 # A module may import modules of a lower level, or of its own level where SAME_LEVEL allows it.
 LEVELS = {
     "errors": 0,
+    "early_signal": 0,
     "progress_bar": 0,
     "config_schema": 0,
     "config_help": 1,
     "config": 1,
-    "conversion_command": 1,
+    "command": 1,
     "batch": 1,
     "algorithm": 1,
     "parallel": 2,
@@ -47,8 +48,6 @@ LEVELS = {
     "turns": 5,
     "sampling": 5,
     "step_metrics": 5,
-    "evaluation_statistics": 1,
-    "evaluation_file": 3,
     "evaluation": 5,
     "actor": 5,
     "critic": 5,
@@ -56,7 +55,6 @@ LEVELS = {
     "trainer": 6,
     "gradient_check": 7,
     "train": 7,
-    "evaluation_run": 8,
     "launch": 8,
 }
 

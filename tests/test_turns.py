@@ -149,7 +149,7 @@ def test_a_node_without_the_memory_is_refused_before_the_models_are_built(worker
     assert "0.0001 GB are allowed by parallel.host_memory_gb" in message
 
 
-def replayed(hf, dumped, run_dir, offload, steps, port):
+def replayed(hf, dumped, run_dir, offload, steps, port, every_steps=1):
     """A whole run from a dump; a worker's function, in a world of the test's."""
     from vapo_megatron.trainer import VapoTrainer
 
@@ -163,7 +163,7 @@ def replayed(hf, dumped, run_dir, offload, steps, port):
         algorithm={"policy_steps": steps, "value_pretraining_steps": 1},
         optimizer={"actor_learning_rate": 1e-2, "critic_learning_rate": 1e-2},
         logging={"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
-        checkpoint={"every_steps": 1},
+        checkpoint={"every_steps": every_steps},
     )
     with VapoTrainer(settings, dumped) as trainer:
         trainer.fit()

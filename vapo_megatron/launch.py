@@ -13,11 +13,12 @@ memory of expandable segments between a replica's ranks, and dies of it when it 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from vapo_megatron import early_signal
 
 if TYPE_CHECKING:
     from vapo_megatron.config import VapoConfig
@@ -55,9 +56,7 @@ def run_recipe(script: str, configs: Sequence[str], arguments: Sequence[str]) ->
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # A cluster's early signal goes to every process of a job, and kills those without a handler.
-    # torchrun has none. What is ignored stays ignored in children, until one sets a handler.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    early_signal.hold_back()
 
     files = [str(Path(script).resolve().parent / "configs" / name) for name in configs]
     options = [part for file in files for part in ("--config", file)]

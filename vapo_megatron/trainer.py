@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vapo_megatron import checkpoint
+from vapo_megatron import checkpoint, early_signal
 from vapo_megatron.actor import Actor
 from vapo_megatron.advantages import with_advantages
 from vapo_megatron.algorithm.value_pretraining import actor_is_trained
@@ -132,9 +132,13 @@ class VapoTrainer:
                     metrics |= self._evaluate()
                 # The row first: a resume drops rows after its checkpoint, but cannot make one up.
                 self._record(done, metrics)
-                if _due(done, config.checkpoint.every_steps, total):
+                stops = bool(max_over_world(torch.tensor(float(early_signal.is_heard()))))
+                if stops or _due(done, config.checkpoint.every_steps, total):
                     with self._phase("checkpoint"):
                         self._save(done)
+                if stops and done < total:
+                    self.progress.note(f"stopped by SIGUSR1 after step {done}; start it again")
+                    return
             self._finish()
 
     def _finish(self) -> None:

@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.e2e.greedy_run import train_and_answer
 from tests.slurm_stand_in import Cluster
 from tests.workers import free_port
+from vapo_megatron.train import main
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "examples/configs/tiny.yaml"
@@ -84,14 +86,20 @@ def overrides(tmp_path_factory):
     ]
 
 
+def ended(launched):
+    """Wait for a run that must succeed."""
+    done = launched.wait()
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done
+
+
 @pytest.fixture(scope="module")
-def straight(overrides, tmp_path_factory):
+def straight(launch, overrides, tmp_path_factory):
     """A run from beginning to end, and its engine's greedy answers afterwards."""
     out = tmp_path_factory.mktemp("straight")
-    script, greedy = ROOT / "tests/e2e/greedy_run.py", out / "greedy.json"
     logging = [f"logging.run_dir={out}/run", "logging.dump_steps=4"]
-    done = run(torchrun(script, greedy, TINY, *overrides, *logging))
-    return out, done
+    given = [str(out / "greedy.json"), str(TINY), *overrides, *logging]
+    return out, ended(launch(train_and_answer, *given, world_size=2))
 
 
 def test_files_and_metrics(straight):
@@ -135,6 +143,7 @@ def test_the_export_gives_the_trained_engines_answers(straight, overrides):
 
 
 def test_a_replay_repeats_the_run_bit_by_bit(straight, overrides, tmp_path):
+    """Under torchrun, whose processes share no hash seed with each other nor with the run's."""
     original, again = straight[0] / "run", tmp_path / "again"
     done = run(
         torchrun(
@@ -158,29 +167,24 @@ def test_a_replay_repeats_the_run_bit_by_bit(straight, overrides, tmp_path):
         assert (again / name).read_bytes() == (original / name).read_bytes(), name
 
 
-def test_a_killed_run_goes_on(straight, overrides, tmp_path):
+def test_a_killed_run_goes_on(launch, straight, overrides, tmp_path):
     run_dir = tmp_path / "run"
-    command = torchrun(
-        "-m", "vapo_megatron.train", "--config", TINY, *overrides,
-        f"logging.run_dir={run_dir}", "checkpoint.every_steps=1",
-    )  # fmt: skip
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), start_new_session=True, stdout=subprocess.DEVNULL
-    )
+    given = ["--config", str(TINY), *overrides, f"logging.run_dir={run_dir}"]
+    given.append("checkpoint.every_steps=1")
+    process = launch(main, given, world_size=2)
     metrics = run_dir / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
-        assert process.poll() is None and time.monotonic() < deadline, "no third row came"
+        assert process.is_running() and time.monotonic() < deadline, "no third row came"
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.kill()
     # The row of step 2 was written; its checkpoint perhaps not yet.
     latest = (run_dir / "checkpoints/latest").read_text()
     assert latest in ("step_000001", "step_000002", "step_000003")
-    done = run(command)
+    done = ended(launch(main, given, world_size=2))
     assert "resumed" in done.stdout
     assert rows(run_dir) == rows(straight[0] / "run"), "as if it had never been killed"
-    again = run(command)
+    again = ended(launch(main, given, world_size=2))
     assert "step 4/4" not in again.stdout, "a finished run has nothing left to do"
 
 
@@ -241,6 +245,8 @@ def test_two_nodes_train_under_slurm(overrides, tmp_path):
     job.send_signal(signal.SIGUSR1)
     assert job.wait(timeout=250) == 0, cluster.log(0)[-3000:]
     assert cluster.requeued
+    assert [r["step"] for r in rows(tmp_path / "run")] == [0, 1], "it stops after its step"
+    assert "stopped by SIGUSR1 after step 1" in cluster.log(0)
     assert cluster.submit(*arguments).wait(timeout=250) == 0, cluster.log(0)[-3000:]
     assert [r["step"] for r in rows(tmp_path / "run")] == [0, 1, 2]
     assert "step 2/2" in cluster.log(0) and "error" not in cluster.log(1)
@@ -278,9 +284,11 @@ def test_an_answer_that_cannot_be_read_is_named_before_the_run(overrides, tmp_pa
     problems = tmp_path / "bad.jsonl"
     rows = [{"prompt": "Qa1b+1=", "answer": a} for a in ("2", "3", "???", "4")]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code = "import sys; from vapo_megatron.train import main; c = main(); "
+    code += "assert 'vllm' not in sys.modules, 'seconds were lost'; sys.exit(c)"
     done = subprocess.run(
         [
-            sys.executable, "-m", "vapo_megatron.train", "--config", str(TINY), *overrides,
+            sys.executable, "-c", code, "--config", str(TINY), *overrides,
             "parallel.world_size=1", "parallel.tensor_model_parallel_size=1",
             f"data.train_path={problems}", f"logging.run_dir={tmp_path}/run",
         ],
