@@ -13,25 +13,22 @@ model, and are kept bit by bit.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from vapo_megatron.command import Parser, add_conversion_arguments, run
 from vapo_megatron.config import load_config
-from vapo_megatron.conversion_command import add_common_arguments, run
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Return 0; 2 after an error that the user can put right; 130 when interrupted."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--hf", required=True, metavar="DIR", help="config.json, safetensors, tokenizer"
     )
-    add_common_arguments(parser)
+    add_conversion_arguments(parser)
     for name, default, what in (
         ("tensor-model-parallel-size", 1, "ranks that share each layer's matrices"),
         ("pipeline-model-parallel-size", 1, "ranks that share the layers"),
@@ -51,9 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
         help="standard deviation of a critic's new value head (default 0: V = 0)",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of a critic's new value head")
-    options = parser.parse_args(arguments)
 
     def convert() -> Path:
+        options = parser.parse_args(arguments)
         tp_size = options.tensor_model_parallel_size
         pp_size = options.pipeline_model_parallel_size
         settings = {
@@ -81,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
             overwrite=options.overwrite,
         )
 
-    return run("convert_hf_to_megatron", convert)
+    return run("convert_hf_to_megatron", convert, interrupted="nothing is left under --out")
 
 
 if __name__ == "__main__":

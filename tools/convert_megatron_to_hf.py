@@ -12,20 +12,17 @@ label.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vapo_megatron.conversion_command import add_common_arguments, run
+from vapo_megatron.command import Parser, add_conversion_arguments, run
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Return 0; 2 after an error that the user can put right; 130 when interrupted."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--megatron", required=True, metavar="DIR", help="holds .metadata and metadata.json"
     )
@@ -33,15 +30,15 @@ def main(arguments: list[str] | None = None) -> int:
         "--hf", metavar="DIR",
         help="where config.json and the tokenizer come from; default: the checkpoint itself",
     )  # fmt: skip
-    add_common_arguments(parser)
-    options = parser.parse_args(arguments)
+    add_conversion_arguments(parser)
 
     def convert() -> Path:
+        options = parser.parse_args(arguments)
         from vapo_megatron.weights.to_hf import convert_to_hf
 
         return convert_to_hf(options.megatron, options.out, options.hf, overwrite=options.overwrite)
 
-    return run("convert_megatron_to_hf", convert)
+    return run("convert_megatron_to_hf", convert, interrupted="nothing is left under --out")
 
 
 if __name__ == "__main__":

@@ -14,32 +14,29 @@ rollout.gpu_memory_utilization=0.9 seed=1.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vapo_megatron.errors import UserError
-from vapo_megatron.train import tell
+from vapo_megatron.command import Parser, run
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Return 0; 2 after an error that the user can put right; 130 when interrupted."""
-    options = _parser().parse_intermixed_args(arguments)
-    try:
-        _evaluate(options)
-    except UserError as error:
-        tell(f"evaluate: {error}")
-        return 2
-    except KeyboardInterrupt:
-        tell("evaluate: interrupted; the same command goes on from here")
-        return 130
-    return 0
+    return run(
+        "evaluate",
+        lambda: _evaluate(_parser().parse_intermixed_args(arguments)),
+        interrupted="the same command goes on from here",
+        # torchrun ends the other processes with SIGTERM: they have nothing to say or to clean up.
+        signals=[signal.SIGINT],
+    )
 
 
-def _evaluate(options: argparse.Namespace) -> None:
+def _evaluate(options: argparse.Namespace) -> Path | None:
     # These load torch and vLLM; a wrong option is answered before.
-    from vapo_megatron.evaluation_run import (
+    from vapo_megatron.evaluation.checkpoint import (
         default_out,
         evaluate_checkpoint,
         evaluation_config,
@@ -51,15 +48,14 @@ def _evaluate(options: argparse.Namespace) -> None:
     config = evaluation_config(options.checkpoint, [*options.overrides, *flags])
     out = options.out or default_out(options.checkpoint, options.data)
     found = evaluate_checkpoint(options.checkpoint, options.data, config, out, options.batch)
-    if found is not None:
-        print_table(found, f"{options.checkpoint} on {options.data}")
-        print(out)
+    if found is None:
+        return None
+    print_table(found, f"{options.checkpoint} on {options.data}")
+    return out
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--checkpoint", type=Path, required=True, metavar="DIR", help="HF or run directory"
     )

@@ -15,9 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from vapo_megatron.command import check_processes
 from vapo_megatron.config import load_config
 from vapo_megatron.errors import ConfigError, UserError
-from vapo_megatron.train import check_processes, require_paths
+from vapo_megatron.train import require_paths
 
 
 def main(arguments: list[str] | None = None) -> int:

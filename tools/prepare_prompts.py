@@ -24,27 +24,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from vapo_megatron.command import Parser, run
 from vapo_megatron.config import RolloutConfig
-from vapo_megatron.data.prepare import TEMPLATES, Summary, prepare
+from vapo_megatron.data.prepare import TEMPLATES, prepare
 from vapo_megatron.data.prepare_shapes import SHAPES, Shape, choose_columns, choose_shape
-from vapo_megatron.errors import UserError
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Return 0; 2 after an error that the user can put right; 130 when interrupted."""
-    options = _parser().parse_args(arguments)
-    try:
-        print(f"{_prepare(options).describe()}\n{options.out}")
-    except (UserError, OSError) as error:
-        print(f"prepare_prompts: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("prepare_prompts: interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    return run(
+        "prepare_prompts",
+        lambda: _prepare(_parser().parse_args(arguments)),
+        interrupted="nothing was written",
+    )
 
 
-def _prepare(options: argparse.Namespace) -> Summary:
+def _prepare(options: argparse.Namespace) -> str:
     from vapo_megatron.reward.math_verifier import MathVerifier
     from vapo_megatron.rollout.tokenizer import load_tokenizer
 
@@ -54,7 +49,7 @@ def _prepare(options: argparse.Namespace) -> Summary:
         return choose_shape(columns, options.shape, where)
 
     with MathVerifier() as verifier:
-        return prepare(
+        summary = prepare(
             options.data,
             options.out,
             tokenizer=load_tokenizer(options.tokenizer),
@@ -65,12 +60,11 @@ def _prepare(options: argparse.Namespace) -> Summary:
             drop_unparsable=options.drop_unparsable,
             overwrite=options.overwrite,
         )
+    return f"{summary.describe()}\n{options.out}"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--data", nargs="+", required=True, metavar="FILE",
         help=".jsonl, .csv, .parquet, or OWNER/NAME[:FILE] on the hub",

@@ -336,7 +336,7 @@ class EvaluationConfig(Section):
         0, "Steps between evaluations; 0: only before the first and after the last.", ge=0
     )
     samples: int = _field(32, "Responses per problem (the K of avg@K).", "K", ge=1)
-    temperature: float = _field(1.0, "Sampling temperature.", gt=0)
+    temperature: float = _field(1.0, "Sampling temperature; 0: greedy.", ge=0)
     top_p: float = _field(0.7, "Nucleus sampling.", gt=0, le=1)
     top_k: int = _field(-1, "Top-k sampling; -1: off.")
 

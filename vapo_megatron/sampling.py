@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,11 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.problems import load_problems
 from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.errors import CheckpointError
-from vapo_megatron.evaluation import evaluate
+from vapo_megatron.evaluation.judging import evaluate
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import ParallelGroups
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.scoring import check_answers, score_rollouts
-from vapo_megatron.rollout.engine import RolloutEngine
 from vapo_megatron.rollout.requests import SamplingSettings
 from vapo_megatron.rollout.tokenizer import load_tokenizer
 from vapo_megatron.rollout_dump import write_step
@@ -40,12 +40,21 @@ class Sampling:
         self.held_out = None
         if config.evaluation.path:
             self.held_out = self._problems(config.evaluation.path, tokenizer, shuffle=False)
-        self.engine = RolloutEngine(hf_path, config, rank=groups.rank, world_size=groups.world_size)
+        rank, world_size = groups.rank, groups.world_size
+        tp_size = config.rollout.tensor_model_parallel_size
+        with contextlib.ExitStack() as unfinished:
+            self._verifier = None
+            if rank % tp_size == 0:
+                reward = config.reward
+                self._verifier = MathVerifier(reward.num_workers, reward.timeout_seconds)
+                unfinished.enter_context(self._verifier).start()
+            self._check_answers(rank // tp_size, world_size // tp_size)
+            # Here, because loading vLLM takes longer than finding a mistake in the data.
+            from vapo_megatron.rollout.engine import RolloutEngine
+
+            self.engine = RolloutEngine(hf_path, config, rank=rank, world_size=world_size)
+            unfinished.pop_all()
         self._sync = WeightSync(shape, groups, config, self.engine)
-        self._verifier = None
-        if self.engine.is_leader:
-            self._verifier = MathVerifier(config.reward.num_workers, config.reward.timeout_seconds)
-            self._verifier.start()
         rollout = config.rollout
         self._settings = SamplingSettings(
             temperature=rollout.temperature,
@@ -56,14 +65,16 @@ class Sampling:
         )
 
     def check(self, steps: range) -> None:
+        """Any step will do: the data were checked before vLLM was built."""
+
+    def _check_answers(self, replica: int, num_replicas: int) -> None:
         """Refuse ground truths that the verifier cannot read."""
         for path, dataset in (
             (self._config.data.train_path, self._dataset),
             (self._config.evaluation.path, self.held_out),
         ):
             answers = [p.answer for p in dataset.problems] if dataset else []
-            place = self.engine.replica, self.engine.num_replicas
-            check_answers(self._verifier, str(path), answers, *place)
+            check_answers(self._verifier, str(path), answers, replica, num_replicas)
 
     def rollouts(self, step: int, policy_version: int, phase: Phase) -> list[ScoredRollout]:
         """Sample a group of responses to each prompt, and judge them where they were sampled."""

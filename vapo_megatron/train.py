@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from vapo_megatron.command import Parser, check_processes, tell
 from vapo_megatron.config import VapoConfig, describe_fields, load_config
 from vapo_megatron.errors import ConfigError, UserError
 
@@ -56,36 +55,11 @@ def main(
     return 0
 
 
-def tell(mistake: str) -> None:
-    """Print a mistake once on each node that has it: the first of its processes to meet it does.
-
-    Not the first rank: its node may be in order, and torchrun ends a node's other processes as soon
-    as one has failed, perhaps before they could speak.
-    """
-    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # In torchrun's own directory of this attempt on this node: ATTEMPT/LOCAL_RANK/error.json.
-        told = Path(error_file).parents[1] / f"told_{zlib.crc32(mistake.encode()):08x}"
-        try:
-            told.touch(exist_ok=False)
-        except FileExistsError:
-            return
-    print(mistake, file=sys.stderr, flush=True)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Tells a mistake as every other one is told: one line, once on each node, exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print."""
-        raise ConfigError(f"{message}; --help shows what there is")
-
-
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog=program,
         description="Train a reasoning model with VAPO (arXiv 2504.05118).",
         epilog="fields (default, [the paper's symbol], meaning):\n\n" + describe_fields(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--config",
@@ -143,25 +117,6 @@ def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = Tru
             raise ConfigError(f"{name} is required; set {name}=PATH")
         if not os.path.exists(path):
             raise ConfigError(f"{name}={path} does not exist; set {name} to an existing path")
-
-
-def check_processes(config: VapoConfig) -> None:
-    """Check the number of processes; one that torchrun did not start becomes a world of one.
-
-    Raises:
-        ConfigError: parallel.world_size is not the number of processes started.
-    """
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started != config.parallel.world_size:
-        raise ConfigError(
-            f"parallel.world_size={config.parallel.world_size} must be the number of processes "
-            f"started, {started}; set parallel.world_size={started} or torchrun's --nproc-per-node "
-            "and --nnodes"
-        )
-    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
 
 
 def _train(config: VapoConfig, replay: Path | None) -> None:

@@ -75,23 +75,29 @@ def arguments(checkpoint, data, out):
     return ["--checkpoint", str(checkpoint), "--data", str(data), "--out", str(out), *OPTIONS]
 
 
+def evaluate_three_times(out, given):
+    """From beginning to end; the same again; and with another temperature."""
+    sys.path.insert(0, str(TOOL.parent))
+    import evaluate
+
+    def times():
+        return [p.stat().st_mtime_ns for p in Path(out).glob("*.jsonl")]
+
+    codes = [evaluate.main(given)]
+    written = times()
+    codes += [evaluate.main(given), evaluate.main([*given, "--temperature", "0.5"])]
+    print(codes, written == times())
+    return 0
+
+
 @pytest.fixture(scope="module")
-def straight(checkpoint, data, tmp_path_factory):
-    """An evaluation from beginning to end; the same again; and one with another temperature."""
+def straight(launch, checkpoint, data, tmp_path_factory):
+    """(directory, what was printed) of evaluate_three_times."""
     out = tmp_path_factory.mktemp("out")
     given = arguments(checkpoint, data, out / "straight.jsonl")
-    code = f"""if True:
-        import pathlib, sys
-        sys.path.insert(0, {str(TOOL.parent)!r})
-        import evaluate
-        times = lambda: [p.stat().st_mtime_ns for p in pathlib.Path({str(out)!r}).glob("*.jsonl")]
-        codes = [evaluate.main({given!r})]
-        written = times()
-        codes.append(evaluate.main({given!r}))
-        codes.append(evaluate.main({[*given, "--temperature", "0.5"]!r}))
-        print(codes, written == times())
-    """
-    return out, run([sys.executable, "-c", code])
+    done = launch(evaluate_three_times, str(out), given).wait()
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return out, done
 
 
 def read(path):
@@ -152,7 +158,11 @@ def test_other_settings_do_not_go_on_with_a_file(straight):
 
 
 def test_a_run_directory_is_its_export_and_its_configuration(checkpoint, tmp_path, monkeypatch):
-    from vapo_megatron.evaluation_run import default_out, evaluation_config, find_hf_directory
+    from vapo_megatron.evaluation.checkpoint import (
+        default_out,
+        evaluation_config,
+        find_hf_directory,
+    )
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     run_dir = tmp_path / "run"

@@ -76,6 +76,9 @@ def test_assign_golden():
     assert assign(10, 3) == [range(0, 4), range(4, 7), range(7, 10)]
     assert assign(1, 2) == [range(0, 1), range(1, 1)]
     assert assign(0, 2) == [range(0, 0), range(0, 0)]
+    # 5 groups of 4 = 3 + 2 groups.
+    assert assign(20, 2, 4) == [range(0, 12), range(12, 20)]
+    assert assign(4, 2, 4) == [range(0, 4), range(4, 4)]
 
 
 @pytest.mark.parametrize("requests", [0, 1, 7, 64, 8192])

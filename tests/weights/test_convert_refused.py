@@ -21,7 +21,7 @@ import torch
 from tests.weights.converted import assert_same, read, rewrite, to_hf, to_megatron
 from tests.weights.loaded import Layout
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron import conversion_command
+from vapo_megatron import command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -200,7 +200,7 @@ def test_an_interrupt_that_became_another_exception_is_one():
         except KeyboardInterrupt:
             raise SystemError("compiled code returned a result with an exception set") from None
 
-    assert conversion_command.run("convert", convert) == 130
+    assert command.run("convert", convert, interrupted="") == 130
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -209,4 +209,4 @@ def test_a_bug_is_not_an_interrupt():
         raise SystemError("a bug")
 
     with pytest.raises(SystemError, match="a bug"):
-        conversion_command.run("convert", convert)
+        command.run("convert", convert, interrupted="")

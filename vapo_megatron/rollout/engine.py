@@ -226,7 +226,8 @@ class RolloutEngine:
         seeds = request_seeds(
             prompts, group_size, seed=self._config.seed, step=step, role=sampling.seed_role
         )
-        positions = assign(len(prompts), self.num_replicas)[self.replica]
+        unit = group_size if sampling.whole_groups else 1
+        positions = assign(len(prompts), self.num_replicas, unit)[self.replica]
         requests = [
             (p, prompts[p].token_ids, _request(sampling, self.stop_token_ids, seeds[p]))
             for p in positions

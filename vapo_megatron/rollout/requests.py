@@ -37,6 +37,8 @@ class SamplingSettings:
     max_response_tokens: int
     seed_role: SeedRole
     """Keeps evaluation's random numbers apart from training's."""
+    whole_groups: bool = False
+    """One replica samples all responses to a prompt, even where others have less to do then."""
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not self.temperature >= SMALLEST_TEMPERATURE:
@@ -101,15 +103,16 @@ def request_seeds(
     return seeds
 
 
-def assign(num_requests: int, num_replicas: int) -> list[range]:
+def assign(num_requests: int, num_replicas: int, unit: int = 1) -> list[range]:
     """Return the positions that each replica samples.
 
     They are consecutive, so that a group shares its prompt's KV cache. The sizes differ by at most
-    one, the first replicas taking the larger shares.
+    `unit`, the number of requests that stay together, the first replicas taking the larger shares.
     """
     assert num_replicas >= 1, f"num_replicas={num_replicas} must be at least 1"
-    share, extra = divmod(num_requests, num_replicas)
-    starts = [i * share + min(i, extra) for i in range(num_replicas + 1)]
+    assert num_requests % unit == 0, f"{num_requests} requests are no units of {unit}"
+    share, extra = divmod(num_requests // unit, num_replicas)
+    starts = [(i * share + min(i, extra)) * unit for i in range(num_replicas + 1)]
     return [range(a, b) for a, b in zip(starts, starts[1:])]
 
 

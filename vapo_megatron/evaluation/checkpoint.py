@@ -1,7 +1,8 @@
 """An evaluation of a checkpoint on its own, in one process or in those that torchrun started.
 
 Before: nothing. After: `out` holds every sample, and beside it stands a summary. Every rank holds a
-part of a vLLM replica; the first one writes.
+part of a vLLM replica; the first rank of each writes what its replica sampled, and the world's
+first one puts that together.
 """
 
 from __future__ import annotations
@@ -14,25 +15,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
 from vapo_megatron.batch import Prompt
+from vapo_megatron.command import check_processes
 from vapo_megatron.config import ParallelConfig, VapoConfig, load_config
 from vapo_megatron.data.prompts import PromptDataset, load_problems
 from vapo_megatron.errors import CheckpointError, ConfigError, DataError, UserError
-from vapo_megatron.evaluation import judge_problems
-from vapo_megatron.evaluation_file import EvaluationFile, weights_digest
-from vapo_megatron.evaluation_statistics import Estimate, estimates
+from vapo_megatron.evaluation.judging import judge_problems, sampling_settings
+from vapo_megatron.evaluation.samples_file import (
+    append,
+    begin_parts,
+    collect,
+    locked,
+    part_of,
+    weights_digest,
+)
+from vapo_megatron.evaluation.statistics import Estimate, estimates
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend
+from vapo_megatron.parallel.reduce import max_over_world, sum_over_world
 from vapo_megatron.progress_bar import ProgressBar
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.scoring import check_answers
 from vapo_megatron.rollout.tokenizer import find_stop_token_ids, load_tokenizer
 from vapo_megatron.run_directory import read_run, replace_file
-from vapo_megatron.train import check_processes
 from vapo_megatron.weights.hf_reader import HfReader
 
 VERSION = 0
@@ -112,7 +122,7 @@ def evaluate_checkpoint(
         checkpoint: HF or run directory.
         data: problems, in the columns that config.data names.
         config: from evaluation_config.
-        out: see evaluation_file; the summary stands beside it, ending in .json.
+        out: see samples_file; the summary stands beside it, ending in .json.
         problems_per_batch: problems that are sampled together and then written; None: enough for
             two responses for each that the replicas sample at once.
 
@@ -144,39 +154,51 @@ def evaluate_checkpoint(
         "stop_token_ids": list(stop_token_ids), "seed": config.seed,
         "dtype": config.rollout.dtype or config.model.dtype,
     }  # fmt: skip
+    sampling_settings(config)
     check_processes(config)
     backend.initialize_distributed(config.parallel.timeout_seconds)
     with contextlib.ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
-        file, done = _open(out, header, stack)
+        done = _begin(out, header, config.rollout.tensor_model_parallel_size, stack)
         if len(done) < len(dataset):
             answers = str(data), [p.answer for p in dataset.problems]
             missing = [p for p in dataset.problems if p.index not in done]
-            _sample(hf_path, config, missing, answers, problems_per_batch, file)
-        return None if file is None else _sum_up(file, header, config.seed)
+            _sample(hf_path, config, missing, answers, problems_per_batch, out)
+        return _sum_up(out, header, config.seed) if dist.get_rank() == 0 else None
 
 
-def _open(
-    out: Path, header: dict[str, Any], stack: contextlib.ExitStack
-) -> tuple[EvaluationFile | None, list[int]]:
-    """Open the file on the first rank; return it there, and everywhere the problems it holds.
+def _begin(
+    out: Path, header: dict[str, Any], tp_size: int, stack: contextlib.ExitStack
+) -> set[int]:
+    """Begin the file, or go on with it: the first rank locks it, and begins every replica's part.
+
+    Returns:
+        The problems that it holds.
 
     Raises:
         DataError: on every rank.
     """
-    file = None
-    told: list[tuple[list[int], str | None]] = [([], None)]
+    told: list[tuple[set[int], str | None]] = [(set(), None)]
     if dist.get_rank() == 0:
         try:
-            file = stack.enter_context(EvaluationFile(out, header))
-            told = [(list(file.values), None)]
+            stack.enter_context(locked(out))
+            done = set(collect(out, header))
+            if len(done) < header["num_problems"]:
+                begin_parts(out, header, dist.get_world_size() // tp_size)
+            told = [(done, None)]
         except (UserError, OSError) as error:
-            told = [([], str(error))]
+            told = [(set(), str(error))]
     dist.broadcast_object_list(told, src=0)
     done, problem = told[0]
+    unseen = problem is None and not out.is_file()
+    if max_over_world(torch.tensor(float(unseen))):
+        problem = (
+            f"--out={out} is not there on every node; give a file on a file system that all nodes "
+            "share"
+        )
     if problem is not None:
         raise DataError(problem)
-    return file, done
+    return done
 
 
 def _sample(
@@ -185,14 +207,15 @@ def _sample(
     problems: Sequence[Prompt],
     answers: tuple[str, Sequence[str]],
     problems_per_batch: int | None,
-    file: EvaluationFile | None,
+    out: Path,
 ) -> None:
-    """Sample the problems batch by batch; the first rank writes each one.
+    """Sample the problems batch by batch; each replica writes its own. All have when this returns.
 
     `answers` are the data file and all its ground truths, which are checked before.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tp_size, samples = config.rollout.tensor_model_parallel_size, config.evaluation.samples
+    written = 0
     with contextlib.ExitStack() as stack:
         verifier = None
         if rank % tp_size == 0:
@@ -201,24 +224,20 @@ def _sample(
         check_answers(verifier, *answers, rank // tp_size, world_size // tp_size)
         engine = _engine(hf_path, config)
         stack.callback(engine.shutdown)
-        # Texts are gathered in host memory: on a GPU each rank would hold as much as the longest.
-        group = dist.new_group(backend="gloo")
-        at_once = 2 * engine.num_replicas * config.rollout.max_num_sequences
-        batch = problems_per_batch or max(1, at_once // samples)
-        bar = ProgressBar("responses", len(problems) * samples, shown=file is not None)
-        stack.enter_context(bar)
-        for start in range(0, len(problems), batch):
-            part = problems[start : start + batch]
-
-            def show(done: int, total: int, start: int = start, size: int = len(part)) -> None:
-                bar.show(round((start + size * done / total) * samples))
-
-            judged = judge_problems(
-                engine, verifier, config, part,
-                policy_version=VERSION, on_progress=show, keep_text=True, group=group,
-            )  # fmt: skip
-            if file is not None and judged is not None:
-                file.append([_line(p, responses) for p, responses in zip(part, judged)])
+        bar = stack.enter_context(
+            ProgressBar("responses", len(problems) * samples, shown=rank == 0)
+        )
+        part = stack.enter_context(part_of(out, engine.replica).open("ab"))
+        for judged in judge_problems(
+            engine, verifier, config, problems,
+            policy_version=VERSION, on_progress=lambda done, _: bar.show(done), keep_text=True,
+            problems_per_batch=problems_per_batch,
+        ):  # fmt: skip
+            if judged:
+                append(part, [_line(prompt, responses) for prompt, responses in judged])
+            written += len(judged)
+    total = int(sum_over_world(torch.tensor(float(written), dtype=torch.float64)))
+    assert total == len(problems), f"{total} of {len(problems)} problems were written"
 
 
 def _engine(hf_path: Path, config: VapoConfig) -> Any:
@@ -242,11 +261,13 @@ def _line(prompt: Prompt, responses: Any) -> dict[str, Any]:
     }
 
 
-def _sum_up(file: EvaluationFile, header: dict[str, Any], seed: int) -> dict[str, Estimate]:
+def _sum_up(out: Path, header: dict[str, Any], seed: int) -> dict[str, Estimate]:
     """Return the statistics of all problems of the file, and write them beside it."""
-    found = estimates([file.values[index] for index in sorted(file.values)], seed)
+    values = collect(out, header)
+    assert len(values) == header["num_problems"], f"{out} holds {len(values)} problems"
+    found = estimates(list(values.values()), seed)
     summary = {**header, "statistics": {n: dataclasses.asdict(e) for n, e in found.items()}}
-    replace_file(file.path.with_suffix(".json"), json.dumps(summary, indent=1) + "\n")
+    replace_file(out.with_suffix(".json"), json.dumps(summary, indent=1) + "\n")
     return found
 
 

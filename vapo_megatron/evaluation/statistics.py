@@ -70,6 +70,13 @@ def pass_sizes(num_samples: int) -> list[int]:
     return [*(k for k in powers if k < num_samples), num_samples]
 
 
+def value_names(num_samples: int) -> list[str]:
+    """Return the names of what problem_values returns for n samples, in its order."""
+    passes = [f"pass@{k}" for k in pass_sizes(num_samples)]
+    length = ["response_length_mean", "truncated_fraction"]
+    return [f"avg@{num_samples}", *passes, f"majority@{num_samples}", *length]
+
+
 def problem_values(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return one problem's value of each statistic.
 
@@ -77,18 +84,19 @@ def problem_values(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         responses: its K samples, each with `status`, `vote`, `num_tokens` and `truncated`.
 
     Returns:
-        avg@K, pass@k for pass_sizes(K), majority@K, response_length_mean in tokens, and
-        truncated_fraction.
+        value_names(K): avg@K, pass@k for pass_sizes(K), majority@K, response_length_mean in tokens,
+        and truncated_fraction.
     """
     size = len(responses)
     is_correct = [r["status"] == "correct" for r in responses]
-    return {
-        f"avg@{size}": sum(is_correct) / size,
-        **{f"pass@{k}": pass_at_k(size, sum(is_correct), k) for k in pass_sizes(size)},
-        f"majority@{size}": majority_at_k([r["vote"] for r in responses], is_correct),
-        "response_length_mean": sum(r["num_tokens"] for r in responses) / size,
-        "truncated_fraction": sum(bool(r["truncated"]) for r in responses) / size,
-    }
+    values = [
+        sum(is_correct) / size,
+        *(pass_at_k(size, sum(is_correct), k) for k in pass_sizes(size)),
+        majority_at_k([r["vote"] for r in responses], is_correct),
+        sum(r["num_tokens"] for r in responses) / size,
+        sum(bool(r["truncated"]) for r in responses) / size,
+    ]
+    return dict(zip(value_names(size), values, strict=True))
 
 
 def means(problems: Sequence[Mapping[str, float]]) -> dict[str, float]:

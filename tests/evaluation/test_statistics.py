@@ -1,6 +1,6 @@
 """avg@k, pass@k, majority@k and their intervals, against arithmetic and against enumeration.
 
-Not exercised: where samples, verdicts and votes come from (test_evaluation.py).
+Not exercised: where samples, verdicts and votes come from (test_judging.py, test_votes.py).
 """
 
 import itertools
@@ -10,7 +10,7 @@ import random
 import numpy as np
 import pytest
 
-from vapo_megatron.evaluation_statistics import (
+from vapo_megatron.evaluation.statistics import (
     Estimate,
     estimates,
     majority_at_k,
@@ -144,6 +144,6 @@ def test_it_needs_no_torch():
     import subprocess
     import sys
 
-    code = "import sys, vapo_megatron.evaluation_statistics; print('torch' in sys.modules)"
+    code = "import sys, vapo_megatron.evaluation.statistics; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

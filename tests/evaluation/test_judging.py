@@ -1,0 +1,130 @@
+"""Judging problems over replicas, and the numbers that evaluate makes of it.
+
+The sampler is a stand-in whose responses depend on problem and sample; processes, collectives and
+the verifier are real. Not exercised: vLLM (tests/e2e/test_evaluate.py).
+"""
+
+import pytest
+
+from vapo_megatron.batch import Prompt, Rollout
+from vapo_megatron.config import EvaluationConfig, RolloutConfig, VapoConfig
+from vapo_megatron.reward.math_verifier import MathVerifier
+
+SAMPLES = 4
+
+
+class Sampler:
+    """Responses of a replica: right where problem + sample is divisible by 3."""
+
+    def __init__(self, replica, num_replicas):
+        self._replica, self.num_replicas = replica, num_replicas
+        self.asked = []
+
+    def generate(self, prompts, group_size, step, sampling, version, on_progress=None):
+        from vapo_megatron.rollout.requests import assign
+
+        self.asked.append(prompts)
+        made = []
+        unit = group_size if sampling.whole_groups else 1
+        positions = assign(len(prompts), self.num_replicas, unit)[self._replica]
+        for position in positions:
+            prompt, sample = prompts[position], position % group_size
+            right = (prompt.index + sample) % 3 == 0
+            text = f"Answer: {prompt.answer if right else 100 + sample % 2}"
+            if sample == 3:
+                text = "no idea"
+            ids = (5,) * (1 + prompt.index + sample)
+            truncated = len(ids) > 6
+            logprobs = (0.0,) * len(ids)
+            made.append(Rollout(prompt, sample, position, ids, logprobs, truncated, text, version))
+            if on_progress:
+                on_progress(len(made), len(positions))
+        return made
+
+
+def problems(count):
+    return [Prompt(i, f"problem {i}", (1, 2), str(i)) for i in range(count)]
+
+
+def forbidden(*_, **__):
+    raise AssertionError("responses stay on the rank that judged them")
+
+
+def judged_on(replicas_of, count, batch):
+    """Worker: judge_problems' batches and evaluate's numbers; replicas_of ranks form a replica."""
+    import torch.distributed as dist
+
+    from vapo_megatron.evaluation.judging import evaluate, judge_problems
+
+    config = VapoConfig(
+        evaluation=EvaluationConfig(samples=SAMPLES),
+        # Evaluate's batches hold 2 * 2 // 4 = 1 problem for each replica.
+        rollout=RolloutConfig(max_response_tokens=99, max_num_sequences=2),
+    )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sampler = Sampler(rank // replicas_of, size // replicas_of)
+    verifier = MathVerifier(1, 60) if rank % replicas_of == 0 else None
+    shown = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("gather_object", "all_gather_object", "broadcast_object_list"):
+            patch.setattr(dist, name, forbidden)
+        batches = list(
+            judge_problems(
+                sampler, verifier, config, problems(count),
+                policy_version=0, on_progress=lambda *at: shown.append(at), keep_text=True,
+                problems_per_batch=batch,
+            )
+        )  # fmt: skip
+        metrics = evaluate(sampler, verifier, config, problems(count), policy_version=0)
+    if verifier is not None:
+        verifier.close()
+    sizes = [len(asked) for asked in sampler.asked]
+    return [[(p.index, r) for p, r in judged] for judged in batches], metrics, shown, sizes
+
+
+def test_neither_replicas_nor_ranks_nor_batches_change_the_result(workers):
+    cases = {
+        # (ranks, ranks of a replica, problems of a batch) -> problems of each rank and batch.
+        (1, 1, None): [[[0], [1], [2], [3], [4]]],
+        (1, 1, 5): [[[0, 1, 2, 3, 4]]],
+        (2, 1, 5): [[[0, 1, 2]], [[3, 4]]],
+        (2, 1, 3): [[[0, 1], [3]], [[2], [4]]],
+        (2, 2, 4): [[[0, 1, 2, 3], [4]], [[], []]],
+    }
+    [(judged, metrics, *_)] = workers.run(1, judged_on, 1, 5, 5)
+    judged = [responses for _, responses in judged[0]]
+    for (ranks, of, batch), places in cases.items():
+        results = workers.run(ranks, judged_on, of, 5, batch)
+        assert [[[i for i, _ in b] for b in r[0]] for r in results] == places
+        for batches, same, _, _ in results:
+            assert all(responses == judged[i] for b in batches for i, responses in b)
+            assert same == metrics
+    assert [[r["status"] for r in p] for p in judged[:2]] == [
+        ["correct", "wrong", "wrong", "unparsable"],
+        ["wrong", "wrong", "correct", "unparsable"],
+    ]
+    assert judged[0][1] == {
+        "sample": 1, "status": "wrong", "answer": "101", "vote": 1, "num_tokens": 2,
+        "truncated": False, "text": "Answer: 101",
+    }  # fmt: skip
+    # One of the first three samples of each problem is right, the last has no answer:
+    # avg 1/4, pass 1, and three answers with a vote each; problem 1 answers 100, 101, 1.
+    assert metrics["evaluation/avg@4"] == 1 / 4
+    assert metrics["evaluation/pass@4"] == 1.0
+    # Problem p is right at sample -p mod 3: 0, 2, 1, 0, 2. The others say 100 + sample % 2: where
+    # sample 1 is right, samples 0 and 2 say 100 twice and win (0); else all have one vote (1/3).
+    assert metrics["evaluation/majority@4"] == pytest.approx((4 / 3 + 0) / 5)
+    # Lengths 1 + p + s: mean 1 + 2 + 1.5.
+    assert metrics["evaluation/response_length_mean"] == 4.5
+    # Longer than 6: p + s > 5, of p in 0..4 and s in 0..3: (3,3), (4,2), (4,3).
+    assert metrics["evaluation/truncated_fraction"] == 3 / 20
+
+
+def test_batches_and_progress(workers):
+    [(_, _, shown, sizes)] = workers.run(1, judged_on, 1, 5, 2)
+    # Batches of 2, 2 and 1 problem of 4 samples; then evaluate's own, of one problem.
+    assert sizes == [8, 8, 4] + [4] * 5
+    assert shown == [(done, 20) for done in range(1, 21)]
+    (_, _, shown, _), _ = workers.run(2, judged_on, 1, 4, 4)
+    # Of 8 responses of its own each counts for 2.
+    assert shown == [(done, 16) for done in range(2, 17, 2)]
