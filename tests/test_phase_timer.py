@@ -1,11 +1,12 @@
 """Seconds and peak memory of phases, by a clock and a memory that move when told to.
 
-Not exercised: what an accelerator holds (parallel/memory.py's reading of it).
+Not exercised: what an accelerator holds; what parallel/memory.py makes of its readings is.
 """
 
 import math
 
 import pytest
+import torch
 
 from vapo_megatron.metrics import PHASES, describe
 from vapo_megatron.parallel.memory import PeakMemory
@@ -128,3 +129,21 @@ def test_the_peak_of_a_process_starts_again():
     memory.restart()
     assert memory.peak_bytes() < before + 100_000_000
     assert memory.highest_bytes() > before + 190_000_000
+
+
+def test_the_peak_of_a_gpu_is_what_is_in_use_and_what_torch_gave_back(monkeypatch):
+    readings = {
+        "is_available": True,
+        "mem_get_info": (40, 100),
+        "max_memory_reserved": 30,
+        "memory_reserved": 10,
+        "reset_peak_memory_stats": None,
+    }
+    for name in readings:
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: readings[name])
+    memory = PeakMemory()
+    # 100 - 40 in use, and 30 - 10 given back.
+    assert memory.peak_bytes() == 80
+    memory.restart()
+    readings |= {"max_memory_reserved": 12, "mem_get_info": (90, 100)}
+    assert memory.peak_bytes() == 12 and memory.highest_bytes() == 80
