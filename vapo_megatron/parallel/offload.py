@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -137,18 +137,14 @@ class Offload:
             self._storages = find_storages(self._chunks, self._optimizer)
             found = [_sizes(part) for part in self._storages[:2]]
             assert found == self._sizes[:2], "a tensor of the model has changed its size"
-            with _copying():
-                for mine, away in self._pairs(PARTS[:2]):
-                    away.copy_(mine, non_blocking=True)
+            _copy((away, mine) for mine, away in self._pairs(PARTS[:2]))
         _empty(self._storages[after:before])
 
     def _come(self, before: int, after: int) -> None:
         for part, sizes in list(zip(self._storages, self._sizes))[before:after]:
             for storage, size in zip(part, sizes, strict=True):
                 storage.resize_(size)
-        with _copying():
-            for mine, away in self._pairs(PARTS[before:after]):
-                mine.copy_(away, non_blocking=True)
+        _copy(self._pairs(PARTS[before:after]))
         if after == ORDER.index("training"):
             for storage in self._storages.gradients:
                 _bytes_of(storage).zero_()
@@ -186,17 +182,11 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-@contextlib.contextmanager
-def _copying() -> Iterator[None]:
-    """Copy on a stream of its own, after what was asked for before; all is copied at the end."""
-    if not torch.cuda.is_available():
-        yield
-        return
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy (to, from) after what was launched before, one right after the other; wait for all."""
+    for to, source in pairs:
+        to.copy_(source, non_blocking=True)
+    backend.synchronize()
 
 
 class HostBuffer:
