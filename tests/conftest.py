@@ -10,6 +10,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+from tests.launched import Launched
 from tests.workers import WorkerPool, prepare
 
 
@@ -17,8 +18,9 @@ def pytest_collection_finish(session):
     """Import in the background what the chosen tests' worker processes need."""
     option = session.config.option
     asked = {name for item in session.items for name in item.fixturenames}
-    modules = ["vapo_megatron.trainer"] if asked & {"workers", "vllm_workers"} else []
-    modules += ["vapo_megatron.rollout.engine"] if "vllm_workers" in asked else []
+    with_vllm = asked & {"vllm_workers", "launch"}
+    modules = ["vapo_megatron.trainer"] if with_vllm or "workers" in asked else []
+    modules += ["vapo_megatron.rollout.engine"] if with_vllm else []
     prepare([] if option.collectonly else modules, each_by_itself=option.markexpr == "slow")
 
 
@@ -45,3 +47,9 @@ def workers():
 def vllm_workers():
     """The same for functions that use vLLM, in processes of their own."""
     yield from _pool()
+
+
+@pytest.fixture(scope="session")
+def launch():
+    """launch(function, *args, world_size=N) -> Launched: a command's processes, vLLM in them."""
+    return Launched

@@ -2,7 +2,8 @@
 
 ALL crosses every layout up to four ranks (and three of eight) with the micro-batch split, packing
 on and off, and the distributed optimizer with overlapped communication on and off. CI is the part
-of it that each run of the tests takes: every layout once, each split and optimizer in turn.
+of it that each run of the tests takes: every layout for one of the roles, so that each role meets
+every axis, split and optimizer.
 """
 
 from __future__ import annotations
@@ -50,17 +51,37 @@ def _optimizers(axes: dict) -> tuple[dict, ...]:
     return plain if axes.get("dp", 1) > 1 else plain[:1]
 
 
-ALL = tuple(
+_CROSS = tuple(
     Layout(**axes, **optimizer, budget=budget)
     for axes in _AXES + _EIGHT_RANKS
     for optimizer in _optimizers(axes)
     for budget in _BUDGETS
-) + tuple(layout for layout in _RECOMPUTE)
+)
+ALL = tuple((role, layout) for layout in _CROSS + _RECOMPUTE for role in ("actor", "critic"))
 
-CI = tuple(
-    Layout(**axes, **_optimizers(axes)[i // 2 % len(_optimizers(axes))], budget=_BUDGETS[i % 3])
-    for i, axes in enumerate(_AXES)
-) + (_RECOMPUTE[0], _RECOMPUTE[3])
+CI = (
+    ("actor", Layout()),
+    ("critic", Layout(budget=UNPACKED)),
+    ("actor", Layout(tp=2)),
+    ("critic", Layout(tp=2, sp=True, budget=UNPACKED)),
+    ("critic", Layout(tp=4, budget=SMALL)),
+    ("actor", Layout(tp=4, sp=True)),
+    ("critic", Layout(pp=2, budget=UNPACKED)),
+    ("actor", Layout(pp=2, vpp=2)),
+    ("actor", Layout(pp=4, budget=SMALL)),
+    ("actor", Layout(dp=2, overlap=True, budget=UNPACKED)),
+    ("critic", Layout(dp=4, **_DISTRIBUTED)),
+    ("actor", Layout(tp=2, pp=2)),
+    ("critic", Layout(tp=2, pp=2, sp=True, budget=SMALL)),
+    ("critic", Layout(tp=2, pp=2, vpp=2)),
+    ("actor", Layout(tp=2, pp=2, vpp=2, sp=True, budget=SMALL)),
+    ("critic", Layout(tp=2, dp=2, overlap=True, budget=SMALL)),
+    ("actor", Layout(tp=2, dp=2, sp=True, **_DISTRIBUTED)),
+    ("actor", Layout(pp=2, dp=2, **_DISTRIBUTED, budget=SMALL)),
+    ("critic", Layout(pp=2, vpp=2, dp=2, overlap=True)),
+    ("critic", _RECOMPUTE[0]),
+    ("actor", _RECOMPUTE[3]),
+)
 
 BFLOAT16 = (
     Layout(dtype="bfloat16"),

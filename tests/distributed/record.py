@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from tests.distributed.measure import Measured
+from tests.distributed.cases import name
+from tests.distributed.measure import Layout, Measured
 
 
 class Record:
-    """Collects what was compared, float32 and bfloat16 apart."""
+    """Keeps what was measured, so that tests share it, and the worst of it by dtype."""
 
     def __init__(self) -> None:
+        self._held: dict[tuple[str, Layout, str, str], Measured] = {}
         self._worst: dict[str, tuple[float, str]] = {}
         self._counts: dict[str, list[int]] = {}
 
-    def add(self, dtype: str, where: str, measured: Measured) -> None:
-        """Take one measurement."""
+    def find(self, role: str, layout: Layout, variant: str, mutation: str) -> Measured | None:
+        """Return what was measured earlier."""
+        return self._held.get((role, layout, variant, mutation))
+
+    def add(
+        self, role: str, layout: Layout, variant: str, mutation: str, measured: Measured
+    ) -> None:
+        """Keep one measurement; one with a mistake does not count."""
+        self._held[role, layout, variant, mutation] = measured
+        if mutation:
+            return
+        dtype, where = layout.dtype, f"{role}, {name(layout)}"
         cases, gradients = self._counts.get(dtype, [0, 0])
         for loss, errors in measured.gradients.items():
             gradients += len(errors)

@@ -1,18 +1,15 @@
-"""A run as `python -m vapo_megatron.train` makes it, and then the trained engine's greedy answers.
-
-torchrun ... tests/e2e/greedy_run.py OUT.json CONFIG [section.field=value ...]
-"""
+"""A run as `python -m vapo_megatron.train` makes it, then the trained engine's greedy answers."""
 
 import json
-import sys
 from pathlib import Path
 
-if __name__ == "__main__":
+
+def train_and_answer(out: str, config: str, *overrides: str) -> int:
+    """Write {position: (prompt, response)}, token ids, of this rank's answers to OUT.RANK."""
     from vapo_megatron.config import load_config
     from vapo_megatron.rollout.requests import SamplingSettings
     from vapo_megatron.trainer import VapoTrainer
 
-    out, config, *overrides = sys.argv[1:]
     with VapoTrainer(load_config(config, overrides)) as trainer:
         trainer.fit()
         greedy = SamplingSettings(
@@ -22,3 +19,4 @@ if __name__ == "__main__":
         rollouts = trainer.source.engine.generate(problems, 1, 0, greedy, trainer.policy_version)
         answers = {r.position: (r.prompt.token_ids, r.token_ids) for r in rollouts}
         Path(f"{out}.{trainer.groups.rank}").write_text(json.dumps(answers))
+    return 0
