@@ -9,8 +9,9 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
+from io import RawIOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -102,6 +103,23 @@ def write_safetensors(path: Path, tensors: list[TensorPlan], data: Iterator[Tens
         tensors: what it holds.
         data: the tensors in order, each whole or in pieces of its rows.
     """
+    with open(path, "wb", buffering=0) as out:
+        place = out.write(safetensors_header(tensors))
+        for t in tensors:
+            left = t.num_bytes
+            while left:
+                tensor = next(data).cpu().contiguous()
+                left -= tensor.nbytes
+                assert tensor.dtype == t.dtype and left >= 0, (
+                    f"{t.name}: planned {t.shape} {t.dtype}, got {tuple(tensor.shape)} too much"
+                )
+                write_exactly(out, place, tensor)
+                place += tensor.nbytes
+        os.fsync(out.fileno())
+
+
+def safetensors_header(tensors: list[TensorPlan]) -> bytes:
+    """Return what stands in a safetensors file before the tensors, which follow in this order."""
     header: dict[str, Any] = {"__metadata__": _METADATA}
     offset = 0
     for t in tensors:
@@ -112,20 +130,17 @@ def write_safetensors(path: Path, tensors: list[TensorPlan], data: Iterator[Tens
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for t in tensors:
-            left = t.num_bytes
-            while left:
-                tensor = next(data).cpu().contiguous()
-                left -= tensor.nbytes
-                assert tensor.dtype == t.dtype and left >= 0, (
-                    f"{t.name}: planned {t.shape} {t.dtype}, got {tuple(tensor.shape)} too much"
-                )
-                # Not through numpy: what it has seen of a model can never be emptied (offload.py).
-                out.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
-        out.flush()
-        os.fsync(out.fileno())
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_exactly(file: BinaryIO | RawIOBase, offset: int, data: Tensor) -> None:
+    """Write a contiguous CPU tensor's bytes into a file from `offset` on."""
+    # Not through numpy: what it has seen of a model can never be emptied (offload.py).
+    memory = (ctypes.c_char * data.nbytes).from_address(data.data_ptr())
+    view = memoryview(memory).cast("B")
+    while view:
+        count = os.pwrite(file.fileno(), view, offset)
+        view, offset = view[count:], offset + count
 
 
 def carry(source: Path, partial: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,6 +31,7 @@ class HfReader:
         """Find the files. Raises CheckpointError when they, or the index, are not usable."""
         self.directory = Path(directory)
         self.bytes_read = 0
+        self._lock = threading.Lock()
         self._open: dict[str, Any] = {}
         self._slices: dict[str, Any] = {}
         self._plain: dict[str, tuple[BinaryIO, dict[str, int]]] = {}
@@ -71,6 +73,8 @@ class HfReader:
     def read_rows(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out` with rows of a tensor from `start` on, without mapping the file into memory.
 
+        Several threads may read.
+
         Args:
             name: of the tensor.
             start: its first row that is wanted.
@@ -79,11 +83,12 @@ class HfReader:
         Raises:
             CheckpointError: the file ends early.
         """
-        assert out.is_contiguous() and out.dtype == DTYPES[self.dtype(name)]
-        file, begins = self._plain_file(self._file_of[name])
-        row_bytes = math.prod(self.shape(name)[1:]) * out.element_size()
+        with self._lock:
+            assert out.is_contiguous() and out.dtype == DTYPES[self.dtype(name)]
+            file, begins = self._plain_file(self._file_of[name])
+            row_bytes = math.prod(self.shape(name)[1:]) * out.element_size()
+            self.bytes_read += out.nbytes
         read_exactly(file, begins[name] + start * row_bytes, out)
-        self.bytes_read += out.nbytes
 
     def _plain_file(self, name: str) -> tuple[BinaryIO, dict[str, int]]:
         """Return a file and where in it each of its tensors begins."""

@@ -16,10 +16,11 @@ import io
 import json
 import os
 import pickle
+import threading
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -36,9 +37,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from vapo_megatron.errors import CheckpointError
+from vapo_megatron.weights.hf_directory import write_exactly
 from vapo_megatron.weights.hf_reader import read_exactly
 
+if TYPE_CHECKING:
+    from vapo_megatron.weights.conversion import Blocks
+
 METADATA_FILE = ".metadata"
+_APPENDING = threading.Lock()
 _FORMAT_FILE, _COMMON_FILE = "metadata.json", "common.pt"
 _FORMAT = {
     "sharded_backend": "torch_dist", "sharded_backend_version": 1,
@@ -97,13 +103,20 @@ def append_chunk(
         key, shape: of the whole tensor.
         offsets: of the part in it.
         data: the part, contiguous, alone in its storage.
+
+    Threads may append to one file: a chunk gets its place at once, its data after that.
     """
     assert data.is_contiguous() and data.untyped_storage().nbytes() == data.nbytes
-    with open(directory / file, "ab") as out:
-        begin = out.tell()
-        torch.save(data, out)
-        end = out.tell()
-    return Written(key, shape, data.dtype, offsets, tuple(data.shape), file, begin, end - begin)
+    handle = os.open(directory / file, os.O_RDWR | os.O_CREAT, 0o666)
+    with open(handle, "r+b") as out:
+        with _APPENDING, torch.serialization.skip_data():
+            begin = out.seek(0, os.SEEK_END)
+            torch.save(data, out)
+            out.flush()
+            num_bytes = out.tell() - begin
+        place = _data_place(out.raw, begin, num_bytes, data.nbytes)
+        write_exactly(out.raw, place, data)
+    return Written(key, shape, data.dtype, offsets, tuple(data.shape), file, begin, num_bytes)
 
 
 def append_empty_objects(directory: Path, file: str, keys: Iterable[str]) -> list[Written]:
@@ -112,7 +125,7 @@ def append_empty_objects(directory: Path, file: str, keys: Iterable[str]) -> lis
     torch.save([None], stream)
     content = stream.getvalue()
     written = []
-    with open(directory / file, "ab") as out:
+    with _APPENDING, open(directory / file, "ab") as out:
         for key in keys:
             written.append(Written(key, None, None, (), (), file, out.tell(), len(content)))
             out.write(content)
@@ -179,6 +192,7 @@ class ShardedReader:
         self._files: dict[str, BinaryIO] = {}
         self._begins: dict[tuple[str, int], int] = {}
         self._chunks: dict[tuple[str, int | None], list[_Chunk]] = {}
+        self._lock = threading.Lock()
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of a whole tensor."""
@@ -214,22 +228,28 @@ class ShardedReader:
                         f"found {'no such file' if sizes[path] < 0 else sizes[path]}"
                     )
 
-    def read_rows(self, key: str, layer: int | None, start: int, out: Tensor) -> None:
-        """Fill `out` with rows of a tensor from `start` on.
+    def read_rows(
+        self, key: str, layer: int | None, start: int, out: Tensor, scratch: Blocks
+    ) -> None:
+        """Fill `out` with rows of a tensor from `start` on. Several threads may read.
 
         Args:
             key: of the tensor.
             layer: which, where layers are its first dimension.
             start: the first row that is wanted.
             out: [rows] or [rows, columns], contiguous, of the tensor's type.
+            scratch: memory for part of the columns.
         """
         stop, taken = start + len(out), 0
-        for chunk in self._chunks_of(key, layer):
+        with self._lock:
+            chunks = self._chunks_of(key, layer)
+        for chunk in chunks:
             first = max(start, chunk.first_row)
             last = min(stop, chunk.first_row + chunk.num_rows)
             if first >= last:
                 continue
-            file, begin = self._data_of(key, chunk)
+            with self._lock:
+                file, begin = self._data_of(key, chunk)
             row_bytes = chunk.num_columns * out.element_size()
             begin += (first - chunk.first_row) * row_bytes
             target = out[first - start : last - start]
@@ -237,7 +257,7 @@ class ShardedReader:
             if out.dim() == 1 or chunk.num_columns == out.shape[1]:
                 read_exactly(file, begin, target)
                 continue
-            columns = torch.empty((last - first, chunk.num_columns), dtype=out.dtype)
+            columns = scratch.get((last - first, chunk.num_columns), out.dtype)
             read_exactly(file, begin, columns)
             target[:, chunk.first_column : chunk.first_column + chunk.num_columns] = columns
         assert taken == out.numel(), f"{key}: {taken} of {out.numel()} elements are stored"
@@ -292,13 +312,18 @@ def _check_saved(file: BinaryIO, chunk: _Chunk, dtype: torch.dtype) -> int:
     expected, found = (chunk.sizes, dtype), (tuple(saved.shape), saved.dtype)
     if expected != found or not saved.is_contiguous() or saved.storage_offset():
         raise ValueError(f"expected {list(chunk.sizes)} {dtype}, found {list(found[0])} {found[1]}")
-    with zipfile.ZipFile(view) as archive:
+    return _data_place(file, chunk.place.offset, chunk.place.length, saved.nbytes)
+
+
+def _data_place(file: BinaryIO, begin: int, length: int, num_bytes: int) -> int:
+    """Return where in a file the data of a tensor begins that torch.save has put at `begin`."""
+    with zipfile.ZipFile(cast(IO[bytes], _Part(file, begin, length))) as archive:
         (entry,) = [e for e in archive.infolist() if e.filename.endswith("/data/0")]
-    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != saved.nbytes:
-        raise ValueError(f"expected {saved.nbytes} plain bytes, found {entry.file_size}")
-    header = os.pread(file.fileno(), 30, chunk.place.offset + entry.header_offset)
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != num_bytes:
+        raise ValueError(f"expected {num_bytes} plain bytes, found {entry.file_size}")
+    header = os.pread(file.fileno(), 30, begin + entry.header_offset)
     lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    return chunk.place.offset + entry.header_offset + 30 + lengths
+    return begin + entry.header_offset + 30 + lengths
 
 
 class _Part(io.RawIOBase):

@@ -6,10 +6,12 @@ critic, without their optimizers), of any layout. No model is built.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 from collections.abc import Iterator
+from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,16 +19,24 @@ from torch import Tensor
 
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.models.hf_config import read_model_shape
-from vapo_megatron.weights.conversion import Blocks, ByteProgress, Team, making, row_blocks
+from vapo_megatron.weights.conversion import (
+    Blocks,
+    ByteProgress,
+    Team,
+    making,
+    row_blocks,
+    work_through,
+)
 from vapo_megatron.weights.hf_directory import (
     CONVERSION_FILE,
     TensorPlan,
     architecture,
     carry,
     read_config,
+    safetensors_header,
     write_config,
+    write_exactly,
     write_index,
-    write_safetensors,
 )
 from vapo_megatron.weights.hf_export import MAX_FILE_BYTES
 from vapo_megatron.weights.hf_reader import DTYPES, SINGLE_FILE
@@ -48,6 +58,17 @@ class _Item:
     plan: TensorPlan
     tensor: ShardedTensor | None
     part: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """Rows of an HF tensor that are read at once, and where in which file they go."""
+
+    item: _Item
+    first_row: int
+    num_rows: int
+    file: RawIOBase
+    place: int
 
 
 def convert_to_hf(
@@ -207,35 +228,40 @@ def _write(
     sizes = [sum(item.plan.num_bytes for item in files[name]) for name in names]
     mine = team.divide(sizes)
     progress = ByteProgress(sum(sizes[i] for i in mine), shown=team.rank == 0)
-    blocks = Blocks()
-    for name in (names[i] for i in mine):
-        data = itertools.chain.from_iterable(
-            _blocks(item, reader, blocks, progress) for item in files[name]
-        )
-        write_safetensors(directory / name, [item.plan for item in files[name]], data)
+
+    def write_block(block: _Block, memory: Blocks, scratch: Blocks) -> None:
+        plan = block.item.plan
+        rows = memory.get((block.num_rows, *plan.shape[1:]), plan.dtype)
+        _fill(block.item, block.first_row, rows, reader, scratch)
+        write_exactly(block.file, block.place, rows)
+        progress.add(rows.nbytes)
+
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(open(directory / names[i], "wb", buffering=0)) for i in mine]
+        blocks = (_blocks(file, files[names[i]]) for file, i in zip(opened, mine, strict=True))
+        work_through(itertools.chain.from_iterable(blocks), write_block)
 
 
-def _blocks(
-    item: _Item, reader: ShardedReader, blocks: Blocks, progress: ByteProgress
-) -> Iterator[Tensor]:
-    """Yield the rows of an HF tensor, a block at a time."""
-    plan, tensor = item.plan, item.tensor
-    row_bytes = plan.num_bytes // plan.shape[0]
-    for start, count in row_blocks(plan.shape[0], row_bytes):
-        out = blocks.get((count, *plan.shape[1:]), plan.dtype)
-        if tensor is None:
-            out.zero_()
-        else:
-            _fill(tensor, item.part, start, out, reader)
-        progress.add(out.nbytes)
-        yield out
+def _blocks(file: RawIOBase, items: list[_Item]) -> Iterator[_Block]:
+    """Write a file's header and yield what follows it, a block at a time."""
+    place = len(header := safetensors_header([item.plan for item in items]))
+    file.write(header)
+    for item in items:
+        row_bytes = item.plan.num_bytes // item.plan.shape[0]
+        for start, count in row_blocks(item.plan.shape[0], row_bytes):
+            yield _Block(item, start, count, file, place + start * row_bytes)
+        place += item.plan.num_bytes
 
 
-def _fill(tensor: ShardedTensor, part: int, start: int, out: Tensor, reader: ShardedReader) -> None:
-    """Fill `out` with rows of one of a Megatron tensor's HF tensors from `start` on."""
-    stop = start + len(out)
+def _fill(item: _Item, start: int, out: Tensor, reader: ShardedReader, scratch: Blocks) -> None:
+    """Fill `out` with rows of an HF tensor from `start` on."""
+    tensor, stop = item.tensor, start + len(out)
+    if tensor is None:
+        out.zero_()
+        return
     for run in tensor.runs:
         first, last = max(start, run.first), min(stop, run.first + run.count)
-        if run.tensor == part and first < last:
+        if run.tensor == item.part and first < last:
+            rows = out[first - start : last - start]
             row = run.start + first - run.first
-            reader.read_rows(tensor.key, tensor.layer, row, out[first - start : last - start])
+            reader.read_rows(tensor.key, tensor.layer, row, rows, scratch)

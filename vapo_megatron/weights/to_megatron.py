@@ -7,9 +7,12 @@ the tokenizer too, so that training takes it where it takes a Hugging Face direc
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import math
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +21,14 @@ from torch import Tensor
 
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.models.hf_config import check_layout, padded_vocab_size, read_model_shape
-from vapo_megatron.weights.conversion import Blocks, ByteProgress, Team, making, row_blocks
+from vapo_megatron.weights.conversion import (
+    Blocks,
+    ByteProgress,
+    Team,
+    making,
+    row_blocks,
+    work_through,
+)
 from vapo_megatron.weights.hf import check_hf_tensors
 from vapo_megatron.weights.hf_directory import CONVERSION_FILE, carry, write_config
 from vapo_megatron.weights.hf_reader import DTYPES, HfReader
@@ -31,6 +41,7 @@ from vapo_megatron.weights.sharded_files import (
 )
 from vapo_megatron.weights.sharded_tensors import (
     EXTRA_STATES,
+    Box,
     ShardedTensor,
     sharded_tensors,
     stage_of,
@@ -117,6 +128,16 @@ def fill_rows(tensor: ShardedTensor, start: int, out: Tensor, reader: HfReader) 
     out[max(0, unpadded - start) :].zero_()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """Rows of a Megatron tensor that are read at once, and the parts that ranks hold of them."""
+
+    tensor: ShardedTensor
+    first_row: int
+    num_rows: int
+    boxes: list[Box]
+
+
 class _Worker:
     """One process's part of the work."""
 
@@ -133,7 +154,6 @@ class _Worker:
         self.pp_size = parallel.pipeline_model_parallel_size
         self.vpp_size = parallel.virtual_pipeline_model_parallel_size or 1
         self.new_head = new_head
-        self.rows, self.cut = Blocks(), Blocks()
 
     def write(self, tensors: list[ShardedTensor], dtypes: dict[str, torch.dtype]) -> list[Written]:
         """Write this process's tensors into every rank's files."""
@@ -141,51 +161,53 @@ class _Worker:
         mine = self.team.divide(sizes)
         total = sum(sizes[i] * dtypes[tensors[i].key].itemsize for i in mine)
         progress = ByteProgress(total, shown=self.team.rank == 0)
-        written = []
-        for i in mine:
-            written += self._write_tensor(tensors[i], dtypes[tensors[i].key], progress)
+        written: list[Written] = []
+
+        def write_block(block: _Block, rows: Blocks, cut: Blocks) -> None:
+            for chunk in self._write_block(block, dtypes[block.tensor.key], rows, cut):
+                written.append(chunk)
+                progress.add(math.prod(chunk.sizes) * dtypes[block.tensor.key].itemsize)
+
+        blocks = (self._blocks(tensors[i], dtypes[tensors[i].key]) for i in mine)
+        work_through(itertools.chain.from_iterable(blocks), write_block)
         return written
 
-    def _write_tensor(
-        self, tensor: ShardedTensor, dtype: torch.dtype, progress: ByteProgress
-    ) -> list[Written]:
-        written = []
-        first_rank = stage_of(tensor, self.pp_size, self.vpp_size) * self.tp_size
-        of_rows = defaultdict(list)  # columns are cut from the same rows, which are read once
+    def _blocks(self, tensor: ShardedTensor, dtype: torch.dtype) -> Iterator[_Block]:
+        """Yield a tensor's rows; where ranks hold columns of them, they are read but once."""
+        of_rows = defaultdict(list)
         for box in tensor.boxes(self.tp_size):
             of_rows[box.first_row, box.num_rows].append(box)
         for (first_row, num_rows), boxes in of_rows.items():
             for start, count in row_blocks(num_rows, tensor.num_columns * dtype.itemsize):
-                row = first_row + start
-                rows = self._read(tensor, row, count, dtype)
-                for box in boxes:
-                    data = rows
-                    if box.num_columns < tensor.num_columns:
-                        stop = box.first_column + box.num_columns
-                        data = self.cut.get((count, box.num_columns), dtype)
-                        data.copy_(rows[:, box.first_column : stop])
-                    layer = () if tensor.layer is None else (tensor.layer,)
-                    column = (box.first_column,) if rows.dim() == 2 else ()
-                    written.append(
-                        append_chunk(
-                            self.directory,
-                            f"__{first_rank + box.tp_rank}_{self.team.rank}.distcp",
-                            tensor.key,
-                            tensor.global_shape,
-                            (*layer, row, *column),
-                            data.view(tensor.part(1, count, box.num_columns)),
-                        )
-                    )
-                    progress.add(data.nbytes)
-        return written
+                yield _Block(tensor, first_row + start, count, boxes)
 
-    def _read(self, tensor: ShardedTensor, row: int, count: int, dtype: torch.dtype) -> Tensor:
+    def _write_block(
+        self, block: _Block, dtype: torch.dtype, memory: Blocks, cut: Blocks
+    ) -> Iterator[Written]:
+        tensor, row, count = block.tensor, block.first_row, block.num_rows
+        first_rank = stage_of(tensor, self.pp_size, self.vpp_size) * self.tp_size
         if tensor.hf_names == (VALUE_HEAD,) and self.new_head is not None:
-            return self.new_head
-        out = self.rows.get(tensor.part(1, count, tensor.num_columns), dtype)
-        out = out if tensor.layer is None else out[0]
-        fill_rows(tensor, row, out, self.reader)
-        return out
+            rows = self.new_head
+        else:
+            rows = memory.get(tensor.part(1, count, tensor.num_columns), dtype)
+            rows = rows if tensor.layer is None else rows[0]
+            fill_rows(tensor, row, rows, self.reader)
+        for box in block.boxes:
+            data = rows
+            if box.num_columns < tensor.num_columns:
+                stop = box.first_column + box.num_columns
+                data = cut.get((count, box.num_columns), dtype)
+                data.copy_(rows[:, box.first_column : stop])
+            layer = () if tensor.layer is None else (tensor.layer,)
+            column = (box.first_column,) if rows.dim() == 2 else ()
+            yield append_chunk(
+                self.directory,
+                f"__{first_rank + box.tp_rank}_{self.team.rank}.distcp",
+                tensor.key,
+                tensor.global_shape,
+                (*layer, row, *column),
+                data.view(tensor.part(1, count, box.num_columns)),
+            )
 
 
 def _extra_states(
