@@ -83,12 +83,14 @@ CI = (
     ("actor", _RECOMPUTE[3]),
 )
 
-BFLOAT16 = (
+_BFLOAT16 = (
     Layout(dtype="bfloat16"),
     Layout(dtype="bfloat16", tp=2, sp=True),
     Layout(dtype="bfloat16", pp=2, vpp=2, budget=SMALL),
     Layout(dtype="bfloat16", dp=2, **_DISTRIBUTED, budget=SMALL),
 )
+BFLOAT16 = tuple(zip(("critic", "critic", "actor", "actor"), _BFLOAT16, strict=True))
+BFLOAT16_REST = tuple(zip(("actor", "actor", "critic", "critic"), _BFLOAT16, strict=True))
 
 
 def name(layout: Layout) -> str:
