@@ -28,6 +28,7 @@ from vapo_megatron.command import Parser, run
 from vapo_megatron.config import RolloutConfig
 from vapo_megatron.data.prepare import TEMPLATES, prepare
 from vapo_megatron.data.prepare_shapes import SHAPES, Shape, choose_columns, choose_shape
+from vapo_megatron.errors import DataError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,6 +49,8 @@ def _prepare(options: argparse.Namespace) -> str:
             return choose_columns(columns, options.prompt_column, options.answer_column, where)
         return choose_shape(columns, options.shape, where)
 
+    if not Path(options.tokenizer).is_dir():
+        raise DataError(f"--tokenizer={options.tokenizer} is no directory; give the model's")
     with MathVerifier() as verifier:
         summary = prepare(
             options.data,

@@ -103,6 +103,12 @@ def parquet(path, rows):
     return path
 
 
+def parquet_of_no_rows(path):
+    nothing = pyarrow.array([], pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": nothing, "answer": nothing}), path)
+    return path
+
+
 def csv_file(path, rows):
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -228,7 +234,7 @@ def test_long_prompts_are_left_out_and_counted(make, tmp_path, tokenizer):
     assert (summary.too_long, summary.longest_prompt_tokens) == (1, 5)
     # What is left, training takes with the same limit; the template counts.
     PromptDataset(problems, tokenizer.encode, seed=0, max_prompt_tokens=5)
-    with pytest.raises(DataError, match="nothing is left to write.*too_long=4"):
+    with pytest.raises(DataError, match="nothing is left to write: of 4 problems .* 4 more than"):
         make(tmp_path / "a.jsonl", template="answer", max_prompt_tokens=5)
 
 
@@ -301,9 +307,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(tool, tmp_path, tokenizer_directo
     for data, out, words in (
         (tmp_path / "b.jsonl", "o.parquet", "b.jsonl does not exist"),
         (file, "o.jsonl", "must end in .parquet"),
+        (parquet_of_no_rows(tmp_path / "none.parquet"), "o.parquet", "holds no rows"),
+        (file, "o.parquet --max-prompt-tokens 0", "--max-prompt-tokens=0 must be at least 1"),
+        (file, "o.parquet --max-prompt-tokens x", "invalid int value: 'x'; --help shows"),
+        (file, "o.parquet --tokenizer nowhere", "--tokenizer=nowhere is no directory"),
     ):
-        arguments = ["--data", str(data), "--out", str(tmp_path / out)]
-        assert tool.main([*arguments, "--tokenizer", str(tokenizer_directory)]) == 2
+        out, *more = out.split()
+        arguments = ["--tokenizer", str(tokenizer_directory), "--data", str(data)]
+        assert tool.main([*arguments, "--out", str(tmp_path / out), *more]) == 2
         error = capsys.readouterr().err
         assert error.startswith("prepare_prompts: ") and words in error and error.count("\n") == 1
 

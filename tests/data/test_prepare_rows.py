@@ -143,7 +143,7 @@ def test_csv_with_a_byte_order_mark_and_long_fields(tmp_path):
 def test_a_bad_line_of_jsonl_and_a_bad_row_of_parquet_are_named(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "p", "answer": 1}\n{"prompt": "p", \n')
-    with pytest.raises(DataError, match="a.jsonl, line 2 is not JSON"):
+    with pytest.raises(DataError, match=r"a.jsonl, line 2 is not JSON \(Expecting [a-z ]+\)"):
         read(path)
     path = tmp_path / "a.parquet"
     table = pyarrow.table({"problem": ["p"] * 3, "answer": [1, 2, None], "more": [0, 0, 0]})

@@ -51,7 +51,7 @@ def test_parts_become_one_file_in_the_order_of_the_problems(tmp_path):
         assert list(collect(out, HEADER).items()) == [(i, VALUES) for i in (0, 2, 9, 10)]
     header, *lines = map(json.loads, out.read_text().splitlines())
     assert header == {"evaluation": 1, **HEADER} and lines == [line(i) for i in (0, 2, 9, 10)]
-    assert sorted(p.name for p in out.parent.iterdir()) == [".a.jsonl.lock", "a.jsonl"]
+    assert sorted(p.name for p in out.parent.iterdir()) == ["a.jsonl"]
     # What another number of replicas adds; one of them wrote what the file has already, as a kill
     # between putting together and removing leaves it.
     write(part_of(out, 0), [1])

@@ -21,7 +21,6 @@ import torch
 from tests.weights.converted import assert_same, read, rewrite, to_hf, to_megatron
 from tests.weights.loaded import Layout
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron import command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -191,22 +190,3 @@ def test_an_interrupt_leaves_nothing_that_looks_whole(tmp_path, ending, code):
         assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "m"]
         assert to_hf(megatron, tmp_path / "b") == 0
         assert_same(read(tmp_path / "b"), read(hf))
-
-
-def test_an_interrupt_that_became_another_exception_is_one():
-    def convert():
-        try:
-            signal.raise_signal(signal.SIGINT)
-        except KeyboardInterrupt:
-            raise SystemError("compiled code returned a result with an exception set") from None
-
-    assert command.run("convert", convert, interrupted="") == 130
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_bug_is_not_an_interrupt():
-    def convert():
-        raise SystemError("a bug")
-
-    with pytest.raises(SystemError, match="a bug"):
-        command.run("convert", convert, interrupted="")

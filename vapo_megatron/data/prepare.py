@@ -115,6 +115,8 @@ def prepare(
     """
     if out.suffix != ".parquet":
         raise DataError(f"--out={out} must end in .parquet")
+    if max_prompt_tokens < 1:
+        raise DataError(f"--max-prompt-tokens={max_prompt_tokens} must be at least 1")
     if out.exists() and not overwrite:
         raise DataError(f"--out={out} exists; give another file, or --overwrite")
     render = make_template(template, tokenizer)
@@ -125,7 +127,12 @@ def prepare(
     kept = _unanimous(kept, verifier, summary)
     problems = list(_rendered(kept, render, tokenizer.encode, summary))
     if not problems:
-        raise DataError(f"nothing is left to write: {summary}")
+        raise DataError(
+            f"nothing is left to write: of {summary.rows - summary.duplicates:,} problems "
+            f"{summary.conflicting:,} have rows with different answers, {summary.unparsable:,} an "
+            f"answer that the verifier cannot read, {summary.too_long:,} more than "
+            f"{max_prompt_tokens:,} prompt tokens; give other --data, or raise --max-prompt-tokens"
+        )
     summary.written = len(problems)
     _write(out, problems, summary)
     return summary
@@ -193,6 +200,9 @@ def _read(
                     known.other_answers.add(new.answer)
                 if count % _CHUNK == 0:
                     bar.show(count)
+            bar.show(count)
+        if not count:
+            raise DataError(f"data file {path} holds no rows; give a file with at least one")
         summary.files.append({"file": str(path), "shape": name, "rows": count})
         summary.rows += count
     summary.duplicates = summary.rows - len(first)

@@ -69,8 +69,10 @@ def jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     f"{where} is not UTF-8 ({error.reason}); save it as UTF-8"
                 ) from None
             except (ValueError, RecursionError) as error:
+                # Without its own count of lines, which begins with this one.
+                found = getattr(error, "msg", str(error))
                 raise DataError(
-                    f"{where} is not JSON ({error}); each line must be one JSON object"
+                    f"{where} is not JSON ({found}); each line must be one JSON object"
                 ) from None
             if not isinstance(row, dict):
                 raise DataError(

@@ -41,6 +41,7 @@ from vapo_megatron.parallel.reduce import max_over_world, sum_over_world
 from vapo_megatron.progress_bar import ProgressBar
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.scoring import check_answers
+from vapo_megatron.rollout.requests import max_model_len
 from vapo_megatron.rollout.tokenizer import find_stop_token_ids, load_tokenizer
 from vapo_megatron.run_directory import read_run, replace_file
 from vapo_megatron.weights.hf_reader import HfReader
@@ -143,8 +144,9 @@ def evaluate_checkpoint(
         shuffle=False,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
     )
+    shape = read_model_shape(hf_path)
     stop_token_ids = find_stop_token_ids(
-        hf_path, tokenizer, config.rollout.stop_token_ids, read_model_shape(hf_path).vocab_size
+        hf_path, tokenizer, config.rollout.stop_token_ids, shape.vocab_size
     )
     header = {
         "checkpoint": str(checkpoint), "weights": weights_digest(hf_path), "data": str(data),
@@ -154,7 +156,9 @@ def evaluate_checkpoint(
         "stop_token_ids": list(stop_token_ids), "seed": config.seed,
         "dtype": config.rollout.dtype or config.model.dtype,
     }  # fmt: skip
+    # The sampler would refuse these, too, but late.
     sampling_settings(config)
+    max_model_len(shape, config.rollout)
     check_processes(config)
     backend.initialize_distributed(config.parallel.timeout_seconds)
     with contextlib.ExitStack() as stack:
@@ -246,8 +250,8 @@ def _engine(hf_path: Path, config: VapoConfig) -> Any:
     from vapo_megatron.rollout.engine import RolloutEngine
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    engine = RolloutEngine(str(hf_path), config, rank=rank, world_size=world_size)
     reader = HfReader(hf_path)
+    engine = RolloutEngine(str(hf_path), config, rank=rank, world_size=world_size)
     engine.load_weights(((name, reader.read(name)) for name in reader.names()), VERSION)
     return engine
 

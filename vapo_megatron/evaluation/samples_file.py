@@ -38,14 +38,22 @@ def locked(out: Path) -> Iterator[None]:
         DataError: another process has it.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    with out.with_name(f".{out.name}.lock").open("wb") as file:
+    lock = out.with_name(f".{out.name}.lock")
+    with lock.open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its last owner may just have removed it.
+            is_ours = os.fstat(file.fileno()).st_nlink > 0
         except BlockingIOError:
+            is_ours = False
+        if not is_ours:
             raise DataError(
                 f"{out} is being written by another evaluation; wait for it, or give another --out"
-            ) from None
-        yield
+            )
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def collect(out: Path, header: Mapping[str, Any]) -> dict[int, dict[str, float]]:
