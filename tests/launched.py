@@ -38,14 +38,14 @@ class Launched:
         Args:
             function: at the top level of a module.
         """
-        self._out = tempfile.mkdtemp(prefix="vapo_launched_")
+        self._out = tempfile.TemporaryDirectory(prefix="vapo_launched_")
         port = str(free_port())
         here = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         self._processes = []
         for rank in range(world_size):
             environment = {**here, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = context().Process(
-                target=_command, args=(self._out, environment, function, args)
+                target=_command, args=(self._out.name, environment, function, args)
             )
             process.start()
             self._processes.append(process)
@@ -75,7 +75,7 @@ class Launched:
 
     def _done(self, returncode: int) -> Done:
         codes = [p.exitcode for p in self._processes if p.exitcode]
-        texts = (Path(self._out, name).read_text() for name in ("stdout", "stderr"))
+        texts = (Path(self._out.name, name).read_text() for name in ("stdout", "stderr"))
         return Done(returncode or (codes[0] if codes else 0), *texts)
 
 
