@@ -163,7 +163,7 @@ def test_gsm8k_as_its_files_and_as_verl_converts_it(make, tmp_path):
         tmp_path / "train.jsonl",
         [
             {"question": "How many clips?", "answer": solution},
-            {"question": "How much?", "answer": "So it is 1,080.\n#### 1,080"},
+            {"question": "How much?", "answer": "#### 1 by 1,080 is\n#### 1,080"},
         ],
     )
     row = dapo_row("", "72")
@@ -238,7 +238,8 @@ def test_long_prompts_are_left_out_and_counted(make, tmp_path, tokenizer):
         make(tmp_path / "a.jsonl", template="answer", max_prompt_tokens=5)
 
 
-def test_answers_that_cannot_be_read_are_refused_or_left_out(make, tmp_path):
+def test_answers_that_cannot_be_read_are_refused_or_left_out(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("vapo_megatron.data.prepare._CHUNK", 1)
     rows = [{"prompt": f"w{i}", "answer": a} for i, a in enumerate(["1", "???", "2"], 3)]
     file = jsonl(tmp_path / "a.jsonl", rows)
     with pytest.raises(DataError, match=r"cannot read 1 of 3 .*line 2: '\?\?\?'.*--drop-unpars"):
@@ -300,6 +301,21 @@ def test_the_file_says_how_it_was_made_and_is_replaced_whole(make, tmp_path, tok
     with pytest.raises(DataError, match="out.parquet exists; give another file, or --overwrite"):
         prepare([str(good)], out, tokenizer=tokenizer, verifier=verifier)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "good.jsonl", "out.parquet"]
+
+
+def test_a_disk_that_fails_leaves_what_was_there(make, tmp_path, monkeypatch):
+    good = jsonl(tmp_path / "good.jsonl", [{"prompt": "w3", "answer": 1}])
+    make(good)
+    before = (tmp_path / "out.parquet").read_bytes()
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        make(good, template="none")
+    assert (tmp_path / "out.parquet").read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["good.jsonl", "out.parquet"]
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(tool, tmp_path, tokenizer_directory, capsys):

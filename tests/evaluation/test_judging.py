@@ -24,6 +24,8 @@ class Sampler:
         from vapo_megatron.rollout.requests import assign
 
         self.asked.append(prompts)
+        # The same noise at every step, none of training's.
+        assert (sampling.seed_role, step) == ("evaluation", 0)
         made = []
         unit = group_size if sampling.whole_groups else 1
         positions = assign(len(prompts), self.num_replicas, unit)[self._replica]
@@ -32,7 +34,8 @@ class Sampler:
             right = (prompt.index + sample) % 3 == 0
             text = f"Answer: {prompt.answer if right else 100 + sample % 2}"
             if sample == 3:
-                text = "no idea"
+                # A thousand characters are read, no more.
+                text = "no idea" if prompt.index else "Answer: " + "12" * 501
             ids = (5,) * (1 + prompt.index + sample)
             truncated = len(ids) > 6
             logprobs = (0.0,) * len(ids)
@@ -103,6 +106,7 @@ def test_neither_replicas_nor_ranks_nor_batches_change_the_result(workers):
         ["correct", "wrong", "wrong", "unparsable"],
         ["wrong", "wrong", "correct", "unparsable"],
     ]
+    assert judged[0][3]["answer"] is None and judged[0][3]["vote"] is None
     assert judged[0][1] == {
         "sample": 1, "status": "wrong", "answer": "101", "vote": 1, "num_tokens": 2,
         "truncated": False, "text": "Answer: 101",
@@ -125,6 +129,8 @@ def test_batches_and_progress(workers):
     # Batches of 2, 2 and 1 problem of 4 samples; then evaluate's own, of one problem.
     assert sizes == [8, 8, 4] + [4] * 5
     assert shown == [(done, 20) for done in range(1, 21)]
-    (_, _, shown, _), _ = workers.run(2, judged_on, 1, 4, 4)
+    (_, _, shown, sizes), _ = workers.run(2, judged_on, 1, 4, 4)
+    # Evaluate's own are of one problem for each replica.
+    assert sizes == [16] + [8] * 2
     # Of 8 responses of its own each counts for 2.
     assert shown == [(done, 16) for done in range(2, 17, 2)]

@@ -72,6 +72,7 @@ def test_whatever_is_cut_at_any_byte_goes_on(tmp_path, name):
         (tmp_path / name).write_bytes(content[:cut])
         complete = max(0, sum(e <= cut for e in ends) - 1)
         assert collect(out, HEADER) == {i: VALUES for i in range(complete)}, cut
+        assert out.read_bytes() == content[: ends[complete]]
         write(part_of(out, 0), range(complete, 3))
         assert collect(out, HEADER) == {i: VALUES for i in range(3)}
         assert out.read_bytes() == content, cut

@@ -30,6 +30,11 @@ def votes_of(verifier, *answers):
             [0, 1, 0, 1, 0, 1],
         ),
         ([("w", "5"), ("c", "3"), ("w", "05"), ("w", "7"), ("c", "3")], [0, 1, 0, 2, 1]),
+        # Apart, each wrong answer would tie with the right one; together they win.
+        ([("c", "3"), ("w", "0.5"), ("w", "1/2")], [0, 1, 1]),
+        # What cannot stand as a ground truth, or in a box, is its text.
+        ([("w", "???"), ("c", "3"), ("w", "2"), ("c", "3")], [0, 1, 2, 1]),
+        ([("w", "2 {"), ("c", "3"), ("w", "2"), ("c", "3")], [0, 1, 2, 1]),
         # No answer, no vote.
         ([("u", None), ("c", "3"), ("w", "4"), ("u", None)], [None, 0, 1, None]),
         # What could not be judged is its text, and is compared with nothing.
