@@ -35,6 +35,7 @@ def votes_of(verifier, *answers):
         # What cannot stand as a ground truth, or in a box, is its text.
         ([("w", "???"), ("c", "3"), ("w", "2"), ("c", "3")], [0, 1, 2, 1]),
         ([("w", "2 {"), ("c", "3"), ("w", "2"), ("c", "3")], [0, 1, 2, 1]),
+        ([("w", "2"), ("c", "3"), ("w", "2 {"), ("c", "3")], [0, 1, 2, 1]),
         # No answer, no vote.
         ([("u", None), ("c", "3"), ("w", "4"), ("u", None)], [None, 0, 1, None]),
         # What could not be judged is its text, and is compared with nothing.

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vapo_megatron.reward.extraction import final_answer, ground_truth
 from vapo_megatron.reward.math_verifier import MathVerifier
 
 Response = dict[str, Any]
@@ -52,9 +51,8 @@ def _is_open(responses: Sequence[Response]) -> bool:
 
 
 def _wrong_answers(responses: Sequence[Response]) -> list[str]:
-    """Different wrong answers that can be compared, in the order of appearance."""
-    found = dict.fromkeys(r["answer"] for r in responses if r["status"] == "wrong")
-    return [a for a in found if ground_truth(a) == a and final_answer(_boxed(a)) == a]
+    """Different wrong answers, in the order of appearance."""
+    return list(dict.fromkeys(r["answer"] for r in responses if r["status"] == "wrong"))
 
 
 def _equal_pairs(verifier: MathVerifier, pairs: Sequence[tuple[str, str]]) -> set[tuple[str, str]]:
