@@ -64,11 +64,11 @@ def test_types_may_differ_between_tensors_and_a_tied_output_is_kept(tmp_path):
 
 
 def test_blocks_are_put_together(tmp_path, monkeypatch):
-    from vapo_megatron.weights import conversion
+    from vapo_megatron.weights import copying
 
     hf = write_tiny_hf(tmp_path / "hf", vocab=301)
     # 1,000 bytes are 3 rows of 64 columns or 2 of 96; nothing divides evenly.
-    monkeypatch.setattr(conversion, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(copying, "BLOCK_BYTES", 1000)
     assert to_megatron(hf, tmp_path / "m", Layout(2, 1)) == to_hf(tmp_path / "m", tmp_path / "b")
     monkeypatch.undo()
     assert_same(read(tmp_path / "b"), read(hf))

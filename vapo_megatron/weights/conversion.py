@@ -11,26 +11,16 @@ import contextlib
 import os
 import shutil
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.weights.hf_directory import partial_of, prepare, replace
 
-BLOCK_BYTES = 32 << 20
-"""At most this much of a tensor is in memory for a thread, and as much again for a cut of it."""
-NUM_THREADS = min(8, os.cpu_count() or 1)
-"""They read, cut and write blocks side by side: one alone waits for the kernel to copy them."""
-
-Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
@@ -116,44 +106,6 @@ def sync_files(directory: Path) -> None:
             os.close(handle)
 
 
-class Blocks:
-    """Memory for one block of rows, used again and again."""
-
-    def __init__(self) -> None:
-        self._memory = bytearray(0)
-
-    def get(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor, valid until the next call."""
-        size = torch.Size(shape).numel() * dtype.itemsize
-        if size > len(self._memory):
-            self._memory = bytearray(max(size, BLOCK_BYTES))
-        return torch.frombuffer(memoryview(self._memory)[:size], dtype=dtype).view(*shape)
-
-
-def work_through(jobs: Iterable[Job], work: Callable[[Job, Blocks, Blocks], None]) -> None:
-    """Do every job, several at a time, each with two blocks that are its thread's own.
-
-    What a job raises is raised here, after those that have begun have ended; no other is begun.
-    """
-    memory = threading.local()
-
-    def do(job: Job) -> None:
-        if not hasattr(memory, "blocks"):
-            memory.blocks = Blocks(), Blocks()
-        work(job, *memory.blocks)
-
-    with ThreadPoolExecutor(NUM_THREADS) as threads:
-        for _ in threads.map(do, jobs):
-            pass
-
-
-def row_blocks(num_rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, count) of consecutive rows that fit a block, and at least one."""
-    step = max(1, BLOCK_BYTES // row_bytes)
-    for start in range(0, num_rows, step):
-        yield start, min(step, num_rows - start)
-
-
 class ByteProgress:
     """A line that says how far a conversion is, rewritten on a terminal, else every few seconds."""
 
@@ -165,17 +117,15 @@ class ByteProgress:
         self._every = 0.2 if self._terminal else every_seconds
         self._shown = shown
         self._started = self._last = time.monotonic()
-        self._lock = threading.Lock()
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that are written; any thread may."""
-        with self._lock:
-            self.done += num_bytes
-            now = time.monotonic()
-            if self._shown and (now - self._last >= self._every or self.done == self.total):
-                self._last = now
-                end = "\n" if self.done == self.total or not self._terminal else "\r"
-                print(self.line(now - self._started), end=end, file=sys.stderr, flush=True)
+        """Count bytes that are written."""
+        self.done += num_bytes
+        now = time.monotonic()
+        if self._shown and (now - self._last >= self._every or self.done == self.total):
+            self._last = now
+            end = "\n" if self.done == self.total or not self._terminal else "\r"
+            print(self.line(now - self._started), end=end, file=sys.stderr, flush=True)
 
     def line(self, seconds: float) -> str:
         """Return the line after so many seconds."""

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import math
 import os
 import shutil
 from collections.abc import Iterator
-from io import RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vapo_megatron.errors import CheckpointError
+from vapo_megatron.weights.copying import write_exactly
 from vapo_megatron.weights.hf_reader import DTYPES, INDEX_FILE, SINGLE_FILE
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -103,8 +102,9 @@ def write_safetensors(path: Path, tensors: list[TensorPlan], data: Iterator[Tens
         tensors: what it holds.
         data: the tensors in order, each whole or in pieces of its rows.
     """
-    with open(path, "wb", buffering=0) as out:
+    with open(path, "wb") as out:
         place = out.write(safetensors_header(tensors))
+        out.flush()
         for t in tensors:
             left = t.num_bytes
             while left:
@@ -131,16 +131,6 @@ def safetensors_header(tensors: list[TensorPlan]) -> bytes:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def write_exactly(file: BinaryIO | RawIOBase, offset: int, data: Tensor) -> None:
-    """Write a contiguous CPU tensor's bytes into a file from `offset` on."""
-    # Not through numpy: what it has seen of a model can never be emptied (offload.py).
-    memory = (ctypes.c_char * data.nbytes).from_address(data.data_ptr())
-    view = memoryview(memory).cast("B")
-    while view:
-        count = os.pwrite(file.fileno(), view, offset)
-        view, offset = view[count:], offset + count
 
 
 def carry(source: Path, partial: Path) -> None:

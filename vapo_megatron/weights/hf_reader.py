@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import threading
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vapo_megatron.errors import CheckpointError
+from vapo_megatron.weights.copying import copy_exactly, read_exactly
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -31,7 +30,6 @@ class HfReader:
         """Find the files. Raises CheckpointError when they, or the index, are not usable."""
         self.directory = Path(directory)
         self.bytes_read = 0
-        self._lock = threading.Lock()
         self._open: dict[str, Any] = {}
         self._slices: dict[str, Any] = {}
         self._plain: dict[str, tuple[BinaryIO, dict[str, int]]] = {}
@@ -73,8 +71,6 @@ class HfReader:
     def read_rows(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out` with rows of a tensor from `start` on, without mapping the file into memory.
 
-        Several threads may read.
-
         Args:
             name: of the tensor.
             start: its first row that is wanted.
@@ -83,12 +79,26 @@ class HfReader:
         Raises:
             CheckpointError: the file ends early.
         """
-        with self._lock:
-            assert out.is_contiguous() and out.dtype == DTYPES[self.dtype(name)]
-            file, begins = self._plain_file(self._file_of[name])
-            row_bytes = math.prod(self.shape(name)[1:]) * out.element_size()
-            self.bytes_read += out.nbytes
-        read_exactly(file, begins[name] + start * row_bytes, out)
+        assert out.is_contiguous() and out.dtype == DTYPES[self.dtype(name)]
+        file, begin, _ = self._place(name, start)
+        read_exactly(file, begin, out)
+        self.bytes_read += out.nbytes
+
+    def copy_rows(self, name: str, start: int, count: int, out: BinaryIO, place: int) -> None:
+        """Copy rows of a tensor from `start` on into a file, to `place` and after it.
+
+        Raises:
+            CheckpointError: the tensor's file ends early.
+        """
+        file, begin, row_bytes = self._place(name, start)
+        copy_exactly(file, begin, out, place, count * row_bytes)
+        self.bytes_read += count * row_bytes
+
+    def _place(self, name: str, row: int) -> tuple[BinaryIO, int, int]:
+        """Return the file of a tensor, where in it the row begins, and the bytes of a row."""
+        file, begins = self._plain_file(self._file_of[name])
+        row_bytes = math.prod(self.shape(name)[1:]) * DTYPES[self.dtype(name)].itemsize
+        return file, begins[name] + row * row_bytes, row_bytes
 
     def _plain_file(self, name: str) -> tuple[BinaryIO, dict[str, int]]:
         """Return a file and where in it each of its tensors begins."""
@@ -123,20 +133,6 @@ class HfReader:
                     f"{path} cannot be read as safetensors ({error}); fetch the file again"
                 ) from None
         return self._open[file]
-
-
-def read_exactly(file: BinaryIO, offset: int, out: Tensor) -> None:
-    """Fill a contiguous CPU tensor with a file's bytes from `offset` on.
-
-    Raises:
-        CheckpointError: the file ends early.
-    """
-    view = memoryview(out.reshape(-1).view(torch.uint8).numpy())
-    while view:
-        count = os.preadv(file.fileno(), [view], offset)
-        if not count:
-            raise CheckpointError(f"{file.name} is shorter than its header says; fetch it again")
-        view, offset = view[count:], offset + count
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -16,11 +16,10 @@ import io
 import json
 import os
 import pickle
-import threading
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -37,14 +36,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from vapo_megatron.errors import CheckpointError
-from vapo_megatron.weights.hf_directory import write_exactly
-from vapo_megatron.weights.hf_reader import read_exactly
-
-if TYPE_CHECKING:
-    from vapo_megatron.weights.conversion import Blocks
+from vapo_megatron.weights.copying import Blocks, copy_exactly, read_exactly
 
 METADATA_FILE = ".metadata"
-_APPENDING = threading.Lock()
 _FORMAT_FILE, _COMMON_FILE = "metadata.json", "common.pt"
 _FORMAT = {
     "sharded_backend": "torch_dist", "sharded_backend_version": 1,
@@ -89,34 +83,32 @@ def is_distributed_checkpoint(directory: str | Path) -> bool:
 
 
 def append_chunk(
-    directory: Path,
-    file: str,
+    out: BinaryIO,
     key: str,
     shape: tuple[int, ...],
     offsets: tuple[int, ...],
-    data: Tensor,
-) -> Written:
-    """Append part of a tensor to a file.
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+) -> tuple[Written, int]:
+    """Append what torch.save writes for part of a tensor, with a hole, zeros, for its data.
 
     Args:
-        directory, file: where.
+        out: file open for reading and writing, unbuffered.
         key, shape: of the whole tensor.
-        offsets: of the part in it.
-        data: the part, contiguous, alone in its storage.
+        offsets, sizes: of the part in it.
+        dtype: of its elements.
 
-    Threads may append to one file: a chunk gets its place at once, its data after that.
+    Returns:
+        The chunk, and where in the file its data goes.
     """
-    assert data.is_contiguous() and data.untyped_storage().nbytes() == data.nbytes
-    handle = os.open(directory / file, os.O_RDWR | os.O_CREAT, 0o666)
-    with open(handle, "r+b") as out:
-        with _APPENDING, torch.serialization.skip_data():
-            begin = out.seek(0, os.SEEK_END)
-            torch.save(data, out)
-            out.flush()
-            num_bytes = out.tell() - begin
-        place = _data_place(out.raw, begin, num_bytes, data.nbytes)
-        write_exactly(out.raw, place, data)
-    return Written(key, shape, data.dtype, offsets, tuple(data.shape), file, begin, num_bytes)
+    data = torch.empty(sizes, dtype=dtype)  # whose memory is never touched
+    begin = out.seek(0, os.SEEK_END)
+    with torch.serialization.skip_data():
+        torch.save(data, out)
+    num_bytes = out.seek(0, os.SEEK_END) - begin
+    place = _data_place(out, begin, num_bytes, data.nbytes)
+    name = Path(out.name).name
+    return Written(key, shape, dtype, offsets, sizes, name, begin, num_bytes), place
 
 
 def append_empty_objects(directory: Path, file: str, keys: Iterable[str]) -> list[Written]:
@@ -125,7 +117,7 @@ def append_empty_objects(directory: Path, file: str, keys: Iterable[str]) -> lis
     torch.save([None], stream)
     content = stream.getvalue()
     written = []
-    with _APPENDING, open(directory / file, "ab") as out:
+    with open(directory / file, "ab") as out:
         for key in keys:
             written.append(Written(key, None, None, (), (), file, out.tell(), len(content)))
             out.write(content)
@@ -192,7 +184,7 @@ class ShardedReader:
         self._files: dict[str, BinaryIO] = {}
         self._begins: dict[tuple[str, int], int] = {}
         self._chunks: dict[tuple[str, int | None], list[_Chunk]] = {}
-        self._lock = threading.Lock()
+        self._columns = Blocks()
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of a whole tensor."""
@@ -228,39 +220,55 @@ class ShardedReader:
                         f"found {'no such file' if sizes[path] < 0 else sizes[path]}"
                     )
 
-    def read_rows(
-        self, key: str, layer: int | None, start: int, out: Tensor, scratch: Blocks
-    ) -> None:
-        """Fill `out` with rows of a tensor from `start` on. Several threads may read.
+    def read_rows(self, key: str, layer: int | None, start: int, out: Tensor) -> None:
+        """Fill `out` with rows of a tensor from `start` on.
 
         Args:
             key: of the tensor.
             layer: which, where layers are its first dimension.
             start: the first row that is wanted.
             out: [rows] or [rows, columns], contiguous, of the tensor's type.
-            scratch: memory for part of the columns.
         """
-        stop, taken = start + len(out), 0
-        with self._lock:
-            chunks = self._chunks_of(key, layer)
-        for chunk in chunks:
-            first = max(start, chunk.first_row)
-            last = min(stop, chunk.first_row + chunk.num_rows)
-            if first >= last:
-                continue
-            with self._lock:
-                file, begin = self._data_of(key, chunk)
-            row_bytes = chunk.num_columns * out.element_size()
-            begin += (first - chunk.first_row) * row_bytes
-            target = out[first - start : last - start]
-            taken += (last - first) * chunk.num_columns
+        taken = 0
+        for chunk, first, count, file, begin in self._parts(key, layer, start, len(out)):
+            target = out[first - start : first - start + count]
+            taken += count * chunk.num_columns
             if out.dim() == 1 or chunk.num_columns == out.shape[1]:
                 read_exactly(file, begin, target)
                 continue
-            columns = scratch.get((last - first, chunk.num_columns), out.dtype)
+            columns = self._columns.get((count, chunk.num_columns), out.dtype)
             read_exactly(file, begin, columns)
             target[:, chunk.first_column : chunk.first_column + chunk.num_columns] = columns
         assert taken == out.numel(), f"{key}: {taken} of {out.numel()} elements are stored"
+
+    def has_whole_rows(self, key: str, layer: int | None) -> bool:
+        """Tell whether no row of a tensor is cut, so that copy_rows can copy it."""
+        columns = (*self.shape(key)[0 if layer is None else 1 :], 1)[1]
+        return all(chunk.num_columns == columns for chunk in self._chunks_of(key, layer))
+
+    def copy_rows(
+        self, key: str, layer: int | None, start: int, count: int, out: BinaryIO, place: int
+    ) -> None:
+        """Copy rows of a tensor, of which none is cut, into a file, to `place` and after it."""
+        taken = 0
+        for chunk, first, rows, file, begin in self._parts(key, layer, start, count):
+            row_bytes = chunk.num_columns * self.dtype(key).itemsize
+            size = rows * row_bytes
+            copy_exactly(file, begin, out, place + (first - start) * row_bytes, size)
+            taken += rows
+        assert taken == count, f"{key}: {taken} of {count} rows are stored"
+
+    def _parts(
+        self, key: str, layer: int | None, start: int, count: int
+    ) -> Iterator[tuple[_Chunk, int, int, BinaryIO, int]]:
+        """Yield (chunk, first row, rows, file, where they begin) of what holds these rows."""
+        for chunk in self._chunks_of(key, layer):
+            first = max(start, chunk.first_row)
+            last = min(start + count, chunk.first_row + chunk.num_rows)
+            if first < last:
+                file, begin = self._data_of(key, chunk)
+                skipped = (first - chunk.first_row) * chunk.num_columns
+                yield chunk, first, last - first, file, begin + skipped * self.dtype(key).itemsize
 
     def _chunks_of(self, key: str, layer: int | None) -> list[_Chunk]:
         if (key, layer) not in self._chunks:

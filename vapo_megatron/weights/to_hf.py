@@ -6,27 +6,15 @@ critic, without their optimizers), of any layout. No model is built.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 import json
-from collections.abc import Iterator
-from io import RawIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from torch import Tensor
+from typing import TYPE_CHECKING, BinaryIO
 
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.models.hf_config import read_model_shape
-from vapo_megatron.weights.conversion import (
-    Blocks,
-    ByteProgress,
-    Team,
-    making,
-    row_blocks,
-    work_through,
-)
+from vapo_megatron.weights.conversion import ByteProgress, Team, making
+from vapo_megatron.weights.copying import Blocks, row_blocks, write_exactly
 from vapo_megatron.weights.hf_directory import (
     CONVERSION_FILE,
     TensorPlan,
@@ -35,7 +23,6 @@ from vapo_megatron.weights.hf_directory import (
     read_config,
     safetensors_header,
     write_config,
-    write_exactly,
     write_index,
 )
 from vapo_megatron.weights.hf_export import MAX_FILE_BYTES
@@ -58,17 +45,6 @@ class _Item:
     plan: TensorPlan
     tensor: ShardedTensor | None
     part: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Block:
-    """Rows of an HF tensor that are read at once, and where in which file they go."""
-
-    item: _Item
-    first_row: int
-    num_rows: int
-    file: RawIOBase
-    place: int
 
 
 def convert_to_hf(
@@ -228,40 +204,39 @@ def _write(
     sizes = [sum(item.plan.num_bytes for item in files[name]) for name in names]
     mine = team.divide(sizes)
     progress = ByteProgress(sum(sizes[i] for i in mine), shown=team.rank == 0)
-
-    def write_block(block: _Block, memory: Blocks, scratch: Blocks) -> None:
-        plan = block.item.plan
-        rows = memory.get((block.num_rows, *plan.shape[1:]), plan.dtype)
-        _fill(block.item, block.first_row, rows, reader, scratch)
-        write_exactly(block.file, block.place, rows)
-        progress.add(rows.nbytes)
-
-    with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(open(directory / names[i], "wb", buffering=0)) for i in mine]
-        blocks = (_blocks(file, files[names[i]]) for file, i in zip(opened, mine, strict=True))
-        work_through(itertools.chain.from_iterable(blocks), write_block)
-
-
-def _blocks(file: RawIOBase, items: list[_Item]) -> Iterator[_Block]:
-    """Write a file's header and yield what follows it, a block at a time."""
-    place = len(header := safetensors_header([item.plan for item in items]))
-    file.write(header)
-    for item in items:
-        row_bytes = item.plan.num_bytes // item.plan.shape[0]
-        for start, count in row_blocks(item.plan.shape[0], row_bytes):
-            yield _Block(item, start, count, file, place + start * row_bytes)
-        place += item.plan.num_bytes
+    blocks = Blocks()
+    for name in (names[i] for i in mine):
+        with open(directory / name, "wb") as file:
+            place = file.write(safetensors_header([item.plan for item in files[name]]))
+            file.truncate(place + sum(item.plan.num_bytes for item in files[name]))
+            file.flush()
+            for item in files[name]:
+                row_bytes = item.plan.num_bytes // item.plan.shape[0]
+                for start, count in row_blocks(item.plan.shape[0], row_bytes):
+                    _write_rows(item, start, count, reader, blocks, file, place)
+                    place += count * row_bytes
+                    progress.add(count * row_bytes)
 
 
-def _fill(item: _Item, start: int, out: Tensor, reader: ShardedReader, scratch: Blocks) -> None:
-    """Fill `out` with rows of an HF tensor from `start` on."""
-    tensor, stop = item.tensor, start + len(out)
-    if tensor is None:
-        out.zero_()
-        return
-    for run in tensor.runs:
-        first, last = max(start, run.first), min(stop, run.first + run.count)
+def _write_rows(
+    item: _Item,
+    start: int,
+    count: int,
+    reader: ShardedReader,
+    blocks: Blocks,
+    file: BinaryIO,
+    place: int,
+) -> None:
+    """Write rows of an HF tensor into a file, to `place` and after it; a new bias stays zero."""
+    tensor, plan = item.tensor, item.plan
+    for run in tensor.runs if tensor else ():
+        first, last = max(start, run.first), min(start + count, run.first + run.count)
         if run.tensor == item.part and first < last:
-            rows = out[first - start : last - start]
-            row = run.start + first - run.first
-            reader.read_rows(tensor.key, tensor.layer, row, rows, scratch)
+            key, layer, row = tensor.key, tensor.layer, run.start + first - run.first
+            to = place + (first - start) * (plan.num_bytes // plan.shape[0])
+            if reader.has_whole_rows(key, layer):
+                reader.copy_rows(key, layer, row, last - first, file, to)
+                continue
+            rows = blocks.get((last - first, *plan.shape[1:]), plan.dtype)
+            reader.read_rows(key, layer, row, rows)
+            write_exactly(file, to, rows)

@@ -7,28 +7,21 @@ the tokenizer too, so that training takes it where it takes a Hugging Face direc
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import torch
 from torch import Tensor
 
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.models.hf_config import check_layout, padded_vocab_size, read_model_shape
-from vapo_megatron.weights.conversion import (
-    Blocks,
-    ByteProgress,
-    Team,
-    making,
-    row_blocks,
-    work_through,
-)
+from vapo_megatron.weights.conversion import ByteProgress, Team, making
+from vapo_megatron.weights.copying import Blocks, row_blocks, write_exactly
 from vapo_megatron.weights.hf import check_hf_tensors
 from vapo_megatron.weights.hf_directory import CONVERSION_FILE, carry, write_config
 from vapo_megatron.weights.hf_reader import DTYPES, HfReader
@@ -41,7 +34,6 @@ from vapo_megatron.weights.sharded_files import (
 )
 from vapo_megatron.weights.sharded_tensors import (
     EXTRA_STATES,
-    Box,
     ShardedTensor,
     sharded_tensors,
     stage_of,
@@ -116,26 +108,33 @@ def convert_to_megatron(
     return out
 
 
-def fill_rows(tensor: ShardedTensor, start: int, out: Tensor, reader: HfReader) -> None:
+def read_rows(tensor: ShardedTensor, start: int, out: Tensor, reader: HfReader) -> None:
     """Fill `out` with rows of a Megatron tensor from `start` on, from its HF tensors."""
-    stop = start + len(out)
-    for run in tensor.runs:
-        first, last = max(start, run.start), min(stop, run.start + run.count)
-        if first < last:
-            rows = out[first - start : last - start]
-            reader.read_rows(tensor.hf_names[run.tensor], run.first + first - run.start, rows)
+    for name, row, at, count in _sources(tensor, start, len(out)):
+        reader.read_rows(name, row, out[at : at + count])
     unpadded = sum(size[0] for size in tensor.hf_shapes)
     out[max(0, unpadded - start) :].zero_()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Block:
-    """Rows of a Megatron tensor that are read at once, and the parts that ranks hold of them."""
+def copy_rows(
+    tensor: ShardedTensor, start: int, count: int, reader: HfReader, out: BinaryIO, place: int
+) -> None:
+    """Copy rows of a Megatron tensor into a file, to `place` and after it.
 
-    tensor: ShardedTensor
-    first_row: int
-    num_rows: int
-    boxes: list[Box]
+    The vocabulary's padding is left as it is: a hole, zeros.
+    """
+    row_bytes = tensor.num_columns * DTYPES[reader.dtype(tensor.hf_names[0])].itemsize
+    for name, row, at, num_rows in _sources(tensor, start, count):
+        reader.copy_rows(name, row, num_rows, out, place + at * row_bytes)
+
+
+def _sources(tensor: ShardedTensor, start: int, count: int) -> Iterator[tuple[str, int, int, int]]:
+    """Yield (HF tensor, its first row, that row's place among the wanted ones, rows)."""
+    for run in tensor.runs:
+        first, last = max(start, run.start), min(start + count, run.start + run.count)
+        if first < last:
+            name = tensor.hf_names[run.tensor]
+            yield name, run.first + first - run.start, first - start, last - first
 
 
 class _Worker:
@@ -154,6 +153,7 @@ class _Worker:
         self.pp_size = parallel.pipeline_model_parallel_size
         self.vpp_size = parallel.virtual_pipeline_model_parallel_size or 1
         self.new_head = new_head
+        self.rows, self.cut = Blocks(), Blocks()
 
     def write(self, tensors: list[ShardedTensor], dtypes: dict[str, torch.dtype]) -> list[Written]:
         """Write this process's tensors into every rank's files."""
@@ -161,53 +161,52 @@ class _Worker:
         mine = self.team.divide(sizes)
         total = sum(sizes[i] * dtypes[tensors[i].key].itemsize for i in mine)
         progress = ByteProgress(total, shown=self.team.rank == 0)
-        written: list[Written] = []
-
-        def write_block(block: _Block, rows: Blocks, cut: Blocks) -> None:
-            for chunk in self._write_block(block, dtypes[block.tensor.key], rows, cut):
-                written.append(chunk)
-                progress.add(math.prod(chunk.sizes) * dtypes[block.tensor.key].itemsize)
-
-        blocks = (self._blocks(tensors[i], dtypes[tensors[i].key]) for i in mine)
-        work_through(itertools.chain.from_iterable(blocks), write_block)
+        written = []
+        for i in mine:
+            written += self._write_tensor(tensors[i], dtypes[tensors[i].key], progress)
         return written
 
-    def _blocks(self, tensor: ShardedTensor, dtype: torch.dtype) -> Iterator[_Block]:
-        """Yield a tensor's rows; where ranks hold columns of them, they are read but once."""
-        of_rows = defaultdict(list)
+    def _write_tensor(
+        self, tensor: ShardedTensor, dtype: torch.dtype, progress: ByteProgress
+    ) -> list[Written]:
+        written = []
+        first_rank = stage_of(tensor, self.pp_size, self.vpp_size) * self.tp_size
+        of_rows = defaultdict(list)  # columns are cut from the same rows, which are read once
         for box in tensor.boxes(self.tp_size):
             of_rows[box.first_row, box.num_rows].append(box)
         for (first_row, num_rows), boxes in of_rows.items():
             for start, count in row_blocks(num_rows, tensor.num_columns * dtype.itemsize):
-                yield _Block(tensor, first_row + start, count, boxes)
+                row, rows = first_row + start, None
+                if boxes[0].num_columns < tensor.num_columns:
+                    rows = self.rows.get((count, tensor.num_columns), dtype)
+                    read_rows(tensor, row, rows, self.reader)
+                for box in boxes:
+                    with self._file(first_rank + box.tp_rank) as file:
+                        chunk, place = append_chunk(
+                            file,
+                            tensor.key,
+                            tensor.global_shape,
+                            tensor.part(tensor.layer or 0, row, box.first_column),
+                            tensor.part(1, count, box.num_columns),
+                            dtype,
+                        )
+                        if rows is not None:
+                            stop = box.first_column + box.num_columns
+                            cut = self.cut.get((count, box.num_columns), dtype)
+                            write_exactly(file, place, cut.copy_(rows[:, box.first_column : stop]))
+                        elif tensor.hf_names == (VALUE_HEAD,) and self.new_head is not None:
+                            write_exactly(file, place, self.new_head)
+                        else:
+                            copy_rows(tensor, row, count, self.reader, file, place)
+                    written.append(chunk)
+                    progress.add(math.prod(chunk.sizes) * dtype.itemsize)
+        return written
 
-    def _write_block(
-        self, block: _Block, dtype: torch.dtype, memory: Blocks, cut: Blocks
-    ) -> Iterator[Written]:
-        tensor, row, count = block.tensor, block.first_row, block.num_rows
-        first_rank = stage_of(tensor, self.pp_size, self.vpp_size) * self.tp_size
-        if tensor.hf_names == (VALUE_HEAD,) and self.new_head is not None:
-            rows = self.new_head
-        else:
-            rows = memory.get(tensor.part(1, count, tensor.num_columns), dtype)
-            rows = rows if tensor.layer is None else rows[0]
-            fill_rows(tensor, row, rows, self.reader)
-        for box in block.boxes:
-            data = rows
-            if box.num_columns < tensor.num_columns:
-                stop = box.first_column + box.num_columns
-                data = cut.get((count, box.num_columns), dtype)
-                data.copy_(rows[:, box.first_column : stop])
-            layer = () if tensor.layer is None else (tensor.layer,)
-            column = (box.first_column,) if rows.dim() == 2 else ()
-            yield append_chunk(
-                self.directory,
-                f"__{first_rank + box.tp_rank}_{self.team.rank}.distcp",
-                tensor.key,
-                tensor.global_shape,
-                (*layer, row, *column),
-                data.view(tensor.part(1, count, box.num_columns)),
-            )
+    def _file(self, rank: int) -> BinaryIO:
+        """Open a rank's file, for reading too: append_chunk looks where the data goes."""
+        path = self.directory / f"__{rank}_{self.team.rank}.distcp"
+        path.touch()
+        return cast(BinaryIO, open(path, "r+b", buffering=0))
 
 
 def _extra_states(
