@@ -43,9 +43,9 @@ def workers():
     yield from _pool()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vllm_workers():
-    """The same for functions that use vLLM, in processes of their own."""
+    """The same for functions that use vLLM, which keeps its groups when it has failed to start."""
     yield from _pool()
 
 
