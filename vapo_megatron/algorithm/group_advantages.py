@@ -1,0 +1,90 @@
+"""Advantages without a critic: each response against the others of its group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithm.reduction import require_wide
+
+ESTIMATORS = ("grpo", "dr_grpo")
+EPSILON = 1e-6
+
+
+@torch.no_grad()
+def group_sums(rewards: Tensor, groups: Tensor, num_groups: int) -> Tensor:
+    """What group_advantages needs of one rank, as a sum: a group may be spread over ranks.
+
+    Args:
+        rewards: [B] float32 or float64, r, one per response.
+        groups: int64 [B] in 0..num_groups-1; with groups side by side (see repeat_for_group) it is
+            position // group_size.
+        num_groups: P, of the whole step, so that every rank's sums have one shape.
+
+    Returns:
+        float64 [P, 3]: count, sum and sum of squares of each group's rewards; add them up over
+        data-parallel ranks. Sums of float32 rewards do not depend on how the ranks share them, up
+        to the last digit of float64.
+
+    Raises:
+        ValueError: rewards below float32, or shapes that do not belong together.
+    """
+    require_wide(rewards=rewards)
+    _require_shapes(rewards, groups)
+    wide = rewards.double()
+    terms = torch.stack([torch.ones_like(wide), wide, wide.square()], dim=1)
+    return terms.new_zeros(num_groups, 3).index_add_(0, groups.long(), terms)
+
+
+@torch.no_grad()
+def group_advantages(rewards: Tensor, groups: Tensor, sums: Tensor, estimator: str) -> Tensor:
+    """Distance of each response's reward from its group's mean, in standard deviations or plain.
+
+        grpo:  A_i = (r_i - mean) / (std + 1e-6)         dr_grpo:  A_i = r_i - mean
+
+    over the n responses of the group, with std^2 = sum_i (r_i - mean)^2 / (n - 1): the sample form.
+    Every token of a response has the response's advantage.
+
+    Source: GRPO (arXiv 2402.03300, section 4.1.2) prints "std" alone; its public implementations
+    (TRL, verl) take torch.std, which is the sample form, and so do we. Dr.GRPO (arXiv 2503.20783).
+
+    Args:
+        rewards: [B] float32 or float64, r, of this rank's responses.
+        groups: int64 [B] in 0..P-1, as in group_sums.
+        sums: float64 [P, 3] from group_sums, summed over ranks.
+        estimator: "grpo" or "dr_grpo".
+
+    Returns:
+        [B], rewards' dtype, without gradient. Exactly 0 in a group whose rewards are all equal, up
+        to rounding (a variance below 1e-12 of the mean square), and in a group of one.
+
+    Raises:
+        ValueError: an unknown estimator, rewards below float32, shapes that do not belong together.
+    """
+    if estimator not in ESTIMATORS:
+        raise ValueError(f'advantage_estimator={estimator!r} must be "grpo" or "dr_grpo"')
+    require_wide(rewards=rewards)
+    _require_shapes(rewards, groups)
+    if sums.ndim != 2 or sums.shape[1] != 3 or sums.dtype != torch.float64:
+        raise ValueError(
+            f"sums: shape {tuple(sums.shape)}, dtype {sums.dtype}; must be (P, 3) float64 from "
+            "group_sums"
+        )
+    count, total, squares = sums.unbind(1)
+    mean, mean_square = total / count.clamp(min=1), squares / count.clamp(min=1)
+    variance = mean_square - mean.square()
+    varies = variance > 1e-12 * mean_square
+    scale = varies.double()
+    if estimator == "grpo":
+        sample_variance = torch.where(varies, variance * count / (count - 1).clamp(min=1), 0)
+        scale = scale / (sample_variance.sqrt() + EPSILON)
+    groups = groups.long()
+    return ((rewards.double() - mean[groups]) * scale[groups]).to(rewards.dtype)
+
+
+def _require_shapes(rewards: Tensor, groups: Tensor) -> None:
+    if rewards.ndim != 1 or groups.shape != rewards.shape or groups.is_floating_point():
+        raise ValueError(
+            f"rewards.shape={tuple(rewards.shape)} and groups: shape {tuple(groups.shape)}, dtype "
+            f"{groups.dtype}; both must be (B,), groups integers"
+        )
