@@ -214,6 +214,40 @@ def test_token_weights():
     assert int(loss_count(MASK, BOUNDS, "sample")) == 2
 
 
+def test_constant_weights():
+    # 1/8 whatever the length; the wholly masked and the empty response do not count
+    constant = token_weights(MASK, BOUNDS, "constant", max_response_tokens=8)
+    assert constant.dtype == torch.float32
+    assert constant.tolist() == [0.125, 0.125, 0, 0.125, 0.125, 0.125, 0, 0, 0]
+    assert int(loss_count(MASK, BOUNDS, "constant")) == 2
+    halved = token_weights(MASK * 0.5, BOUNDS, "constant", max_response_tokens=8)
+    assert halved.tolist() == (constant / 2).tolist()
+
+
+def test_constant_loss_divides_a_response_by_the_longest_and_not_by_its_own_length():
+    # ratio 1 and A 2, 3 in one response of one token and one of three, L = 10:
+    # -(2 + 3 * 3) / (2 * 10) = -.55;  gradients -A / 20, the same in a short and a long response
+    new = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    mask, cu_seqlens = torch.ones(4, dtype=torch.bool), torch.tensor([0, 1, 4])
+    loss, _ = clipped_policy_loss(
+        new,
+        torch.zeros(4, dtype=torch.float64),
+        torch.tensor([2.0, 3, 3, 3], dtype=torch.float64),
+        token_weights(mask, cu_seqlens, "constant", max_response_tokens=10),
+        **CLIPS,
+        num_tokens=loss_count(mask, cu_seqlens, "constant"),
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(-0.55, abs=1e-7)
+    assert new.grad.tolist() == pytest.approx([-0.1, -0.15, -0.15, -0.15], abs=1e-7)
+
+
+@pytest.mark.parametrize("longest", [None, 0, -1])
+def test_constant_needs_the_longest_response(longest):
+    with pytest.raises(ValueError, match=f"max_response_tokens={longest} must be at least 1"):
+        token_weights(MASK, BOUNDS, "constant", max_response_tokens=longest)
+
+
 def test_float_weights_change_a_share_and_not_the_count():
     weights = MASK * torch.tensor([2.0, 0.5, 9, 1, 4, 1, 9, 9, 9])
     assert token_weights(weights, BOUNDS, "sample").tolist() == pytest.approx(
@@ -245,8 +279,9 @@ def test_sample_level_loss_is_the_mean_of_the_responses_means():
 
 def test_no_responses():
     empty = torch.zeros(0, dtype=torch.bool)
-    for aggregation in ("token", "sample"):
-        assert token_weights(empty, torch.zeros(1).int(), aggregation).shape == (0,)
+    for aggregation in ("token", "sample", "constant"):
+        weights = token_weights(empty, torch.zeros(1).int(), aggregation, max_response_tokens=1)
+        assert weights.shape == (0,)
         assert int(loss_count(empty, torch.zeros(1).int(), aggregation)) == 0
 
 

@@ -98,33 +98,50 @@ def ratio_deviation(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -
     return torch.cat([deviation, deviation.new_zeros(1)]).max()
 
 
-def token_weights(loss_mask: Tensor, cu_seqlens: Tensor, loss_aggregation: str) -> Tensor:
+def token_weights(
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    loss_aggregation: str,
+    *,
+    max_response_tokens: int | None = None,
+) -> Tensor:
     """The weights with which a loss averages per token or per response.
 
-        token:  w_t = mask_t                    sample:  w_t = mask_t / |o_i|
+        token:  w_t = mask_t   sample:  w_t = mask_t / |o_i|   constant:  w_t = mask_t / L
 
-    with |o_i| the number of tokens of response i whose mask is not 0. The denominator that belongs
-    to them is loss_count.
+    with |o_i| the number of tokens of response i whose mask is not 0, and L the same for all. The
+    denominator that belongs to them is loss_count.
 
     Source: VAPO (arXiv 2504.05118), token-level loss, against the sample-level loss of its base
-    PPO.
+    PPO; Dr.GRPO (arXiv 2503.20783), constant.
 
     Args:
         loss_mask: [T] bool, or float weights: a weight changes a token's share, a weight of 0 drops
             the token.
         cu_seqlens: integer [B+1], bounds of the responses in T; responses may be empty.
-        loss_aggregation: "token" or "sample".
+        loss_aggregation: "token", "sample" or "constant".
+        max_response_tokens: L, the longest response that the sampler may give; read only by
+            "constant".
 
     Returns:
         float32 [T].
 
     Raises:
-        ValueError: the dtype of loss_mask, an unknown loss_aggregation.
+        ValueError: the dtype of loss_mask, an unknown loss_aggregation, "constant" without an L of
+            at least 1.
     """
     require_mask(loss_mask)
+    _require_aggregation(loss_aggregation)
     weights = loss_mask.float()
-    if _is_token_level(loss_aggregation):
+    if loss_aggregation == "token":
         return weights
+    if loss_aggregation == "constant":
+        if max_response_tokens is None or max_response_tokens < 1:
+            raise ValueError(
+                f"max_response_tokens={max_response_tokens} must be at least 1 for "
+                'loss_aggregation="constant"'
+            )
+        return weights / max_response_tokens
     lengths = cu_seqlens.diff().long()
     per_response = _masked_lengths(loss_mask, cu_seqlens).clamp(min=1)
     return weights / per_response.repeat_interleave(lengths, output_size=loss_mask.numel())
@@ -133,7 +150,8 @@ def token_weights(loss_mask: Tensor, cu_seqlens: Tensor, loss_aggregation: str) 
 def loss_count(loss_mask: Tensor, cu_seqlens: Tensor, loss_aggregation: str) -> Tensor:
     """This rank's part of the denominator that belongs to token_weights.
 
-        token:  tokens whose mask is not 0      sample:  responses with at least one such token
+        token:  tokens whose mask is not 0
+        sample, constant:  responses with at least one such token
 
     Sum it over all micro-batches and data-parallel ranks of the mini-batch, once, before the first
     micro-batch.
@@ -141,7 +159,7 @@ def loss_count(loss_mask: Tensor, cu_seqlens: Tensor, loss_aggregation: str) -> 
     Args:
         loss_mask: [T] bool, or float weights, before token_weights.
         cu_seqlens: integer [B+1], bounds of the responses in T.
-        loss_aggregation: "token" or "sample".
+        loss_aggregation: "token", "sample" or "constant".
 
     Returns:
         int64 0-d tensor.
@@ -150,15 +168,17 @@ def loss_count(loss_mask: Tensor, cu_seqlens: Tensor, loss_aggregation: str) -> 
         ValueError: the dtype of loss_mask, an unknown loss_aggregation.
     """
     require_mask(loss_mask)
-    if _is_token_level(loss_aggregation):
+    _require_aggregation(loss_aggregation)
+    if loss_aggregation == "token":
         return trained_on(loss_mask).sum()
     return (_masked_lengths(loss_mask, cu_seqlens) > 0).sum()
 
 
-def _is_token_level(loss_aggregation: str) -> bool:
-    if loss_aggregation not in ("token", "sample"):
-        raise ValueError(f'loss_aggregation={loss_aggregation!r} must be "token" or "sample"')
-    return loss_aggregation == "token"
+def _require_aggregation(loss_aggregation: str) -> None:
+    if loss_aggregation not in ("token", "sample", "constant"):
+        raise ValueError(
+            f'loss_aggregation={loss_aggregation!r} must be "token", "sample" or "constant"'
+        )
 
 
 def _masked_lengths(loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
