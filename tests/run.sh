@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Sets up what is missing and runs the tests. Arguments go to pytest:  bash tests/run.sh tests/algorithm -k gae
+# Sets up what is missing and runs the tests, two files at a time. Arguments go to pytest, which then runs one
+# test after the other:  bash tests/run.sh tests/algorithm -k gae
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/setup_env.sh
 export OMP_NUM_THREADS=1
 "$VAPO_PYTHON" -m ruff check .
+[[ $# -gt 0 ]] || set -- -n 2 --dist loadfile
 exec "$VAPO_PYTHON" -m pytest -q "$@"

@@ -11,24 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.conftest import SUMMARY
 from tests.distributed import float64, problem
 from tests.distributed.record import Record
 from tests.weights.tiny_hf import write_tiny_hf
-
-_RECORD = pytest.StashKey[Record]()
 
 
 @pytest.fixture(scope="session")
 def record(pytestconfig) -> Record:
     """What has been compared so far."""
-    return pytestconfig.stash.setdefault(_RECORD, Record())
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    """Print the largest errors of the run."""
-    found = config.stash.get(_RECORD, None)
-    for line in found.lines() if found else []:
-        terminalreporter.write_line(line)
+    record = Record()
+    pytestconfig.stash[SUMMARY].append(record.lines)
+    return record
 
 
 class References:
