@@ -30,7 +30,7 @@ def tree() -> set[str]:
 
 def test_the_tree_is_complete():
     folders = ("vapo_megatron", "tools", "examples")
-    endings = (".py", ".sh", ".yaml", ".html")
+    endings = (".py", ".sh", ".yaml", ".html", ".css", ".js")
     files = {
         str(path.relative_to(ROOT))
         for folder in folders

@@ -20,8 +20,8 @@ from vapo_megatron.batch import Prompt, Rollout
 from vapo_megatron.config import VapoConfig, load_config
 from vapo_megatron.errors import DataError
 from vapo_megatron.metrics import MetricsWriter, group_record
-from vapo_megatron.report import build_report, script_json
-from vapo_megatron.report_sections import escape
+from vapo_megatron.report import build_report
+from vapo_megatron.report_page import escape, script_json
 
 ROOT = Path(__file__).resolve().parents[1]
 HOSTILE = "</pre></script><script>alert(1)</script><img src=x onerror=alert(2)> {{config}} & \"'"

@@ -1,26 +1,21 @@
 """report.html: one self-contained page that shows a run, finished or not.
 
 Numbers go into the page as JSON and its script draws them; text (configuration, prompts, responses)
-goes in escaped. The page loads nothing, and its content security policy lets that one script alone
-run.
+goes in escaped.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-import re
 from collections.abc import Iterable, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from vapo_megatron.metrics import accuracy_name
 from vapo_megatron.progress_view import format_seconds
 from vapo_megatron.report_charts import chart_data
-from vapo_megatron.report_sections import configuration, escape, rollouts, techniques
-from vapo_megatron.run_directory import Run, read_run, replace_file
+from vapo_megatron.report_page import escape, script_json, write_page
+from vapo_megatron.report_sections import configuration, rollouts, techniques
+from vapo_megatron.run_directory import Run, read_run
 
 
 def build_report(run_dir: str | Path) -> Path:
@@ -30,21 +25,7 @@ def build_report(run_dir: str | Path) -> Path:
         DataError: run_dir is no run directory, or a file in it cannot be read.
     """
     run = read_run(run_dir)
-    template = resources.files("vapo_megatron").joinpath("report_template.html")
-    page = _render(template.read_text(encoding="utf-8"), _slots(run))
-    out = run.run_dir / "report.html"
-    # Text from a model may hold lone surrogates, which UTF-8 cannot.
-    replace_file(out, page.encode("utf-8", "replace").decode("utf-8"))
-    return out
-
-
-def _render(template: str, slots: Mapping[str, str]) -> str:
-    """Fill `{{name}}` in one pass, so that nothing in a slot's text is read as a slot."""
-    page = re.sub(r"\{\{(\w+)\}\}", lambda match: slots[match[1]], template)
-    script = re.search(r"<script>(.*?)</script>", template, re.DOTALL)
-    assert script, "the template has one script"
-    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
-    return page.replace("SCRIPT_HASH", f"sha256-{digest}", 1)
+    return write_page(run.run_dir / "report.html", "report_template.html", _slots(run))
 
 
 def _slots(run: Run) -> dict[str, str]:
@@ -57,12 +38,6 @@ def _slots(run: Run) -> dict[str, str]:
         "rollouts": rollouts(run),
         "config": configuration(run.config),
     }
-
-
-def script_json(data: object) -> str:
-    """Return JSON that may stand in a script element."""
-    # "<" would let a string close the script element that the JSON stands in.
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _subtitle(config: Mapping[str, Any]) -> str:

@@ -5,13 +5,13 @@ Every function returns HTML in which all text that comes from the run is escaped
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import yaml
 
 from vapo_megatron.config_schema import AlgorithmConfig, VapoConfig
+from vapo_megatron.report_page import escape
 from vapo_megatron.run_directory import Run
 
 _MAX_CHARACTERS = 8000
@@ -78,7 +78,8 @@ def techniques(config: Mapping[str, Any]) -> str:
     for number, (name, fields, is_on, sentence) in enumerate(_TECHNIQUES, 1):
         state = "on" if is_on(settings) else "off"
         values = "".join(
-            f"<code>{field} = {escape(_value(settings[field]))}</code>" for field in fields.split()
+            f"<code>{field} = {escape(yaml_value(settings[field]))}</code>"
+            for field in fields.split()
         )
         items.append(
             f'<li class="{state}"><div class="head"><b>{number}</b><h3>{name}</h3>'
@@ -165,19 +166,14 @@ def configuration(config: Mapping[str, Any]) -> str:
 def _field(name: str, value: Any, defaults: Mapping[str, Any]) -> str:
     changed = ""
     if name in defaults and defaults[name] != value:
-        changed = f' class="changed" title="default: {escape(_value(defaults[name]))}"'
-    return f"<tr{changed}><th>{escape(name)}</th><td>{escape(_value(value))}</td></tr>"
+        changed = f' class="changed" title="default: {escape(yaml_value(defaults[name]))}"'
+    return f"<tr{changed}><th>{escape(name)}</th><td>{escape(yaml_value(value))}</td></tr>"
 
 
-def _value(value: Any) -> str:
-    """A field's value as YAML shows it."""
+def yaml_value(value: Any) -> str:
+    """Return a field's value as YAML shows it."""
     if isinstance(value, float):
         return f"{value:g}"
     return (
         yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
     )
-
-
-def escape(text: object) -> str:
-    """Return text that HTML shows as it is, inside an element or a quoted attribute."""
-    return html.escape(str(text), quote=True)
