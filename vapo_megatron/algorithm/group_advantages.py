@@ -76,7 +76,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, sums: Tensor, estimator: s
     varies = variance > 1e-12 * mean_square
     scale = varies.double()
     if estimator == "grpo":
-        sample_variance = torch.where(varies, variance * count / (count - 1).clamp(min=1), 0)
+        sample_variance = torch.where(varies, variance * count / (count - 1), 0)
         scale = scale / (sample_variance.sqrt() + EPSILON)
     groups = groups.long()
     return ((rewards.double() - mean[groups]) * scale[groups]).to(rewards.dtype)
