@@ -1,0 +1,67 @@
+"""Distance of the policy from a frozen reference policy, as a loss."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithm.reduction import global_mean, keep, require_mask, require_wide
+
+# exp(20) is 5e8: squared it is still far within float32.
+LARGEST_LOG_RATIO = 20.0
+
+
+def reference_kl(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    num_tokens: int | Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """KL(policy || reference) of tokens that the policy sampled, by the k3 estimator.
+
+        d_t = reference_logprobs_t - logprobs_t
+        L = 1/N * sum_t mask_t * (exp(d_t) - d_t - 1)
+        dL/dlogprobs_t = 1/N * mask_t * (1 - exp(d_t))
+
+    Beyond d = 20 the tangent takes the place of exp(d), so that exp(20) bounds it: the loss is
+    smooth there, its gradient finite and as steep as at 20. A clamp would take the gradient away
+    just where the policy is farthest from the reference.
+
+    Source: GRPO (arXiv 2402.03300, eq. 4); the estimator is Schulman's k3 ("Approximating KL
+    divergence", 2020). The trainer adds kl_coef * L to the policy loss.
+
+    Args:
+        logprobs: [T] float32 or float64, of the policy being trained; carries the gradient.
+        reference_logprobs: [T], of the frozen reference; no gradient passes into it.
+        loss_mask: [T] bool, or float weights (see token_weights).
+        num_tokens: N, int or 0-d tensor: loss_count summed over all micro-batches and data-parallel
+            ranks of the mini-batch.
+
+    Returns:
+        The loss, a 0-d tensor: this call's addend of the global mean, exactly 0 with its graph
+        intact where N is 0. It is at least 0, and infinite where the reference holds a token to be
+        impossible (d = -inf): that is not hidden. Metrics, detached 0-d tensors divided by N, so
+        that sums over micro-batches and ranks are global means: reference_kl, the loss itself;
+        reference_kl_tangent_fraction, tokens beyond d = 20.
+
+    Raises:
+        ValueError: a dtype below float32.
+    """
+    require_wide(logprobs=logprobs, reference_logprobs=reference_logprobs)
+    require_mask(loss_mask)
+    distance = keep(reference_logprobs.detach() - logprobs, loss_mask)
+    beyond = distance > LARGEST_LOG_RATIO
+    # Each branch has its own gradient: a sum of both would round 1 - exp(d) to exp(20)'s digits.
+    # expm1 keeps the digits of d^2/2 that exp(d) - 1 loses.
+    near = distance.clamp(max=LARGEST_LOG_RATIO)
+    slope = math.expm1(LARGEST_LOG_RATIO)
+    tangent = slope * (distance - LARGEST_LOG_RATIO) + (slope - LARGEST_LOG_RATIO)
+    terms = torch.where(beyond, tangent, near.expm1() - near)
+    loss = global_mean(terms, loss_mask, num_tokens)
+    return loss, {
+        "reference_kl": loss.detach(),
+        "reference_kl_tangent_fraction": global_mean(beyond.to(loss.dtype), loss_mask, num_tokens),
+    }
