@@ -1,12 +1,14 @@
-"""Repetition of prompts and the switch between critic-only and joint training.
+"""Repetition of prompts, the switch between critic-only and joint training, when to throw it.
 
 Not exercised: the sampling itself (tests/rollout), the trainer that reads the switch (tests/e2e).
 """
 
+import math
+
 import pytest
 
 from vapo_megatron.algorithm.group_sampling import repeat_for_group
-from vapo_megatron.algorithm.value_pretraining import actor_is_trained
+from vapo_megatron.algorithm.value_pretraining import actor_is_trained, critic_has_settled
 
 
 def test_groups_stand_side_by_side():
@@ -28,3 +30,31 @@ def test_a_group_has_at_least_one_response(group_size):
 def test_the_actor_trains_from_the_step_after_value_pretraining():
     assert [actor_is_trained(step, 3) for step in range(5)] == [False, False, False, True, True]
     assert actor_is_trained(0, 0)
+
+
+@pytest.mark.parametrize(
+    "history,patience,settled",
+    [
+        ([], 1, False),
+        ([0.5], 1, False),  # nothing came before it
+        ([0.5, 0.6], 1, False),
+        ([0.6, 0.5], 1, True),
+        ([0.5, 0.5], 1, True),  # standing still is no rise
+        ([0.6, 0.5], 2, False),  # the two last steps are all there are
+        ([0.1, 0.6, 0.5, 0.4], 2, True),
+        ([0.1, 0.6, 0.5, 0.7], 2, False),
+        ([0.1, 0.6, 0.5, 0.55], 3, False),  # it rose above .1 within three steps
+        ([0.9, 0.6, 0.7, 0.8], 3, True),  # below the maximum, however it rises
+        ([-3.0, -2.0, -1.0], 1, False),
+        ([math.nan, math.nan], 1, True),
+        ([0.5, math.nan, math.nan], 2, True),
+        ([math.nan, 0.5], 1, False),
+    ],
+)
+def test_value_pretraining_is_patient(history, patience, settled):
+    assert critic_has_settled(history, patience) is settled
+
+
+def test_patience_is_at_least_1():
+    with pytest.raises(ValueError, match="value_pretraining_patience=0 must be at least 1"):
+        critic_has_settled([0.1, 0.2], 0)

@@ -1,11 +1,39 @@
-"""Regression of the critic on the returns."""
+"""Regression of the critic on the returns, and values that cannot leave the range of returns."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from vapo_megatron.algorithm.reduction import global_mean, keep, require_mask, require_wide
+
+
+def bounded_values(head: Tensor, bound: float) -> Tensor:
+    """Hold the value head's output within a range, smoothly.
+
+        V = bound * tanh(head / bound),   dV/dhead = 1 - (V / bound)^2
+
+    Near 0 it is the head itself. Where |head| is many times the bound its gradient vanishes: choose
+    a bound above the largest |return|, which V reaches only in the limit.
+
+    Source: BPCO (arXiv 2608.23566), bounded values.
+
+    Args:
+        head: [T] float32 or float64, the value head's output; carries the gradient.
+        bound: above 0, in units of reward.
+
+    Returns:
+        [T], head's dtype, in [-bound, bound].
+
+    Raises:
+        ValueError: a dtype below float32, a bound that is not a finite number above 0.
+    """
+    require_wide(head=head)
+    if not 0 < bound < math.inf:
+        raise ValueError(f"value_bound={bound} must be a finite number above 0; null for no bound")
+    return bound * torch.tanh(head / bound)
 
 
 def value_loss(
