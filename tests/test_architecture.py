@@ -42,6 +42,7 @@ LEVELS = {
     "report_comparison": 5,
     "report": 5,
     "advantages": 4,
+    "shown_tokens": 4,
     "trained_model": 4,
     "gradients": 4,
     "rollout_dump": 3,

@@ -39,6 +39,7 @@ class Replay:
         self._root = replay_directory(directory)
         self._config, self._shape, self._groups = config, shape, groups
         self._max_length = max_model_len(shape, config.rollout)
+        self.decode = None
         self.note = f"replay of {self._root}: nothing is sampled, published or evaluated"
 
     def check(self, steps: range) -> None:

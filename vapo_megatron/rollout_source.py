@@ -21,6 +21,8 @@ class RolloutSource(Protocol):
 
     note: str
     """What a user should know of this source; empty: nothing."""
+    decode: Callable[[Sequence[int]], str] | None
+    """Token ids to text as it was sampled; None: there is no tokenizer, on any rank."""
 
     def check(self, steps: range) -> None:
         """Refuse, with a UserError on every rank, what these steps (from 0) cannot train on."""

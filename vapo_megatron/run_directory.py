@@ -115,7 +115,10 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def group_record(
-    rollouts: Sequence[Rollout], statuses: Sequence[str], rewards: Sequence[float]
+    rollouts: Sequence[Rollout],
+    statuses: Sequence[str],
+    rewards: Sequence[float],
+    tokens: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return one group of responses as people read it: one line of rollouts/step_*.jsonl.
 
@@ -123,6 +126,8 @@ def group_record(
         rollouts: samples of one prompt.
         statuses: `Verdict.status` of each.
         rewards: shaped reward of each.
+        tokens: of each, its kept tokens' `pieces`, `values`, `advantages` and `entropy`, as
+            `shown_tokens` makes them; empty: nothing is known token by token.
     """
     prompt = rollouts[0].prompt
     assert all(r.prompt.index == prompt.index for r in rollouts), "a group has one prompt"
@@ -137,6 +142,8 @@ def group_record(
         }
         for rollout, status, reward in zip(rollouts, statuses, rewards, strict=True)
     ]
+    if tokens:
+        responses = [r | {"tokens": dict(t)} for r, t in zip(responses, tokens, strict=True)]
     return {
         "prompt_index": prompt.index,
         "prompt": prompt.text,

@@ -35,7 +35,7 @@ from vapo_megatron.progress import Progress
 from vapo_megatron.replay import Replay
 from vapo_megatron.report import build_report
 from vapo_megatron.rollout_source import OnProgress, RolloutSource
-from vapo_megatron.run_directory import group_record
+from vapo_megatron.shown_tokens import gather_shown, group_records
 from vapo_megatron.step_metrics import sampler_difference, step_metrics
 from vapo_megatron.trained_model import TrainedModel
 from vapo_megatron.turns import Turns
@@ -112,7 +112,7 @@ class VapoTrainer:
             self.policy_version += 1
             actor_metrics |= self._publish()
 
-        self._write_rollouts(step, scored)
+        self._write_rollouts(step, scored, summary, batch, entropy)
         metrics = step_metrics(summary, batch, entropy, config.algorithm, self.groups)
         return {**metrics, **difference, **critic_metrics, **actor_metrics}
 
@@ -264,21 +264,27 @@ class VapoTrainer:
         if self.writer is not None:
             self.progress.step(done, self.writer.write(done, {**metrics, **times}))
 
-    def _write_rollouts(self, step: int, scored: Sequence[ScoredRollout]) -> None:
-        """The first groups of a step are the main rank's own: nothing moves for this."""
-        if self.writer is None:
+    def _write_rollouts(
+        self,
+        step: int,
+        scored: Sequence[ScoredRollout],
+        summary: StepSummary,
+        batch: RolloutBatch,
+        entropy: torch.Tensor,
+    ) -> None:
+        """Write the first groups of a step, the main rank's own; their numbers come to it."""
+        group_size, decode = self.config.algorithm.group_size, self.source.decode
+        most = self.config.logging.rollout_groups * group_size
+        if most == 0:
             return
-        group_size = self.config.algorithm.group_size
-        shown = scored[: self.config.logging.rollout_groups * group_size]
-        self.writer.write_rollouts(
-            step + 1,
-            [
-                group_record(
-                    [s.rollout for s in group], [s.status for s in group], [s.reward for s in group]
-                )
-                for group in (shown[i : i + group_size] for i in range(0, len(shown), group_size))
-            ],
-        )
+        shown = list(scored[:most]) if self.writer is not None else []
+        tokens = {}
+        if decode is not None:
+            positions = [s.rollout.position for s in shown]
+            tokens = gather_shown(batch, entropy, positions, most, summary, self.groups)
+        if self.writer is not None:
+            records = group_records(shown, group_size, tokens, decode)
+            self.writer.write_rollouts(step + 1, records)
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[OnProgress]:

@@ -1,0 +1,137 @@
+"""Values, advantages, entropies of the few responses that a run keeps for people, by token.
+
+Before: each data-parallel rank holds those of the responses that it trains on, wherever they were
+sampled. After: every rank holds those of the shown ones, in two small all-reduces a
+step, the larger one of at most 3 * 1024 numbers for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.batch import RolloutBatch, ScoredRollout, StepSummary
+from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.reduce import max_over_world, sum_over_data_parallel
+from vapo_megatron.run_directory import group_record
+
+_HALF = 512
+"""Of a response longer than twice this, as many tokens at either end are kept."""
+
+_DIGITS = 3
+
+_PENDING = "\ufffd"
+"""What a decoder writes for bytes that are not yet a character."""
+
+
+def kept(length: int) -> list[int]:
+    """Return which tokens of a response of this length are kept, in order."""
+    if length <= 2 * _HALF:
+        return list(range(length))
+    return [*range(_HALF), *range(length - _HALF, length)]
+
+
+def gather_shown(
+    batch: RolloutBatch,
+    entropy: Tensor,
+    shown: Sequence[int],
+    most: int,
+    summary: StepSummary,
+    groups: ParallelGroups,
+) -> dict[int, dict[str, list[float | None]]]:
+    """Bring together what each rank knows of the tokens of the shown responses. A collective.
+
+    Args:
+        batch: this data-parallel rank's, complete.
+        entropy: float32 [T], nats.
+        shown: positions of responses; one rank names some, the others none.
+        most: how many those are at most, the same on every rank.
+        summary: of all ranks' responses.
+        groups: this rank's place.
+
+    Returns:
+        By position `values`, `advantages` and `entropy` of its kept tokens; None: not finite.
+    """
+    assert batch.values is not None and batch.advantages is not None
+    named = torch.full((most,), -1.0, dtype=torch.float64)
+    named[: len(shown)] = torch.tensor(shown, dtype=torch.float64)
+    positions = [int(p) for p in max_over_world(named).tolist() if p >= 0]
+    tokens = [kept(int(summary.response_lengths[p])) for p in positions]
+    sizes = list(map(len, tokens))
+    rows = torch.stack([batch.values, batch.advantages, entropy])
+    starts = dict(zip(batch.positions.tolist(), batch.cu_seqlens.tolist()))
+    out = torch.zeros(len(rows), sum(sizes))
+    for position, index, part in zip(positions, tokens, out.split(sizes, dim=1)):
+        if position in starts:
+            part.copy_(rows[:, torch.tensor(index, dtype=torch.long) + starts[position]])
+    out = sum_over_data_parallel(out, groups)
+    names = ("values", "advantages", "entropy")
+    return {
+        position: dict(zip(names, map(_rounded, part)))
+        for position, part in zip(positions, out.split(sizes, dim=1))
+    }
+
+
+def _rounded(numbers: Tensor) -> list[float | None]:
+    finite = numbers.isfinite().tolist()
+    return [
+        round(n, _DIGITS) + 0.0 if ok else None for n, ok in zip(numbers.double().tolist(), finite)
+    ]
+
+
+def token_pieces(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
+    """Return the text of each kept token; together they are the response where none is left out.
+
+    A character that takes several tokens stands at its last one.
+
+    Args:
+        token_ids: the whole response.
+        decode: ids to text, special tokens as they are written.
+    """
+    pieces: list[str] = []
+    before: tuple[int, ...] = ()
+    pending: tuple[int, ...] = ()
+    for at in kept(len(token_ids)):
+        pending += (token_ids[at],)
+        text = decode(before + pending).removeprefix(decode(before))
+        # No character has more than four bytes, and a token at least one.
+        unfinished = text.endswith(_PENDING) and len(pending) < 4
+        if unfinished and len(pieces) + 1 < min(len(token_ids), 2 * _HALF):
+            pieces.append("")
+        else:
+            pieces.append(text)
+            # Some tokenizers write a space between two tokens and none before the first.
+            before, pending = pending, ()
+    return pieces
+
+
+def group_records(
+    shown: Sequence[ScoredRollout],
+    group_size: int,
+    tokens: Mapping[int, Mapping[str, Any]],
+    decode: Callable[[Sequence[int]], str] | None,
+) -> list[dict[str, Any]]:
+    """Return the records of whole groups that stand one after another.
+
+    Args:
+        shown: responses, group after group.
+        group_size: G.
+        tokens: from gather_shown.
+        decode: as token_pieces takes it; None: the records say nothing token by token.
+    """
+    records = []
+    for start in range(0, len(shown), group_size):
+        group = shown[start : start + group_size]
+        rollouts = [s.rollout for s in group]
+        known = []
+        if decode is not None:
+            known = [
+                {"pieces": token_pieces(r.token_ids, decode), **tokens[r.position]}
+                for r in rollouts
+            ]
+        statuses, rewards = [s.status for s in group], [s.reward for s in group]
+        records.append(group_record(rollouts, statuses, rewards, known))
+    return records
