@@ -15,6 +15,8 @@ from vapo_megatron.algorithm.gae import (
     moments,
     whiten,
 )
+from vapo_megatron.algorithm.group_advantages import group_advantages, group_sums
+from vapo_megatron.algorithm.overlong_filtering import without_truncated
 from vapo_megatron.algorithm.policy_loss import (
     clipped_policy_loss,
     loss_count,
@@ -22,7 +24,9 @@ from vapo_megatron.algorithm.policy_loss import (
     token_weights,
 )
 from vapo_megatron.algorithm.positive_lm_loss import positive_lm_loss
-from vapo_megatron.algorithm.value_loss import value_loss
+from vapo_megatron.algorithm.reference_kl import reference_kl
+from vapo_megatron.algorithm.sampler_correction import icepop_mask, truncated_importance_mask
+from vapo_megatron.algorithm.value_loss import bounded_values, value_loss
 
 META = torch.device("meta")
 
@@ -58,8 +62,8 @@ def test_gae_and_statistics():
 def test_losses():
     cu_seqlens = torch.zeros(6, dtype=torch.int32, device=META)
     mask = torch.ones(700, dtype=torch.bool, device=META)
-    for aggregation in ("token", "sample"):
-        weights = token_weights(mask, cu_seqlens, aggregation)
+    for aggregation in ("token", "sample", "constant"):
+        weights = token_weights(mask, cu_seqlens, aggregation, max_response_tokens=700)
         count = loss_count(mask, cu_seqlens, aggregation)
         loss, metrics = clipped_policy_loss(
             floats(700), floats(700), floats(700), weights,
@@ -69,6 +73,27 @@ def test_losses():
             floats(700), floats(700), weights, num_tokens=count, old_values=floats(700), clip=0.2
         )
         imitation = positive_lm_loss(floats(700), weights, mask, num_positive_tokens=count)
-        (loss + critic_loss + imitation).backward()
-        assert on_meta(loss, critic_loss, imitation, *metrics.values(), *critic_metrics.values())
+        kl, kl_metrics = reference_kl(floats(700), floats(700), weights, num_tokens=count)
+        (loss + critic_loss + imitation + kl).backward()
+        assert on_meta(loss, critic_loss, imitation, kl)
+        assert on_meta(*metrics.values(), *critic_metrics.values(), *kl_metrics.values())
     assert on_meta(ratio_deviation(floats(700), floats(700), mask))
+
+
+def test_masks_and_bounded_values():
+    cu_seqlens = torch.zeros(6, dtype=torch.int32, device=META)
+    mask = torch.ones(700, dtype=torch.bool, device=META)
+    assert on_meta(without_truncated(mask, mask[:5], cu_seqlens), bounded_values(floats(700), 1.0))
+    tensors = floats(700), floats(700), mask
+    for policy_mask, metrics in (
+        truncated_importance_mask(*tensors, cap=2.0, num_tokens=mask.sum()),
+        icepop_mask(*tensors, low=0.5, high=5.0, num_tokens=mask.sum()),
+    ):
+        assert on_meta(policy_mask, *metrics.values())
+
+
+def test_group_advantages():
+    rewards, groups = floats(64), torch.zeros(64, dtype=torch.int64, device=META)
+    sums = group_sums(rewards, groups, 4)
+    for estimator in ("grpo", "dr_grpo"):
+        assert on_meta(sums, group_advantages(rewards, groups, sums, estimator))

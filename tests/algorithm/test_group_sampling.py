@@ -45,6 +45,7 @@ def test_the_actor_trains_from_the_step_after_value_pretraining():
         ([0.1, 0.6, 0.5, 0.7], 2, False),
         ([0.1, 0.6, 0.5, 0.55], 3, False),  # it rose above .1 within three steps
         ([0.9, 0.6, 0.7, 0.8], 3, True),  # below the maximum, however it rises
+        ([0.9, 0.6, 0.7, 0.8], 2, True),  # .9 is what they must pass, not .6
         ([-3.0, -2.0, -1.0], 1, False),
         ([math.nan, math.nan], 1, True),
         ([0.5, math.nan, math.nan], 2, True),
