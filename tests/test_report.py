@@ -262,10 +262,10 @@ def test_only_the_page_s_own_script_may_run(run_dir, page):
 
 def test_verdicts_rewards_and_truncation_of_responses_are_shown(run_dir, page):
     text = (run_dir / "report.html").read_text()
-    # Four of 34 steps, first and last among them: 34 files at 0, 11, 22, 33.
-    assert re.findall(r"<h3>Step (\d+)</h3>", text) == ["1", "12", "23", "34"]
-    assert text.count('<details class="group">') == 8
-    assert text.count('<details class="response ') == 8 * 16
+    # Twelve of 34 steps, first and last among them: every third.
+    assert re.findall(r"<h3>Step (\d+)</h3>", text) == list(map(str, range(1, 35, 3)))
+    assert text.count('<details class="group">') == 24
+    assert text.count('<details class="response ') == 24 * 16
     group = json.loads((run_dir / "rollouts" / "step_000034.jsonl").read_text().splitlines()[0])
     correct = sum(r["status"] == "correct" for r in group["responses"])
     assert f"{correct}/16" in text and "truncated</span>" in text

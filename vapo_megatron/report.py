@@ -14,7 +14,8 @@ from vapo_megatron.metrics import accuracy_name
 from vapo_megatron.progress_view import format_seconds
 from vapo_megatron.report_charts import chart_data
 from vapo_megatron.report_page import escape, script_json, write_page
-from vapo_megatron.report_sections import configuration, rollouts, techniques
+from vapo_megatron.report_rollouts import rollouts
+from vapo_megatron.report_sections import configuration, techniques
 from vapo_megatron.run_directory import Run, read_run
 
 
@@ -29,13 +30,14 @@ def build_report(run_dir: str | Path) -> Path:
 
 
 def _slots(run: Run) -> dict[str, str]:
+    responses, tokens = rollouts(run)
     return {
         "title": escape(run.run_dir.resolve().name),
         "subtitle": _subtitle(run.config),
         "headline": "".join(_card(*figure) for figure in _headline(run)),
-        "data": script_json(chart_data(run)),
+        "data": script_json({**chart_data(run), "tokens": tokens}),
         "techniques": techniques(run.config),
-        "rollouts": rollouts(run),
+        "rollouts": responses,
         "config": configuration(run.config),
     }
 

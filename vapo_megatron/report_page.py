@@ -16,7 +16,7 @@ from pathlib import Path
 
 from vapo_megatron.run_directory import replace_file
 
-_SCRIPTS = ("report_curves.js",)
+_SCRIPTS = ("report_curves.js", "report_rollouts.js")
 
 
 def write_page(out: Path, template: str, slots: Mapping[str, str]) -> Path:

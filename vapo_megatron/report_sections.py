@@ -1,4 +1,4 @@
-"""The report's text: techniques with their settings, responses with their verdicts, configuration.
+"""The report's text: techniques with their settings, and the configuration.
 
 Every function returns HTML in which all text that comes from the run is escaped.
 """
@@ -12,11 +12,6 @@ import yaml
 
 from vapo_megatron.config_schema import AlgorithmConfig, VapoConfig
 from vapo_megatron.report_page import escape
-from vapo_megatron.run_directory import Run
-
-_MAX_CHARACTERS = 8000
-_MAX_STEPS = 4
-_STATUSES = ("correct", "wrong", "unparsable", "timed_out")
 
 _TECHNIQUES: tuple[tuple[str, str, Callable[[Mapping[str, Any]], bool], str], ...] = (
     (
@@ -87,64 +82,6 @@ def techniques(config: Mapping[str, Any]) -> str:
             f'<div class="settings">{values}</div></li>'
         )
     return f'<ol class="techniques">{"".join(items)}</ol>'
-
-
-def rollouts(run: Run) -> str:
-    """Return the groups kept of up to four steps, spread from the first to the last."""
-    steps = run.rollout_steps
-    if len(steps) > _MAX_STEPS:
-        last = len(steps) - 1
-        steps = [steps[round(i * last / (_MAX_STEPS - 1))] for i in range(_MAX_STEPS)]
-    parts = []
-    for step in steps:
-        groups = "".join(_group(group) for group in run.rollouts(step))
-        parts.append(f"<h3>Step {step}</h3>{groups}")
-    return "".join(parts) or '<p class="empty">No responses were kept.</p>'
-
-
-def _group(group: Mapping[str, Any]) -> str:
-    responses = group["responses"]
-    correct = sum(r["status"] == "correct" for r in responses)
-    marks = "".join(f'<i class="{_status(r)}" title="{_status(r)}"></i>' for r in responses)
-    return (
-        f'<details class="group"><summary><span class="prompt">{escape(_preview(group["prompt"]))}'
-        f'</span><span class="marks">{marks}</span>'
-        f'<span class="count">{correct}/{len(responses)}</span></summary>'
-        f'<div class="inside"><div class="caption">Prompt</div><pre>{_long(group["prompt"])}</pre>'
-        f'<div class="caption">Answer</div><pre>{_long(group["answer"])}</pre>'
-        f'<div class="caption">Responses</div>{"".join(map(_response, responses))}</div></details>'
-    )
-
-
-def _response(response: Mapping[str, Any]) -> str:
-    status = _status(response)
-    cut = '<span class="truncated">truncated</span>' if response["truncated"] else ""
-    return (
-        f'<details class="response {status}"><summary>'
-        f'<span class="status">{status.replace("_", " ")}</span>'
-        f'<span class="reward">{response["reward"]:+.2f}</span>'
-        f'<span class="length">{response["num_tokens"]:,} tokens</span>{cut}'
-        f'<span class="preview">{escape(_preview(response["text"]))}</span></summary>'
-        f"<pre>{_long(response['text'])}</pre></details>"
-    )
-
-
-def _status(response: Mapping[str, Any]) -> str:
-    return response["status"] if response["status"] in _STATUSES else "wrong"
-
-
-def _preview(text: str) -> str:
-    return " ".join(text[:400].split())[:200]
-
-
-def _long(text: str) -> str:
-    """Escape a text; of a very long one the beginning and the end."""
-    left_out = len(text) - _MAX_CHARACTERS
-    if left_out <= 0:
-        return escape(text)
-    half = _MAX_CHARACTERS // 2
-    note = f"<span class='gap'>{left_out:,} characters are in rollouts/ alone</span>"
-    return escape(text[:half]) + note + escape(text[-half:])
 
 
 def configuration(config: Mapping[str, Any]) -> str:

@@ -1,0 +1,75 @@
+
+(() => {
+  const bar = document.getElementById("shading");
+  if (!bar || !(data.tokens ?? []).length) return;
+  const sections = [...document.querySelectorAll("section.step")];
+  const texts = [...document.querySelectorAll("pre[data-response]")];
+  const plain = new Map(texts.map(pre => [pre, [...pre.childNodes]]));
+
+  const picker = html("label", "", bar, "Step ");
+  const choice = html("select", "", picker);
+  for (const section of sections) html("option", "", choice, section.dataset.step);
+  const pick = () => sections.forEach(section => { section.hidden = section.dataset.step !== choice.value; });
+  choice.value = sections[sections.length - 1].dataset.step;
+  choice.addEventListener("change", pick);
+  pick();
+
+  const known = data.tokens.filter(t => t);
+  if (!known.length) return;
+  const kinds = { pieces: "Text", values: "Value", advantages: "Advantage", entropy: "Entropy" };
+  const group = html("span", "", bar), scale = html("span", "scale", bar), readout = html("output", "", bar);
+  const buttons = {};
+  for (const kind in kinds) {
+    buttons[kind] = html("button", "", group, kinds[kind]);
+    buttons[kind].addEventListener("click", () => choose(kind));
+  }
+  // What 99 % of the tokens stay within, so that one outlier does not pale the rest.
+  const spans = {};
+  for (const kind of ["values", "advantages", "entropy"]) {
+    const sizes = known.flatMap(t => t[kind]).filter(v => v !== null).map(Math.abs).sort((a, b) => a - b);
+    spans[kind] = sizes[Math.floor(.99 * (sizes.length - 1))] || 1;
+  }
+  let kind = "values";
+
+  function color(value) {
+    if (value === null) return "var(--line)";
+    const part = Math.max(-1, Math.min(1, value / spans[kind]));
+    return `rgb(var(${part < 0 ? "--low" : "--high"}) / ${(.6 * Math.abs(part)).toFixed(3)})`;
+  }
+  function describe(tokens, i) {
+    const at = tokens.gap && i >= tokens.gap[0] ? i + tokens.gap[1] : i;
+    return `token ${at + 1}: value ${format(tokens.values[i])}, advantage ${format(tokens.advantages[i])}, entropy ${format(tokens.entropy[i])} nat`;
+  }
+  function shade(pre) {
+    const tokens = data.tokens[pre.dataset.response];
+    if (!tokens || kind === "pieces") { pre.replaceChildren(...plain.get(pre)); return; }
+    pre.replaceChildren();
+    tokens.pieces.forEach((piece, i) => {
+      if (tokens.gap && i === tokens.gap[0]) html("span", "gap", pre, `${tokens.gap[1].toLocaleString("en")} tokens are not shown`);
+      // A token that only begins a character has no text of its own.
+      const span = html("span", "", pre, piece || "\u00b7");
+      span.style.background = color(tokens[kind][i]);
+      span.title = describe(tokens, i);
+    });
+  }
+  function choose(wanted) {
+    kind = wanted;
+    for (const name in buttons) buttons[name].setAttribute("aria-pressed", name === kind);
+    scale.replaceChildren();
+    if (kind !== "pieces") {
+      const end = format(spans[kind]);
+      scale.append(kind === "entropy" ? "0" : "-" + end);
+      const ramp = html("i", "", scale);
+      if (kind === "entropy") ramp.style.background = "linear-gradient(90deg, transparent, rgb(var(--high) / .6))";
+      scale.append(end);
+    }
+    for (const pre of texts) if (pre.parentNode.open) shade(pre);
+  }
+  for (const pre of texts) {
+    pre.parentNode.addEventListener("toggle", () => { if (pre.parentNode.open) shade(pre); });
+    const show = event => { if (event.target.title) readout.textContent = event.target.title; };
+    pre.addEventListener("pointerover", show);
+    pre.addEventListener("pointerdown", show);
+  }
+  choose(kind);
+})();
