@@ -38,6 +38,7 @@ LEVELS = {
     "progress": 5,
     "report_charts": 4,
     "report_page": 4,
+    "report_plots": 5,
     "report_rollouts": 5,
     "report_sections": 5,
     "report_comparison": 5,

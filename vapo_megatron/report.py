@@ -14,6 +14,7 @@ from vapo_megatron.metrics import accuracy_name
 from vapo_megatron.progress_view import format_seconds
 from vapo_megatron.report_charts import chart_data
 from vapo_megatron.report_page import escape, script_json, write_page
+from vapo_megatron.report_plots import plots
 from vapo_megatron.report_rollouts import rollouts
 from vapo_megatron.report_sections import configuration, techniques
 from vapo_megatron.run_directory import Run, read_run
@@ -35,7 +36,7 @@ def _slots(run: Run) -> dict[str, str]:
         "title": escape(run.run_dir.resolve().name),
         "subtitle": _subtitle(run.config),
         "headline": "".join(_card(*figure) for figure in _headline(run)),
-        "data": script_json({**chart_data(run), "tokens": tokens}),
+        "data": script_json({**chart_data(run), "tokens": tokens, "plots": plots(run)}),
         "techniques": techniques(run.config),
         "rollouts": responses,
         "config": configuration(run.config),

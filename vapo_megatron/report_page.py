@@ -16,7 +16,7 @@ from pathlib import Path
 
 from vapo_megatron.run_directory import replace_file
 
-_SCRIPTS = ("report_curves.js", "report_rollouts.js")
+_SCRIPTS = ("report_curves.js", "report_rollouts.js", "report_plots.js")
 
 
 def write_page(out: Path, template: str, slots: Mapping[str, str]) -> Path:
