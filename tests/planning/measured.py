@@ -40,8 +40,8 @@ class Allocations:
     """Counts every allocation and release of torch's CPU allocator in a with block, by profiler.
 
     But for gloo's copies of what it sums: another thread holds them for as long as it likes, and
-    NCCL makes none. That thread holds the tensors themselves, too, until shortly after they are
-    summed, and the profiler does not see what it releases: sums are followed by a pause.
+    NCCL makes none. That thread holds the tensors themselves, too, until shortly after they have
+    been sent, and the profiler does not see what it releases: a pause follows.
     """
 
     def __enter__(self) -> Allocations:
@@ -74,7 +74,7 @@ def _allocations(events: Any, in_gloo: bool) -> Iterator[tuple[int, int, int, bo
 
 
 class _Paused(NamedTuple):
-    """A sum's work, which rests after it is done."""
+    """A collective's work, which rests after it is done."""
 
     work: Any
 
@@ -84,16 +84,27 @@ class _Paused(NamedTuple):
 
 
 @contextlib.contextmanager
-def pausing_sums() -> Iterator[None]:
-    """Let gloo's thread forget the tensors of each all-reduce before this thread goes on."""
-    all_reduce = dist.all_reduce
+def pausing() -> Iterator[None]:
+    """Let gloo's thread forget the tensors of each collective before this thread goes on."""
+    from megatron.core.tensor_parallel import layers, mappings
 
-    def then_pause(*args: Any, **keywords: Any) -> Any:
-        work = all_reduce(*args, **keywords)
-        time.sleep(PAUSE_SECONDS)
-        return work if work is None else _Paused(work)
+    def then_pause(collective: Any) -> Any:
+        def communicate(*args: Any, **keywords: Any) -> Any:
+            work = collective(*args, **keywords)
+            time.sleep(PAUSE_SECONDS)
+            return work if work is None else _Paused(work)
 
-    with mock.patch.object(dist, "all_reduce", then_pause):
+        return communicate
+
+    with contextlib.ExitStack() as stack:
+        for module, names in (
+            (dist, ("all_reduce",)),
+            (layers, ("dist_all_gather_func", "dist_reduce_scatter_func")),
+            (mappings, ("dist_all_gather_func", "dist_reduce_scatter_func")),
+        ):
+            for name in names:
+                paused = then_pause(getattr(module, name))
+                stack.enter_context(mock.patch.object(module, name, paused))
         yield
 
 
@@ -117,13 +128,13 @@ def measure(shape: ModelShape, config: VapoConfig, role: str, responses: int) ->
     with Allocations() as optimized:
         optimizer = build_optimizer(chunks, config, role)
     head = _head(shape, config, role, model, here)
-    with Allocations() as trained, pausing_sums():
+    with Allocations() as trained, pausing():
         forward_backward(
             chunks, micro_batches, lambda o, m: (head(o, m, with_entropy=False).sum(), {})
         )
     with Allocations() as stepped:
         optimizer_step(optimizer)
-    with Allocations() as inferred, pausing_sums():
+    with Allocations() as inferred, pausing():
         forward_only(chunks, micro_batches, head)
     return Measured(
         pp_rank=here.pp_rank,
