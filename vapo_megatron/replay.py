@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Replay:
         self._root = replay_directory(directory)
         self._config, self._shape, self._groups = config, shape, groups
         self._max_length = max_model_len(shape, config.rollout)
-        self.decode = None
+        self.decode: Callable[[Sequence[int]], str] | None = None
         self.note = f"replay of {self._root}: nothing is sampled, published or evaluated"
 
     def check(self, steps: range) -> None:

@@ -132,7 +132,7 @@ def _chart_data(names: Sequence[str], runs: Sequence[Run]) -> dict[str, Any]:
 def _values(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
     """Per metric, each run's final value, and its best one with the step where it stood."""
     for title, metric, better, _ in _MEASURES:
-        found = [[p for p in _points(run, metric) if p[1] is not None] for run in runs]
+        found = [[(s, v) for s, v in _points(run, metric) if v is not None] for run in runs]
         if not any(found):
             continue
         yield f"{title}, final", _marked([p[-1][1] if p else None for p in found], better)
@@ -165,7 +165,7 @@ def _differing(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
 
 
 def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {}
+    fields: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict):
             fields |= {f"{name}.{field}": inner for field, inner in value.items()}

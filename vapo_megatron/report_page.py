@@ -31,7 +31,7 @@ def write_page(out: Path, template: str, slots: Mapping[str, str]) -> Path:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     given = {"style": _read("report.css"), "script": script, "hash": f"sha256-{digest}"}
     # In one pass, so that nothing in a slot's text is read as a slot.
-    page = re.sub(r"\{\{(\w+)\}\}", lambda match: (given | slots)[match[1]], _read(template))
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: {**given, **slots}[match[1]], _read(template))
     # Text from a model may hold lone surrogates, which UTF-8 cannot.
     replace_file(out, page.encode("utf-8", "replace").decode("utf-8"))
     return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class Sampling:
         self._config = config
         hf_path = str(config.model.hf_path)
         tokenizer = load_tokenizer(hf_path)
-        self.decode = functools.lru_cache(65536)(
+        self.decode: Callable[[Sequence[int]], str] | None = functools.lru_cache(65536)(
             functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         )
         self._dataset = self._problems(str(config.data.train_path), tokenizer, config.data.shuffle)
