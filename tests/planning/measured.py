@@ -20,7 +20,7 @@ from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning.model_bytes import Role
 
 PROMPT_TOKENS = 2
-PAUSE_SECONDS = 0.005
+PAUSE_SECONDS = 0.02
 
 
 class Measured(NamedTuple):
