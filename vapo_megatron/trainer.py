@@ -17,7 +17,7 @@ from vapo_megatron.algorithm.value_pretraining import actor_is_trained
 from vapo_megatron.batch import RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.critic import Critic
-from vapo_megatron.data.packing import plan_mini_batches
+from vapo_megatron.data.packing import attention_tokens, plan_mini_batches
 from vapo_megatron.metrics import MetricsWriter
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend, groups
@@ -200,7 +200,7 @@ class VapoTrainer:
             dp_size=self.groups.dp_size,
             max_tokens_per_microbatch=self.config.parallel.max_tokens_per_microbatch,
             seed=self.config.seed * 1_000_003 + step,
-            attention_tokens=12 * self.shape.hidden_size,
+            attention_tokens=attention_tokens(self.shape.hidden_size),
         )
         by_rank = [[plan.micro_batches[r] for plan in plans] for r in range(self.groups.dp_size)]
         wanted = [[p for mini in rank for micro in mini for p in micro] for rank in by_rank]

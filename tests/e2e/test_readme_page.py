@@ -12,12 +12,12 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -173,7 +173,9 @@ def kill_after(place: Path, command: str, metrics: Path, steps: int) -> None:
             time.sleep(0.05)
     finally:
         if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
+            # torchrun's processes have sessions of their own, and would go on without it.
+            for process in [*psutil.Process(job.pid).children(recursive=True), job]:
+                process.kill()
             job.communicate()
 
 

@@ -11,15 +11,20 @@ from collections.abc import Sequence
 
 from vapo_megatron.data.order import seeded_permutation
 
-ATTENTION_TOKENS = 49152
-"""Length at which attention costs as much as the matrices: 12 * hidden size, here for 4096.
-
-A layer of about 12 H^2 parameters takes 24 H^2 operations per token, and causal attention 2 l H per
-token of a sequence of length l.
-"""
-
 _PURPOSE = 2
 """Keeps this order apart from other orders of the same seed."""
+
+
+def attention_tokens(hidden_size: int) -> int:
+    """Return the length at which attention costs as much as the matrices: 12 H.
+
+    A layer of about 12 H^2 parameters takes 24 H^2 operations per token, and causal attention 2 l H
+    per token of a sequence of length l.
+    """
+    return 12 * hidden_size
+
+
+ATTENTION_TOKENS = attention_tokens(4096)
 
 
 @dataclasses.dataclass(frozen=True)

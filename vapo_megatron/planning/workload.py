@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.order import seeded_permutation
-from vapo_megatron.data.packing import plan_mini_batches
+from vapo_megatron.data.packing import attention_tokens, plan_mini_batches
 from vapo_megatron.errors import ConfigError
 
 SPREAD = 0.5
@@ -169,7 +169,7 @@ def loads(workload: Workload, hidden_size: int, dp_size: int, max_tokens: int) -
         dp_size=dp_size,
         max_tokens_per_microbatch=max_tokens,
         seed=0,
-        attention_tokens=12 * hidden_size,
+        attention_tokens=attention_tokens(hidden_size),
     )
     found = np.zeros((4, packed, dp_size))
     for index, plan in enumerate(plans):
