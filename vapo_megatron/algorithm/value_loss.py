@@ -18,7 +18,8 @@ def bounded_values(head: Tensor, bound: float) -> Tensor:
     Near 0 it is the head itself. Where |head| is many times the bound its gradient vanishes: choose
     a bound above the largest |return|, which V reaches only in the limit.
 
-    Source: BPCO (arXiv 2608.23566), bounded values.
+    Source: this form is ours. BPCO (arXiv 2608.23566) has bounded values; by which function, we do
+    not know.
 
     Args:
         head: [T] float32 or float64, the value head's output; carries the gradient.

@@ -29,9 +29,9 @@ def critic_has_settled(explained_variances: Sequence[float], patience: int) -> b
 
         max of the last `patience` steps <= max of the steps before them
 
-    Source: VAPO (arXiv 2504.05118) pretrains values "until training metrics such as value loss and
-    explained variance reach a sufficiently low level"; VC-PPO (arXiv 2503.01491) finds that too
-    many steps are worse than fewer. The rule for stopping is ours.
+    Source: VAPO (arXiv 2504.05118) pretrains values until value loss and explained variance are
+    good; VC-PPO (arXiv 2503.01491) finds that too many steps are worse than fewer. The rule for
+    stopping is ours.
 
     Args:
         explained_variances: of the steps of value pretraining so far, oldest first; NaN counts as
