@@ -48,6 +48,14 @@ def test_value_and_return_by_position(found):
     assert plot["value, not correct"] == [[0.55, -0.5]]
 
 
+def test_without_a_critic_nothing_is_said_of_it(found):
+    response_of_group = response("wrong", "xy", None, [0.5, -1.0])
+    del response_of_group["tokens"]["values"]
+    run = found(response_of_group)
+    assert "Does the" not in run
+    assert run["Which part"] == {"not correct": [[0.25, 0.5], [0.75, -1.0]]}
+
+
 def test_advantage_by_position_past_the_gap(found):
     # Two of ten tokens are kept, the first and the last.
     run = found(response("wrong", "xy", [0.0, 0.25], [0.5, -1.0], num_tokens=10))

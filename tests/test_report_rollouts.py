@@ -46,6 +46,15 @@ def test_each_response_has_its_tokens(tmp_path):
     assert ("data-step", "1") in page.attributes
 
 
+def test_responses_without_values(tmp_path):
+    """Of a run without a critic."""
+    file, first, _ = written(tmp_path / "run", [3] * 16)
+    for response in first["responses"]:
+        del response["tokens"]["values"]
+    _, page = finished(tmp_path / "run", file, first)
+    assert set(page.data["tokens"][0]) == {"pieces", "advantages", "entropy", "gap"}
+
+
 def test_pieces_are_inert(tmp_path):
     file, first, _ = written(tmp_path / "run", [2])
     pieces = [HOSTILE, "<script>alert(3)</script>\ud800"]

@@ -26,13 +26,14 @@ def plots(run: Run) -> list[dict[str, Any]]:
     if not responses:
         return []
     gamma = (run.config.get("algorithm") or {}).get("gamma", 1.0)
+    has_critic = all("values" in r["tokens"] for r in responses)
     right = [r for r in responses if r["status"] == "correct"]
     other = [r for r in responses if r["status"] != "correct"]
     kinds = [("correct", right), ("not correct", other)]
     where = "position in the response"
     found = [
         _plot("Does the critic foresee how a response ends?", where, "value and return", [
-            series for name, some in kinds for series in (
+            series for name, some in kinds if has_critic for series in (
                 (f"value, {name}", _by_part(_values(some, "values"))),
                 (f"return, {name}", _by_part(_returns(some, gamma))),
             )

@@ -17,6 +17,8 @@
   const known = data.tokens.filter(t => t);
   if (!known.length) return;
   const kinds = { pieces: "Text", values: "Value", advantages: "Advantage", entropy: "Entropy" };
+  // Without a critic there are no values.
+  for (const kind in kinds) if (!known.every(t => t[kind])) delete kinds[kind];
   const group = html("span", "", bar), scale = html("span", "scale", bar), readout = html("output", "", bar);
   const buttons = {};
   for (const kind in kinds) {
@@ -25,11 +27,12 @@
   }
   // What 99 % of the tokens stay within, so that one outlier does not pale the rest.
   const spans = {};
-  for (const kind of ["values", "advantages", "entropy"]) {
+  for (const kind in kinds) {
+    if (kind === "pieces") continue;
     const sizes = known.flatMap(t => t[kind]).filter(v => v !== null).map(Math.abs).sort((a, b) => a - b);
     spans[kind] = sizes[Math.floor(.99 * (sizes.length - 1))] || 1;
   }
-  let kind = "values";
+  let kind = kinds.values ? "values" : "advantages";
 
   function color(value) {
     if (value === null) return "var(--line)";
@@ -38,7 +41,8 @@
   }
   function describe(tokens, i) {
     const at = tokens.gap && i >= tokens.gap[0] ? i + tokens.gap[1] : i;
-    return `token ${at + 1}: value ${format(tokens.values[i])}, advantage ${format(tokens.advantages[i])}, entropy ${format(tokens.entropy[i])} nat`;
+    const value = tokens.values ? `value ${format(tokens.values[i])}, ` : "";
+    return `token ${at + 1}: ${value}advantage ${format(tokens.advantages[i])}, entropy ${format(tokens.entropy[i])} nat`;
   }
   function shade(pre) {
     const tokens = data.tokens[pre.dataset.response];

@@ -48,7 +48,7 @@ def _tokens(
     """Both ends of what was kept, at most `most` tokens; `gap` is [where, how many] lack there."""
     if known is None:
         return None
-    names = ("pieces", "values", "advantages", "entropy")
+    names = [n for n in ("pieces", "values", "advantages", "entropy") if n in known]
     held = len(known["pieces"])
     half = min(held, most) // 2
     cut = held > most or held < response["num_tokens"]

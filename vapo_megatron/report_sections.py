@@ -24,14 +24,17 @@ _TECHNIQUES: tuple[tuple[str, str, Callable[[Mapping[str, Any]], bool], str], ..
     (
         "Decoupled GAE",
         "lambda_critic lambda_actor",
-        lambda a: a["lambda_critic"] not in ("same_as_actor", a["lambda_actor"]),
+        lambda a: (
+            a["advantage_estimator"] == "gae"
+            and a["lambda_critic"] not in ("same_as_actor", a["lambda_actor"])
+        ),
         "Critic and actor each have their lambda: at 1 the critic's targets are unbiased returns, "
         "while the actor's advantages keep a low variance.",
     ),
     (
         "Length-adaptive GAE",
         "lambda_actor length_adaptive_alpha",
-        lambda a: a["lambda_actor"] == "adaptive",
+        lambda a: a["advantage_estimator"] == "gae" and a["lambda_actor"] == "adaptive",
         "lambda = 1 - 1 / (alpha l): in a longer response the reward reaches further back.",
     ),
     (

@@ -126,8 +126,8 @@ def group_record(
         rollouts: samples of one prompt.
         statuses: `Verdict.status` of each.
         rewards: shaped reward of each.
-        tokens: of each, its kept tokens' `pieces`, `values`, `advantages` and `entropy`, as
-            `shown_tokens` makes them; empty: nothing is known token by token.
+        tokens: of each, its kept tokens' `pieces`, `values` (of a critic), `advantages` and
+            `entropy`, as `shown_tokens` makes them; empty: nothing is known token by token.
     """
     prompt = rollouts[0].prompt
     assert all(r.prompt.index == prompt.index for r in rollouts), "a group has one prompt"
