@@ -150,7 +150,7 @@ def accuracy_name(row: Mapping[str, Any]) -> str | None:
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl, TensorBoard events and rollouts/step_*.jsonl, on one process."""
+    """Writes what a run leaves for people, TensorBoard's events included, on one process."""
 
     def __init__(self, run_dir: str | Path, tensorboard: bool = True, resume_step: int = 0):
         """Open the run's files; whatever they hold of steps >= resume_step is dropped.
@@ -162,15 +162,16 @@ class MetricsWriter:
                 step s, 0 for a run from the beginning.
 
         Raises:
-            DataError: metrics.jsonl holds a line that is not a row.
+            DataError: metrics.jsonl or problems.jsonl holds a line that is not a row.
         """
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._last_step = resume_step - 1
-        file = self.run_dir / "metrics.jsonl"
-        if file.exists():
-            kept = [row for row in read_rows(file) if row["step"] < resume_step]
-            replace_file(file, "".join(map(to_line, kept)))
+        file, self._problems = self.run_dir / "metrics.jsonl", self.run_dir / "problems.jsonl"
+        for rows in (file, self._problems):
+            if rows.exists():
+                kept = [row for row in read_rows(rows) if row["step"] < resume_step]
+                replace_file(rows, "".join(map(to_line, kept)))
         for step in rollout_steps(self.run_dir):
             if step >= resume_step:
                 rollout_file(self.run_dir, step).unlink()
@@ -215,6 +216,14 @@ class MetricsWriter:
         self._file.close()
         if self._events:
             self._events.close()
+    def write_problems(
+        self, step: int, problems: Sequence[int], correct: Sequence[int], group_size: int
+    ) -> None:
+        """Write which problems a step met, and how many of a group's responses were right."""
+        row = {"step": step, "group_size": group_size, "problems": list(problems)}
+        with self._problems.open("a", encoding="utf-8") as file:
+            file.write(to_line(row | {"correct": list(correct)}))
+
 
     def __enter__(self) -> MetricsWriter:
         return self

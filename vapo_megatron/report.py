@@ -27,12 +27,13 @@ def build_report(run_dir: str | Path) -> Path:
         DataError: run_dir is no run directory, or a file in it cannot be read.
     """
     run = read_run(run_dir)
-    return write_page(run.run_dir / "report.html", "report_template.html", _slots(run))
+    return write_page(run.run_dir / "report.html", "report_run.html", _slots(run))
 
 
 def _slots(run: Run) -> dict[str, str]:
     responses, tokens = rollouts(run)
     return {
+        "kind": "VAPO run",
         "title": escape(run.run_dir.resolve().name),
         "subtitle": _subtitle(run.config),
         "headline": "".join(_card(*figure) for figure in _headline(run)),

@@ -133,10 +133,17 @@ function lineChart(parent, spec) {
   if (spec.series.some(s => s.points.some(p => p[1] !== null && p[1] < spec.floor)))
     html("span", "", chart.legend, `below ${spec.floor} cut off`);
   chart.draw = () => {
-    const finite = spec.series.flatMap(s => s.points.map(p => p[1])).filter(v => v !== null);
+    const shown = spec.series.filter(s => !s.hidden);
+    const finite = shown.flatMap(s => s.points.flatMap(p => p.slice(1))).filter(v => v !== null);
     const axis = (spec.log && logAxis(finite)) || linearAxis(finite.length ? finite : [0], spec);
     const view = chart.view = frame(chart, axis);
-    for (const s of [...spec.series].reverse()) {
+    const bottom = v => Math.min(view.y(v), view.base).toFixed(1);
+    for (const s of shown) {
+      const band = s.points.filter(p => p[2] !== undefined && p[2] !== null);
+      const edge = (points, i) => points.map(p => `${view.x(p[0]).toFixed(1)},${bottom(p[i])}`);
+      if (band.length) svg("polygon", { class: "band", points: [...edge(band, 2), ...edge(band.reverse(), 3)].join(" "), style: `fill: ${s.color}` }, view.root);
+    }
+    for (const s of [...shown].reverse()) {
       let path = "", pen = "M";
       for (const [step, value] of s.points) {
         if (value === null) {
@@ -146,7 +153,7 @@ function lineChart(parent, spec) {
           svg("title", {}, mark, `step ${step}: not finite`);
           continue;
         }
-        path += `${pen}${view.x(step).toFixed(1)},${Math.min(view.y(value), view.base).toFixed(1)}`;
+        path += `${pen}${view.x(step).toFixed(1)},${bottom(value)}`;
         pen = "L";
       }
       const sparse = s.points.length * 2 < s.points[s.points.length - 1][0] - s.points[0][0];
@@ -159,7 +166,7 @@ function lineChart(parent, spec) {
   };
   chart.show = step => {
     const layer = cross(chart, step);
-    for (const s of spec.series) {
+    for (const s of spec.series.filter(s => !s.hidden)) {
       const value = step === null ? s.points[s.points.length - 1][1] : s.at.get(step);
       s.value.textContent = format(value);
       if (layer && value !== null && value !== undefined)

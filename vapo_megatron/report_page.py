@@ -16,25 +16,31 @@ from pathlib import Path
 
 from vapo_megatron.run_directory import replace_file
 
-_SCRIPTS = ("report_curves.js", "report_rollouts.js", "report_plots.js")
+_SCRIPTS = ("report_curves.js", "report_arms.js", "report_rollouts.js", "report_plots.js")
 
 
-def write_page(out: Path, template: str, slots: Mapping[str, str]) -> Path:
-    """Fill a template of the package, write it to `out` and return `out`.
+def write_page(out: Path, content: str, slots: Mapping[str, str]) -> Path:
+    """Fill the frame and what stands in it, write the page to `out` and return `out`.
 
     Args:
         out: replaced as a whole.
-        template: file name; `{{name}}` in it stands for the slot of that name.
-        slots: HTML, in which text of a run is escaped. `style` and `script` are given here.
+        content: file of the package; `{{name}}` in it stands for the slot of that name.
+        slots: HTML, in which text of a run is escaped; of the frame `kind`, `title`, `subtitle` and
+            `data`, and those of the content.
     """
     script = "\n" + "".join(map(_read, _SCRIPTS))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     given = {"style": _read("report.css"), "script": script, "hash": f"sha256-{digest}"}
-    # In one pass, so that nothing in a slot's text is read as a slot.
-    page = re.sub(r"\{\{(\w+)\}\}", lambda match: {**given, **slots}[match[1]], _read(template))
+    given["content"] = _fill(_read(content), slots)
+    page = _fill(_read("report_frame.html"), {**given, **slots})
     # Text from a model may hold lone surrogates, which UTF-8 cannot.
     replace_file(out, page.encode("utf-8", "replace").decode("utf-8"))
     return out
+
+
+def _fill(template: str, slots: Mapping[str, str]) -> str:
+    """In one pass, so that nothing in a slot's text is read as a slot."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: slots[match[1]], template)
 
 
 def _read(name: str) -> str:
@@ -50,3 +56,22 @@ def script_json(data: object) -> str:
 def escape(text: object) -> str:
     """Return text that HTML shows as it is, inside an element or a quoted attribute."""
     return html.escape(str(text), quote=True)
+
+
+def breakable(name: object) -> str:
+    """As escape; the name may be broken after its dots, slashes and underscores."""
+    return re.sub(r"([._/])", r"\1<wbr>", escape(name))
+
+
+_TURNING = [0x61C, 0x200B, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2060, 0x2070), 0xFEFF]
+_UNSEEN = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"}
+_UNSEEN |= {code: f"\u27e8U+{code:04X}\u27e9" for code in [*range(0x7F, 0xA0), *_TURNING]}
+
+
+def visible(text: str) -> str:
+    """Return a model's text with signs for what nobody sees, or what turns the text around it.
+
+    Control characters become their pictures (a null U+2400); zero-width and directional ones their
+    numbers in angle brackets. Joiners, which emoji and some scripts need, stay.
+    """
+    return text.translate(_UNSEEN)

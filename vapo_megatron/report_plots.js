@@ -3,36 +3,76 @@
   const parent = document.getElementById("plots");
   if (!parent) return;
   if (!(data.plots ?? []).length) { parent.parentNode.hidden = true; return; }
+  const DASHES = ["none", "7 3", "2 3", "9 3 2 3"];
   const drawn = data.plots.map(plot => {
-    const chart = card(parent, plot.title);
-    plot.series.forEach((s, i) => entry(chart, `var(--series${i})`, s.label, "", ["", "7 3", "2 3", "9 3 2 3"][i % 4]));
-    html("div", "caption", chart.svg.parentNode, `${plot.y} by ${plot.x}`);
-    return [plot, chart.svg];
+    const chart = card(parent, plot.title), root = chart.svg;
+    const caption = html("div", "caption", root.parentNode, plot.cells ? "" : `${plot.y} by ${plot.x}`);
+    return plot.cells ? cells(plot, chart, caption) : lines(plot, chart, caption);
   });
-  function draw([plot, root]) {
-    const width = root.clientWidth || 320, all = plot.series.flatMap(s => s.points);
-    const xs = linearAxis(all.map(p => p[0]), { low: 0 }), ys = linearAxis(all.map(p => p[1]), {});
-    const left = 10 + Math.max(...ys.ticks.map(t => t[1].length)) * 6.4, base = HEIGHT - BOTTOM;
-    const x = v => left + 4 + (v - xs.low) / (xs.high - xs.low) * (width - left - RIGHT - 8);
-    const y = v => TOP + (ys.high - v) / (ys.high - ys.low) * (base - TOP);
-    root.setAttribute("height", HEIGHT);
-    root.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-    root.replaceChildren();
-    for (const [value, text] of ys.ticks) {
-      svg("line", { class: "grid", x1: left, x2: width - RIGHT, y1: y(value), y2: y(value) }, root);
-      svg("text", { x: left - 6, y: y(value) + 3.8, "text-anchor": "end" }, root, text);
-    }
-    for (const [value, text] of xs.ticks) svg("text", { x: x(value), y: HEIGHT - 6, "text-anchor": "middle" }, root, text);
-    plot.series.forEach((s, i) => {
-      const path = s.points.map((p, j) => `${j ? "L" : "M"}${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join("");
-      const dash = ["none", "7 3", "2 3", "9 3 2 3"][i % 4];
-      svg("path", { d: path, style: `stroke: var(--series${i}); stroke-dasharray: ${dash}` }, root);
-      for (const p of s.points) {
-        const dot = svg("circle", { cx: x(p[0]), cy: y(p[1]), r: 3, style: `fill: var(--series${i})` }, root);
-        svg("title", {}, dot, `${s.label}: ${format(p[1])} at ${format(p[0])}`);
+
+  function lines(plot, chart, caption) {
+    const root = chart.svg, said = caption.textContent;
+    const values = plot.series.map((s, i) => entry(chart, `var(--series${i})`, s.label, "", i ? DASHES[i] : ""));
+    const all = plot.series.flatMap(s => s.points), places = [...new Set(all.map(p => p[0]))].sort((a, b) => a - b);
+    const xs = linearAxis(places, plot.x === "step" ? {} : { low: 0 }), ys = linearAxis(all.map(p => p[1]), plot);
+    let x = null, y = null;
+    function draw() {
+      const width = root.clientWidth || 320, left = 10 + Math.max(...ys.ticks.map(t => t[1].length)) * 6.4, base = HEIGHT - BOTTOM;
+      x = v => left + 4 + (v - xs.low) / (xs.high - xs.low) * (width - left - RIGHT - 8);
+      y = v => TOP + (ys.high - v) / (ys.high - ys.low) * (base - TOP);
+      root.setAttribute("height", HEIGHT);
+      root.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+      root.replaceChildren();
+      for (const [value, text] of ys.ticks) {
+        svg("line", { class: "grid", x1: left, x2: width - RIGHT, y1: y(value), y2: y(value) }, root);
+        svg("text", { x: left - 6, y: y(value) + 3.8, "text-anchor": "end" }, root, text);
       }
-    });
+      for (const [value, text] of xs.ticks) {
+        const half = text.length * 3.2, at = Math.min(width - half, x(value));
+        svg("text", { x: at, y: HEIGHT - 6, "text-anchor": "middle" }, root, text);
+      }
+      plot.series.forEach((s, i) => {
+        const path = s.points.map((p, j) => `${j ? "L" : "M"}${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join("");
+        svg("path", { d: path, style: `stroke: var(--series${i}); stroke-dasharray: ${DASHES[i % 4]}` }, root);
+        if (s.points.length <= 20) for (const p of s.points) svg("circle", { cx: x(p[0]), cy: y(p[1]), r: 2.6, style: `fill: var(--series${i})` }, root);
+      });
+    }
+    function show(place) {
+      root.querySelector(".hover")?.remove();
+      caption.textContent = place === null ? said : `${plot.x}: ${format(place)}`;
+      plot.series.forEach((s, i) => { values[i].textContent = place === null ? "" : format((s.points.find(p => p[0] === place) ?? [])[1]); });
+      if (place !== null) svg("line", { class: "cross", x1: x(place), x2: x(place), y1: TOP, y2: HEIGHT - BOTTOM }, svg("g", { class: "hover" }, root));
+    }
+    const move = event => {
+      const at = event.clientX - root.getBoundingClientRect().left;
+      show(places.reduce((best, v) => Math.abs(x(v) - at) < Math.abs(x(best) - at) ? v : best, places[0]));
+    };
+    root.addEventListener("pointermove", move);
+    root.addEventListener("pointerdown", move);
+    root.addEventListener("pointerleave", () => show(null));
+    return draw;
   }
+
+  function cells(plot, chart, caption) {
+    const said = "a row a problem, a column a visit, the darker the more responses right";
+    const root = chart.svg, most = Math.max(...plot.cells.map(row => row.visits.length));
+    caption.textContent = said;
+    root.addEventListener("pointerleave", () => { caption.textContent = said; });
+    return () => {
+      const width = root.clientWidth || 320, wide = width / most, high = HEIGHT / plot.cells.length;
+      root.setAttribute("height", HEIGHT);
+      root.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+      root.replaceChildren();
+      plot.cells.forEach((row, i) => row.visits.forEach(([step, right, of], j) => {
+        const place = { x: j * wide, y: i * high, width: wide - Math.min(1, wide / 4), height: high - Math.min(1, high / 4) };
+        const rect = svg("rect", { ...place, style: `fill: rgb(var(--high) / ${(.08 + .92 * right / of).toFixed(2)})` }, root);
+        const tell = () => { caption.textContent = `${row.name}, step ${step}: ${right} of ${of} right`; };
+        rect.addEventListener("pointerenter", tell);
+        rect.addEventListener("pointerdown", tell);
+      }));
+    };
+  }
+
   let width = 0;
-  new ResizeObserver(() => { if (width !== parent.clientWidth) { width = parent.clientWidth; drawn.forEach(draw); } }).observe(parent);
+  new ResizeObserver(() => { if (width !== parent.clientWidth) { width = parent.clientWidth; drawn.forEach(draw => draw()); } }).observe(parent);
 })();

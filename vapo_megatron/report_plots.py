@@ -1,101 +1,183 @@
-"""Questions that the tokens of the kept responses answer: points of a few plots.
+"""Questions that the kept responses' tokens, and all problems' pass rates, answer: points of plots.
 
-All are of the last steps of which responses were kept, and of the kept responses alone.
+What is said of tokens is of the last steps of which responses were kept, and of these alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from vapo_megatron.config_schema import AlgorithmConfig
+from vapo_megatron.report_problems import problem_plots
 from vapo_megatron.run_directory import Run
 
 _LAST_STEPS = 5
 _PARTS = 10
-"""Bins of the position in a response, and of its length."""
+"""Bins of the position in a response, of its length, and of the values."""
 
 _Group = Mapping[str, Any]
+_Response = Mapping[str, Any]
 _Pair = tuple[float, float]
+_Bin = tuple[float, list[float]]
+_Series = tuple[str, list[list[float]]]
+
+
+class _Token(NamedTuple):
+    """One kept token, and one number of it."""
+
+    number: float
+    place: float
+    """In the response, 0 to 1."""
+    length: int
+    """Of the response."""
+    outcome: float
+    """The return: the reward stands on the last token."""
 
 
 def plots(run: Run) -> list[dict[str, Any]]:
-    """Return the plots that can be drawn: title, what x and y are, and series of [x, y]."""
+    """Return the plots that can be drawn: title, what x and y are, series of [x, y] or cells."""
     groups = [g for step in run.rollout_steps[-_LAST_STEPS:] for g in run.rollouts(step)]
     groups = [g for g in groups if all("tokens" in r for r in g["responses"])]
+    algorithm = AlgorithmConfig().model_dump() | (run.config.get("algorithm") or {})
+    found = [*_token_plots(groups, algorithm), *problem_plots(run.problems())]
+    return [plot for plot in found if plot.get("series") or plot.get("cells")]
+
+
+def _token_plots(
+    groups: Sequence[_Group], algorithm: Mapping[str, Any]
+) -> Iterable[dict[str, Any]]:
     responses = [r for g in groups for r in g["responses"] if r["tokens"]["pieces"]]
     if not responses:
-        return []
-    gamma = (run.config.get("algorithm") or {}).get("gamma", 1.0)
-    has_critic = all("values" in r["tokens"] for r in responses)
+        return
     right = [r for r in responses if r["status"] == "correct"]
     other = [r for r in responses if r["status"] != "correct"]
     kinds = [("correct", right), ("not correct", other)]
-    where = "position in the response"
-    found = [
-        _plot("Does the critic foresee how a response ends?", where, "value and return", [
-            series for name, some in kinds if has_critic for series in (
-                (f"value, {name}", _by_part(_values(some, "values"))),
-                (f"return, {name}", _by_part(_returns(some, gamma))),
-            )
-        ]),
-        _plot("Which part of a response is praised or blamed?", where, "mean advantage",
-              [(name, _by_part(_values(some, "advantages"))) for name, some in kinds]),
-        _plot("Which lengths weigh in the loss?", "response length (tokens)", "share of the loss",
-              _shares([r["num_tokens"] for r in responses])),
-        _plot("Is the policy unsure where responses of a group part?", where, "entropy (nat)", [
-            (name, _by_part(pairs)) for name, pairs in
-            zip(("where they part", "elsewhere"), _entropies(groups))
-        ]),
-    ]  # fmt: skip
-    return [plot for plot in found if plot["series"]]
+    where, length = "position in the response", "response length (tokens)"
+    longest = max(r["num_tokens"] for r in responses)
+    if all("values" in r["tokens"] for r in responses):
+        by_kind = [(name, _tokens(some, "values", algorithm["gamma"])) for name, some in kinds]
+        tokens = [t for _, some in by_kind for t in some]
+        fields = (("value", "number"), ("return", "outcome"))
+        yield _plot("Does the critic foresee how a response ends?", where, "value and return", [
+            (f"{what}, {name}", _by_part([(t.place, getattr(t, field)) for t in some]))
+            for name, some in by_kind for what, field in fields
+        ])  # fmt: skip
+        yield _plot("Does the critic know what short and long responses earn?", length,
+                    "value and return", [
+            ("value", _by_length([(t.length, t.number) for t in tokens], longest)),
+            ("return", _by_length([(t.length, t.outcome) for t in tokens], longest)),
+        ])  # fmt: skip
+        yield _plot("When the critic names a value, does that come?", "value", "return", [
+            ("what came", _by_value([(t.number, t.outcome) for t in tokens])),
+            ("what it named", _by_value([(t.number, t.number) for t in tokens])),
+        ])  # fmt: skip
+    yield _plot("Which part of a response is praised or blamed?", where, "mean advantage", [
+        (name, _by_part([(t.place, t.number) for t in _tokens(some, "advantages")]))
+        for name, some in kinds
+    ])  # fmt: skip
+    if algorithm["advantage_estimator"] == "gae":
+        yield _plot("How far back does the reward reach?", length, "lambda and what comes of it",
+                    _lambdas(algorithm, longest), low=0, high=1)  # fmt: skip
+    yield _plot("Which lengths weigh in the loss?", length, "share of the loss",
+                _shares(responses, algorithm), low=0)  # fmt: skip
+    yield _plot("Is the policy unsure where responses of a group part?", where, "entropy (nat)", [
+        (name, _by_part(pairs)) for name, pairs in
+        zip(("where they part", "elsewhere"), _entropies(groups))
+    ], low=0)  # fmt: skip
 
 
-def _plot(title: str, x: str, y: str, series: Sequence[tuple[str, list]]) -> dict[str, Any]:
+def _plot(title: str, x: str, y: str, series: Sequence[_Series], **axis: float) -> dict[str, Any]:
     kept = [{"label": name, "points": points} for name, points in series if points]
-    return {"title": title, "x": x, "y": y, "series": kept}
+    return {"title": title, "x": x, "y": y, "series": kept, **axis}
 
 
-def _indices(response: Mapping[str, Any]) -> Iterable[int]:
+def _indices(response: _Response) -> list[int]:
     """Where each kept token stands in the response; of a long one both ends are kept."""
     held, length = len(response["tokens"]["pieces"]), response["num_tokens"]
     half = held if held == length else held // 2
     return [*range(half), *range(length - held + half, length)]
 
 
-def _values(responses: Sequence[Mapping[str, Any]], name: str) -> Iterable[_Pair]:
-    """(position in 0..1, number) of each kept token whose number is finite."""
-    for r in responses:
-        for at, number in zip(_indices(r), r["tokens"][name]):
-            if number is not None:
-                yield (at + 0.5) / r["num_tokens"], number
+def _tokens(responses: Sequence[_Response], name: str, gamma: float = 1.0) -> list[_Token]:
+    """Each kept token whose number is finite."""
+    return [
+        _Token(number, (at + 0.5) / length, length, r["reward"] * gamma ** (length - 1 - at))
+        for r in responses
+        if (length := r["num_tokens"])
+        for at, number in zip(_indices(r), r["tokens"][name])
+        if number is not None
+    ]
 
 
-def _returns(responses: Sequence[Mapping[str, Any]], gamma: float) -> Iterable[_Pair]:
-    """As _values, of the return: the reward stands on the last token."""
-    for r in responses:
-        length = r["num_tokens"]
-        for at in _indices(r):
-            yield (at + 0.5) / length, r["reward"] * gamma ** (length - 1 - at)
+def _bins(pairs: Iterable[_Pair], low: float, high: float, parts: int) -> list[_Bin]:
+    """(middle, every y there) of each of the parts between low and high."""
+    width = (high - low) / parts
+    bins: list[list[float]] = [[] for _ in range(parts)]
+    for x, y in pairs:
+        bins[min(parts - 1, int((x - low) / width))].append(y)
+    return [(round(low + (i + 0.5) * width, 6), found) for i, found in enumerate(bins)]
+
+
+def _means(bins: Iterable[_Bin]) -> list[list[float]]:
+    return [[middle, sum(found) / len(found)] for middle, found in bins if found]
 
 
 def _by_part(pairs: Iterable[_Pair]) -> list[list[float]]:
-    """[middle of a tenth, mean there] of the tenths that hold something."""
-    parts: list[list[float]] = [[] for _ in range(_PARTS)]
-    for x, y in pairs:
-        parts[min(_PARTS - 1, int(x * _PARTS))].append(y)
-    return [[(i + 0.5) / _PARTS, sum(p) / len(p)] for i, p in enumerate(parts) if p]
+    return _means(_bins(pairs, 0.0, 1.0, _PARTS))
 
 
-def _shares(lengths: Sequence[int]) -> list[tuple[str, list]]:
-    """Share of responses by length under a mean over tokens, and over responses' means."""
-    width = max(1, -(-max(lengths) // _PARTS))
-    bins = range(1, max(lengths) + 1, width)
-    of_bin = [[n for n in lengths if low <= n < low + width] for low in bins]
-    middles = [low + (width - 1) / 2 for low in bins]
-    total = sum(lengths)
+def _by_length(pairs: Iterable[_Pair], longest: int) -> list[list[float]]:
+    return _means(_bins_of_lengths(pairs, longest))
+
+
+def _bins_of_lengths(pairs: Iterable[_Pair], longest: int) -> list[_Bin]:
+    return _bins(pairs, 0.5, longest + 0.5, min(_PARTS, longest))
+
+
+def _by_value(pairs: Sequence[_Pair]) -> list[list[float]]:
+    values = [value for value, _ in pairs]
+    if not values or min(values) == max(values):
+        return []
+    return _means(_bins(pairs, min(values), max(values), _PARTS))
+
+
+def _lambdas(algorithm: Mapping[str, Any], longest: int) -> list[_Series]:
+    """Lambda by length, and what GAE leaves of the reward at a response's first token."""
+    lengths = sorted({1 + round(i * (longest - 1) / 40) for i in range(41)})
+
+    def actor(length: int) -> float:
+        if algorithm["lambda_actor"] != "adaptive":
+            return algorithm["lambda_actor"]
+        return min(1.0, max(0.0, 1 - 1 / (algorithm["length_adaptive_alpha"] * length)))
+
+    def critic(length: int) -> float:
+        given = algorithm["lambda_critic"]
+        return actor(length) if given == "same_as_actor" else given
+
+    def left(length: int) -> float:
+        return (algorithm["gamma"] * actor(length)) ** (length - 1)
+
     return [
-        ("token-level", [[x, sum(some) / total] for x, some in zip(middles, of_bin)]),
-        ("sample-level", [[x, len(some) / len(lengths)] for x, some in zip(middles, of_bin)]),
+        ("actor's lambda", [[n, actor(n)] for n in lengths]),
+        ("critic's lambda", [[n, critic(n)] for n in lengths]),
+        ("of the reward in the first token's advantage", [[n, left(n)] for n in lengths]),
+    ]
+
+
+def _shares(responses: Sequence[_Response], algorithm: Mapping[str, Any]) -> list[_Series]:
+    """Share of the responses of a length if all tokens weigh the same, and if all responses do."""
+    filtered = algorithm["overlong_filtering"]
+    lengths = [r["num_tokens"] for r in responses if not (filtered and r["truncated"])]
+    longest, total = max(lengths, default=0), sum(lengths)
+    if not longest:
+        return []
+    bins = _bins_of_lengths([(n, n) for n in lengths], longest)
+    here = " (this run)"
+    token, sample = ("", here) if algorithm["loss_aggregation"] == "sample" else (here, "")
+    return [
+        (f"token-level{token}", [[x, sum(found) / total] for x, found in bins]),
+        (f"sample-level{sample}", [[x, len(found) / len(lengths)] for x, found in bins]),
     ]
 
 
@@ -105,7 +187,7 @@ def _entropies(groups: Sequence[_Group]) -> tuple[list[_Pair], list[_Pair]]:
     rest: list[_Pair] = []
     for group in groups:
         # What begins alike, and how many tokens of it are alike.
-        todo = [([(r, list(_indices(r))) for r in group["responses"]], 0)]
+        todo = [([(r, _indices(r)) for r in group["responses"]], 0)]
         while todo:
             members, i = todo.pop()
             members = [(r, at) for r, at in members if i < len(at)]

@@ -6,33 +6,47 @@
   const texts = [...document.querySelectorAll("pre[data-response]")];
   const plain = new Map(texts.map(pre => [pre, [...pre.childNodes]]));
 
-  const picker = html("label", "", bar, "Step ");
-  const choice = html("select", "", picker);
-  for (const section of sections) html("option", "", choice, section.dataset.step);
-  const pick = () => sections.forEach(section => { section.hidden = section.dataset.step !== choice.value; });
-  choice.value = sections[sections.length - 1].dataset.step;
-  choice.addEventListener("change", pick);
-  pick();
+  const step = select("Step"), problem = select("Problem");
+  for (const section of sections) html("option", "", step, section.dataset.step);
+  function select(name) { return html("select", "", html("label", "", bar, name + " ")); }
+  function pickStep() {
+    for (const section of sections) section.hidden = section.dataset.step !== step.value;
+    problem.replaceChildren();
+    html("option", "", problem, "all").value = "";
+    groups().forEach((group, i) => { html("option", "", problem, group.querySelector(".prompt").textContent).value = i; });
+    pickProblem();
+  }
+  function pickProblem() {
+    groups().forEach((group, i) => {
+      group.hidden = problem.value !== "" && problem.value !== String(i);
+      if (problem.value === String(i)) group.open = true;
+    });
+  }
+  function groups() { return [...sections[step.selectedIndex].querySelectorAll("details.group")]; }
+  step.selectedIndex = sections.length - 1;
+  step.addEventListener("change", pickStep);
+  problem.addEventListener("change", pickProblem);
+  pickStep();
 
   const known = data.tokens.filter(t => t);
   if (!known.length) return;
-  const kinds = { pieces: "Text", values: "Value", advantages: "Advantage", entropy: "Entropy" };
-  // Without a critic there are no values.
-  for (const kind in kinds) if (!known.every(t => t[kind])) delete kinds[kind];
+  // A run without a critic has no values.
+  const numbers = ["values", "advantages", "entropy"].filter(name => known.every(t => t[name]));
+  const names = { pieces: "text", values: "value", advantages: "advantage", entropy: "entropy" };
   const group = html("span", "", bar), scale = html("span", "scale", bar), readout = html("output", "", bar);
   const buttons = {};
-  for (const kind in kinds) {
-    buttons[kind] = html("button", "", group, kinds[kind]);
+  for (const kind of ["pieces", ...numbers]) {
+    buttons[kind] = html("button", "", group, names[kind]);
+    buttons[kind].type = "button";
     buttons[kind].addEventListener("click", () => choose(kind));
   }
   // What 99 % of the tokens stay within, so that one outlier does not pale the rest.
   const spans = {};
-  for (const kind in kinds) {
-    if (kind === "pieces") continue;
+  for (const kind of numbers) {
     const sizes = known.flatMap(t => t[kind]).filter(v => v !== null).map(Math.abs).sort((a, b) => a - b);
     spans[kind] = sizes[Math.floor(.99 * (sizes.length - 1))] || 1;
   }
-  let kind = kinds.values ? "values" : "advantages";
+  let kind = numbers[0] ?? "pieces";
 
   function color(value) {
     if (value === null) return "var(--line)";
@@ -41,8 +55,8 @@
   }
   function describe(tokens, i) {
     const at = tokens.gap && i >= tokens.gap[0] ? i + tokens.gap[1] : i;
-    const value = tokens.values ? `value ${format(tokens.values[i])}, ` : "";
-    return `token ${at + 1}: ${value}advantage ${format(tokens.advantages[i])}, entropy ${format(tokens.entropy[i])} nat`;
+    const found = numbers.map(name => `${names[name]} ${format(tokens[name][i])}${name === "entropy" ? " nat" : ""}`);
+    return `token ${at + 1}: ${found.join(", ")}`;
   }
   function shade(pre) {
     const tokens = data.tokens[pre.dataset.response];

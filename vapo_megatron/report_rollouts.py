@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vapo_megatron.report_page import escape
+from vapo_megatron.report_page import escape, visible
 from vapo_megatron.run_directory import Run
 
 _MAX_CHARACTERS = 8000
@@ -48,13 +48,13 @@ def _tokens(
     """Both ends of what was kept, at most `most` tokens; `gap` is [where, how many] lack there."""
     if known is None:
         return None
-    names = [n for n in ("pieces", "values", "advantages", "entropy") if n in known]
-    held = len(known["pieces"])
+    shown = {n: known[n] for n in ("values", "advantages", "entropy") if n in known}
+    shown["pieces"] = [visible(piece) for piece in known["pieces"]]
+    held = len(shown["pieces"])
     half = min(held, most) // 2
-    cut = held > most or held < response["num_tokens"]
-    if not cut:
-        return {name: known[name] for name in names} | {"gap": None}
-    ends = {name: [*known[name][:half], *known[name][held - half :]] for name in names}
+    if held == response["num_tokens"] and held <= most:
+        return shown | {"gap": None}
+    ends = {name: [*kept[:half], *kept[held - half :]] for name, kept in shown.items()}
     return ends | {"gap": [half, response["num_tokens"] - 2 * half]}
 
 
@@ -92,11 +92,12 @@ def _status(response: Mapping[str, Any]) -> str:
 
 
 def _preview(text: str) -> str:
-    return " ".join(text[:400].split())[:200]
+    return visible(" ".join(text[:400].split()))[:200]
 
 
 def _long(text: str) -> str:
     """Escape a text; of a very long one the beginning and the end."""
+    text = visible(text)
     left_out = len(text) - _MAX_CHARACTERS
     if left_out <= 0:
         return escape(text)

@@ -1,7 +1,8 @@
 """The files of a run directory that people and the report read.
 
-config.yaml (resolved), metrics.jsonl (one row a step), rollouts/step_*.jsonl (one group of
-responses a line). A file is replaced as a whole or grows by whole lines, so it can be read while
+config.yaml (resolved), metrics.jsonl (one row a step), problems.jsonl (one row a step: its problems
+and how many responses to each were right), rollouts/step_*.jsonl (one group of responses a line). A
+file is replaced as a whole or grows by whole lines, so it can be read while
 the run goes on.
 """
 
@@ -40,6 +41,11 @@ class Run:
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """Return the groups kept of one step, as `group_record` made them."""
         return _read_lines(rollout_file(self.run_dir, step))
+
+    def problems(self) -> list[dict[str, Any]]:
+        """Return each step's problems and how many of their responses were right."""
+        file = self.run_dir / "problems.jsonl"
+        return read_rows(file) if file.exists() else []
 
 
 def read_run(run_dir: str | Path) -> Run:
@@ -85,7 +91,7 @@ def rollout_steps(run_dir: Path) -> list[int]:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl; DataError names a line that is none."""
+    """Return the rows of a metrics.jsonl or problems.jsonl; DataError names a line that is none."""
     rows = _read_lines(file)
     for number, row in enumerate(rows, 1):
         if not isinstance(row.get("step"), int):
