@@ -53,15 +53,16 @@ class Allocations:
         self._profile.__exit__(*error)
         tree = self._profile.profiler.kineto_results.experimental_event_tree()
         self.kept = self.peak = 0
-        copies = set()
+        counted: dict[int, int] = {}
         for _, pointer, size, is_copy in sorted(_allocations(tree, False), key=lambda a: a[0]):
-            if is_copy and size > 0:
-                copies.add(pointer)
-            elif pointer in copies:
-                copies.remove(pointer)
-            else:
-                self.kept += size
-                self.peak = max(self.peak, self.kept)
+            if size < 0:
+                self.kept -= counted.pop(pointer, -size)
+                continue
+            # What lay at this address has been released, seen or not.
+            self.kept -= counted.pop(pointer, 0)
+            counted[pointer] = 0 if is_copy else size
+            self.kept += counted[pointer]
+            self.peak = max(self.peak, self.kept)
 
 
 def _allocations(events: Any, in_gloo: bool) -> Iterator[tuple[int, int, int, bool]]:
