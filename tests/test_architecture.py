@@ -53,6 +53,7 @@ LEVELS = {
     "rollout_source": 4,
     "replay": 5,
     "turns": 5,
+    "sampling_rounds": 5,
     "sampling": 5,
     "step_metrics": 5,
     "evaluation": 5,

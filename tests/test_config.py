@@ -187,6 +187,10 @@ def test_every_wrong_field_gets_a_line_and_lists_name_the_place():
             ["model.layer_spec=transformer_engine", "model.dtype=float32"],
             ["layer_spec=transformer_engine", "found float32", "layer_spec=local"],
         ),
+        (
+            ["algorithm.dynamic_sampling=true", "algorithm.group_size=1"],
+            ["dynamic_sampling=true", "found 1", "raise group_size", "dynamic_sampling=false"],
+        ),
         (["rollout.top_p=0.7"], ["rollout.top_p=0.7", "must be 1", "evaluation.top_p"]),
         (["rollout.top_k=50"], ["rollout.top_k=50", "must be -1", "evaluation.top_k"]),
         (

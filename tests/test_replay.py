@@ -104,7 +104,9 @@ def _replay(hf, root, sections, steps):
     try:
         replay = Replay(root, settings, read_model_shape(settings.model.hf_path), place)
         replay.check(steps)
-        scored = replay.rollouts(steps.start, 0, lambda name: contextlib.nullcontext())
+        phase = contextlib.nullcontext
+        scored, metrics = replay.rollouts(steps.start, 0, phase, trains_actor=True)
+        assert metrics == {}, "nothing is sampled"
     except (ConfigError, DataError) as error:
         return str(error)
     return [s.rollout.position for s in scored]
@@ -124,10 +126,14 @@ def _plan(hf, root, sections, port):
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     trainer = VapoTrainer(config(hf, **sections), root)
-    scored = trainer.source.rollouts(0, 0, trainer._phase)
+    scored, _ = trainer.source.rollouts(0, 0, trainer._phase, trains_actor=True)
     _, batch, plan = trainer._distribute(scored, 0)
     positions = [[int(batch.positions[i]) for part in mini for i in part] for mini in plan]
-    return positions, trainer.train_step(0)
+    metrics = trainer.train_step(0)
+    with trainer._phase("generation") as show:
+        show(3, 8, "round 2")
+    assert trainer.progress._state._activity == ("generation round 2", 3, 8)
+    return positions, metrics
 
 
 def test_any_number_of_ranks_makes_the_same_step(root, hf, workers):

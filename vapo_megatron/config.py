@@ -263,6 +263,16 @@ def _lambda_rule(c: VapoConfig) -> str | None:
     return None
 
 
+def _dynamic_sampling_rule(c: VapoConfig) -> str | None:
+    a = c.algorithm
+    if a.dynamic_sampling and a.group_size == 1:
+        return (
+            "algorithm.dynamic_sampling=true needs algorithm.group_size above 1, found 1: one "
+            "response is always all of its group; raise group_size, or set dynamic_sampling=false"
+        )
+    return None
+
+
 def _sampling_rule(c: VapoConfig) -> str | None:
     if c.rollout.top_p != 1:
         return (
@@ -308,5 +318,5 @@ def _precision_rule(c: VapoConfig) -> str | None:
 
 _RULES = (
     _layout_rule, _pipeline_rule, _batch_rule, _lambda_rule, _sampling_rule, _reward_rule,
-    _precision_rule,
+    _precision_rule, _dynamic_sampling_rule,
 )  # fmt: skip

@@ -231,6 +231,16 @@ class AlgorithmConfig(Section):
         "G",
         ge=1,
     )
+    dynamic_sampling: bool = _field(
+        False,
+        "Dynamic sampling (DAPO): drop the groups whose responses are all right or all wrong, and "
+        "sample more prompts in their place; not during value pretraining.",
+    )
+    dynamic_sampling_max_rounds: int = _field(
+        10,
+        "Rounds of sampling in a step; then dropped groups fill the places that are still empty.",
+        ge=1,
+    )
     mini_batch_size: int = _field(512, "Responses per optimizer update, over all ranks.", ge=1)
     advantage_estimator: Literal["gae"] = _field("gae", "How advantages are computed.")
     value_pretraining_steps: int = _field(

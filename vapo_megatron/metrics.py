@@ -47,12 +47,25 @@ class Metric:
 
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("", "Mean shaped reward of the step's responses."),
-    "reward/correct_fraction": Metric("", "Responses that the verifier found correct."),
+    "reward/correct_fraction": Metric(
+        "", "Responses that the verifier found correct, of those trained on."
+    ),
     "reward/unparsable_fraction": Metric("", "Responses without an answer that can be read."),
     "reward/timed_out_fraction": Metric("", "Responses whose verification ran out of time."),
     "rollout/response_length_mean": Metric("tokens", "Mean response length, stop token included."),
     "rollout/response_length_max": Metric("tokens", "Longest response."),
     "rollout/truncated_fraction": Metric("", "Responses ended by a length limit."),
+    "rollout/sampling_rounds": Metric("", "Dynamic sampling: rounds that the step took."),
+    "rollout/groups_sampled": Metric("", "Groups sampled in all rounds, trained on or not."),
+    "rollout/groups_dropped_all_correct": Metric("", "Groups dropped: all responses correct."),
+    "rollout/groups_dropped_all_wrong": Metric("", "Groups dropped: no response correct."),
+    "rollout/groups_dropped_surplus": Metric("", "Mixed groups dropped: the step had enough."),
+    "rollout/groups_filled": Metric(
+        "", "Groups trained on though all or no response is correct: the rounds were exhausted."
+    ),
+    "rollout/sampled_correct_fraction": Metric(
+        "", "Responses that the verifier found correct, of all that dynamic sampling sampled."
+    ),
     "rollout/logprob_diff_mean": Metric(
         "nat", "Mean |log-probability of the sampler - of the trainer| over response tokens."
     ),

@@ -55,7 +55,9 @@ class Replay:
         for step in steps:
             self._check_step(step + 1)
 
-    def rollouts(self, step: int, policy_version: int, phase: Phase) -> list[ScoredRollout]:
+    def rollouts(
+        self, step: int, policy_version: int, phase: Phase, *, trains_actor: bool
+    ) -> tuple[list[ScoredRollout], dict[str, float]]:
         """Read this rank's share of the files: consecutive ones, so that groups stay together."""
         with phase("replay"):
             files = read_headers(self._root, step + 1)
@@ -72,7 +74,8 @@ class Replay:
         for found in problems:
             if found:
                 raise DataError(found)
-        return scored
+        # After dynamic sampling a rank holds groups from anywhere in the step.
+        return sorted(scored, key=lambda s: s.rollout.position), {}
 
     def holds(self, policy_version: int) -> bool:
         """Nothing samples."""

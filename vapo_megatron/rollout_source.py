@@ -10,8 +10,14 @@ import torch
 
 from vapo_megatron.batch import ScoredRollout
 
-OnProgress = Callable[[int, int], None]
-"""Called with (done, total)."""
+
+class OnProgress(Protocol):
+    """Shows how far a phase is."""
+
+    def __call__(self, done: int, total: int, part: str = "") -> None:
+        """Show a count; `part` names the part of the phase that is counted."""
+
+
 Phase = Callable[[str], AbstractContextManager[OnProgress]]
 """Times and shows one of metrics.PHASES."""
 
@@ -27,8 +33,14 @@ class RolloutSource(Protocol):
     def check(self, steps: range) -> None:
         """Refuse, with a UserError on every rank, what these steps (from 0) cannot train on."""
 
-    def rollouts(self, step: int, policy_version: int, phase: Phase) -> list[ScoredRollout]:
-        """Return this rank's share of a step's responses by position; the shares are disjoint."""
+    def rollouts(
+        self, step: int, policy_version: int, phase: Phase, *, trains_actor: bool
+    ) -> tuple[list[ScoredRollout], dict[str, float]]:
+        """Return this rank's share of a step's responses by position, and metrics of the sampling.
+
+        The shares are disjoint. Without trains_actor they are not chosen by their verdicts: the
+        critic learns the values of all that the policy does.
+        """
 
     def holds(self, policy_version: int) -> bool:
         """Whether it could sample from these weights without a publication."""

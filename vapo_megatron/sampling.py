@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from vapo_megatron.rollout.requests import SamplingSettings
 from vapo_megatron.rollout.tokenizer import load_tokenizer
 from vapo_megatron.rollout_dump import write_step
 from vapo_megatron.rollout_source import Phase
+from vapo_megatron.sampling_rounds import sample_mixed_groups
 from vapo_megatron.weights.sync import WeightSync
 
 
@@ -66,6 +68,8 @@ class Sampling:
             top_k=rollout.top_k,
             max_response_tokens=rollout.max_response_tokens,
             seed_role="train",
+            # Where groups are dropped, what is left of a rank's share is whole groups.
+            whole_groups=config.algorithm.dynamic_sampling,
         )
 
     def check(self, steps: range) -> None:
@@ -80,29 +84,50 @@ class Sampling:
             answers = [p.answer for p in dataset.problems] if dataset else []
             check_answers(self._verifier, str(path), answers, replica, num_replicas)
 
-    def rollouts(self, step: int, policy_version: int, phase: Phase) -> list[ScoredRollout]:
+    def rollouts(
+        self, step: int, policy_version: int, phase: Phase, *, trains_actor: bool
+    ) -> tuple[list[ScoredRollout], dict[str, float]]:
         """Sample a group of responses to each prompt, and judge them where they were sampled."""
-        config, group_size = self._config, self._config.algorithm.group_size
-        prompts = repeat_for_group(self._dataset.next(config.algorithm.num_prompts), group_size)
-        with phase("generation") as on_progress:
-            rollouts = self.engine.generate(
-                prompts, group_size, step, self._settings, policy_version, on_progress=on_progress
+        config, algorithm = self._config, self._config.algorithm
+        sample = functools.partial(self._sample, step, policy_version, phase)
+        if algorithm.dynamic_sampling and trains_actor:
+            scored, metrics = sample_mixed_groups(
+                sample,
+                phase,
+                num_groups=algorithm.num_prompts,
+                group_size=algorithm.group_size,
+                max_rounds=algorithm.dynamic_sampling_max_rounds,
             )
-        with phase("reward"):
-            scored = score_rollouts(
-                self._verifier, rollouts, config.reward, self._settings.max_response_tokens
-            )
+        else:
+            scored, metrics = sample(0, algorithm.num_prompts), {}
         if config.logging.dump_steps:
             with phase("dump"):
                 write_step(
                     Path(config.logging.run_dir) / "replay",
                     step + 1,
                     scored,
-                    num_responses=len(prompts),
-                    group_size=group_size,
+                    num_responses=algorithm.responses_per_step,
+                    group_size=algorithm.group_size,
                     keep_last=config.logging.dump_steps,
                 )
-        return scored
+        return scored, metrics
+
+    def _sample(
+        self, step: int, policy_version: int, phase: Phase, round: int, num_prompts: int
+    ) -> list[ScoredRollout]:
+        """Sample and judge one round of a step: this rank's share, by position."""
+        group_size = self._config.algorithm.group_size
+        prompts = repeat_for_group(self._dataset.next(num_prompts), group_size)
+        settings = dataclasses.replace(self._settings, round=round)
+        with phase("generation") as show:
+            on_progress = functools.partial(show, part=f"round {round + 1}" if round else "")
+            rollouts = self.engine.generate(
+                prompts, group_size, step, settings, policy_version, on_progress=on_progress
+            )
+        with phase("reward"):
+            return score_rollouts(
+                self._verifier, rollouts, self._config.reward, settings.max_response_tokens
+            )
 
     def holds(self, policy_version: int) -> bool:
         """Compare with the version that vLLM was given last; a sleeping engine has none."""

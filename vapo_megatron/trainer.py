@@ -79,10 +79,13 @@ class VapoTrainer:
     def train_step(self, step: int) -> dict[str, float]:
         """Make one step of VAPO (arXiv 2504.05118); return its metrics. step counts from 0."""
         config = self.config
+        trains_actor = actor_is_trained(step, config.algorithm.value_pretraining_steps)
 
         # Sample a group of responses to each prompt, and judge them where they were sampled.
         self._publish()
-        scored = self.source.rollouts(step, self.policy_version, self._phase)
+        scored, sampling_metrics = self.source.rollouts(
+            step, self.policy_version, self._phase, trains_actor=trains_actor
+        )
         with self._phase("exchange"):
             summary, batch, plan = self._distribute(scored, step)
 
@@ -106,7 +109,7 @@ class VapoTrainer:
         with self._phase("critic_update"):
             critic_metrics = self.critic.update(mini_batches)
         actor_metrics: dict[str, float] = {}
-        if actor_is_trained(step, config.algorithm.value_pretraining_steps):
+        if trains_actor:
             with self._phase("actor_update"):
                 actor_metrics = self.actor.update(mini_batches)
             self.policy_version += 1
@@ -114,7 +117,7 @@ class VapoTrainer:
 
         self._write_rollouts(step, scored, summary, batch, entropy)
         metrics = step_metrics(summary, batch, entropy, config.algorithm, self.groups)
-        return {**metrics, **difference, **critic_metrics, **actor_metrics}
+        return {**metrics, **sampling_metrics, **difference, **critic_metrics, **actor_metrics}
 
     def fit(self) -> None:
         """Resume or start, run every step, and leave a checkpoint, an HF export and a report."""
@@ -290,7 +293,9 @@ class VapoTrainer:
     def _phase(self, name: str) -> Iterator[OnProgress]:
         """Take the phase's turn, time it and show it; yields a callback for (done, total)."""
         with self.timer(name), self.turns(name):
-            yield lambda done, total: self.progress.phase(name, done, total)
+            yield lambda done, total, part="": self.progress.phase(
+                f"{name} {part}".rstrip(), done, total
+            )
 
     def __enter__(self) -> VapoTrainer:
         return self

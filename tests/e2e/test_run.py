@@ -11,11 +11,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from tests.e2e.greedy_run import train_and_answer
+from tests.launched import Done
 from tests.slurm_stand_in import Cluster
 from tests.workers import free_port
 from vapo_megatron.train import main
@@ -93,18 +95,31 @@ def ended(launched):
     return done
 
 
-@pytest.fixture(scope="module")
-def straight(launch, overrides, tmp_path_factory):
+DYNAMIC = ["algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_max_rounds=3"]
+
+
+class Straight(NamedTuple):
+    out: Path
+    done: Done
+    overrides: list[str]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[[], pytest.param(DYNAMIC, marks=pytest.mark.slow)],
+    ids=["vapo", "dynamic_sampling"],
+)
+def straight(request, launch, overrides, tmp_path_factory):
     """A run from beginning to end, and its engine's greedy answers afterwards."""
     out = tmp_path_factory.mktemp("straight")
+    overrides = [*overrides, *request.param]
     logging = [f"logging.run_dir={out}/run", "logging.dump_steps=4"]
     given = [str(out / "greedy.json"), str(TINY), *overrides, *logging]
-    return out, ended(launch(train_and_answer, *given, world_size=2))
+    return Straight(out, ended(launch(train_and_answer, *given, world_size=2)), overrides)
 
 
 def test_files_and_metrics(straight):
-    out, done = straight
-    run_dir = out / "run"
+    run_dir, done = straight.out / "run", straight.done
     written = rows(run_dir)
     assert [r["step"] for r in written] == [0, 1, 2, 3, 4]
     assert "evaluation/avg@2" in written[0] and "evaluation/avg@2" in written[-1]
@@ -118,13 +133,24 @@ def test_files_and_metrics(straight):
     for name in ("config.yaml", "report.html", "checkpoints/latest", "rollouts/step_000002.jsonl"):
         assert (run_dir / name).stat().st_size > 0, name
     assert list((run_dir / "tensorboard").iterdir())
+    rounds = [row.get("rollout/sampling_rounds") for row in written]
+    if straight.overrides[-1] in DYNAMIC:
+        assert rounds[:2] == [None, None], "value pretraining takes what comes"
+        assert max(rounds[2:]) > 1, "this run shows no refilled step; choose another seed"
+        for row in written[2:]:
+            dropped = [v for name, v in row.items() if name.startswith("rollout/groups_dropped")]
+            # 32 responses in groups of 8.
+            assert row["rollout/groups_sampled"] == 4 + sum(dropped)
+            assert row["rollout/groups_filled"] < 4 and 0 < row["reward/correct_fraction"] < 1
+    else:
+        assert rounds == [None] * 5
 
 
 def test_the_export_gives_the_trained_engines_answers(straight, overrides):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    out, _ = straight
+    out = straight.out
     model = AutoModelForCausalLM.from_pretrained(out / "run/hf_export", dtype=torch.float32)
     answers = {}
     for rank in (0, 1):
@@ -151,12 +177,13 @@ def texts(file):
     return groups
 
 
-def test_a_replay_repeats_the_run_bit_by_bit(straight, overrides, tmp_path):
+def test_a_replay_repeats_the_run_bit_by_bit(straight, tmp_path):
     """Under torchrun, whose processes share no hash seed with each other nor with the run's."""
-    original, again = straight[0] / "run", tmp_path / "again"
+    original, again = straight.out / "run", tmp_path / "again"
     done = run(
         torchrun(
-            "-m", "vapo_megatron.train", "--config", TINY, *overrides, "--replay", original,
+            "-m", "vapo_megatron.train", "--config", TINY, *straight.overrides,
+            "--replay", original,
             "data.train_path=null", f"logging.run_dir={again}",
         )
     )  # fmt: skip
@@ -164,8 +191,9 @@ def test_a_replay_repeats_the_run_bit_by_bit(straight, overrides, tmp_path):
     first, *expected = rows(original)
     assert all(name == "step" or name.startswith("evaluation/") for name in first)
     for row in expected:
-        # A replay neither evaluates nor feeds a sampler.
-        for name in [name for name in row if name.startswith(("evaluation/", "sync/"))]:
+        # A replay neither samples nor evaluates nor feeds a sampler.
+        absent = ("evaluation/", "sync/", "rollout/groups_", "rollout/sampl")
+        for name in [name for name in row if name.startswith(absent)]:
             del row[name]
     assert rows(again)[1:] == expected
     # Parameters and optimizers of both roles after four steps.
@@ -180,9 +208,9 @@ def test_a_replay_repeats_the_run_bit_by_bit(straight, overrides, tmp_path):
         assert texts(again / name) == texts(original / name), name
 
 
-def test_a_killed_run_goes_on(launch, straight, overrides, tmp_path):
+def test_a_killed_run_goes_on(launch, straight, tmp_path):
     run_dir = tmp_path / "run"
-    given = ["--config", str(TINY), *overrides, f"logging.run_dir={run_dir}"]
+    given = ["--config", str(TINY), *straight.overrides, f"logging.run_dir={run_dir}"]
     given.append("checkpoint.every_steps=1")
     process = launch(main, given, world_size=2)
     metrics = run_dir / "metrics.jsonl"
@@ -196,7 +224,7 @@ def test_a_killed_run_goes_on(launch, straight, overrides, tmp_path):
     assert latest in ("step_000001", "step_000002", "step_000003")
     done = ended(launch(main, given, world_size=2))
     assert "resumed" in done.stdout
-    assert rows(run_dir) == rows(straight[0] / "run"), "as if it had never been killed"
+    assert rows(run_dir) == rows(straight.out / "run"), "as if it had never been killed"
     again = ended(launch(main, given, world_size=2))
     assert "step 4/4" not in again.stdout, "a finished run has nothing left to do"
 

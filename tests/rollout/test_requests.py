@@ -32,15 +32,19 @@ def test_seeds_never_change():
     assert request_seed(0, 0, "train", 0, 0) == 0xE36EAE42D48E148C // 2
     # printf 7/12/evaluation/4711/15 | b2sum -l 64: bb4b54a7b8c326f6
     assert request_seed(7, 12, "evaluation", 4711, 15) == 0xBB4B54A7B8C326F6 // 2
+    # The first round is as if there were no others; printf 0/0/train/0/0/1 | b2sum -l 64
+    assert request_seed(0, 0, "train", 0, 0, 0) == request_seed(0, 0, "train", 0, 0)
+    assert request_seed(0, 0, "train", 0, 0, 1) == 0xAF2274849EC276F0 // 2
 
 
 def test_every_part_of_a_request_moves_its_seed():
     base = (1, 2, "train", 3, 4)
     seeds = {request_seed(*base)}
     for changed in ((2, 2, "train", 3, 4), (1, 3, "train", 3, 4), (1, 2, "evaluation", 3, 4),
-                    (1, 2, "train", 4, 4), (1, 2, "train", 3, 5)):  # fmt: skip
+                    (1, 2, "train", 4, 4), (1, 2, "train", 3, 5), (1, 2, "train", 3, 4, 1),
+                    (1, 2, "train", 3, 4, 2)):  # fmt: skip
         seeds.add(request_seed(*changed))
-    assert len(seeds) == 6
+    assert len(seeds) == 8
     # Parts are separated: (1, 12) and (11, 2) are different requests.
     assert request_seed(0, 1, "train", 12, 0) != request_seed(0, 1, "train", 1, 20)
     # Torch's CPU generator reads the low 32 bits: all of 10,000 differ in them but for chance
@@ -62,6 +66,9 @@ def test_a_prompt_drawn_twice_in_a_step_is_sampled_anew():
     seeds = request_seeds(prompts, 2, seed=0, step=0, role="train")
     assert seeds[4:] == [request_seed(0, 0, "train", 5, s) for s in (2, 3)]
     assert len(set(seeds)) == 6
+    later = request_seeds(prompts, 2, seed=0, step=0, role="train", round=1)
+    assert later[:2] == [request_seed(0, 0, "train", 5, s, 1) for s in (0, 1)]
+    assert not set(later) & set(seeds)
 
 
 def test_groups_must_be_groups():

@@ -2,67 +2,71 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 
-def group_verdicts(is_correct: Tensor, positions: Tensor, group_size: int) -> Tensor:
-    """Lay the verdicts of a step's responses out by group, in whatever order they come.
+def select_groups(num_correct: Tensor, group_size: int, num_groups: int) -> tuple[Tensor, int]:
+    """Which groups a step trains on, and how many of them it lacks.
+
+        mixed: 0 < correct < G;   kept: the first num_groups mixed ones
+
+    In a group whose responses are all right or all wrong every group-relative advantage is 0. Where
+    mixed groups are missing, the first of the others fill their places, so that the step keeps its
+    shape. Groups are cut from the end: the decision depends on the verdicts alone, and not on which
+    rank sampled what or finished first.
+
+    Source: DAPO (arXiv 2503.14476, section 3.2), dynamic sampling; filling up is ours.
 
     Args:
-        is_correct: bool [P*G], the verifier's verdict, not the shaped reward.
-        positions: int64 [P*G], Rollout.position of each: sample j of prompt i stands at i*G + j.
-        group_size: G, at least 1.
-
-    Returns:
-        bool [P, G], prompts in the order of their positions.
-
-    Raises:
-        ValueError: group_size below 1, or positions that are not 0 .. P*G-1, each once.
-    """
-    if group_size < 1:
-        raise ValueError(f"group_size={group_size} must be at least 1")
-    count = positions.numel()
-    if count % group_size or not torch.equal(
-        positions.sort().values.long(), torch.arange(count, device=positions.device)
-    ):
-        raise ValueError(
-            f"positions must hold each of 0 .. P*G-1 once, with G = group_size = {group_size}; "
-            f"they are {count} positions; pass those of all ranks"
-        )
-    return is_correct[positions.argsort()].view(-1, group_size)
-
-
-def select_groups(is_correct: Tensor, num_groups: int) -> tuple[Tensor, int]:
-    """Which groups a step trains on, and how many are still to be sampled.
-
-        kept: the first num_groups groups with 0 < correct < G
-
-    In a group whose responses are all right or all wrong every group-relative advantage is 0.
-    Groups that are kept beyond num_groups are cut from the end, so that the decision depends on
-    the verdicts alone, and not on which rank sampled what or finished first.
-
-    Source: DAPO (arXiv 2503.14476, section 3.2), dynamic sampling.
-
-    Args:
-        is_correct: bool [P, G], the verifier's verdicts, prompts in the order of their positions
-            (see group_verdicts); several rounds stand one after the other.
+        num_correct: int64 [P], responses of each group that the verifier found correct, in the
+            order of sampling; the verdicts, not the shaped rewards.
+        group_size: G.
         num_groups: groups that a step trains on, at least 1.
 
     Returns:
-        (rows int64 [K], the kept groups, ascending, K <= num_groups; missing = num_groups - K, how
-        many more mixed groups the next round must find).
+        (rows int64 [min(P, num_groups)], the groups to train on, ascending; how many more mixed
+        ones it takes).
 
     Raises:
-        ValueError: num_groups below 1, verdicts that are not bool [P, G].
+        ValueError: num_groups below 1, or counts outside 0 .. G.
     """
     if num_groups < 1:
         raise ValueError(f"num_groups={num_groups} must be at least 1")
-    if is_correct.ndim != 2 or is_correct.dtype != torch.bool:
+    if ((num_correct < 0) | (num_correct > group_size)).any():
         raise ValueError(
-            f"is_correct: shape {tuple(is_correct.shape)}, dtype {is_correct.dtype}; "
-            "must be (P, G) bool"
+            f"num_correct must lie in [0, {group_size}], the group size; found "
+            f"{int(num_correct.min())} to {int(num_correct.max())}"
         )
-    mixed = is_correct.any(1) & ~is_correct.all(1)
-    rows = mixed.nonzero().squeeze(1)[:num_groups]
-    return rows, num_groups - rows.numel()
+    mixed = (num_correct > 0) & (num_correct < group_size)
+    kept = mixed.nonzero().squeeze(1)[:num_groups]
+    missing = num_groups - kept.numel()
+    others = (~mixed).nonzero().squeeze(1)[:missing]
+    return torch.cat([kept, others]).sort().values, missing
+
+
+def next_round_size(missing: int, num_mixed: int, num_sampled: int, num_groups: int) -> int:
+    """How many prompts to sample next.
+
+        ceil((m + sqrt(m * (1 - p))) / p),   p = num_mixed / num_sampled,   at most num_groups
+
+    m / p prompts hold m mixed groups on average; the root is one standard deviation of the number
+    that it takes. It is asked for too, because another round takes as long as its longest response.
+
+    Source: DAPO (arXiv 2503.14476, section 3.2) samples until the batch is full; the size of a
+    round is ours (mean and deviation of the negative binomial distribution).
+
+    Args:
+        missing: m, mixed groups that the step lacks, at least 1.
+        num_mixed, num_sampled: of the groups sampled in this step so far.
+        num_groups: groups that a step trains on: a round is never larger.
+
+    Returns:
+        1 .. num_groups; num_groups as long as no group was mixed.
+    """
+    if num_mixed == 0:
+        return num_groups
+    rate = num_mixed / num_sampled
+    return min(num_groups, math.ceil((missing + math.sqrt(missing * (1 - rate))) / rate))

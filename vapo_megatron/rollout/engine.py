@@ -199,7 +199,7 @@ class RolloutEngine:
                 occupies [i*group_size, (i+1)*group_size).
             group_size: G.
             step: enters the seeds.
-            sampling: temperature and limits.
+            sampling: temperature, limits and, of a step that samples in several rounds, which.
             policy_version: must be the version that was loaded.
             on_progress: called with (finished, all) of this replica's responses as they finish.
 
@@ -224,7 +224,12 @@ class RolloutEngine:
         check_prompts(prompts, self._config.rollout.max_prompt_tokens, self._vocab_size)
         self._wake("kv_cache")
         seeds = request_seeds(
-            prompts, group_size, seed=self._config.seed, step=step, role=sampling.seed_role
+            prompts,
+            group_size,
+            seed=self._config.seed,
+            step=step,
+            role=sampling.seed_role,
+            round=sampling.round,
         )
         unit = group_size if sampling.whole_groups else 1
         positions = assign(len(prompts), self.num_replicas, unit)[self.replica]

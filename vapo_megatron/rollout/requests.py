@@ -39,6 +39,8 @@ class SamplingSettings:
     """Keeps evaluation's random numbers apart from training's."""
     whole_groups: bool = False
     """One replica samples all responses to a prompt, even where others have less to do then."""
+    round: int = 0
+    """Counts the calls of one step, and keeps their random numbers apart."""
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not self.temperature >= SMALLEST_TEMPERATURE:
@@ -54,7 +56,9 @@ class SamplingSettings:
             raise ConfigError(f"max_response_tokens {self.max_response_tokens} must be at least 1")
 
 
-def request_seed(seed: int, step: int, role: SeedRole, prompt_index: int, sample: int) -> int:
+def request_seed(
+    seed: int, step: int, role: SeedRole, prompt_index: int, sample: int, round: int = 0
+) -> int:
     """Return the seed of one response's random numbers.
 
     It depends on what is asked, never on where or when it is sampled: neither on the number of
@@ -65,22 +69,29 @@ def request_seed(seed: int, step: int, role: SeedRole, prompt_index: int, sample
         step: step of the run.
         role: "train" or "evaluation".
         prompt_index: `Prompt.index`, the row in the data set.
-        sample: counts the responses to this prompt in this step.
+        sample: counts the responses to this prompt in this round.
+        round: counts the rounds of sampling in this step.
 
     Returns:
         An integer in [0, 2**63), which torch.Generator.manual_seed takes.
     """
-    key = f"{seed}/{step}/{role}/{prompt_index}/{sample}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+    key = f"{seed}/{step}/{role}/{prompt_index}/{sample}" + (f"/{round}" if round else "")
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def request_seeds(
-    prompts: Sequence[Prompt], group_size: int, *, seed: int, step: int, role: SeedRole
+    prompts: Sequence[Prompt],
+    group_size: int,
+    *,
+    seed: int,
+    step: int,
+    role: SeedRole,
+    round: int = 0,
 ) -> list[int]:
-    """Return one seed per position of a step's repeated prompt list.
+    """Return one seed per position of a round's repeated prompt list.
 
-    A problem that a step draws more than once continues its sample count: its groups would be
-    copies of each other otherwise.
+    A problem that a round draws more than once continues its sample count, and every round has
+    seeds of its own: its groups would be copies of each other otherwise.
 
     Args:
         prompts: group i occupies [i*group_size, (i+1)*group_size).
@@ -88,6 +99,7 @@ def request_seeds(
         seed: the run's seed.
         step: step of the run.
         role: "train" or "evaluation".
+        round: counts the rounds of sampling in this step.
     """
     assert len(prompts) % group_size == 0, f"{len(prompts)} prompts are no groups of {group_size}"
     drawn: collections.Counter[int] = collections.Counter()
@@ -99,7 +111,7 @@ def request_seeds(
         first = drawn[index]
         drawn[index] += group_size
         samples = range(first, first + group_size)
-        seeds += [request_seed(seed, step, role, index, sample) for sample in samples]
+        seeds += [request_seed(seed, step, role, index, sample, round) for sample in samples]
     return seeds
 
 

@@ -1,0 +1,228 @@
+"""Dynamic sampling as the trainer asks for it: rounds, seeds, positions, what is kept and counted.
+
+Real processes, data set, verifier, collectives and dump. vLLM alone is a stand-in, which answers as
+a table says, so that each branch is met: tests/e2e/test_run.py (slow) samples with vLLM.
+"""
+
+import contextlib
+import json
+import sys
+import types
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from tests.dumped import MODEL, config
+from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
+from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron.batch import Rollout
+from vapo_megatron.rollout.requests import assign, request_seeds
+
+ENGINE = "vapo_megatron.rollout.engine"
+
+
+class Engine:
+    """Answers problem i as KINDS[i] says: c all correct, w all wrong, m the group's first alone."""
+
+    def __init__(self, kinds, rank, world_size):
+        self.kinds, self.replica, self.num_replicas = kinds, rank, world_size
+
+    def generate(self, prompts, group_size, step, settings, version, on_progress):
+        seeds = request_seeds(
+            prompts, group_size, seed=0, step=step, role="train", round=settings.round
+        )
+        unit = group_size if settings.whole_groups else 1
+        mine = assign(len(prompts), self.num_replicas, unit)[self.replica]
+        on_progress(0, len(prompts))
+        return [self.respond(prompts[p], p, p % group_size, seeds[p]) for p in mine]
+
+    def respond(self, prompt, position, sample, seed):
+        kind = self.kinds[prompt.index]
+        text = "Answer: 7" if kind == "c" or (kind, sample) == ("m", 0) else "Answer: 8"
+        token_ids = tuple(seed // 60**i % 60 for i in range(10))
+        return Rollout(prompt, sample, position, token_ids, (-0.5,) * 10, False, text, 0)
+
+    def shutdown(self):
+        pass
+
+
+class Step(NamedTuple):
+    """What one call of `rollouts` gave."""
+
+    scored: list
+    """Of all ranks, one after another."""
+    metrics: dict[str, float]
+    shown: list[tuple[str, int]]
+    """Part and size of each round, as the progress bar has it."""
+    state: dict[str, Any]
+    """Of the data set."""
+    replayed: list
+    """What a replay reads."""
+
+    @property
+    def positions(self):
+        return [s.rollout.position for s in self.scored]
+
+    @property
+    def problems(self):
+        """Of the groups that are trained on, in their order."""
+        return [s.rollout.prompt.index for s in by_position(self)[::2]]
+
+
+def by_position(step):
+    return sorted(step.scored, key=lambda s: s.rollout.position)
+
+
+def sampled(hf, tmp, kinds, steps, algorithm, state):
+    """A Step of each (step, trains_actor), this rank's; a worker's function."""
+    from vapo_megatron.models.hf_config import read_model_shape
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.replay import Replay
+    from vapo_megatron.sampling import Sampling
+
+    settings = config(
+        hf,
+        parallel={"world_size": dist.get_world_size()},
+        algorithm={"group_size": 2, "dynamic_sampling_max_rounds": 2, **algorithm},
+        data={"train_path": str(tmp / "problems.jsonl"), "shuffle": False},
+        reward={"num_workers": 1},
+        logging={"run_dir": str(tmp / "run"), "dump_steps": 9},
+    )
+    shape, place = read_model_shape(str(hf)), groups.initialize(settings.parallel)
+    stand_in: Any = types.ModuleType(ENGINE)
+    stand_in.RolloutEngine = lambda path, config, **where: Engine(kinds, **where)
+    real = sys.modules.get(ENGINE)
+    sys.modules[ENGINE] = stand_in
+    try:
+        source = Sampling(settings, shape, place)
+    finally:
+        del sys.modules[ENGINE]
+        if real is not None:
+            sys.modules[ENGINE] = real
+    shown: list = []
+
+    @contextlib.contextmanager
+    def phase(name):
+        yield lambda done, total, part="": shown.append((part, total))
+
+    found = []
+    with contextlib.closing(source):
+        if state is not None:
+            source.load_state_dict(state)
+        for step, trains_actor in steps:
+            shown.clear()
+            scored, metrics = source.rollouts(step, 0, phase, trains_actor=trains_actor)
+            dist.barrier()  # The main rank has given the dump its name.
+            replay = Replay(tmp / "run", settings, shape, place)
+            replayed, _ = replay.rollouts(step, 0, phase, trains_actor=trains_actor)
+            found.append(Step(scored, metrics, list(shown), source.state_dict(), replayed))
+    return found
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory):
+    path = write_tiny_hf(tmp_path_factory.mktemp("sampling_model"), **MODEL)
+    write_tiny_tokenizer(path, MODEL["vocab"])
+    return path
+
+
+@pytest.fixture
+def sample(workers, hf, tmp_path):
+    """sample(num_ranks, kinds, steps) -> their Steps."""
+
+    def run(num_ranks, kinds, steps, state=None, **algorithm):
+        rows = [{"prompt": f"w{i + 3}", "answer": "7"} for i in range(len(kinds))]
+        (tmp_path / "problems.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        algorithm = {"dynamic_sampling": True, **algorithm}
+        ranks = workers.run(num_ranks, sampled, hf, tmp_path, kinds, steps, algorithm, state)
+        joined = []
+        for parts in zip(*ranks, strict=True):
+            first = parts[0]
+            for part in parts:
+                assert part[1:4] == first[1:4], "every rank decides alike"
+                assert part.positions == sorted(part.positions)
+                assert part.replayed == part.scored, "what is dumped is what is trained on"
+            joined.append(first._replace(scored=[s for part in parts for s in part.scored]))
+        return joined
+
+    return run
+
+
+#        the first step's rounds: 8, then 4    the second's: 8, then 8, into the next epoch
+KINDS = "mwmmcmmm" + "cmmm" + "wwcwwwwm" + "wwww"
+
+
+def test_rounds_are_refilled_cut_and_filled_up(sample):
+    """By hand; on one rank and on two, in one go and resumed after the first step."""
+    first, second = sample(2, KINDS, [(0, True), (1, True)])
+
+    # 6 of 8 are mixed: 2 more take (2 + sqrt(2/4)) / (3/4) = 3.6 prompts, and one is too many.
+    assert first.problems == [0, 2, 3, 5, 6, 7, 9, 10]
+    assert first.shown == [("", 16), ("round 2", 8)]
+    assert first.metrics == {
+        "rollout/sampling_rounds": 2,
+        "rollout/groups_sampled": 12,
+        "rollout/groups_dropped_all_correct": 2,
+        "rollout/groups_dropped_all_wrong": 1,
+        "rollout/groups_dropped_surplus": 1,
+        "rollout/groups_filled": 0,
+        # 9 mixed groups with one each, 2 with two, of 12 with two.
+        "rollout/sampled_correct_fraction": 13 / 24,
+    }
+    assert (first.state["epoch"], first.state["position"]) == (0, 12)
+
+    # 1 of 8, then 3 of 8 that begin with the next epoch: the first four others fill up.
+    assert second.problems == [12, 13, 14, 15, 19, 0, 2, 3]
+    assert second.shown == [("", 16), ("round 2", 16)]
+    assert second.metrics == {
+        "rollout/sampling_rounds": 2,
+        "rollout/groups_sampled": 16,
+        # Problem 14 fills up, as do 12, 13 and 15 of the wrong ones.
+        "rollout/groups_dropped_all_correct": 0,
+        "rollout/groups_dropped_all_wrong": 8,
+        "rollout/groups_dropped_surplus": 0,
+        "rollout/groups_filled": 4,
+        # 4 mixed groups and one that is correct.
+        "rollout/sampled_correct_fraction": 6 / 32,
+    }
+    assert (second.state["epoch"], second.state["position"]) == (1, 4)
+
+    for step in (first, second):
+        assert sorted(step.positions) == list(range(16))
+        for item in step.scored:
+            r = item.rollout
+            assert (r.position % 2, r.prompt.index) == (r.sample, step.problems[r.position // 2])
+            kind = KINDS[r.prompt.index]
+            assert item.is_correct == (kind == "c" or (kind, r.sample) == ("m", 0))
+
+    # One rank, on which everything is sampled, goes on where the data stood after the first step.
+    (resumed,) = sample(1, KINDS, [(1, True)], first.state)
+    assert resumed.scored == by_position(second)
+    assert resumed[1:4] == second[1:4]
+
+
+def test_mixed_groups_alone_make_the_step_that_it_is_without(sample):
+    """Bit for bit, also where a step asks for what comes; the data are 8 problems in a circle."""
+    dynamic, pretraining = sample(2, "mmmmmmmm", [(3, True), (3, False)])
+    (plain,) = sample(1, "mmmmmmmm", [(3, True)], dynamic_sampling=False)
+    assert by_position(dynamic) == by_position(pretraining) == plain.scored
+    assert dynamic.state == plain.state
+    assert dynamic.metrics["rollout/sampling_rounds"] == 1
+    assert dynamic.metrics["rollout/groups_sampled"] == 8
+    assert pretraining.metrics == plain.metrics == {}
+
+
+def test_exhausted_rounds(sample):
+    """The one mixed group of 8 problems, three times, and no copies of it."""
+    kinds = "mwwwwwww"
+    (before, step) = sample(2, kinds, [(0, False), (0, True)], dynamic_sampling_max_rounds=3)
+    assert before.problems == list(range(8)), "value pretraining takes what comes"
+    assert before.shown == [("", 16)]
+    assert before.metrics == {}
+    assert step.problems == [0, 1, 2, 3, 4, 5, 0, 0]
+    assert step.shown == [("", 16), ("round 2", 16), ("round 3", 16)]
+    assert step.metrics["rollout/groups_filled"] == 5
+    assert step.metrics["rollout/groups_dropped_all_wrong"] == 16
+    responses = [s.rollout.token_ids for s in step.scored if s.rollout.prompt.index == 0]
+    assert len(responses) == len(set(responses)) == 6
