@@ -118,7 +118,7 @@ def test_unknown_names_get_the_nearest_one(override, message):
         ("algorithm.mini_batch_size=True", "a number", "512"),
         ("algorithm.mini_batch_size=1.5", "a valid integer", "512"),
         ("algorithm.kl_coef=0.1", "less than or equal to 0", "0.0"),
-        ("algorithm.loss_aggregation='tokens'", "'token' or 'sample'", "token"),
+        ("algorithm.loss_aggregation='tokens'", "'token', 'sample' or 'constant'", "token"),
         ("algorithm.lambda_critic=True", "a number", "1.0"),
         ("reward.correct=nan", "a finite number", "1.0"),
         ("optimizer.actor_learning_rate=inf", "a finite number", "1.0e-06"),
@@ -151,6 +151,18 @@ def test_every_wrong_field_gets_a_line_and_lists_name_the_place():
     [
         (["algorithm.lambda_actor=1.5"], ["lambda_actor=1.5", "[0, 1]", "or adaptive"]),
         (["algorithm.lambda_critic=-1"], ["lambda_critic=-1", "[0, 1]", "or same_as_actor"]),
+        (
+            ["algorithm.advantage_estimator=grpo"],
+            ["value_pretraining_steps=50", "must be 0", "=grpo", "set algorithm.value_pretraining"],
+        ),
+        (
+            [
+                "algorithm.advantage_estimator=dr_grpo",
+                "algorithm.value_pretraining_steps=0",
+                "algorithm.group_size=1",
+            ],
+            ["group_size=1", "at least 2", "dr_grpo", "raise it"],
+        ),
         (["algorithm.group_size=7"], ["responses_per_step=8192", "divisible by group_size=7"]),
         (["algorithm.mini_batch_size=500"], ["responses_per_step=8192", "mini_batch_size=500"]),
         (

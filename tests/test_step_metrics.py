@@ -46,7 +46,6 @@ def on_rank(shares, algorithm, limit):
 
     place = groups.initialize(ParallelConfig(world_size=dist.get_world_size()))
     config = AlgorithmConfig(**algorithm)
-    batch = with_advantages(batch_of(shares[place.rank]), config, place)
     summary = StepSummary(
         prompt_lengths=torch.ones(3, dtype=torch.long),
         response_lengths=torch.tensor(LENGTHS),
@@ -54,6 +53,7 @@ def on_rank(shares, algorithm, limit):
         truncated=torch.tensor([False, True, False]),
         rewards=torch.tensor(REWARDS),
     )
+    batch = with_advantages(summary, batch_of(shares[place.rank]), config, place)
     entropy = torch.full_like(batch.values, 0.25)
     metrics = step_metrics(summary, batch, entropy, config, place)
     try:

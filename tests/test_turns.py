@@ -18,7 +18,9 @@ from tests.workers import free_port
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.metrics import PHASES
-from vapo_megatron.turns import ROLES, TURNS, Turns, host_bytes
+from vapo_megatron.turns import TURNS, Turns, host_bytes
+
+ROLES = ("actor", "critic")
 
 
 def config(hf, offload=True, dtype="bfloat16", **parallel):

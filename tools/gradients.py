@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     collect.add_argument(
         "--out", type=Path, required=True, metavar="DIR",
-        help="where critic.safetensors and actor.safetensors go",
+        help="where actor.safetensors and, of a run with a critic, critic.safetensors go",
     )  # fmt: skip
     collect.add_argument("--step", type=int, default=1, help="which dumped step (default 1)")
     collect.add_argument(

@@ -59,7 +59,6 @@ def plan(options: argparse.Namespace) -> tuple[str, str | None]:
         base,
         mean_response_tokens=options.response,
         prompt_tokens=options.prompt,
-        critic=not options.no_critic,
         reference=options.reference,
         spread=options.spread,
     )
@@ -77,7 +76,7 @@ def plan(options: argparse.Namespace) -> tuple[str, str | None]:
     table = describe.describe_ranking(ranking, options.top)
     job = describe.describe_job(options.model, shape, cluster, workload)
     if not ranking.plans:
-        closest = describe.describe_closest(shape, ranking, cluster, workload)
+        closest = describe.describe_closest(shape, ranking, cluster)
         return f"{job}\n\n{table}\n\n{closest}", describe.nothing_fits(ranking, cluster)
     shown = [
         describe.describe_plan(shape, one, resharding_seconds(shape, one))
@@ -133,6 +132,8 @@ def base_config(options: argparse.Namespace) -> VapoConfig:
         "algorithm.group_size": options.group_size,
         "algorithm.mini_batch_size": options.mini_batch,
     }
+    if options.no_critic:
+        fields |= {"algorithm.advantage_estimator": "grpo", "algorithm.value_pretraining_steps": 0}
     given = [f"{name}={value}" for name, value in fields.items() if value is not None]
     config = load_config(options.config, given)
     parallel = config.parallel.model_copy(update={"world_size": options.gpus})

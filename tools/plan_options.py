@@ -160,7 +160,9 @@ def add_workload(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--vllm-sequences", type=positive, metavar="N", help="that a replica samples at once"
     )
-    group.add_argument("--no-critic", action="store_true", help="as in GRPO")
+    group.add_argument(
+        "--no-critic", action="store_true", help="as in GRPO (default: the configuration's)"
+    )
     group.add_argument(
         "--reference", action="store_true", help="log-probabilities of a reference policy, too"
     )

@@ -86,7 +86,12 @@ class Actor:
         assert batch.old_logprobs is not None and batch.advantages is not None
         by_token = algorithm.loss_aggregation == "token"
         count = mini_batch.num_tokens if by_token else mini_batch.num_responses
-        weights = token_weights(batch.loss_mask, batch.cu_seqlens, algorithm.loss_aggregation)
+        weights = token_weights(
+            batch.loss_mask,
+            batch.cu_seqlens,
+            algorithm.loss_aggregation,
+            max_response_tokens=self.config.rollout.max_response_tokens,
+        )
         logprobs, entropy = self._logprobs(
             output, micro_batch, with_entropy=algorithm.entropy_coef > 0
         )

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: actor, critic, both optimizers, and where the run stood.
+"""Checkpoints of a run: the models that it trains, their optimizers, and where the run stood.
 
     checkpoints/latest                  name of the newest whole checkpoint, replaced atomically
     checkpoints/step_000010/actor/      megatron-core distributed checkpoint: model and optimizer
@@ -82,7 +82,8 @@ def load_latest(
         (steps done, state given to save), or None when the run has no checkpoint yet.
 
     Raises:
-        CheckpointError: `latest` names a checkpoint that is not there or not whole.
+        CheckpointError: `latest` names a checkpoint that is not there or not whole, or one of other
+            roles.
     """
     latest = root / "latest"
     if not latest.exists():
@@ -95,10 +96,17 @@ def load_latest(
             f"{latest} names {directory.name}, which is not a whole checkpoint ({error}); "
             "write an older checkpoint's name into it, or set checkpoint.resume=false"
         ) from None
+    held = content["num_updates"]
+    if set(held) != set(models):
+        raise CheckpointError(
+            f"{directory} holds {' and '.join(held)}, but this configuration trains "
+            f"{' and '.join(models)} (algorithm.advantage_estimator); go on with the run's own "
+            "configuration, or start another run with logging.run_dir"
+        )
     for role, model in models.items():
         with model.held("state"):
             load_sharded(model.model, model.optimizer, directory / role)
-        model.num_updates = content["num_updates"][role]
+        model.num_updates = held[role]
     rng = directory / f"rng_{dist.get_rank():04d}.pt"
     if rng.exists():  # another number of ranks resumes with the state that the seed gave
         torch.set_rng_state(torch.load(rng, weights_only=True))

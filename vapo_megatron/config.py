@@ -263,6 +263,24 @@ def _lambda_rule(c: VapoConfig) -> str | None:
     return None
 
 
+def _estimator_rule(c: VapoConfig) -> str | None:
+    a = c.algorithm
+    if "critic" in a.trained_roles:
+        return None
+    if a.value_pretraining_steps:
+        return (
+            f"algorithm.value_pretraining_steps={a.value_pretraining_steps} must be 0 with "
+            f"algorithm.advantage_estimator={a.advantage_estimator}, which trains no critic; set "
+            "algorithm.value_pretraining_steps=0, or advantage_estimator=gae"
+        )
+    if a.group_size == 1:
+        return (
+            "algorithm.group_size=1 must be at least 2 with algorithm.advantage_estimator="
+            f"{a.advantage_estimator}: a response alone in its group has no advantage; raise it"
+        )
+    return None
+
+
 def _dynamic_sampling_rule(c: VapoConfig) -> str | None:
     a = c.algorithm
     if a.dynamic_sampling and a.group_size == 1:
@@ -317,6 +335,6 @@ def _precision_rule(c: VapoConfig) -> str | None:
 
 
 _RULES = (
-    _layout_rule, _pipeline_rule, _batch_rule, _lambda_rule, _sampling_rule, _reward_rule,
-    _precision_rule, _dynamic_sampling_rule,
+    _layout_rule, _pipeline_rule, _batch_rule, _lambda_rule, _estimator_rule, _sampling_rule,
+    _reward_rule, _precision_rule, _dynamic_sampling_rule,
 )  # fmt: skip

@@ -242,7 +242,11 @@ class AlgorithmConfig(Section):
         ge=1,
     )
     mini_batch_size: int = _field(512, "Responses per optimizer update, over all ranks.", ge=1)
-    advantage_estimator: Literal["gae"] = _field("gae", "How advantages are computed.")
+    advantage_estimator: Literal["gae", "grpo", "dr_grpo"] = _field(
+        "gae",
+        "How advantages are computed; gae: from a critic's values; grpo: (reward - mean) / std of "
+        "the group; dr_grpo: reward - mean; these two train no critic.",
+    )
     value_pretraining_steps: int = _field(
         50, "Value pretraining: first steps, in which the critic alone trains.", ge=0
     )
@@ -262,9 +266,13 @@ class AlgorithmConfig(Section):
     clip_high: float = _field(
         0.28, "Clip-higher: upper clip of the probability ratio.", "epsilon_high", ge=0
     )
-    loss_aggregation: Literal["token", "sample"] = _field(
+    loss_aggregation: Literal["token", "sample", "constant"] = _field(
         "token",
-        "Token-level loss: average over all tokens, or per response and then over responses.",
+        "Token-level loss: average over all tokens; sample: per response and then over responses; "
+        "constant: sum over tokens / (responses * rollout.max_response_tokens).",
+    )
+    overlong_filtering: bool = _field(
+        False, "Responses that a length limit cut off carry no loss, of any role."
     )
     positive_lm_coef: float = _field(
         0.1, "Positive-example LM loss: weight of the NLL of correct responses.", "mu", ge=0
@@ -278,6 +286,11 @@ class AlgorithmConfig(Section):
     critic_updates_per_step: int = _field(
         1, "Passes of the critic over each step's mini-batches.", ge=1
     )
+
+    @property
+    def trained_roles(self) -> tuple[Literal["actor", "critic"], ...]:
+        """The models that learn: a critic only where advantages come from its values."""
+        return ("actor", "critic") if self.advantage_estimator == "gae" else ("actor",)
 
     @property
     def num_prompts(self) -> int:

@@ -1,6 +1,7 @@
 """Does another layout compute the same gradients? On the responses of a run's dump, for each role.
 
-    OUT/critic.safetensors, OUT/actor.safetensors    gradients by HF name, float32, before clipping
+    OUT/actor.safetensors, OUT/critic.safetensors    gradients by HF name, float32, before clipping
+                                                     (only of roles that the run trains)
 
 A step is made as training makes it: this layout's own values, log-probabilities and advantages, its
 own mini-batches, micro-batches and losses. Only the updates are left out.
@@ -67,7 +68,7 @@ def collect_gradients(config: VapoConfig, replay: Path, step: int, out: Path) ->
     config = _changed(config, "rollout", max_logprob_difference=None)
     with VapoTrainer(config, replay) as trainer:
         trainer.source.check(range(step - 1, step))
-        for role in ROLES:
+        for role in config.algorithm.trained_roles:
             write = partial(_write_first, trainer, role, out, step)
             getattr(trainer, role).update = write
         trainer.train_step(step - 1)
@@ -83,7 +84,7 @@ def compare_gradients(a: Path, b: Path) -> list[Difference]:
         DataError: a file is missing or damaged, or they are not of the same model.
     """
     found = []
-    for role in ROLES:
+    for role in _roles(a, b):
         file_a, file_b = a / f"{role}.safetensors", b / f"{role}.safetensors"
         try:
             with (
@@ -110,13 +111,21 @@ def compare_gradients(a: Path, b: Path) -> list[Difference]:
 def describe_gradients(directory: Path) -> str:
     """Return one line on what collect_gradients wrote: layout, step and losses."""
     parts: list[str] = []
-    for role in ROLES:
+    for role in _roles(directory):
         with safe_open(directory / f"{role}.safetensors", framework="pt") as file:
             metadata = file.metadata() or {}
         if not parts:
             parts.append(f"{directory}: {metadata.get('layout')}, step {metadata.get('step')}")
         parts.append(f"{role} loss {metadata.get('loss')}")
     return ", ".join(parts)
+
+
+def _roles(*directories: Path) -> list[str]:
+    """Return the roles of which any of them has gradients; both where none has."""
+    found = [
+        role for role in ROLES if any((d / f"{role}.safetensors").exists() for d in directories)
+    ]
+    return found or list(ROLES)
 
 
 def _changed(config: VapoConfig, section: str, **fields: Any) -> VapoConfig:

@@ -53,24 +53,25 @@ def gather_shown(
         groups: this rank's place.
 
     Returns:
-        By position `values`, `advantages` and `entropy` of its kept tokens; None: not finite.
+        By position `values`, where there is a critic, `advantages` and `entropy` of its kept
+        tokens; None: not finite.
     """
-    assert batch.values is not None and batch.advantages is not None
+    known = {"values": batch.values, "advantages": batch.advantages, "entropy": entropy}
+    held = {name: numbers for name, numbers in known.items() if numbers is not None}
     named = torch.full((most,), -1.0, dtype=torch.float64)
     named[: len(shown)] = torch.tensor(shown, dtype=torch.float64)
     positions = [int(p) for p in max_over_world(named).tolist() if p >= 0]
     tokens = [kept(int(summary.response_lengths[p])) for p in positions]
     sizes = list(map(len, tokens))
-    rows = torch.stack([batch.values, batch.advantages, entropy])
+    rows = torch.stack(list(held.values()))
     starts = dict(zip(batch.positions.tolist(), batch.cu_seqlens.tolist()))
     out = torch.zeros(len(rows), sum(sizes))
     for position, index, part in zip(positions, tokens, out.split(sizes, dim=1)):
         if position in starts:
             part.copy_(rows[:, torch.tensor(index, dtype=torch.long) + starts[position]])
     out = sum_over_data_parallel(out, groups)
-    names = ("values", "advantages", "entropy")
     return {
-        position: dict(zip(names, map(_rounded, part)))
+        position: dict(zip(held, map(_rounded, part)))
         for position, part in zip(positions, out.split(sizes, dim=1))
     }
 

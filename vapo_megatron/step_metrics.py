@@ -62,25 +62,19 @@ def step_metrics(
 
     Args:
         summary: of all ranks' responses.
-        batch: this data-parallel rank's, complete.
+        batch: this data-parallel rank's, complete; without a critic it has no values.
         entropy: float32 [T], nats, of the policy that sampled.
         algorithm: for lambda.
         groups: this rank's place.
     """
-    assert batch.values is not None
-    assert batch.returns is not None and batch.advantages is not None
+    assert batch.advantages is not None
     everything = torch.ones_like(batch.loss_mask, dtype=torch.bool)
-    sums = sum_over_data_parallel(
-        torch.cat(
-            [
-                masked_sums(entropy, everything),
-                masked_sums(batch.advantages, batch.loss_mask),
-                moments(batch.values, batch.returns, batch.loss_mask),
-            ]
-        ),
-        groups,
+    parts = [masked_sums(entropy, everything), masked_sums(batch.advantages, batch.loss_mask)]
+    if batch.values is not None and batch.returns is not None:
+        parts.append(moments(batch.values, batch.returns, batch.loss_mask))
+    of_entropy, of_advantages, *of_values = sum_over_data_parallel(torch.cat(parts), groups).split(
+        [len(part) for part in parts]
     )
-    of_entropy, of_advantages, of_values = sums.split([3, 3, 6])
     advantage_mean, advantage_std = mean_and_std(of_advantages)
     lengths = summary.response_lengths
     of_status = dict(
@@ -96,9 +90,12 @@ def step_metrics(
         "rollout/response_length_max": lengths.max(),
         "rollout/truncated_fraction": summary.truncated.float().mean(),
         "actor/entropy": mean_and_std(of_entropy)[0],
-        "critic/explained_variance": explained_variance_from_moments(of_values),
-        "algorithm/lambda_actor_mean": torch.as_tensor(lambdas(lengths, algorithm)[0]).mean(),
         "algorithm/advantage_mean": advantage_mean,
         "algorithm/advantage_std": advantage_std,
     }
+    if of_values:
+        result |= {
+            "critic/explained_variance": explained_variance_from_moments(of_values[0]),
+            "algorithm/lambda_actor_mean": torch.as_tensor(lambdas(lengths, algorithm)[0]).mean(),
+        }
     return {name: float(value) for name, value in result.items()}

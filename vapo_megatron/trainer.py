@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from vapo_megatron import checkpoint, early_signal
 from vapo_megatron.actor import Actor
-from vapo_megatron.advantages import with_advantages
+from vapo_megatron.advantages import with_advantages, with_loss_mask
 from vapo_megatron.algorithm.value_pretraining import actor_is_trained
 from vapo_megatron.batch import RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.config import VapoConfig
@@ -66,8 +66,10 @@ class VapoTrainer:
         self.turns = Turns(self.shape, config, self.groups, self.source)
         self.actor = Actor(self.shape, config, self.groups)
         self.turns.join("actor", self.actor.trained)
-        self.critic = Critic(self.shape, config, self.groups)
-        self.turns.join("critic", self.critic.trained)
+        self.critic: Critic | None = None
+        if "critic" in config.algorithm.trained_roles:
+            self.critic = Critic(self.shape, config, self.groups)
+            self.turns.join("critic", self.critic.trained)
         self.policy_version = 0
         self.writer: MetricsWriter | None = None
         self.progress = Progress("off", config.algorithm.num_steps, 0)
@@ -88,26 +90,30 @@ class VapoTrainer:
         )
         with self._phase("exchange"):
             summary, batch, plan = self._distribute(scored, step)
+            batch = with_loss_mask(batch, config.algorithm)
 
         # V and log pi of what was sampled, before anything is updated.
         micro_batches = [m for part in plan for m in self._micro_batches(batch, part)]
-        with self._phase("values"):
-            values = self.critic.compute_values(micro_batches)
+        if self.critic is not None:
+            with self._phase("values"):
+                batch = batch.replace(values=self.critic.compute_values(micro_batches))
         with self._phase("logprobs"):
             old_logprobs, entropy = self.actor.compute_logprobs(micro_batches)
-            batch = batch.replace(values=values, old_logprobs=old_logprobs)
+            batch = batch.replace(old_logprobs=old_logprobs)
             difference = sampler_difference(
                 batch, config.rollout.max_logprob_difference, self.groups
             )
 
-        # Decoupled, length-adaptive GAE.
+        # Decoupled, length-adaptive GAE; without a critic, each response against its group.
         with self._phase("advantages"):
-            batch = with_advantages(batch, config.algorithm, self.groups)
+            batch = with_advantages(summary, batch, config.algorithm, self.groups)
             mini_batches = make_mini_batches(batch, plan, self.groups, multiple_of=self._multiple)
 
         # Learn: the critic always, the actor once value pretraining is over.
-        with self._phase("critic_update"):
-            critic_metrics = self.critic.update(mini_batches)
+        critic_metrics: dict[str, float] = {}
+        if self.critic is not None:
+            with self._phase("critic_update"):
+                critic_metrics = self.critic.update(mini_batches)
         actor_metrics: dict[str, float] = {}
         if trains_actor:
             with self._phase("actor_update"):
@@ -182,7 +188,8 @@ class VapoTrainer:
 
     @property
     def _models(self) -> dict[str, TrainedModel]:
-        return {"actor": self.actor.trained, "critic": self.critic.trained}
+        roles = self.config.algorithm.trained_roles
+        return {role: getattr(self, role).trained for role in roles}
 
     def _source(self, replay: Path | None) -> RolloutSource:
         if replay is not None:

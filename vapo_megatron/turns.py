@@ -22,7 +22,6 @@ from vapo_megatron.planning.model_bytes import state_bytes
 from vapo_megatron.rollout_source import RolloutSource
 from vapo_megatron.trained_model import TrainedModel
 
-ROLES: tuple[Role, ...] = ("actor", "critic")
 TURNS: dict[str, dict[Role, Held]] = {
     "values": {"critic": "parameters"},
     "logprobs": {"actor": "parameters"},
@@ -43,7 +42,7 @@ class Turns:
         """Let the source leave the device: the models are built next. Collective.
 
         Raises:
-            ConfigError: a node lacks the host memory for both roles.
+            ConfigError: a node lacks the host memory for all roles.
         """
         self._source = source
         self._models: dict[str, TrainedModel] = {}
@@ -82,9 +81,10 @@ class Turns:
 
 
 def host_bytes(shape: ModelShape, config: VapoConfig, *, pp_rank: int) -> int:
-    """Return what one process keeps of both roles in host memory, or up to 1% less.
+    """Return what one process keeps of the trained roles in host memory, or up to 1% less.
 
     Gradients are not kept: between updates they are zero.
     """
-    of_roles = [state_bytes(shape, config, role, pp_rank=pp_rank) for role in ROLES]
+    roles = config.algorithm.trained_roles
+    of_roles = [state_bytes(shape, config, role, pp_rank=pp_rank) for role in roles]
     return sum(role.parameters + role.optimizer for role in of_roles)

@@ -123,14 +123,18 @@ def test_the_first_or_the_last_stage_is_the_fullest(tp_size, pp_size, vpp_size, 
 
 def test_a_critic_costs_its_phases():
     workload = workload_of(SMALL_BASE)
-    alone = dataclasses.replace(workload, critic=False)
     config = with_offload(SMALL_BASE, True)
-    both, one = (make_plan(SMALL_SHAPE, config, SMALL, w) for w in (workload, alone))
+    group = {"advantage_estimator": "grpo", "value_pretraining_steps": 0}
+    algorithm = config.algorithm.model_copy(update=group)
+    critic_free = config.model_copy(update={"algorithm": algorithm})
+    alone = workload_of(critic_free)
+    both = make_plan(SMALL_SHAPE, config, SMALL, workload)
+    one = make_plan(SMALL_SHAPE, critic_free, SMALL, alone)
     assert set(both.seconds) - set(one.seconds) == {"values", "critic_update"}
     assert set(one.memory) == {"generation", "logprobs", "actor_update", "sync"}
     assert one.training.offload_seconds == pytest.approx(both.training.offload_seconds / 2, rel=0.1)
     referred = dataclasses.replace(alone, reference=True)
-    twice = make_plan(SMALL_SHAPE, config, SMALL, referred)
+    twice = make_plan(SMALL_SHAPE, critic_free, SMALL, referred)
     assert twice.seconds["logprobs"] == 2 * one.seconds["logprobs"]
     passes = dataclasses.replace(workload, critic_updates_per_step=3)
     once, thrice, actor = (model_flops(SMALL_SHAPE, w) for w in (workload, passes, alone))

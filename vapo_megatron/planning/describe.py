@@ -103,12 +103,12 @@ def describe_ranking(ranking: Ranking, top: int) -> str:
     return "\n\n".join(blocks)
 
 
-def describe_closest(shape: ModelShape, ranking: Ranking, c: Cluster, w: Workload) -> str:
+def describe_closest(shape: ModelShape, ranking: Ranking, c: Cluster) -> str:
     """Return the bytes of the layout that comes closest to fitting, where one divides the model."""
     if ranking.closest is None:
         return "no layout divides the GPUs and the model"
     name, misfit = ranking.closest
-    phases = peak_memory(shape, misfit.config, c.gpu_bytes, critic=w.critic)
+    phases = peak_memory(shape, misfit.config, c.gpu_bytes)
     p, offload = misfit.config.parallel, "yes" if memory.offloads(misfit.config) else "no"
     title = f"closest: {name}, recompute {p.recompute}, offload {offload}"
     return "\n".join([title, "", *_memory_table(phases, c.gpu_bytes)])
@@ -191,11 +191,10 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
 
 def _elsewhere(shape: ModelShape, plan: Plan) -> Iterable[str]:
     """What is kept in host memory and on disk, of all roles together."""
-    c, critic = plan.cluster, plan.workload.critic
-    per_node = c.gpus_per_node
-    host = memory.host_bytes_per_node(shape, plan.config, gpus_per_node=per_node, critic=critic)
+    c = plan.cluster
+    host = memory.host_bytes_per_node(shape, plan.config, gpus_per_node=c.gpus_per_node)
     yield f"  host memory: {host / GB:.0f} GB a node for what is offloaded"
-    disk = memory.checkpoint_bytes(shape, plan.config, critic=critic)
+    disk = memory.checkpoint_bytes(shape, plan.config)
     seconds = disk / (c.storage_gb_per_second * GB)
     yield (
         f"  checkpoint: {disk / 1e12:.2f} TB, {seconds:.0f} s at {c.storage_gb_per_second:g} GB/s"

@@ -36,7 +36,6 @@ from vapo_megatron.planning.model_bytes import (
     widths,
 )
 
-ROLES: tuple[Role, ...] = ("actor", "critic")
 PHASES = ("generation", "values", "logprobs", "critic_update", "actor_update", "sync")
 
 CUDA_CONTEXT_BYTES = 500 * 10**6
@@ -107,19 +106,20 @@ def phase_memory(
 
     Args:
         shape: of the model; hf_config.check_layout has accepted the layout.
-        config: model, parallel, rollout and algorithm.mini_batch_size are used.
+        config: model, parallel, rollout and algorithm are used.
         gpu_bytes: memory of the GPU, of which vLLM takes its share.
         pp_rank: pipeline stage; all its GPUs hold the same amount.
 
     Returns:
-        By the names in PHASES. A total above gpu_bytes does not fit; a KV cache of 0 means that
-        vLLM's share does not even hold its weights.
+        By the names in PHASES, those of roles that train. A total above gpu_bytes does not fit; a
+        KV cache of 0 means that vLLM's share does not even hold its weights.
     """
-    states = {role: state_bytes(shape, config, role, pp_rank=pp_rank) for role in ROLES}
+    roles = config.algorithm.trained_roles
+    states = {role: state_bytes(shape, config, role, pp_rank=pp_rank) for role in roles}
     tokens = microbatch_tokens(config)
     weights = sampler_weight_bytes(shape, config)
     found = {"generation": _generation(shape, config, gpu_bytes)}
-    for role in ROLES:
+    for role in roles:
         activations, logits = inference_bytes(shape, config, role, pp_rank=pp_rank, tokens=tokens)
         found["logprobs" if role == "actor" else "values"] = PhaseMemory(
             parameters=states[role].parameters, activations=activations, logits=logits
@@ -138,9 +138,9 @@ def phase_memory(
             "kv_cache": found["generation"].kv_cache,
         }
         found = {name: dataclasses.replace(p, **resident) for name, p in found.items()}
-    copies = len(ROLES) * fp8_weight_bytes(shape, config)
+    copies = len(roles) * fp8_weight_bytes(shape, config)
     found = {n: dataclasses.replace(p, parameters=p.parameters + copies) for n, p in found.items()}
-    return {name: _with_reserve(found[name], name, config) for name in PHASES}
+    return {name: _with_reserve(found[name], name, config) for name in PHASES if name in found}
 
 
 def _update(
@@ -224,9 +224,7 @@ def kv_cache_tokens(shape: ModelShape, config: VapoConfig, *, gpu_bytes: int) ->
     return cache // block * VLLM_BLOCK_TOKENS
 
 
-def host_bytes_per_node(
-    shape: ModelShape, config: VapoConfig, *, gpus_per_node: int, critic: bool = True
-) -> int:
+def host_bytes_per_node(shape: ModelShape, config: VapoConfig, *, gpus_per_node: int) -> int:
     """Host memory of the offloaded parameters and optimizer states of all roles on one node.
 
     Of the fullest node: one whose GPUs all belong to the fullest stage. Gradients are dropped, not
@@ -234,9 +232,9 @@ def host_bytes_per_node(
     """
     if not offloads(config):
         return 0
-    roles = ROLES if critic else ROLES[:1]
     largest = 0
     for stage in outer_stages(config):
+        roles = config.algorithm.trained_roles
         states = [state_bytes(shape, config, role, pp_rank=stage) for role in roles]
         largest = max(largest, sum(s.parameters + s.optimizer for s in states))
     return largest * min(gpus_per_node, config.parallel.world_size)
@@ -251,7 +249,7 @@ def outer_stages(config: VapoConfig) -> set[int]:
     return {0, config.parallel.pipeline_model_parallel_size - 1}
 
 
-def checkpoint_bytes(shape: ModelShape, config: VapoConfig, *, critic: bool = True) -> int:
+def checkpoint_bytes(shape: ModelShape, config: VapoConfig) -> int:
     """Size on disk of one checkpoint of the whole job: its models and their optimizers.
 
     Each parameter once, however many ranks hold it: in the model's dtype, and in float32 Adam's two
@@ -263,7 +261,8 @@ def checkpoint_bytes(shape: ModelShape, config: VapoConfig, *, critic: bool = Tr
     rows = padded_vocab_size(shape, config.model.make_vocab_size_divisible_by, tp_size)
     padding = (rows - shape.vocab_size) * shape.hidden_size
     elements = parameter_count(shape) + padding * (1 if shape.tied else 2)
-    elements += parameter_count(shape, value_head=True) + padding if critic else 0
+    if "critic" in config.algorithm.trained_roles:
+        elements += parameter_count(shape, value_head=True) + padding
     size = DTYPE_BYTES[config.model.dtype]
     has_main = size < 4 or parallel.use_distributed_optimizer
     return elements * (size + 8 + (4 if has_main else 0))

@@ -16,11 +16,9 @@ from vapo_megatron.planning import memory
 from vapo_megatron.planning.cluster import GB, Cluster
 from vapo_megatron.planning.generation import Generation, generation
 from vapo_megatron.planning.memory import PhaseMemory
-from vapo_megatron.planning.model_bytes import Role, state_bytes
+from vapo_megatron.planning.model_bytes import state_bytes
 from vapo_megatron.planning.roofline import Phase, scoring, sync_seconds, update
 from vapo_megatron.planning.workload import Workload, response_lengths
-
-CRITIC_PHASES = ("values", "critic_update")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,18 +98,15 @@ def training_time(
     if workload.critic:
         phases["critic_update"] = update(*arguments, "critic")
     phases["actor_update"] = update(*arguments, "actor")
-    return Training(phases, offload_seconds(shape, config, cluster, workload))
+    return Training(phases, offload_seconds(shape, config, cluster))
 
 
-def offload_seconds(
-    shape: ModelShape, config: VapoConfig, cluster: Cluster, workload: Workload
-) -> float:
+def offload_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> float:
     """A role's parameters come for its scores; for its updates its optimizer too; both go back."""
     if not memory.offloads(config):
         return 0.0
     copied = 0
-    roles: tuple[Role, ...] = ("actor", "critic") if workload.critic else ("actor",)
-    for role in roles:
+    for role in config.algorithm.trained_roles:
         states = [
             state_bytes(shape, config, role, pp_rank=stage) for stage in memory.outer_stages(config)
         ]
@@ -142,7 +137,7 @@ def make_plan(
         config=config,
         cluster=cluster,
         workload=workload,
-        memory=phases or peak_memory(shape, config, cluster.gpu_bytes, critic=workload.critic),
+        memory=phases or peak_memory(shape, config, cluster.gpu_bytes),
         kv_cache_tokens=cached,
         generation=generation(shape, config, cluster, workload, cached),
         training=training or training_time(shape, config, cluster, workload),
@@ -150,16 +145,13 @@ def make_plan(
     )
 
 
-def peak_memory(
-    shape: ModelShape, config: VapoConfig, gpu_bytes: int, *, critic: bool = True
-) -> dict[str, PhaseMemory]:
+def peak_memory(shape: ModelShape, config: VapoConfig, gpu_bytes: int) -> dict[str, PhaseMemory]:
     """Return each phase's memory on the fullest stage; without a critic, without its phases."""
     found = [
         memory.phase_memory(shape, config, gpu_bytes=gpu_bytes, pp_rank=stage)
         for stage in memory.outer_stages(config)
     ]
-    names = [name for name in memory.PHASES if critic or name not in CRITIC_PHASES]
-    return {name: max((f[name] for f in found), key=lambda p: p.total) for name in names}
+    return {name: max((f[name] for f in found), key=lambda p: p.total) for name in found[0]}
 
 
 def misfit(
@@ -195,12 +187,10 @@ def misfit(
     return None
 
 
-def host_misfit(
-    shape: ModelShape, config: VapoConfig, gpus_per_node: int, *, critic: bool = True
-) -> str | None:
+def host_misfit(shape: ModelShape, config: VapoConfig, gpus_per_node: int) -> str | None:
     """Say why what is offloaded exceeds parallel.host_memory_gb; None: it does not, or no limit."""
     limit = config.parallel.host_memory_gb
-    needed = memory.host_bytes_per_node(shape, config, gpus_per_node=gpus_per_node, critic=critic)
+    needed = memory.host_bytes_per_node(shape, config, gpus_per_node=gpus_per_node)
     if limit is None or needed <= limit * GB:
         return None
     return f"offload needs {needed / GB:.1f} GB of a node's {limit:.1f} GB of host memory"

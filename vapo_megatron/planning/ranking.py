@@ -110,7 +110,7 @@ def _trained(
         phases = training_time(shape, variant, cluster, workload).phases
         for offload in candidates.offload_choices(layout, fixed):
             config = candidates.with_offload(variant, offload)
-            copies = offload_seconds(shape, config, cluster, workload)
+            copies = offload_seconds(shape, config, cluster)
             found.append((config, Training(phases, copies)))
     return sorted(found, key=lambda pair: pair[1].seconds)
 
@@ -156,9 +156,9 @@ def _best_variant(
         if best and training.seconds + generation_seconds >= best.step_seconds:
             break
         config = candidates.with_sampler(variant, tensor_model_parallel_size=sampler_size)
-        config, phases = _widest(shape, config, cluster.gpu_bytes, workload.critic, share)
+        config, phases = _widest(shape, config, cluster.gpu_bytes, share)
         reason = misfit(shape, config, cluster.gpu_bytes, phases) or host_misfit(
-            shape, config, cluster.gpus_per_node, critic=workload.critic
+            shape, config, cluster.gpus_per_node
         )
         if reason:
             needed = max(phase.total for phase in phases.values())
@@ -173,15 +173,15 @@ def _best_variant(
 
 
 def _widest(
-    shape: ModelShape, config: VapoConfig, gpu_bytes: int, critic: bool, share: float | None
+    shape: ModelShape, config: VapoConfig, gpu_bytes: int, share: float | None
 ) -> tuple[VapoConfig, dict[str, PhaseMemory]]:
     """Give vLLM the largest share of a GPU that fits, in steps of SHARE_STEP, if any does."""
     if share is not None:
         config = candidates.with_sampler(config, gpu_memory_utilization=share)
     if share is not None or config.rollout.kv_cache_bytes is not None:
-        return config, peak_memory(shape, config, gpu_bytes, critic=critic)
+        return config, peak_memory(shape, config, gpu_bytes)
     config = candidates.with_sampler(config, gpu_memory_utilization=LARGEST_SHARE)
-    phases = peak_memory(shape, config, gpu_bytes, critic=critic)
+    phases = peak_memory(shape, config, gpu_bytes)
     excess = [p.total - gpu_bytes for p in phases.values()]
     # A phase without a KV cache stays as it is.
     of_cache = max((p.total - gpu_bytes for p in phases.values() if p.kv_cache), default=0)
@@ -189,5 +189,5 @@ def _widest(
         steps = math.ceil(of_cache / gpu_bytes / SHARE_STEP)
         share = max(SHARE_STEP, round(LARGEST_SHARE - steps * SHARE_STEP, 2))
         config = candidates.with_sampler(config, gpu_memory_utilization=share)
-        phases = peak_memory(shape, config, gpu_bytes, critic=critic)
+        phases = peak_memory(shape, config, gpu_bytes)
     return config, phases

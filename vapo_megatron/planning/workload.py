@@ -68,7 +68,6 @@ def workload_of(
     *,
     mean_response_tokens: float | None = None,
     prompt_tokens: int | None = None,
-    critic: bool = True,
     reference: bool = False,
     spread: float = SPREAD,
 ) -> Workload:
@@ -78,7 +77,6 @@ def workload_of(
         config: algorithm and rollout are used.
         mean_response_tokens: None: half of rollout.max_response_tokens.
         prompt_tokens: mean; None: 256, or the longest prompt if that is shorter.
-        critic: see Workload.
         reference: see Workload.
         spread: see Workload.
 
@@ -104,7 +102,7 @@ def workload_of(
         prompt_tokens=prompt,
         mean_response_tokens=mean,
         max_response_tokens=rollout.max_response_tokens,
-        critic=critic,
+        critic="critic" in algorithm.trained_roles,
         reference=reference,
         critic_updates_per_step=algorithm.critic_updates_per_step,
         spread=spread,
