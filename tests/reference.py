@@ -134,20 +134,43 @@ def value_loss_gradient(
     return gradient
 
 
-def aggregation(
-    mask: Sequence[bool], bounds: Sequence[int], level: str
-) -> tuple[list[float], float]:
-    """(w_t, N): 1 for each token and their number, or 1/|o_i| and the number of responses."""
+def aggregation(mask: Floats, bounds: Sequence[int], level: str) -> tuple[list[float], float]:
+    """(w_t, N): m_t and the tokens where it is not 0, or m_t/|o_i| and their responses."""
     weights = [float(m) for m in mask]
+    kept = [m != 0 for m in mask]
     if level == "token":
-        return weights, sum(weights)
+        return weights, float(sum(kept))
     responses = 0
     for start, stop in zip(bounds[:-1], bounds[1:]):
-        length = sum(mask[start:stop])
+        length = sum(kept[start:stop])
         responses += length > 0
         for t in range(start, stop):
             weights[t] /= max(length, 1)
     return weights, float(responses)
+
+
+def sampler_mask(
+    old: Floats, rollout: Floats, mask: Floats, *, low: float, high: float, drops: bool
+) -> list[float]:
+    """m_t k_t, k_t = exp(old - rollout) held within the range, or 0 where it is outside."""
+    weights = []
+    for trained, sampled, weight in zip(old, rollout, mask):
+        k = math.exp(trained - sampled)
+        outside = 0.0 if drops else min(max(k, low), high)
+        weights.append(weight * (k if low <= k <= high else outside))
+    return weights
+
+
+def reference_kl(
+    logprobs: Floats, reference: Floats, weights: Floats, *, count: float
+) -> tuple[float, list[float]]:
+    """1/N sum_t w_t (exp(d_t) - d_t - 1), d = reference - logprobs; and d loss / d logprobs."""
+    total, gradient = 0.0, []
+    for logprob, theirs, weight in zip(logprobs, reference, weights):
+        d = theirs - logprob
+        total += weight * (math.exp(d) - d - 1)
+        gradient.append(weight * (1 - math.exp(d)) / count)
+    return total / count, gradient
 
 
 def positive_lm_loss(

@@ -56,7 +56,7 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
         loss_mask=torch.ones(30, dtype=torch.bool),
     )
     count = torch.tensor(30.0 * place.dp_size)
-    mini_batch = MiniBatch([make_micro_batch(batch)], count, count, count)
+    mini_batch = MiniBatch([make_micro_batch(batch)], count, count, count, count)
 
     def loss_function(output, micro_batch):
         loss = (values_of(output)[micro_batch.predicting] - 1).square().sum() / count

@@ -4,6 +4,8 @@ One update of a tiny random model; its second mini-batch has shifted old log-pro
 both clips are active there. Gradients are tests/distributed's subject; the engine is not exercised.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -12,6 +14,10 @@ from tests.weights.tiny_hf import write_tiny_hf
 
 LENGTHS = [3, 5, 2, 4]
 CORRECT = [True, False, False, True]
+RATIOS = [1.0, 0.4, 3.0, 0.9, 6.0, 1.5, 0.4, 1.1, 6.0, 0.4, 1.0, 3.0, 0.7, 6.0]
+"""exp(old_logprob - rollout_logprob) of each token; none of the third response's is in [.5, 5]."""
+REFERENCE = [0.2, -0.1, 0.0, 0.4]
+"""reference_logprob - old_logprob by token number modulo 4."""
 SHIFT = [0.25, -0.3, 0.05]
 """logprob - old_logprob by token number modulo 3: ratios 1.284, 0.741 and 1.051."""
 
@@ -23,6 +29,7 @@ def batch(old_logprobs=None):
     generator = torch.Generator().manual_seed(5)
     num_tokens = int(bounds[-1])
     noise = torch.randn(num_tokens, generator=generator)
+    old = torch.zeros(num_tokens) if old_logprobs is None else old_logprobs
     return RolloutBatch(
         tokens=torch.randint(0, 60, (num_tokens + 2 * len(LENGTHS),), generator=generator),
         sequence_cu_seqlens=(bounds + 2 * torch.arange(len(bounds))).int(),
@@ -31,9 +38,10 @@ def batch(old_logprobs=None):
         rewards=torch.ones(len(LENGTHS)),
         is_correct=torch.tensor(CORRECT),
         truncated=torch.zeros(len(LENGTHS), dtype=torch.bool),
-        rollout_logprobs=torch.zeros(num_tokens),
+        rollout_logprobs=old - torch.tensor(RATIOS).log(),
         loss_mask=torch.ones(num_tokens, dtype=torch.bool),
         old_logprobs=old_logprobs,
+        reference_logprobs=old + torch.tensor([REFERENCE[t % 4] for t in range(num_tokens)]),
         values=noise.roll(1),
         advantages=noise,
         returns=noise.roll(2),
@@ -48,6 +56,7 @@ def update_once(hf, algorithm):
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.minibatches import make_micro_batches, make_mini_batches
+    from vapo_megatron.policy_mask import with_policy_mask
 
     config = VapoConfig.model_validate(
         {
@@ -66,7 +75,10 @@ def update_once(hf, algorithm):
     logprobs, entropy = actor.compute_logprobs(micro_batches)
     values = critic.compute_values(micro_batches)
     shift = torch.tensor([SHIFT[t % 3] for t in range(len(logprobs))])
-    same, shifted = batch(logprobs), batch(logprobs - shift)
+    same, shifted = (
+        with_policy_mask(batch(old), config.algorithm, place)[0]
+        for old in (logprobs, logprobs - shift)
+    )
     first = make_mini_batches(same, [plan], place, multiple_of=1)
     second = make_mini_batches(shifted, [plan], place, multiple_of=1)
     alone = actor.update(first)
@@ -82,9 +94,17 @@ def expected(algorithm, logprobs, entropy, shift):
     """(policy loss, whole loss) by loops."""
     logprobs, entropy = logprobs.tolist(), entropy.tolist()
     old = [x - shift * SHIFT[t % 3] for t, x in enumerate(logprobs)]
-    by_token = algorithm.get("loss_aggregation", "token") == "token"
-    weights = [1.0 if by_token else 1 / n for n in LENGTHS for _ in range(n)]
-    count = sum(LENGTHS) if by_token else len(LENGTHS)
+    mask = [1.0] * len(logprobs)
+    correction = algorithm.get("sampler_correction", "none")
+    if correction != "none":
+        sampled = [x - math.log(k) for x, k in zip(old, RATIOS)]
+        low, high = (0.5, 5.0) if correction == "icepop" else (0.0, 2.0)
+        mask = reference.sampler_mask(
+            old, sampled, mask, low=low, high=high, drops=correction == "icepop"
+        )
+    bounds = [sum(LENGTHS[:i]) for i in range(len(LENGTHS) + 1)]
+    level = algorithm.get("loss_aggregation", "token")
+    weights, count = reference.aggregation(mask, bounds, level)
     policy = reference.policy_loss(
         logprobs,
         old,
@@ -97,7 +117,10 @@ def expected(algorithm, logprobs, entropy, shift):
     correct = [c for c, n in zip(CORRECT, LENGTHS) for _ in range(n)]
     nll = reference.positive_lm_loss(logprobs, [1.0] * len(correct), correct, count=3 + 4)
     bonus = sum(w * e for w, e in zip(weights, entropy)) / count
+    frozen = [x + REFERENCE[t % 4] for t, x in enumerate(old)]
+    kl, _ = reference.reference_kl(logprobs, frozen, weights, count=count)
     whole = policy + algorithm.get("positive_lm_coef", 0.1) * nll
+    whole += algorithm.get("kl_coef", 0.0) * kl
     return policy, whole - algorithm.get("entropy_coef", 0.0) * bonus
 
 
@@ -109,6 +132,10 @@ CASES = [
     {"positive_lm_coef": 0.0},
     {"entropy_coef": 0.3},
     {"entropy_coef": 0.3, "loss_aggregation": "sample", "positive_lm_coef": 1.0},
+    {"kl_coef": 0.5},
+    {"sampler_correction": "tis", "entropy_coef": 0.3, "kl_coef": 0.5},
+    {"sampler_correction": "icepop", "entropy_coef": 0.3, "kl_coef": 0.5},
+    {"sampler_correction": "icepop", "loss_aggregation": "sample"},
 ]
 
 

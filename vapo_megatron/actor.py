@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vapo_megatron.algorithm.policy_loss import clipped_policy_loss, ratio_deviation, token_weights
 from vapo_megatron.algorithm.positive_lm_loss import positive_lm_loss
+from vapo_megatron.algorithm.reference_kl import reference_kl
 from vapo_megatron.batch import MicroBatch
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.build import gather_hidden, output_weight
@@ -20,19 +21,54 @@ from vapo_megatron.parallel.minibatches import MiniBatch
 from vapo_megatron.parallel.optimizer import actor_learning_rate
 from vapo_megatron.parallel.reduce import max_over_world
 from vapo_megatron.parallel.schedule import forward_only
-from vapo_megatron.trained_model import TrainedModel
+from vapo_megatron.trained_model import FrozenModel, TrainedModel
 
 # Before the first update of a step nothing has changed since old_logprobs were computed with the
 # same micro-batches, so that the ratio can differ from 1 by rounding alone.
 RATIO_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
+def policy_logprobs(
+    last_chunk: torch.nn.Module,
+    output: Tensor,
+    micro_batch: MicroBatch,
+    shape: ModelShape,
+    config: VapoConfig,
+    groups: ParallelGroups,
+    *,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """(logprobs, entropy) [T] of the response tokens at the rollout's temperature.
+
+    Args:
+        last_chunk: of a policy, without DDP.
+        output: what it returned.
+        micro_batch: that it saw.
+        shape, config, groups: of the policy and of this rank.
+        with_entropy: False: None in its place.
+    """
+    hidden = gather_hidden(output, sequence_parallel=config.parallel.sequence_parallel)
+    return linear_logprobs(
+        hidden[micro_batch.predicting],
+        output_weight(last_chunk),
+        micro_batch.targets,
+        groups.tp_group,
+        vocab_size=shape.vocab_size,
+        temperature=config.rollout.temperature,
+        with_entropy=with_entropy,
+    )
+
+
 class Actor:
-    """Policy model with its optimizer; `trained.num_updates` counts its updates."""
+    """Policy model with its optimizer; `trained.num_updates` counts its updates.
+
+    Where value pretraining is the only stage it is frozen, and cannot be updated.
+    """
 
     def __init__(self, shape: ModelShape, config: VapoConfig, groups: ParallelGroups) -> None:
         self.shape, self.config, self.groups = shape, config, groups
-        self.trained = TrainedModel(shape, config, groups, "actor", config.model.hf_path)
+        kind = TrainedModel if "actor" in config.algorithm.trained_roles else FrozenModel
+        self.trained = kind(shape, config, groups, "actor", config.model.hf_path)
 
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
         """Return (logprobs, entropy) of the response tokens, no gradient; both float32 [T], CPU.
@@ -52,7 +88,8 @@ class Actor:
         """Make one update per mini-batch.
 
         Loss (VAPO, section 4.3): clipped policy loss + mu * NLL of the correct responses
-        - entropy_coef * entropy, each divided by its own count over the whole mini-batch.
+        + kl_coef * KL to the reference - entropy_coef * entropy, each divided by its own count over
+        the whole mini-batch.
 
         Returns:
             Metrics averaged over the mini-batches; first_ratio_diff_max is the largest
@@ -85,9 +122,9 @@ class Actor:
         algorithm, batch = self.config.algorithm, micro_batch.batch
         assert batch.old_logprobs is not None and batch.advantages is not None
         by_token = algorithm.loss_aggregation == "token"
-        count = mini_batch.num_tokens if by_token else mini_batch.num_responses
+        count = mini_batch.num_policy_tokens if by_token else mini_batch.num_policy_responses
         weights = token_weights(
-            batch.loss_mask,
+            batch.policy_weights,
             batch.cu_seqlens,
             algorithm.loss_aggregation,
             max_response_tokens=self.config.rollout.max_response_tokens,
@@ -113,6 +150,13 @@ class Actor:
         loss = policy_loss + algorithm.positive_lm_coef * positive
         if entropy is not None:
             loss = loss - algorithm.entropy_coef * (entropy * weights).sum() / count.clamp(min=1)
+        if algorithm.kl_coef > 0:
+            assert batch.reference_logprobs is not None
+            distance, of_distance = reference_kl(
+                logprobs, batch.reference_logprobs, weights, num_tokens=count
+            )
+            loss = loss + algorithm.kl_coef * distance
+            metrics |= of_distance
         deviation.append(ratio_deviation(logprobs, batch.old_logprobs, batch.loss_mask))
         metrics = {
             **metrics,
@@ -125,14 +169,13 @@ class Actor:
     def _logprobs(
         self, output: Tensor, micro_batch: MicroBatch, *, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        hidden = gather_hidden(output, sequence_parallel=self.config.parallel.sequence_parallel)
-        return linear_logprobs(
-            hidden[micro_batch.predicting],
-            output_weight(self.trained.model[-1]),
-            micro_batch.targets,
-            self.groups.tp_group,
-            vocab_size=self.shape.vocab_size,
-            temperature=self.config.rollout.temperature,
+        return policy_logprobs(
+            self.trained.model[-1],
+            output,
+            micro_batch,
+            self.shape,
+            self.config,
+            self.groups,
             with_entropy=with_entropy,
         )
 

@@ -124,8 +124,13 @@ class RolloutBatch:
     """float32 [T]: from the sampler."""
     loss_mask: Tensor
     """bool or float32 [T]: True or a weight > 0 where a token is trained on."""
+    policy_mask: Tensor | None = None
+    """float32 [T]: weight of each token in the policy loss, loss_mask times the correction for the
+    sampler; None: loss_mask."""
     old_logprobs: Tensor | None = None
     """float32 [T]: from the trainer, before this step's updates."""
+    reference_logprobs: Tensor | None = None
+    """float32 [T]: from the frozen reference policy."""
     values: Tensor | None = None
     """float32 [T]: V of the state before each response token is emitted."""
     advantages: Tensor | None = None
@@ -147,6 +152,11 @@ class RolloutBatch:
     def sequence_lengths(self) -> Tensor:
         """int64 [B], prompt + response, in tokens."""
         return self.sequence_cu_seqlens.diff().long()
+
+    @property
+    def policy_weights(self) -> Tensor:
+        """[T]: weights of the policy loss, of the entropy bonus and of the KL to the reference."""
+        return self.loss_mask if self.policy_mask is None else self.policy_mask
 
     def replace(self, **fields: Tensor) -> RolloutBatch:
         """Return the same batch with some fields set."""
@@ -171,7 +181,8 @@ class RolloutBatch:
 
 
 _PER_TOKEN = (
-    "rollout_logprobs", "loss_mask", "old_logprobs", "values", "advantages", "returns",
+    "rollout_logprobs", "loss_mask", "policy_mask", "old_logprobs", "reference_logprobs", "values",
+    "advantages", "returns",
 )  # fmt: skip
 
 

@@ -281,6 +281,37 @@ def _estimator_rule(c: VapoConfig) -> str | None:
     return None
 
 
+def _stage_rule(c: VapoConfig) -> str | None:
+    a = c.algorithm
+    if c.model.critic_checkpoint is not None and "critic" not in a.trained_roles:
+        return (
+            f"model.critic_checkpoint={c.model.critic_checkpoint} needs a critic, which "
+            f"algorithm.advantage_estimator={a.advantage_estimator} does not train; set "
+            "critic_checkpoint=null, or advantage_estimator=gae"
+        )
+    if a.stage == "all":
+        if a.value_pretraining_patience is None:
+            return None
+        return (
+            f"algorithm.value_pretraining_patience={a.value_pretraining_patience} needs "
+            "algorithm.stage=value_pretraining: with stage=all the number of steps is fixed; set "
+            "it to null, or pretrain values as a stage and go on with model.critic_checkpoint"
+        )
+    if a.advantage_estimator != "gae" or a.lambda_critic != 1:
+        return (
+            "algorithm.stage=value_pretraining regresses V on Monte-Carlo returns: it needs "
+            "advantage_estimator=gae and lambda_critic=1, found "
+            f"{a.advantage_estimator} and {a.lambda_critic}; set them"
+        )
+    if a.value_pretraining_steps <= (a.value_pretraining_patience or 0):
+        return (
+            f"algorithm.value_pretraining_steps={a.value_pretraining_steps} must exceed "
+            f"value_pretraining_patience ({a.value_pretraining_patience or 0}) with "
+            "stage=value_pretraining, which is over after that many steps; raise it"
+        )
+    return None
+
+
 def _dynamic_sampling_rule(c: VapoConfig) -> str | None:
     a = c.algorithm
     if a.dynamic_sampling and a.group_size == 1:
@@ -314,6 +345,19 @@ def _reward_rule(c: VapoConfig) -> str | None:
     return None
 
 
+def _value_bound_rule(c: VapoConfig) -> str | None:
+    r, bound = c.reward, c.algorithm.value_bound
+    rewards = (r.correct, r.incorrect, r.truncated_correct)
+    lowest = min(rewards) - (r.overlong_penalty if r.overlong_buffer_tokens else 0.0)
+    largest = max(abs(lowest), *map(abs, rewards))
+    if bound is not None and bound < largest:
+        return (
+            f"algorithm.value_bound={bound:g} must be at least the largest |reward|, {largest:g}: "
+            "no value could come near such a return; raise it, or set it to null"
+        )
+    return None
+
+
 def _precision_rule(c: VapoConfig) -> str | None:
     m = c.model
     if m.fp8 is not None and m.dtype != "bfloat16":
@@ -335,6 +379,6 @@ def _precision_rule(c: VapoConfig) -> str | None:
 
 
 _RULES = (
-    _layout_rule, _pipeline_rule, _batch_rule, _lambda_rule, _estimator_rule, _sampling_rule,
-    _reward_rule, _precision_rule, _dynamic_sampling_rule,
+    _layout_rule, _pipeline_rule, _batch_rule, _lambda_rule, _estimator_rule, _stage_rule,
+    _sampling_rule, _reward_rule, _value_bound_rule, _precision_rule, _dynamic_sampling_rule,
 )  # fmt: skip

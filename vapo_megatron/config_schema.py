@@ -55,6 +55,16 @@ class ModelConfig(Section):
         "HF or converted directory of a policy or a reward model that the critic starts from; "
         "null: the actor's weights, a new value head.",
     )
+    critic_checkpoint: str | None = _field(
+        None,
+        "Run directory (its latest checkpoint) or checkpoint of any layout whose critic a new run "
+        "starts from, in place of critic_hf_path; a run that resumes has its own.",
+    )
+    critic_checkpoint_optimizer: bool = _field(
+        True,
+        "Take over that critic's optimizer state and number of updates, so that nothing warms up "
+        "again; false: its weights alone.",
+    )
     value_head_init_std: float = _field(
         0.0, "Standard deviation of a new value head's weights; 0 starts at V = 0.", ge=0
     )
@@ -247,8 +257,19 @@ class AlgorithmConfig(Section):
         "How advantages are computed; gae: from a critic's values; grpo: (reward - mean) / std of "
         "the group; dr_grpo: reward - mean; these two train no critic.",
     )
+    stage: Literal["all", "value_pretraining"] = _field(
+        "all",
+        "all: value pretraining, then the policy; value_pretraining: that alone, for a later run's "
+        "model.critic_checkpoint.",
+    )
     value_pretraining_steps: int = _field(
         50, "Value pretraining: first steps, in which the critic alone trains.", ge=0
+    )
+    value_pretraining_patience: int | None = _field(
+        None,
+        "Steps without a new maximum of the explained variance after which "
+        "stage=value_pretraining is over; null: it has value_pretraining_steps.",
+        ge=1,
     )
     lambda_critic: float | Literal["same_as_actor"] = _field(
         1.0, "Decoupled GAE: lambda of the critic's returns.", "lambda_critic"
@@ -281,16 +302,54 @@ class AlgorithmConfig(Section):
     value_clip: float | None = _field(
         None, "Clip of the value around its old value in the value loss; null: none.", gt=0
     )
+    value_bound: float | None = _field(
+        None,
+        "Largest |V|, V = bound * tanh(head / bound); null: V is the value head's output.",
+        gt=0,
+    )
+    freeze_critic_attention: bool = _field(
+        False, "Leave the critic's attention at its first weights: query, key, value and output."
+    )
+    sampler_correction: Literal["none", "tis", "icepop"] = _field(
+        "none",
+        "Weigh tokens in the policy loss by k, their probability in the trainer over that in the "
+        "sampler; tis: at most a cap; icepop: k within a range, tokens outside it are dropped.",
+    )
+    sampler_tis_cap: float = _field(2.0, "Largest k with sampler_correction=tis.", "C", gt=0)
+    sampler_icepop_low: float = _field(
+        0.5, "Smallest k that sampler_correction=icepop keeps.", gt=0, le=1
+    )
+    sampler_icepop_high: float = _field(
+        5.0, "Largest k that sampler_correction=icepop keeps.", ge=1
+    )
     entropy_coef: float = _field(0.0, "Weight of the entropy bonus.", ge=0)
-    kl_coef: float = _field(0.0, "Only 0: VAPO uses no reference policy.", ge=0, le=0)
+    kl_coef: float = _field(
+        0.0,
+        "Weight of the KL to a frozen reference policy, model.hf_path (k3 estimator); 0: none is "
+        "loaded.",
+        "beta",
+        ge=0,
+    )
     critic_updates_per_step: int = _field(
         1, "Passes of the critic over each step's mini-batches.", ge=1
     )
 
     @property
     def trained_roles(self) -> tuple[Literal["actor", "critic"], ...]:
-        """The models that learn: a critic only where advantages come from its values."""
+        """The models that learn: a critic only where advantages come from its values.
+
+        In value pretraining as a stage of its own it learns alone.
+        """
+        if self.stage == "value_pretraining":
+            return ("critic",)
         return ("actor", "critic") if self.advantage_estimator == "gae" else ("actor",)
+
+    @property
+    def roles(self) -> tuple[Literal["actor", "critic", "reference"], ...]:
+        """The models that a run holds: the policy, what learns, and what its KL is taken to."""
+        if self.stage == "value_pretraining":
+            return ("actor", "critic")
+        return (*self.trained_roles, "reference") if self.kl_coef > 0 else self.trained_roles
 
     @property
     def num_prompts(self) -> int:
@@ -299,8 +358,9 @@ class AlgorithmConfig(Section):
 
     @property
     def num_steps(self) -> int:
-        """Value-pretraining steps and policy steps together."""
-        return self.value_pretraining_steps + self.policy_steps
+        """The stage's steps: value pretraining's and, with "all", the policy's."""
+        policy_steps = self.policy_steps if self.stage == "all" else 0
+        return self.value_pretraining_steps + policy_steps
 
 
 class OptimizerConfig(Section):

@@ -70,10 +70,20 @@ METRICS: dict[str, Metric] = {
         "nat", "Mean |log-probability of the sampler - of the trainer| over response tokens."
     ),
     "rollout/logprob_diff_max": Metric("nat", "The largest of these differences."),
+    "rollout/sampler_ratio_mean": Metric(
+        "", "Mean probability of a token in the trainer over that in the sampler."
+    ),
+    "rollout/sampler_corrected_fraction": Metric(
+        "", "Tokens that the sampler's correction caps (tis) or drops (icepop)."
+    ),
     "actor/loss": Metric("", "Policy loss with its added terms, mean over the step's updates."),
     "actor/policy_loss": Metric("", "Clipped policy loss alone."),
     "actor/positive_lm_loss": Metric(
         "nat", "Negative log-likelihood per token of correct responses, before its weight mu."
+    ),
+    "actor/reference_kl": Metric("nat", "KL from the reference policy, k3, before its weight."),
+    "actor/reference_kl_tangent_fraction": Metric(
+        "", "Tokens so far from the reference that the KL goes on along its tangent."
     ),
     "actor/entropy": Metric("nat", "Mean entropy of the policy over response tokens."),
     "actor/approx_kl": Metric("nat", "Mean of ratio - 1 - log(ratio): KL from the old policy."),
@@ -125,6 +135,7 @@ PHASES: dict[str, str] = {
     "exchange": "responses move to the ranks that train on them",
     "values": "critic's forward pass",
     "logprobs": "actor's forward pass before the update",
+    "reference_logprobs": "reference policy's forward pass",
     "advantages": "generalised advantage estimation",
     "critic_update": "critic's updates",
     "actor_update": "actor's updates",
@@ -218,6 +229,14 @@ class MetricsWriter:
             self._events.flush()
         return row
 
+    def write_problems(
+        self, step: int, problems: Sequence[int], correct: Sequence[int], group_size: int
+    ) -> None:
+        """Write which problems a step met, and how many of a group's responses were right."""
+        row = {"step": step, "group_size": group_size, "problems": list(problems)}
+        with self._problems.open("a", encoding="utf-8") as file:
+            file.write(to_line(row | {"correct": list(correct)}))
+
     def write_rollouts(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Write a step's groups, each a `group_record`, to rollouts/step_*.jsonl."""
         file = rollout_file(self.run_dir, step)
@@ -229,14 +248,6 @@ class MetricsWriter:
         self._file.close()
         if self._events:
             self._events.close()
-    def write_problems(
-        self, step: int, problems: Sequence[int], correct: Sequence[int], group_size: int
-    ) -> None:
-        """Write which problems a step met, and how many of a group's responses were right."""
-        row = {"step": step, "group_size": group_size, "problems": list(problems)}
-        with self._problems.open("a", encoding="utf-8") as file:
-            file.write(to_line(row | {"correct": list(correct)}))
-
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -1,9 +1,10 @@
-"""What actor and critic share: a Megatron model, its optimizer, and one optimizer update."""
+"""What the roles share: a Megatron model and its place, its optimizer, one optimizer update."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -31,12 +32,15 @@ from vapo_megatron.weights.mapping import wait_for_parameters
 LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
-class TrainedModel:
-    """A model that learns: `model`, a chunk per virtual stage; `chunks`, with DDP; `optimizer`.
+class PlacedModel:
+    """A model that computes: `model`, a chunk per virtual stage.
 
     Without hf_path, which every run's configuration has, it keeps its random weights. After
     `offload` it is in host memory, and on the device only while it is `held`.
     """
+
+    _chunks: list[Any]
+    _optimizer: MegatronOptimizer | None = None
 
     def __init__(
         self,
@@ -50,28 +54,14 @@ class TrainedModel:
         self._model = build_model(shape, config, groups, role)
         if hf_path is not None:
             load_hf_weights(self._model, shape, hf_path, groups, role)
-        self._chunks = build_ddp(self._model, config, self._model[0].config)
-        self._optimizer = build_optimizer(self._chunks, config, role)
+        self._chunks = self._model
         self._offload: Offload | None = None
-        self.num_updates = 0
 
     @property
     def model(self) -> list[Module]:
         """A chunk for each virtual stage, without DDP."""
         self._check("parameters")
         return self._model
-
-    @property
-    def chunks(self) -> list[DistributedDataParallel]:
-        """The same with DDP."""
-        self._check("parameters")
-        return self._chunks
-
-    @property
-    def optimizer(self) -> MegatronOptimizer:
-        """AdamW."""
-        self._check("state")
-        return self._optimizer
 
     def offload(self) -> None:
         """Move to host memory; collective over data-parallel ranks, as every turn is.
@@ -114,6 +104,57 @@ class TrainedModel:
         assert ORDER.index(held) >= ORDER.index(part), (
             f"of this model {held!r} is on the device, and {part!r} is used: see held()"
         )
+
+
+class FrozenModel(PlacedModel):
+    """A model that never learns: no optimizer, no gradient buffers, no DDP."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        config: VapoConfig,
+        groups: ParallelGroups,
+        role: Role,
+        hf_path: str | None,
+    ) -> None:
+        super().__init__(shape, config, groups, role, hf_path)
+        for chunk in self._model:
+            chunk.requires_grad_(False)
+
+    @property
+    def chunks(self) -> list[Module]:
+        """`model`, where a TrainedModel has it with DDP."""
+        return self.model
+
+
+class TrainedModel(PlacedModel):
+    """A model that learns: `model`; `chunks`, the same with DDP; `optimizer`."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        config: VapoConfig,
+        groups: ParallelGroups,
+        role: Role,
+        hf_path: str | None,
+    ) -> None:
+        super().__init__(shape, config, groups, role, hf_path)
+        self._chunks = build_ddp(self._model, config, self._model[0].config)
+        self._optimizer = build_optimizer(self._chunks, config, role)
+        self.num_updates = 0
+
+    @property
+    def chunks(self) -> list[DistributedDataParallel]:
+        """The same as `model` with DDP."""
+        self._check("parameters")
+        return self._chunks
+
+    @property
+    def optimizer(self) -> MegatronOptimizer:
+        """AdamW."""
+        self._check("state")
+        assert self._optimizer is not None
+        return self._optimizer
 
     def compute_gradients(
         self, mini_batch: MiniBatch, loss_function: LossFunction

@@ -128,8 +128,12 @@ def actor_loss(
     logprobs: list[float], entropy: list[float], problem: Problem, settings: ActorLoss
 ) -> tuple[float, list[float], list[float]]:
     """(loss, d loss / d logprobs, d loss / d entropy)."""
-    bounds, mask = problem.bounds, problem.mask.tolist()
-    weights, count = reference.aggregation(mask, bounds, settings.loss_aggregation)
+    mask = problem.mask.tolist()
+    in_policy = [float(m) for m in mask]
+    if settings.sampler_correction == "icepop":
+        old, sampled = problem.old_logprobs.tolist(), problem.rollout_logprobs.tolist()
+        in_policy = reference.sampler_mask(old, sampled, in_policy, low=0.5, high=5.0, drops=True)
+    weights, count = reference.aggregation(in_policy, problem.bounds, settings.loss_aggregation)
     clips = dict(clip_low=settings.clip_low, clip_high=settings.clip_high, count=count)
     advantages = (problem.advantages * settings.advantage_scale).tolist()
     policy = (logprobs, problem.old_logprobs.tolist(), advantages, weights)
@@ -144,6 +148,10 @@ def actor_loss(
     for t, (m, c) in enumerate(zip(mask, correct)):
         gradient[t] -= mu * float(m and c) / positives
     loss -= beta * sum(w * h for w, h in zip(weights, entropy)) / count
+    frozen = problem.reference_logprobs.tolist()
+    kl, by_logprob = reference.reference_kl(logprobs, frozen, weights, count=count)
+    loss += settings.kl_coef * kl
+    gradient = [g + settings.kl_coef * k for g, k in zip(gradient, by_logprob)]
     return loss, gradient, [-beta * w / count for w in weights]
 
 

@@ -201,12 +201,14 @@ def _gradients(
         make_mini_batches,
         packed_multiple,
     )
+    from vapo_megatron.policy_mask import with_policy_mask
 
     algorithm = settings._asdict()
     batch = problem.batch(algorithm.pop("advantage_scale", 1.0))
     batch = batch.select([p for m in mine for p in m])
     tree = model.config.model_dump()
     model.config = VapoConfig.model_validate({**tree, "algorithm": algorithm})
+    batch, _ = with_policy_mask(batch, model.config.algorithm, here)
     multiple = packed_multiple(model.config)
     (mini_batch,) = make_mini_batches(batch, local_plan([mine]), here, multiple_of=multiple)
     metrics = model.compute_gradients(mini_batch)

@@ -2,7 +2,8 @@
 
 Response lengths run from 1 (nothing after the first token) to 300, two are cut off by the length
 limit, two of twenty are correct. Advantages, returns and old values are random, so that a token at
-the wrong place shows; a few tokens are masked.
+the wrong place shows; a few tokens are masked, and IcePop drops a fifth of them from the policy
+loss, among them a whole response.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class ActorLoss(NamedTuple):
     positive_lm_coef: float = 0.0
     entropy_coef: float = 0.0
     loss_aggregation: str = "token"
+    sampler_correction: str = "none"
+    kl_coef: float = 0.0
     clip_low: float = 0.2
     clip_high: float = 0.28
 
@@ -49,8 +52,8 @@ ACTOR_LOSSES = {
     "policy": ActorLoss(advantage_scale=1.0),
     "positive NLL": ActorLoss(positive_lm_coef=1.0),
     "entropy": ActorLoss(entropy_coef=1.0),
-    "all": ActorLoss(advantage_scale=1.0, positive_lm_coef=0.1, entropy_coef=0.05),
-    "all, sample-level": ActorLoss(1.0, 0.1, 0.05, loss_aggregation="sample"),
+    "all": ActorLoss(1.0, 0.1, 0.05, sampler_correction="icepop", kl_coef=1.0),
+    "all, sample-level": ActorLoss(1.0, 0.1, 0.05, "sample", "icepop", kl_coef=1.0),
 }
 CRITIC_LOSSES = {"value": CriticLoss(), "clipped value": CriticLoss(value_clip=VALUE_CLIP)}
 
@@ -75,6 +78,16 @@ class Problem(NamedTuple):
     returns: Tensor
     old_logprobs: Tensor
     old_values: Tensor
+
+    @property
+    def rollout_logprobs(self) -> Tensor:
+        """float32 [T]: exp(old_logprobs - rollout_logprobs) of a fifth lies outside [0.5, 5]."""
+        return self.old_logprobs + 0.8 * _noise(len(self.mask), seed=2)
+
+    @property
+    def reference_logprobs(self) -> Tensor:
+        """float32 [T]"""
+        return self.old_logprobs + 0.3 * _noise(len(self.mask), seed=3)
 
     @property
     def bounds(self) -> list[int]:
@@ -107,13 +120,18 @@ class Problem(NamedTuple):
             rewards=self.is_correct * 2.0 - 1,
             is_correct=self.is_correct,
             truncated=truncated,
-            rollout_logprobs=self.old_logprobs,
+            rollout_logprobs=self.rollout_logprobs,
             loss_mask=self.mask,
             old_logprobs=self.old_logprobs,
+            reference_logprobs=self.reference_logprobs,
             values=self.old_values,
             advantages=self.advantages * advantage_scale,
             returns=self.returns,
         )
+
+
+def _noise(size: int, *, seed: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
 def make_problem() -> Problem:

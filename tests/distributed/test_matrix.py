@@ -1,9 +1,9 @@
 """Every parameter's gradient, in every layout, equals the float64 reference's.
 
-Actor (clipped policy, positive-example NLL, entropy, each alone and together, token- and
-sample-level) and critic (plain and clipped value loss), on responses of 1 to 300 tokens of which
-two in twenty are correct. The layouts are in cases.py, the reference in float64.py, what runs in
-the processes in measure.py.
+Actor (clipped policy, positive-example NLL, entropy, each alone; together with IcePop and the KL to
+a reference policy, token- and sample-level) and critic (plain and clipped value loss), on responses
+of 1 to 300 tokens of which two in twenty are correct. The layouts are in cases.py, the reference in
+float64.py, what runs in the processes in measure.py.
 
     bash tests/run.sh tests/distributed              every layout for one of the roles
     bash tests/run.sh tests/distributed -m slow      the rest of the cross

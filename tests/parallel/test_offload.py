@@ -86,7 +86,7 @@ def _learn(hf_path, layout, dtype, offload):
             make_micro_batch(batch.select(part), multiple_of=layout.tp if layout.sp else 1)
             for part in layout.split[place.dp_rank]
         ],
-        one, one, one,
+        one, one, one, one,
     )  # fmt: skip
 
     def head(output, micro_batch):

@@ -31,10 +31,12 @@ class MiniBatch:
     micro_batches: Sequence[MicroBatch]
     num_tokens: Tensor
     """0-d float32: tokens that loss_mask keeps."""
-    num_responses: Tensor
-    """0-d float32: responses of which it keeps a token."""
     num_positive_tokens: Tensor
     """0-d float32: tokens of correct responses that it keeps."""
+    num_policy_tokens: Tensor
+    """0-d float32: tokens with a weight in the policy loss (RolloutBatch.policy_weights)."""
+    num_policy_responses: Tensor
+    """0-d float32: responses with such a token."""
 
 
 def local_plan(micro_batches: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
@@ -92,13 +94,14 @@ def make_mini_batches(
 
 
 def _counts(batch: RolloutBatch) -> Tensor:
-    """float64 [3]: num_tokens, num_responses, num_positive_tokens of this rank."""
-    mask, bounds = batch.loss_mask, batch.cu_seqlens
+    """float64 [4]: this rank's part of a MiniBatch's counts, in their order."""
+    mask, weights, bounds = batch.loss_mask, batch.policy_weights, batch.cu_seqlens
     positive = mask * batch.per_token(batch.is_correct)
     return torch.stack(
         [
             loss_count(mask, bounds, "token"),
-            loss_count(mask, bounds, "sample"),
             loss_count(positive, bounds, "token"),
+            loss_count(weights, bounds, "token"),
+            loss_count(weights, bounds, "sample"),
         ]
     ).double()
