@@ -1,4 +1,4 @@
-"""Who has the device in which phase: the actor, the critic, or vLLM.
+"""Who has the device in which phase: the actor, the critic, the reference policy, or vLLM.
 
     generation, evaluation   vLLM, with its weights and KV cache
     sync                     the actor's parameters, and vLLM's weights
@@ -14,17 +14,17 @@ import contextlib
 from collections.abc import Iterator
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.models.build import Role
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import ParallelGroups
 from vapo_megatron.parallel.offload import Held, check_host_memory, expandable_segments, is_on
-from vapo_megatron.planning.model_bytes import state_bytes
+from vapo_megatron.planning.model_bytes import Role, state_bytes
 from vapo_megatron.rollout_source import RolloutSource
-from vapo_megatron.trained_model import TrainedModel
+from vapo_megatron.trained_model import PlacedModel
 
 TURNS: dict[str, dict[Role, Held]] = {
     "values": {"critic": "parameters"},
     "logprobs": {"actor": "parameters"},
+    "reference_logprobs": {"reference": "parameters"},
     "critic_update": {"critic": "training"},
     "actor_update": {"actor": "training"},
     "sync": {"actor": "parameters"},
@@ -45,7 +45,7 @@ class Turns:
             ConfigError: a node lacks the host memory for all roles.
         """
         self._source = source
-        self._models: dict[str, TrainedModel] = {}
+        self._models: dict[str, PlacedModel] = {}
         self.is_on = is_on(config.parallel)
         if self.is_on:
             # First, for vLLM keeps some of itself in host memory while it sleeps.
@@ -53,7 +53,7 @@ class Turns:
             needed = host_bytes(shape, config, pp_rank=groups.pp_rank)
             check_host_memory(needed, config.parallel)
 
-    def join(self, role: Role, model: TrainedModel) -> TrainedModel:
+    def join(self, role: Role, model: PlacedModel) -> PlacedModel:
         """Let a model that was just built take turns from now on, and return it."""
         if self.is_on:
             model.offload()
@@ -81,10 +81,10 @@ class Turns:
 
 
 def host_bytes(shape: ModelShape, config: VapoConfig, *, pp_rank: int) -> int:
-    """Return what one process keeps of the trained roles in host memory, or up to 1% less.
+    """Return what one process keeps of all roles in host memory, or up to 1% less.
 
     Gradients are not kept: between updates they are zero.
     """
-    roles = config.algorithm.trained_roles
+    roles = config.algorithm.roles
     of_roles = [state_bytes(shape, config, role, pp_rank=pp_rank) for role in roles]
     return sum(role.parameters + role.optimizer for role in of_roles)

@@ -65,12 +65,13 @@ def find_storages(chunks: Sequence[torch.nn.Module], optimizer: Any) -> Storages
     Scalars, such as torch Adam's step counts, stay where they are.
 
     Args:
-        chunks: with DDP around them.
-        optimizer: megatron-core's, whose state has been made.
+        chunks: with DDP around them, if anything of them is trained.
+        optimizer: megatron-core's, whose state has been made; None: nothing is trained.
     """
     parameters = [p for chunk in chunks for p in chunk.parameters()]
+    learning: list[Any] = [p for p in parameters if p.requires_grad]
     state: list[Tensor] = []
-    for inner in inner_optimizers(optimizer):
+    for inner in inner_optimizers(optimizer) if optimizer is not None else []:
         for group in inner.param_groups:
             for main in group["params"]:
                 state += [main, *(t for t in inner.state[main].values() if torch.is_tensor(t))]
@@ -78,7 +79,7 @@ def find_storages(chunks: Sequence[torch.nn.Module], optimizer: Any) -> Storages
     return Storages(
         _distinct([p.data for p in parameters], seen),
         _distinct([t for t in state if t.dim() > 0], seen),
-        _distinct([p.main_grad for p in parameters], seen),  # type: ignore[attr-defined]
+        _distinct([p.main_grad for p in learning], seen),
     )
 
 
@@ -100,11 +101,11 @@ class Offload:
         """Take the host memory; nothing is copied yet.
 
         Args:
-            chunks: with DDP around them.
-            optimizer: megatron-core's; Adam's state is made here, zero as its first step would
-                make it.
+            chunks, optimizer: see find_storages; Adam's state is made here, zero as its first step
+                would make it.
         """
-        make_optimizer_state(optimizer)
+        if optimizer is not None:
+            make_optimizer_state(optimizer)
         self._chunks, self._optimizer = chunks, optimizer
         self.held: Held = "training"
         self._storages = find_storages(chunks, optimizer)

@@ -1,8 +1,8 @@
 """How many parameters, gradients and optimizer states one GPU holds, by arithmetic alone.
 
-Everything is counted for one role (actor or critic) on one pipeline stage; tensor-parallel and
-data-parallel ranks of a stage hold the same amount. What megatron-core 0.16.1 allocates, in bytes
-for n parameters held, dp data-parallel ranks and parameters of size b (2 or 4):
+Everything is counted for one role (actor, critic or reference) on one pipeline stage; the tensor-
+and data-parallel ranks of a stage hold the same amount. What megatron-core 0.16.1 allocates, in
+bytes for n parameters held, dp data-parallel ranks and parameters of size b (2 or 4):
 
                              parameters  gradients  optimizer
     distributed optimizer    b n'        4 n'       (8 + main) n' / dp
@@ -12,7 +12,9 @@ main is the float32 copy, 4 where b is 2 and 0 where parameters are float32 them
 two moments; n' is n padded so that every parameter starts at a multiple of 64 elements and every
 bucket ends at a multiple of lcm(dp, 128) (param_and_grad_buffer.py). In bfloat16 that is 18 bytes a
 parameter, of which 12 are sharded: 2 more than in arXiv 1910.02054 (ZeRO), section 3.1, because
-gradients are float32 here. Adam's step counters and the optimizer's lists are left out.
+gradients are float32 here. Adam's step counters and the optimizer's lists are left out. What is
+frozen (all of the reference; the actor, where value pretraining is the only stage; the critic's
+attention with algorithm.freeze_critic_attention) has b bytes a parameter, unpadded, and no more.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Literal, NamedTuple
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.hf_config import ModelShape, padded_vocab_size
 
-Role = Literal["actor", "critic"]
+Role = Literal["actor", "critic", "reference"]
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -93,15 +95,16 @@ def layers_per_chunk(shape: ModelShape, config: VapoConfig) -> int:
 
 
 def chunk_parameters(
-    shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int
+    shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int, learning: bool = False
 ) -> list[list[int]]:
     """Sizes of the parameters that one GPU holds, in elements.
 
     Args:
         shape: of the model.
-        config: model and parallel are used.
+        config: model, parallel and algorithm.freeze_critic_attention are used.
         role: a critic has H value weights in place of the output projection.
         pp_rank: pipeline stage.
+        learning: only those that are trained.
 
     Returns:
         One list for each chunk, in the order of its module's parameters.
@@ -109,18 +112,22 @@ def chunk_parameters(
     parallel = config.parallel
     tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     w, full = widths(shape, tp_size), shape.num_attention_heads * shape.head_dim // tp_size
-    layer = [w.hidden, w.hidden * full, w.projected * w.hidden]
-    layer += [w.projected] if shape.qkv_bias else []
-    layer += [w.head, w.head] if shape.qk_norm else []
-    layer += [w.hidden, 2 * w.ffn * w.hidden, w.ffn * w.hidden]
+    attention = [w.hidden * full, w.projected * w.hidden]
+    attention += [w.projected] if shape.qkv_bias else []
+    attention += [w.head, w.head] if shape.qk_norm else []
+    if learning and role == "critic" and config.algorithm.freeze_critic_attention:
+        attention = []
+    layer = [w.hidden, *attention, w.hidden, 2 * w.ffn * w.hidden, w.ffn * w.hidden]
     rows = padded_vocab_size(shape, config.model.make_vocab_size_divisible_by, tp_size) // tp_size
     vpp_size = parallel.virtual_pipeline_model_parallel_size or 1
+    if learning and role not in config.algorithm.trained_roles:
+        return [[] for _ in range(vpp_size)]
     chunks = [layer * layers_per_chunk(shape, config) for _ in range(vpp_size)]
     if pp_rank == 0:
         chunks[0] = [rows * w.hidden, *chunks[0]]
     if pp_rank == pp_size - 1:
         # A tied projection is the embedding where both are in one stage, and a copy elsewhere.
-        shares = role == "actor" and shape.tied and pp_size == 1
+        shares = role != "critic" and shape.tied and pp_size == 1
         output = w.hidden if role == "critic" else rows * w.hidden
         chunks[-1] = [*chunks[-1], w.hidden] + ([] if shares else [output])
     return chunks
@@ -132,14 +139,19 @@ def state_bytes(shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: i
     size = DTYPE_BYTES[config.model.dtype]
     of_optimizer = 8 + (4 if size < 4 else 0)
     total = StateBytes(0, 0, 0)
-    for index, sizes in enumerate(chunk_parameters(shape, config, role, pp_rank=pp_rank)):
+    every, learning = (
+        chunk_parameters(shape, config, role, pp_rank=pp_rank, learning=only)
+        for only in (False, True)
+    )
+    for index, (all_sizes, sizes) in enumerate(zip(every, learning, strict=True)):
+        frozen = sum(all_sizes) - sum(sizes)
         if not parallel.use_distributed_optimizer:
             held = kept = sum(sizes)
         else:
             bucketed = parallel.overlap_grad_reduce and pp_rank == 0 and index == 0
             held = padded_elements(sizes, parallel.data_parallel_size, bucketed=bucketed)
             kept = held // parallel.data_parallel_size
-        mine = (held * size, held * 4, kept * of_optimizer)
+        mine = ((held + frozen) * size, held * 4, kept * of_optimizer)
         total = StateBytes(*(x + y for x, y in zip(total, mine, strict=True)))
     return total
 
