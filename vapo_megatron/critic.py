@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithm.value_loss import value_loss
+from vapo_megatron.algorithm.value_loss import bounded_values, value_loss
 from vapo_megatron.batch import MicroBatch
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.build import values_of
@@ -69,4 +69,6 @@ class Critic:
 
     def _values(self, output: Tensor, micro_batch: MicroBatch) -> Tensor:
         """V at the positions that predict the response tokens, never scaled by a temperature."""
-        return values_of(output)[micro_batch.predicting]
+        values = values_of(output)[micro_batch.predicting]
+        bound = self.config.algorithm.value_bound
+        return values if bound is None else bounded_values(values, bound)
