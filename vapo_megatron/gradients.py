@@ -48,7 +48,7 @@ def full_gradients(
 
     Yields:
         (HF name, float32), stage by stage; the gradient of a tied embedding is the sum of both of
-        its uses.
+        its uses, that of a frozen parameter is 0.
     """
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer:  # type: ignore[union-attr]
@@ -74,4 +74,7 @@ class _ChunkOfGradients:
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._model.named_parameters():
-            yield name, parameter.main_grad  # type: ignore[attr-defined]
+            if parameter.requires_grad:
+                yield name, parameter.main_grad  # type: ignore[attr-defined]
+            else:
+                yield name, torch.zeros_like(parameter, dtype=torch.float32)

@@ -86,7 +86,7 @@ def make_config(layout: Layout, **sections: dict[str, Any]) -> VapoConfig:
         },
     }
     for name, fields in sections.items():
-        tree[name] = {**tree[name], **fields}
+        tree[name] = {**tree.get(name, {}), **fields}
     return VapoConfig.model_validate(tree)
 
 

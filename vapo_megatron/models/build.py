@@ -158,6 +158,8 @@ def build_model(
 ) -> list[GPTModel]:
     """Build this rank's chunks, one per virtual stage: random weights, not yet wrapped in DDP.
 
+    What shall not learn (algorithm.freeze_critic_attention) is marked by requires_grad=False.
+
     Args:
         shape: the architecture, as its HF directory says.
         config: the run's configuration.
@@ -176,10 +178,25 @@ def build_model(
         settings.use_cpu_initialization = True
         settings.init_model_with_meta_device = True
     with where:
-        return [
+        chunks = [
             _build_chunk(shape, config, groups, role, settings, stage)
             for stage in range(groups.vpp_size)
         ]
+    if role == "critic" and config.algorithm.freeze_critic_attention:
+        _freeze_attention(chunks)
+    return chunks
+
+
+def _freeze_attention(chunks: list[GPTModel]) -> None:
+    """Take the attention's parameters (self_attn of an HF model) out of training.
+
+    Source: SAO (arXiv 2607.07508), whose critic trains with its attention frozen.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            # Transformer Engine keeps the layer's first norm with the projection behind it.
+            if ".self_attention." in name and not name.endswith(".layer_norm_weight"):
+                parameter.requires_grad_(False)
 
 
 def _build_chunk(

@@ -136,9 +136,10 @@ class _Trainer:
         return Rates(times * token, 0, 0, times * self.cluster.collective_seconds)
 
     def held(self, role: Role) -> int:
-        """Parameters of the stage that holds most."""
+        """Parameters that learn, of the stage that holds most."""
+        arguments = self.shape, self.config, role
         return max(
-            sum(map(sum, chunk_parameters(self.shape, self.config, role, pp_rank=stage)))
+            sum(map(sum, chunk_parameters(*arguments, pp_rank=stage, learning=True)))
             for stage in (0, self.pp_size - 1)
         )
 
