@@ -10,6 +10,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+from tests.browser import NEEDED, find_chromium
 from tests.launched import Launched
 from tests.workers import WorkerPool, prepare
 
@@ -48,6 +49,8 @@ def summary_lines(config):
 
 def pytest_collection_finish(session):
     """Import in the background what the chosen tests' worker processes need."""
+    if not find_chromium() and any(i.get_closest_marker("browser") for i in session.items):
+        raise pytest.UsageError(NEEDED)
     option = session.config.option
     asked = {name for item in session.items for name in item.fixturenames}
     with_vllm = asked & {"vllm_workers", "launch"}

@@ -157,7 +157,8 @@ def test_pass_rates_of_problems(tmp_path):
     MetricsWriter(tmp_path, tensorboard=False, resume_step=3).close()
     found = {p["title"]: p for p in plots(read_run(tmp_path))}
     shares = {s["label"]: s["points"] for s in found[LEFT]["series"]}
-    assert shares["none"] == [[1, 0.25], [2, 0.25]] and shares["some"] == [[1, 0.5], [2, 0.25]]
+    assert shares["none right"] == [[1, 0.25], [2, 0.25]]
+    assert shares["some"] == [[1, 0.5], [2, 0.25]]
     assert shares["all"] == [[1, 0.25], [2, 0.5]]
     # Two problems were met twice; 8: mean of 1 and 0; 9: of 4 / 8 and 2 / 4. The same: by number.
     assert found[LEARNT]["cells"] == [

@@ -195,15 +195,15 @@ def _cells(
         text = _number(e[0])
         cell = f"<b>{text}</b>" if e[0] == best else text
         if len(of_arm) > 1:
-            cell += f" <small>{_number(e[1])} to {_number(e[2])}</small>"
+            cell += f"<small>{_number(e[1], 3)} to {_number(e[2], 3)}</small>"
         elif with_step:
-            cell += f" <small>step {of_arm[0][0]}</small>"
+            cell += f"<small>step {of_arm[0][0]}</small>"
         cells.append(cell)
     return cells
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+def _number(value: float, digits: int = 4) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 
 def _differing(arms: Sequence[Arm]) -> Iterable[tuple[str, list[str]]]:

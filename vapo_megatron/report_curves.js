@@ -4,7 +4,7 @@ const charts = [];
 const everyPoint = [...data.charts, ...data.more].flatMap(c => c.series).concat(data.phases).flatMap(s => s.points);
 const steps = [...new Set(everyPoint.map(p => p[0]))].sort((a, b) => a - b);
 const first = steps[0], last = steps[steps.length - 1];
-const HEIGHT = 176, TOP = 8, BOTTOM = 22, RIGHT = 10;
+const HEIGHT = document.getElementById("arms") ? 230 : 176, TOP = 8, BOTTOM = 22, RIGHT = 10;
 
 function svg(name, attributes, parent, text) {
   const node = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -94,7 +94,7 @@ function entry(chart, color, label, about, dash) {
   if (about) item.title = about;
   if (dash === undefined) html("i", "", item).style.background = color;
   else svg("path", { d: "M1,5h20", style: `stroke: ${color}; stroke-dasharray: ${dash || "none"}` }, svg("svg", { class: "dash", width: 22, height: 10 }, item));
-  if (label) item.append(label + " ");
+  if (label) html("span", "name", item, label + " ");
   return html("b", "", item);
 }
 function listen(chart) {
@@ -137,19 +137,23 @@ function lineChart(parent, spec) {
     const finite = shown.flatMap(s => s.points.flatMap(p => p.slice(1))).filter(v => v !== null);
     const axis = (spec.log && logAxis(finite)) || linearAxis(finite.length ? finite : [0], spec);
     const view = chart.view = frame(chart, axis);
+    // Of many curves the dots would hide each other.
+    const crowded = shown.length > 6;
+    const layers = new Map(shown.map(s => [s, svg("g", s.arm === undefined ? {} : { "data-arm": s.arm }, view.root)]));
     const bottom = v => Math.min(view.y(v), view.base).toFixed(1);
     for (const s of shown) {
       const band = s.points.filter(p => p[2] !== undefined && p[2] !== null);
       const edge = (points, i) => points.map(p => `${view.x(p[0]).toFixed(1)},${bottom(p[i])}`);
-      if (band.length) svg("polygon", { class: "band", points: [...edge(band, 2), ...edge(band.reverse(), 3)].join(" "), style: `fill: ${s.color}` }, view.root);
+      if (band.length) svg("polygon", { class: "band", points: [...edge(band, 2), ...edge(band.reverse(), 3)].join(" "), style: `fill: ${s.color}` }, layers.get(s));
     }
     for (const s of [...shown].reverse()) {
+      const layer = layers.get(s);
       let path = "", pen = "M";
       for (const [step, value] of s.points) {
         if (value === null) {
           pen = "M";
           const a = view.x(step), b = view.base;
-          const mark = svg("path", { class: "lost", d: `M${a - 3},${b - 7}l6,6m0,-6l-6,6` }, view.root);
+          const mark = svg("path", { class: "lost", d: `M${a - 3},${b - 7}l6,6m0,-6l-6,6` }, layer);
           svg("title", {}, mark, `step ${step}: not finite`);
           continue;
         }
@@ -158,10 +162,10 @@ function lineChart(parent, spec) {
       }
       const sparse = s.points.length * 2 < s.points[s.points.length - 1][0] - s.points[0][0];
       const dash = s.dash === undefined ? "" : `; stroke-dasharray: ${s.dash || "none"}`;
-      svg("path", { class: sparse ? "sparse" : "", d: path, style: `stroke: ${s.color}${dash}` }, view.root);
-      const radius = sparse || s.points.length < 3 ? 3.6 : s.points.length <= 60 ? 1.9 : 0;
+      svg("path", { class: sparse ? "sparse" : "", d: path, style: `stroke: ${s.color}${dash}` }, layer);
+      const radius = sparse || s.points.length < 3 ? 3.6 : s.points.length <= 60 && !crowded ? 1.9 : 0;
       if (radius) for (const [step, value] of s.points) if (value !== null)
-        svg("circle", { cx: view.x(step), cy: Math.min(view.y(value), view.base), r: radius, style: `fill: ${s.color}` }, view.root);
+        svg("circle", { cx: view.x(step), cy: Math.min(view.y(value), view.base), r: radius, style: `fill: ${s.color}` }, layer);
     }
   };
   chart.show = step => {

@@ -21,7 +21,7 @@ def problem_plots(rows: Sequence[_Row]) -> Iterable[dict[str, Any]]:
     yield {
         "title": "Are there problems left to learn from?",
         "x": "step",
-        "y": "share of the problems by how many of their responses are right",
+        "y": "share of the problems by right responses",
         "series": [{"label": name, "points": points} for name, points in _shares(rows) if points],
         "low": 0,
         "high": 1,
@@ -39,11 +39,11 @@ def problem_plots(rows: Sequence[_Row]) -> Iterable[dict[str, Any]]:
 def _shares(rows: Sequence[_Row]) -> list[tuple[str, list[list[float]]]]:
     """Share of the problems with no, some, only correct responses, of so many steps at a time."""
     at_a_time = -(-len(rows) // _MAX_POINTS)
-    curves: dict[str, list[list[float]]] = {"none": [], "some": [], "all": []}
+    curves: dict[str, list[list[float]]] = {"none right": [], "some": [], "all": []}
     for start in range(0, len(rows), at_a_time):
         part = rows[start : start + at_a_time]
         kinds = [
-            "none" if n == 0 else "all" if n == row["group_size"] else "some"
+            "none right" if n == 0 else "all" if n == row["group_size"] else "some"
             for row in part
             for n in row["correct"]
         ]
