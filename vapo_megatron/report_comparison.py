@@ -195,9 +195,9 @@ def _cells(
         text = _number(e[0])
         cell = f"<b>{text}</b>" if e[0] == best else text
         if len(of_arm) > 1:
-            cell += f"<small>{_number(e[1], 3)} to {_number(e[2], 3)}</small>"
+            cell += f" <small>{_number(e[1], 3)} to {_number(e[2], 3)}</small>"
         elif with_step:
-            cell += f"<small>step {of_arm[0][0]}</small>"
+            cell += f" <small>step {of_arm[0][0]}</small>"
         cells.append(cell)
     return cells
 
