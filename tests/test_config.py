@@ -117,7 +117,11 @@ def test_unknown_names_get_the_nearest_one(override, message):
         ("algorithm.group_size=0", "greater than or equal to 1", "16"),
         ("algorithm.mini_batch_size=True", "a number", "512"),
         ("algorithm.mini_batch_size=1.5", "a valid integer", "512"),
-        ("algorithm.kl_coef=0.1", "less than or equal to 0", "0.0"),
+        ("algorithm.kl_coef=-0.1", "greater than or equal to 0", "0.0"),
+        ("algorithm.sampler_correction='ice'", "'none', 'tis' or 'icepop'", "none"),
+        ("algorithm.sampler_icepop_low=1.5", "less than or equal to 1", "0.5"),
+        ("algorithm.sampler_icepop_high=0.5", "greater than or equal to 1", "5.0"),
+        ("algorithm.sampler_tis_cap=0", "greater than 0", "2.0"),
         ("algorithm.loss_aggregation='tokens'", "'token', 'sample' or 'constant'", "token"),
         ("algorithm.lambda_critic=True", "a number", "1.0"),
         ("reward.correct=nan", "a finite number", "1.0"),
@@ -208,6 +212,11 @@ def test_every_wrong_field_gets_a_line_and_lists_name_the_place():
         (
             ["reward.overlong_buffer_tokens=30000"],
             ["overlong_buffer_tokens=30000", "max_response_tokens=20480", "lower it"],
+        ),
+        (["algorithm.value_bound=0.9"], ["value_bound=0.9", "|reward|, 1:", "raise it", "null"]),
+        (
+            ["algorithm.value_bound=1.9", "reward.overlong_buffer_tokens=9"],
+            ["value_bound=1.9", "|reward|, 2:"],
         ),
     ],
 )

@@ -59,7 +59,6 @@ def plan(options: argparse.Namespace) -> tuple[str, str | None]:
         base,
         mean_response_tokens=options.response,
         prompt_tokens=options.prompt,
-        reference=options.reference,
         spread=options.spread,
     )
     fixed = Fixed(
@@ -134,6 +133,8 @@ def base_config(options: argparse.Namespace) -> VapoConfig:
     }
     if options.no_critic:
         fields |= {"algorithm.advantage_estimator": "grpo", "algorithm.value_pretraining_steps": 0}
+    if options.reference:
+        fields["algorithm.kl_coef"] = 0.001  # Any: the plan is the same.
     given = [f"{name}={value}" for name, value in fields.items() if value is not None]
     config = load_config(options.config, given)
     parallel = config.parallel.model_copy(update={"world_size": options.gpus})

@@ -164,7 +164,9 @@ def add_workload(group: argparse._ArgumentGroup) -> None:
         "--no-critic", action="store_true", help="as in GRPO (default: the configuration's)"
     )
     group.add_argument(
-        "--reference", action="store_true", help="log-probabilities of a reference policy, too"
+        "--reference",
+        action="store_true",
+        help="a KL to a reference policy (default: the configuration's)",
     )
 
 

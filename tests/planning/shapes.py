@@ -25,7 +25,9 @@ def small_shape(
     )
 
 
-def make_config(tp=8, pp=4, dp=4, vpp=None, *, vllm_tp=4, model=None, rollout=None, **parallel):
+def make_config(
+    tp=8, pp=4, dp=4, vpp=None, *, vllm_tp=4, model=None, rollout=None, algorithm=None, **parallel
+):
     """By default Qwen2.5-32B on 128 GPUs, as examples/configs has it."""
     return VapoConfig.model_validate(
         {
@@ -41,6 +43,7 @@ def make_config(tp=8, pp=4, dp=4, vpp=None, *, vllm_tp=4, model=None, rollout=No
                 **parallel,
             },
             "rollout": {"tensor_model_parallel_size": vllm_tp, **(rollout or {})},
+            "algorithm": algorithm or {},
         }
     )
 

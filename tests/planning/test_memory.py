@@ -69,13 +69,15 @@ def test_kv_cache_follows_its_settings(shape):
 def test_what_is_not_at_work_leaves_the_gpu(shape):
     # Parameters of stage 0: 2 n of each role; 9 n while one trains.
     n = 16 * LAYER + VOCABULARY
-    phases = memory.phase_memory(shape, make_config(), gpu_bytes=GPU_BYTES, pp_rank=0)
+    config = make_config(algorithm={"kl_coef": 0.1})
+    phases = memory.phase_memory(shape, config, gpu_bytes=GPU_BYTES, pp_rank=0)
     assert tuple(phases) == memory.PHASES
     states = {x: (p.parameters, p.gradients, p.optimizer) for x, p in phases.items()}
     assert states == {
         "generation": (0, 0, 0),
         "values": (2 * n, 0, 0),
         "logprobs": (2 * n, 0, 0),
+        "reference_logprobs": (2 * n, 0, 0),
         "critic_update": (2 * n, 4 * n, 3 * n),
         "actor_update": (2 * n, 4 * n, 3 * n),
         "sync": (2 * n, 0, 0),
@@ -83,7 +85,14 @@ def test_what_is_not_at_work_leaves_the_gpu(shape):
     assert [x for x, p in phases.items() if p.kv_cache] == ["generation"]
     assert [x for x, p in phases.items() if p.sampler_weights] == ["generation", "sync"]
     # Two pairs of buckets of 512 MiB.
-    assert [p.sync_buckets for p in phases.values()] == [0] * 5 + [2**31]
+    assert [p.sync_buckets for p in phases.values()] == [0] * 6 + [2**31]
+    for scores in ("logprobs", "reference_logprobs"):
+        last = memory.phase_memory(shape, config, gpu_bytes=GPU_BYTES, pp_rank=3)[scores]
+        assert last.logits > 0
+    # On the host the reference has its parameters alone.
+    without = memory.host_bytes_per_node(shape, make_config(), gpus_per_node=8)
+    more = memory.host_bytes_per_node(shape, config, gpus_per_node=8) - without
+    assert more == 8 * 2 * (16 * LAYER + VOCABULARY)
 
 
 def test_without_offload_everything_stays(shape):
@@ -196,5 +205,5 @@ def test_fp8_copies_stay(shape):
         memory.phase_memory(shape, make_config(model=model), gpu_bytes=GPU_BYTES, pp_rank=1)
         for model in ({}, {"fp8": "hybrid"})
     )
-    for name in memory.PHASES:
+    for name in plain:
         assert copied[name].total - plain[name].total == 2 * 2 * 16 * 60_948_480

@@ -47,6 +47,21 @@ def test_optimizer_without_sharding_and_in_float32(shape):
     assert model_bytes.state_bytes(shape, wide, "actor", pp_rank=1) == (4 * n, 4 * n, 2 * n)
 
 
+def test_what_is_frozen_has_its_parameters_alone(shape):
+    # A layer's attention on one of 8 ranks: 5120 * 640 + 896 * 5120 + 896 = 7865216 elements.
+    n, frozen = 16 * LAYER, 16 * 7_865_216
+    config = make_config(algorithm={"freeze_critic_attention": True, "kl_coef": 0.1})
+    learning = n - frozen
+    critic = model_bytes.state_bytes(shape, config, "critic", pp_rank=1)
+    assert critic == (2 * n, 4 * learning, 3 * learning)
+    assert model_bytes.state_bytes(shape, config, "actor", pp_rank=1) == (2 * n, 4 * n, 3 * n)
+    assert model_bytes.state_bytes(shape, config, "reference", pp_rank=1) == (2 * n, 0, 0)
+    sharing = model_bytes.state_bytes(
+        known_shape("Qwen2.5-0.5B"), make_config(1, 1, 1), "reference", pp_rank=0
+    )
+    assert sharing.parameters == 2 * 494_032_768, "a tied projection is no copy"
+
+
 def test_buffers_are_padded_as_megatron_pads_them():
     # In reverse: 30 at 0, 100 from 64 to 164, 5 from 192 to 197; the end at a multiple of 128, or
     # of lcm(3, 128) = 384.

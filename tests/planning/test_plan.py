@@ -117,7 +117,7 @@ def test_the_first_or_the_last_stage_is_the_fullest(tp_size, pp_size, vpp_size, 
             memory.phase_memory(shape, one, gpu_bytes=SMALL.gpu_bytes, pp_rank=stage)
             for stage in range(pp_size)
         ]
-        for name in memory.PHASES:
+        for name in found:
             assert found[name].total == max(stage[name].total for stage in everywhere)
 
 
@@ -133,9 +133,11 @@ def test_a_critic_costs_its_phases():
     assert set(both.seconds) - set(one.seconds) == {"values", "critic_update"}
     assert set(one.memory) == {"generation", "logprobs", "actor_update", "sync"}
     assert one.training.offload_seconds == pytest.approx(both.training.offload_seconds / 2, rel=0.1)
-    referred = dataclasses.replace(alone, reference=True)
-    twice = make_plan(SMALL_SHAPE, critic_free, SMALL, referred)
-    assert twice.seconds["logprobs"] == 2 * one.seconds["logprobs"]
+    algorithm = algorithm.model_copy(update={"kl_coef": 0.1})
+    referring = critic_free.model_copy(update={"algorithm": algorithm})
+    two = make_plan(SMALL_SHAPE, referring, SMALL, workload_of(referring))
+    assert set(two.seconds) - set(one.seconds) == {"reference_logprobs"}
+    assert two.seconds["reference_logprobs"] == two.seconds["logprobs"] == one.seconds["logprobs"]
     passes = dataclasses.replace(workload, critic_updates_per_step=3)
     once, thrice, actor = (model_flops(SMALL_SHAPE, w) for w in (workload, passes, alone))
     assert thrice - actor == 3 * (once - actor)
@@ -152,6 +154,12 @@ def test_copies_to_hosts_by_hand():
     )
     plan = make_plan(SMALL_SHAPE, config, cluster, workload_of(config))
     assert plan.training.offload_seconds == pytest.approx(30 * (7.615 + 7.071), rel=0.001)
+    # A reference policy's parameters come, as the actor's do for its scores.
+    algorithm = config.algorithm.model_copy(update={"kl_coef": 0.1})
+    third = config.model_copy(update={"algorithm": algorithm})
+    more = make_plan(SMALL_SHAPE, third, cluster, workload_of(third))
+    more_seconds = more.training.offload_seconds - plan.training.offload_seconds
+    assert more_seconds == pytest.approx(2 * 7.615, rel=0.001)
     resident = make_plan(SMALL_SHAPE, with_offload(config, False), cluster, workload_of(config))
     assert resident.training.offload_seconds == 0
     # Two stages: the actor's last has a norm more than its first, 3584; the critic's first is the

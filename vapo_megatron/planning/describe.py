@@ -31,6 +31,7 @@ NOT_MODELLED = (
     "so that a run is rather slower than faster",
     "micro-batches of unequal length in a pipeline, whose stages then wait for each other",
     "preemption by vLLM; lengths of responses (log-normal, as long as you say they are)",
+    "frozen attention of a critic: its products backward and saved inputs count as if it learned",
     "FP8: products and saved inputs count as bfloat16's (weights' copies in FP8 are counted)",
     "verifier, exchange of responses, advantages, evaluation, start-up",
     "contention between nodes in a sync, and of GPUs for their host's memory",
@@ -42,8 +43,8 @@ bubble: of the trainer's seconds, filling and draining; uneven: slowest rank ove
 tok/s/GPU: of responses; all tok: with prompts; peak: of the fullest GPU, in the phase named"""
 
 _SHORT = {
-    "generation": "sample", "logprobs": "logps", "critic_update": "critic",
-    "actor_update": "actor", "offload": "copies",
+    "generation": "sample", "logprobs": "logps", "reference_logprobs": "ref",
+    "critic_update": "critic", "actor_update": "actor", "offload": "copies",
 }  # fmt: skip
 
 PARTS = {

@@ -6,12 +6,13 @@ vLLM's weights, and its KV cache as what its share of the GPU leaves. The rest, 
 gives, is a margin: the constants below, each with its source.
 
 With offload (parallel.offload, on unless it is set to false) a role that is not at work has nothing
-on the GPU, and vLLM sleeps while the trainer works: no weights, no KV cache. Without it both roles'
+on the GPU, and vLLM sleeps while the trainer works: no weights, no KV cache. Without it all roles'
 parameters, gradients and optimizer states, vLLM's weights and its KV cache stay throughout.
 
-Not modelled: inputs that model.fp8 saves in FP8 (counted in bfloat16: too many bytes), the batch
-itself (about 60 bytes a token), cuBLAS and NVSHMEM workspaces, NCCL's growth with the number of
-nodes, anything that other processes hold on the GPU, evaluation (which samples like generation),
+Not modelled: inputs that model.fp8 saves in FP8 (counted in bfloat16: too many bytes), those that
+a frozen attention need not save (counted), the batch itself (about 60 bytes a token), cuBLAS and
+NVSHMEM workspaces, NCCL's growth with the number of nodes, the frozen part of a critic's checkpoint
+(counted with an optimizer), what other processes hold on the GPU, evaluation (as generation),
 loading, exporting and checkpointing weights, and on the host anything but the offloaded state.
 """
 
@@ -36,7 +37,14 @@ from vapo_megatron.planning.model_bytes import (
     widths,
 )
 
-PHASES = ("generation", "values", "logprobs", "critic_update", "actor_update", "sync")
+PHASES = (
+    "generation", "values", "logprobs", "reference_logprobs", "critic_update", "actor_update",
+    "sync",
+)  # fmt: skip
+SCORES: dict[Role, str] = {
+    "actor": "logprobs", "critic": "values", "reference": "reference_logprobs",
+}  # fmt: skip
+"""The phase of each role's forward passes."""
 
 CUDA_CONTEXT_BYTES = 500 * 10**6
 """pytorch/pytorch issues 81257 (about 500 MB) and 107667 (300 MB and more, kernels loaded
@@ -111,19 +119,23 @@ def phase_memory(
         pp_rank: pipeline stage; all its GPUs hold the same amount.
 
     Returns:
-        By the names in PHASES, those of roles that train. A total above gpu_bytes does not fit; a
-        KV cache of 0 means that vLLM's share does not even hold its weights.
+        By the names in PHASES, those of roles that the run holds. A total above gpu_bytes does not
+        fit; a KV cache of 0 means that vLLM's share does not even hold its weights.
     """
-    roles = config.algorithm.trained_roles
+    roles = config.algorithm.roles
     states = {role: state_bytes(shape, config, role, pp_rank=pp_rank) for role in roles}
     tokens = microbatch_tokens(config)
     weights = sampler_weight_bytes(shape, config)
     found = {"generation": _generation(shape, config, gpu_bytes)}
     for role in roles:
-        activations, logits = inference_bytes(shape, config, role, pp_rank=pp_rank, tokens=tokens)
-        found["logprobs" if role == "actor" else "values"] = PhaseMemory(
+        computes: Role = "actor" if role == "reference" else role
+        activations, logits = inference_bytes(
+            shape, config, computes, pp_rank=pp_rank, tokens=tokens
+        )
+        found[SCORES[role]] = PhaseMemory(
             parameters=states[role].parameters, activations=activations, logits=logits
         )
+    for role in config.algorithm.trained_roles:
         found[f"{role}_update"] = _update(shape, config, role, states[role], pp_rank, tokens)
     buckets = 4 * config.rollout.sync_bucket_bytes if config.parallel.world_size > 1 else 0
     found["sync"] = PhaseMemory(
@@ -234,7 +246,7 @@ def host_bytes_per_node(shape: ModelShape, config: VapoConfig, *, gpus_per_node:
         return 0
     largest = 0
     for stage in outer_stages(config):
-        roles = config.algorithm.trained_roles
+        roles = config.algorithm.roles
         states = [state_bytes(shape, config, role, pp_rank=stage) for role in roles]
         largest = max(largest, sum(s.parameters + s.optimizer for s in states))
     return largest * min(gpus_per_node, config.parallel.world_size)
@@ -260,7 +272,9 @@ def checkpoint_bytes(shape: ModelShape, config: VapoConfig) -> int:
     tp_size = parallel.tensor_model_parallel_size
     rows = padded_vocab_size(shape, config.model.make_vocab_size_divisible_by, tp_size)
     padding = (rows - shape.vocab_size) * shape.hidden_size
-    elements = parameter_count(shape) + padding * (1 if shape.tied else 2)
+    elements = 0
+    if "actor" in config.algorithm.trained_roles:
+        elements += parameter_count(shape) + padding * (1 if shape.tied else 2)
     if "critic" in config.algorithm.trained_roles:
         elements += parameter_count(shape, value_head=True) + padding
     size = DTYPE_BYTES[config.model.dtype]

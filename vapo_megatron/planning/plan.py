@@ -91,26 +91,30 @@ def training_time(
     phases = {}
     if workload.critic:
         phases["values"] = scoring(*arguments, "critic")
-    logprobs = scoring(*arguments, "actor")
+    phases["logprobs"] = scoring(*arguments, "actor")
     if workload.reference:
-        logprobs = dataclasses.replace(logprobs, seconds=2 * logprobs.seconds)
-    phases["logprobs"] = logprobs
+        phases["reference_logprobs"] = scoring(*arguments, "actor")
     if workload.critic:
         phases["critic_update"] = update(*arguments, "critic")
-    phases["actor_update"] = update(*arguments, "actor")
+    if "actor" in config.algorithm.trained_roles:
+        phases["actor_update"] = update(*arguments, "actor")
     return Training(phases, offload_seconds(shape, config, cluster))
 
 
 def offload_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> float:
-    """A role's parameters come for its scores; for its updates its optimizer too; both go back."""
+    """A role's parameters come for its scores; for its updates its optimizer too; both go back.
+
+    What is frozen has no updates.
+    """
     if not memory.offloads(config):
         return 0.0
     copied = 0
-    for role in config.algorithm.trained_roles:
+    for role in config.algorithm.roles:
         states = [
             state_bytes(shape, config, role, pp_rank=stage) for stage in memory.outer_stages(config)
         ]
-        copied += max(s.parameters + 2 * (s.parameters + s.optimizer) for s in states)
+        times = 2 if role in config.algorithm.trained_roles else 0
+        copied += max(s.parameters + times * (s.parameters + s.optimizer) for s in states)
     return copied / cluster.pcie_bytes
 
 

@@ -68,7 +68,6 @@ def workload_of(
     *,
     mean_response_tokens: float | None = None,
     prompt_tokens: int | None = None,
-    reference: bool = False,
     spread: float = SPREAD,
 ) -> Workload:
     """Return a configuration's workload.
@@ -77,7 +76,6 @@ def workload_of(
         config: algorithm and rollout are used.
         mean_response_tokens: None: half of rollout.max_response_tokens.
         prompt_tokens: mean; None: 256, or the longest prompt if that is shorter.
-        reference: see Workload.
         spread: see Workload.
 
     Raises:
@@ -103,7 +101,7 @@ def workload_of(
         mean_response_tokens=mean,
         max_response_tokens=rollout.max_response_tokens,
         critic="critic" in algorithm.trained_roles,
-        reference=reference,
+        reference="reference" in algorithm.roles,
         critic_updates_per_step=algorithm.critic_updates_per_step,
         spread=spread,
     )
