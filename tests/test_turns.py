@@ -20,7 +20,7 @@ from vapo_megatron.errors import ConfigError
 from vapo_megatron.metrics import PHASES
 from vapo_megatron.turns import TURNS, Turns, host_bytes
 
-ROLES = ("actor", "critic")
+ROLES = ("actor", "critic", "reference")
 
 
 def config(hf, offload=True, dtype="bfloat16", **parallel):
@@ -28,6 +28,8 @@ def config(hf, offload=True, dtype="bfloat16", **parallel):
         {
             "model": {"hf_path": str(hf), "dtype": dtype, "make_vocab_size_divisible_by": 16},
             "parallel": {"offload": offload, **parallel},
+            # With every kind of model: one that learns, in part, and not at all.
+            "algorithm": {"kl_coef": 0.1, "freeze_critic_attention": True},
         }
     )
 
@@ -46,20 +48,25 @@ def built(hf, settings):
     from vapo_megatron.critic import Critic
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
+    from vapo_megatron.reference import Reference
 
     place, shape = groups.initialize(settings.parallel), read_model_shape(hf)
     source = Source()
     turns = Turns(shape, settings, place, source)
     assert source.left == int(turns.is_on), "it leaves before the models come"
-    models = {"actor": Actor(shape, settings, place), "critic": Critic(shape, settings, place)}
+    models = {
+        "actor": Actor(shape, settings, place).trained,
+        "critic": Critic(shape, settings, place).trained,
+        "reference": Reference(shape, settings, place).frozen,
+    }
     for role, model in models.items():
-        turns.join(role, model.trained)
+        turns.join(role, model)
     return turns, source, models
 
 
 def there(model):
     """What of a role is on the device."""
-    return "training" if model.trained._offload is None else model.trained._offload.held
+    return "training" if model._offload is None else model._offload.held
 
 
 def phases(hf, offload):
@@ -69,7 +76,7 @@ def phases(hf, offload):
         with turns(phase):
             found[phase] = [there(models[role]) for role in ROLES], source.left - left
         left = source.left
-    assert [there(models[role]) for role in ROLES] == ["nothing" if offload else "training"] * 2
+    assert [there(models[role]) for role in ROLES] == ["nothing" if offload else "training"] * 3
     turns.close()
     return found
 
@@ -78,36 +85,37 @@ def test_each_phase_has_what_it_needs_and_no_more(workers, tmp_path):
     hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
     (found,) = workers.run(1, phases, hf, True)
     away = {
-        "values": ["nothing", "parameters"],
-        "logprobs": ["parameters", "nothing"],
-        "critic_update": ["nothing", "training"],
-        "actor_update": ["training", "nothing"],
-        "sync": ["parameters", "nothing"],
-        "checkpoint": ["nothing", "nothing"],
-        "export": ["parameters", "nothing"],
+        "values": ["nothing", "parameters", "nothing"],
+        "logprobs": ["parameters", "nothing", "nothing"],
+        "reference_logprobs": ["nothing", "nothing", "parameters"],
+        "critic_update": ["nothing", "training", "nothing"],
+        "actor_update": ["training", "nothing", "nothing"],
+        "sync": ["parameters", "nothing", "nothing"],
+        "checkpoint": ["nothing", "nothing", "nothing"],
+        "export": ["parameters", "nothing", "nothing"],
     }
     assert set(TURNS) <= set(found)
     for phase, (roles, left) in found.items():
-        assert roles == away.get(phase, ["nothing", "nothing"]), phase
+        assert roles == away.get(phase, ["nothing"] * 3), phase
         assert left == (phase in away), phase
 
 
 def test_without_offload_all_stay(workers, tmp_path):
     hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
     (found,) = workers.run(1, phases, hf, False)
-    assert set(map(str, found.values())) == {str((["training", "training"], 0))}
+    assert set(map(str, found.values())) == {str((["training"] * 3, 0))}
     (default,) = workers.run(1, phases, hf, None)
     assert default == found, "null: off without a GPU"
 
 
 def kept(hf, parallel, dtype):
-    """Predicted bytes of both roles in host memory, and real ones."""
+    """Predicted bytes of all roles in host memory, and real ones."""
     from vapo_megatron.models.hf_config import read_model_shape
 
     settings = config(hf, dtype=dtype, world_size=2, **parallel)
     turns, _, models = built(hf, settings)
     rank = models["actor"].groups.pp_rank
-    real = sum(model.trained._offload.num_bytes for model in models.values())
+    real = sum(model._offload.num_bytes for model in models.values())
     turns.close()
     return host_bytes(read_model_shape(hf), settings, pp_rank=rank), real
 
@@ -162,7 +170,14 @@ def replayed(hf, dumped, run_dir, offload, steps, port, every_steps=1):
     settings = of_replay(
         hf,
         parallel={"world_size": size, "offload": offload},
-        algorithm={"policy_steps": steps, "value_pretraining_steps": 1},
+        algorithm={
+            "policy_steps": steps,
+            "value_pretraining_steps": 1,
+            "kl_coef": 0.1,
+            "sampler_correction": "icepop",
+            "value_bound": 2.0,
+            "freeze_critic_attention": True,
+        },
         optimizer={"actor_learning_rate": 1e-2, "critic_learning_rate": 1e-2},
         logging={"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
         checkpoint={"every_steps": every_steps},
@@ -190,6 +205,10 @@ def test_a_run_by_turns_is_the_run_without_bit_by_bit(workers, tmp_path):
     expected, found = rows(tmp_path / "all"), rows(tmp_path / "turns")
     assert [row["step"] for row in expected] == [0, 1, 2, 3]
     assert found == expected and expected[-1]["actor/grad_norm"] > 0
+    # The second mini-batch of the actor's first step sees a policy that has moved.
+    assert all(row["actor/reference_kl"] > 0 for row in expected[2:])
+    # What the sampler said is random: nothing of it is near the trainer's log-probabilities.
+    assert all(0.5 < row["rollout/sampler_corrected_fraction"] < 1 for row in expected[1:])
     files = [p.relative_to(tmp_path / "all") for p in tmp_path.glob("all/checkpoints/*/*/*.distcp")]
     assert len(files) == 2 * 2 * 2  # steps 2 and 3, two roles, two ranks
     for file in [*files, "hf_export/model.safetensors"]:

@@ -31,7 +31,9 @@ from vapo_megatron.parallel.minibatches import (
 )
 from vapo_megatron.parallel.reduce import max_over_world, sum_over_world
 from vapo_megatron.phase_timer import PhaseTimer, tokens_per_second
+from vapo_megatron.policy_mask import with_policy_mask
 from vapo_megatron.progress import Progress
+from vapo_megatron.reference import Reference
 from vapo_megatron.replay import Replay
 from vapo_megatron.report import build_report
 from vapo_megatron.rollout_source import OnProgress, RolloutSource
@@ -70,6 +72,10 @@ class VapoTrainer:
         if "critic" in config.algorithm.trained_roles:
             self.critic = Critic(self.shape, config, self.groups)
             self.turns.join("critic", self.critic.trained)
+        self.reference: Reference | None = None
+        if "reference" in config.algorithm.roles:
+            self.reference = Reference(self.shape, config, self.groups)
+            self.turns.join("reference", self.reference.frozen)
         self.policy_version = 0
         self.writer: MetricsWriter | None = None
         self.progress = Progress("off", config.algorithm.num_steps, 0)
@@ -103,6 +109,11 @@ class VapoTrainer:
             difference = sampler_difference(
                 batch, config.rollout.max_logprob_difference, self.groups
             )
+            batch, of_mask = with_policy_mask(batch, config.algorithm, self.groups)
+        if self.reference is not None and trains_actor:
+            with self._phase("reference_logprobs"):
+                reference_logprobs = self.reference.compute_logprobs(micro_batches)
+                batch = batch.replace(reference_logprobs=reference_logprobs)
 
         # Decoupled, length-adaptive GAE; without a critic, each response against its group.
         with self._phase("advantages"):
@@ -123,7 +134,8 @@ class VapoTrainer:
 
         self._write_rollouts(step, scored, summary, batch, entropy)
         metrics = step_metrics(summary, batch, entropy, config.algorithm, self.groups)
-        return {**metrics, **sampling_metrics, **difference, **critic_metrics, **actor_metrics}
+        metrics |= sampling_metrics | difference | of_mask
+        return {**metrics, **critic_metrics, **actor_metrics}
 
     def fit(self) -> None:
         """Resume or start, run every step, and leave a checkpoint, an HF export and a report."""
