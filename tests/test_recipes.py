@@ -224,7 +224,9 @@ def batch_of(config):
         values=torch.tensor(sum(VALUES, [])) if has_critic else None,
     )
     statuses = torch.where(is_correct, 0, 1)
-    return StepSummary(torch.ones_like(lengths), lengths, statuses, truncated, rewards), batch
+    zeros = torch.zeros_like(lengths)
+    summary = StepSummary(zeros + 1, lengths, statuses, truncated, rewards, zeros, zeros)
+    return summary, batch
 
 
 def computed(files, overrides):

@@ -47,9 +47,8 @@ def gathered(tp_size: int, dp_size: int):
         loss_mask=empty, values=rows[0], advantages=rows[1],
     )  # fmt: skip
     everyone = torch.tensor([length(p) for p in range(NUM)])
-    summary = StepSummary(*[everyone] * 5)
-    shown = SHOWN if place.rank == 0 else []
-    return gather_shown(batch, rows[2], shown, 5, summary, place)
+    summary = StepSummary(*[everyone] * 7)
+    return gather_shown(batch, rows[2], SHOWN, summary, place)
 
 
 @pytest.mark.parametrize("tp_size,dp_size", [(1, 1), (1, 2), (2, 2)])
@@ -126,3 +125,7 @@ def test_records_hold_the_tokens_where_they_are_known():
     (plain,) = group_records(group, 2, {}, None)
     assert not any("tokens" in response for response in plain["responses"])
     assert len(group_records(group, 1, {}, None)) == 2
+    # Other ranks sampled the rest of two groups: what is there stays with its own prompt.
+    parts = [scored(p) for p in (2, 4, 5)]
+    prompts = [r["prompt_index"] for r in group_records(parts, 2, {}, None)]
+    assert prompts == [1, 2]

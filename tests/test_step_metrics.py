@@ -52,6 +52,8 @@ def on_rank(shares, algorithm, limit):
         statuses=torch.tensor([0, 1, 0]),
         truncated=torch.tensor([False, True, False]),
         rewards=torch.tensor(REWARDS),
+        prompt_indices=torch.zeros(3, dtype=torch.long),
+        sources=torch.zeros(3, dtype=torch.long),
     )
     batch = with_advantages(summary, batch_of(shares[place.rank]), config, place)
     entropy = torch.full_like(batch.values, 0.25)

@@ -85,6 +85,10 @@ class StepSummary:
     """bool"""
     rewards: Tensor
     """float32"""
+    prompt_indices: Tensor
+    """int64, Prompt.index"""
+    sources: Tensor
+    """int64, the rank that sampled it and holds its text"""
 
     @property
     def is_correct(self) -> Tensor:

@@ -238,7 +238,9 @@ class MetricsWriter:
             file.write(to_line(row | {"correct": list(correct)}))
 
     def write_rollouts(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Write a step's groups, each a `group_record`, to rollouts/step_*.jsonl."""
+        """Write a step's groups, each a `group_record`, to rollouts/step_*.jsonl; none: no file."""
+        if not groups:
+            return
         file = rollout_file(self.run_dir, step)
         file.parent.mkdir(exist_ok=True)
         replace_file(file, "".join(map(to_line, groups)))

@@ -1,12 +1,13 @@
 """Values, advantages, entropies of the few responses that a run keeps for people, by token.
 
 Before: each data-parallel rank holds those of the responses that it trains on, wherever they were
-sampled. After: every rank holds those of the shown ones, in two small all-reduces a
-step, the larger one of at most 3 * 1024 numbers for each.
+sampled. After: every rank holds those of the shown ones, in one all-reduce a step of at most
+3 * 1024 numbers for each.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from vapo_megatron.batch import RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.parallel.groups import ParallelGroups
-from vapo_megatron.parallel.reduce import max_over_world, sum_over_data_parallel
+from vapo_megatron.parallel.reduce import sum_over_data_parallel
 from vapo_megatron.run_directory import group_record
 
 _HALF = 512
@@ -38,7 +39,6 @@ def gather_shown(
     batch: RolloutBatch,
     entropy: Tensor,
     shown: Sequence[int],
-    most: int,
     summary: StepSummary,
     groups: ParallelGroups,
 ) -> dict[int, dict[str, list[float | None]]]:
@@ -47,8 +47,7 @@ def gather_shown(
     Args:
         batch: this data-parallel rank's, complete.
         entropy: float32 [T], nats.
-        shown: positions of responses; one rank names some, the others none.
-        most: how many those are at most, the same on every rank.
+        shown: positions of responses, the same on every rank.
         summary: of all ranks' responses.
         groups: this rank's place.
 
@@ -58,21 +57,18 @@ def gather_shown(
     """
     known = {"values": batch.values, "advantages": batch.advantages, "entropy": entropy}
     held = {name: numbers for name, numbers in known.items() if numbers is not None}
-    named = torch.full((most,), -1.0, dtype=torch.float64)
-    named[: len(shown)] = torch.tensor(shown, dtype=torch.float64)
-    positions = [int(p) for p in max_over_world(named).tolist() if p >= 0]
-    tokens = [kept(int(summary.response_lengths[p])) for p in positions]
+    tokens = [kept(int(summary.response_lengths[p])) for p in shown]
     sizes = list(map(len, tokens))
     rows = torch.stack(list(held.values()))
     starts = dict(zip(batch.positions.tolist(), batch.cu_seqlens.tolist()))
     out = torch.zeros(len(rows), sum(sizes))
-    for position, index, part in zip(positions, tokens, out.split(sizes, dim=1)):
+    for position, index, part in zip(shown, tokens, out.split(sizes, dim=1)):
         if position in starts:
             part.copy_(rows[:, torch.tensor(index, dtype=torch.long) + starts[position]])
     out = sum_over_data_parallel(out, groups)
     return {
         position: dict(zip(held, map(_rounded, part)))
-        for position, part in zip(positions, out.split(sizes, dim=1))
+        for position, part in zip(shown, out.split(sizes, dim=1))
     }
 
 
@@ -115,17 +111,17 @@ def group_records(
     tokens: Mapping[int, Mapping[str, Any]],
     decode: Callable[[Sequence[int]], str] | None,
 ) -> list[dict[str, Any]]:
-    """Return the records of whole groups that stand one after another.
+    """Return the records of responses by group, the parts of groups that are there.
 
     Args:
-        shown: responses, group after group.
+        shown: responses by position.
         group_size: G.
         tokens: from gather_shown.
         decode: as token_pieces takes it; None: the records say nothing token by token.
     """
     records = []
-    for start in range(0, len(shown), group_size):
-        group = shown[start : start + group_size]
+    for _, members in itertools.groupby(shown, lambda s: s.rollout.position // group_size):
+        group = list(members)
         rollouts = [s.rollout for s in group]
         known = []
         if decode is not None:

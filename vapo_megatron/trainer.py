@@ -215,7 +215,7 @@ class VapoTrainer:
         self, scored: Sequence[ScoredRollout], step: int
     ) -> tuple[StepSummary, RolloutBatch, Plan]:
         """Plan the step's mini-batches from all lengths, then move each response once."""
-        summary, source = gather_summary(scored, self.config.algorithm.responses_per_step)
+        summary = gather_summary(scored, self.config.algorithm.responses_per_step)
         plans = plan_mini_batches(
             summary.sequence_lengths,
             mini_batch_size=self.config.algorithm.mini_batch_size,
@@ -226,7 +226,7 @@ class VapoTrainer:
         )
         by_rank = [[plan.micro_batches[r] for plan in plans] for r in range(self.groups.dp_size)]
         wanted = [[p for mini in rank for micro in mini for p in micro] for rank in by_rank]
-        batch = exchange(scored, summary, source, wanted, self.groups)
+        batch = exchange(scored, summary, wanted, self.groups)
         return summary, batch, local_plan(by_rank[self.groups.dp_rank])
 
     def _publish(self) -> dict[str, float]:
@@ -294,18 +294,18 @@ class VapoTrainer:
         batch: RolloutBatch,
         entropy: torch.Tensor,
     ) -> None:
-        """Write the first groups of a step, the main rank's own; their numbers come to it."""
-        group_size, decode = self.config.algorithm.group_size, self.source.decode
-        most = self.config.logging.rollout_groups * group_size
-        if most == 0:
-            return
-        shown = list(scored[:most]) if self.writer is not None else []
+        """Write how the problems went, and the first groups that the main rank sampled itself."""
+        size, decode = self.config.algorithm.group_size, self.source.decode
+        most = self.config.logging.rollout_groups * size
+        shown = (summary.sources == 0).nonzero().flatten()[:most].tolist()
         tokens = {}
-        if decode is not None:
-            positions = [s.rollout.position for s in shown]
-            tokens = gather_shown(batch, entropy, positions, most, summary, self.groups)
+        if shown and decode is not None:
+            tokens = gather_shown(batch, entropy, shown, summary, self.groups)
         if self.writer is not None:
-            records = group_records(shown, group_size, tokens, decode)
+            problems, correct = summary.prompt_indices[::size], summary.is_correct.view(-1, size)
+            self.writer.write_problems(step + 1, problems.tolist(), correct.sum(1).tolist(), size)
+            own = {s.rollout.position: s for s in scored}
+            records = group_records([own[p] for p in shown], size, tokens, decode)
             self.writer.write_rollouts(step + 1, records)
 
     @contextlib.contextmanager

@@ -40,13 +40,16 @@ def run_exchange(tp_size: int, dp_size: int):
     shares = {1: [range(NUM)], 2: [[5, 1, 9], [0, 2, 3, 4, 6, 7, 8, 10]]}
     shares[4] = [*shares[2], [], []]
     local = [rollout(p) for p in shares[place.world_size][place.rank]]
-    summary, source = gather_summary(local, NUM)
-    batch = exchange(local, summary, source, WANTED[dp_size], place)
-    return place.dp_rank, summary, batch
+    summary = gather_summary(local, NUM)
+    batch = exchange(local, summary, WANTED[dp_size], place)
+    return place.dp_rank, summary, batch, shares[place.world_size]
 
 
 def check(results, dp_size: int):
-    for dp_rank, summary, batch in results:
+    for dp_rank, summary, batch, shares in results:
+        held = {p: rank for rank, positions in enumerate(shares) for p in positions}
+        assert summary.sources.tolist() == [held[p] for p in range(NUM)]
+        assert summary.prompt_indices.tolist() == list(range(NUM))
         assert summary.rewards.tolist() == [2.0 * p for p in range(NUM)]
         assert summary.is_correct.tolist() == [p % 2 == 1 for p in range(NUM)]
         wanted = WANTED[dp_size][dp_rank]

@@ -20,12 +20,11 @@ from vapo_megatron.batch import STATUSES, RolloutBatch, ScoredRollout, StepSumma
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import ParallelGroups
 
-_COLUMNS = ("position", "prompt_length", "response_length", "status", "truncated", "reward")
+_COLUMNS = 7
+"""Position, prompt length, response length, status, truncated, reward, prompt index."""
 
 
-def gather_summary(
-    local: Sequence[ScoredRollout], num_responses: int
-) -> tuple[StepSummary, Tensor]:
+def gather_summary(local: Sequence[ScoredRollout], num_responses: int) -> StepSummary:
     """Share lengths, verdicts and rewards of all responses.
 
     Args:
@@ -33,40 +32,46 @@ def gather_summary(
         num_responses: P*G, over all ranks.
 
     Returns:
-        (summary, source): the summary in position order; int64 [P*G], the rank that holds each
-        response.
+        In position order.
     """
     world_size = dist.get_world_size()
-    rows = torch.full((num_responses, len(_COLUMNS)), -1.0, dtype=torch.float64)
+    rows = torch.full((num_responses, _COLUMNS), -1.0, dtype=torch.float64)
     for row, item in zip(rows, local):
         r = item.rollout
         lengths = (len(r.prompt.token_ids), len(r.token_ids))
         row[:] = torch.tensor(
-            [r.position, *lengths, STATUSES.index(item.status), r.truncated, item.reward],
+            [
+                r.position,
+                *lengths,
+                STATUSES.index(item.status),
+                r.truncated,
+                item.reward,
+                r.prompt.index,
+            ],
             dtype=torch.float64,
         )
     counts = _all_gather(torch.tensor([len(local)]), world_size).flatten()
     most = int(counts.max())
     gathered = _all_gather(rows[:most], world_size)
     held = torch.cat([gathered[r, : counts[r]] for r in range(world_size)])
-    source = torch.arange(world_size).repeat_interleave(counts)
+    sources = torch.arange(world_size).repeat_interleave(counts)
     order = held[:, 0].argsort()
-    held, source = held[order], source[order]
+    held, sources = held[order], sources[order]
     assert held[:, 0].tolist() == list(range(num_responses)), "responses missing or sampled twice"
-    summary = StepSummary(
+    return StepSummary(
         prompt_lengths=held[:, 1].long(),
         response_lengths=held[:, 2].long(),
         statuses=held[:, 3].long(),
         truncated=held[:, 4].bool(),
         rewards=held[:, 5].float(),
+        prompt_indices=held[:, 6].long(),
+        sources=sources,
     )
-    return summary, source
 
 
 def exchange(
     local: Sequence[ScoredRollout],
     summary: StepSummary,
-    source: Tensor,
     wanted: Sequence[Sequence[int]],
     groups: ParallelGroups,
 ) -> RolloutBatch:
@@ -74,7 +79,7 @@ def exchange(
 
     Args:
         local: this rank's rollouts.
-        summary, source: from gather_summary.
+        summary: from gather_summary.
         wanted: per data-parallel rank, the positions that it trains on, in the order that its batch
             shall have.
         groups: this rank's place.
@@ -83,7 +88,7 @@ def exchange(
         The batch of wanted[groups.dp_rank], on the CPU.
     """
     dp_ranks = _all_gather(torch.tensor([groups.dp_rank]), groups.world_size).flatten().tolist()
-    sources = source.tolist()
+    sources = summary.sources.tolist()
     sizes = (summary.prompt_lengths + 2 * summary.response_lengths).tolist()
     mine = {item.rollout.position: _pack(item) for item in local}
     pieces: list[np.ndarray] = []
