@@ -1,7 +1,8 @@
 """Each neighbour algorithm as a recipe: what it changes, its advantages and losses, and runs of it.
 
 Advantages and losses are the package's, with the recipe's configuration, against arithmetic that is
-written out here. Not exercised: whether a recipe learns.
+written out here. Runs that sample are in tests/e2e/test_recipe_runs.py. Not exercised: whether a
+recipe learns.
 """
 
 import json
@@ -42,7 +43,7 @@ CHANGES = {
     "dr_grpo": {**GRPO, "advantage_estimator": "dr_grpo", "loss_aggregation": "constant"},
     "dapo": {
         "advantage_estimator": "grpo", "value_pretraining_steps": 0, "positive_lm_coef": 0.0,
-        "overlong_filtering": True,
+        "overlong_filtering": True, "dynamic_sampling": True,
     },
     "orz": {
         "value_pretraining_steps": 0, "lambda_actor": 1.0, "clip_high": 0.2,

@@ -1,0 +1,45 @@
+"""Three steps of each recipe over the tiny configuration, with the real sampler, in one process.
+
+A barely trained base model, the same for all. Does not show that a recipe learns.
+"""
+
+import json
+
+import pytest
+
+from tests.e2e.test_run import TINY, ended, overrides, rows  # noqa: F401
+from vapo_megatron.train import main
+
+RECIPES = TINY.parent / "algorithms"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.iterdir()))
+def test_three_steps(launch, overrides, tmp_path, name):  # noqa: F811
+    pretrains = name in ("vapo", "vc_ppo")
+    given = [part for file in (TINY, RECIPES / f"{name}.yaml") for part in ("--config", str(file))]
+    given += [
+        *overrides, "parallel.world_size=1", "parallel.tensor_model_parallel_size=1",
+        f"algorithm.group_size={1 if name.endswith('ppo') else 8}",
+        f"algorithm.value_pretraining_steps={int(pretrains)}",
+        f"algorithm.policy_steps={3 - pretrains}",
+        f"logging.run_dir={tmp_path}/run",
+    ]  # fmt: skip
+    ended(launch(main, given))
+    _, *written = rows(tmp_path / "run")
+    assert [row["step"] for row in written] == [1, 2, 3]
+    has_critic = name not in ("grpo", "dr_grpo", "dapo")
+    for row in written:
+        trains = row["step"] > pretrains
+        assert row["rollout/logprob_diff_max"] < 1e-4
+        assert row.get("actor/first_ratio_diff_max", 1) < 1e-4 or not trains
+        assert [f"{role}/grad_norm" in row for role in ("actor", "critic")] == [trains, has_critic]
+    held = {p.name for p in (tmp_path / "run/checkpoints/step_000003").iterdir() if p.is_dir()}
+    assert held == ({"actor", "critic"} if has_critic else {"actor"})
+    lines = (tmp_path / "run/rollouts/step_000003.jsonl").read_text().splitlines()
+    groups = [json.loads(line)["responses"] for line in lines]
+    assert all(("values" in r["tokens"]) == has_critic for group in groups for r in group)
+    # Of a policy that is rarely right most groups are all wrong.
+    assert ("rollout/sampling_rounds" in written[0]) == (name == "dapo")
+    assert written[0].get("rollout/sampling_rounds", 2) > 1
+    assert (tmp_path / "run/report.html").stat().st_size > 0
