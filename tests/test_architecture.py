@@ -17,6 +17,8 @@ LEVELS = {
     "errors": 0,
     "early_signal": 0,
     "progress_bar": 0,
+    "config_section": 0,
+    "config_algorithm": 0,
     "config_schema": 0,
     "config_help": 1,
     "config": 1,
