@@ -19,7 +19,7 @@ import pytest
 from vapo_megatron.batch import Prompt, Rollout
 from vapo_megatron.config import VapoConfig, load_config
 from vapo_megatron.errors import DataError
-from vapo_megatron.metrics import MetricsWriter, group_record
+from vapo_megatron.metrics import PHASES, MetricsWriter, group_record
 from vapo_megatron.report import build_report
 from vapo_megatron.report_page import escape, script_json
 
@@ -194,6 +194,14 @@ def test_every_curve_holds_the_rows_numbers(run_dir, page):
     assert len(phases) == 11 and len(phases["actor update"]) == NUM_STEPS - PRETRAINING
     assert page.data["pretraining"] == PRETRAINING
     assert [step for step, _ in series(page, "Accuracy")[0]["points"]] == [0, 24, 34]
+
+
+def test_every_phase_has_a_colour(run_dir, page):
+    style = (run_dir / "report.html").read_text().split("<style>")[1].split("</style>")[0]
+    for scheme in style.split(":root {")[1:]:
+        block = scheme.split("}")[0]
+        lacking = [p for p in PHASES if f"--{p.replace('_', '-')}: #" not in block]
+        assert not lacking
 
 
 def test_what_no_curve_names_is_among_the_others(page):

@@ -119,6 +119,81 @@ def test_runs_with_one_configuration(tmp_path):
     assert "No field differs." in text and Page(text).data["pretraining"] == PRETRAINING
 
 
+def metrics_of(run: Path, values: list[float | None], name: str = "reward/mean", **config) -> Path:
+    """A run directory with one metric, at steps 1, 2, ..."""
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(yaml.safe_dump({"seed": 0, **config}))
+    rows = [{"step": step, name: value} for step, value in enumerate(values, 1)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+@pytest.mark.parametrize("layout", ["{arm}/seed_{seed}", "seed_{seed}/{arm}"])
+def test_runs_of_several_seeds_are_an_arm(tmp_path, layout):
+    values = {"ppo": [[0.5, 0.25], [0.0, -0.25], [0.25, 0.75]], "vapo": [[0.5, 0.75, 1.0], [0.25]]}
+    runs = [
+        metrics_of(
+            tmp_path / layout.format(arm=arm, seed=seed),
+            found,
+            seed=seed,
+            algorithm={"clip_high": 0.2 if arm == "ppo" else 0.28},
+            model={"hf_path": f"seed_{seed}/base"},
+        )
+        for arm, of_arm in values.items()
+        for seed, found in enumerate(of_arm)
+    ]
+    text = build_comparison(runs, by_arm=True, lead="<p>first</p>").read_text()
+    page = Page(text)
+    assert "2 arms, 5 runs" in page.visible and "<p>first</p>" in text
+    assert "ppo 3 runs, 2 steps" in page.visible and "vapo 2 runs, 1 to 3 steps" in page.visible
+    ppo, vapo = page.data["charts"][0]["series"]
+    # Step 1: .5, 0, .25; step 2: .25, -.25, .75. The second run of the other has step 1 alone.
+    assert ppo["points"] == [[1, 0.25, 0.0, 0.5], [2, 0.25, -0.25, 0.75]] and ppo["arm"] == 0
+    assert vapo["points"] == [[1, 0.375, 0.25, 0.5]] and vapo["arm"] == 1
+    # Last values .25, -.25, .75 and 1, .25; best ones .5, 0, .75 and 1, .25.
+    assert cells(text, "Reward, final") == ["0.25 -0.25 to 0.75", "0.625 0.25 to 1"]
+    assert cells(text, "Reward, best") == ["0.4167 0 to 0.75", "0.625 0.25 to 1"]
+    row = re.search(r'<th scope="row">Reward, final</th>(.*?)</tr>', text)[1]
+    assert re.findall(r"<b>(.*?)</b>", row) == ["0.625"]
+    # Seeds differ within the arms; each arm's are named, for one has three and the other two.
+    names = re.findall(r'<th scope="row">(.*?)</th>', text.replace("<wbr>", ""))
+    assert names[:3] == ["algorithm.clip_high", "model.hf_path", "seed"]
+    assert cells(text, "algorithm.clip_high") == ["0.2", "0.28"]
+    assert cells(text, "seed") == ["0 1 2", "0 1"]
+    text = build_comparison([*runs[:2], *runs[3:]], by_arm=True).read_text()
+    names = re.findall(r'<th scope="row">(.*?)</th>', text.replace("<wbr>", ""))
+    assert names[0] == "algorithm.clip_high" and "seed" not in names
+    # Without the flag every run stands alone.
+    assert len(Page(build_comparison(runs).read_text()).data["charts"][0]["series"]) == 5
+
+
+def test_one_arm_alone_and_values_that_are_not_finite(tmp_path):
+    runs = [metrics_of(tmp_path / "x/seed_0", [0.5, None]), metrics_of(tmp_path / "x/seed_1", [1])]
+    runs += [metrics_of(tmp_path / "x/seed_2", [0.5], "critic/loss")]
+    with (runs[1] / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "reward/mean": 0.5}\n')
+    text = build_comparison(runs, by_arm=True).read_text()
+    page = Page(text)
+    assert "1 arm, 3 runs" in page.visible and "x 3 runs, 1 to 2 steps" in page.visible
+    # The third run never had the metric. At step 2 it was not finite in one run.
+    (reward,) = page.data["charts"][0]["series"]
+    assert reward["points"] == [[1, 0.75, 0.5, 1], [2, None, None, None]]
+    assert cells(text, "Reward, final") == ["0.5 0.5 to 0.5"]
+    assert cells(text, "Value loss, final") == ["0.5"]
+
+
+def test_fields_that_few_have_stand_out(tmp_path):
+    clips = (0.28, 0.28, 0.2)
+    runs = [
+        metrics_of(tmp_path / str(i), [0.5], algorithm={"clip_high": c}, lr=i)
+        for i, c in enumerate(clips)
+    ]
+    text = build_comparison(runs).read_text()
+    rows = dict(re.findall(r'<th scope="row">(.*?)</th>(.*?)</tr>', text.replace("<wbr>", "")))
+    assert rows["algorithm.clip_high"] == "<td>0.28</td><td>0.28</td><td><b>0.2</b></td>"
+    assert "<b>" not in rows["lr"], "each has its own"
+
+
 def test_the_page_is_whole_and_inert(text):
     page = Page(text)
     assert not {"link", "img", "u"} & set(page.tags) and page.tags.count("script") == 2
@@ -190,11 +265,14 @@ def test_mistakes_are_one_line_and_exit_2(runs, tmp_path):
         assert done.stderr.count("\n") == (done.returncode != 0) and "Traceback" not in done.stderr
         return done.returncode, done.stderr or done.stdout.strip()
 
-    assert run(*runs[:2], "--output", tmp_path / "x.html") == (0, str(tmp_path / "x.html"))
+    by_arm = (*runs[:2], "--by-arm", "--output", tmp_path / "x.html")
+    assert run(*by_arm) == (0, str(tmp_path / "x.html"))
     for arguments, message in (
         ((runs[0], tmp_path), "is not a run directory"),
         ((runs[0], runs[1], runs[0]), "is given twice"),
-        ((runs[0], "--output", "x.html"), "give it two or more runs"),
+        ((runs[0], "--output", "x.html"), "--output is for a comparison"),
+        ((runs[0], "--by-arm"), "--by-arm is for a comparison"),
+        ((runs[0], "--nonsense"), "unrecognized arguments: --nonsense; --help"),
         ((*runs[:2], "--output", tmp_path / "no" / "x.html"), "No such file"),
     ):
         code, said = run(*arguments)

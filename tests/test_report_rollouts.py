@@ -70,6 +70,21 @@ def test_pieces_are_inert(tmp_path):
     )
 
 
+def test_what_nobody_sees_has_a_sign(tmp_path):
+    file, first, _ = written(tmp_path / "run", [2])
+    pieces = ["a\0\x1b\r", "\u202eb\u200f\u2066\ufeff\x85\n\t\u200d\u00e9"]
+    first["responses"][0]["tokens"]["pieces"] = pieces
+    for text in (first, first["responses"][0]):
+        text |= {"prompt": "".join(pieces), "answer": "".join(pieces), "text": "".join(pieces)}
+    _, page = finished(tmp_path / "run", file, first)
+    u = "\u27e8U+{}\u27e9".format
+    seen = ["a\u2400\u241b\u240d"]
+    seen += [f"{u('202E')}b{u('200F')}{u('2066')}{u('FEFF')}{u('0085')}\n\t\u200d\u00e9"]
+    assert page.data["tokens"][0]["pieces"] == seen
+    assert page.visible.count("".join(seen)) == 3, "prompt, answer and response"
+    assert not {"\0", "\x1b", "\r", "\u202e", "\u200f", "\u2066"} & set(page.visible)
+
+
 @pytest.mark.parametrize("length,num_tokens", [(1024, 16384), (16000, 16000)])
 def test_long_responses_keep_their_ends(tmp_path, length, num_tokens):
     file, first, second = written(tmp_path / "run", [length] * 16, num_tokens)

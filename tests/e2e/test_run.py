@@ -133,6 +133,15 @@ def test_files_and_metrics(straight):
     for name in ("config.yaml", "report.html", "checkpoints/latest", "rollouts/step_000002.jsonl"):
         assert (run_dir / name).stat().st_size > 0, name
     assert list((run_dir / "tensorboard").iterdir())
+    problems = map(json.loads, (run_dir / "problems.jsonl").read_text().splitlines())
+    for row, went in zip(written[1:], problems, strict=True):
+        assert went["step"] == row["step"] and went["group_size"] == 8
+        assert sum(went["correct"]) == round(32 * row["reward/correct_fraction"])
+        correct = dict(zip(went["problems"], went["correct"], strict=True))
+        kept = (run_dir / "rollouts" / f"step_{row['step']:06d}.jsonl").read_text().splitlines()
+        for group in map(json.loads, kept):
+            right = sum(r["status"] == "correct" for r in group["responses"])
+            assert correct[group["prompt_index"]] == right
     rounds = [row.get("rollout/sampling_rounds") for row in written]
     if straight.overrides[-1] in DYNAMIC:
         assert rounds[:2] == [None, None], "value pretraining takes what comes"
@@ -206,6 +215,7 @@ def test_a_replay_repeats_the_run_bit_by_bit(straight, tmp_path):
     assert len(shown) == 4
     for name in shown:
         assert texts(again / name) == texts(original / name), name
+    assert (again / "problems.jsonl").read_text() == (original / "problems.jsonl").read_text()
 
 
 def test_a_killed_run_goes_on(launch, straight, tmp_path):
