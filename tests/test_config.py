@@ -167,6 +167,40 @@ def test_every_wrong_field_gets_a_line_and_lists_name_the_place():
             ],
             ["group_size=1", "at least 2", "dr_grpo", "raise it"],
         ),
+        (
+            ["algorithm.value_pretraining_patience=5"],
+            ["patience=5", "needs algorithm.stage=value_pretraining", "set it to null"],
+        ),
+        (
+            ["algorithm.stage=value_pretraining", "algorithm.lambda_critic=0.95"],
+            ["Monte-Carlo", "lambda_critic=1, found gae and 0.95"],
+        ),
+        (
+            [
+                "algorithm.stage=value_pretraining",
+                "algorithm.advantage_estimator=grpo",
+            ],
+            ["advantage_estimator=gae", "found grpo and 1.0"],
+        ),
+        (
+            [
+                "algorithm.stage=value_pretraining",
+                "algorithm.value_pretraining_patience=50",
+            ],
+            ["value_pretraining_steps=50 must exceed", "patience (50)", "raise it"],
+        ),
+        (
+            ["algorithm.stage=value_pretraining", "algorithm.value_pretraining_steps=0"],
+            ["value_pretraining_steps=0 must exceed", "stage=value_pretraining", "raise it"],
+        ),
+        (
+            [
+                "model.critic_checkpoint=runs/x",
+                "algorithm.advantage_estimator=grpo",
+                "algorithm.value_pretraining_steps=0",
+            ],
+            ["critic_checkpoint=runs/x needs a critic", "=grpo", "set critic_checkpoint=null"],
+        ),
         (["algorithm.group_size=7"], ["responses_per_step=8192", "divisible by group_size=7"]),
         (["algorithm.mini_batch_size=500"], ["responses_per_step=8192", "mini_batch_size=500"]),
         (

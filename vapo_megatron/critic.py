@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vapo_megatron.algorithm.value_loss import bounded_values, value_loss
 from vapo_megatron.batch import MicroBatch
+from vapo_megatron.checkpoint import critic_directory
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.build import values_of
 from vapo_megatron.models.hf_config import ModelShape
@@ -25,7 +26,8 @@ class Critic:
 
     def __init__(self, shape: ModelShape, config: VapoConfig, groups: ParallelGroups) -> None:
         self.config, self.groups = config, groups
-        path = config.model.critic_hf_path or config.model.hf_path
+        of_run = critic_directory(config)
+        path = str(of_run) if of_run else config.model.critic_hf_path or config.model.hf_path
         self.trained = TrainedModel(shape, config, groups, "critic", path)
 
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> Tensor:

@@ -49,8 +49,8 @@ class Difference:
 def collect_gradients(config: VapoConfig, replay: Path, step: int, out: Path) -> None:
     """Write the gradients of both losses on the first mini-batch of a step. Collective.
 
-    The weights are those of model.hf_path (and model.critic_hf_path), which sampled every step up
-    to the first update of the actor.
+    The weights are those that a new run starts from; the actor's, of model.hf_path, sampled every
+    step up to its first update.
 
     Args:
         config: the layout, the algorithm and the weights.
@@ -63,7 +63,7 @@ def collect_gradients(config: VapoConfig, replay: Path, step: int, out: Path) ->
     """
     from vapo_megatron.trainer import VapoTrainer
 
-    config = _changed(config, "algorithm", value_pretraining_steps=0)
+    config = _changed(config, "algorithm", value_pretraining_steps=0, stage="all")
     # A layout that is wrong shall show its gradients.
     config = _changed(config, "rollout", max_logprob_difference=None)
     with VapoTrainer(config, replay) as trainer:

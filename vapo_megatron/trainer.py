@@ -13,7 +13,7 @@ import torch.distributed as dist
 from vapo_megatron import checkpoint, early_signal
 from vapo_megatron.actor import Actor
 from vapo_megatron.advantages import with_advantages, with_loss_mask
-from vapo_megatron.algorithm.value_pretraining import actor_is_trained
+from vapo_megatron.algorithm.value_pretraining import actor_is_trained, critic_has_settled
 from vapo_megatron.batch import RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.critic import Critic
@@ -77,6 +77,7 @@ class VapoTrainer:
             self.reference = Reference(self.shape, config, self.groups)
             self.turns.join("reference", self.reference.frozen)
         self.policy_version = 0
+        self.explained_variances: list[float] = []
         self.writer: MetricsWriter | None = None
         self.progress = Progress("off", config.algorithm.num_steps, 0)
         self.memory = PeakMemory()
@@ -139,32 +140,42 @@ class VapoTrainer:
 
     def fit(self) -> None:
         """Resume or start, run every step, and leave a checkpoint, an HF export and a report."""
-        config, total = self.config, self.config.algorithm.num_steps
-        start = self._resume()
-        self.source.check(range(start, total))
+        config, done = self.config, self._resume()
+        start, learns = done, config.algorithm.trained_roles
+        self.source.check(range(start, config.algorithm.num_steps))
         self._publish()
         with self._shown(start):
             if start == 0:
                 self._record(0, self._evaluate())
-            for step in range(start, total):
-                done = step + 1
-                metrics = self.train_step(step)
-                if _due(done, config.evaluation.every_steps, total):
+            while not self._is_over(done):
+                metrics = self.train_step(done)
+                done += 1
+                if learns == ("critic",):
+                    self.explained_variances.append(metrics["critic/explained_variance"])
+                is_over = self._is_over(done)
+                if "actor" in learns and (is_over or _due(done, config.evaluation.every_steps)):
                     metrics |= self._evaluate()
                 # The row first: a resume drops rows after its checkpoint, but cannot make one up.
                 self._record(done, metrics)
                 stops = bool(max_over_world(torch.tensor(float(early_signal.is_heard()))))
-                if stops or _due(done, config.checkpoint.every_steps, total):
+                if stops or is_over or _due(done, config.checkpoint.every_steps):
                     with self._phase("checkpoint"):
                         self._save(done)
-                if stops and done < total:
+                if stops and not is_over:
                     self.progress.note(f"stopped by SIGUSR1 after step {done}; start it again")
                     return
             self._finish()
 
+    def _is_over(self, done: int) -> bool:
+        """Have all steps been made, or has the critic settled before, where that is asked for?"""
+        algorithm = self.config.algorithm
+        patience = algorithm.value_pretraining_patience
+        settled = patience is not None and critic_has_settled(self.explained_variances, patience)
+        return done >= algorithm.num_steps or settled
+
     def _finish(self) -> None:
         export = self.run_dir / "hf_export"
-        if self.config.checkpoint.hf_export:
+        if self.config.checkpoint.hf_export and "actor" in self._models:
             self.progress.phase("export")
             source = str(self.config.model.hf_path)
             with self.turns("export"):
@@ -175,14 +186,20 @@ class VapoTrainer:
             self.progress.note(f"done: {report}" + (f" and {export}" if export.exists() else ""))
 
     def _resume(self) -> int:
-        if not self.config.checkpoint.resume:
-            return 0
-        loaded = checkpoint.load_latest(self._checkpoints, self._models)
+        """Load the run's latest checkpoint, or the critic that a new run starts from."""
+        loaded = None
+        if self.config.checkpoint.resume:
+            loaded = checkpoint.load_latest(self._checkpoints, self._models)
         if loaded is None:
+            model = self.config.model
+            if model.critic_checkpoint is not None and model.critic_checkpoint_optimizer:
+                assert self.critic is not None, "a configuration without a critic is refused"
+                checkpoint.load_critic(self.config, self.critic.trained)
             return 0
         done, state = loaded
         self.source.load_state_dict(state["data"])
         self.policy_version = state["policy_version"]
+        self.explained_variances = state.get("explained_variances", [])
         return done
 
     def _save(self, done: int) -> None:
@@ -190,7 +207,11 @@ class VapoTrainer:
             self._checkpoints,
             done,
             self._models,
-            {"data": self.source.state_dict(), "policy_version": self.policy_version},
+            {
+                "data": self.source.state_dict(),
+                "policy_version": self.policy_version,
+                "explained_variances": self.explained_variances,
+            },
             keep_last=self.config.checkpoint.keep_last,
         )
 
@@ -327,5 +348,5 @@ class VapoTrainer:
         dist.destroy_process_group()
 
 
-def _due(done: int, every: int, total: int) -> bool:
-    return done == total or (every > 0 and done % every == 0)
+def _due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0

@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import make_tokenizer
 import measure
@@ -210,8 +211,19 @@ def pretrain(
         report(iteration + 1, float(loss.detach()) / int((labels != IGNORED).sum()))
 
 
-def make(directory: Path, recipe: Recipe) -> bool:
+def make(
+    directory: Path,
+    recipe: Any,
+    write_files: Callable[[Path], None] | None = None,
+    kind: str = "base model",
+) -> bool:
     """Make the HF directory, or keep it when it holds this recipe's model. True: it was made.
+
+    Args:
+        directory: appears when it is complete.
+        recipe: its digest() says whether a finished directory is kept.
+        write_files: fills a directory, recipe.json included; None: with a base model.
+        kind: what is made, for people.
 
     Raises:
         SystemExit: the directory holds something else.
@@ -220,11 +232,14 @@ def make(directory: Path, recipe: Recipe) -> bool:
     if marker.exists() and json.loads(marker.read_text())["digest"] == recipe.digest():
         return False
     if directory.exists() and not marker.exists() and any(directory.iterdir()):
-        sys.exit(f"--out={directory}: holds files that are no base model; name another directory")
+        sys.exit(f"--out={directory}: holds files that are no {kind}; name another directory")
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
-        write(partial, recipe)
+        if write_files is None:
+            write(partial, recipe)
+        else:
+            write_files(partial)
         partial.chmod(0o755)
         if directory.exists():
             shutil.rmtree(directory)

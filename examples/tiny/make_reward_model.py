@@ -1,0 +1,296 @@
+"""Make the tiny task's reward model: `make_reward_model.py --base DIR --out DIR --seed 0`.
+
+DIR becomes a Hugging Face directory, Qwen2ForSequenceClassification with one label, that
+model.critic_hf_path takes. It starts from the base model and learns to score a response at its last
+token alone, by regression (squared error) on the reward: +1 for a right answer, -1 for any other. A
+quarter of its responses are the base model's own, on training problems; few of those are right, and
+the others are constructed chains, of which about half are.
+
+Regression and no Bradley-Terry logit: those are fixed up to a scale and an offset alone, which
+would hide beside them what a critic that starts from a reward model suffers from (VC-PPO, arXiv
+2503.01491, section 3.1). Here the score at the last token estimates the return, and at every
+earlier token, where V is read and no loss ever was, it is arbitrary: `report` measures both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import make_base_model
+import measure
+import task
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    Qwen2ForSequenceClassification,
+)
+
+RIGHT, WRONG = 1.0, -1.0
+"""reward.correct and reward.incorrect of the trainer's defaults."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What the reward model is made from."""
+
+    seed: int = 0
+    base: str = ""
+    """Hash of the base model's weights."""
+    sampled: int = 4096
+    """Responses of the base model, drawn from again and again."""
+    sampled_share: float = 0.25
+    computed_share: float = 0.5
+    """Constructed chains without a guess, which are right."""
+    least_guess: float = 0.3
+    most_guess: float = 0.9
+    """Any other guesses a share of its steps that is uniform between these."""
+    held_out: int = 512
+    """Responses of each kind that the report is about."""
+    iterations: int = 300
+    batch_size: int = 64
+    batches_per_pool: int = 8
+    learning_rate: float = 3e-3
+    final_learning_rate: float = 1e-4
+    warmup_iterations: int = 50
+    betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+
+    def digest(self) -> str:
+        """Hash of the recipe and of the source that carries it out."""
+        sources = (__file__, make_base_model.__file__, measure.__file__, task.__file__)
+        made_by = [Path(source) for source in sources]
+        text = json.dumps(dataclasses.asdict(self)) + "".join(p.read_text() for p in made_by)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """A response with its reward."""
+
+    prompt: list[int]
+    response: list[int]
+    """The stop token included, unless a length limit ended it."""
+    reward: float
+
+
+def constructed(
+    rng: random.Random, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, held_out: bool
+) -> Scored:
+    """Draw a problem and write a chain for it: computed throughout, or with many guesses."""
+    problem = task.draw_problem(rng, held_out=held_out)
+    guess = 0.0
+    if rng.random() >= recipe.computed_share:
+        guess = rng.uniform(recipe.least_guess, recipe.most_guess)
+    text = task.chain(rng, problem, guess=guess, guess_product=guess)
+    reward = RIGHT if text.endswith(task.direct_answer(problem.answer)) else WRONG
+    prompt, response = tokenizer([problem.prompt, text])["input_ids"]
+    return Scored(prompt, [*response, tokenizer.eos_token_id], reward)
+
+
+def sampled(
+    base: Path, tokenizer: PreTrainedTokenizerBase, problems: list[task.Problem], seed: int
+) -> list[Scored]:
+    """Sample a response of the base model to each problem, and judge it by the task's truth."""
+    model = AutoModelForCausalLM.from_pretrained(str(base), dtype=torch.float32).eval()
+    prompts = tokenizer([p.prompt for p in problems])["input_ids"]
+    stop = tokenizer.eos_token_id
+    responses = measure.sample(model, prompts, stop_token_id=stop, seed=seed)
+    found = []
+    texts = tokenizer.batch_decode(responses)
+    for problem, prompt, response, text in zip(problems, prompts, responses, texts, strict=True):
+        right = text.endswith(task.direct_answer(problem.answer) + tokenizer.eos_token)
+        found.append(Scored(prompt, response, RIGHT if right else WRONG))
+    return found
+
+
+def pad(batch: list[Scored], padding: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Make right-padded ids [b, s], the place of each last token [b], and rewards float32 [b]."""
+    lengths = torch.tensor([len(s.prompt) + len(s.response) for s in batch])
+    ids = torch.full((len(batch), int(lengths.max())), padding)
+    for row, scored in enumerate(batch):
+        ids[row, : lengths[row]] = torch.tensor(scored.prompt + scored.response)
+    return ids, lengths - 1, torch.tensor([s.reward for s in batch])
+
+
+def batches(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, own: list[Scored]
+) -> Iterator[list[Scored]]:
+    """Yield the responses of each iteration; several batches are sorted by length together."""
+    rng = random.Random(f"tiny reward model, {recipe.seed}")
+    for first in range(0, recipe.iterations, recipe.batches_per_pool):
+        pool = [
+            rng.choice(own)
+            if rng.random() < recipe.sampled_share
+            else constructed(rng, recipe, tokenizer, held_out=False)
+            for _ in range(recipe.batch_size * recipe.batches_per_pool)
+        ]
+        pool.sort(key=lambda s: len(s.prompt) + len(s.response))
+        starts = list(range(0, len(pool), recipe.batch_size))
+        rng.shuffle(starts)
+        for start in starts[: recipe.iterations - first]:
+            yield pool[start : start + recipe.batch_size]
+
+
+def build_model(base: Path, recipe: Recipe) -> Qwen2ForSequenceClassification:
+    """Put a new head of one label onto the base model; N(0, 1/H) at first."""
+    model = Qwen2ForSequenceClassification.from_pretrained(
+        str(base), num_labels=1, dtype=torch.float32
+    )
+    # transformers scores the last token that is not padding, and the base pads with its stop token.
+    model.config.pad_token_id = 0
+    generator = torch.Generator().manual_seed(recipe.seed)
+    with torch.no_grad():
+        width = model.score.weight.shape[1]
+        model.score.weight.normal_(0.0, width**-0.5, generator=generator)
+    return model
+
+
+def train(
+    model: Qwen2ForSequenceClassification,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    own: list[Scored],
+    show: Callable[[int, float], None],
+) -> None:
+    """Train the model in place; `show(iterations done, mean squared error)` after each."""
+    model.train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay, foreach=True
+    )
+    for iteration, batch in enumerate(batches(recipe, tokenizer, own)):
+        optimizer.param_groups[0]["lr"] = make_base_model.learning_rate(recipe, iteration)
+        ids, last, rewards = pad(batch, padding=0)
+        hidden = model.model(ids, use_cache=False).last_hidden_state
+        scores = model.score(hidden[torch.arange(len(ids)), last])[:, 0]
+        loss = (scores - rewards).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad, foreach=True)
+        optimizer.step()
+        show(iteration + 1, float(loss.detach()))
+
+
+@torch.no_grad()
+def read_values(model: Qwen2ForSequenceClassification, scored: list[Scored]) -> list[Tensor]:
+    """Return float32 [l + 1] of each response: V before each of its tokens, and its score."""
+    found = []
+    for start in range(0, len(scored), 64):
+        batch = scored[start : start + 64]
+        ids, last, _ = pad(batch, padding=0)
+        values = model.score(model.model(ids, use_cache=False).last_hidden_state)[..., 0]
+        for row, end, one in zip(values, last.tolist(), batch, strict=True):
+            found.append(row[end - len(one.response) : end + 1].clone())
+    return found
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 - var(return - value) / var(return)."""
+    return float(1 - (returns - values).var(correction=0) / returns.var(correction=0))
+
+
+def report(model: Qwen2ForSequenceClassification, scored: list[Scored]) -> dict[str, float]:
+    """Measure the score at the last token, and V at the earlier ones, which a critic reads.
+
+    Returns:
+        right_share; accuracy and balanced_accuracy (mean over both classes) of the score's sign at
+        the last token; explained_variance there and, over every earlier token, explained_variance
+        and mean of V, with the mean return.
+    """
+    model.eval()
+    rewards = torch.tensor([s.reward for s in scored])
+    values = read_values(model, scored)
+    scores = torch.stack([v[-1] for v in values])
+    hit = (scores > 0) == (rewards > 0)
+    earlier = torch.cat([v[:-1] for v in values])
+    returns = rewards.repeat_interleave(torch.tensor([len(v) - 1 for v in values]))
+    return {
+        "right_share": float((rewards > 0).float().mean()),
+        "accuracy": float(hit.float().mean()),
+        "balanced_accuracy": float(
+            (hit[rewards > 0].float().mean() + hit[rewards < 0].float().mean()) / 2
+        ),
+        "explained_variance_last": explained_variance(scores, rewards),
+        "explained_variance_earlier": explained_variance(earlier, returns),
+        "mean_value_earlier": float(earlier.mean()),
+        "mean_return_earlier": float(returns.mean()),
+    }
+
+
+def held_out(
+    base: Path, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, list[Scored]]:
+    """Responses to held-out problems: of the base model (two each) and constructed ones."""
+    problems = task.test_problems(recipe.held_out // 2, recipe.seed)
+    rng = random.Random(f"tiny reward model, held out, {recipe.seed}")
+    return {
+        "sampled": sampled(base, tokenizer, problems * 2, seed=recipe.seed + 1),
+        "constructed": [
+            constructed(rng, recipe, tokenizer, held_out=True) for _ in range(recipe.held_out)
+        ],
+    }
+
+
+def make(directory: Path, base: Path, recipe: Recipe) -> bool:
+    """Make the HF directory, or keep it when it holds this recipe's model. True: it was made."""
+    weights = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
+    recipe = dataclasses.replace(recipe, base=weights)
+    return make_base_model.make(
+        directory, recipe, lambda partial: write(partial, base, recipe), "reward model"
+    )
+
+
+def write(directory: Path, base: Path, recipe: Recipe) -> None:
+    """Train, showing progress, and write weights, config, tokenizer, report and recipe.json."""
+    tokenizer = AutoTokenizer.from_pretrained(str(base))
+    own = sampled(base, tokenizer, task.training_problems(recipe.sampled, recipe.seed), recipe.seed)
+    model = build_model(base, recipe)
+    started, recent = time.monotonic(), 1.0
+
+    def show(done: int, loss: float) -> None:
+        nonlocal recent
+        recent += 0.02 * (loss - recent)
+        if done % 50 == 0:
+            left = (time.monotonic() - started) * (recipe.iterations / done - 1)
+            print(f"reward model {done}/{recipe.iterations} loss {recent:.3f} {left:.0f} s left")
+
+    train(model, recipe, tokenizer, own, show)
+    reports = {
+        name: report(model, scored) for name, scored in held_out(base, recipe, tokenizer).items()
+    }
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    for name, text in (
+        ("report.json", reports),
+        ("recipe.json", {"digest": recipe.digest(), **dataclasses.asdict(recipe)}),
+    ):
+        (directory / name).write_text(json.dumps(text, indent=2) + "\n")
+
+
+def main() -> None:
+    """Make the reward model and print what it scores on held-out problems."""
+    parser = argparse.ArgumentParser(description="Make the tiny task's reward model.")
+    parser.add_argument("--base", type=Path, required=True, help="HF directory of the base model")
+    parser.add_argument("--out", type=Path, required=True, help="HF directory to make")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    made = make(args.out, args.base, Recipe(seed=args.seed))
+    print(f"reward model {'made in' if made else 'found in'} {args.out}")
+    for name, of_responses in json.loads((args.out / "report.json").read_text()).items():
+        numbers = "  ".join(f"{k} {v:.3f}" for k, v in of_responses.items())
+        print(f"held out, {name}: {numbers}")
+
+
+if __name__ == "__main__":
+    main()

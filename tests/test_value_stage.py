@@ -1,0 +1,175 @@
+"""Value pretraining as a stage, and runs that start from its critic; replayed, in real processes.
+
+Not exercised: the stage with a sampler, which it shares with every run, and a GPU.
+"""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES, config, rollouts
+from tests.weights.tiny_hf import write_tiny_hf
+from tests.workers import free_port
+from vapo_megatron.checkpoint import find_critic
+from vapo_megatron.errors import CheckpointError, UserError
+from vapo_megatron.rollout_dump import write_step
+
+STEPS, RATE, WARMUP, UPDATES = 4, 1e-2, 200, 20
+STAGE = {"stage": "value_pretraining", "value_pretraining_steps": STEPS}
+POLICY = {"value_pretraining_steps": 0, "policy_steps": 1}
+
+
+def same_responses(root):
+    """Every step has the same responses, which a critic can learn by heart; a worker's function."""
+    for step in range(1, 10):
+        sizes = {"num_responses": NUM_RESPONSES, "group_size": GROUP_SIZE}
+        write_step(root, step, rollouts(), keep_last=9, **sizes)
+
+
+@pytest.fixture(scope="module")
+def paths(workers, tmp_path_factory):
+    """(model, run directory with a dump)."""
+    root = tmp_path_factory.mktemp("value_stage")
+    workers.run(1, same_responses, root / "dumped/replay")
+    return write_tiny_hf(root / "hf", **MODEL), root / "dumped"
+
+
+def fit(paths, run_dir, port, algorithm, sections):
+    """A whole run: V of the responses before and after it and the critic's updates, or a mistake.
+
+    A worker's function, in a world of the trainer's.
+    """
+    from vapo_megatron.trainer import VapoTrainer
+
+    size = dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    # One mini-batch, so that the order which a step draws does not matter.
+    updates = {"mini_batch_size": NUM_RESPONSES, "critic_updates_per_step": UPDATES}
+    tree = {
+        "algorithm": {**updates, **algorithm},
+        "logging": {"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
+        "parallel": {"world_size": size, "tensor_model_parallel_size": size},
+        "optimizer": {"critic_learning_rate": RATE, "critic_warmup_updates": WARMUP},
+    }
+    tree |= {name: {**tree.get(name, {}), **fields} for name, fields in sections.items()}
+    try:
+        with VapoTrainer(config(paths[0], **tree), paths[1]) as trainer:
+            resume, seen = trainer._resume, []
+            trainer._resume = lambda: (resume(), seen.append(values(trainer)))[0]
+            trainer.fit()
+            return seen[0], values(trainer), trainer.critic.trained.num_updates
+    except UserError as error:
+        return str(error)
+
+
+def values(trainer):
+    """V of every response of the first step, in the order of the dump."""
+    scored, _ = trainer.source.rollouts(0, 0, trainer._phase, trains_actor=False)
+    _, batch, plan = trainer._distribute(scored, 0)
+    found = trainer.critic.compute_values(
+        [m for part in plan for m in trainer._micro_batches(batch, part)]
+    )
+    ends = batch.cu_seqlens.tolist()
+    return torch.cat([found[ends[i] : ends[i + 1]] for i in batch.positions.argsort().tolist()])
+
+
+def run(workers, paths, run_dir, algorithm, size=1, **sections):
+    return workers.run(size, fit, paths, run_dir, free_port(), algorithm, sections)[0]
+
+
+def rows(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def stage(workers, paths):
+    """(run directory, V before, V after, updates) of a stage that is over."""
+    run_dir = paths[1].parent / "stage"
+    return run_dir, *run(workers, paths, run_dir, STAGE)
+
+
+def test_the_critic_alone_learns_and_is_kept(stage):
+    run_dir, before, after, updates = stage
+    assert updates == STEPS * UPDATES
+    found = rows(run_dir)
+    assert [row["step"] for row in found] == list(range(STEPS + 1))
+    assert not [n for row in found for n in row if n.startswith("actor/") and n != "actor/entropy"]
+    explained = [row["critic/explained_variance"] for row in found[1:]]
+    assert explained[0] < 0.1 and explained[-1] > 0.5, explained
+    (checkpoint,) = run_dir.glob("checkpoints/step_*")
+    assert checkpoint.name == f"step_{STEPS:06d}"
+    kept = json.loads((checkpoint / "state.json").read_text())
+    assert kept["num_updates"] == {"critic": updates}
+    assert kept["run"]["explained_variances"] == explained
+    assert (run_dir / "report.html").exists()
+    assert not (run_dir / "hf_export").exists() and not (checkpoint / "actor").exists()
+
+
+def test_a_policy_starts_at_once_from_that_critic(workers, paths, stage, tmp_path):
+    run_dir, _, after, updates = stage
+    start = {"critic_checkpoint": str(run_dir)}
+    first, then, count = run(workers, paths, tmp_path / "policy", POLICY, model=start)
+    assert torch.equal(first, after)
+    assert count == updates + UPDATES
+    (_, row) = rows(tmp_path / "policy")
+    assert row["critic/explained_variance"] > 0.5 and row["actor/grad_norm"] > 0
+    assert row["critic/learning_rate"] == pytest.approx(RATE * (updates + UPDATES) / WARMUP)
+    # The stage's own next step: Adam's moments are there.
+    shutil.copytree(run_dir, tmp_path / "longer")
+    longer = {**STAGE, "value_pretraining_steps": STEPS + 1}
+    _, expected, _ = run(workers, paths, tmp_path / "longer", longer)
+    torch.testing.assert_close(then, expected, rtol=1e-4, atol=1e-5)
+    # A run that resumes has a critic of its own.
+    gone = {"critic_checkpoint": str(tmp_path / "gone")}
+    again = run(workers, paths, tmp_path / "policy", {**POLICY, "policy_steps": 2}, model=gone)
+    assert torch.equal(again[0], then)
+
+
+def test_weights_alone_in_another_layout(workers, paths, stage, tmp_path):
+    """One checkpoint of the run is named, and two ranks share each matrix."""
+    run_dir, _, after, _ = stage
+    (checkpoint,) = run_dir.glob("checkpoints/step_*")
+    start = {"critic_checkpoint": str(checkpoint), "critic_checkpoint_optimizer": False}
+    first, then, count = run(workers, paths, tmp_path, POLICY, size=2, model=start)
+    torch.testing.assert_close(first, after, rtol=1e-5, atol=1e-6)
+    assert count == UPDATES
+    assert rows(tmp_path)[1]["critic/learning_rate"] == pytest.approx(RATE * UPDATES / WARMUP)
+
+
+def test_the_stage_is_over_when_the_critic_has_settled(workers, paths, tmp_path):
+    """Nothing is learned, so that no step is better than the first: three of them, with patience 2.
+
+    The first two are an earlier run's, which its checkpoint remembers.
+    """
+    still = {"optimizer": {"critic_learning_rate": 1e-30, "critic_warmup_updates": 0}}
+    run(workers, paths, tmp_path, {**STAGE, "value_pretraining_steps": 2}, **still)
+    for _ in range(2):  # The second time it is over already.
+        algorithm = {**STAGE, "value_pretraining_steps": 9, "value_pretraining_patience": 2}
+        run(workers, paths, tmp_path, algorithm, **still)
+        assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
+        assert (tmp_path / "checkpoints/latest").read_text() == "step_000003"
+
+
+def test_what_cannot_be_a_start_is_refused_in_a_line(workers, paths, stage, tmp_path):
+    run_dir, *_ = stage
+    start = {"critic_checkpoint": str(run_dir)}
+    with pytest.raises(CheckpointError, match=f"critic_checkpoint={tmp_path} is no whole checkpo"):
+        find_critic(tmp_path)
+    (tmp_path / "state.json").write_text(json.dumps({"step": 1, "num_updates": {"actor": 3}}))
+    with pytest.raises(CheckpointError, match="holds no critic, only actor; set it to a run"):
+        find_critic(tmp_path)
+    other = write_tiny_hf(tmp_path / "hf", **{**MODEL, "ffn": 64}), paths[1]
+    message = run(workers, other, tmp_path / "shape", POLICY, model=start)
+    assert f"step_{STEPS:06d}/critic does not hold the critic" in message
+    assert "expected shape [2, 128, 32], found [2, 96, 32]" in message
+    plain = {"use_distributed_optimizer": False}
+    message = run(workers, paths, tmp_path / "plain", POLICY, model=start, parallel=plain)
+    assert "use_distributed_optimizer=False" in message and "critic_checkpoint_optimizer" in message
+    message = run(workers, paths, run_dir, POLICY)
+    assert "holds critic, but this configuration trains actor and critic" in message
+    assert all("\n" not in m for m in (message,))
