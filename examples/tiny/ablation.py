@@ -1,0 +1,125 @@
+"""The paper's table 1 in miniature: every arm, every seed, one table and one page.
+
+    python examples/tiny/ablation.py [--seeds 3] [--arms NAME ...] [section.field=value ...]
+
+The arms of a seed share base model, problems, reward model and value checkpoint, and every setting
+but those that ablation_arms.py names. Started again it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from ablation_arms import ARMS, EXTRA_ARMS, Arm  # noqa: E402
+from ablation_jobs import (  # noqa: E402
+    Job,
+    arms_by_name,
+    is_finished,
+    require_unchanged,
+    seed_jobs,
+)
+from ablation_runner import locked, run_jobs  # noqa: E402
+from ablation_table import COLUMNS, Result, markdown, result, rows  # noqa: E402
+
+from vapo_megatron.command import Parser, run  # noqa: E402
+from vapo_megatron.errors import UserError  # noqa: E402
+from vapo_megatron.progress_view import format_seconds  # noqa: E402
+from vapo_megatron.report_comparison import build_comparison, table  # noqa: E402
+from vapo_megatron.report_page import escape  # noqa: E402
+from vapo_megatron.run_directory import read_rows, replace_file  # noqa: E402
+
+EPILOG = "arms of the table (changed fields):\n" + "\n".join(
+    f"  {name:22}{arm.title}{'' if name in ARMS else ', not in the table by default'}: "
+    + (", ".join((*([f"{arm.recipe}.yaml"] if arm.recipe else []), *arm.changes)) or "-")
+    for name, arm in {**ARMS, **EXTRA_ARMS}.items()
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is not finished, and write the table and the page; 1 when an arm failed."""
+    parser = Parser(prog="run_ablation_tiny.sh", description=__doc__, epilog=EPILOG)
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 .. N-1")
+    parser.add_argument("--arms", nargs="+", default=[], metavar="NAME", help="only these arms")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes at a time")
+    parser.add_argument("--out", type=Path, default=Path("runs/ablation"), metavar="DIR")
+    parser.add_argument(
+        "--rerun", action="store_true", help="make again what was made with other settings"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for all arms")
+    codes: list[int] = []
+
+    def work() -> None:
+        codes.append(_ablate(parser.parse_intermixed_args(arguments)))
+
+    # A terminal that closes sends SIGHUP; nohup has it ignored.
+    ending = [signal.SIGINT, signal.SIGTERM]
+    ending += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    interrupted = "started again, it goes on where it was"
+    return run("ablation", work, interrupted=interrupted, signals=ending) or codes[0]
+
+
+def _ablate(args: argparse.Namespace) -> int:
+    if args.seeds < 1 or args.jobs < 1:
+        raise UserError(f"--seeds {args.seeds} and --jobs {args.jobs} must be at least 1")
+    started = time.monotonic()
+    # --arms takes all that follows it.
+    arms = arms_by_name([name for name in args.arms if "=" not in name])
+    overrides = [*args.overrides, *(text for text in args.arms if "=" in text)]
+    root = args.out.resolve()
+    jobs = [j for seed in range(args.seeds) for j in seed_jobs(root, seed, arms, overrides)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with locked(root) as lock:
+        require_unchanged(jobs, rerun=args.rerun)
+        failures = run_jobs(
+            jobs,
+            slots=args.jobs,
+            lock=lock,
+            environment=environment,
+            cwd=ROOT,
+            say=lambda line: print(line, flush=True),
+            finished=_outcome,
+        )
+        _write(root, arms, jobs)
+    print(f"{format_seconds(time.monotonic() - started)} in all")
+    for name, why in failures.items():
+        print(f"{name}: {why}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _outcome(job: Job) -> str:
+    """What a job's end shows."""
+    rows = read_rows(job.out / "metrics.jsonl") if job.num_steps else []
+    evaluated = [row for row in rows if "evaluation/response_length_mean" in row]
+    return f"accuracy {result(rows).final:.3f}" if len(evaluated) > 1 else ""
+
+
+def _write(root: Path, arms: Mapping[str, Arm], jobs: Sequence[Job]) -> None:
+    """Write table.md and comparison.html of what is finished."""
+    runs = {
+        name: [job for job in jobs if job.out.name == name and is_finished(job)] for name in arms
+    }
+    results: dict[str, list[Result]] = {
+        name: [result(read_rows(job.out / "metrics.jsonl")) for job in found]
+        for name, found in runs.items()
+    }
+    of_arms = rows(arms, results)
+    text = markdown(of_arms)
+    replace_file(root / "table.md", text)
+    print(f"\n{text}\n{root / 'table.md'}")
+    done = [job.out for found in runs.values() for job in found]
+    if len(done) > 1:
+        lead = table(COLUMNS, [(title, [escape(c) for c in cells]) for title, cells in of_arms])
+        print(build_comparison(done, root / "comparison.html", by_arm=True, lead=lead))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""What the ablation has to run, as data: commands, what each needs, and what its result depends on.
+
+OUT/seed_0/base, data, reward_model     what the arms of a seed share
+OUT/seed_0/value                        the run that pretrains values: their critic's start
+OUT/seed_0/ARM                          a run directory
+OUT/seed_0/NAME.job.json                settings and state of each of these
+OUT/seed_0/NAME.log                     what it printed
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ablation_arms import ARMS, CONFIGS, EXTRA_ARMS, VALUE_STAGE, Arm
+
+from vapo_megatron.config import VapoConfig, load_config
+from vapo_megatron.errors import UserError
+from vapo_megatron.run_directory import replace_file
+
+TINY = Path(__file__).resolve().parent
+FILES = TINY.parent / "configs"
+NO_EFFECT = ("logging.", "checkpoint.")
+"""Fields that change no result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One process, and what it leaves."""
+
+    name: str
+    """seed_0/vapo."""
+    out: Path
+    """The directory that it makes, or goes on with."""
+    command: tuple[str, ...]
+    settings: Mapping[str, Any]
+    """What the result depends on, by name."""
+    needs: tuple[str, ...] = ()
+    """Names of jobs that come first."""
+    num_steps: int = 0
+    """Rows of its metrics.jsonl in the end; 0: it writes none."""
+    estimate_seconds: float = 60.0
+    """Until something has been measured; only the ratios between jobs stay."""
+
+    @property
+    def log(self) -> Path:
+        """What it prints."""
+        return self.out.with_name(f"{self.out.name}.log")
+
+    @property
+    def state(self) -> Path:
+        """Its settings, the seconds that it took, and whether it is finished."""
+        return self.out.with_name(f"{self.out.name}.job.json")
+
+
+def arms_by_name(names: Sequence[str]) -> dict[str, Arm]:
+    """Return the arms of these names, the main table's where none is named.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    known = {**ARMS, **EXTRA_ARMS}
+    for name in names:
+        if name not in known:
+            raise UserError(f"--arms {name}: no such arm; known: {', '.join(known)}")
+    return {name: known[name] for name in names} if names else dict(ARMS)
+
+
+def seed_jobs(root: Path, seed: int, arms: Mapping[str, Arm], more: Sequence[str]) -> list[Job]:
+    """Return a seed's jobs, each after those that it needs.
+
+    Args:
+        root: directory of the ablation.
+        seed: of everything.
+        arms: by name.
+        more: overrides of all arms and of the value stage.
+
+    Raises:
+        ConfigError: an arm's settings do not fit together.
+    """
+    prefix, out = f"seed_{seed}", root / f"seed_{seed}"
+    base, data, reward = out / "base", out / "data", out / "reward_model"
+    shared = (
+        f"seed={seed}", f"model.hf_path={base}", f"data.train_path={data}/train.jsonl",
+        f"evaluation.path={data}/test.jsonl", f"model.critic_hf_path={reward}",
+    )  # fmt: skip
+    jobs: dict[str, Job] = {}
+
+    def add(name: str, needs: Sequence[str], settings: Mapping[str, Any], **rest: Any) -> None:
+        made_from = {f"made from {need}": _digest(jobs[need].settings) for need in needs}
+        jobs[name] = Job(
+            f"{prefix}/{name}", out / name, settings={**settings, **made_from},
+            needs=tuple(f"{prefix}/{need}" for need in needs), **rest,
+        )  # fmt: skip
+
+    def add_script(name: str, needs: Sequence[str], sources: Sequence[str], *rest: object) -> None:
+        settings = {s: hashlib.sha256((TINY / s).read_bytes()).hexdigest()[:12] for s in sources}
+        arguments = ("--out", out / name, "--seed", seed, *rest)
+        command = (sys.executable, str(TINY / sources[0]), *map(str, arguments))
+        add(name, needs, settings, command=command)
+
+    def add_run(name: str, configs: Iterable[str], *own: str) -> None:
+        files = [FILES / name for name in (*CONFIGS, *configs)]
+        overrides = (*shared, *more, *own, f"logging.run_dir={out / name}")
+        config = load_config(files, overrides)
+        needs = ["base", "data"]
+        needs += ["reward_model"] if config.model.critic_hf_path else []
+        needs += ["value"] if config.model.critic_checkpoint else []
+        command = [sys.executable, "-m", "vapo_megatron.train"]
+        command += [part for file in files for part in ("--config", str(file))]
+        steps = config.algorithm.num_steps
+        add(
+            name, needs, _effective(config, out), command=(*command, *overrides),
+            num_steps=steps, estimate_seconds=30.0 + 10.0 * steps,
+        )  # fmt: skip
+
+    add_script("base", (), ("make_base_model.py", "make_tokenizer.py", "task.py"))
+    add_script("data", (), ("task.py",))
+    add_script("reward_model", ("base",), ("make_reward_model.py", "measure.py"), "--base", base)
+    add_run("value", (), *VALUE_STAGE)
+    for name, arm in arms.items():
+        recipe = [f"algorithms/{arm.recipe}.yaml"] if arm.recipe else []
+        start = f"model.critic_checkpoint={out / 'value'}"
+        add_run(name, recipe, start, *arm.changes)
+    return list(jobs.values())
+
+
+def _digest(settings: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def flatten(config: VapoConfig) -> dict[str, Any]:
+    """Return every field as section.field: value."""
+    fields: dict[str, Any] = {}
+    for name, value in config.model_dump().items():
+        inner = value if isinstance(value, dict) else None
+        fields |= {f"{name}.{k}": v for k, v in inner.items()} if inner else {name: value}
+    return fields
+
+
+def _effective(config: VapoConfig, out: Path) -> dict[str, Any]:
+    """Fields that change a result; paths as seen from the seed's directory."""
+    return {
+        name: value.replace(f"{out}/", "") if isinstance(value, str) else value
+        for name, value in flatten(config).items()
+        if not name.startswith(NO_EFFECT)
+    }
+
+
+def read_state(job: Job) -> dict[str, Any] | None:
+    """Return what an earlier invocation wrote of the job, None where it left nothing."""
+    if not (job.state.exists() and job.out.exists()):
+        return None
+    return json.loads(job.state.read_text())
+
+
+def is_finished(job: Job) -> bool:
+    """Whether nothing of it is left to do."""
+    state = read_state(job)
+    return state is not None and state["finished"]
+
+
+def write_state(job: Job, *, finished: bool, seconds: float) -> None:
+    """Write the job's settings, whether it is finished, and the seconds that it took so far."""
+    state = {"finished": finished, "seconds": round(seconds, 1), "settings": dict(job.settings)}
+    job.state.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(job.state, json.dumps(state, indent=1) + "\n")
+
+
+def changed(job: Job) -> list[str]:
+    """Return how the job's settings differ from those that its directory was made with."""
+    state = read_state(job)
+    if state is None:
+        return []
+    # A field that came later had its default before.
+    before = {**{k: v for k, v in flatten(VapoConfig()).items() if k in job.settings}}
+    before |= state["settings"]
+    return [
+        f"{name} is {job.settings.get(name)}, was {before.get(name)}"
+        for name in dict.fromkeys((*job.settings, *before))
+        if job.settings.get(name) != before.get(name)
+    ]
+
+
+def require_unchanged(jobs: Sequence[Job], *, rerun: bool) -> None:
+    """Check that what is there was made with the same settings; with `rerun` remove what was not.
+
+    Raises:
+        UserError: names what changed, and what can be done.
+    """
+    found = [(job, differences) for job in jobs if (differences := changed(job))]
+    if found and not rerun:
+        job, differences = found[0]
+        more = f"; so do {len(found) - 1} more" if len(found) > 1 else ""
+        raise UserError(
+            f"{job.out} was made with other settings: {'; '.join(differences)}{more}. "
+            "--rerun makes these again, another --out keeps them"
+        )
+    for job, _ in found:
+        shutil.rmtree(job.out, ignore_errors=True)
+        job.state.unlink()

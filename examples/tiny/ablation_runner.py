@@ -1,0 +1,199 @@
+"""Runs jobs beside each other: what is finished is not run again, one that fails stops no other."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ablation_jobs import Job, read_state, write_state
+
+from vapo_megatron.errors import DataError
+from vapo_megatron.progress_view import format_seconds
+from vapo_megatron.run_directory import read_rows
+
+POLL_SECONDS = 0.2
+
+
+@contextlib.contextmanager
+def locked(root: Path) -> Iterator[int]:
+    """Keep other invocations away from a directory; yields what its processes inherit.
+
+    They hold the lock too: an invocation that was killed alone leaves them, and none must start
+    beside them.
+
+    Raises:
+        DataError: another invocation has it.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / ".lock").open("wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(
+                f"{root} is at work in another invocation, or in processes that one left; "
+                "wait for them, or give another --out"
+            ) from None
+        yield file.fileno()
+
+
+class Running:
+    """A job's process, in a session of its own."""
+
+    def __init__(self, job: Job, lock: int, environment: Mapping[str, str], cwd: Path) -> None:
+        """Start it; it goes on from what an earlier one left."""
+        before = read_state(job)
+        self.job = job
+        self.seconds_before = before["seconds"] if before else 0.0
+        self.first_share = share_done(job)
+        self.started = time.monotonic()
+        write_state(job, finished=False, seconds=self.seconds_before)
+        job.out.parent.mkdir(parents=True, exist_ok=True)
+        with job.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=cwd,
+                env=dict(environment), start_new_session=True, pass_fds=(lock,),
+            )  # fmt: skip
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since this process began."""
+        return time.monotonic() - self.started
+
+    def record(self, *, finished: bool) -> float:
+        """Write the job's state; return the seconds that it took in all."""
+        seconds = self.seconds_before + self.elapsed
+        write_state(self.job, finished=finished, seconds=seconds)
+        return seconds
+
+    def kill(self) -> None:
+        """End it and all that it started: a run goes on from its latest checkpoint."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    *,
+    slots: int,
+    lock: int,
+    environment: Mapping[str, str],
+    cwd: Path,
+    say: Callable[[str], None] = print,
+    finished: Callable[[Job], str] = lambda job: "",
+    status_seconds: float = 60.0,
+) -> dict[str, str]:
+    """Run every job that is not finished, each when what it needs is.
+
+    Args:
+        jobs: each after those that it needs; earlier ones first.
+        slots: how many at once.
+        lock: from `locked`.
+        environment: of the processes.
+        cwd: their directory.
+        say: takes the lines that people read.
+        finished: called after each job that succeeded; what it returns is said.
+        status_seconds: between lines that say what runs.
+
+    Returns:
+        Why, by name, for each job that failed or could not be run.
+    """
+    states = {job.name: read_state(job) for job in jobs}
+    took = {name: s["seconds"] for name, s in states.items() if s and s["finished"]}
+    if took:
+        say(f"{len(took)} of {len(jobs)} were finished before")
+    waiting = [job for job in jobs if job.name not in took]
+    running: list[Running] = []
+    failures: dict[str, str] = {}
+    told = time.monotonic()
+    try:
+        while waiting or running:
+            for job in [job for job in waiting if failed_need(job, failures)]:
+                failures[job.name] = f"not run, as {failed_need(job, failures)} failed"
+                waiting.remove(job)
+            for job in [job for job in waiting if took.keys() >= set(job.needs)]:
+                if len(running) < slots:
+                    running.append(Running(job, lock, environment, cwd))
+                    waiting.remove(job)
+            time.sleep(POLL_SECONDS)
+            for one in [one for one in running if one.process.poll() is not None]:
+                running.remove(one)
+                one.kill()
+                name, code = one.job.name, one.process.returncode
+                whole = code == 0 and steps_done(one.job) == one.job.num_steps
+                seconds = one.record(finished=whole)
+                if not whole:
+                    failures[name] = f"exit code {code}{_stand(one.job)}, see {one.job.log}"
+                    say(f"{name}: failed, {failures[name]}")
+                else:
+                    took[name] = seconds
+                    line = f"{name}: {finished(one.job)}".rstrip(": ")
+                    left = format_seconds(seconds_left(jobs, took, running, failures, slots))
+                    done = f"{len(took)} of {len(jobs)} done, {left} left"
+                    say(f"{line} after {format_seconds(seconds)}; {done}")
+            if time.monotonic() - told > status_seconds and running:
+                told = time.monotonic()
+                left = format_seconds(seconds_left(jobs, took, running, failures, slots))
+                work = ", ".join(one.job.name + _stand(one.job) for one in running)
+                say(f"  at work: {work}; {left} left")
+    finally:
+        for one in running:
+            one.kill()
+            one.record(finished=False)
+    return failures
+
+
+def failed_need(job: Job, failures: Mapping[str, str]) -> str | None:
+    """Return the first job that this one needs and that will not come."""
+    return next((need for need in job.needs if need in failures), None)
+
+
+def steps_done(job: Job) -> int:
+    """Return the last step of the job's metrics."""
+    file = job.out / "metrics.jsonl"
+    rows = read_rows(file) if job.num_steps and file.exists() else []
+    return rows[-1]["step"] if rows else 0
+
+
+def share_done(job: Job) -> float:
+    """Return how much of a run is done, in [0, 1]; 0 where nobody knows."""
+    return min(1.0, steps_done(job) / job.num_steps) if job.num_steps else 0.0
+
+
+def _stand(job: Job) -> str:
+    return f" at step {steps_done(job)}/{job.num_steps}" if job.num_steps else ""
+
+
+def seconds_left(
+    jobs: Sequence[Job],
+    took: Mapping[str, float],
+    running: Sequence[Running],
+    failures: Mapping[str, str],
+    slots: int,
+) -> float:
+    """Estimate the seconds until all is done, from what has been done so far.
+
+        sum over unfinished jobs of estimate * share left * (measured / estimated) / slots
+
+    measured and estimated are the seconds of what is done: whole jobs, and running ones' rows.
+    """
+    shares = {one.job.name: share_done(one.job) for one in running}
+    measured, estimated = sum(took.values()), 0.0
+    rest = 0.0
+    for one in running:
+        gained = shares[one.job.name] - one.first_share
+        if gained > 0:
+            measured += one.elapsed
+            estimated += one.job.estimate_seconds * gained
+    for job in jobs:
+        if job.name in took:
+            estimated += job.estimate_seconds
+        elif job.name not in failures:
+            rest += job.estimate_seconds * (1 - shares.get(job.name, 0.0))
+    return rest * (measured / estimated if estimated else 1.0) / slots

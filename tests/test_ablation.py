@@ -1,0 +1,317 @@
+"""The ablation's arms, its runner with stand-ins for the training, and its table.
+
+Not exercised but by the slow test: training itself. Whether an arm shows what the paper found is
+for examples/run_ablation_tiny.sh to say.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples" / "tiny"))
+
+import ablation_table  # noqa: E402
+from ablation_arms import ARMS, EXTRA_ARMS, Arm  # noqa: E402
+from ablation_jobs import (  # noqa: E402
+    Job,
+    arms_by_name,
+    changed,
+    is_finished,
+    require_unchanged,
+    seed_jobs,
+)
+from ablation_runner import locked, run_jobs  # noqa: E402
+
+from vapo_megatron.errors import DataError, UserError  # noqa: E402
+
+SPEND = "import sys, time, pathlib as p; d = p.Path(sys.argv[1]); d.mkdir(exist_ok=True); "
+
+
+def stand_in(root: Path, name: str, code: str = "", needs: tuple[str, ...] = (), **more) -> Job:
+    """A job that notes when it began and ended in its directory, with `code` in between."""
+    out = root / "seed_0" / name
+    script = (
+        SPEND + "begin = time.monotonic(); " + (code or "time.sleep(0.3)") + "\n"
+        "with (d / 'times').open('a') as f: f.write(f'{begin} {time.monotonic()}\\n')"
+    )
+    needs = tuple(f"seed_0/{need}" for need in needs)
+    command = (sys.executable, "-c", script, str(out))
+    return Job(f"seed_0/{name}", out, command, more.pop("settings", {"x": 1}), needs, **more)
+
+
+def times(job: Job) -> list[tuple[float, float]]:
+    """(begin, end) of each time that a stand-in ran to its end."""
+    lines = (job.out / "times").read_text().splitlines()
+    return [tuple(map(float, line.split())) for line in lines]
+
+
+def run(root: Path, jobs: list[Job], slots: int = 2) -> tuple[dict[str, str], list[str]]:
+    said: list[str] = []
+    with locked(root) as lock:
+        failures = run_jobs(
+            jobs, slots=slots, lock=lock, environment=os.environ, cwd=root, say=said.append
+        )
+    return failures, said
+
+
+def test_jobs_run_when_what_they_need_is_there_and_two_at_a_time(tmp_path):
+    jobs = [
+        stand_in(tmp_path, "base"),
+        stand_in(tmp_path, "value", needs=("base",)),
+        *(stand_in(tmp_path, f"arm_{i}", needs=("value",)) for i in range(3)),
+    ]
+    failures, said = run(tmp_path, jobs)
+    assert not failures
+    spans = {job.out.name: times(job)[0] for job in jobs}
+    assert spans["base"][1] <= spans["value"][0]
+    assert all(spans["value"][1] <= spans[f"arm_{i}"][0] for i in range(3))
+    assert spans["arm_1"][0] < spans["arm_0"][1], "two arms run beside each other"
+    begins = sorted(begin for begin, _ in spans.values())
+    for moment in begins:
+        assert sum(begin <= moment < end for begin, end in spans.values()) <= 2
+    assert len(said) == 5 and "5 of 5 done" in said[-1]
+
+    failures, said = run(tmp_path, jobs)
+    assert not failures and said == ["5 of 5 were finished before"]
+    assert all(len(times(job)) == 1 for job in jobs), "what is finished is not run again"
+
+
+def test_a_failure_stops_what_needs_it_and_nothing_else(tmp_path):
+    jobs = [
+        stand_in(tmp_path, "base", code="sys.exit('no disk')"),
+        stand_in(tmp_path, "value", needs=("base",)),
+        stand_in(tmp_path, "arm", needs=("value",)),
+        stand_in(tmp_path, "other"),
+    ]
+    failures, said = run(tmp_path, jobs)
+    assert set(failures) == {"seed_0/base", "seed_0/value", "seed_0/arm"}
+    assert failures["seed_0/base"] == f"exit code 1, see {jobs[0].log}"
+    assert failures["seed_0/arm"] == "not run, as seed_0/value failed"
+    assert "no disk" in jobs[0].log.read_text()
+    assert is_finished(jobs[3]) and not is_finished(jobs[0])
+    # What failed is tried again, with what waited for it.
+    mended = [stand_in(tmp_path, "base"), *jobs[1:]]
+    failures, _ = run(tmp_path, mended)
+    assert not failures and len(times(jobs[3])) == 1 and len(times(jobs[2])) == 1
+
+
+def test_a_run_that_stops_before_its_last_step_is_not_finished(tmp_path):
+    rows = "(d / 'metrics.jsonl').write_text('{\"step\": %d}\\n')"
+    failures, _ = run(tmp_path, [stand_in(tmp_path, "arm", rows % 3, num_steps=4)])
+    assert failures["seed_0/arm"].startswith("exit code 0 at step 3/4")
+    failures, _ = run(tmp_path, [stand_in(tmp_path, "arm", rows % 4, num_steps=4)])
+    assert not failures
+
+
+def test_changed_settings_are_refused_or_run_again(tmp_path):
+    fields = {"algorithm.gamma": 1.0, "seed": 3}
+    kept = stand_in(tmp_path, "kept", settings=fields)
+    before = stand_in(tmp_path, "arm", settings=fields)
+    run(tmp_path, [kept, before])
+    now = stand_in(tmp_path, "arm", settings={**fields, "algorithm.gamma": 0.9})
+    # A field that there was not before is no difference as long as it has its default.
+    later = {**fields, "algorithm.clip_low": 0.2}
+    assert not changed(stand_in(tmp_path, "arm", settings=later))
+    assert changed(stand_in(tmp_path, "arm", settings={**later, "algorithm.clip_low": 0.3}))
+    with pytest.raises(UserError, match=r"arm was made .*: algorithm.gamma is 0.9, was 1.0\. --re"):
+        require_unchanged([kept, now], rerun=False)
+    assert is_finished(before)
+    require_unchanged([kept, now], rerun=True)
+    assert is_finished(kept) and not now.out.exists() and not is_finished(now)
+
+
+def test_one_invocation_at_a_time(tmp_path):
+    with locked(tmp_path), pytest.raises(DataError, match="at work in another invocation"):
+        with locked(tmp_path):
+            pass
+    with locked(tmp_path):
+        pass
+
+
+DRIVER = """
+import sys
+sys.path[:0] = [{root!r}, {root!r} + "/examples/tiny"]
+import ablation
+from tests.test_ablation import stand_in
+ablation.seed_jobs = lambda root, *_: [
+    stand_in(root, "a", "import subprocess; subprocess.Popen(['sleep', '987']).wait()"),
+    stand_in(root, "b", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+             "time.sleep(987)"),
+]
+sys.exit(ablation.main(["--seeds", "1", "--out", {out!r}]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_no_process(tmp_path, number):
+    driver = DRIVER.format(root=str(ROOT), out=str(tmp_path / "out"))
+    process = subprocess.Popen([sys.executable, "-c", driver], stderr=subprocess.PIPE, text=True)
+    started = psutil.Process(process.pid)
+    deadline = time.monotonic() + 60
+    while len(started.children(recursive=True)) < 3:
+        assert process.poll() is None and time.monotonic() < deadline, "no three processes came"
+        time.sleep(0.05)
+    children = started.children(recursive=True)
+    process.send_signal(number)
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert text == "ablation: interrupted; started again, it goes on where it was\n"
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+    state = json.loads((tmp_path / "out/seed_0/a.job.json").read_text())
+    assert not state["finished"] and state["seconds"] > 0
+
+
+def row(step, accuracy=None, length=90.0):
+    found = {"step": step, "actor/entropy": 0.1 * step}
+    if accuracy is not None:
+        found |= {"evaluation/avg@4": accuracy, "evaluation/response_length_mean": length}
+    return found
+
+
+def test_a_run_in_numbers():
+    rows = [row(0, 0.1), row(1), row(2, 0.2), row(3), row(4, 0.8, 70.0), row(6, 0.8, 60.0)]
+    found = ablation_table.result(rows)
+    # .5 is halfway from .2 at step 2 to .8 at step 4.
+    expected = (0.1, 0.8, 0.8, 4, 60.0, pytest.approx(0.6), pytest.approx(3.0))
+    assert found == ablation_table.Result(*expected)
+    assert ablation_table.result(rows[:3]).steps_to_threshold is None
+    assert ablation_table.result([row(0, 0.7), row(2, 0.9)]).steps_to_threshold == 0
+    # What is reached and lost again was reached, at its best.
+    lost = ablation_table.result([row(0, 0.1), row(5, 0.5), row(10, 0.2)])
+    assert (lost.best, lost.best_step, lost.final, lost.steps_to_threshold) == (0.5, 5, 0.2, 5)
+
+
+def test_the_table_by_hand():
+    def results(*finals):
+        return [ablation_table.Result(0.1, f, f + 0.01, 5, 100.0, 0.2, 4.24) for f in finals]
+
+    titles = {"vapo": "60", "low": "5", "near": "7", "none": ""}
+    arms = {name: Arm(name.upper(), paper) for name, paper in titles.items()}
+    finals = {"vapo": results(0.9, 0.92, 0.94), "low": results(0.1, 0.2), "near": results(0.91)}
+    found = ablation_table.rows(arms, finals)
+    # mean (.9 + .92 + .94) / 3, deviations -.02, 0, .02: sqrt(8e-4 / 2) = .02
+    assert found[0] == (
+        "VAPO (vapo)",
+        ("0.920 +- 0.020", "0.900 0.920 0.940", "", "0.930 +- 0.020", "5, 5, 5", "100 +- 0")
+        + ("0.200 +- 0.000", "4.2, 4.2, 4.2", "60"),
+    )
+    # mean .15, deviations -.05 and .05: sqrt(5e-3 / 1) = .071; .15 - .92
+    assert found[1][1][:3] == ("0.150 +- 0.071", "0.100 0.200", "-0.770, below")
+    assert found[2][1][:3] == ("0.910", "0.910", "-0.010")
+    assert found[3] == ("NONE (none)", ("-",) * 8 + ("",))
+    assert ablation_table.against([0.91, 0.8], [0.9, 0.94]).endswith("within the spread")
+    assert ablation_table.against([0.95, 0.96], [0.9, 0.94]).endswith("above")
+    lines = ablation_table.markdown(found).splitlines()
+    assert [line.count("|") for line in lines] == [2 + len(ablation_table.COLUMNS)] * 6
+    assert lines[4] == (
+        "| NEAR (near) | 0.910 | 0.910 | -0.010 | 0.920 | 5 | 100 | 0.200 | 4.2 | 7 |"
+    )
+
+
+CHANGED = {
+    "ppo": {
+        "model.critic_checkpoint": None,
+        "algorithm.lambda_critic": "same_as_actor",
+        "algorithm.lambda_actor": 0.95,
+        "algorithm.group_size": 1,
+        "algorithm.clip_high": 0.2,
+        "algorithm.loss_aggregation": "sample",
+        "algorithm.positive_lm_coef": 0.0,
+    },
+    "no_value_pretraining": {"model.critic_checkpoint": None},
+    "no_decoupled_gae": {"algorithm.lambda_critic": "same_as_actor"},
+    "no_decoupled_gae_95": {"algorithm.lambda_critic": 0.95, "algorithm.lambda_actor": 0.95},
+    "no_length_adaptive": {"algorithm.lambda_actor": 0.95},
+    "no_clip_higher": {"algorithm.clip_high": 0.2},
+    "no_token_level": {"algorithm.loss_aggregation": "sample"},
+    "no_positive_lm": {"algorithm.positive_lm_coef": 0.0},
+    "no_group_sampling": {"algorithm.group_size": 1},
+    "grpo": {
+        "model.critic_checkpoint": None,
+        "model.critic_hf_path": None,
+        "algorithm.advantage_estimator": "grpo",
+        "algorithm.clip_high": 0.2,
+        "algorithm.loss_aggregation": "sample",
+        "algorithm.positive_lm_coef": 0.0,
+    },
+    "dapo": {
+        "model.critic_checkpoint": None,
+        "model.critic_hf_path": None,
+        "algorithm.advantage_estimator": "grpo",
+        "algorithm.dynamic_sampling": True,
+        "algorithm.overlong_filtering": True,
+        "algorithm.positive_lm_coef": 0.0,
+    },
+}
+"""Against VAPO, written out: the arms read the recipes, and these must not say anything else."""
+
+
+def test_each_arm_differs_from_vapo_in_what_it_names_and_nothing_else(tmp_path):
+    arms = {**ARMS, **EXTRA_ARMS}
+    assert set(CHANGED) == set(arms) - {"vapo"} and len(ARMS) == 11
+    jobs = {job.out.name: job for job in seed_jobs(tmp_path, 3, arms, ["algorithm.gamma=0.5"])}
+    assert set(jobs) - set(arms) == {"base", "data", "reward_model", "value"}
+    vapo = jobs["vapo"].settings
+    start = {"critic_hf_path": "reward_model", "critic_checkpoint": "value", "hf_path": "base"}
+    for name, value in start.items():
+        assert vapo[f"model.{name}"] == value, "the seed's own"
+    for name, differing in CHANGED.items():
+        settings = jobs[name].settings
+        fields = [f for f in vapo if vapo[f] != settings.get(f) and not f.startswith("made from")]
+        assert {field: settings[field] for field in fields} == differing, name
+        uses_critic = settings["model.critic_hf_path"] is not None
+        assert ("seed_3/reward_model" in jobs[name].needs) == uses_critic
+        assert ("seed_3/value" in jobs[name].needs) == ("model.critic_checkpoint" not in differing)
+    assert all(jobs[name].settings["algorithm.gamma"] == 0.5 for name in (*arms, "value"))
+    stage = jobs["value"].settings
+    changes = {field for field in vapo if vapo[field] != stage.get(field)}
+    assert changes == {
+        "algorithm.stage", "algorithm.value_pretraining_steps", "evaluation.path",
+        "model.critic_checkpoint", "made from value",
+    }  # fmt: skip
+    with pytest.raises(UserError, match="--arms vapoo: no such arm; known: vapo, ppo"):
+        arms_by_name(["vapoo"])
+
+
+@pytest.mark.slow
+def test_two_arms_end_to_end(tmp_path):
+    """From nothing, and again: base, problems, reward model, value checkpoint, training, table."""
+    sizes = [
+        "algorithm.policy_steps=2", "algorithm.responses_per_step=32", "algorithm.group_size=8",
+        "algorithm.mini_batch_size=16", "evaluation.samples=1", "rollout.max_response_tokens=64",
+    ]  # fmt: skip
+    out = tmp_path / "ablation"
+
+    def ablate(*arguments: str) -> subprocess.CompletedProcess:
+        command = ["bash", "examples/run_ablation_tiny.sh", "--seeds", "1", "--out", str(out)]
+        return subprocess.run(
+            [*command, "--arms", "no_token_level", "grpo", *sizes, *arguments],
+            cwd=ROOT, env={**os.environ, "VAPO_PYTHON": sys.executable}, capture_output=True,
+            text=True, timeout=1500,
+        )  # fmt: skip
+
+    done = ablate()
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    text = (out / "table.md").read_text()
+    assert text in done.stdout
+    cells = {line.split(" | ")[0]: line.split(" | ") for line in text.splitlines()[2:]}
+    assert len(cells) == 2
+    for name, line in zip(("no_token_level", "grpo"), cells.values()):
+        rows = (out / "seed_0" / name / "metrics.jsonl").read_text().splitlines()
+        assert line[1] == f"{json.loads(rows[-1])['evaluation/avg@1']:.3f}" and len(rows) == 3
+    assert (out / "comparison.html").stat().st_size > 10_000
+    again = ablate()
+    assert again.returncode == 0 and "6 of 6 were finished before" in again.stdout
+    assert (out / "table.md").read_text() == text
+    other = ablate("algorithm.gamma=0.9")
+    assert other.returncode == 2
+    assert "algorithm.gamma is 0.9, was 1.0" in other.stderr and "--rerun" in other.stderr
