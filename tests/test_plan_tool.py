@@ -214,7 +214,8 @@ def test_more_rows_in_detail(tool, capsys):
     # Without a critic half of the state is kept, on hosts and on disks.
     # 8 GPUs of a TP 2 x DP 4 layout: 2 + 12 / 4 bytes of half of 7.62e9 and 7.07e9 parameters.
     assert out.count("checkpoint: 0.21 TB") == out.count("host memory: 294 GB") == 2
-    assert tool.main([*options, "--no-critic"]) == 0
+    # It would fit without offload, too.
+    assert tool.main([*options, "--no-critic", "--offload", "yes"]) == 0
     out = capsys.readouterr().out
     assert out.count("checkpoint: 0.11 TB") == out.count("host memory: 152 GB") == 2
 

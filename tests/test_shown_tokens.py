@@ -27,7 +27,7 @@ def number(position: int, token: int, row: int) -> float:
     return round(position - token / 1000 - row / 10, 3)
 
 
-def gathered(tp_size: int, dp_size: int):
+def gathered(tp_size: int, dp_size: int, has_critic: bool = True):
     from vapo_megatron.config import ParallelConfig
     from vapo_megatron.parallel import groups
 
@@ -44,7 +44,7 @@ def gathered(tp_size: int, dp_size: int):
     batch = RolloutBatch(
         tokens=empty, sequence_cu_seqlens=bounds, cu_seqlens=bounds, positions=torch.tensor(mine),
         rewards=zeros, is_correct=zeros, truncated=zeros, rollout_logprobs=empty,
-        loss_mask=empty, values=rows[0], advantages=rows[1],
+        loss_mask=empty, values=rows[0] if has_critic else None, advantages=rows[1],
     )  # fmt: skip
     everyone = torch.tensor([length(p) for p in range(NUM)])
     summary = StepSummary(*[everyone] * 7)
@@ -63,6 +63,12 @@ def test_numbers_come_from_the_ranks_that_train_on_them(workers, tp_size, dp_siz
                 assert numbers[name] == expected, (position, name)
             assert len(tokens) <= 1024
         assert found[1]["advantages"] == [None] and found[4]["values"] == []
+
+
+def test_without_a_critic_there_are_no_values(workers):
+    (found,) = workers.run(1, gathered, 1, 1, False)
+    assert found[4] == {"advantages": [], "entropy": []}
+    assert found[6]["entropy"][0] == number(6, 0, 2) and set(found[6]) == {"advantages", "entropy"}
 
 
 def test_both_ends_of_a_long_response_are_kept():

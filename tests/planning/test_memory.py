@@ -108,6 +108,23 @@ def test_without_offload_everything_stays(shape):
     assert memory.host_bytes_per_node(shape, config, gpus_per_node=8) == 0
 
 
+def test_without_a_critic_there_is_half_of_it(shape):
+    n = 16 * LAYER + VOCABULARY
+    group = {"advantage_estimator": "grpo", "value_pretraining_steps": 0}
+    for offload in (True, False):
+        config = make_config(offload=offload)
+        algorithm = config.algorithm.model_copy(update=group)
+        config = config.model_copy(update={"algorithm": algorithm})
+        phases = memory.phase_memory(shape, config, gpu_bytes=GPU_BYTES, pp_rank=0)
+        assert set(phases) == {"generation", "logprobs", "actor_update", "sync"}
+        update = phases["actor_update"]
+        assert (update.parameters, update.gradients, update.optimizer) == (2 * n, 4 * n, 3 * n)
+        host = memory.host_bytes_per_node(shape, config, gpus_per_node=8)
+        # The actor's last stage has a norm more.
+        assert host == (8 * 5 * (n + 5120) if offload else 0)
+    assert memory.checkpoint_bytes(shape, config) == 14 * 32_769_119_232
+
+
 def test_reserve(shape):
     phases = memory.phase_memory(shape, make_config(), gpu_bytes=GPU_BYTES, pp_rank=0)
     # TP, PP, DP, TP x PP, the world, and two of vLLM's; 7 neighbours; context and graphs.
