@@ -186,6 +186,12 @@ def test_an_updates_memory_by_hand():
     passes = 3 * 4 * 64 * 71 * 2e-9
     assert phase.between_seconds == pytest.approx(2 * 46 * held * 1e-9)
     assert phase.seconds == pytest.approx(passes + 8 * 10 * held * 1e-9 + phase.between_seconds)
+    # A frozen attention, q, k, v and output of 4 x 4 with 12 biases, has nothing to update.
+    base = config(1)
+    algorithm = base.algorithm.model_copy(update={"freeze_critic_attention": True})
+    frozen = base.model_copy(update={"algorithm": algorithm})
+    part = roofline.update(SHAPE, frozen, slow, WORKLOAD, "critic")
+    assert part.between_seconds == pytest.approx(2 * 46 * (held - 4 * 76) * 1e-9)
     # Of two ranks each owns half: the same work in half of the passes, and 42 / 2 + 4 bytes.
     fast_wires = dataclasses.replace(slow, nvlink_gb_per_second=1e12)
     half = roofline.update(SHAPE, config(2), fast_wires, WORKLOAD, "critic")
