@@ -11,7 +11,7 @@ from tests.test_roles import batch
 from tests.weights.tiny_hf import write_tiny_hf
 
 
-def drift(hf, tp_size):
+def drift(hf, parallel):
     """(actor's log-probabilities, reference's, KL and gradient of it before, and after updates)."""
     from vapo_megatron.actor import Actor
     from vapo_megatron.config import VapoConfig
@@ -24,7 +24,7 @@ def drift(hf, tp_size):
     config = VapoConfig.model_validate(
         {
             "model": {"hf_path": str(hf), "dtype": "float32"},
-            "parallel": {"world_size": tp_size, "tensor_model_parallel_size": tp_size},
+            "parallel": parallel,
             "rollout": {"temperature": 0.7},
             "algorithm": {"kl_coef": 0.5, "positive_lm_coef": 0.0},
             "optimizer": {"actor_learning_rate": 1e-2, "actor_warmup_updates": 0},
@@ -60,7 +60,7 @@ def drift(hf, tp_size):
 def alone(workers, tmp_path_factory):
     sizes = dict(num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
     hf = write_tiny_hf(tmp_path_factory.mktemp("reference"), **sizes)
-    return hf, workers.run(1, drift, hf, 1)[0]
+    return hf, workers.run(1, drift, hf, {})[0]
 
 
 def test_the_kl_grows_from_zero(alone):
@@ -70,9 +70,11 @@ def test_the_kl_grows_from_zero(alone):
     assert after[0] > 1e-3 and after[1] > 1e-3
 
 
-def test_tensor_parallel_ranks_have_the_same_reference(workers, alone):
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_ranks_that_share_a_model_have_the_same_reference(workers, alone, axis):
     hf, (_, expected, _, (kl, slope)) = alone
-    for logprobs, frozen, before, after in workers.run(2, drift, hf, 2):
+    parallel = {"world_size": 2, f"{axis}_model_parallel_size": 2}
+    for logprobs, frozen, before, after in workers.run(2, drift, hf, parallel):
         # DDP lays the actor's parameters out otherwise: products may round otherwise.
         torch.testing.assert_close(frozen, logprobs, rtol=0, atol=2e-6)
         assert before[0] < 1e-12 and before[1] < 1e-5 * slope
