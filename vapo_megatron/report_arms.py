@@ -11,7 +11,8 @@ from typing import Any
 from vapo_megatron.metrics import accuracy_name
 from vapo_megatron.run_directory import Run, read_run
 
-Point = list[float | None]
+Point = tuple[int, float | None]
+Band = tuple[int, float | None, float | None, float | None]
 
 ACCURACY = "evaluation/avg@K"
 
@@ -63,28 +64,28 @@ def read_arms(paths: Sequence[Path], parent: Path, by_arm: bool) -> list[Arm]:
 
 
 def points(run: Run, metric: str) -> list[Point]:
-    """[step, value] where the run has the metric; null where it was not finite."""
+    """(step, value) where the run has the metric; None where it was not finite."""
     if metric != ACCURACY:
-        return [[row["step"], row[metric]] for row in run.rows if metric in row]
+        return [(row["step"], row[metric]) for row in run.rows if metric in row]
     named = [(row, name) for row in run.rows if (name := accuracy_name(row))]
-    return [[row["step"], row[name]] for row, name in named]
+    return [(row["step"], row[name]) for row, name in named]
 
 
-def curve(arm: Arm, metric: str) -> list[Point]:
-    """As points; of several runs [step, mean, lowest, highest] at the steps that all have.
+def curve(arm: Arm, metric: str) -> Sequence[Point | Band]:
+    """As points; of several runs (step, mean, lowest, highest) at the steps that all have.
 
-    A run that has the metric at no step does not count; null: not finite in one of them.
+    A run that has the metric at no step does not count; None: not finite in one of them.
     """
     of_run = [dict(p) for run in arm.runs if (p := points(run, metric))]
     if len(of_run) < 2:
-        return [[step, value] for values in of_run for step, value in values.items()]
-    merged: list[Point] = []
+        return [point for values in of_run for point in values.items()]
+    merged: list[Band] = []
     for step in of_run[0]:
         if all(step in values for values in of_run):
             found = [values[step] for values in of_run]
             finite = [value for value in found if value is not None]
             whole = len(finite) == len(found)
-            merged.append([step, *(mean_and_ends(finite) if whole else (None, None, None))])
+            merged.append((step, *(mean_and_ends(finite) if whole else (None, None, None))))
     return merged
 
 
