@@ -22,7 +22,7 @@ def test_three_steps(launch, overrides, tmp_path, name):  # noqa: F811
         *overrides, "parallel.world_size=1", "parallel.tensor_model_parallel_size=1",
         f"algorithm.group_size={1 if name.endswith('ppo') else 8}",
         f"algorithm.value_pretraining_steps={int(pretrains)}",
-        f"algorithm.policy_steps={3 - pretrains}",
+        f"algorithm.policy_steps={3 - pretrains}", "algorithm.dynamic_sampling_max_rounds=2",
         f"logging.run_dir={tmp_path}/run",
     ]  # fmt: skip
     ended(launch(main, given))
