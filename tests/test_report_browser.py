@@ -33,7 +33,7 @@ def browser():
     browser.close()
 
 
-def hostile(run_dir, step: int, prompts: list[str], **left_out) -> None:
+def hostile(run_dir, step: int, prompts: list[str], has_critic: bool = True) -> None:
     """Make the first two responses of a step's groups dangerous, the second one wrong."""
     file = run_dir / "rollouts" / f"step_{step:06d}.jsonl"
     groups = [json.loads(line) for line in file.read_text().splitlines()]
@@ -45,6 +45,8 @@ def hostile(run_dir, step: int, prompts: list[str], **left_out) -> None:
             tokens = {"pieces": pieces, "values": VALUES[:n], "advantages": [0.25] * n}
             response |= {"text": "".join(pieces), "num_tokens": n, "status": "correct"}
             response["tokens"] = tokens | {"entropy": [0.5 * i for i in range(n)]}
+            if not has_critic:
+                del response["tokens"]["values"]
         group["responses"][1] |= {"status": "wrong", "reward": -1.0}
     file.write_text("".join(json.dumps(group) + "\n" for group in groups))
 
@@ -125,6 +127,21 @@ def test_pointing_at_a_token_shows_its_numbers(page):
         page.point(f"{PRE} span:nth-of-type({i})")
         assert page.run("document.querySelector('#shading output').innerText") == told
         assert page.run(f"document.querySelector('{PRE} span:nth-of-type({i})').title") == told
+
+
+def test_a_run_without_a_critic(browser, tmp_path):
+    run_dir = write_run(tmp_path / "run", num_steps=1)
+    hostile(run_dir, 1, ["problem", "problem"], has_critic=False)
+    browser.open(build_report(run_dir))
+    open_first(browser)
+    browser.point(f"{PRE} span:nth-of-type(3)")
+    told = browser.run("document.querySelector('#shading output').innerText")
+    assert told == "token 3: advantage 0.25, entropy 1 nat"
+    buttons = browser.run("[...document.querySelectorAll('#shading button')].map(b => b.innerText)")
+    assert buttons == ["text", "advantage", "entropy"]
+    plots = browser.run("[...document.querySelectorAll('#plots h3')].map(h => h.textContent)")
+    assert plots and not any("critic" in title for title in plots)
+    assert browser.complaints() == []
 
 
 def test_shades_follow_the_numbers(page):
