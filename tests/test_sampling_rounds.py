@@ -142,6 +142,8 @@ def sample(workers, hf, tmp_path):
             for part in parts:
                 assert part[1:4] == first[1:4], "every rank decides alike"
                 assert part.positions == sorted(part.positions)
+                groups = [p // 2 for p in part.positions]
+                assert groups[::2] == groups[1::2], "a rank holds whole groups"
                 assert part.replayed == part.scored, "what is dumped is what is trained on"
             joined.append(first._replace(scored=[s for part in parts for s in part.scored]))
         return joined
@@ -149,36 +151,36 @@ def sample(workers, hf, tmp_path):
     return run
 
 
-#        the first step's rounds: 8, then 4    the second's: 8, then 8, into the next epoch
-KINDS = "mwmmcmmm" + "cmmm" + "wwcwwwwm" + "wwww"
+#        the first step's rounds: 8, then 7    the second's: 8, then 8, into the next epoch
+KINDS = "mwmmcmwm" + "cmwmwmm" + "wwcwwwwm" + "wwww"
 
 
 def test_rounds_are_refilled_cut_and_filled_up(sample):
     """By hand; on one rank and on two, in one go and resumed after the first step."""
     first, second = sample(2, KINDS, [(0, True), (1, True)])
 
-    # 6 of 8 are mixed: 2 more take (2 + sqrt(2/4)) / (3/4) = 3.6 prompts, and one is too many.
-    assert first.problems == [0, 2, 3, 5, 6, 7, 9, 10]
-    assert first.shown == [("", 16), ("round 2", 8)]
+    # 5 of 8 are mixed: 3 more take (3 + sqrt(3 * 3/8)) / (5/8) = 6.5 prompts, and one is too many.
+    assert first.problems == [0, 2, 3, 5, 7, 9, 11, 13]
+    assert first.shown == [("", 16), ("round 2", 14)]
     assert first.metrics == {
         "rollout/sampling_rounds": 2,
-        "rollout/groups_sampled": 12,
+        "rollout/groups_sampled": 15,
         "rollout/groups_dropped_all_correct": 2,
-        "rollout/groups_dropped_all_wrong": 1,
+        "rollout/groups_dropped_all_wrong": 4,
         "rollout/groups_dropped_surplus": 1,
         "rollout/groups_filled": 0,
-        # 9 mixed groups with one each, 2 with two, of 12 with two.
-        "rollout/sampled_correct_fraction": 13 / 24,
+        # 9 mixed groups with one each, 2 with two, of 15 with two.
+        "rollout/sampled_correct_fraction": 13 / 30,
     }
-    assert (first.state["epoch"], first.state["position"]) == (0, 12)
+    assert (first.state["epoch"], first.state["position"]) == (0, 15)
 
-    # 1 of 8, then 3 of 8 that begin with the next epoch: the first four others fill up.
-    assert second.problems == [12, 13, 14, 15, 19, 0, 2, 3]
+    # 1 of 8, then 3 of 8 that end in the next epoch: the first four others fill up.
+    assert second.problems == [15, 16, 17, 18, 22, 0, 2, 3]
     assert second.shown == [("", 16), ("round 2", 16)]
     assert second.metrics == {
         "rollout/sampling_rounds": 2,
         "rollout/groups_sampled": 16,
-        # Problem 14 fills up, as do 12, 13 and 15 of the wrong ones.
+        # Problem 17 fills up, as do 15, 16 and 18 of the wrong ones.
         "rollout/groups_dropped_all_correct": 0,
         "rollout/groups_dropped_all_wrong": 8,
         "rollout/groups_dropped_surplus": 0,

@@ -69,20 +69,26 @@ def rows(run_dir):
     ]
 
 
+def base_model(out, iterations):
+    """Make a base model; the override that names it."""
+    code = (
+        "import sys; sys.path.insert(0, 'examples/tiny'); import make_base_model as m;"
+        f"m.make(__import__('pathlib').Path({str(out)!r}), m.Recipe(iterations={iterations}))"
+    )
+    run([sys.executable, "-c", code])
+    return f"model.hf_path={out}"
+
+
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory):
     """A base model of 30 iterations and some problems, as overrides."""
     out = tmp_path_factory.mktemp("tiny")
-    code = (
-        "import sys; sys.path.insert(0, 'examples/tiny'); import make_base_model as m;"
-        f"m.make(__import__('pathlib').Path({str(out / 'base')!r}), m.Recipe(iterations=30))"
-    )
-    run([sys.executable, "-c", code])
+    model = base_model(out / "base", 30)
     sizes = ("--train", "200", "--test", "24", "--seed", "0")
     run([sys.executable, "examples/tiny/task.py", "--out", out / "data", *sizes])
     return [
         *SMALL,
-        f"model.hf_path={out}/base",
+        model,
         f"data.train_path={out}/data/train.jsonl",
         f"evaluation.path={out}/data/test.jsonl",
     ]
@@ -113,6 +119,9 @@ def straight(request, launch, overrides, tmp_path_factory):
     """A run from beginning to end, and its engine's greedy answers afterwards."""
     out = tmp_path_factory.mktemp("straight")
     overrides = [*overrides, *request.param]
+    if request.param:
+        # After 100 iterations some of its answers are right, so that some groups are mixed.
+        overrides.append(base_model(out / "base", 100))
     logging = [f"logging.run_dir={out}/run", "logging.dump_steps=4"]
     given = [str(out / "greedy.json"), str(TINY), *overrides, *logging]
     return Straight(out, ended(launch(train_and_answer, *given, world_size=2)), overrides)
@@ -143,19 +152,20 @@ def test_files_and_metrics(straight):
             right = sum(r["status"] == "correct" for r in group["responses"])
             assert correct[group["prompt_index"]] == right
     rounds = [row.get("rollout/sampling_rounds") for row in written]
-    if straight.overrides[-1] in DYNAMIC:
+    if DYNAMIC[0] in straight.overrides:
         assert rounds[:2] == [None, None], "value pretraining takes what comes"
         assert max(rounds[2:]) > 1, "this run shows no refilled step; choose another seed"
         for row in written[2:]:
             dropped = [v for name, v in row.items() if name.startswith("rollout/groups_dropped")]
             # 32 responses in groups of 8.
             assert row["rollout/groups_sampled"] == 4 + sum(dropped)
-            assert row["rollout/groups_filled"] < 4 and 0 < row["reward/correct_fraction"] < 1
+            # Without the groups that are all wrong a larger share is right.
+            assert row["reward/correct_fraction"] > row["rollout/sampled_correct_fraction"] > 0
     else:
         assert rounds == [None] * 5
 
 
-def test_the_export_gives_the_trained_engines_answers(straight, overrides):
+def test_the_export_gives_the_trained_engines_answers(straight):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -170,9 +180,8 @@ def test_the_export_gives_the_trained_engines_answers(straight, overrides):
             torch.tensor([prompt]), do_sample=False, max_new_tokens=64, pad_token_id=0
         )
         assert generated[0, len(prompt) :].tolist() == expected
-    base = load_file(
-        Path(next(o for o in overrides if "hf_path" in o).split("=")[1]) / "model.safetensors"
-    )
+    started_from = [o.split("=")[1] for o in straight.overrides if "hf_path" in o][-1]
+    base = load_file(Path(started_from) / "model.safetensors")
     moved = {k: (v - base[k]).abs().max() for k, v in model.state_dict().items() if k in base}
     assert min(moved.values()) > 0, "every tensor has been trained"
 
