@@ -15,7 +15,7 @@ import yaml
 from tests.test_report import PRETRAINING, Page, write_run
 from vapo_megatron.config import load_config
 from vapo_megatron.errors import DataError
-from vapo_megatron.report_comparison import build_comparison
+from vapo_megatron.report_comparison import build_comparison, table
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -279,6 +279,12 @@ def test_mistakes_are_one_line_and_exit_2(runs, tmp_path):
         assert code == 2 and message in said
     with pytest.raises(DataError, match="two or more runs, found 1"):
         build_comparison(runs[:1])
+
+
+def test_a_table_s_names_may_be_broken_but_not_their_numbers():
+    text = table(["a_b/c", "to 0.5"], [("x.y", ["<b>1</b>"])])
+    assert '<th scope="col">a_<wbr>b/<wbr>c</th><th scope="col">to 0.5</th>' in text
+    assert '<th scope="row">x.<wbr>y</th><td><b>1</b></td>' in text and table(["a"], []) == ""
 
 
 def test_default_configurations_differ_in_nothing(tmp_path):

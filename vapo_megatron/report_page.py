@@ -59,8 +59,8 @@ def escape(text: object) -> str:
 
 
 def breakable(name: object) -> str:
-    """As escape; the name may be broken after its dots, slashes and underscores."""
-    return re.sub(r"([._/])", r"\1<wbr>", escape(name))
+    """As escape; a line may end after the name's dots, slashes and underscores."""
+    return re.sub(r"([._/])(?=[A-Za-z])", r"\1<wbr>", escape(name))
 
 
 _TURNING = [0x61C, 0x200B, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2060, 0x2070), 0xFEFF]
