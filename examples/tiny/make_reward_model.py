@@ -10,6 +10,9 @@ Regression and no Bradley-Terry logit: those are fixed up to a scale and an offs
 would hide beside them what a critic that starts from a reward model suffers from (VC-PPO, arXiv
 2503.01491, section 3.1). Here the score at the last token estimates the return, and at every
 earlier token, where V is read and no loss ever was, it is arbitrary: `report` measures both.
+
+Two layers learn in this time that guesses spoil a chain, and no more: whether the base model's many
+direct answers are right they cannot tell, and find them wrong, as most of them are.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerBase,
     Qwen2ForSequenceClassification,
+    logging,
 )
 
 RIGHT, WRONG = 1.0, -1.0
@@ -51,8 +55,8 @@ class Recipe:
     sampled_share: float = 0.25
     computed_share: float = 0.5
     """Constructed chains without a guess, which are right."""
-    least_guess: float = 0.3
-    most_guess: float = 0.9
+    least_guess: float = 0.6
+    most_guess: float = 1.0
     """Any other guesses a share of its steps that is uniform between these."""
     held_out: int = 512
     """Responses of each kind that the report is about."""
@@ -285,6 +289,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     made = make(args.out, args.base, Recipe(seed=args.seed))
     print(f"reward model {'made in' if made else 'found in'} {args.out}")
     for name, of_responses in json.loads((args.out / "report.json").read_text()).items():

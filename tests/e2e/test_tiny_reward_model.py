@@ -1,0 +1,174 @@
+"""The tiny task's reward model: its data, what it scores, and what a critic reads of it.
+
+Not exercised: other tasks, and a reward model with a bias (tests/weights).
+"""
+
+import dataclasses
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2ForSequenceClassification
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
+sys.path.insert(0, str(TINY))
+
+import make_base_model  # noqa: E402
+import make_reward_model  # noqa: E402
+from make_reward_model import Recipe, Scored  # noqa: E402
+
+SHORT = Recipe(sampled=16, held_out=8, iterations=5, batch_size=4, batches_per_pool=2)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A base model that was trained for a moment."""
+    directory = tmp_path_factory.mktemp("tiny") / "base"
+    make_base_model.make(
+        directory, make_base_model.Recipe(iterations=6, batch_size=4, batches_per_pool=4)
+    )
+    return directory
+
+
+@pytest.fixture(scope="module")
+def reward_model(base):
+    """A reward model that was trained for a moment."""
+    assert make_reward_model.make(base.parent / "reward", base, SHORT)
+    return base.parent / "reward"
+
+
+def draw(rng, tokenizer):
+    return make_reward_model.constructed(rng, SHORT, tokenizer, held_out=True)
+
+
+def test_rewards_of_constructed_chains_by_hand(base):
+    tokenizer = AutoTokenizer.from_pretrained(str(base))
+    rng = random.Random(0)
+    drawn = [draw(rng, tokenizer) for _ in range(300)]
+    guessed = 0
+    for scored in drawn:
+        prompt, *rest = tokenizer.batch_decode([scored.prompt, scored.response])
+        # Qa9b*2c-3=: the start value, then label, operation and operand.
+        value = int(prompt[2])
+        for op, operand in zip(prompt[4:-1:3], prompt[5:-1:3], strict=True):
+            n = int(operand)
+            value = {"+": value + n, "-": value - n, "*": value * n}[op] % 10
+        right = rest[0].endswith(f"Answer:{value}<|endoftext|>")
+        assert scored.reward == (1.0 if right else -1.0)
+        guessed += "~" in rest[0]
+        assert right or "~" in rest[0]
+    # Half are computed throughout, 150 +- 9; of the others nearly all guess, and few are right.
+    assert 120 < sum(s.reward > 0 for s in drawn) < 200
+    assert 110 < guessed < 180
+
+
+def test_transformers_and_the_critic_read_the_same_values(reward_model, base, workers):
+    """transformers' own score, of a padded batch, is the one at the stop token."""
+    tokenizer = AutoTokenizer.from_pretrained(str(base))
+    rng = random.Random(1)
+    some = [draw(rng, tokenizer) for _ in range(5)]
+    model = Qwen2ForSequenceClassification.from_pretrained(str(reward_model)).eval()
+    values = make_reward_model.read_values(model, some)
+    assert [len(v) for v in values] == [len(s.response) + 1 for s in some]
+    ids, last, rewards = make_reward_model.pad(some, padding=0)
+    assert rewards.tolist() == [s.reward for s in some] and len(set(last.tolist())) > 1
+    with torch.no_grad():
+        scores = model(ids).logits[:, 0]
+    torch.testing.assert_close(scores, torch.stack([v[-1] for v in values]))
+    (found,) = workers.run(1, critic_values, base, reward_model, some)
+    earlier = torch.cat([v[:-1] for v in values])
+    torch.testing.assert_close(found, earlier, rtol=1e-4, atol=1e-5)
+    assert earlier.std() > 0.01
+
+
+def critic_values(base, reward_model, some):
+    """V before each response token, of the trainer's critic; a worker's function."""
+    from itertools import accumulate
+
+    from vapo_megatron.batch import RolloutBatch, make_micro_batch
+    from vapo_megatron.config import VapoConfig
+    from vapo_megatron.critic import Critic
+    from vapo_megatron.models.hf_config import read_model_shape
+    from vapo_megatron.parallel import groups
+
+    paths = {"hf_path": str(base), "critic_hf_path": str(reward_model)}
+    config = VapoConfig.model_validate({"model": {**paths, "dtype": "float32"}})
+    place = groups.initialize(config.parallel)
+    critic = Critic(read_model_shape(base), config, place)
+    count, tokens = len(some), [len(s.response) for s in some]
+    whole = [len(s.prompt) + len(s.response) for s in some]
+    batch = RolloutBatch(
+        tokens=torch.tensor([i for s in some for i in s.prompt + s.response]),
+        sequence_cu_seqlens=torch.tensor([0, *accumulate(whole)], dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, *accumulate(tokens)], dtype=torch.int32),
+        positions=torch.arange(count),
+        rewards=torch.ones(count),
+        is_correct=torch.ones(count, dtype=torch.bool),
+        truncated=torch.zeros(count, dtype=torch.bool),
+        rollout_logprobs=torch.zeros(sum(tokens)),
+        loss_mask=torch.ones(sum(tokens), dtype=torch.bool),
+    )
+    return critic.compute_values([make_micro_batch(batch)])
+
+
+def test_only_last_tokens_are_scored_in_training(base):
+    tokenizer = AutoTokenizer.from_pretrained(str(base))
+    recipe = dataclasses.replace(SHORT, iterations=1, batch_size=2, sampled_share=1.0)
+    model = make_reward_model.build_model(base, recipe)
+    own = [Scored([5, 6], [7, 1], 1.0), Scored([5, 6, 8], [9, 9, 1], -1.0)]
+    with torch.no_grad():
+        by_length = {
+            n: model.model(torch.tensor([s.prompt + s.response])).last_hidden_state[0, -1]
+            for n, s in ((4, own[0]), (6, own[1]))
+        }
+    seen = []
+    hook = model.score.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].detach()))
+    make_reward_model.train(model, recipe, tokenizer, own, lambda done, loss: None)
+    hook.remove()
+    (hidden,) = seen
+    assert hidden.shape == (2, 64)
+    for row in hidden:
+        assert min(float((row - h).abs().max()) for h in by_length.values()) < 1e-4
+
+
+def test_the_report_by_hand(monkeypatch):
+    some = [Scored([0], [0, 0], 1.0), Scored([0], [0], 1.0), Scored([0], [0, 0], -1.0)]
+    values = [[0.5, 0.5, 1.0], [0.5, -1.0], [0.5, 0.5, -1.0]]
+    monkeypatch.setattr(
+        make_reward_model, "read_values", lambda *_: list(map(torch.tensor, values))
+    )
+    report = make_reward_model.report(torch.nn.Identity(), some)
+    # Scores 1, -1, -1 for rewards 1, 1, -1.
+    assert report["accuracy"] == pytest.approx(2 / 3)
+    assert report["balanced_accuracy"] == pytest.approx((1 / 2 + 1) / 2)
+    # Returns 1, 1, 1, -1, -1: the same V everywhere explains nothing of them.
+    assert report["explained_variance_earlier"] == pytest.approx(0, abs=1e-6)
+    assert report["mean_value_earlier"] == pytest.approx(0.5)
+    assert report["mean_return_earlier"] == pytest.approx(1 / 5)
+    # Errors 0, 2, 0: variance 8/9, as that of the rewards.
+    assert report["explained_variance_last"] == pytest.approx(0, abs=1e-6)
+
+
+def test_same_seed_same_bytes(reward_model, base, tmp_path):
+    assert not make_reward_model.make(reward_model, base, SHORT), "it is kept"
+    assert make_reward_model.make(tmp_path / "again", base, SHORT)
+    assert make_reward_model.make(tmp_path / "other", base, dataclasses.replace(SHORT, seed=1))
+    read = [(d / "model.safetensors").read_bytes() for d in (reward_model, tmp_path / "again")]
+    assert read[0] == read[1] != (tmp_path / "other/model.safetensors").read_bytes()
+    config = json.loads((reward_model / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForSequenceClassification"]
+
+
+@pytest.mark.slow
+def test_right_at_the_end_and_arbitrary_before(tmp_path):
+    """What value pretraining is for: accurate where it was trained, no value function elsewhere."""
+    make_base_model.make(tmp_path / "base", make_base_model.Recipe())
+    make_reward_model.make(tmp_path / "reward", tmp_path / "base", Recipe())
+    reports = json.loads((tmp_path / "reward/report.json").read_text())
+    for name in ("sampled", "constructed"):
+        assert reports[name]["accuracy"] > 0.87, reports
+        assert reports[name]["explained_variance_earlier"] < 0.1, reports
+    assert reports["constructed"]["balanced_accuracy"] > 0.9, reports
