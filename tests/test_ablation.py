@@ -278,6 +278,8 @@ def test_each_arm_differs_from_vapo_in_what_it_names_and_nothing_else(tmp_path):
         "algorithm.stage", "algorithm.value_pretraining_steps", "evaluation.path",
         "model.critic_checkpoint", "made from value",
     }  # fmt: skip
+    only = seed_jobs(tmp_path, 3, {"grpo": ARMS["grpo"]}, [])
+    assert [job.out.name for job in only] == ["base", "data", "grpo"], "it needs no critic"
     with pytest.raises(UserError, match="--arms vapoo: no such arm; known: vapo, ppo"):
         arms_by_name(["vapoo"])
 

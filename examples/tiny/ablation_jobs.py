@@ -73,7 +73,7 @@ def arms_by_name(names: Sequence[str]) -> dict[str, Arm]:
 
 
 def seed_jobs(root: Path, seed: int, arms: Mapping[str, Arm], more: Sequence[str]) -> list[Job]:
-    """Return a seed's jobs, each after those that it needs.
+    """Return the jobs of a seed's arms and what these need, each after those that it needs.
 
     Args:
         root: directory of the ablation.
@@ -128,7 +128,11 @@ def seed_jobs(root: Path, seed: int, arms: Mapping[str, Arm], more: Sequence[str
         recipe = [f"algorithms/{arm.recipe}.yaml"] if arm.recipe else []
         start = f"model.critic_checkpoint={out / 'value'}"
         add_run(name, recipe, start, *arm.changes)
-    return list(jobs.values())
+    wanted = set(arms)
+    for name in reversed(jobs):
+        if name in wanted:
+            wanted |= {need.removeprefix(f"{prefix}/") for need in jobs[name].needs}
+    return [job for name, job in jobs.items() if name in wanted]
 
 
 def _digest(settings: Mapping[str, Any]) -> str:
