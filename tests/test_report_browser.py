@@ -18,10 +18,12 @@ pytestmark = pytest.mark.browser
 
 PIECES = [
     "</script>", "<script>window.ran=1</script>", "<img src=x onerror=window.ran=2>", "\"'&amp;",
-    "</pre><u onclick=window.ran=3>", "\u202ekcab\u202c \u200f\u05d0", "\0\x1b[1m", " line\n2",
+    "</pre><u onclick=window.ran=3>", "\u202ekcab\u202c \u200f\u05d0", "\0\x1b[1m",
+    " line\n2" + "x" * 300,
 ]  # fmt: skip
 SEEN = "".join(PIECES[:5]) + (
     "\u27e8U+202E\u27e9kcab\u27e8U+202C\u27e9 \u27e8U+200F\u27e9\u05d0\u2400\u241b[1m line\n2"
+    + "x" * 300
 )
 VALUES = [1.0, -1.0, 0.0, 0.5, -0.25, 0.75, None, 0.125]
 
@@ -208,12 +210,17 @@ def test_arms_are_picked(browser, tmp_path):
 @pytest.mark.parametrize("width", [360, 800, 1400])
 @pytest.mark.parametrize("dark", [False, True])
 def test_nothing_is_wider_than_the_window(browser, report, tmp_path, width, dark):
-    runs = [write_run(tmp_path / f"a_rather_long_name_of_an_arm_{i}" / "seed_0", 2) for i in "ab"]
+    runs = [tmp_path / f"a_rather_long_name_of_an_arm_{i}" / "seed_0" for i in range(12)]
+    for run in runs:
+        run.mkdir(parents=True)
+        (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     for file in (report, build_comparison(runs)):
         browser.open(file, width=width, dark=dark)
         browser.run("document.querySelectorAll('details').forEach(d => { d.open = true; })")
         browser.settle()
         assert browser.run("document.documentElement.scrollWidth") <= width
+        texts = "[...document.querySelectorAll('pre')].filter(p => p.checkVisibility())"
+        assert browser.run(f"{texts}.every(p => p.scrollWidth <= p.clientWidth)"), "lines wrap"
         sides = browser.run("[...document.querySelectorAll('svg text')].map(t => {"
             " const a = t.getBoundingClientRect(), b = t.ownerSVGElement.getBoundingClientRect();"
             " return Math.max(b.left - a.left, a.right - b.right); })")  # fmt: skip
