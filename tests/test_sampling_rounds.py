@@ -18,6 +18,7 @@ from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.batch import Rollout
 from vapo_megatron.rollout.requests import assign, request_seeds
+from vapo_megatron.rollout_dump import held_steps
 
 ENGINE = "vapo_megatron.rollout.engine"
 
@@ -57,8 +58,8 @@ class Step(NamedTuple):
     """Part and size of each round, as the progress bar has it."""
     state: dict[str, Any]
     """Of the data set."""
-    replayed: list
-    """What a replay reads."""
+    replayed: dict[int, list]
+    """What a replay reads, of each step that is there."""
 
     @property
     def positions(self):
@@ -115,7 +116,10 @@ def sampled(hf, tmp, kinds, steps, algorithm, state):
             scored, metrics = source.rollouts(step, 0, phase, trains_actor=trains_actor)
             dist.barrier()  # The main rank has given the dump its name.
             replay = Replay(tmp / "run", settings, shape, place)
-            replayed, _ = replay.rollouts(step, 0, phase, trains_actor=trains_actor)
+            replayed = {
+                s - 1: replay.rollouts(s - 1, 0, phase, trains_actor=trains_actor)[0]
+                for s in held_steps(tmp / "run/replay")
+            }
             found.append(Step(scored, metrics, list(shown), source.state_dict(), replayed))
     return found
 
@@ -137,14 +141,14 @@ def sample(workers, hf, tmp_path):
         algorithm = {"dynamic_sampling": True, **algorithm}
         ranks = workers.run(num_ranks, sampled, hf, tmp_path, kinds, steps, algorithm, state)
         joined = []
-        for parts in zip(*ranks, strict=True):
+        for (step, _), *parts in zip(steps, *ranks, strict=True):
             first = parts[0]
             for part in parts:
                 assert part[1:4] == first[1:4], "every rank decides alike"
                 assert part.positions == sorted(part.positions)
                 groups = [p // 2 for p in part.positions]
                 assert groups[::2] == groups[1::2], "a rank holds whole groups"
-                assert part.replayed == part.scored, "what is dumped is what is trained on"
+                assert part.replayed[step] == part.scored, "what is dumped is what is trained on"
             joined.append(first._replace(scored=[s for part in parts for s in part.scored]))
         return joined
 
@@ -202,6 +206,7 @@ def test_rounds_are_refilled_cut_and_filled_up(sample):
     (resumed,) = sample(1, KINDS, [(1, True)], first.state)
     assert resumed.scored == by_position(second)
     assert resumed[1:4] == second[1:4]
+    assert resumed.replayed[0] == by_position(first), "in order, whoever wrote it"
 
 
 def test_mixed_groups_alone_make_the_step_that_it_is_without(sample):
