@@ -49,7 +49,7 @@ LEVELS = {
     "report": 5,
     "advantages": 4,
     "policy_mask": 4,
-    "shown_tokens": 4,
+    "shown_tokens": 5,
     "trained_model": 4,
     "gradients": 4,
     "rollout_dump": 3,
@@ -64,10 +64,11 @@ LEVELS = {
     "critic": 5,
     "reference": 5,
     "checkpoint": 5,
-    "trainer": 6,
-    "gradient_check": 7,
-    "train": 7,
-    "launch": 8,
+    "run_output": 6,
+    "trainer": 7,
+    "gradient_check": 8,
+    "train": 8,
+    "launch": 9,
 }
 
 

@@ -133,7 +133,7 @@ def _plan(hf, root, sections, port):
     metrics = trainer.train_step(0)
     with trainer._phase("generation") as show:
         show(3, 8, "round 2")
-    assert trainer.progress._state._activity == ("generation round 2", 3, 8)
+    assert trainer.output._progress._state._activity == ("generation round 2", 3, 8)
     return positions, metrics
 
 

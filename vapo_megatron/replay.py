@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import ParallelGroups
 from vapo_megatron.rollout.requests import assign, max_model_len
 from vapo_megatron.rollout_dump import held_steps, read_file, read_headers
-from vapo_megatron.rollout_source import Phase
+from vapo_megatron.rollout_source import Decode, Phase
 
 
 class Replay:
@@ -39,7 +39,7 @@ class Replay:
         self._root = replay_directory(directory)
         self._config, self._shape, self._groups = config, shape, groups
         self._max_length = max_model_len(shape, config.rollout)
-        self.decode: Callable[[Sequence[int]], str] | None = None
+        self.decode: Decode | None = None
         self.note = f"replay of {self._root}: nothing is sampled, published or evaluated"
 
     def check(self, steps: range) -> None:

@@ -18,6 +18,8 @@ class OnProgress(Protocol):
         """Show a count; `part` names the part of the phase that is counted."""
 
 
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text as it was sampled."""
 Phase = Callable[[str], AbstractContextManager[OnProgress]]
 """Times and shows one of metrics.PHASES."""
 
@@ -27,8 +29,8 @@ class RolloutSource(Protocol):
 
     note: str
     """What a user should know of this source; empty: nothing."""
-    decode: Callable[[Sequence[int]], str] | None
-    """Token ids to text as it was sampled; None: there is no tokenizer, on any rank."""
+    decode: Decode | None
+    """None: there is no tokenizer, on any rank."""
 
     def check(self, steps: range) -> None:
         """Refuse, with a UserError on every rank, what these steps (from 0) cannot train on."""

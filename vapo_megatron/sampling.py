@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from vapo_megatron.reward.scoring import check_answers, score_rollouts
 from vapo_megatron.rollout.requests import SamplingSettings
 from vapo_megatron.rollout.tokenizer import load_tokenizer
 from vapo_megatron.rollout_dump import write_step
-from vapo_megatron.rollout_source import Phase
+from vapo_megatron.rollout_source import Decode, Phase
 from vapo_megatron.sampling_rounds import sample_mixed_groups
 from vapo_megatron.weights.sync import WeightSync
 
@@ -39,7 +39,7 @@ class Sampling:
         self._config = config
         hf_path = str(config.model.hf_path)
         tokenizer = load_tokenizer(hf_path)
-        self.decode: Callable[[Sequence[int]], str] | None = functools.lru_cache(65536)(
+        self.decode: Decode | None = functools.lru_cache(65536)(
             functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         )
         self._dataset = self._problems(str(config.data.train_path), tokenizer, config.data.shuffle)

@@ -8,7 +8,7 @@ sampled. After: every rank holds those of the shown ones, in one all-reduce a st
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from vapo_megatron.batch import RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.parallel.groups import ParallelGroups
 from vapo_megatron.parallel.reduce import sum_over_data_parallel
+from vapo_megatron.rollout_source import Decode
 from vapo_megatron.run_directory import group_record
 
 _HALF = 512
@@ -79,7 +80,7 @@ def _rounded(numbers: Tensor) -> list[float | None]:
     ]
 
 
-def token_pieces(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
+def token_pieces(token_ids: Sequence[int], decode: Decode) -> list[str]:
     """Return the text of each kept token; together they are the response where none is left out.
 
     A character that takes several tokens stands at its last one.
@@ -109,7 +110,7 @@ def group_records(
     shown: Sequence[ScoredRollout],
     group_size: int,
     tokens: Mapping[int, Mapping[str, Any]],
-    decode: Callable[[Sequence[int]], str] | None,
+    decode: Decode | None,
 ) -> list[dict[str, Any]]:
     """Return the records of responses by group, the parts of groups that are there.
 

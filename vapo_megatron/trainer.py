@@ -1,4 +1,4 @@
-"""VAPO's loop. `train_step` is the algorithm; everything else here prepares, saves or reports."""
+"""VAPO's loop. `train_step` is the algorithm; everything else here prepares, resumes or saves."""
 
 from __future__ import annotations
 
@@ -18,26 +18,22 @@ from vapo_megatron.batch import RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.critic import Critic
 from vapo_megatron.data.packing import attention_tokens, plan_mini_batches
-from vapo_megatron.metrics import MetricsWriter
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.exchange import exchange, gather_summary
-from vapo_megatron.parallel.memory import PeakMemory
 from vapo_megatron.parallel.minibatches import (
     local_plan,
     make_micro_batches,
     make_mini_batches,
     packed_multiple,
 )
-from vapo_megatron.parallel.reduce import max_over_world, sum_over_world
-from vapo_megatron.phase_timer import PhaseTimer, tokens_per_second
+from vapo_megatron.parallel.reduce import max_over_world
 from vapo_megatron.policy_mask import with_policy_mask
-from vapo_megatron.progress import Progress
 from vapo_megatron.reference import Reference
 from vapo_megatron.replay import Replay
 from vapo_megatron.report import build_report
 from vapo_megatron.rollout_source import OnProgress, RolloutSource
-from vapo_megatron.shown_tokens import gather_shown, group_records
+from vapo_megatron.run_output import RunOutput
 from vapo_megatron.step_metrics import sampler_difference, step_metrics
 from vapo_megatron.trained_model import TrainedModel
 from vapo_megatron.turns import Turns
@@ -61,7 +57,6 @@ class VapoTrainer:
         torch.manual_seed(config.seed)
         backend.initialize_distributed(config.parallel.timeout_seconds)
         self.groups = groups.initialize(config.parallel, config.seed)
-        self.is_main = self.groups.rank == 0
         self.shape = read_model_shape(str(config.model.hf_path))
         # First, for vLLM measures what is free on the device; it leaves before the models come.
         self.source = self._source(replay)
@@ -78,12 +73,7 @@ class VapoTrainer:
             self.turns.join("reference", self.reference.frozen)
         self.policy_version = 0
         self.explained_variances: list[float] = []
-        self.writer: MetricsWriter | None = None
-        self.progress = Progress("off", config.algorithm.num_steps, 0)
-        self.memory = PeakMemory()
-        self.timer = PhaseTimer(
-            lambda name: self.progress.phase(name), backend.synchronize, self.memory
-        )
+        self.output = RunOutput(config, self.groups)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Make one step of VAPO (arXiv 2504.05118); return its metrics. step counts from 0."""
@@ -133,7 +123,7 @@ class VapoTrainer:
             self.policy_version += 1
             actor_metrics |= self._publish()
 
-        self._write_rollouts(step, scored, summary, batch, entropy)
+        self.output.rollouts(step, scored, summary, batch, entropy, self.source.decode)
         metrics = step_metrics(summary, batch, entropy, config.algorithm, self.groups)
         metrics |= sampling_metrics | difference | of_mask
         return {**metrics, **critic_metrics, **actor_metrics}
@@ -144,9 +134,11 @@ class VapoTrainer:
         start, learns = done, config.algorithm.trained_roles
         self.source.check(range(start, config.algorithm.num_steps))
         self._publish()
-        with self._shown(start):
+        with self.output.opened(start):
+            if self.source.note:
+                self.output.note(self.source.note)
             if start == 0:
-                self._record(0, self._evaluate())
+                self.output.step(0, self._evaluate())
             while not self._is_over(done):
                 metrics = self.train_step(done)
                 done += 1
@@ -156,13 +148,13 @@ class VapoTrainer:
                 if "actor" in learns and (is_over or _due(done, config.evaluation.every_steps)):
                     metrics |= self._evaluate()
                 # The row first: a resume drops rows after its checkpoint, but cannot make one up.
-                self._record(done, metrics)
+                self.output.step(done, metrics)
                 stops = bool(max_over_world(torch.tensor(float(early_signal.is_heard()))))
                 if stops or is_over or _due(done, config.checkpoint.every_steps):
                     with self._phase("checkpoint"):
                         self._save(done)
                 if stops and not is_over:
-                    self.progress.note(f"stopped by SIGUSR1 after step {done}; start it again")
+                    self.output.note(f"stopped by SIGUSR1 after step {done}; start it again")
                     return
             self._finish()
 
@@ -176,14 +168,14 @@ class VapoTrainer:
     def _finish(self) -> None:
         export = self.run_dir / "hf_export"
         if self.config.checkpoint.hf_export and "actor" in self._models:
-            self.progress.phase("export")
             source = str(self.config.model.hf_path)
+            self.output.note(f"exporting the actor to {export}")
             with self.turns("export"):
                 chunks = self.actor.trained.chunks
                 export_hf(chunks, self.shape, self.groups, export, copy_from=source)
-        if self.is_main:
+        if self.groups.rank == 0:
             report = build_report(self.run_dir)
-            self.progress.note(f"done: {report}" + (f" and {export}" if export.exists() else ""))
+            self.output.note(f"done: {report}" + (f" and {export}" if export.exists() else ""))
 
     def _resume(self) -> int:
         """Load the run's latest checkpoint, or the critic that a new run starts from."""
@@ -269,73 +261,10 @@ class VapoTrainer:
         return packed_multiple(self.config)
 
     @contextlib.contextmanager
-    def _shown(self, start: int) -> Iterator[None]:
-        """Open the run's files and display, on the main rank alone."""
-        algorithm, log = self.config.algorithm, self.config.logging
-        with contextlib.ExitStack() as stack:
-            if self.is_main:
-                self.run_dir.mkdir(parents=True, exist_ok=True)
-                (self.run_dir / "config.yaml").write_text(self.config.to_yaml())
-                writer = MetricsWriter(self.run_dir, log.tensorboard, start + 1 if start else 0)
-                self.writer = stack.enter_context(writer)
-            self.progress = stack.enter_context(
-                Progress(
-                    log.progress,
-                    algorithm.num_steps,
-                    algorithm.value_pretraining_steps,
-                    title=f"VAPO {self.run_dir}",
-                    is_leader=self.is_main,
-                    first_step=start + 1,
-                    log_path=self.run_dir / "log.txt",
-                )
-            )
-            if start:
-                self.progress.note(f"resumed {self.run_dir} after step {start}")
-            if self.source.note:
-                self.progress.note(self.source.note)
-            yield
-
-    def _record(self, done: int, metrics: dict[str, float]) -> None:
-        times, peaks = self.timer.take(), self.timer.take_peaks()
-        if peaks:
-            largest = max_over_world(torch.tensor(list(peaks.values()), dtype=torch.float64))
-            metrics |= dict(zip(peaks, largest.tolist(), strict=True))
-        highest = torch.tensor(self.memory.highest_bytes(), dtype=torch.float64)
-        metrics["memory/peak_bytes"] = float(sum_over_world(highest))
-        if "num_tokens" in metrics:
-            metrics["tokens_per_second"] = tokens_per_second(metrics.pop("num_tokens"), times)
-        if self.writer is not None:
-            self.progress.step(done, self.writer.write(done, {**metrics, **times}))
-
-    def _write_rollouts(
-        self,
-        step: int,
-        scored: Sequence[ScoredRollout],
-        summary: StepSummary,
-        batch: RolloutBatch,
-        entropy: torch.Tensor,
-    ) -> None:
-        """Write how the problems went, and the first groups that the main rank sampled itself."""
-        size, decode = self.config.algorithm.group_size, self.source.decode
-        most = self.config.logging.rollout_groups * size
-        shown = (summary.sources == 0).nonzero().flatten()[:most].tolist()
-        tokens = {}
-        if shown and decode is not None:
-            tokens = gather_shown(batch, entropy, shown, summary, self.groups)
-        if self.writer is not None:
-            problems, correct = summary.prompt_indices[::size], summary.is_correct.view(-1, size)
-            self.writer.write_problems(step + 1, problems.tolist(), correct.sum(1).tolist(), size)
-            own = {s.rollout.position: s for s in scored}
-            records = group_records([own[p] for p in shown], size, tokens, decode)
-            self.writer.write_rollouts(step + 1, records)
-
-    @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[OnProgress]:
         """Take the phase's turn, time it and show it; yields a callback for (done, total)."""
-        with self.timer(name), self.turns(name):
-            yield lambda done, total, part="": self.progress.phase(
-                f"{name} {part}".rstrip(), done, total
-            )
+        with self.output.phase(name) as on_progress, self.turns(name):
+            yield on_progress
 
     def __enter__(self) -> VapoTrainer:
         return self
