@@ -285,6 +285,7 @@ def test_each_arm_differs_from_vapo_in_what_it_names_and_nothing_else(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 def test_two_arms_end_to_end(tmp_path):
     """From nothing, and again: base, problems, reward model, value checkpoint, training, table."""
     sizes = [
