@@ -13,6 +13,13 @@ import torch
 from tests.weights.tiny_hf import write_tiny_hf
 
 SAVED_AT, UPDATES = 2, 5
+# Type of the parameters; whether the optimizer is distributed.
+SETTINGS = [
+    ("float32", True),
+    ("bfloat16", True),
+    pytest.param(("float32", False), marks=pytest.mark.slow),
+    pytest.param(("bfloat16", False), marks=pytest.mark.slow),
+]
 
 
 def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
@@ -75,9 +82,7 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
     return losses, model.num_updates
 
 
-@pytest.mark.parametrize(
-    "settings", [("float32", False), ("float32", True), ("bfloat16", False), ("bfloat16", True)]
-)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_resumed_losses(workers, tmp_path, settings):
     hf = tmp_path / "hf"
     write_tiny_hf(hf, tied=False, seed=0)
@@ -103,9 +108,7 @@ def test_fewer_key_value_heads_than_ranks(workers, tmp_path):
     assert resumed == pytest.approx(straight[SAVED_AT:], rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "settings", [("float32", False), ("float32", True), ("bfloat16", False), ("bfloat16", True)]
-)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_resume_before_the_first_update(workers, tmp_path, settings):
     """The actor's optimizer is in this state throughout value pretraining."""
     hf = tmp_path / "hf"

@@ -4,13 +4,19 @@ import json
 from pathlib import Path
 
 
-def train_and_answer(out: str, config: str, *overrides: str) -> int:
-    """Write {position: (prompt, response)}, token ids, of this rank's answers to OUT.RANK."""
+def train_and_answer(out: str, num_configs: str, *arguments: str) -> int:
+    """Write {position: (prompt, response)}, token ids, of this rank's answers to OUT.RANK.
+
+    Args:
+        out: OUT.
+        num_configs: how many of the arguments are configuration files; the others are overrides.
+    """
     from vapo_megatron.config import load_config
     from vapo_megatron.rollout.requests import SamplingSettings
     from vapo_megatron.trainer import VapoTrainer
 
-    with VapoTrainer(load_config(config, overrides)) as trainer:
+    configs, overrides = arguments[: int(num_configs)], arguments[int(num_configs) :]
+    with VapoTrainer(load_config(configs, overrides)) as trainer:
         trainer.fit()
         greedy = SamplingSettings(
             temperature=0, top_p=1, top_k=-1, max_response_tokens=64, seed_role="evaluation"

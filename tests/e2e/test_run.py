@@ -1,6 +1,7 @@
 """Whole runs in real processes: torchrun, megatron-core, vLLM, the verifier, files on disk.
 
-A barely trained base model of the tiny task, two processes. Does not show that it learns
+A barely trained base model of the tiny task, two processes; sequence parallelism, recomputation and
+the distributed optimizer as in the 32B recipe. Does not show that it learns
 (examples/run_vapo_tiny.sh does), nor anything about a GPU.
 """
 
@@ -24,6 +25,13 @@ from vapo_megatron.train import main
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "examples/configs/tiny.yaml"
+RECIPE = ROOT / "examples/run_vapo_qwen32b.sh"
+# What `RECIPE --config TINY` reads.
+RECIPE_CONFIGS = [
+    ROOT / "examples/configs/qwen2.5_base.yaml",
+    ROOT / "examples/configs/qwen2.5_32b.yaml",
+    TINY,
+]
 SMALL = [
     "algorithm.value_pretraining_steps=1",
     "algorithm.policy_steps=3",
@@ -33,6 +41,14 @@ SMALL = [
     "rollout.max_response_tokens=64",
     "parallel.max_tokens_per_microbatch=512",
     "evaluation.samples=2",
+]
+# What the 32B recipe sets for 128 GPUs, or for long responses. Sequence parallelism, recomputation
+# and overlap stay as it has them.
+ON_TWO = [
+    "parallel.pipeline_model_parallel_size=1",
+    "parallel.use_distributed_optimizer=true",
+    "rollout.tensor_model_parallel_size=1",
+    "reward.overlong_buffer_tokens=16",
 ]
 VARYING = ("time/", "tokens_per_second", "memory/")
 
@@ -118,12 +134,12 @@ class Straight(NamedTuple):
 def straight(request, launch, overrides, tmp_path_factory):
     """A run from beginning to end, and its engine's greedy answers afterwards."""
     out = tmp_path_factory.mktemp("straight")
-    overrides = [*overrides, *request.param]
+    overrides = [*overrides, *ON_TWO, *request.param]
     if request.param:
         # After 100 iterations some of its answers are right, so that some groups are mixed.
         overrides.append(base_model(out / "base", 100))
     logging = [f"logging.run_dir={out}/run", "logging.dump_steps=4"]
-    given = [str(out / "greedy.json"), str(TINY), *overrides, *logging]
+    given = [str(out / "greedy.json"), "3", *map(str, RECIPE_CONFIGS), *overrides, *logging]
     return Straight(out, ended(launch(train_and_answer, *given, world_size=2)), overrides)
 
 
@@ -195,16 +211,18 @@ def texts(file):
     return groups
 
 
-def test_a_replay_repeats_the_run_bit_by_bit(straight, tmp_path):
+def test_a_replay_started_by_the_recipe_repeats_the_run_bit_by_bit(straight, tmp_path):
     """Under torchrun, whose processes share no hash seed with each other nor with the run's."""
     original, again = straight.out / "run", tmp_path / "again"
     done = run(
-        torchrun(
-            "-m", "vapo_megatron.train", "--config", TINY, *straight.overrides,
-            "--replay", original,
+        [
+            "bash", RECIPE, "--config", TINY, *straight.overrides, "--replay", original,
             "data.train_path=null", f"logging.run_dir={again}",
-        )
+        ],
+        NPROC_PER_NODE="2", MASTER_PORT=str(free_port()),
     )  # fmt: skip
+    config = (again / "config.yaml").read_text()
+    assert "sequence_parallel: true" in config and "recompute: full" in config
     assert "step 4/4" in done.stdout
     first, *expected = rows(original)
     assert all(name == "step" or name.startswith("evaluation/") for name in first)
@@ -229,8 +247,8 @@ def test_a_replay_repeats_the_run_bit_by_bit(straight, tmp_path):
 
 def test_a_killed_run_goes_on(launch, straight, tmp_path):
     run_dir = tmp_path / "run"
-    given = ["--config", str(TINY), *straight.overrides, f"logging.run_dir={run_dir}"]
-    given.append("checkpoint.every_steps=1")
+    given = [part for file in RECIPE_CONFIGS for part in ("--config", str(file))]
+    given += [*straight.overrides, f"logging.run_dir={run_dir}", "checkpoint.every_steps=1"]
     process = launch(main, given, world_size=2)
     metrics = run_dir / "metrics.jsonl"
     deadline = time.monotonic() + 200
@@ -248,21 +266,14 @@ def test_a_killed_run_goes_on(launch, straight, tmp_path):
     assert "step 4/4" not in again.stdout, "a finished run has nothing left to do"
 
 
-RECIPE = ROOT / "examples/run_vapo_qwen32b.sh"
-# What the recipe sets for 128 GPUs; sequence parallelism, recomputation and overlap stay as the
-# recipe has them.
-SMALLER = [
-    "parallel.pipeline_model_parallel_size=1",
-    "algorithm.policy_steps=1",
-    "reward.overlong_buffer_tokens=16",
-]
+ONE_STEP = "algorithm.policy_steps=1"
 
 
-@pytest.mark.parametrize("way", ["bash", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["bash", "torchrun"])
 def test_the_32b_recipe_starts_both_ways(way, overrides, tmp_path):
     arguments = [
-        "--config", TINY, *overrides, *SMALLER, f"logging.run_dir={tmp_path}/run",
-        "parallel.use_distributed_optimizer=true",
+        "--config", TINY, *overrides, *ON_TWO, ONE_STEP, f"logging.run_dir={tmp_path}/run",
         "rollout.tensor_model_parallel_size=" + ("2" if way == "bash" else "1"),
     ]  # fmt: skip
     if way == "bash":
@@ -281,9 +292,9 @@ def test_the_32b_recipe_starts_both_ways(way, overrides, tmp_path):
 @pytest.mark.slow
 def test_the_05b_recipe_trains_in_one_process(overrides, tmp_path):
     one = ["parallel.world_size=1", "parallel.tensor_model_parallel_size=1"]
-    arguments = ["--config", TINY, *overrides, *SMALLER, *one, f"logging.run_dir={tmp_path}/run"]
+    arguments = ["--config", TINY, *overrides, *ON_TWO, ONE_STEP, *one]
     recipe = ROOT / "examples/run_vapo_qwen0.5b.sh"
-    arguments.append("parallel.use_distributed_optimizer=true")
+    arguments.append(f"logging.run_dir={tmp_path}/run")
     run(["bash", recipe, *arguments], MASTER_PORT=str(free_port()))
     assert [r["step"] for r in rows(tmp_path / "run")] == [0, 1, 2]
 
@@ -293,9 +304,8 @@ def test_two_nodes_train_under_slurm(overrides, tmp_path):
     """One process on each. Signalled, the job is queued again; its second turn does the rest."""
     cluster, metrics = Cluster(tmp_path), tmp_path / "run/metrics.jsonl"
     arguments = [
-        "--config", TINY, *overrides, *SMALLER, f"logging.run_dir={tmp_path}/run",
-        "parallel.use_distributed_optimizer=true", "rollout.tensor_model_parallel_size=2",
-        "checkpoint.every_steps=1",
+        "--config", TINY, *overrides, *ON_TWO, ONE_STEP, f"logging.run_dir={tmp_path}/run",
+        "rollout.tensor_model_parallel_size=2", "checkpoint.every_steps=1",
     ]  # fmt: skip
     job = cluster.submit(*arguments, VAPO_STOP_SECONDS="200")
     deadline = time.monotonic() + 200

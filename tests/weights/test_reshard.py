@@ -254,7 +254,9 @@ def part_of_the_layouts(model: str) -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=[pytest.mark.slow] * (m != "Qwen2.5-32B")) for m in MODELS]
+)
 def test_part_of_the_layouts(model):
     cases = part_of_the_layouts(model)
     assert len(cases) >= 12

@@ -25,9 +25,13 @@ RUNS = {
     "2 x tp2": (4, UNTIED, 2, [Layout(2, 2), Layout(2, 2, 2)]),
     "4 x tp1, tied": (4, TIED, 1, [Layout(2, 2)]),
 }
+IN_FULL = ("2 x tp1", "4 x tp1, tied")
 
 
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(
+    "run",
+    [pytest.param(x, id=n, marks=[pytest.mark.slow] * (n in IN_FULL)) for n, x in RUNS.items()],
+)
 def test_live_weights_and_responses_are_those_of_the_export(vllm_workers, tmp_path, run):
     world_size, model, sampler_tp, layouts, *overrides = run
     path = write_tiny_hf(tmp_path / "model", **model)
