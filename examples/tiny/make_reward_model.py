@@ -2,14 +2,16 @@
 
 DIR becomes a Hugging Face directory, Qwen2ForSequenceClassification with one label, that
 model.critic_hf_path takes. It starts from the base model and learns to score a response at its last
-token alone, by regression (squared error) on the reward: +1 for a right answer, -1 for any other. A
-quarter of its responses are the base model's own, on training problems; few of those are right, and
-the others are constructed chains, of which about half are.
+token alone: a logit whose sigmoid is the probability that the answer is right, as reward models are
+usually trained. A quarter of its responses are the base model's own, on training problems; few of
+those are right. The others are constructed chains: half of those are cut off somewhere, before
+they have begun too, and wrong; of the rest about half are right.
 
-Regression and no Bradley-Terry logit: those are fixed up to a scale and an offset alone, which
-would hide beside them what a critic that starts from a reward model suffers from (VC-PPO, arXiv
-2503.01491, section 3.1). Here the score at the last token estimates the return, and at every
-earlier token, where V is read and no loss ever was, it is arbitrary: `report` measures both.
+So it has learned that what is incomplete is bad. Read as V before each token, that is the bias of a
+critic that starts from a reward model (VC-PPO, arXiv 2503.01491): the return of a response that has
+just begun is as good as lost, and by how much is a matter of the logit's scale, which no reward
+ever fixed. `report` measures it. A reward model that regresses the reward on whole chains alone has
+no such bias, and its critic leads to chains from the first step on.
 
 Two layers learn in this time that guesses spoil a chain, and no more: whether the base model's many
 direct answers are right they cannot tell, and find them wrong, as most of them are.
@@ -21,6 +23,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +34,7 @@ import measure
 import task
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -50,18 +54,22 @@ class Recipe:
     seed: int = 0
     base: str = ""
     """Hash of the base model's weights."""
-    sampled: int = 4096
+    sampled: int = 1024
     """Responses of the base model, drawn from again and again."""
     sampled_share: float = 0.25
+    cut_share: float = 0.5
+    """Constructed chains that are cut off, and wrong."""
+    empty_share: float = 0.1
+    """Of these, nothing is left; of the others a number of tokens that is uniform."""
     computed_share: float = 0.5
-    """Constructed chains without a guess, which are right."""
+    """Constructed chains without a guess, which are right unless they are cut off."""
     least_guess: float = 0.6
     most_guess: float = 1.0
     """Any other guesses a share of its steps that is uniform between these."""
     held_out: int = 512
     """Responses of each kind that the report is about."""
     iterations: int = 300
-    batch_size: int = 64
+    batch_size: int = 32
     batches_per_pool: int = 8
     learning_rate: float = 3e-3
     final_learning_rate: float = 1e-4
@@ -91,7 +99,7 @@ class Scored:
 def constructed(
     rng: random.Random, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, held_out: bool
 ) -> Scored:
-    """Draw a problem and write a chain for it: computed throughout, or with many guesses."""
+    """Draw a problem and write a chain: computed or with many guesses, whole or cut off."""
     problem = task.draw_problem(rng, held_out=held_out)
     guess = 0.0
     if rng.random() >= recipe.computed_share:
@@ -99,6 +107,10 @@ def constructed(
     text = task.chain(rng, problem, guess=guess, guess_product=guess)
     reward = RIGHT if text.endswith(task.direct_answer(problem.answer)) else WRONG
     prompt, response = tokenizer([problem.prompt, text])["input_ids"]
+    if rng.random() < recipe.cut_share:
+        # Its last tokens are the answer.
+        left = 0 if rng.random() < recipe.empty_share else rng.randint(1, len(response) - 2)
+        return Scored(prompt, response[:left], WRONG)
     return Scored(prompt, [*response, tokenizer.eos_token_id], reward)
 
 
@@ -167,7 +179,7 @@ def train(
     own: list[Scored],
     show: Callable[[int, float], None],
 ) -> None:
-    """Train the model in place; `show(iterations done, mean squared error)` after each."""
+    """Train the model in place; `show(iterations done, cross-entropy)` after each."""
     model.train()
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay, foreach=True
@@ -177,7 +189,7 @@ def train(
         ids, last, rewards = pad(batch, padding=0)
         hidden = model.model(ids, use_cache=False).last_hidden_state
         scores = model.score(hidden[torch.arange(len(ids)), last])[:, 0]
-        loss = (scores - rewards).square().mean()
+        loss = binary_cross_entropy_with_logits(scores, (rewards == RIGHT).float())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad, foreach=True)
@@ -208,8 +220,8 @@ def report(model: Qwen2ForSequenceClassification, scored: list[Scored]) -> dict[
 
     Returns:
         right_share; accuracy and balanced_accuracy (mean over both classes) of the score's sign at
-        the last token; explained_variance there and, over every earlier token, explained_variance
-        and mean of V, with the mean return.
+        the last token; over every earlier token, explained_variance and mean of V, with the mean
+        return.
     """
     model.eval()
     rewards = torch.tensor([s.reward for s in scored])
@@ -224,7 +236,6 @@ def report(model: Qwen2ForSequenceClassification, scored: list[Scored]) -> dict[
         "balanced_accuracy": float(
             (hit[rewards > 0].float().mean() + hit[rewards < 0].float().mean()) / 2
         ),
-        "explained_variance_last": explained_variance(scores, rewards),
         "explained_variance_earlier": explained_variance(earlier, returns),
         "mean_value_earlier": float(earlier.mean()),
         "mean_return_earlier": float(returns.mean()),
@@ -259,7 +270,7 @@ def write(directory: Path, base: Path, recipe: Recipe) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(base))
     own = sampled(base, tokenizer, task.training_problems(recipe.sampled, recipe.seed), recipe.seed)
     model = build_model(base, recipe)
-    started, recent = time.monotonic(), 1.0
+    started, recent = time.monotonic(), math.log(2)
 
     def show(done: int, loss: float) -> None:
         nonlocal recent

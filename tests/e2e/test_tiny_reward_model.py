@@ -47,9 +47,17 @@ def draw(rng, tokenizer):
 def test_rewards_of_constructed_chains_by_hand(base):
     tokenizer = AutoTokenizer.from_pretrained(str(base))
     rng = random.Random(0)
-    drawn = [draw(rng, tokenizer) for _ in range(300)]
+    drawn = [draw(rng, tokenizer) for _ in range(600)]
+    whole = [s for s in drawn if s.response[-1:] == [tokenizer.eos_token_id]]
+    cut = [s for s in drawn if s not in whole]
+    # Half of them are cut off, 300 +- 12, before the answer; a tenth of those to nothing, 30 +- 5.
+    assert 260 < len(cut) < 340 and 15 < sum(not s.response for s in cut) < 45
+    assert all(s.reward == -1.0 for s in cut)
+    texts = tokenizer.batch_decode([s.response for s in cut])
+    assert not any("Answer:" in text for text in texts)
+    assert len({len(text) // 20 for text in texts}) > 4, "cut anywhere"
     guessed = 0
-    for scored in drawn:
+    for scored in whole:
         prompt, *rest = tokenizer.batch_decode([scored.prompt, scored.response])
         # Qa9b*2c-3=: the start value, then label, operation and operand.
         value = int(prompt[2])
@@ -61,7 +69,7 @@ def test_rewards_of_constructed_chains_by_hand(base):
         guessed += "~" in rest[0]
         assert right or "~" in rest[0]
     # Half are computed throughout, 150 +- 9; of the others nearly all guess, and few are right.
-    assert 120 < sum(s.reward > 0 for s in drawn) < 200
+    assert 120 < sum(s.reward > 0 for s in whole) < 200
     assert 110 < guessed < 180
 
 
@@ -148,8 +156,6 @@ def test_the_report_by_hand(monkeypatch):
     assert report["explained_variance_earlier"] == pytest.approx(0, abs=1e-6)
     assert report["mean_value_earlier"] == pytest.approx(0.5)
     assert report["mean_return_earlier"] == pytest.approx(1 / 5)
-    # Errors 0, 2, 0: variance 8/9, as that of the rewards.
-    assert report["explained_variance_last"] == pytest.approx(0, abs=1e-6)
 
 
 def test_same_seed_same_bytes(reward_model, base, tmp_path):
@@ -163,7 +169,7 @@ def test_same_seed_same_bytes(reward_model, base, tmp_path):
 
 
 @pytest.mark.slow
-def test_right_at_the_end_and_arbitrary_before(tmp_path):
+def test_right_at_the_end_and_far_too_low_before(tmp_path):
     """What value pretraining is for: accurate where it was trained, no value function elsewhere."""
     make_base_model.make(tmp_path / "base", make_base_model.Recipe())
     make_reward_model.make(tmp_path / "reward", tmp_path / "base", Recipe())
@@ -171,4 +177,6 @@ def test_right_at_the_end_and_arbitrary_before(tmp_path):
     for name in ("sampled", "constructed"):
         assert reports[name]["accuracy"] > 0.87, reports
         assert reports[name]["explained_variance_earlier"] < 0.1, reports
+        earlier = reports[name]["mean_value_earlier"], reports[name]["mean_return_earlier"]
+        assert earlier[0] < earlier[1] - 1, reports
     assert reports["constructed"]["balanced_accuracy"] > 0.9, reports
