@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is not finished, and write the table and the page; 1 when an arm failed."""
     parser = Parser(prog="run_ablation_tiny.sh", description=__doc__, epilog=EPILOG)
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 .. N-1 (3)")
-    parser.add_argument("--arms", nargs="+", default=[], metavar="NAME", help="only these (the table's)")
+    parser.add_argument(
+        "--arms", nargs="+", default=[], metavar="NAME", help="only these (the table's)"
+    )
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="runs at a time (2)")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/ablation"), metavar="DIR",
