@@ -306,6 +306,11 @@ def test_techniques_show_their_settings_and_whether_they_are_on(page, run_dir, t
     states = re.findall(r'<li class="(\w+)"><div class="head"><b>(\d)', text)
     # Equal lambdas are not decoupled, and 0.95 is not adaptive.
     assert {number for state, number in states if state == "off"} == {"2", "3"}
+    (tmp_path / "config.yaml").write_text(
+        "algorithm: {value_pretraining_steps: 0}\nmodel: {critic_checkpoint: runs/values}"
+    )
+    text = build_report(tmp_path).read_text()
+    assert text.count('<li class="on">') == 7 and "critic_checkpoint = runs/values" in text
 
 
 def test_configuration_marks_what_differs_from_the_default(run_dir):

@@ -16,7 +16,7 @@ def _chart(title: str, *series: tuple[str, str], **options: Any) -> dict[str, An
 _CHARTS = (
     _chart(
         "Accuracy", ("evaluation/avg@K", "held-out, {K}"), ("reward/correct_fraction", "training"),
-        low=0, high=1,
+        ("rollout/sampled_correct_fraction", "all that was sampled"), low=0, high=1,
     ),
     _chart("Reward", ("reward/mean", "mean")),
     _chart(

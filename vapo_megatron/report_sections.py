@@ -10,14 +10,14 @@ from typing import Any
 
 import yaml
 
-from vapo_megatron.config_schema import AlgorithmConfig, VapoConfig
+from vapo_megatron.config_schema import AlgorithmConfig, ModelConfig, VapoConfig
 from vapo_megatron.report_page import escape
 
 _TECHNIQUES: tuple[tuple[str, str, Callable[[Mapping[str, Any]], bool], str], ...] = (
     (
         "Value pretraining",
-        "value_pretraining_steps",
-        lambda a: a["value_pretraining_steps"] > 0,
+        "value_pretraining_steps critic_checkpoint",
+        lambda a: a["value_pretraining_steps"] > 0 or a["critic_checkpoint"] is not None,
         "The critic learns the returns of the fixed policy first, so that a critic which knows "
         "nothing never steers the actor.",
     ),
@@ -66,12 +66,14 @@ _TECHNIQUES: tuple[tuple[str, str, Callable[[Mapping[str, Any]], bool], str], ..
         "in one batch.",
     ),
 )
-"""Name, fields of `algorithm`, whether they switch it on, and a sentence (arXiv 2504.05118)."""
+"""Name, fields of `algorithm` or `model`, whether they switch it on, and a sentence (the paper's,
+arXiv 2504.05118, in our words)."""
 
 
 def techniques(config: Mapping[str, Any]) -> str:
     """Return a list of the seven techniques, each with its fields, and whether it is on."""
-    settings = AlgorithmConfig().model_dump() | (config.get("algorithm") or {})
+    settings = ModelConfig().model_dump() | (config.get("model") or {})
+    settings |= AlgorithmConfig().model_dump() | (config.get("algorithm") or {})
     items = []
     for number, (name, fields, is_on, sentence) in enumerate(_TECHNIQUES, 1):
         state = "on" if is_on(settings) else "off"

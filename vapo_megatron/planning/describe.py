@@ -32,6 +32,7 @@ NOT_MODELLED = (
     "micro-batches of unequal length in a pipeline, whose stages then wait for each other",
     "preemption by vLLM; lengths of responses (log-normal, as long as you say they are)",
     "frozen attention of a critic: its products backward and saved inputs count as if it learned",
+    "rounds of dynamic sampling: a step samples its responses once",
     "FP8: products and saved inputs count as bfloat16's (weights' copies in FP8 are counted)",
     "verifier, exchange of responses, advantages, evaluation, start-up",
     "contention between nodes in a sync, and of GPUs for their host's memory",
