@@ -139,7 +139,7 @@ def _write_first(
     model, groups = getattr(trainer, role), trainer.groups
     metrics = model.compute_gradients(mini_batches[0])
     gradients = full_gradients(model.trained.chunks, trainer.shape, groups, role)
-    if trainer.is_main:
+    if groups.rank == 0:
         layout = f"TP{groups.tp_size} PP{groups.pp_size} VPP{groups.vpp_size} DP{groups.dp_size}"
         metadata = {"layout": layout, "step": str(step), "loss": f"{float(metrics['loss']):.9g}"}
         out.mkdir(parents=True, exist_ok=True)
