@@ -79,6 +79,7 @@ class Actor:
 
         def head(output: Tensor, micro_batch: MicroBatch) -> Tensor:
             logprobs, entropy = self._logprobs(output, micro_batch, with_entropy=True)
+            assert entropy is not None
             return torch.stack([logprobs, entropy], dim=-1)
 
         both = torch.cat(forward_only(self.trained.chunks, micro_batches, head)).cpu()
@@ -95,6 +96,7 @@ class Actor:
             Metrics averaged over the mini-batches; first_ratio_diff_max is the largest
             |ratio - 1| in the first of them.
         """
+        assert isinstance(self.trained, TrainedModel)
         totals: dict[str, Tensor] = {}
         for index, mini_batch in enumerate(mini_batches):
             deviation: list[Tensor] = []
@@ -110,6 +112,7 @@ class Actor:
 
     def compute_gradients(self, mini_batch: MiniBatch) -> dict[str, Tensor]:
         """Leave the finished gradient of one mini-batch's loss in the buffers; return metrics."""
+        assert isinstance(self.trained, TrainedModel)
         return self.trained.compute_gradients(mini_batch, partial(self._loss, mini_batch, []))
 
     def _loss(

@@ -76,10 +76,10 @@ def layer_forward_flops(shape: ModelShape, sequence_lengths: Sequence[int]) -> i
 
 
 def output_forward_flops(
-    shape: ModelShape, num_outputs: int, *, role: Literal["actor", "critic"]
+    shape: ModelShape, num_outputs: int, *, role: Literal["actor", "critic", "reference"]
 ) -> int:
     """Count the FLOPs of the output projection or the value head at so many positions."""
-    width = shape.vocab_size if role == "actor" else 1
+    width = 1 if role == "critic" else shape.vocab_size
     return 2 * width * shape.hidden_size * num_outputs
 
 

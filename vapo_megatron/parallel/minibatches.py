@@ -44,7 +44,8 @@ def local_plan(micro_batches: Sequence[Sequence[Sequence[int]]]) -> list[list[li
 
     The local batch holds the responses in the order of the plan, so the indices count up.
     """
-    plan, start = [], 0
+    plan: list[list[list[int]]] = []
+    start = 0
     for mini_batch in micro_batches:
         plan.append([])
         for positions in mini_batch:

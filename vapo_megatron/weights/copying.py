@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO
 
 import torch
@@ -48,7 +48,7 @@ def read_exactly(file: BinaryIO, offset: int, out: Tensor) -> None:
     Raises:
         CheckpointError: the file ends early.
     """
-    view = memoryview(out.reshape(-1).view(torch.uint8).numpy())
+    view = out.reshape(-1).view(torch.uint8).numpy().data
     while view:
         count = os.preadv(file.fileno(), [view], offset)
         if not count:
@@ -74,7 +74,7 @@ def copy_exactly(
     Raises:
         CheckpointError: the source ends early.
     """
-    copy = os.copy_file_range
+    copy: Callable[..., int] = os.copy_file_range
     while num_bytes:
         try:
             count = copy(source.fileno(), target.fileno(), num_bytes, begin, place)

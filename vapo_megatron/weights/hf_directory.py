@@ -151,7 +151,7 @@ def architecture(config: dict[str, Any], family: str, role: str) -> str:
             policy: its logits [B, S, 1] are V at each position, while sequence classification
             returns the last position alone).
     """
-    heads = ("ForCausalLM",)
+    heads: tuple[str, ...] = ("ForCausalLM",)
     if role == "critic":
         heads = ("ForTokenClassification", "ForSequenceClassification")
     match config.get("architectures"):

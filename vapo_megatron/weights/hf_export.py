@@ -141,7 +141,7 @@ def _value_bias(last_chunk: torch.nn.Module, class_name: str) -> Tensor | None:
     return bias
 
 
-def _problem_of(action: Callable[[], None]) -> str | None:
+def _problem_of(action: Callable[[], object]) -> str | None:
     try:
         action()
     except (OSError, ValueError) as error:

@@ -231,7 +231,7 @@ def _write_rows(
     tensor, plan = item.tensor, item.plan
     for run in tensor.runs if tensor else ():
         first, last = max(start, run.first), min(start + count, run.first + run.count)
-        if run.tensor == item.part and first < last:
+        if tensor and run.tensor == item.part and first < last:
             key, layer, row = tensor.key, tensor.layer, run.start + first - run.first
             to = place + (first - start) * (plan.num_bytes // plan.shape[0])
             if reader.has_whole_rows(key, layer):
