@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -17,7 +17,6 @@ from torch.profiler import ProfilerActivity, profile
 from vapo_megatron.batch import RolloutBatch, make_micro_batch
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.planning.model_bytes import Role
 
 PROMPT_TOKENS = 2
 PAUSE_SECONDS = 0.02
@@ -154,7 +153,8 @@ def checkpoint_size(shape: ModelShape, config: VapoConfig, directory: str) -> in
     from vapo_megatron.trained_model import TrainedModel
 
     here = groups.initialize(config.parallel)
-    models = {role: TrainedModel(shape, config, here, role, None) for role in get_args(Role)}
+    roles = config.algorithm.trained_roles
+    models = {role: TrainedModel(shape, config, here, role, None) for role in roles}
     checkpoint.save(Path(directory), 1, models, {}, keep_last=1)
     return sum(file.stat().st_size for file in Path(directory).rglob("*") if file.is_file())
 
