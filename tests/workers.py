@@ -73,6 +73,8 @@ def _serve(connection: Connection) -> None:
             dist.init_process_group(
                 "gloo", init_method=f"file://{init_file}", rank=rank, world_size=world_size
             )
+            # A function may leave the group at once, while another rank is still connecting to it.
+            dist.barrier()
             connection.send((True, function(*args)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
