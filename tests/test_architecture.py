@@ -21,6 +21,7 @@ LEVELS = {
     "config_algorithm": 0,
     "config_schema": 0,
     "config_help": 1,
+    "techniques": 1,
     "config": 1,
     "command": 1,
     "batch": 1,

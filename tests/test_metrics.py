@@ -12,14 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from vapo_megatron.batch import Prompt, Rollout
 from vapo_megatron.errors import DataError
-from vapo_megatron.metrics import (
-    METRICS,
-    MetricsWriter,
-    accuracy_name,
-    describe,
-    group_record,
-    read_run,
-)
+from vapo_megatron.metrics import METRICS, MetricsWriter, accuracy_name, describe
+from vapo_megatron.run_directory import group_record, read_run
 
 REQUIRED = """
 reward/mean rollout/response_length_mean rollout/truncated_fraction rollout/logprob_diff_mean

@@ -20,6 +20,7 @@ from tests.dumped import config as dumped_config
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
 from vapo_megatron.config import load_config
+from vapo_megatron.techniques import algorithm_name
 from vapo_megatron.train import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,6 +69,18 @@ def changed(base, name):
         for field, value in after[section].items()
         if before[section][field] != value
     }
+
+
+NAMES = {
+    "vapo": "VAPO", "ppo": "PPO", "vc_ppo": "VC-PPO", "grpo": "GRPO", "dr_grpo": "Dr.GRPO",
+    "dapo": "DAPO", "orz": "Open-Reasoner-Zero",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("base", [TINY, LARGE], ids=["tiny", "32b"])
+def test_a_run_is_called_by_its_recipe(base):
+    found = {name: load_config([*base, recipe(name)]).model_dump() for name in CHANGES}
+    assert {name: algorithm_name(config) for name, config in found.items()} == NAMES
 
 
 def test_every_recipe_is_here():

@@ -19,9 +19,10 @@ import pytest
 from vapo_megatron.batch import Prompt, Rollout
 from vapo_megatron.config import VapoConfig, load_config
 from vapo_megatron.errors import DataError
-from vapo_megatron.metrics import PHASES, MetricsWriter, group_record
+from vapo_megatron.metrics import PHASES, MetricsWriter
 from vapo_megatron.report import build_report
 from vapo_megatron.report_page import escape, script_json
+from vapo_megatron.run_directory import group_record
 
 ROOT = Path(__file__).resolve().parents[1]
 HOSTILE = "</pre></script><script>alert(1)</script><img src=x onerror=alert(2)> {{config}} & \"'"
@@ -313,6 +314,32 @@ def test_techniques_show_their_settings_and_whether_they_are_on(page, run_dir, t
     assert text.count('<li class="on">') == 7 and "critic_checkpoint = runs/values" in text
 
 
+@pytest.mark.parametrize(
+    "algorithm,title",
+    [
+        ({}, "VAPO run"),
+        ({"clip_high": 0.2}, "VAPO without clip-higher run"),
+        (
+            {"lambda_critic": 0.95, "lambda_actor": 0.95, "positive_lm_coef": 0.0},
+            "VAPO without decoupled GAE, length-adaptive GAE, positive-example LM loss run",
+        ),
+        (
+            {"value_pretraining_steps": 0, "lambda_critic": 0.95, "lambda_actor": 0.95,
+             "clip_high": 0.2, "loss_aggregation": "sample", "positive_lm_coef": 0.0},
+            "PPO with group sampling run",
+        ),
+        ({"stage": "value_pretraining"}, "Value pretraining run"),
+        ({"advantage_estimator": "grpo", "group_size": 8}, "GRPO run"),
+        ({"advantage_estimator": "dr_grpo", "dynamic_sampling": True}, "Dr.GRPO run"),
+    ],
+)  # fmt: skip
+def test_a_page_is_called_by_its_algorithm(tmp_path, algorithm, title):
+    """Recipes are in tests/test_recipes.py."""
+    (tmp_path / "config.yaml").write_text(json.dumps({"algorithm": algorithm}))
+    text = build_report(tmp_path).read_text()
+    assert f'<div class="kicker">{title}</div>' in text and f" - {title}</title>" in text
+
+
 def test_configuration_marks_what_differs_from_the_default(run_dir):
     text = (run_dir / "report.html").read_text()
     row = '<tr class="changed" title="default: 8192"><th>responses_per_step</th><td>256</td>'
@@ -344,6 +371,8 @@ def test_partial_runs(tmp_path, kind):
         assert [s["label"] for s in series(page, "Accuracy")] == ["training"]
         assert series(page, "Reward")[0]["points"][0][0] == 1 and "Entropy" not in titles
         assert ("config.yaml not found" in page.visible) == (kind == "no config")
+        # What nobody knows is neither on nor off.
+        assert (("class", "techniques") in page.attributes) == (kind != "no config")
 
 
 def test_numbers_that_were_not_finite_stay_in_the_curves(tmp_path):

@@ -61,6 +61,8 @@ def report(tmp_path_factory):
     with MetricsWriter(run_dir, tensorboard=False, resume_step=21) as writer:
         for step in range(1, 21):
             writer.write_problems(step, [1, 2, 3 + step], [step % 5, 4, 0], 4)
+        for step in (0, 10, 20):
+            writer.write_problems(step, range(2), [0, step // 10], 2, held_out=True)
     return build_report(run_dir)
 
 
@@ -181,13 +183,15 @@ def test_pointing_at_charts_and_plots_shows_numbers(page):
     value = f"data.charts[1].series[0].points.find(p => p[0] === {step})[1]"
     assert page.run(f"format({value})") in legend("Reward")
     plots = page.run("[...document.querySelectorAll('#plots h3')].map(h => h.textContent)")
-    assert len(plots) == 9 and all(title.endswith("?") for title in plots)
+    assert len(plots) == 11 and all(title.endswith("?") for title in plots)
     page.point("#plots figure:nth-of-type(8) svg[role=img]")
     # One problem of three never has a right response; problem 1 has none at every fifth step.
     step = int(re.search(r"step: (\d+)", legend(plots[7]))[1])
     assert f"none right {0.333 if step % 5 else 0.667}" in " ".join(legend(plots[7]).split())
     page.point("#plots figure:nth-of-type(9) svg rect")
     assert "problem 1, step 1: 1 of 4 right" in legend(plots[8])
+    page.point("#plots figure:nth-of-type(11) svg rect:nth-of-type(6)")
+    assert "problem 1, step 20: 2 of 2 right" in legend(plots[10])
 
 
 def test_arms_are_picked(browser, tmp_path):

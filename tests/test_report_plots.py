@@ -23,6 +23,8 @@ WEIGH = "Which lengths weigh in the loss?"
 UNSURE = "Is the policy unsure where responses of a group part?"
 LEFT = "Are there problems left to learn from?"
 LEARNT = "Which problems are learnt, and which forgotten?"
+MASTERED = "How many held-out problems has the policy mastered?"
+SOLVED = "Which held-out problems does it solve, and since when?"
 
 
 def response(status, pieces, values, advantages=None, entropy=None, num_tokens=None):
@@ -165,6 +167,25 @@ def test_pass_rates_of_problems(tmp_path):
         {"name": "problem 8", "visits": [(1, 4, 4), (2, 0, 4)]},
         {"name": "problem 9", "visits": [(1, 4, 8), (2, 2, 4)]},
     ]
+    assert found[LEARNT]["y"] == "2 problems" and not {MASTERED, SOLVED} & set(found)
+
+
+def test_pass_rates_of_held_out_problems(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write_problems(2, [7], [1], 4)
+        for step, correct in ((0, [0, 2, 0]), (2, [2, 1, 0]), (4, [2, 2, 2])):
+            writer.write_problems(step, range(3), correct, 2, held_out=True)
+    MetricsWriter(tmp_path, tensorboard=False, resume_step=3).close()
+    found = {p["title"]: p for p in plots(read_run(tmp_path))}
+    shares = {s["label"]: s["points"] for s in found[MASTERED]["series"]}
+    assert shares["none right"] == [[0, pytest.approx(2 / 3)], [2, pytest.approx(1 / 3)]]
+    assert shares["all"] == [[0, pytest.approx(1 / 3)], [2, pytest.approx(1 / 3)]]
+    assert found[SOLVED]["cells"] == [
+        {"name": "problem 2", "visits": [(0, 0, 2), (2, 0, 2)]},
+        {"name": "problem 0", "visits": [(0, 0, 2), (2, 2, 2)]},
+        {"name": "problem 1", "visits": [(0, 2, 2), (2, 1, 2)]},
+    ]
+    assert LEARNT not in found and [p[1] for p in found[LEFT]["series"][1]["points"]] == [1.0]
 
 
 def test_many_problems_and_steps_are_bounded(tmp_path):
@@ -178,4 +199,16 @@ def test_many_problems_and_steps_are_bounded(tmp_path):
     cells = found[LEARNT]["cells"]
     assert len(cells) == 40 and {len(c["visits"]) for c in cells} == {30}
     assert cells[0]["name"] == "problem 0" and cells[-1]["name"] == "problem 199"
-    assert cells[0]["visits"][-1][0] == 250
+    assert (cells[0]["visits"][0][0], cells[0]["visits"][-1][0]) == (1, 250)
+    assert found[LEARNT]["y"] == "40 of 200 problems"
+
+
+def test_without_a_configuration_nothing_is_said_of_tokens(tmp_path):
+    run_dir = write_run(tmp_path / "run", num_steps=1)
+    kept = run_dir / "rollouts" / "step_000001.jsonl"
+    group = json.loads(kept.read_text().splitlines()[0])
+    group["responses"] = [response("wrong", "xy", [0.5, 1.0]) | {"text": "xy"}]
+    kept.write_text(json.dumps(group) + "\n")
+    assert plots(read_run(run_dir))
+    (run_dir / "config.yaml").unlink()
+    assert plots(read_run(run_dir)) == []

@@ -15,25 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from vapo_megatron.run_directory import (
-    group_record,
+    HELD_OUT_FILE,
+    METRICS_FILE,
+    PROBLEMS_FILE,
     read_rows,
-    read_run,
     replace_file,
     rollout_file,
     rollout_steps,
     to_line,
 )
-
-__all__ = [
-    "METRICS",
-    "PHASES",
-    "Metric",
-    "MetricsWriter",
-    "accuracy_name",
-    "describe",
-    "group_record",
-    "read_run",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,20 +176,20 @@ class MetricsWriter:
                 step s, 0 for a run from the beginning.
 
         Raises:
-            DataError: metrics.jsonl or problems.jsonl holds a line that is not a row.
+            DataError: a file of rows holds a line that is none.
         """
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._last_step = resume_step - 1
-        file, self._problems = self.run_dir / "metrics.jsonl", self.run_dir / "problems.jsonl"
-        for rows in (file, self._problems):
-            if rows.exists():
-                kept = [row for row in read_rows(rows) if row["step"] < resume_step]
-                replace_file(rows, "".join(map(to_line, kept)))
+        for name in (METRICS_FILE, PROBLEMS_FILE, HELD_OUT_FILE):
+            file = self.run_dir / name
+            if file.exists():
+                kept = [row for row in read_rows(file) if row["step"] < resume_step]
+                replace_file(file, "".join(map(to_line, kept)))
         for step in rollout_steps(self.run_dir):
             if step >= resume_step:
                 rollout_file(self.run_dir, step).unlink()
-        self._file = file.open("a", encoding="utf-8")
+        self._file = (self.run_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._events = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -230,11 +220,26 @@ class MetricsWriter:
         return row
 
     def write_problems(
-        self, step: int, problems: Sequence[int], correct: Sequence[int], group_size: int
+        self,
+        step: int,
+        problems: Sequence[int],
+        correct: Sequence[int],
+        group_size: int,
+        *,
+        held_out: bool = False,
     ) -> None:
-        """Write which problems a step met, and how many of a group's responses were right."""
+        """Write which problems a step met, and how many of a group's responses were right.
+
+        Args:
+            step: of the row.
+            problems: `Prompt.index` of each group.
+            correct: right responses of each group.
+            group_size: responses to each.
+            held_out: they are an evaluation's.
+        """
         row = {"step": step, "group_size": group_size, "problems": list(problems)}
-        with self._problems.open("a", encoding="utf-8") as file:
+        name = HELD_OUT_FILE if held_out else PROBLEMS_FILE
+        with (self.run_dir / name).open("a", encoding="utf-8") as file:
             file.write(to_line(row | {"correct": list(correct)}))
 
     def write_rollouts(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:

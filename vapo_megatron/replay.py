@@ -88,9 +88,9 @@ class Replay:
         """Nothing samples."""
         return {}
 
-    def evaluate(self, policy_version: int, phase: Phase) -> dict[str, float]:
+    def evaluate(self, policy_version: int, phase: Phase) -> tuple[dict[str, float], list[int]]:
         """Nothing samples."""
-        return {}
+        return {}, []
 
     def state_dict(self) -> dict[str, Any]:
         """A replay has no place in the data."""

@@ -6,7 +6,7 @@ goes in escaped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from vapo_megatron.report_plots import plots
 from vapo_megatron.report_rollouts import rollouts
 from vapo_megatron.report_sections import configuration, techniques
 from vapo_megatron.run_directory import Run, read_run
+from vapo_megatron.techniques import algorithm_name
 
 
 def build_report(run_dir: str | Path) -> Path:
@@ -33,9 +34,9 @@ def build_report(run_dir: str | Path) -> Path:
 def _slots(run: Run) -> dict[str, str]:
     responses, tokens = rollouts(run)
     return {
-        "kind": "VAPO run",
+        "kind": escape(f"{algorithm_name(run.config)} run" if run.config else "Run"),
         "title": escape(run.run_dir.resolve().name),
-        "subtitle": _subtitle(run.config),
+        "subtitle": _subtitle(run),
         "headline": "".join(_card(*figure) for figure in _headline(run)),
         "data": script_json({**chart_data(run), "tokens": tokens, "plots": plots(run)}),
         "techniques": techniques(run.config),
@@ -44,10 +45,10 @@ def _slots(run: Run) -> dict[str, str]:
     }
 
 
-def _subtitle(config: Mapping[str, Any]) -> str:
-    if not config:
+def _subtitle(run: Run) -> str:
+    if not run.config:
         return "config.yaml not found"
-    model, parallel = config.get("model") or {}, config.get("parallel") or {}
+    model, parallel = run.section("model"), run.section("parallel")
     tp = parallel.get("tensor_model_parallel_size", 1)
     pp = parallel.get("pipeline_model_parallel_size", 1)
     world = parallel.get("world_size", 1)
@@ -56,7 +57,7 @@ def _subtitle(config: Mapping[str, Any]) -> str:
         model.get("dtype", ""),
         f"{world} process{'es' if world != 1 else ''}",
         f"TP {tp} x PP {pp} x DP {world // max(1, tp * pp)}",
-        f"seed {config.get('seed', 0)}",
+        f"seed {run.config.get('seed', 0)}",
     ]
     return " &middot; ".join(escape(part) for part in parts if part)
 
@@ -82,7 +83,7 @@ def _headline(run: Run) -> Iterable[tuple[str, str, str]]:
     elif rewards:
         yield "Reward", _first_to_last(rewards, "+.2f"), "mean, first and last step"
     done = rows[-1]["step"] if rows else 0
-    algorithm = run.config.get("algorithm") or {}
+    algorithm = run.section("algorithm")
     pretraining = algorithm.get("value_pretraining_steps", 0)
     total = pretraining + algorithm.get("policy_steps", 0)
     of_total = f"<small> of {total}</small>" if total > done else ""

@@ -52,9 +52,8 @@ def chart_data(run: Run) -> dict[str, Any]:
     charts = [_fill(chart, rows) for chart in _CHARTS]
     others = [n for n in names if n not in shown and describe(n) and not accuracy_name({n: 0})]
     more = [_fill(_chart(name, (name, "")), rows) for name in others]
-    algorithm = run.config.get("algorithm") or {}
     return {
-        "pretraining": algorithm.get("value_pretraining_steps", 0),
+        "pretraining": run.section("algorithm").get("value_pretraining_steps", 0),
         "charts": [chart for chart in charts if chart["series"]],
         "more": [chart for chart in more if chart["series"]],
         "phases": [

@@ -63,7 +63,7 @@ def build_comparison(
     names = [arm.name for arm in arms]
     several = len(arms) < len(paths)
     slots = {
-        "kind": "VAPO runs compared",
+        "kind": "Runs compared",
         "title": f"{_count(len(arms), 'arm')}, {len(paths)} runs"
         if several
         else f"{len(paths)} runs",
@@ -158,7 +158,7 @@ def _chart_data(arms: Sequence[Arm]) -> dict[str, Any]:
         if series:
             charts.append({"title": title, "unit": about.unit, "series": series, **axis})
     pretraining = {
-        (run.config.get("algorithm") or {}).get("value_pretraining_steps", 0)
+        run.section("algorithm").get("value_pretraining_steps", 0)
         for arm in arms
         for run in arm.runs
     }

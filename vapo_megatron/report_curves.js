@@ -55,27 +55,35 @@ function logAxis(values) {
   for (let i = from; i <= to; i += every) ticks.push([i, i >= -2 && i <= 3 ? String(Number((10 ** i).toPrecision(1))) : "1e" + i]);
   return { ticks, low: from, high: to, of: v => Math.log10(Math.max(v, 10 ** from)) };
 }
-function frame(chart, axis) {
-  const width = chart.svg.clientWidth || 320;
-  const left = 10 + Math.max(...axis.ticks.map(t => t[1].length)) * 6.4;
-  const root = chart.svg;
+function clear(root) {
+  const width = root.clientWidth || 320;
   root.setAttribute("height", HEIGHT);
   root.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
   root.replaceChildren();
+  return width;
+}
+function upright(root, axis) {
+  const width = clear(root), base = HEIGHT - BOTTOM;
+  const left = 10 + Math.max(...axis.ticks.map(t => t[1].length)) * 6.4;
+  const at = value => TOP + (axis.high - value) / (axis.high - axis.low) * (base - TOP);
+  function grid() {
+    for (const [value, text] of axis.ticks) {
+      svg("line", { class: value === axis.low ? "axis" : "grid", x1: left, x2: width - RIGHT, y1: at(value), y2: at(value) }, root);
+      svg("text", { x: left - 6, y: at(value) + 3.8, "text-anchor": "end" }, root, text);
+    }
+  }
+  return { width, left, base, grid, y: v => at(axis.of(v)) };
+}
+function frame(chart, axis) {
+  const root = chart.svg, { width, left, base, grid, y } = upright(root, axis);
   const x0 = chart.bars ? first - .5 : first === last ? first - .5 : first, x1 = chart.bars || first === last ? last + .5 : last;
   const x = s => left + 4 + (s - x0) / (x1 - x0) * (width - left - RIGHT - 4);
-  const y = v => TOP + (axis.high - axis.of(v)) / (axis.high - axis.low) * (HEIGHT - TOP - BOTTOM);
-  const base = HEIGHT - BOTTOM;
   if (data.pretraining > 0 && first <= data.pretraining) {
     const start = Math.max(x0, .5), end = Math.min(data.pretraining + .5, x1);
     svg("rect", { class: "shade", x: x(start), y: TOP, width: x(end) - x(start), height: base - TOP }, root);
     if (end < x1) svg("line", { class: "end", x1: x(end), x2: x(end), y1: TOP, y2: base }, root);
   }
-  for (const [value, text] of axis.ticks) {
-    const at = TOP + (axis.high - value) / (axis.high - axis.low) * (base - TOP);
-    svg("line", { class: value === axis.low ? "axis" : "grid", x1: left, x2: width - RIGHT, y1: at, y2: at }, root);
-    svg("text", { x: left - 6, y: at + 3.8, "text-anchor": "end" }, root, text);
-  }
+  grid();
   const room = Math.max(2, Math.floor((width - left) / 60)), every = Math.max(1, niceStep(Math.max(1, last - first), room, [1, 2, 5, 10]));
   for (let s = Math.ceil(first / every) * every; s <= last; s += every)
     svg("text", { x: x(s), y: HEIGHT - 6, "text-anchor": "middle" }, root, s);

@@ -10,11 +10,14 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import TypeVar
 
 from vapo_megatron.run_directory import replace_file
+
+T = TypeVar("T")
 
 _SCRIPTS = ("report_curves.js", "report_arms.js", "report_rollouts.js", "report_plots.js")
 
@@ -56,6 +59,13 @@ def script_json(data: object) -> str:
 def escape(text: object) -> str:
     """Return text that HTML shows as it is, inside an element or a quoted attribute."""
     return html.escape(str(text), quote=True)
+
+
+def spread(items: Sequence[T], most: int) -> Sequence[T]:
+    """Return at most so many of the items, evenly from the first to the last."""
+    if len(items) <= most:
+        return items
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
 def breakable(name: object) -> str:

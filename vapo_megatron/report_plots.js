@@ -3,37 +3,30 @@
   const parent = document.getElementById("plots");
   if (!parent) return;
   if (!(data.plots ?? []).length) { parent.parentNode.hidden = true; return; }
-  const DASHES = ["none", "7 3", "2 3", "9 3 2 3"];
+  const DASHES = ["", "7 3", "2 3", "9 3 2 3"];
   const drawn = data.plots.map(plot => {
     const chart = card(parent, plot.title), root = chart.svg;
-    const caption = html("div", "caption", root.parentNode, plot.cells ? "" : `${plot.y} by ${plot.x}`);
+    const caption = html("div", "caption", root.parentNode, plot.cells ? `${plot.y}, the hardest above; from left to right their ${plot.x}; the darker, the more responses right` : `${plot.y} by ${plot.x}`);
     return plot.cells ? cells(plot, chart, caption) : lines(plot, chart, caption);
   });
 
   function lines(plot, chart, caption) {
     const root = chart.svg, said = caption.textContent;
-    const values = plot.series.map((s, i) => entry(chart, `var(--series${i})`, s.label, "", i ? DASHES[i] : ""));
+    const values = plot.series.map((s, i) => entry(chart, `var(--series${i})`, s.label, "", DASHES[i]));
     const all = plot.series.flatMap(s => s.points), places = [...new Set(all.map(p => p[0]))].sort((a, b) => a - b);
     const xs = linearAxis(places, plot.x === "step" ? {} : { low: 0 }), ys = linearAxis(all.map(p => p[1]), plot);
-    let x = null, y = null;
+    let x = null;
     function draw() {
-      const width = root.clientWidth || 320, left = 10 + Math.max(...ys.ticks.map(t => t[1].length)) * 6.4, base = HEIGHT - BOTTOM;
+      const { width, left, grid, y } = upright(root, ys);
       x = v => left + 4 + (v - xs.low) / (xs.high - xs.low) * (width - left - RIGHT - 8);
-      y = v => TOP + (ys.high - v) / (ys.high - ys.low) * (base - TOP);
-      root.setAttribute("height", HEIGHT);
-      root.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-      root.replaceChildren();
-      for (const [value, text] of ys.ticks) {
-        svg("line", { class: "grid", x1: left, x2: width - RIGHT, y1: y(value), y2: y(value) }, root);
-        svg("text", { x: left - 6, y: y(value) + 3.8, "text-anchor": "end" }, root, text);
-      }
+      grid();
       for (const [value, text] of xs.ticks) {
         const half = text.length * 3.2, at = Math.min(width - half, x(value));
         svg("text", { x: at, y: HEIGHT - 6, "text-anchor": "middle" }, root, text);
       }
       plot.series.forEach((s, i) => {
         const path = s.points.map((p, j) => `${j ? "L" : "M"}${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join("");
-        svg("path", { d: path, style: `stroke: var(--series${i}); stroke-dasharray: ${DASHES[i % 4]}` }, root);
+        svg("path", { d: path, style: `stroke: var(--series${i}); stroke-dasharray: ${DASHES[i] || "none"}` }, root);
         if (s.points.length <= 20) for (const p of s.points) svg("circle", { cx: x(p[0]), cy: y(p[1]), r: 2.6, style: `fill: var(--series${i})` }, root);
       });
     }
@@ -54,15 +47,10 @@
   }
 
   function cells(plot, chart, caption) {
-    const said = "a row a problem, a column a visit, the darker the more responses right";
-    const root = chart.svg, most = Math.max(...plot.cells.map(row => row.visits.length));
-    caption.textContent = said;
+    const root = chart.svg, said = caption.textContent, most = Math.max(...plot.cells.map(row => row.visits.length));
     root.addEventListener("pointerleave", () => { caption.textContent = said; });
     return () => {
-      const width = root.clientWidth || 320, wide = width / most, high = HEIGHT / plot.cells.length;
-      root.setAttribute("height", HEIGHT);
-      root.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-      root.replaceChildren();
+      const wide = clear(root) / most, high = HEIGHT / plot.cells.length;
       plot.cells.forEach((row, i) => row.visits.forEach(([step, right, of], j) => {
         const place = { x: j * wide, y: i * high, width: wide - Math.min(1, wide / 4), height: high - Math.min(1, high / 4) };
         const rect = svg("rect", { ...place, style: `fill: rgb(var(--high) / ${(.08 + .92 * right / of).toFixed(2)})` }, root);

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vapo_megatron.config_schema import AlgorithmConfig
+from vapo_megatron.report_page import spread
 from vapo_megatron.report_problems import problem_plots
 from vapo_megatron.run_directory import Run
+from vapo_megatron.techniques import settings
 
 _LAST_STEPS = 5
 _PARTS = 10
@@ -39,8 +40,9 @@ def plots(run: Run) -> list[dict[str, Any]]:
     """Return the plots that can be drawn: title, what x and y are, series of [x, y] or cells."""
     groups = [g for step in run.rollout_steps[-_LAST_STEPS:] for g in run.rollouts(step)]
     groups = [g for g in groups if all("tokens" in r for r in g["responses"])]
-    algorithm = AlgorithmConfig().model_dump() | (run.config.get("algorithm") or {})
-    found = [*_token_plots(groups, algorithm), *problem_plots(run.problems())]
+    # Without config.yaml nobody knows what the tokens were trained for.
+    of_tokens = _token_plots(groups, settings(run.config)) if run.config else ()
+    found = [*of_tokens, *problem_plots(run.problems(), run.held_out())]
     return [plot for plot in found if plot.get("series") or plot.get("cells")]
 
 
@@ -144,7 +146,7 @@ def _by_value(pairs: Sequence[_Pair]) -> list[list[float]]:
 
 def _lambdas(algorithm: Mapping[str, Any], longest: int) -> list[_Series]:
     """Lambda by length, and what GAE leaves of the reward at a response's first token."""
-    lengths = sorted({1 + round(i * (longest - 1) / 40) for i in range(41)})
+    lengths = spread(range(1, longest + 1), 41)
 
     def actor(length: int) -> float:
         if algorithm["lambda_actor"] != "adaptive":

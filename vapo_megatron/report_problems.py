@@ -1,9 +1,15 @@
-"""Pass rates of problems over a run: how many are hopeless or mastered, what becomes of each."""
+"""Pass rates of problems over a run: how many are hopeless or mastered, what becomes of each.
+
+Of those that it trained on, which it meets now and then, and of the held-out ones, all of which
+every evaluation meets.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from vapo_megatron.report_page import spread
 
 _MAX_POINTS = 100
 _MAX_PROBLEMS = 40
@@ -14,26 +20,47 @@ _Visit = tuple[int, int, int]
 """Step, correct responses, responses."""
 
 
-def problem_plots(rows: Sequence[_Row]) -> Iterable[dict[str, Any]]:
-    """Yield the plots of problems.jsonl's rows."""
-    if not rows:
-        return
-    yield {
-        "title": "Are there problems left to learn from?",
-        "x": "step",
-        "y": "share of the problems by right responses",
-        "series": [{"label": name, "points": points} for name, points in _shares(rows) if points],
-        "low": 0,
-        "high": 1,
-    }
-    visited = _visited(rows)
-    if visited:
+def problem_plots(trained_on: Sequence[_Row], held_out: Sequence[_Row]) -> Iterable[dict[str, Any]]:
+    """Yield the plots of the rows of problems.jsonl and of held_out.jsonl."""
+    for rows, how_many, which, visits in (
+        (
+            trained_on,
+            "Are there problems left to learn from?",
+            "Which problems are learnt, and which forgotten?",
+            "visits",
+        ),
+        (
+            held_out,
+            "How many held-out problems has the policy mastered?",
+            "Which held-out problems does it solve, and since when?",
+            "evaluations",
+        ),
+    ):
+        if not rows:
+            continue
         yield {
-            "title": "Which problems are learnt, and which forgotten?",
-            "x": "visit",
-            "y": "problem",
-            "cells": [{"name": f"problem {index}", "visits": v} for index, v in visited],
+            "title": how_many,
+            "x": "step",
+            "y": "share of the problems by right responses",
+            "series": [
+                {"label": name, "points": points} for name, points in _shares(rows) if points
+            ],
+            "low": 0,
+            "high": 1,
         }
+        visited = _visited(rows)
+        shown = spread(visited, _MAX_PROBLEMS)
+        if shown:
+            of = f" of {len(visited)}" if len(shown) < len(visited) else ""
+            yield {
+                "title": which,
+                "x": visits,
+                "y": f"{len(shown)}{of} problems",
+                "cells": [
+                    {"name": f"problem {index}", "visits": spread(v, _MAX_VISITS)}
+                    for index, v in shown
+                ],
+            }
 
 
 def _shares(rows: Sequence[_Row]) -> list[tuple[str, list[list[float]]]]:
@@ -55,19 +82,16 @@ def _shares(rows: Sequence[_Row]) -> list[tuple[str, list[list[float]]]]:
 
 
 def _visited(rows: Sequence[_Row]) -> list[tuple[int, list[_Visit]]]:
-    """Some of the problems that the run met at two steps or more, the hardest first."""
+    """The problems that were met at two steps or more, the hardest first."""
     found: dict[int, dict[int, tuple[int, int]]] = {}
     for row in rows:
         for index, correct in zip(row["problems"], row["correct"]):
             # A step may draw a problem more than once.
             right, of = found.setdefault(index, {}).get(row["step"], (0, 0))
             found[index][row["step"]] = (right + correct, of + row["group_size"])
-    again = [(index, v) for index, v in found.items() if len(v) > 1]
-    again.sort(key=lambda item: (sum(c / n for c, n in item[1].values()) / len(item[1]), item[0]))
-    if len(again) > _MAX_PROBLEMS:
-        last = len(again) - 1
-        again = [again[round(i * last / (_MAX_PROBLEMS - 1))] for i in range(_MAX_PROBLEMS)]
-    return [
-        (index, [(step, c, n) for step, (c, n) in sorted(v.items())][-_MAX_VISITS:])
-        for index, v in again
+    again = [
+        (index, [(step, right, of) for step, (right, of) in sorted(visits.items())])
+        for index, visits in found.items()
+        if len(visits) > 1
     ]
+    return sorted(again, key=lambda one: (sum(r / of for _, r, of in one[1]) / len(one[1]), one[0]))

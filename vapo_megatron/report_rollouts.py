@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vapo_megatron.report_page import escape, visible
+from vapo_megatron.report_page import escape, spread, visible
 from vapo_megatron.run_directory import Run
 
 _MAX_CHARACTERS = 8000
@@ -24,13 +24,9 @@ def rollouts(run: Run) -> tuple[str, list[dict[str, Any] | None]]:
     Returns:
         (HTML, tokens): tokens of each response in the order of the page; None: not known.
     """
-    steps = run.rollout_steps
-    if len(steps) > _MAX_STEPS:
-        last = len(steps) - 1
-        steps = [steps[round(i * last / (_MAX_STEPS - 1))] for i in range(_MAX_STEPS)]
     parts: list[str] = []
     responses: list[Mapping[str, Any]] = []
-    for step in steps:
+    for step in spread(run.rollout_steps, _MAX_STEPS):
         groups = ""
         for group in run.rollouts(step):
             groups += _group(group, len(responses))

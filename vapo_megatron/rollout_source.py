@@ -53,8 +53,11 @@ class RolloutSource(Protocol):
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
         """Sample from the actor's weights from now on; return metrics of their way."""
 
-    def evaluate(self, policy_version: int, phase: Phase) -> dict[str, float]:
-        """Return the metrics of the held-out problems; empty: there are none."""
+    def evaluate(self, policy_version: int, phase: Phase) -> tuple[dict[str, float], list[int]]:
+        """Return metrics of the held-out problems, and how many responses to each were right.
+
+        Both empty: there are none.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the source stands, as JSON values."""

@@ -1,9 +1,9 @@
 """The files of a run directory that people and the report read.
 
 config.yaml (resolved), metrics.jsonl (one row a step), problems.jsonl (one row a step: its problems
-and how many responses to each were right), rollouts/step_*.jsonl (one group of responses a line). A
-file is replaced as a whole or grows by whole lines, so it can be read while
-the run goes on.
+and how many responses to each were right), held_out.jsonl (the same of an evaluation),
+rollouts/step_*.jsonl (one group of responses a line). A file is replaced as a whole or grows by
+whole lines, so it can be read while the run goes on.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from vapo_megatron.errors import DataError
 if TYPE_CHECKING:
     from vapo_megatron.batch import Rollout
 
+METRICS_FILE, PROBLEMS_FILE, HELD_OUT_FILE = "metrics.jsonl", "problems.jsonl", "held_out.jsonl"
+"""Of rows, each with its step."""
+
 _ROLLOUT_FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
@@ -38,14 +41,21 @@ class Run:
     rollout_steps: list[int]
     """Steps of which some responses were kept."""
 
+    def section(self, name: str) -> dict[str, Any]:
+        """Return a section of config.yaml; empty where it has none."""
+        return self.config.get(name) or {}
+
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """Return the groups kept of one step, as `group_record` made them."""
         return _read_lines(rollout_file(self.run_dir, step))
 
     def problems(self) -> list[dict[str, Any]]:
         """Return each step's problems and how many of their responses were right."""
-        file = self.run_dir / "problems.jsonl"
-        return read_rows(file) if file.exists() else []
+        return _rows_of(self.run_dir / PROBLEMS_FILE)
+
+    def held_out(self) -> list[dict[str, Any]]:
+        """Return the same of each evaluation."""
+        return _rows_of(self.run_dir / HELD_OUT_FILE)
 
 
 def read_run(run_dir: str | Path) -> Run:
@@ -55,14 +65,18 @@ def read_run(run_dir: str | Path) -> Run:
         DataError: it is no run directory, or a file in it cannot be read.
     """
     run_dir = Path(run_dir)
-    config_file, metrics_file = run_dir / "config.yaml", run_dir / "metrics.jsonl"
+    config_file, metrics_file = run_dir / "config.yaml", run_dir / METRICS_FILE
     if not (config_file.exists() or metrics_file.exists()):
         raise DataError(
             f"{run_dir} is not a run directory: it has neither config.yaml nor metrics.jsonl; "
             "give the directory that logging.run_dir named"
         )
-    rows = read_rows(metrics_file) if metrics_file.exists() else []
+    rows = _rows_of(metrics_file)
     return Run(run_dir, _read_config(config_file), rows, rollout_steps(run_dir))
+
+
+def _rows_of(file: Path) -> list[dict[str, Any]]:
+    return read_rows(file) if file.exists() else []
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -91,7 +105,7 @@ def rollout_steps(run_dir: Path) -> list[int]:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl or problems.jsonl; DataError names a line that is none."""
+    """Return the rows of a file that has one a step; DataError names a line that is none."""
     rows = _read_lines(file)
     for number, row in enumerate(rows, 1):
         if not isinstance(row.get("step"), int):

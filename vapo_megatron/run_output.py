@@ -18,7 +18,9 @@ from vapo_megatron.parallel.reduce import max_over_world, sum_over_world
 from vapo_megatron.phase_timer import PhaseTimer, tokens_per_second
 from vapo_megatron.progress import Progress
 from vapo_megatron.rollout_source import Decode, OnProgress
+from vapo_megatron.run_directory import replace_file
 from vapo_megatron.shown_tokens import gather_shown, group_records
+from vapo_megatron.techniques import algorithm_name
 
 
 class RunOutput:
@@ -42,7 +44,7 @@ class RunOutput:
         with contextlib.ExitStack() as stack:
             if is_main:
                 run_dir.mkdir(parents=True, exist_ok=True)
-                (run_dir / "config.yaml").write_text(self._config.to_yaml())
+                replace_file(run_dir / "config.yaml", self._config.to_yaml())
                 writer = MetricsWriter(run_dir, log.tensorboard, start + 1 if start else 0)
                 self._writer = stack.enter_context(writer)
             self._progress = stack.enter_context(
@@ -50,7 +52,7 @@ class RunOutput:
                     log.progress,
                     algorithm.num_steps,
                     algorithm.value_pretraining_steps,
-                    title=f"VAPO {run_dir}",
+                    title=f"{algorithm_name(self._config.model_dump())} {run_dir}",
                     is_leader=is_main,
                     first_step=start + 1,
                     log_path=run_dir / "log.txt",
@@ -73,17 +75,24 @@ class RunOutput:
             )
 
     def step(self, done: int, metrics: dict[str, float]) -> None:
-        """Write the row of a step, with its times and memory."""
+        """Write the row of a step, with its times and memory; num_tokens becomes a speed."""
         times, peaks = self._timer.take(), self._timer.take_peaks()
+        row = {name: value for name, value in metrics.items() if name != "num_tokens"}
         if peaks:
             largest = max_over_world(torch.tensor(list(peaks.values()), dtype=torch.float64))
-            metrics |= dict(zip(peaks, largest.tolist(), strict=True))
+            row |= dict(zip(peaks, largest.tolist(), strict=True))
         highest = torch.tensor(self._memory.highest_bytes(), dtype=torch.float64)
-        metrics["memory/peak_bytes"] = float(sum_over_world(highest))
+        row["memory/peak_bytes"] = float(sum_over_world(highest))
         if "num_tokens" in metrics:
-            metrics["tokens_per_second"] = tokens_per_second(metrics.pop("num_tokens"), times)
+            row["tokens_per_second"] = tokens_per_second(metrics["num_tokens"], times)
         if self._writer is not None:
-            self._progress.step(done, self._writer.write(done, {**metrics, **times}))
+            self._progress.step(done, self._writer.write(done, row | times))
+
+    def evaluation(self, done: int, correct: Sequence[int]) -> None:
+        """Write how many responses to each held-out problem were right; empty: nothing."""
+        if self._writer is not None and correct:
+            problems, samples = range(len(correct)), self._config.evaluation.samples
+            self._writer.write_problems(done, problems, correct, samples, held_out=True)
 
     def rollouts(
         self,

@@ -141,10 +141,10 @@ class Sampling:
         """Give vLLM the actor's weights; return the sync's metrics."""
         return self._sync.publish(chunks, policy_version)
 
-    def evaluate(self, policy_version: int, phase: Phase) -> dict[str, float]:
+    def evaluate(self, policy_version: int, phase: Phase) -> tuple[dict[str, float], list[int]]:
         """Sample and judge the held-out problems."""
         if self.held_out is None:
-            return {}
+            return {}, []
         with phase("evaluation") as on_progress:
             return evaluate(
                 self.engine,

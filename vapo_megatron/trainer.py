@@ -138,7 +138,7 @@ class VapoTrainer:
             if self.source.note:
                 self.output.note(self.source.note)
             if start == 0:
-                self.output.step(0, self._evaluate())
+                self.output.step(0, self._evaluate(0))
             while not self._is_over(done):
                 metrics = self.train_step(done)
                 done += 1
@@ -146,7 +146,7 @@ class VapoTrainer:
                     self.explained_variances.append(metrics["critic/explained_variance"])
                 is_over = self._is_over(done)
                 if "actor" in learns and (is_over or _due(done, config.evaluation.every_steps)):
-                    metrics |= self._evaluate()
+                    metrics |= self._evaluate(done)
                 # The row first: a resume drops rows after its checkpoint, but cannot make one up.
                 self.output.step(done, metrics)
                 stops = bool(max_over_world(torch.tensor(float(early_signal.is_heard()))))
@@ -249,9 +249,11 @@ class VapoTrainer:
         with self._phase("sync"):
             return self.source.publish(self.actor.trained.chunks, self.policy_version)
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, done: int) -> dict[str, float]:
         self._publish()
-        return self.source.evaluate(self.policy_version, self._phase)
+        metrics, correct = self.source.evaluate(self.policy_version, self._phase)
+        self.output.evaluation(done, correct)
+        return metrics
 
     def _micro_batches(self, batch: RolloutBatch, part: Sequence[Sequence[int]]) -> list[Any]:
         return make_micro_batches(batch, part, multiple_of=self._multiple)

@@ -167,6 +167,11 @@ def test_files_and_metrics(straight):
         for group in map(json.loads, kept):
             right = sum(r["status"] == "correct" for r in group["responses"])
             assert correct[group["prompt_index"]] == right
+    held_out = map(json.loads, (run_dir / "held_out.jsonl").read_text().splitlines())
+    for row, went in zip((written[0], written[-1]), held_out, strict=True):
+        assert (went["step"], went["group_size"]) == (row["step"], 2)
+        assert went["problems"] == list(range(24))
+        assert sum(went["correct"]) == round(2 * 24 * row["evaluation/avg@2"])
     rounds = [row.get("rollout/sampling_rounds") for row in written]
     if DYNAMIC[0] in straight.overrides:
         assert rounds[:2] == [None, None], "value pretraining takes what comes"

@@ -14,7 +14,7 @@ SAMPLES = 4
 
 
 class Sampler:
-    """Responses of a replica: right where problem + sample is divisible by 3."""
+    """Responses of a replica: right where problem + sample is divisible by 3, but for sample 3."""
 
     def __init__(self, replica, num_replicas):
         self._replica, self.num_replicas = replica, num_replicas
@@ -33,7 +33,7 @@ class Sampler:
             prompt, sample = prompts[position], position % group_size
             right = (prompt.index + sample) % 3 == 0
             text = f"Answer: {prompt.answer if right else 100 + sample % 2}"
-            if sample == 3:
+            if sample == 3 and prompt.index != 3:
                 # A thousand characters are read, no more.
                 text = "no idea" if prompt.index else "Answer: " + "12" * 501
             ids = (5,) * (1 + prompt.index + sample)
@@ -94,14 +94,14 @@ def test_neither_replicas_nor_ranks_nor_batches_change_the_result(workers):
         (2, 1, 3): [[[0, 1], [3]], [[2], [4]]],
         (2, 2, 4): [[[0, 1, 2, 3], [4]], [[], []]],
     }
-    [(judged, metrics, *_)] = workers.run(1, judged_on, 1, 5, 5)
+    [(judged, (metrics, correct), *_)] = workers.run(1, judged_on, 1, 5, 5)
     judged = [responses for _, responses in judged[0]]
     for (ranks, of, batch), places in cases.items():
         results = workers.run(ranks, judged_on, of, 5, batch)
         assert [[[i for i, _ in b] for b in r[0]] for r in results] == places
         for batches, same, _, _ in results:
             assert all(responses == judged[i] for b in batches for i, responses in b)
-            assert same == metrics
+            assert same == (metrics, correct)
     assert [[r["status"] for r in p] for p in judged[:2]] == [
         ["correct", "wrong", "wrong", "unparsable"],
         ["wrong", "wrong", "correct", "unparsable"],
@@ -111,13 +111,15 @@ def test_neither_replicas_nor_ranks_nor_batches_change_the_result(workers):
         "sample": 1, "status": "wrong", "answer": "101", "vote": 1, "num_tokens": 2,
         "truncated": False, "text": "Answer: 101",
     }  # fmt: skip
-    # One of the first three samples of each problem is right, the last has no answer:
-    # avg 1/4, pass 1, and three answers with a vote each; problem 1 answers 100, 101, 1.
-    assert metrics["evaluation/avg@4"] == 1 / 4
+    # One of the first three samples of each problem is right, the last of problem 3 alone, and it
+    # has no answer elsewhere: pass 1, three answers with a vote each; problem 1: 100, 101, 1.
+    assert correct == [1, 1, 1, 2, 1]
+    assert metrics["evaluation/avg@4"] == pytest.approx(6 / 20)
     assert metrics["evaluation/pass@4"] == 1.0
     # Problem p is right at sample -p mod 3: 0, 2, 1, 0, 2. The others say 100 + sample % 2: where
-    # sample 1 is right, samples 0 and 2 say 100 twice and win (0); else all have one vote (1/3).
-    assert metrics["evaluation/majority@4"] == pytest.approx((4 / 3 + 0) / 5)
+    # sample 1 is right, samples 0 and 2 say 100 twice and win (0); else all have one vote (1/3). In
+    # problem 3 the right answer has two votes.
+    assert metrics["evaluation/majority@4"] == pytest.approx((3 / 3 + 0 + 1) / 5)
     # Lengths 1 + p + s: mean 1 + 2 + 1.5.
     assert metrics["evaluation/response_length_mean"] == 4.5
     # Longer than 6: p + s > 5, of p in 0..4 and s in 0..3: (3,3), (4,2), (4,3).

@@ -35,15 +35,15 @@ def evaluate(
     *,
     policy_version: int,
     on_progress: Callable[[int, int], None] | None = None,
-) -> dict[str, float]:
+) -> tuple[dict[str, float], list[int]]:
     """Sample `evaluation.samples` responses per problem and judge them. Collective over the world.
 
     The seeds do not depend on the training step: every evaluation of a run draws the same noise, so
     that differences come from the weights.
 
     Returns:
-        evaluation/avg@K, pass@K, majority@K, response_length_mean and truncated_fraction, over all
-        problems, on every rank.
+        On every rank (metrics, correct): evaluation/avg@K, pass@K, majority@K, response_length_mean
+        and truncated_fraction over all problems; of each problem how many of its K are right.
     """
     samples = config.evaluation.samples
     names = value_names(samples)
@@ -61,7 +61,8 @@ def evaluate(
     found = means([dict(zip(names, row)) for row in zip(*columns)])
     shown = [f"{what}@{samples}" for what in ("avg", "pass", "majority")]
     shown += ["response_length_mean", "truncated_fraction"]
-    return {f"evaluation/{name}": found[name] for name in shown}
+    correct = [round(samples * share) for share in columns[names.index(f"avg@{samples}")]]
+    return {f"evaluation/{name}": found[name] for name in shown}, correct
 
 
 def sampling_settings(config: VapoConfig) -> SamplingSettings:
