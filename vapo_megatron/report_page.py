@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from vapo_megatron.run_directory import replace_file
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _SCRIPTS = ("report_curves.js", "report_arms.js", "report_rollouts.js", "report_plots.js")
 
@@ -61,7 +61,7 @@ def escape(text: object) -> str:
     return html.escape(str(text), quote=True)
 
 
-def spread(items: Sequence[T], most: int) -> Sequence[T]:
+def spread(items: Sequence[_T], most: int) -> Sequence[_T]:
     """Return at most so many of the items, evenly from the first to the last."""
     if len(items) <= most:
         return items

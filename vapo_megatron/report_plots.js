@@ -6,7 +6,7 @@
   const DASHES = ["", "7 3", "2 3", "9 3 2 3"];
   const drawn = data.plots.map(plot => {
     const chart = card(parent, plot.title), root = chart.svg;
-    const caption = html("div", "caption", root.parentNode, plot.cells ? `${plot.y}, the hardest above; from left to right their ${plot.x}; the darker, the more responses right` : `${plot.y} by ${plot.x}`);
+    const caption = html("div", "caption", root.parentNode, plot.cells ? `${plot.y}, the hardest above, and their ${plot.x} from left to right; the stronger the colour, the more responses right` : `${plot.y} by ${plot.x}`);
     return plot.cells ? cells(plot, chart, caption) : lines(plot, chart, caption);
   });
 
