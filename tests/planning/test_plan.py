@@ -143,6 +143,8 @@ def test_a_critic_costs_its_phases():
     assert thrice - actor == 3 * (once - actor)
     # Value head and output projection apart, critic and actor train on the same products.
     assert 1.8 < model_flops(SMALL_SHAPE, workload) / model_flops(SMALL_SHAPE, alone) < 2
+    pretraining = dataclasses.replace(workload, trained_roles=("critic",))
+    assert model_flops(SMALL_SHAPE, pretraining) == once - actor, "the policy stands still"
 
 
 def test_copies_to_hosts_by_hand():

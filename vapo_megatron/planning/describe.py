@@ -71,7 +71,7 @@ _PASTED = {
 
 def describe_job(name: str, shape: ModelShape, c: Cluster, w: Workload) -> str:
     """Return what is planned for: model, cluster, workload."""
-    roles = "actor and critic" if w.critic else "actor"
+    roles = " and ".join(w.trained_roles)
     nodes = math.ceil(c.num_gpus / c.gpus_per_node)
     return (
         f"{name}: {parameter_count(shape) / 1e9:.2f}e9 parameters, {roles}, on {c.num_gpus} "

@@ -88,15 +88,16 @@ def training_time(
 ) -> Training:
     """Predict the trainer's phases of a step."""
     arguments = (shape, config, cluster, workload)
+    roles, learning = config.algorithm.roles, config.algorithm.trained_roles
     phases = {}
-    if workload.critic:
+    if "critic" in roles:
         phases["values"] = scoring(*arguments, "critic")
     phases["logprobs"] = scoring(*arguments, "actor")
-    if workload.reference:
-        phases["reference_logprobs"] = scoring(*arguments, "actor")
-    if workload.critic:
+    if "reference" in roles:
+        phases["reference_logprobs"] = phases["logprobs"]
+    if "critic" in learning:
         phases["critic_update"] = update(*arguments, "critic")
-    if "actor" in config.algorithm.trained_roles:
+    if "actor" in learning:
         phases["actor_update"] = update(*arguments, "actor")
     return Training(phases, offload_seconds(shape, config, cluster))
 
@@ -251,11 +252,11 @@ def model_flops(shape: ModelShape, workload: Workload) -> int:
     """FLOPs that a step's updates cannot do without: forward and backward, nothing twice."""
     lengths = [int(n) + workload.prompt_tokens for n in response_lengths(workload)]
     outputs = workload.response_tokens
-    total = flops.training_flops(shape, lengths, role="actor", num_outputs=outputs)
-    if workload.critic:
-        once = flops.training_flops(shape, lengths, role="critic", num_outputs=outputs)
-        total += workload.critic_updates_per_step * once
-    return total
+    passes = {"actor": 1, "critic": workload.critic_updates_per_step}
+    return sum(
+        passes[role] * flops.training_flops(shape, lengths, role=role, num_outputs=outputs)
+        for role in workload.trained_roles
+    )
 
 
 def resharding_seconds(shape: ModelShape, plan: Plan) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ _PURPOSE = 7
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A step's responses, and which models look at them."""
+    """A step's responses, and which models learn from them."""
 
     num_responses: int
     group_size: int
@@ -44,10 +44,7 @@ class Workload:
     """Mean length of a prompt."""
     mean_response_tokens: float
     max_response_tokens: int
-    critic: bool = True
-    """False: no values and no critic updates, as in GRPO."""
-    reference: bool = False
-    """Another pass of log-probabilities, of a reference policy."""
+    trained_roles: tuple[Literal["actor", "critic"], ...] = ("actor", "critic")
     critic_updates_per_step: int = 1
     spread: float = SPREAD
     """Standard deviation of the logarithm of the responses' lengths, before the cut."""
@@ -100,8 +97,7 @@ def workload_of(
         prompt_tokens=prompt,
         mean_response_tokens=mean,
         max_response_tokens=rollout.max_response_tokens,
-        critic="critic" in algorithm.trained_roles,
-        reference="reference" in algorithm.roles,
+        trained_roles=algorithm.trained_roles,
         critic_updates_per_step=algorithm.critic_updates_per_step,
         spread=spread,
     )
