@@ -35,7 +35,7 @@ class RowRun(NamedTuple):
     """Which HF tensor they come from, in the table's order."""
     first: int
     """First of them there."""
-    count: int  # type: ignore[assignment]
+    num_rows: int
 
 
 def row_runs(kind: Kind, sizes: Sequence[int], *, num_groups: int) -> list[RowRun]:

@@ -229,9 +229,11 @@ def _write_rows(
 ) -> None:
     """Write rows of an HF tensor into a file, to `place` and after it; a new bias stays zero."""
     tensor, plan = item.tensor, item.plan
-    for run in tensor.runs if tensor else ():
-        first, last = max(start, run.first), min(start + count, run.first + run.count)
-        if tensor and run.tensor == item.part and first < last:
+    if tensor is None:
+        return
+    for run in tensor.runs:
+        first, last = max(start, run.first), min(start + count, run.first + run.num_rows)
+        if run.tensor == item.part and first < last:
             key, layer, row = tensor.key, tensor.layer, run.start + first - run.first
             to = place + (first - start) * (plan.num_bytes // plan.shape[0])
             if reader.has_whole_rows(key, layer):

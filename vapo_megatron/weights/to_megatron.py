@@ -131,7 +131,7 @@ def copy_rows(
 def _sources(tensor: ShardedTensor, start: int, count: int) -> Iterator[tuple[str, int, int, int]]:
     """Yield (HF tensor, its first row, that row's place among the wanted ones, rows)."""
     for run in tensor.runs:
-        first, last = max(start, run.start), min(start + count, run.start + run.count)
+        first, last = max(start, run.start), min(start + count, run.start + run.num_rows)
         if first < last:
             name = tensor.hf_names[run.tensor]
             yield name, run.first + first - run.start, first - start, last - first
