@@ -315,6 +315,18 @@ def test_techniques_show_their_settings_and_whether_they_are_on(page, run_dir, t
 
 
 @pytest.mark.parametrize(
+    "stage,told", [("all", "3<small> of 9</small>"), ("value_pretraining", "3")]
+)
+def test_a_stage_of_its_own_has_no_policy_steps_to_come(tmp_path, stage, told):
+    algorithm = {"stage": stage, "value_pretraining_steps": 3, "policy_steps": 6}
+    (tmp_path / "config.yaml").write_text(json.dumps({"algorithm": algorithm}))
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(3, {})
+    text = build_report(tmp_path).read_text()
+    assert f'<div class="label">Steps</div><div class="value">{told}</div>' in text
+
+
+@pytest.mark.parametrize(
     "algorithm,title",
     [
         ({}, "VAPO run"),

@@ -85,7 +85,8 @@ def _headline(run: Run) -> Iterable[tuple[str, str, str]]:
     done = rows[-1]["step"] if rows else 0
     algorithm = run.section("algorithm")
     pretraining = algorithm.get("value_pretraining_steps", 0)
-    total = pretraining + algorithm.get("policy_steps", 0)
+    is_stage = algorithm.get("stage") == "value_pretraining"
+    total = pretraining + (0 if is_stage else algorithm.get("policy_steps", 0))
     of_total = f"<small> of {total}</small>" if total > done else ""
     note = f"{min(done, pretraining)} value pretraining, {max(0, done - pretraining)} policy"
     yield "Steps", f"{done}{of_total}", note

@@ -60,12 +60,13 @@ def gather_shown(
     held = {name: numbers for name, numbers in known.items() if numbers is not None}
     tokens = [kept(int(summary.response_lengths[p])) for p in shown]
     sizes = list(map(len, tokens))
-    rows = torch.stack(list(held.values()))
     starts = dict(zip(batch.positions.tolist(), batch.cu_seqlens.tolist()))
-    out = torch.zeros(len(rows), sum(sizes))
+    out = torch.zeros(len(held), sum(sizes))
     for position, index, part in zip(shown, tokens, out.split(sizes, dim=1)):
         if position in starts:
-            part.copy_(rows[:, torch.tensor(index, dtype=torch.long) + starts[position]])
+            at = torch.tensor(index, dtype=torch.long) + starts[position]
+            for row, numbers in zip(part, held.values()):
+                row.copy_(numbers[at])
     out = sum_over_data_parallel(out, groups)
     return {
         position: dict(zip(held, map(_rounded, part)))
