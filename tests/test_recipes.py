@@ -29,8 +29,8 @@ TINY = [CONFIGS / "tiny.yaml"]
 LARGE = [CONFIGS / "qwen2.5_base.yaml", CONFIGS / "qwen2.5_32b.yaml"]
 
 PPO = {
-    "value_pretraining_steps": 0, "lambda_critic": "same_as_actor", "lambda_actor": 0.95,
-    "group_size": 1, "clip_high": 0.2, "loss_aggregation": "sample", "positive_lm_coef": 0.0,
+    "value_pretraining_steps": 0, "lambda_actor": 0.95, "group_size": 1, "clip_high": 0.2,
+    "loss_aggregation": "sample", "positive_lm_coef": 0.0,
 }  # fmt: skip
 GRPO = {
     "advantage_estimator": "grpo", "value_pretraining_steps": 0, "clip_high": 0.2,
@@ -38,7 +38,7 @@ GRPO = {
 }  # fmt: skip
 CHANGES = {
     "vapo": {},
-    "ppo": PPO,
+    "ppo": {**PPO, "lambda_critic": "same_as_actor"},
     "vc_ppo": {**PPO, "value_pretraining_steps": 100},
     "grpo": GRPO,
     "dr_grpo": {**GRPO, "advantage_estimator": "dr_grpo", "loss_aggregation": "constant"},
@@ -52,7 +52,6 @@ CHANGES = {
         "incorrect": 0.0, "truncated_correct": 0.0, "overlong_buffer_tokens": 0,
     },
 }  # fmt: skip
-del CHANGES["vc_ppo"]["lambda_critic"]
 """Fields that a recipe leaves other than the 32B base has them (VAPO, soft punishment)."""
 
 

@@ -164,12 +164,12 @@ def test_what_cannot_be_a_start_is_refused_in_a_line(workers, paths, stage, tmp_
     with pytest.raises(CheckpointError, match="holds no critic, only actor; set it to a run"):
         find_critic(tmp_path)
     other = write_tiny_hf(tmp_path / "hf", **{**MODEL, "ffn": 64}), paths[1]
-    message = run(workers, other, tmp_path / "shape", POLICY, model=start)
-    assert f"step_{STEPS:06d}/critic does not hold the critic" in message
-    assert "expected shape [2, 128, 32], found [2, 96, 32]" in message
-    plain = {"use_distributed_optimizer": False}
-    message = run(workers, paths, tmp_path / "plain", POLICY, model=start, parallel=plain)
-    assert "use_distributed_optimizer=False" in message and "critic_checkpoint_optimizer" in message
-    message = run(workers, paths, run_dir, POLICY)
-    assert "holds critic, but this configuration trains actor and critic" in message
-    assert all("\n" not in m for m in (message,))
+    shape = run(workers, other, tmp_path / "shape", POLICY, model=start)
+    assert f"step_{STEPS:06d}/critic does not hold the critic" in shape
+    assert "expected shape [2, 128, 32], found [2, 96, 32]" in shape
+    parallel = {"use_distributed_optimizer": False}
+    plain = run(workers, paths, tmp_path / "plain", POLICY, model=start, parallel=parallel)
+    assert "use_distributed_optimizer=False" in plain and "critic_checkpoint_optimizer" in plain
+    roles = run(workers, paths, run_dir, POLICY)
+    assert "holds critic, but this configuration trains actor and critic" in roles
+    assert not [message for message in (shape, plain, roles) if "\n" in message]

@@ -254,9 +254,11 @@ def part_of_the_layouts(model: str) -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize(
-    "model", [pytest.param(m, marks=[pytest.mark.slow] * (m != "Qwen2.5-32B")) for m in MODELS]
-)
+QUICK = "Qwen2.5-32B"
+REST = [pytest.param(model, marks=pytest.mark.slow) for model in MODELS if model != QUICK]
+
+
+@pytest.mark.parametrize("model", [QUICK, *REST])
 def test_part_of_the_layouts(model):
     cases = part_of_the_layouts(model)
     assert len(cases) >= 12

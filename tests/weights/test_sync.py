@@ -18,20 +18,19 @@ UNTIED = {"hidden": 128, "heads": 4, "kv_heads": 2}
 # One key-value head: the tensor-parallel ranks of both sides share it.
 TIED = {"hidden": 128, "heads": 4, "kv_heads": 1, "tied": True}
 ROUNDED = "rollout.dtype=bfloat16"
-RUNS = {
+SLOW = pytest.mark.slow
+RUNS = [
     # world size, model, vLLM's TP, Megatron's layouts (what is left over is data parallel)
-    "2 x tp1": (2, UNTIED, 1, [Layout(2, 1), Layout(1, 2)]),
-    "tp2, tied, rounded": (2, TIED, 2, [Layout(2, 1), Layout(1, 1), Layout(1, 2)], ROUNDED),
-    "2 x tp2": (4, UNTIED, 2, [Layout(2, 2), Layout(2, 2, 2)]),
-    "4 x tp1, tied": (4, TIED, 1, [Layout(2, 2)]),
-}
-IN_FULL = ("2 x tp1", "4 x tp1, tied")
+    pytest.param((2, UNTIED, 1, [Layout(2, 1), Layout(1, 2)]), id="2 x tp1", marks=SLOW),
+    pytest.param(
+        (2, TIED, 2, [Layout(2, 1), Layout(1, 1), Layout(1, 2)], ROUNDED), id="tp2, tied, rounded"
+    ),
+    pytest.param((4, UNTIED, 2, [Layout(2, 2), Layout(2, 2, 2)]), id="2 x tp2"),
+    pytest.param((4, TIED, 1, [Layout(2, 2)]), id="4 x tp1, tied", marks=SLOW),
+]
 
 
-@pytest.mark.parametrize(
-    "run",
-    [pytest.param(x, id=n, marks=[pytest.mark.slow] * (n in IN_FULL)) for n, x in RUNS.items()],
-)
+@pytest.mark.parametrize("run", RUNS)
 def test_live_weights_and_responses_are_those_of_the_export(vllm_workers, tmp_path, run):
     world_size, model, sampler_tp, layouts, *overrides = run
     path = write_tiny_hf(tmp_path / "model", **model)
