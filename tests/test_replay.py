@@ -219,7 +219,7 @@ def test_the_command_trains_without_vllm_and_resumes(root, hf, tmp_path):
 
 @pytest.mark.parametrize("which", ["", "replay"])
 def test_a_replay_does_not_write_over_its_dump(root, hf, tmp_path, which):
-    from vapo_megatron.train import require_paths
+    from vapo_megatron.inputs import require_paths
 
     own = config(hf, logging={"run_dir": str(root.parent)})
     with pytest.raises(ConfigError, match="written over"):
@@ -228,7 +228,7 @@ def test_a_replay_does_not_write_over_its_dump(root, hf, tmp_path, which):
 
 
 def test_paths_that_are_not_there():
-    from vapo_megatron.train import require_paths
+    from vapo_megatron.inputs import require_paths
 
     with pytest.raises(ConfigError, match="data.train_path is required"):
         require_paths(config(ROOT), None)

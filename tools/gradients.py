@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vapo_megatron.command import check_processes
 from vapo_megatron.config import load_config
 from vapo_megatron.errors import ConfigError, UserError
-from vapo_megatron.train import require_paths
+from vapo_megatron.inputs import require_paths
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,9 +12,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from vapo_megatron import early_signal
 from vapo_megatron.command import Parser, check_processes, tell
 from vapo_megatron.config import VapoConfig, describe_fields, load_config
 from vapo_megatron.errors import ConfigError, UserError
+from vapo_megatron.inputs import check_inputs, check_sizes, check_small_inputs, is_here
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.models.known import known_shape
 
 
 def main(
@@ -38,14 +42,9 @@ def main(
             raise ConfigError("--config FILE is required: give a YAML file, or start a recipe")
         config = load_config(arguments.config, arguments.overrides)
         if arguments.dry_run:
-            # RANK alone may be a cluster's number of a node.
-            if "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0":
-                from vapo_megatron.planning.dry_run import dry_run_comment
-
-                print(config.to_yaml() + dry_run_comment(config), end="")
-            return 0
-        require_paths(config, arguments.replay)
-        if start is not None:
+            _dry_run(config, arguments.replay)
+        elif start is not None:
+            check_small_inputs(config, arguments.replay)
             start(config)
         else:
             _train(config, arguments.replay)
@@ -71,7 +70,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the resolved configuration, and as comments what it needs of GPUs, and exit",
+        help="print the resolved configuration, and as comments what it needs of GPUs, check the "
+        "files that it names, and exit",
     )
     parser.add_argument(
         "--replay",
@@ -89,49 +89,34 @@ def _parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = True) -> None:
-    """Check what only a real run needs, before anything slow starts.
+def _dry_run(config: VapoConfig, replay: Path | None) -> None:
+    """Print the configuration and its plan, then refuse what a run would refuse here."""
+    # RANK alone may be a cluster's number of a node.
+    if "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0":
+        from vapo_megatron.planning.dry_run import dry_run_comment
 
-    Args:
-        config: checked in itself.
-        replay: the run directory that is replayed; None: none.
-        writes: the run directory will be written to.
-
-    Raises:
-        ConfigError: a path is not set or does not exist, or a replay would write over its dump.
-    """
-    paths: dict[str, str | Path | None] = {"model.hf_path": config.model.hf_path}
-    if replay is None:
-        paths["data.train_path"] = config.data.train_path
-    else:
-        paths["--replay"] = replay
-        run_dir = config.logging.run_dir
-        dumps = [(replay / "replay").resolve(), replay.resolve()]
-        if writes and Path(run_dir, "replay").resolve() in dumps:
-            raise ConfigError(
-                f"logging.run_dir={run_dir} is the run that is replayed, which would be written "
-                "over; set logging.run_dir to another directory"
-            )
-    for name, path in paths.items():
-        if path is None:
-            raise ConfigError(f"{name} is required; set {name}=PATH")
-        if not os.path.exists(path):
-            raise ConfigError(f"{name}={path} does not exist; set {name} to an existing path")
+        print(config.to_yaml() + dry_run_comment(config), end="", flush=True)
+    if is_here(config):
+        check_inputs(config, replay)
+    elif config.model.hf_path is not None:
+        check_sizes(config, known_shape(Path(config.model.hf_path).name))
 
 
 def _train(config: VapoConfig, replay: Path | None) -> None:
+    early_signal.hold_back()
     check_processes(config)
+    shape = check_inputs(config, replay)
 
     # Heavy imports come after the checks, so that a mistake is reported at once.
     from vapo_megatron.trainer import VapoTrainer
 
     if replay is None:
-        _check_memory(config)
+        _check_memory(config, shape)
     with VapoTrainer(config, replay) as trainer:
         trainer.fit()
 
 
-def _check_memory(config: VapoConfig) -> None:
+def _check_memory(config: VapoConfig, shape: ModelShape) -> None:
     """Refuse what cannot fit into this process's GPU; without a GPU nothing is checked.
 
     Raises:
@@ -139,12 +124,9 @@ def _check_memory(config: VapoConfig) -> None:
     """
     import torch
 
-    from vapo_megatron.models.hf_config import check_layout, read_model_shape
     from vapo_megatron.planning.plan import check_fits
 
     if torch.cuda.is_available():
-        shape = read_model_shape(str(config.model.hf_path))
-        check_layout(shape, config.parallel)
         gpu = torch.cuda.get_device_properties(int(os.environ["LOCAL_RANK"]))
         check_fits(config, shape, gpu.total_memory)
 

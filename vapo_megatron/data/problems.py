@@ -43,9 +43,14 @@ def load_problems(
         raise DataError(f"data file {path} does not exist; give the path of an existing file")
     columns = (prompt_column, answer_column)
     problems = []
-    for where, row in _rows(path, columns):
-        prompt = prompt_text(row[prompt_column], prompt_column, where)
-        problems.append(Problem(prompt, answer_text(row[answer_column], answer_column, where)))
+    try:
+        for where, row in _rows(path, columns):
+            prompt = prompt_text(row[prompt_column], prompt_column, where)
+            problems.append(Problem(prompt, answer_text(row[answer_column], answer_column, where)))
+    except OSError as error:
+        raise DataError(
+            f"data file {path} cannot be read: {error.strerror}; make it readable, or give another"
+        ) from None
     if not problems:
         raise DataError(f"data file {path} holds no problems; give a file with at least one row")
     return problems
@@ -136,7 +141,7 @@ def prompt_text(value: Any, column: str, where: str) -> str:
     """Return a prompt's text; DataError names the place where it is none."""
     if not isinstance(value, str) or not value:
         raise DataError(f"{where}: {column}={value!r} must be a text that is not empty; correct it")
-    return value
+    return _encodable(value, column, where)
 
 
 def answer_text(value: Any, column: str, where: str) -> str:
@@ -153,4 +158,16 @@ def answer_text(value: Any, column: str, where: str) -> str:
             f"{where}: {column}={value!r} must be a number or a text that is not empty; "
             "correct or remove the row"
         )
-    return answer
+    return _encodable(answer, column, where)
+
+
+def _encodable(text: str, column: str, where: str) -> str:
+    """Refuse what JSON can hold and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"{where}: {column} holds half of a surrogate pair, which is no text; correct or "
+            "remove the row"
+        ) from None
+    return text

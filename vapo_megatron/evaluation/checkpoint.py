@@ -42,7 +42,7 @@ from vapo_megatron.progress_bar import ProgressBar
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.scoring import check_answers
 from vapo_megatron.rollout.requests import max_model_len
-from vapo_megatron.rollout.tokenizer import find_stop_token_ids, load_tokenizer
+from vapo_megatron.rollout.tokenizer import check_tokenizer, load_tokenizer
 from vapo_megatron.run_directory import read_run, replace_file
 from vapo_megatron.weights.hf_reader import HfReader
 
@@ -145,7 +145,7 @@ def evaluate_checkpoint(
         max_prompt_tokens=config.rollout.max_prompt_tokens,
     )
     shape = read_model_shape(hf_path)
-    stop_token_ids = find_stop_token_ids(
+    stop_token_ids = check_tokenizer(
         hf_path, tokenizer, config.rollout.stop_token_ids, shape.vocab_size
     )
     header = {

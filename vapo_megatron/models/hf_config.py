@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +101,12 @@ def read_model_shape(hf_path: str | Path) -> ModelShape:
         raise ConfigError(
             f"model.hf_path={hf_path}: config.json: {error.strerror}; give a Hugging Face directory"
         ) from None
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not JSON: {error}; fetch it again") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{file} must hold an object, found {type(tree).__name__}")
+        raise ConfigError(
+            f"{file} must hold an object, found {type(tree).__name__}; fetch it again"
+        )
     return _shape(_Reader(file, tree))
 
 
@@ -125,6 +128,17 @@ class _Reader:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(key, value, "must be a positive integer")
         return value
+
+    def number(self, key: str, default: float) -> float:
+        """Return a positive number."""
+        return self.positive(key, self.get(key, default))
+
+    def positive(self, key: str, value: Any) -> float:
+        """Return a value that was found under a key, if it is a positive number."""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise self.error(key, value, "must be a positive number")
+        return float(value)
 
     def require(self, key: str, supported: Any, default: Any) -> None:
         """Refuse any value but one."""
@@ -166,12 +180,12 @@ def _shape(reader: _Reader) -> ModelShape:
         head_dim=reader.size("head_dim", hidden_size // heads),
         ffn_hidden_size=reader.size("intermediate_size"),
         vocab_size=reader.size("vocab_size"),
-        norm_eps=float(reader.get("rms_norm_eps", 1e-6)),
+        norm_eps=reader.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        tied=bool(reader.get("tie_word_embeddings", False)),
+        tied=_tied(reader),
         max_position_embeddings=reader.size("max_position_embeddings"),
-        initializer_range=float(reader.get("initializer_range", 0.02)),
+        initializer_range=reader.number("initializer_range", 0.02),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
     )
@@ -187,14 +201,25 @@ def _check_supported(reader: _Reader, family: _Family) -> None:
     for key, value in family.only.items():
         reader.require(key, value, value)
     kinds = reader.get("layer_types", [])
-    if set(kinds) - {"full_attention"}:
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise reader.error("layer_types", kinds, "all must be full_attention")
+
+
+def _tied(reader: _Reader) -> bool:
+    tied = reader.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise reader.error("tie_word_embeddings", tied, "must be true or false")
+    return tied
 
 
 def _rope(reader: _Reader) -> tuple[float, dict[str, Any] | None]:
     """Read the base and the scaling, from `rope_parameters` or the older pair of keys."""
-    tree = dict(reader.get("rope_scaling") or reader.get("rope_parameters") or {})
-    theta = float(tree.pop("rope_theta", None) or reader.get("rope_theta", 10000.0))
+    given = reader.get("rope_scaling") or reader.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise reader.error("rope_scaling", given, "must be an object")
+    tree = dict(given)
+    base = tree.pop("rope_theta", None) or reader.get("rope_theta", 10000.0)
+    theta = reader.positive("rope_theta", base)
     legacy_type = tree.pop("type", None)
     rope_type = tree.pop("rope_type", None) or legacy_type or "default"
     if rope_type == "default":
@@ -208,9 +233,7 @@ def _rope(reader: _Reader) -> tuple[float, dict[str, Any] | None]:
         tree["original_max_position_embeddings"] = length
     tree.setdefault("original_max_position_embeddings", reader.size("max_position_embeddings"))
     for key in sorted(_ROPE_KEYS[rope_type]):
-        value = tree.get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise reader.error(f"{rope_type} rope scaling's {key}", value, "must be positive")
+        reader.positive(f"{rope_type} rope scaling's {key}", tree.get(key))
     return theta, {"rope_type": rope_type, **tree}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from vapo_megatron.errors import ConfigError
 
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+_NAME_EOS = ("generation_config.json", "config.json")
 
 
 def load_tokenizer(hf_path: str | Path) -> Any:
@@ -78,6 +79,36 @@ def _check_sentencepiece(tokenizer: Any, file: Path) -> None:
         )
 
 
+def check_tokenizer(
+    hf_path: str | Path, tokenizer: Any, configured: Sequence[int], vocab_size: int
+) -> tuple[int, ...]:
+    """Refuse a tokenizer that is not the model's; return the ids that end a response.
+
+    Args:
+        hf_path: see load_tokenizer and find_stop_token_ids, as are the others.
+
+    Raises:
+        ConfigError: it has ids outside the model's vocabulary, or none for the token with which the
+            model ends a text; or see find_stop_token_ids.
+    """
+    known = {i: token for token, i in tokenizer.get_vocab().items()}
+    largest = max(known, default=-1)
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"model.hf_path={hf_path}: its tokenizer has token id {largest} ({known[largest]!r}), "
+            f"outside config.json's vocab_size={vocab_size}; put the model's own tokenizer there"
+        )
+    for name in () if configured else _NAME_EOS:
+        foreign = sorted(_eos(Path(hf_path) / name) - set(known))
+        if foreign:
+            raise ConfigError(
+                f"model.hf_path={hf_path}: {name} has eos_token_id={foreign[0]}, which is no token "
+                f"of its tokenizer (the largest id is {largest}); put the model's own tokenizer "
+                "there, or set rollout.stop_token_ids"
+            )
+    return find_stop_token_ids(hf_path, tokenizer, configured, vocab_size)
+
+
 def find_stop_token_ids(
     hf_path: str | Path, tokenizer: Any, configured: Sequence[int], vocab_size: int
 ) -> tuple[int, ...]:
@@ -94,7 +125,7 @@ def find_stop_token_ids(
     """
     stop = set(configured)
     if not stop:
-        for name in ("generation_config.json", "config.json"):
+        for name in _NAME_EOS:
             stop |= _eos(Path(hf_path) / name)
         if tokenizer.eos_token_id is not None:
             stop.add(tokenizer.eos_token_id)
@@ -117,12 +148,13 @@ def _eos(file: Path) -> set[int]:
         return set()
     try:
         value = json.loads(file.read_text()).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{file} is not a JSON object: {error}") from None
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{file} is not a JSON object: {error}; fetch it again") from None
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(i, int) for i in ids):
         raise ConfigError(
-            f"{file}: eos_token_id={value!r} must be an integer or a list of integers"
+            f"{file}: eos_token_id={value!r} must be an integer or a list of integers; fetch the "
+            "file again"
         )
     return set(ids)
 

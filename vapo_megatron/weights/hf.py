@@ -37,7 +37,19 @@ if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
     from vapo_megatron.parallel.groups import ParallelGroups
 
-__all__ = ["HfReader", "check_hf_tensors", "export_hf", "load_hf_weights"]
+__all__ = ["HfReader", "check_hf_tensors", "check_weights", "export_hf", "load_hf_weights"]
+
+
+def check_weights(hf_path: str | Path, shape: ModelShape, role: str) -> None:
+    """Compare what load_hf_weights would load with the model's sizes, by the files' headers.
+
+    Raises:
+        CheckpointError: see check_hf_tensors.
+    """
+    if is_distributed_checkpoint(hf_path):
+        check_checkpoint(ShardedReader(hf_path), shape, role)
+    else:
+        check_hf_tensors(HfReader(hf_path), shape, role)
 
 
 def check_hf_tensors(reader: HfReader, shape: ModelShape, role: str) -> None:

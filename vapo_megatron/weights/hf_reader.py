@@ -140,12 +140,12 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
         pairs = list(weight_map.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not a safetensors index with a weight_map ({error!r}); fetch it again"
         ) from None
     for name, file in pairs:
-        plain = isinstance(file, str) and Path(file).name == file and "\\" not in file
+        plain = isinstance(file, str) and Path(file).name == file and not {"\\", "\0"} & set(file)
         if not plain or not file.endswith(".safetensors"):
             raise CheckpointError(
                 f"{path}: {name} points to {file!r}, but must name a .safetensors file in the same "

@@ -1,0 +1,250 @@
+"""A user's mistakes: one line with the remedy and exit code 2, from --dry-run and on every rank.
+
+The command runs in this process, up to where it would build the trainer; torchrun is real where it
+is named. Not exercised: mistakes that only the verifier or vLLM can find (tests/e2e/test_run.py),
+what each single message says (the tests of each room).
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
+from tests.weights.tiny_hf import write_tiny_hf
+from tests.workers import free_port
+from vapo_megatron.train import main
+
+ROOT = Path(__file__).resolve().parents[1]
+VOCABULARY = 64
+SIZES = {"num_layers": 2, "hidden": 32, "ffn": 32, "vocab": VOCABULARY}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """What a run reads, without a mistake."""
+    place = tmp_path_factory.mktemp("good")
+    write_tiny_hf(place / "model", **SIZES)
+    write_tiny_tokenizer(place / "model", VOCABULARY)
+    for name in ("train", "test"):
+        rows = [json.dumps({"prompt": f"w{i}", "answer": i}) for i in range(3, 6)]
+        (place / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    return place
+
+
+@pytest.fixture
+def place(good, tmp_path):
+    """A copy that a mistake can be made in, and the configuration that names it."""
+    shutil.copytree(good, tmp_path, dirs_exist_ok=True)
+    sections = {
+        "model": {"hf_path": f"{tmp_path}/model"},
+        "data": {"train_path": f"{tmp_path}/train.jsonl"},
+        "evaluation": {"path": f"{tmp_path}/test.jsonl"},
+        "rollout": {"max_prompt_tokens": 8, "max_response_tokens": 8},
+        "logging": {"run_dir": f"{tmp_path}/run"},
+        "parallel": {"world_size": 2},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(sections))
+    return tmp_path
+
+
+def append(name, text):
+    """Add a line to a file."""
+
+    def change(place):
+        with (place / name).open("a") as file:
+            file.write(text + "\n")
+
+    return change
+
+
+def put(name, **content):
+    """Change a JSON file."""
+
+    def change(place):
+        file = place / name
+        tree = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps({**tree, **content}))
+
+    return change
+
+
+def other_weights(place):
+    """Leave the weights of another model."""
+    write_tiny_hf(place / "other", **{**SIZES, "ffn": 48})
+    (place / "other/model.safetensors").replace(place / "model/model.safetensors")
+
+
+def other_critic(place):
+    """Make a critic of another model."""
+    write_tiny_hf(place / "other", **{**SIZES, "hidden": 64})
+
+
+def cut_short(place):
+    """Leave the weights half fetched."""
+    os.truncate(place / "model/model.safetensors", 20_000)
+
+
+def nothing(place):
+    """No file is wrong."""
+
+
+# what: (what is done to the files, overrides, words of the message)
+MISTAKES = {
+    "unknown key": (nothing, ["algorithm.gama=1"], "did you mean algorithm.gamma?"),
+    "wrong type": (nothing, ["algorithm.group_size=x"], "group_size='x' must be a valid integer"),
+    "layout": (
+        nothing,
+        ["parallel.world_size=3", "parallel.tensor_model_parallel_size=3"],
+        "tensor_model_parallel_size=3 must divide the model's num_attention_heads=4",
+    ),
+    "lengths": (nothing, ["rollout.max_response_tokens=600"], "max_position_embeddings=512; lower"),
+    "no model": (nothing, ["model.hf_path=/nowhere"], "model.hf_path=/nowhere does not exist; set"),
+    "no data": (nothing, ["data.train_path=/a.jsonl"], "train_path=/a.jsonl does not exist; set"),
+    "no held-out data": (nothing, ["evaluation.path=/a.jsonl"], "evaluation.path=/a.jsonl does"),
+    "no critic": (nothing, ["model.critic_hf_path=/nowhere"], "critic_hf_path=/nowhere does not"),
+    "malformed line": (append("train.jsonl", '{"prompt": '), [], "train.jsonl, line 4 is not JSON"),
+    "malformed held-out line": (append("test.jsonl", "x"), [], "test.jsonl, line 4 is not JSON"),
+    "no text": (
+        append("train.jsonl", '{"prompt": "\\ud800", "answer": 1}'), [],
+        "line 4: prompt holds half of a surrogate pair, which is no text; correct",
+    ),
+    "missing column": (
+        nothing, ["data.answer_column=solution"],
+        "train.jsonl, line 1 has no column 'solution'; set data.answer_column to one of those it "
+        "has: prompt, answer",
+    ),
+    "empty data": (
+        lambda place: (place / "train.jsonl").write_text("\n"), [],
+        "train.jsonl holds no problems; give a file with at least one row",
+    ),
+    "unreadable data": (
+        lambda place: (place / "mem.jsonl").symlink_to("/proc/self/mem"),
+        ["data.train_path={place}/mem.jsonl"],
+        "mem.jsonl cannot be read: Input/output error; make it readable",
+    ),
+    "stop token outside": (
+        nothing, ["rollout.stop_token_ids=[64]"], "[64] lie outside the model's vocabulary of 64",
+    ),
+    "no tokenizer": (
+        lambda place: (place / "model/tokenizer.json").unlink(), [], "no tokenizer; the directory",
+    ),
+    "tokenizer too large": (
+        lambda place: write_tiny_tokenizer(place / "model", VOCABULARY + 1), [],
+        "its tokenizer has token id 64 ('w64'), outside config.json's vocab_size=64; put",
+    ),
+    "tokenizer of another": (
+        put("model/generation_config.json", eos_token_id=[2, 63]), [],
+        "generation_config.json has eos_token_id=63, which is no token of its tokenizer (the "
+        "largest id is 49); put the model's own tokenizer there",
+    ),
+    "config.json": (
+        put("model/config.json", rms_norm_eps="tiny"), [],
+        "model/config.json: rms_norm_eps='tiny': must be a positive number",
+    ),
+    "weights of another model": (
+        other_weights, [],
+        "does not hold the actor that config.json describes: model.layers.0.mlp.gate_proj.weight: "
+        "expected shape [32, 32], found [48, 32]",
+    ),
+    "damaged weights": (cut_short, [], "model.safetensors cannot be read as safetensors ("),
+    "critic of another model": (
+        other_critic, ["model.critic_hf_path={place}/other"],
+        "model.embed_tokens.weight: expected shape [64, 32], found [64, 64]",
+    ),
+    "run directory": (
+        append("file", ""), ["logging.run_dir={place}/file/run"],
+        "/file is no directory; set another directory",
+    ),
+}  # fmt: skip
+# A mistake that is in the tokenizer's size.
+SMALLER_TOKENIZER = "tokenizer of another"
+
+
+@pytest.fixture(params=MISTAKES)
+def mistake(request, place):
+    """Make a mistake; return the arguments and the words that it must be told in."""
+    change, overrides, words = MISTAKES[request.param]
+    if request.param == SMALLER_TOKENIZER:
+        write_tiny_tokenizer(place / "model", 50)
+    change(place)
+    overrides = [text.format(place=place) for text in overrides]
+    return ["--config", str(place / "config.yaml"), *overrides], words
+
+
+def as_rank(monkeypatch, rank, place, world_size=2):
+    """Give this process the environment of a rank, and no trainer."""
+
+    def stop(*_):
+        raise AssertionError("the trainer was reached")
+
+    trainer = types.SimpleNamespace(VapoTrainer=stop)
+    monkeypatch.setitem(sys.modules, "vapo_megatron.trainer", trainer)
+    own = place / f"attempt_0/{rank}"
+    own.mkdir(parents=True)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, str(rank))
+    for name, value in {
+        "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+        "TORCHELASTIC_ERROR_FILE": str(own / "error.json"),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+
+
+def test_a_dry_run_tells_a_mistake(mistake, capsys):
+    arguments, words = mistake
+    assert main([*arguments, "--dry-run"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1 and words in told
+
+
+def test_every_rank_refuses_and_one_tells(mistake, place, monkeypatch, capsys):
+    arguments, words = mistake
+    for rank in (1, 0):
+        as_rank(monkeypatch, rank, place)
+        if "parallel.world_size=3" in arguments:
+            monkeypatch.setenv("WORLD_SIZE", "3")
+        assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1 and words in told
+
+
+def test_without_a_mistake_there_is_nothing_to_tell(place, monkeypatch, capsys):
+    arguments = ["--config", str(place / "config.yaml")]
+    assert main([*arguments, "--dry-run"]) == 0
+    assert not (place / "run").exists(), "a dry run writes nothing"
+    as_rank(monkeypatch, 0, place)
+    with pytest.raises(AssertionError, match="the trainer was reached"):
+        main(arguments)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_the_number_of_processes_is_checked_on_every_rank(world_size, place, monkeypatch, capsys):
+    for rank in range(min(world_size, 2)):
+        as_rank(monkeypatch, rank, place, world_size)
+        assert main(["--config", str(place / "config.yaml")]) == 2
+    told = capsys.readouterr().err
+    words = f"parallel.world_size=2 must be the number of processes started, {world_size}; set"
+    assert words in told and told.count("\n") == 1
+
+
+def test_torchrun_tells_it_once_and_every_rank_ends_with_2(place):
+    append("train.jsonl", "x")(place)
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command = [*torchrun, f"--master-port={free_port()}", "-m", "vapo_megatron.train"]
+    done = subprocess.run(
+        [*command, "--config", str(place / "config.yaml")],
+        cwd=ROOT, env={**clean, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode != 0
+    told = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(told) == 1 and "train.jsonl, line 4 is not JSON" in told[0], done.stderr
+    assert "exitcode  : 2" in done.stderr

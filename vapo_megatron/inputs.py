@@ -1,0 +1,139 @@
+"""What can be known of a run's files before it starts: --dry-run and every rank of a run ask here.
+
+Loads torch where a model's files are there, and megatron-core, vLLM and the verifier never.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vapo_megatron.data.problems import load_problems
+from vapo_megatron.errors import CheckpointError, ConfigError
+from vapo_megatron.models.hf_config import check_layout, read_model_shape
+from vapo_megatron.models.known import KNOWN_MODELS
+from vapo_megatron.rollout.requests import max_model_len
+
+if TYPE_CHECKING:
+    from vapo_megatron.config import VapoConfig
+    from vapo_megatron.models.hf_config import ModelShape
+
+
+def check_inputs(config: VapoConfig, replay: Path | None) -> ModelShape:
+    """Refuse files that are missing or damaged, or that do not fit each other or the configuration.
+
+    Args:
+        config: checked in itself.
+        replay: the run directory that is replayed, which needs neither data nor tokenizer; None:
+            none.
+
+    Returns:
+        The model's sizes.
+
+    Raises:
+        UserError: the first thing that is wrong: what, where, and the remedy.
+    """
+    shape = check_small_inputs(config, replay)
+    if replay is None:
+        from vapo_megatron.rollout.tokenizer import check_tokenizer, load_tokenizer
+
+        path, stop = str(config.model.hf_path), config.rollout.stop_token_ids
+        check_tokenizer(path, load_tokenizer(path), stop, shape.vocab_size)
+    _check_weights(config, shape)
+    return shape
+
+
+def check_small_inputs(config: VapoConfig, replay: Path | None) -> ModelShape:
+    """Check paths, the model's sizes and the data, without torch and transformers.
+
+    Returns:
+        The model's sizes.
+
+    Raises:
+        UserError: see check_inputs.
+    """
+    require_paths(config, replay)
+    shape = read_model_shape(str(config.model.hf_path))
+    check_sizes(config, shape)
+    data = config.data
+    for path in (data.train_path, config.evaluation.path):
+        if replay is None and path is not None:
+            load_problems(path, data.prompt_column, data.answer_column)
+    return shape
+
+
+def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = True) -> None:
+    """Check that what a run reads is there, and that its directory can be written to.
+
+    Args:
+        config: checked in itself.
+        replay: the run directory that is replayed; None: none.
+        writes: the run directory will be written to.
+
+    Raises:
+        ConfigError: a path is not set or does not exist, or a replay would write over its dump.
+    """
+    run_dir = config.logging.run_dir
+    required: dict[str, str | Path | None] = {"model.hf_path": config.model.hf_path}
+    optional = {"model.critic_hf_path": config.model.critic_hf_path}
+    if replay is None:
+        required["data.train_path"] = config.data.train_path
+        optional["evaluation.path"] = config.evaluation.path
+    else:
+        required["--replay"] = replay
+        dumps = [(replay / "replay").resolve(), replay.resolve()]
+        if writes and Path(run_dir, "replay").resolve() in dumps:
+            raise ConfigError(
+                f"logging.run_dir={run_dir} is the run that is replayed, which would be written "
+                "over; set logging.run_dir to another directory"
+            )
+    for name, path in required.items():
+        if path is None:
+            raise ConfigError(f"{name} is required; set {name}=PATH")
+    for name, path in {**required, **optional}.items():
+        if path is not None and not os.path.exists(path):
+            raise ConfigError(f"{name}={path} does not exist; set {name} to an existing path")
+    if writes:
+        _require_directory(run_dir)
+
+
+def _require_directory(run_dir: str) -> None:
+    """Refuse a run directory that cannot be made, or not be written to."""
+    path = Path(run_dir).absolute()
+    first = next(p for p in (path, *path.parents) if p.exists())
+    if not first.is_dir() or not os.access(first, os.W_OK | os.X_OK):
+        wrong = "cannot be written to" if first.is_dir() else "is no directory"
+        raise ConfigError(f"logging.run_dir={run_dir}: {first} {wrong}; set another directory")
+
+
+def check_sizes(config: VapoConfig, shape: ModelShape) -> None:
+    """Refuse a layout or lengths that the model does not have; ConfigError names the fields."""
+    check_layout(shape, config.parallel)
+    max_model_len(shape, config.rollout)
+
+
+def is_here(config: VapoConfig) -> bool:
+    """Is the model on this machine? A published one that is not can be planned all the same."""
+    path = config.model.hf_path
+    return path is not None and (os.path.exists(path) or Path(path).name not in KNOWN_MODELS)
+
+
+def _check_weights(config: VapoConfig, shape: ModelShape) -> None:
+    """Compare the weights that the run starts from with the model's sizes, by their headers."""
+    from vapo_megatron.weights.hf import check_weights
+
+    for role, field, directory in _starts(config):
+        try:
+            check_weights(directory, shape, role)
+        except CheckpointError as error:
+            raise CheckpointError(f"{field}: {error}") from None
+
+
+def _starts(config: VapoConfig) -> Iterator[tuple[str, str, Path]]:
+    """Yield (role, field, directory) of what the roles begin with."""
+    model = config.model
+    yield "actor", f"model.hf_path={model.hf_path}", Path(str(model.hf_path))
+    if "critic" in config.algorithm.trained_roles and model.critic_hf_path is not None:
+        yield "critic", f"model.critic_hf_path={model.critic_hf_path}", Path(model.critic_hf_path)
