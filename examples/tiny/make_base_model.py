@@ -5,7 +5,8 @@ pretraining on one CPU thread. The first three quarters show chains of thought, 
 computed, and 20 % direct answers; the last quarter teaches bad habits: 85 % direct answers, and
 chains that guess 30 % of the `+`/`-` steps and 90 % of the `*` steps. Sampled at temperature 1 the
 model is right about 15 % of the time, and about 28 % once it has begun a chain: reinforcement
-learning has to find that thinking pays, and that guessing does not.
+learning has to find that thinking pays, and that guessing does not. `--form long` makes the long
+form's: its habit is a random result in every sixth step, which nothing in the text shows.
 
 The result depends on the seed, this directory's source and the recipe alone; recipe.json holds a
 hash of them. A directory with the same hash is kept as it is, and one appears under its name only
@@ -74,12 +75,25 @@ class Recipe:
     habits_direct_share: float = 0.85
     habits_guess: float = 0.3
     habits_guess_product: float = 0.9
+    habits_slip: float = 0.0
+    """Of every step: a random result that looks computed."""
+    form: str = "short"
+    """Of the task, one of task.FORMS."""
 
     def digest(self) -> str:
         """Hash of the recipe and of the source that carries it out."""
         made_by = [Path(__file__), Path(task.__file__), Path(make_tokenizer.__file__)]
         text = json.dumps(dataclasses.asdict(self)) + "".join(p.read_text() for p in made_by)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def long_recipe(seed: int) -> Recipe:
+    """Return the long form's recipe: the model always thinks, and slips in every sixth step."""
+    return Recipe(
+        seed=seed, form="long", max_position_embeddings=1024, iterations=700, direct_share=0.0,
+        guess=0.0, habits_direct_share=0.0, habits_guess=0.0, habits_guess_product=0.0,
+        habits_slip=0.16,
+    )  # fmt: skip
 
 
 def build_model(recipe: Recipe, vocab_size: int, stop_token_id: int) -> Qwen2ForCausalLM:
@@ -122,13 +136,17 @@ def build_model(recipe: Recipe, vocab_size: int, stop_token_id: int) -> Qwen2For
 
 def training_text(rng: random.Random, recipe: Recipe, progress: float) -> tuple[str, str]:
     """Draw a prompt and a response. progress: share of the iterations that are done, in [0, 1)."""
-    problem = task.draw_problem(rng, held_out=False)
+    form = task.FORMS[recipe.form]
+    problem = task.draw_problem(rng, held_out=False, form=form)
     habits = progress >= recipe.habits_from
     if rng.random() < (recipe.habits_direct_share if habits else recipe.direct_share):
         return problem.prompt, task.direct_answer(problem.answer)
     guess = recipe.habits_guess if habits else recipe.guess
     guess_product = recipe.habits_guess_product if habits else recipe.guess
-    return problem.prompt, task.chain(rng, problem, guess=guess, guess_product=guess_product)
+    return problem.prompt, task.chain(
+        rng, problem, guess=guess, guess_product=guess_product,
+        slip=recipe.habits_slip if habits else 0.0, form=form,
+    )  # fmt: skip
 
 
 def batches(
@@ -251,7 +269,9 @@ def make(
 
 def write(directory: Path, recipe: Recipe) -> None:
     """Train with a progress display and write weights, configs, tokenizer and recipe.json."""
-    tokenizer = make_tokenizer.save_tokenizer(directory, recipe.max_position_embeddings)
+    tokenizer = make_tokenizer.save_tokenizer(
+        directory, recipe.max_position_embeddings, task.FORMS[recipe.form]
+    )
     stop = tokenizer.eos_token_id
     model = build_model(recipe, len(tokenizer), stop)
     started = time.monotonic()
@@ -282,13 +302,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the tiny task's base model.")
     parser.add_argument("--out", type=Path, required=True, help="HF directory to make")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--form", choices=task.FORMS, default="short", help="of the task (short)")
     parser.add_argument("--evaluate", action="store_true", help="sample it on held-out problems")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    made = make(args.out, Recipe(seed=args.seed))
+    made = make(args.out, long_recipe(args.seed) if args.form == "long" else Recipe(args.seed))
     print(f"base model {'made in' if made else 'found in'} {args.out}")
     if args.evaluate:
-        print(measure.measure(args.out, seed=args.seed))
+        print(measure.measure(args.out, seed=args.seed, form=task.FORMS[args.form]))
 
 
 if __name__ == "__main__":

@@ -55,14 +55,17 @@ def train_pieces(characters: str, marker: str) -> bytes:
     return model.getvalue()
 
 
-def save_tokenizer(directory: Path, max_tokens: int) -> Qwen2Tokenizer:
+def save_tokenizer(
+    directory: Path, max_tokens: int, form: task.Form = task.SHORT
+) -> Qwen2Tokenizer:
     """Write tokenizer.model, tokenizer.json and tokenizer_config.json; return the transformers one.
 
     Args:
         directory: is made when it does not exist.
         max_tokens: longest sequence of the model.
+        form: of the task, whose characters become tokens.
     """
-    trained = train_pieces(task.CHARACTERS, task.ANSWER_MARKER)
+    trained = train_pieces(form.characters, task.ANSWER_MARKER)
     pieces = sentencepiece.SentencePieceProcessor(model_proto=trained)
     tokenizer = Qwen2Tokenizer(
         vocab={pieces.id_to_piece(i): i for i in range(pieces.vocab_size())},

@@ -15,8 +15,6 @@ import task
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
-MAX_RESPONSE_TOKENS = 208
-
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -45,6 +43,7 @@ def sample(
     stop_token_id: int,
     seed: int,
     temperature: float = 1.0,
+    max_tokens: int = task.SHORT.max_response_tokens,
 ) -> list[list[int]]:
     """Sample one response for each prompt.
 
@@ -54,9 +53,10 @@ def sample(
         stop_token_id: ends a response and belongs to it.
         seed: of the sampling.
         temperature: 1 samples from the model's own distribution.
+        max_tokens: of a response.
 
     Returns:
-        Token ids in the order of the prompts, at most MAX_RESPONSE_TOKENS each.
+        Token ids in the order of the prompts, at most max_tokens each.
     """
     generator = torch.Generator().manual_seed(seed)
     by_length = collections.defaultdict(list)
@@ -67,7 +67,7 @@ def sample(
         running = torch.tensor(indices)
         ids = torch.tensor([prompts[i] for i in indices])
         cache = DynamicCache(config=model.config)
-        for _ in range(MAX_RESPONSE_TOKENS):
+        for _ in range(max_tokens):
             logits = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
             ids = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             for index, token in zip(running.tolist(), ids[:, 0].tolist(), strict=True):
@@ -81,7 +81,14 @@ def sample(
     return responses
 
 
-def measure(directory: Path, *, problems: int = 256, samples: int = 8, seed: int = 0) -> Report:
+def measure(
+    directory: Path,
+    *,
+    problems: int = 256,
+    samples: int = 8,
+    seed: int = 0,
+    form: task.Form = task.SHORT,
+) -> Report:
     """Sample at temperature 1 on held-out problems.
 
     Args:
@@ -89,12 +96,16 @@ def measure(directory: Path, *, problems: int = 256, samples: int = 8, seed: int
         problems: how many held-out problems.
         samples: responses for each.
         seed: of the problems and of the sampling.
+        form: of the task that the model was made for.
     """
     tokenizer = AutoTokenizer.from_pretrained(str(directory))
     model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32).eval()
-    repeated = [p for p in task.test_problems(problems, seed) for _ in range(samples)]
+    repeated = [p for p in task.test_problems(problems, seed, form) for _ in range(samples)]
     prompts = tokenizer([p.prompt for p in repeated])["input_ids"]
-    responses = sample(model, prompts, stop_token_id=tokenizer.eos_token_id, seed=seed)
+    responses = sample(
+        model, prompts, stop_token_id=tokenizer.eos_token_id, seed=seed,
+        max_tokens=form.max_response_tokens,
+    )  # fmt: skip
     texts = tokenizer.batch_decode(responses)
     stop = tokenizer.eos_token
     correct = [
@@ -121,9 +132,15 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=256)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--form", choices=task.FORMS, default="short", help="of the task (short)")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(measure(args.directory, problems=args.problems, samples=args.samples, seed=args.seed))
+    form = task.FORMS[args.form]
+    print(
+        measure(
+            args.directory, problems=args.problems, samples=args.samples, seed=args.seed, form=form
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -9,9 +9,12 @@ responses are long (37 to 173 tokens with the stop token) without being hard. A 
 (`=`) or guessed (`~`: half of such results are random). The labels a, b, c, ... let a model of two
 layers find each operation by content. `Answer:` is one token, and what the math verifier reads.
 
-`python examples/tiny/task.py --out DIR` writes DIR/train.jsonl and DIR/test.jsonl with the columns
-`prompt` and `answer`. A hash of the prompt decides which problems are held out: those never occur
-in train.jsonl, in any seed, nor in what the base model was pretrained on.
+The long form has 60 tokens of filler and 8 or 9 operations, so that a response has 531 or 597
+tokens; it always thinks, and nothing in its text tells a step that slipped from one that did not.
+
+`python examples/tiny/task.py --out DIR [--form long]` writes DIR/train.jsonl and DIR/test.jsonl
+with the columns `prompt` and `answer`. A hash of the prompt decides which problems are held out:
+those never occur in train.jsonl, in any seed, nor in what the base model was pretrained on.
 """
 
 from __future__ import annotations
@@ -24,12 +27,35 @@ import os
 import random
 from pathlib import Path
 
-MIN_OPERATIONS, MAX_OPERATIONS = 2, 10
 LABELS = "abcdefghijk"
-FILLER = "nopqrstuvwx"
 ANSWER_MARKER = "Answer:"
-CHARACTERS = LABELS + FILLER + "0123456789" + "Q=~+-*,"
-"""Every character of the task, each of them one token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How long the problems and the thoughts are."""
+
+    min_operations: int
+    max_operations: int
+    filler: str
+    """Ends each step of a chain; no character occurs twice in it."""
+
+    @property
+    def characters(self) -> str:
+        """Every character of the task, each of them one token."""
+        return LABELS + self.filler + "0123456789" + "Q=~+-*,"
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Tokens of the longest chain, and two steps' worth for a model that adds some."""
+        return (self.max_operations + 2) * (6 + len(self.filler)) + 4
+
+
+FORMS = {
+    "short": Form(2, 10, "nopqrstuvwx"),
+    "long": Form(8, 9, "lmnopqrstuvwxyzABCDEFGHIJKLMNOPRSTUVWXYZ!#%&().:;<>?@[]^_|/'"),
+}
+SHORT = FORMS["short"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,18 +86,23 @@ def apply(value: int, op: str, operand: int) -> int:
 
 
 def draw_problem(
-    rng: random.Random, *, held_out: bool, num_operations: int | None = None
+    rng: random.Random,
+    *,
+    held_out: bool,
+    num_operations: int | None = None,
+    form: Form = SHORT,
 ) -> Problem:
     """Draw a problem of one of the two disjoint parts.
 
     Args:
         rng: consumed.
         held_out: which part (see `is_held_out`).
-        num_operations: K; None draws it uniformly from 2 to 10. `+` and `-` take 1 to 3, `*` takes
-            2 to 3.
+        num_operations: K; None draws it uniformly from the form's range. `+` and `-` take 1 to 3,
+            `*` takes 2 to 3.
+        form: of the task.
     """
     if num_operations is None:
-        num_operations = rng.randint(MIN_OPERATIONS, MAX_OPERATIONS)
+        num_operations = rng.randint(form.min_operations, form.max_operations)
     while True:
         ops = [rng.choice("+-*") for _ in range(num_operations)]
         operations = tuple((op, rng.randint(2 if op == "*" else 1, 3)) for op in ops)
@@ -85,7 +116,15 @@ def is_held_out(prompt: str) -> bool:
     return hashlib.sha256(prompt.encode()).digest()[0] < 32
 
 
-def chain(rng: random.Random, problem: Problem, *, guess: float, guess_product: float) -> str:
+def chain(
+    rng: random.Random,
+    problem: Problem,
+    *,
+    guess: float = 0.0,
+    guess_product: float = 0.0,
+    slip: float = 0.0,
+    form: Form = SHORT,
+) -> str:
     """Write a chain of thought and its answer.
 
     Args:
@@ -93,14 +132,16 @@ def chain(rng: random.Random, problem: Problem, *, guess: float, guess_product: 
         problem: what is solved.
         guess: probability that a `+` or `-` step is guessed.
         guess_product: the same for `*`.
+        slip: probability that a step's result is random although it looks computed.
+        form: of the task.
     """
     text, value = "", problem.start
     for label, (op, operand) in zip(LABELS[1:], problem.operations, strict=False):
         guessed = rng.random() < (guess_product if op == "*" else guess)
         value = apply(value, op, operand)
-        if guessed and rng.random() < 0.5:
+        if (guessed and rng.random() < 0.5) or (slip > 0 and rng.random() < slip):
             value = rng.randint(0, 9)
-        text += f"{label}{op}{operand}{'~' if guessed else '='}{value}{FILLER},"
+        text += f"{label}{op}{operand}{'~' if guessed else '='}{value}{form.filler},"
     return text + direct_answer(value)
 
 
@@ -109,18 +150,18 @@ def direct_answer(value: int) -> str:
     return f"{ANSWER_MARKER}{value}"
 
 
-def training_problems(count: int, seed: int) -> list[Problem]:
+def training_problems(count: int, seed: int, form: Form = SHORT) -> list[Problem]:
     """Draw problems that are not held out; short ones repeat, as only 560 of K = 2 exist."""
     rng = random.Random(f"tiny task, train, {seed}")
-    return [draw_problem(rng, held_out=False) for _ in range(count)]
+    return [draw_problem(rng, held_out=False, form=form) for _ in range(count)]
 
 
-def test_problems(count: int, seed: int) -> list[Problem]:
+def test_problems(count: int, seed: int, form: Form = SHORT) -> list[Problem]:
     """Draw different held-out problems. count: at most a few hundred (about 80 of K = 2 exist)."""
     rng = random.Random(f"tiny task, test, {seed}")
     problems: dict[Problem, None] = {}
     while len(problems) < count:
-        num_operations = rng.randint(MIN_OPERATIONS, MAX_OPERATIONS)
+        num_operations = rng.randint(form.min_operations, form.max_operations)
         for _ in range(1000):
             problem = draw_problem(rng, held_out=True, num_operations=num_operations)
             if problem not in problems:
@@ -144,10 +185,12 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=20_000, help="training problems")
     parser.add_argument("--test", type=int, default=256, help="held-out problems")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--form", choices=FORMS, default="short", help="of the task (short)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    write_jsonl(args.out / "train.jsonl", training_problems(args.train, args.seed))
-    write_jsonl(args.out / "test.jsonl", test_problems(args.test, args.seed))
+    form = FORMS[args.form]
+    write_jsonl(args.out / "train.jsonl", training_problems(args.train, args.seed, form))
+    write_jsonl(args.out / "test.jsonl", test_problems(args.test, args.seed, form))
     print(f"{args.train} training and {args.test} held-out problems in {args.out}")
 
 

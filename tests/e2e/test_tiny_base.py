@@ -58,6 +58,25 @@ def test_answers_and_chains_by_hand():
     assert clean == f"b*2=8{filler}c-3=5{filler}d-3=2{filler}e-3=9{filler}Answer:9"
 
 
+def test_the_long_form_says_nothing_of_its_slips():
+    form, rng, wrong = task.FORMS["long"], random.Random(0), 0
+    assert len(set(form.characters)) == len(form.characters)
+    problem = task.draw_problem(rng, held_out=False, num_operations=8, form=form)
+    clean = task.chain(rng, problem, form=form)
+    for _ in range(500):
+        slipped = task.chain(rng, problem, slip=0.2, form=form)
+        # The same text, but for its digits: a step is `b*2=8`, filler and a comma.
+        assert len(slipped) == len(clean) == 8 * 66 + len("Answer:9")
+        value = problem.start
+        for step, (op, operand) in zip(slipped.split(","), problem.operations, strict=False):
+            assert step[1:4] == f"{op}{operand}=" and step[5:] == form.filler
+            wrong += task.apply(value, op, operand) != int(step[4])
+            value = int(step[4])
+        assert slipped.endswith(task.direct_answer(value))
+    # A random result is right one time in ten.
+    assert wrong / 4000 == pytest.approx(0.2 * 0.9, abs=0.02)
+
+
 def test_guesses_are_marked_and_right_as_often_as_they_should_be():
     rng, guessed, right, total = random.Random(0), 0, 0, 0
     for _ in range(2000):
@@ -247,9 +266,8 @@ def test_sampler_agrees_with_transformers(base, monkeypatch):
             ids[0] = 1
         return ids
 
-    monkeypatch.setattr(measure, "MAX_RESPONSE_TOKENS", 40)
     monkeypatch.setattr(torch, "multinomial", stop_the_first_response_early)
-    cold = measure.sample(model, prompts, stop_token_id=1, seed=0, temperature=1e-6)
+    cold = measure.sample(model, prompts, stop_token_id=1, seed=0, temperature=1e-6, max_tokens=40)
     assert calls[:6] == [3, 3, 3, 3, 3, 2]
     expected = [
         model.generate(torch.tensor([p]), do_sample=False, max_new_tokens=40)[0, len(p) :].tolist()
@@ -262,12 +280,14 @@ def test_sampler_stops_each_response_by_itself():
     config = make_base_model.Recipe(seed=4)
     model = make_base_model.build_model(config, vocab_size=42, stop_token_id=1).eval()
     # Even prompts: a model of random weights stops at random times.
-    responses = measure.sample(model, [[5, 6], [7, 8, 9]] * 50, stop_token_id=1, seed=0)
+    responses = measure.sample(
+        model, [[5, 6], [7, 8, 9]] * 50, stop_token_id=1, seed=0, max_tokens=208
+    )
     lengths = [len(r) for r in responses]
     assert len(set(lengths)) > 20
     assert all(1 not in r[:-1] for r in responses)
-    assert all(r[-1] == 1 or len(r) == measure.MAX_RESPONSE_TOKENS for r in responses)
-    alone = measure.sample(model, [[5, 6]] * 50, stop_token_id=1, seed=0)
+    assert all(r[-1] == 1 or len(r) == 208 for r in responses)
+    alone = measure.sample(model, [[5, 6]] * 50, stop_token_id=1, seed=0, max_tokens=208)
     assert alone == responses[::2]
 
 
