@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "tiny"))
 
 import ablation_table  # noqa: E402
-from ablation_arms import ARMS, EXTRA_ARMS, Arm  # noqa: E402
+from ablation_arms import TABLES, Arm  # noqa: E402
 from ablation_jobs import (  # noqa: E402
     Job,
     arms_by_name,
@@ -255,33 +255,45 @@ CHANGED = {
 """Against VAPO, written out: the arms read the recipes, and these must not say anything else."""
 
 
-def test_each_arm_differs_from_vapo_in_what_it_names_and_nothing_else(tmp_path):
-    arms = {**ARMS, **EXTRA_ARMS}
-    assert set(CHANGED) == set(arms) - {"vapo"} and len(ARMS) == 11
-    jobs = {job.out.name: job for job in seed_jobs(tmp_path, 3, arms, ["algorithm.gamma=0.5"])}
-    assert set(jobs) - set(arms) == {"base", "data", "reward_model", "value"}
+@pytest.mark.parametrize("form", TABLES)
+def test_each_arm_differs_from_vapo_in_what_it_names_and_nothing_else(tmp_path, form):
+    table = TABLES[form]
+    arms = {**table.arms, **table.more_arms}
+    made = seed_jobs(tmp_path, form, 3, arms, ["algorithm.gamma=0.5"])
+    jobs = {job.out.name: job for job in made}
+    reward_model = {"reward_model"} if table.has_reward_model else set()
+    assert set(jobs) - set(arms) == {"base", "data", "value"} | reward_model
     vapo = jobs["vapo"].settings
     start = {"critic_hf_path": "reward_model", "critic_checkpoint": "value", "hf_path": "base"}
+    start |= {} if table.has_reward_model else {"critic_hf_path": None}
     for name, value in start.items():
         assert vapo[f"model.{name}"] == value, "the seed's own"
-    for name, differing in CHANGED.items():
-        settings = jobs[name].settings
+    for name in set(arms) - {"vapo"}:
+        settings, differing = jobs[name].settings, CHANGED[name]
         fields = [f for f in vapo if vapo[f] != settings.get(f) and not f.startswith("made from")]
         assert {field: settings[field] for field in fields} == differing, name
-        uses_critic = settings["model.critic_hf_path"] is not None
-        assert ("seed_3/reward_model" in jobs[name].needs) == uses_critic
+        uses_reward_model = settings["model.critic_hf_path"] is not None
+        assert ("seed_3/reward_model" in jobs[name].needs) == uses_reward_model
         assert ("seed_3/value" in jobs[name].needs) == ("model.critic_checkpoint" not in differing)
     assert all(jobs[name].settings["algorithm.gamma"] == 0.5 for name in (*arms, "value"))
+    assert all(jobs[name].settings["form"] == form for name in ("base", "data"))
     stage = jobs["value"].settings
     changes = {field for field in vapo if vapo[field] != stage.get(field)}
     assert changes == {
         "algorithm.stage", "algorithm.value_pretraining_steps", "evaluation.path",
         "model.critic_checkpoint", "made from value",
     }  # fmt: skip
-    only = seed_jobs(tmp_path, 3, {"grpo": ARMS["grpo"]}, [])
+
+
+def test_the_tables_arms(tmp_path):
+    short = TABLES["short"]
+    assert len(short.arms) == 11 and {*short.arms, *short.more_arms} == {"vapo", *CHANGED}
+    only = seed_jobs(tmp_path, "short", 3, {"grpo": short.arms["grpo"]}, [])
     assert [job.out.name for job in only] == ["base", "data", "grpo"], "it needs no critic"
-    with pytest.raises(UserError, match="--arms vapoo: no such arm; known: vapo, ppo"):
-        arms_by_name(["vapoo"])
+    with pytest.raises(UserError, match="--arms vapoo: .* --form short; known: vapo, ppo"):
+        arms_by_name("short", ["vapoo"])
+    with pytest.raises(UserError, match="--arms grpo: no such arm with --form long; known: vapo"):
+        arms_by_name("long", ["grpo"])
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The paper's table 1 in miniature: every arm, every seed, one table and one page.
 
-    python examples/tiny/ablation.py [--seeds 3] [--arms NAME ...] [section.field=value ...]
+    python examples/tiny/ablation.py [--form long] [--seeds 3] [--arms NAME ...]
+                                     [section.field=value ...]
 
 The arms of a seed share base model, problems, reward model and value checkpoint, and every setting
 but those that ablation_arms.py names. Started again it goes on where it was.
@@ -19,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from ablation_arms import ARMS, EXTRA_ARMS, Arm  # noqa: E402
+from ablation_arms import TABLES, Arm, Table  # noqa: E402
 from ablation_jobs import (  # noqa: E402
     Job,
     arms_by_name,
@@ -37,24 +38,37 @@ from vapo_megatron.report_comparison import build_comparison, table  # noqa: E40
 from vapo_megatron.report_page import escape  # noqa: E402
 from vapo_megatron.run_directory import read_rows, replace_file  # noqa: E402
 
-EPILOG = "arms of the table (changed fields):\n" + "\n".join(
-    f"  {name:22}{arm.title}{'' if name in ARMS else ', not in the table by default'}: "
-    + (", ".join((*([f"{arm.recipe}.yaml"] if arm.recipe else []), *arm.changes)) or "-")
-    for name, arm in {**ARMS, **EXTRA_ARMS}.items()
-)
+
+def _describe(form: str, table: Table) -> str:
+    """List a table's arms with the fields that they change."""
+    lines = [f"arms of --form {form} (changed fields):"]
+    for name, arm in {**table.arms, **table.more_arms}.items():
+        where = "" if name in table.arms else ", not in the table by default"
+        changes = (*([f"{arm.recipe}.yaml"] if arm.recipe else []), *arm.changes)
+        lines.append(f"  {name:22}{arm.title}{where}: {', '.join(changes) or '-'}")
+    return "\n".join(lines)
+
+
+EPILOG = "\n".join(_describe(form, table) for form, table in TABLES.items())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is not finished, and write the table and the page; 1 when an arm failed."""
     parser = Parser(prog="run_ablation_tiny.sh", description=__doc__, epilog=EPILOG)
+    parser.add_argument(
+        "--form",
+        choices=TABLES,
+        default="short",
+        help="of the task, with a table of its own (short)",
+    )
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 .. N-1 (3)")
     parser.add_argument(
         "--arms", nargs="+", default=[], metavar="NAME", help="only these (the table's)"
     )
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="runs at a time (2)")
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/ablation"), metavar="DIR",
-        help="where everything lands (runs/ablation)",
+        "--out", type=Path, metavar="DIR",
+        help="where everything lands (runs/ablation, runs/ablation_long)",
     )  # fmt: skip
     parser.add_argument(
         "--rerun", action="store_true", help="make again what was made with other settings"
@@ -77,10 +91,12 @@ def _ablate(args: argparse.Namespace) -> int:
         raise UserError(f"--seeds {args.seeds} and --jobs {args.jobs} must be at least 1")
     started = time.monotonic()
     # --arms takes all that follows it.
-    arms = arms_by_name([name for name in args.arms if "=" not in name])
+    arms = arms_by_name(args.form, [name for name in args.arms if "=" not in name])
     overrides = [*args.overrides, *(text for text in args.arms if "=" in text)]
-    root = args.out.resolve()
-    jobs = [j for seed in range(args.seeds) for j in seed_jobs(root, seed, arms, overrides)]
+    standard = "runs/ablation" if args.form == "short" else f"runs/ablation_{args.form}"
+    root = (args.out or Path(standard)).resolve()
+    seeds = range(args.seeds)
+    jobs = [j for seed in seeds for j in seed_jobs(root, args.form, seed, arms, overrides)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with locked(root) as lock:
         require_unchanged(jobs, rerun=args.rerun)

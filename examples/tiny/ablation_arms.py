@@ -1,22 +1,14 @@
 """The arms of the ablation as data: what each changes, and what the paper found.
 
-Every arm starts from the same settings (`CONFIGS`, and the files of its seed) and changes what is
-named here, nothing else. Without its value pretraining the critic starts from the reward model.
+Every arm of a table starts from the same settings (the table's, and the files of its seed) and
+changes what is named here, nothing else. Without its value pretraining the critic starts from the
+reward model.
 """
 
 from __future__ import annotations
 
 import dataclasses
-
-CONFIGS = ("tiny.yaml", "ablation_tiny.yaml")
-"""In examples/configs; later ones win."""
-
-VALUE_STAGE = (
-    "algorithm.stage=value_pretraining",
-    "algorithm.value_pretraining_steps=20",
-    "evaluation.path=null",
-)
-"""How a seed's value checkpoint is made, with the same settings otherwise."""
+from collections.abc import Mapping
 
 NO_VALUE_CHECKPOINT = "model.critic_checkpoint=null"
 NO_CRITIC = (NO_VALUE_CHECKPOINT, "model.critic_hf_path=null")
@@ -35,34 +27,65 @@ class Arm:
     """A file of examples/configs/algorithms, read before the changes."""
 
 
-ARMS: dict[str, Arm] = {
-    "vapo": Arm("VAPO", "60"),
-    "ppo": Arm("vanilla PPO", "5", (NO_VALUE_CHECKPOINT,), "ppo"),
-    "no_value_pretraining": Arm("without value pretraining", "11", (NO_VALUE_CHECKPOINT,)),
-    "no_decoupled_gae": Arm(
-        "without decoupled GAE (one adaptive lambda)", "33",
-        ("algorithm.lambda_critic=same_as_actor",),
-    ),
-    "no_length_adaptive": Arm(
-        "without length-adaptive GAE", "45", ("algorithm.lambda_actor=0.95",)
-    ),
-    "no_clip_higher": Arm("without clip-higher", "46", ("algorithm.clip_high=0.2",)),
-    "no_token_level": Arm(
-        "without token-level loss", "53", ("algorithm.loss_aggregation=sample",)
-    ),
-    "no_positive_lm": Arm(
-        "without positive-example LM loss", "54", ("algorithm.positive_lm_coef=0",)
-    ),
-    "no_group_sampling": Arm("without group sampling", "55", ("algorithm.group_size=1",)),
-    "grpo": Arm("GRPO", "47", NO_CRITIC, "grpo"),
-    "dapo": Arm("DAPO", "50", NO_CRITIC, "dapo"),
-}  # fmt: skip
-"""The main table, in the order in which a seed's arms are run."""
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Arms that are compared, and what they share."""
 
-EXTRA_ARMS: dict[str, Arm] = {
-    "no_decoupled_gae_95": Arm(
-        "without decoupled GAE (0.95 for both)", "33",
-        ("algorithm.lambda_critic=0.95", "algorithm.lambda_actor=0.95"),
+    configs: tuple[str, ...]
+    """In examples/configs; later ones win."""
+    arms: Mapping[str, Arm]
+    """By name, in the order in which a seed's arms are run."""
+    more_arms: Mapping[str, Arm] = dataclasses.field(default_factory=dict)
+    """Further readings, run where --arms names them."""
+    has_reward_model: bool = True
+    value_steps: int = 20
+    """Steps of the run that makes a seed's value checkpoint, with the same settings otherwise."""
+
+
+VAPO = Arm("VAPO", "60")
+NO_DECOUPLED_GAE = Arm(
+    "without decoupled GAE (one adaptive lambda)", "33", ("algorithm.lambda_critic=same_as_actor",)
+)
+NO_DECOUPLED_GAE_95 = Arm(
+    "without decoupled GAE (0.95 for both)", "33",
+    ("algorithm.lambda_critic=0.95", "algorithm.lambda_actor=0.95"),
+)  # fmt: skip
+NO_LENGTH_ADAPTIVE = Arm("without length-adaptive GAE", "45", ("algorithm.lambda_actor=0.95",))
+NO_CLIP_HIGHER = Arm("without clip-higher", "46", ("algorithm.clip_high=0.2",))
+
+TABLES = {
+    "short": Table(
+        configs=("tiny.yaml", "ablation_tiny.yaml"),
+        arms={
+            "vapo": VAPO,
+            "ppo": Arm("vanilla PPO", "5", (NO_VALUE_CHECKPOINT,), "ppo"),
+            "no_value_pretraining": Arm("without value pretraining", "11", (NO_VALUE_CHECKPOINT,)),
+            "no_decoupled_gae": NO_DECOUPLED_GAE,
+            "no_length_adaptive": NO_LENGTH_ADAPTIVE,
+            "no_clip_higher": NO_CLIP_HIGHER,
+            "no_token_level": Arm(
+                "without token-level loss", "53", ("algorithm.loss_aggregation=sample",)
+            ),
+            "no_positive_lm": Arm(
+                "without positive-example LM loss", "54", ("algorithm.positive_lm_coef=0",)
+            ),
+            "no_group_sampling": Arm("without group sampling", "55", ("algorithm.group_size=1",)),
+            "grpo": Arm("GRPO", "47", NO_CRITIC, "grpo"),
+            "dapo": Arm("DAPO", "50", NO_CRITIC, "dapo"),
+        },
+        more_arms={"no_decoupled_gae_95": NO_DECOUPLED_GAE_95},
     ),
-}  # fmt: skip
-"""Further readings, run where --arms names them."""
+    "long": Table(
+        configs=("tiny.yaml", "ablation_tiny.yaml", "ablation_long.yaml"),
+        arms={
+            "vapo": VAPO,
+            "no_decoupled_gae": NO_DECOUPLED_GAE,
+            "no_decoupled_gae_95": NO_DECOUPLED_GAE_95,
+            "no_length_adaptive": NO_LENGTH_ADAPTIVE,
+            "no_clip_higher": NO_CLIP_HIGHER,
+        },
+        has_reward_model=False,
+        value_steps=10,
+    ),
+}
+"""By the form of the task."""

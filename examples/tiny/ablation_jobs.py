@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ablation_arms import ARMS, CONFIGS, EXTRA_ARMS, VALUE_STAGE, Arm
+from ablation_arms import TABLES, Arm
 
 from vapo_megatron.config import VapoConfig, load_config
 from vapo_megatron.errors import UserError
@@ -59,24 +59,30 @@ class Job:
         return self.out.with_name(f"{self.out.name}.job.json")
 
 
-def arms_by_name(names: Sequence[str]) -> dict[str, Arm]:
-    """Return the arms of these names, the main table's where none is named.
+def arms_by_name(form: str, names: Sequence[str]) -> dict[str, Arm]:
+    """Return the arms of these names, the table's where none is named.
 
     Raises:
         UserError: an unknown name.
     """
-    known = {**ARMS, **EXTRA_ARMS}
+    table = TABLES[form]
+    known = {**table.arms, **table.more_arms}
     for name in names:
         if name not in known:
-            raise UserError(f"--arms {name}: no such arm; known: {', '.join(known)}")
-    return {name: known[name] for name in names} if names else dict(ARMS)
+            raise UserError(
+                f"--arms {name}: no such arm with --form {form}; known: {', '.join(known)}"
+            )
+    return {name: known[name] for name in names} if names else dict(table.arms)
 
 
-def seed_jobs(root: Path, seed: int, arms: Mapping[str, Arm], more: Sequence[str]) -> list[Job]:
+def seed_jobs(
+    root: Path, form: str, seed: int, arms: Mapping[str, Arm], more: Sequence[str]
+) -> list[Job]:
     """Return the jobs of a seed's arms and what these need, each after those that it needs.
 
     Args:
         root: directory of the ablation.
+        form: of the task, which names the table.
         seed: of everything.
         arms: by name.
         more: overrides of all arms and of the value stage.
@@ -85,10 +91,12 @@ def seed_jobs(root: Path, seed: int, arms: Mapping[str, Arm], more: Sequence[str
         ConfigError: an arm's settings do not fit together.
     """
     prefix, out = f"seed_{seed}", root / f"seed_{seed}"
+    table = TABLES[form]
     base, data, reward = out / "base", out / "data", out / "reward_model"
     shared = (
         f"seed={seed}", f"model.hf_path={base}", f"data.train_path={data}/train.jsonl",
-        f"evaluation.path={data}/test.jsonl", f"model.critic_hf_path={reward}",
+        f"evaluation.path={data}/test.jsonl",
+        *([f"model.critic_hf_path={reward}"] if table.has_reward_model else []),
     )  # fmt: skip
     jobs: dict[str, Job] = {}
 
@@ -100,13 +108,14 @@ def seed_jobs(root: Path, seed: int, arms: Mapping[str, Arm], more: Sequence[str
         )  # fmt: skip
 
     def add_script(name: str, needs: Sequence[str], sources: Sequence[str], *rest: object) -> None:
-        settings = {s: hashlib.sha256((TINY / s).read_bytes()).hexdigest()[:12] for s in sources}
+        settings: dict[str, Any] = {"form": form}
+        settings |= {s: hashlib.sha256((TINY / s).read_bytes()).hexdigest()[:12] for s in sources}
         arguments = ("--out", out / name, "--seed", seed, *rest)
         command = (sys.executable, str(TINY / sources[0]), *map(str, arguments))
         add(name, needs, settings, command=command)
 
     def add_run(name: str, configs: Iterable[str], *own: str) -> None:
-        files = [FILES / name for name in (*CONFIGS, *configs)]
+        files = [FILES / name for name in (*table.configs, *configs)]
         overrides = (*shared, *more, *own, f"logging.run_dir={out / name}")
         config = load_config(files, overrides)
         needs = ["base", "data"]
@@ -120,10 +129,16 @@ def seed_jobs(root: Path, seed: int, arms: Mapping[str, Arm], more: Sequence[str
             num_steps=steps, estimate_seconds=30.0 + 10.0 * steps,
         )  # fmt: skip
 
-    add_script("base", (), ("make_base_model.py", "make_tokenizer.py", "task.py"))
-    add_script("data", (), ("task.py",))
-    add_script("reward_model", ("base",), ("make_reward_model.py", "measure.py"), "--base", base)
-    add_run("value", (), *VALUE_STAGE)
+    of_form = ("--form", form)
+    add_script("base", (), ("make_base_model.py", "make_tokenizer.py", "task.py"), *of_form)
+    add_script("data", (), ("task.py",), *of_form)
+    if table.has_reward_model:
+        sources = ("make_reward_model.py", "measure.py")
+        add_script("reward_model", ("base",), sources, "--base", base)
+    add_run(
+        "value", (), "algorithm.stage=value_pretraining", "evaluation.path=null",
+        f"algorithm.value_pretraining_steps={table.value_steps}",
+    )  # fmt: skip
     for name, arm in arms.items():
         recipe = [f"algorithms/{arm.recipe}.yaml"] if arm.recipe else []
         start = f"model.critic_checkpoint={out / 'value'}"
