@@ -59,6 +59,7 @@ LEVELS = {
     "turns": 5,
     "sampling_rounds": 5,
     "sampling": 5,
+    "skipped_updates": 5,
     "step_metrics": 5,
     "evaluation": 5,
     "actor": 5,

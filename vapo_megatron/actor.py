@@ -21,7 +21,7 @@ from vapo_megatron.parallel.minibatches import MiniBatch
 from vapo_megatron.parallel.optimizer import actor_learning_rate
 from vapo_megatron.parallel.reduce import max_over_world
 from vapo_megatron.parallel.schedule import forward_only
-from vapo_megatron.trained_model import FrozenModel, TrainedModel
+from vapo_megatron.trained_model import FrozenModel, TrainedModel, mean_of_updates
 
 # Before the first update of a step nothing has changed since old_logprobs were computed with the
 # same micro-batches, so that the ratio can differ from 1 by rounding alone.
@@ -93,20 +93,22 @@ class Actor:
         the whole mini-batch.
 
         Returns:
-            Metrics averaged over the mini-batches; first_ratio_diff_max is the largest
-            |ratio - 1| in the first of them.
+            Metrics averaged over the updates, see mean_of_updates; first_ratio_diff_max is the
+            largest |ratio - 1| in the first mini-batch.
+
+        Raises:
+            UpdatesSkipped: on every rank.
         """
         assert isinstance(self.trained, TrainedModel)
-        totals: dict[str, Tensor] = {}
-        for index, mini_batch in enumerate(mini_batches):
+        updates: list[dict[str, Tensor]] = []
+        for mini_batch in mini_batches:
             deviation: list[Tensor] = []
             loss_function = partial(self._loss, mini_batch, deviation)
             rate = actor_learning_rate(self.trained.num_updates, self.config)
-            metrics = self.trained.update(mini_batch, loss_function, rate)
-            if index == 0:
-                totals["first_ratio_diff_max"] = self._check_ratio(deviation)
-            for name, value in metrics.items():
-                totals[name] = totals.get(name, 0) + value / len(mini_batches)
+            updates.append(self.trained.update(mini_batch, loss_function, rate))
+            if len(updates) == 1:
+                first = self._check_ratio(deviation)
+        totals = {"first_ratio_diff_max": first, **mean_of_updates(updates)}
         totals["learning_rate"] = torch.tensor(rate, dtype=torch.float64)
         return {f"actor/{name}": float(value) for name, value in totals.items()}
 
@@ -183,11 +185,14 @@ class Actor:
         )
 
     def _check_ratio(self, deviation: list[Tensor]) -> Tensor:
-        """Largest |ratio - 1| over all ranks, before anything was updated (RATIO_TOLERANCE)."""
+        """Largest |ratio - 1| over all ranks, before anything was updated (RATIO_TOLERANCE).
+
+        Where it is not finite the update was skipped, and has told.
+        """
         largest = torch.stack([torch.zeros(()), *(d.cpu() for d in deviation)]).max()
         largest = max_over_world(largest)
         limit = RATIO_TOLERANCE[self.config.model.dtype]
-        assert float(largest) <= limit, (
+        assert not largest.isfinite() or float(largest) <= limit, (
             f"the ratio at the step's first mini-batch differs from 1 by {float(largest):.3g} "
             f"(limit {limit:g}): the update does not see what old_logprobs were computed from"
         )

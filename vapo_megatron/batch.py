@@ -162,6 +162,12 @@ class RolloutBatch:
         """[T]: weights of the policy loss, of the entropy bonus and of the KL to the reference."""
         return self.loss_mask if self.policy_mask is None else self.policy_mask
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether each number of its tokens is: log-probabilities, values and what follows."""
+        known = (getattr(self, name) for name in _PER_TOKEN)
+        return all(bool(numbers.isfinite().all()) for numbers in known if numbers is not None)
+
     def replace(self, **fields: Tensor) -> RolloutBatch:
         """Return the same batch with some fields set."""
         return dataclasses.replace(self, **fields)

@@ -220,6 +220,12 @@ class OptimizerConfig(Section):
     critic_clip_grad: float = _field(
         1.0, "Largest norm of the critic's gradient; 0: no clipping.", ge=0
     )
+    max_skipped_updates: int = _field(
+        3,
+        "Stop when so many updates of a role in a row were skipped, because a loss, gradient, "
+        "value or log-probability was not finite.",
+        ge=1,
+    )
 
 
 class CheckpointConfig(Section):

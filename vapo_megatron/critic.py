@@ -18,7 +18,7 @@ from vapo_megatron.parallel.groups import ParallelGroups
 from vapo_megatron.parallel.minibatches import MiniBatch
 from vapo_megatron.parallel.optimizer import critic_learning_rate
 from vapo_megatron.parallel.schedule import forward_only
-from vapo_megatron.trained_model import TrainedModel
+from vapo_megatron.trained_model import TrainedModel, mean_of_updates
 
 
 class Critic:
@@ -38,15 +38,17 @@ class Critic:
         """Pass over the mini-batches critic_updates_per_step times, one update each.
 
         Returns:
-            Metrics averaged over the updates.
+            Metrics averaged over the updates, see mean_of_updates.
+
+        Raises:
+            UpdatesSkipped: on every rank.
         """
-        passes = list(mini_batches) * self.config.algorithm.critic_updates_per_step
-        totals: dict[str, Tensor] = {}
-        for mini_batch in passes:
+        updates = []
+        for mini_batch in list(mini_batches) * self.config.algorithm.critic_updates_per_step:
             rate = critic_learning_rate(self.trained.num_updates, self.config)
-            metrics = self.trained.update(mini_batch, partial(self._loss, mini_batch), rate)
-            for name, value in metrics.items():
-                totals[name] = totals.get(name, 0) + value / len(passes)
+            loss_function = partial(self._loss, mini_batch)
+            updates.append(self.trained.update(mini_batch, loss_function, rate))
+        totals = mean_of_updates(updates)
         totals["learning_rate"] = torch.tensor(rate, dtype=torch.float64)
         return {f"critic/{name}": float(value) for name, value in totals.items()}
 

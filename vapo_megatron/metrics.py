@@ -83,6 +83,9 @@ METRICS: dict[str, Metric] = {
         "", "Largest |ratio - 1| in the step's first mini-batch, where it should be 0."
     ),
     "actor/grad_norm": Metric("", "Gradient norm before clipping, mean over the step's updates."),
+    "actor/skipped_updates": Metric(
+        "", "Updates not made: a loss, gradient, value or log-probability was not finite."
+    ),
     "actor/learning_rate": Metric("", "Learning rate of the step's last update."),
     "critic/loss": Metric("", "Value loss 0.5 (v - return)^2, mean over the step's updates."),
     "critic/explained_variance": Metric(
@@ -92,6 +95,9 @@ METRICS: dict[str, Metric] = {
     "critic/return_mean": Metric("", "Mean return over response tokens."),
     "critic/value_clip_fraction": Metric("", "Tokens whose gradient the value clip removed."),
     "critic/grad_norm": Metric("", "Gradient norm before clipping, mean over the step's updates."),
+    "critic/skipped_updates": Metric(
+        "", "Updates not made: a loss, gradient, value or log-probability was not finite."
+    ),
     "critic/learning_rate": Metric("", "Learning rate of the step's last update."),
     "algorithm/lambda_actor_mean": Metric("", "Mean lambda of the actor's advantages."),
     "algorithm/advantage_mean": Metric("", "Mean advantage over response tokens."),

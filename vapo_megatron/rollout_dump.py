@@ -148,7 +148,7 @@ def _write_file(
         first_position=rollouts[0].position,
         responses=len(rollouts),
         longest_sequence=max(len(r.prompt.token_ids) + len(r.token_ids) for r in rollouts),
-        largest_token_id=int(max(arrays["prompt_tokens"].max(), arrays["tokens"].max())),
+        largest_token_id=int(max(arrays["prompt_tokens"].max(), arrays["tokens"].max(initial=0))),
         crc32=_checksum(arrays),
         step=step,
         num_responses=num_responses,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,8 @@ def sampler_difference(
         groups: this rank's place.
 
     Returns:
-        rollout/logprob_diff_mean and _max, over all ranks' response tokens.
+        rollout/logprob_diff_mean and _max, over all ranks' response tokens; not finite where one of
+        the log-probabilities is not, on which no limit is needed: no update is made with it.
 
     Raises:
         RuntimeError: on every rank, when a token exceeds the limit.
@@ -42,7 +45,7 @@ def sampler_difference(
     everything = torch.ones_like(difference, dtype=torch.bool)
     mean, _ = mean_and_std(sum_over_data_parallel(masked_sums(difference, everything), groups))
     largest = float(max_over_world(torch.cat([difference, torch.zeros(1)]).max()))
-    if limit is not None and not largest <= limit:
+    if limit is not None and math.isfinite(largest) and largest > limit:
         raise RuntimeError(
             f"sampler and trainer differ by {largest:.3g} nat on a token, more than "
             f"rollout.max_logprob_difference={limit:g}: the sampler holds stale or mis-sharded "

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -21,8 +22,10 @@ from vapo_megatron.parallel.optimizer import (
     MegatronOptimizer,
     build_ddp,
     build_optimizer,
+    gradients_are_finite,
     optimizer_step,
     set_learning_rate,
+    spoil_gradients,
 )
 from vapo_megatron.parallel.reduce import sum_over_data_parallel
 from vapo_megatron.parallel.schedule import forward_backward
@@ -30,6 +33,10 @@ from vapo_megatron.weights.hf import load_hf_weights
 from vapo_megatron.weights.mapping import wait_for_parameters
 
 LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+
+
+class UpdatesSkipped(FloatingPointError):
+    """As many updates in a row as optimizer.max_skipped_updates were skipped, on every rank."""
 
 
 class PlacedModel:
@@ -141,7 +148,10 @@ class TrainedModel(PlacedModel):
         super().__init__(shape, config, groups, role, hf_path)
         self._chunks = build_ddp(self._model, config, self._model[0].config)
         self._optimizer = build_optimizer(self._chunks, config, role)
+        self._role, self._max_skipped = role, config.optimizer.max_skipped_updates
         self.num_updates = 0
+        self.skipped_in_a_row = 0
+        """Updates skipped since the last one that was made."""
 
     @property
     def chunks(self) -> list[DistributedDataParallel]:
@@ -165,16 +175,25 @@ class TrainedModel(PlacedModel):
             mini_batch, loss_function: see update.
 
         Returns:
-            The metrics summed over micro-batches and data-parallel ranks; 0-d, on every rank.
+            The metrics summed over micro-batches and data-parallel ranks; 0-d, on every rank. And
+            not_finite: 0 where the loss, the gradient, and what the mini-batch brought of
+            log-probabilities, values, advantages and returns are finite on all of these ranks.
         """
         self._check("training")
         metrics = forward_backward(self.chunks, mini_batch.micro_batches, loss_function)
+        loss = metrics["loss"]
+        found = [loss.isfinite(), gradients_are_finite(self.chunks)]
+        found += [torch.tensor(m.batch.is_finite) for m in mini_batch.micro_batches]
+        broken = [(~ok).to(loss.device, torch.float64) for ok in found]
+        metrics["not_finite"] = torch.stack(broken).sum()
         return sum_over_data_parallel(metrics, self.groups)
 
     def update(
         self, mini_batch: MiniBatch, loss_function: LossFunction, learning_rate: float
     ) -> dict[str, Tensor]:
-        """Make one optimizer update.
+        """Make one optimizer update, or skip it: nothing changes where a number is not finite.
+
+        Every rank decides alike: what one of them finds spoils the norm of the gradient for all.
 
         Args:
             mini_batch: this data-parallel rank's micro-batches and the global counts.
@@ -182,11 +201,42 @@ class TrainedModel(PlacedModel):
             learning_rate: of this update.
 
         Returns:
-            The metrics summed over micro-batches and data-parallel ranks, and grad_norm; 0-d, on
-            every rank.
+            The metrics summed over micro-batches and data-parallel ranks, and grad_norm, which is
+            not finite where the update was skipped; 0-d, on every rank.
+
+        Raises:
+            UpdatesSkipped: on every rank.
         """
         set_learning_rate(self.optimizer, learning_rate)
         metrics = self.compute_gradients(mini_batch, loss_function)
+        if metrics.pop("not_finite") > 0:
+            spoil_gradients(self.chunks)
         grad_norm = optimizer_step(self.optimizer)
-        self.num_updates += 1
+        if grad_norm.isfinite():
+            self.num_updates += 1
+            self.skipped_in_a_row = 0
+        else:
+            self.skipped_in_a_row += 1
+        if self.skipped_in_a_row >= self._max_skipped:
+            raise UpdatesSkipped(
+                f"{self.skipped_in_a_row} updates of the {self._role} in a row were skipped, as "
+                "many as optimizer.max_skipped_updates allows: a loss, gradient, value or "
+                "log-probability is not finite"
+            )
         return {**metrics, "grad_norm": grad_norm}
+
+
+def mean_of_updates(updates: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Average what TrainedModel.update returned, over the updates that were made.
+
+    Returns:
+        The means, of all where none was made; and skipped_updates, how many were not.
+    """
+    made = [metrics for metrics in updates if metrics["grad_norm"].isfinite()]
+    counted = made or updates
+    totals: dict[str, Tensor] = {}
+    for metrics in counted:
+        for name, value in metrics.items():
+            totals[name] = totals.get(name, 0) + value / len(counted)
+    totals["skipped_updates"] = torch.tensor(len(updates) - len(made))
+    return totals

@@ -34,6 +34,7 @@ from vapo_megatron.replay import Replay
 from vapo_megatron.report import build_report
 from vapo_megatron.rollout_source import OnProgress, RolloutSource
 from vapo_megatron.run_output import RunOutput
+from vapo_megatron.skipped_updates import kept_if_skipped
 from vapo_megatron.step_metrics import sampler_difference, step_metrics
 from vapo_megatron.trained_model import TrainedModel
 from vapo_megatron.turns import Turns
@@ -112,21 +113,21 @@ class VapoTrainer:
             mini_batches = make_mini_batches(batch, plan, self.groups, multiple_of=self._multiple)
 
         # Learn: the critic always, the actor once value pretraining is over.
-        critic_metrics: dict[str, float] = {}
-        if self.critic is not None:
-            with self._phase("critic_update"):
-                critic_metrics = self.critic.update(mini_batches)
-        actor_metrics: dict[str, float] = {}
+        with kept_if_skipped(config, step + 1, scored, self.output.note) as learned:
+            if self.critic is not None:
+                with self._phase("critic_update"):
+                    learned |= self.critic.update(mini_batches)
+            if trains_actor:
+                with self._phase("actor_update"):
+                    learned |= self.actor.update(mini_batches)
         if trains_actor:
-            with self._phase("actor_update"):
-                actor_metrics = self.actor.update(mini_batches)
             self.policy_version += 1
-            actor_metrics |= self._publish()
+            learned |= self._publish()
 
         self.output.rollouts(step, scored, summary, batch, entropy, self.source.decode)
         metrics = step_metrics(summary, batch, entropy, config.algorithm, self.groups)
         metrics |= sampling_metrics | difference | of_mask
-        return {**metrics, **critic_metrics, **actor_metrics}
+        return {**metrics, **learned}
 
     def fit(self) -> None:
         """Resume or start, run every step, and leave a checkpoint, an HF export and a report."""
@@ -192,6 +193,8 @@ class VapoTrainer:
         self.source.load_state_dict(state["data"])
         self.policy_version = state["policy_version"]
         self.explained_variances = state.get("explained_variances", [])
+        for role, skipped in state.get("skipped_in_a_row", {}).items():
+            self._models[role].skipped_in_a_row = skipped
         return done
 
     def _save(self, done: int) -> None:
@@ -203,6 +206,7 @@ class VapoTrainer:
                 "data": self.source.state_dict(),
                 "policy_version": self.policy_version,
                 "explained_variances": self.explained_variances,
+                "skipped_in_a_row": {r: m.skipped_in_a_row for r, m in self._models.items()},
             },
             keep_last=self.config.checkpoint.keep_last,
         )

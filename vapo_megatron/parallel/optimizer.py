@@ -103,8 +103,30 @@ def build_optimizer(
         overlap_param_gather=config.parallel.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(settings, list(ddp_chunks))
+    _guard(optimizer)
     set_learning_rate(optimizer, rate)
     return optimizer
+
+
+def _guard(optimizer: MegatronOptimizer) -> None:
+    """Let its step() change nothing, and say so, where the gradient's norm is not finite.
+
+    megatron-core reduces the norm over ranks between preparing and applying the gradients, and
+    checks it for float16 alone.
+    """
+    measure, apply = optimizer.get_grad_norm, optimizer.step_with_ready_grads
+    norm = math.nan
+
+    def get_grad_norm() -> Any:
+        nonlocal norm
+        measured = measure()
+        norm = float(measured)  # 0.19 leaves it on a GPU, [1], where its fused kernels are
+        return measured
+
+    optimizer.get_grad_norm = get_grad_norm  # type: ignore[method-assign]
+    optimizer.step_with_ready_grads = (  # type: ignore[method-assign]
+        lambda: math.isfinite(norm) and apply()
+    )
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
@@ -145,22 +167,29 @@ def optimizer_step(optimizer: MegatronOptimizer) -> Tensor:
 
     Returns:
         float32 0-d on the CPU: norm of the whole model's gradient before clipping, the same on all
-        ranks.
-
-    Raises:
-        FloatingPointError: the norm is not finite, on every rank. The parameters are spoilt then:
-            go back to a checkpoint.
+        ranks. Where it is not finite, parameters and optimizer state are what they were.
     """
     success, norm, _ = optimizer.step()
-    norm = float(norm)  # megatron-core 0.19 leaves it on a GPU, [1], where its fused kernels are
-    assert success, "the optimizer skips steps only for float16 overflows"
+    norm = float(norm)
+    assert success == math.isfinite(norm), "the optimizer skips an update for its norm alone"
     optimizer.zero_grad()
-    if not math.isfinite(norm):
-        raise FloatingPointError(
-            f"gradient norm {norm}: the loss or its gradient is not finite; the run stops, and "
-            "starting it again resumes from its latest checkpoint"
-        )
     return torch.tensor(norm)
+
+
+def spoil_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Make a finished gradient NaN, and with it the norm on all ranks: the update is skipped."""
+    for chunk in chunks:
+        for buffer in chunk.buffers:
+            buffer.grad_data.fill_(math.nan)
+
+
+def gradients_are_finite(chunks: Sequence[DistributedDataParallel]) -> Tensor:
+    """bool 0-d: what this rank holds of finished gradients.
+
+    The norm leaves out what another tensor-parallel rank holds too, and should hold alike.
+    """
+    sums = [buffer.grad_data.sum() for chunk in chunks for buffer in chunk.buffers]
+    return torch.stack(sums).isfinite().all()
 
 
 def learning_rate(update: int, *, peak: float, warmup_updates: int) -> float:
