@@ -217,11 +217,12 @@ def test_the_command_trains_without_vllm_and_resumes(root, hf, tmp_path):
         assert (run_dir / name).stat().st_size > 0, name
 
 
-@pytest.mark.parametrize("which", ["", "replay"])
+@pytest.mark.parametrize("which", ["", "replay", "skipped"])
 def test_a_replay_does_not_write_over_its_dump(root, hf, tmp_path, which):
     from vapo_megatron.inputs import require_paths
 
     own = config(hf, logging={"run_dir": str(root.parent)})
+    (root.parent / "skipped").mkdir()
     with pytest.raises(ConfigError, match="written over"):
         require_paths(own, root.parent / which)
     require_paths(config(hf, logging={"run_dir": str(tmp_path)}), root.parent / which)

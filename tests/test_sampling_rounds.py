@@ -24,7 +24,10 @@ ENGINE = "vapo_megatron.rollout.engine"
 
 
 class Engine:
-    """Answers problem i as KINDS[i] says: c all correct, w all wrong, m the group's first alone."""
+    """Answers problem i as KINDS[i] says: c all correct, w all wrong, m the group's first alone.
+
+    It leaves out the second response to x, and both to n; those to e are empty.
+    """
 
     def __init__(self, kinds, rank, world_size):
         self.kinds, self.replica, self.num_replicas = kinds, rank, world_size
@@ -36,10 +39,14 @@ class Engine:
         unit = group_size if settings.whole_groups else 1
         mine = assign(len(prompts), self.num_replicas, unit)[self.replica]
         on_progress(0, len(prompts))
-        return [self.respond(prompts[p], p, p % group_size, seeds[p]) for p in mine]
+        kinds = {p: self.kinds[prompts[p].index] for p in mine}
+        given = [p for p, kind in kinds.items() if (kind, p % 2) != ("x", 1) and kind != "n"]
+        return [self.respond(prompts[p], p, p % group_size, seeds[p]) for p in given]
 
     def respond(self, prompt, position, sample, seed):
         kind = self.kinds[prompt.index]
+        if kind == "e":
+            return Rollout(prompt, sample, position, (), (), True, "", 0)
         text = "Answer: 7" if kind == "c" or (kind, sample) == ("m", 0) else "Answer: 8"
         token_ids = tuple(seed // 60**i % 60 for i in range(10))
         return Rollout(prompt, sample, position, token_ids, (-0.5,) * 10, False, text, 0)
@@ -76,9 +83,10 @@ def by_position(step):
 
 
 def sampled(hf, tmp, kinds, steps, algorithm, state):
-    """A Step of each (step, trains_actor), this rank's; a worker's function."""
+    """Of each (step, trains_actor) this rank's Step, or what stopped it; a worker's function."""
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
+    from vapo_megatron.parallel.exchange import gather_summary
     from vapo_megatron.replay import Replay
     from vapo_megatron.sampling import Sampling
 
@@ -113,7 +121,12 @@ def sampled(hf, tmp, kinds, steps, algorithm, state):
             source.load_state_dict(state)
         for step, trains_actor in steps:
             shown.clear()
-            scored, metrics = source.rollouts(step, 0, phase, trains_actor=trains_actor)
+            try:
+                scored, metrics = source.rollouts(step, 0, phase, trains_actor=trains_actor)
+                gather_summary(scored, 16)
+            except RuntimeError as error:
+                found.append(str(error))
+                continue
             dist.barrier()  # The main rank has given the dump its name.
             replay = Replay(tmp / "run", settings, shape, place)
             replayed = {
@@ -133,7 +146,7 @@ def hf(tmp_path_factory):
 
 @pytest.fixture
 def sample(workers, hf, tmp_path):
-    """sample(num_ranks, kinds, steps) -> their Steps."""
+    """sample(num_ranks, kinds, steps) -> their Steps, or what stopped them."""
 
     def run(num_ranks, kinds, steps, state=None, **algorithm):
         rows = [{"prompt": f"w{i + 3}", "answer": "7"} for i in range(len(kinds))]
@@ -143,6 +156,10 @@ def sample(workers, hf, tmp_path):
         joined = []
         for (step, _), *parts in zip(steps, *ranks, strict=True):
             first = parts[0]
+            if isinstance(first, str):
+                assert parts == [first] * num_ranks, "every rank is told the same"
+                joined.append(first)
+                continue
             for part in parts:
                 assert part[1:4] == first[1:4], "every rank decides alike"
                 assert part.positions == sorted(part.positions)
@@ -233,3 +250,18 @@ def test_exhausted_rounds(sample):
     assert step.metrics["rollout/groups_dropped_all_wrong"] == 16
     responses = [s.rollout.token_ids for s in step.scored if s.rollout.prompt.index == 0]
     assert len(responses) == len(set(responses)) == 6
+
+
+def test_what_the_sampler_leaves_out_stops_every_rank(sample):
+    """A group that lacks a response, and a sampler that gives none; an empty response is wrong."""
+    kinds = "mmeemmmm" + "mmxmmmmm" + "mmmxmmmm" + "n" * 16
+    steps = [(0, False), (1, True), (2, False), (3, True), (4, False)]
+    empty, cut, late, none, nothing = sample(2, kinds, steps)
+    assert sorted(empty.positions) == list(range(16))
+    wrong = [s for s in empty.scored if not s.rollout.token_ids]
+    assert [s.rollout.prompt.index for s in wrong] == [2, 2, 3, 3]
+    assert {(s.status, s.reward) for s in wrong} == {("unparsable", -1.0)}
+    assert "left out 1 of 16 responses: group 2 (from 0) has 1 of 2;" in cut
+    assert "left out 1 of 16 responses, at positions 7;" in late
+    assert "left out 16 of 16 responses: group 0 (from 0) has 0 of 2;" in none
+    assert "left out 16 of 16 responses, at positions 0, 1, 2, 3, 4, 5, 6, 7, 8, ...;" in nothing

@@ -84,7 +84,8 @@ def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = Tru
     else:
         required["--replay"] = replay
         dumps = [(replay / "replay").resolve(), replay.resolve()]
-        if writes and Path(run_dir, "replay").resolve() in dumps:
+        written = [Path(run_dir, name).resolve() for name in ("replay", "skipped")]
+        if writes and any(path in dumps for path in written):
             raise ConfigError(
                 f"logging.run_dir={run_dir} is the run that is replayed, which would be written "
                 "over; set logging.run_dir to another directory"

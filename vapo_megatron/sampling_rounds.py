@@ -2,7 +2,8 @@
 
 Before and after each round: every rank holds the responses that it sampled itself of the groups
 kept so far, and knows of each of those groups how many responses are correct. What moves is one
-number per sampled group, in one all-reduce a round; the responses stay where they were sampled.
+pair of numbers per sampled group, in one all-reduce a round; the responses stay where they were
+sampled.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ def sample_mixed_groups(
     Returns:
         (this rank's responses of the kept groups by position, which are renumbered 0 .. P*G-1 in
         the order of sampling; metrics, the same on every rank).
+
+    Raises:
+        RuntimeError: on every rank, when the sampler left out responses of a group.
     """
     held: list[ScoredRollout] = []
     of_held = of_all = torch.zeros(0, dtype=torch.long)
@@ -64,8 +68,20 @@ def sample_mixed_groups(
 
 def _correct_by_group(scored: Sequence[ScoredRollout], num_groups: int, group_size: int) -> Tensor:
     """int64 [num_groups]: correct responses of each group over all ranks. Collective."""
-    groups = torch.tensor([s.rollout.position // group_size for s in scored if s.is_correct])
-    return sum_over_world(groups.long().bincount(minlength=num_groups))
+    counts = []
+    for part in (scored, [s for s in scored if s.is_correct]):
+        groups = torch.tensor([s.rollout.position // group_size for s in part]).long()
+        counts.append(groups.bincount(minlength=num_groups))
+    given, correct = sum_over_world(torch.stack(counts))
+    wrong = (given != group_size).nonzero().flatten().tolist()
+    if wrong:
+        asked, group = num_groups * group_size, wrong[0]
+        raise RuntimeError(
+            f"the sampler left out {asked - int(given.sum())} of {asked} responses: group {group} "
+            f"(from 0) has {int(given[group])} of {group_size}; start the run again: it goes on "
+            "from its latest checkpoint"
+        )
+    return correct
 
 
 def _placed(

@@ -4,6 +4,9 @@ The sampler is a stand-in whose responses depend on problem and sample; processe
 the verifier are real. Not exercised: vLLM (tests/e2e/test_evaluate.py).
 """
 
+import dataclasses
+import math
+
 import pytest
 
 from vapo_megatron.batch import Prompt, Rollout
@@ -136,3 +139,19 @@ def test_batches_and_progress(workers):
     assert sizes == [16] + [8] * 2
     # Of 8 responses of its own each counts for 2.
     assert shown == [(done, 16) for done in range(2, 17, 2)]
+
+
+class Broken(Sampler):
+    """Of weights that are NaN."""
+
+    def generate(self, *args, **named):
+        made = super().generate(*args, **named)
+        return [dataclasses.replace(r, logprobs=(math.nan,) * len(r.logprobs)) for r in made]
+
+
+def test_what_is_not_finite_has_no_accuracy():
+    from vapo_megatron.evaluation.judging import judge_problems
+
+    config = VapoConfig(evaluation=EvaluationConfig(samples=SAMPLES))
+    with pytest.raises(RuntimeError, match="NaN weights"):
+        next(judge_problems(Broken(0, 1), None, config, problems(2), policy_version=0))

@@ -7,6 +7,7 @@ responses stay where they were sampled; `evaluate` then sums a few numbers per p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -123,6 +124,8 @@ def judge_problems(
             repeat_for_group(list(part), samples), samples, 0, sampling, policy_version,
             on_progress=show,
         )  # fmt: skip
+        if not all(math.isfinite(x) for rollout in rollouts for x in rollout.logprobs):
+            raise RuntimeError("a log-probability is not finite; look for NaN weights")
         scored = score_rollouts(verifier, rollouts, config.reward, sampling.max_response_tokens)
         groups = [scored[i : i + samples] for i in range(0, len(scored), samples)]
         judged = [[_response(s, keep_text) for s in group] for group in groups]

@@ -33,6 +33,9 @@ def gather_summary(local: Sequence[ScoredRollout], num_responses: int) -> StepSu
 
     Returns:
         In position order.
+
+    Raises:
+        RuntimeError: on every rank, when the sampler left out responses.
     """
     world_size = dist.get_world_size()
     rows = torch.full((num_responses, _COLUMNS), -1.0, dtype=torch.float64)
@@ -57,7 +60,7 @@ def gather_summary(local: Sequence[ScoredRollout], num_responses: int) -> StepSu
     sources = torch.arange(world_size).repeat_interleave(counts)
     order = held[:, 0].argsort()
     held, sources = held[order], sources[order]
-    assert held[:, 0].tolist() == list(range(num_responses)), "responses missing or sampled twice"
+    _check_positions(held[:, 0].long().tolist(), num_responses)
     return StepSummary(
         prompt_lengths=held[:, 1].long(),
         response_lengths=held[:, 2].long(),
@@ -67,6 +70,17 @@ def gather_summary(local: Sequence[ScoredRollout], num_responses: int) -> StepSu
         prompt_indices=held[:, 6].long(),
         sources=sources,
     )
+
+
+def _check_positions(found: Sequence[int], num_responses: int) -> None:
+    missing = sorted(set(range(num_responses)) - set(found))
+    if missing:
+        shown = ", ".join(map(str, missing[:9])) + (", ..." if len(missing) > 9 else "")
+        raise RuntimeError(
+            f"the sampler left out {len(missing)} of {num_responses} responses, at positions "
+            f"{shown}; start the run again: it goes on from its latest checkpoint"
+        )
+    assert len(found) == num_responses, "a response was sampled twice"
 
 
 def exchange(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -204,13 +203,13 @@ class RolloutEngine:
             on_progress: called with (finished, all) of this replica's responses as they finish.
 
         Returns:
-            This replica's rollouts by position, on every rank of the replica. Their
-            log-probabilities are those of the distribution sampled from: temperature, top-p and
-            top-k included.
+            This replica's rollouts by position, on every rank of the replica, without those that
+            vLLM gave up. Their log-probabilities are those of the distribution sampled from:
+            temperature, top-p and top-k included.
 
         Raises:
             DataError: a prompt is empty, too long, or foreign to the vocabulary.
-            RuntimeError: other weights are loaded than asked for, or they yield NaN.
+            RuntimeError: other weights are loaded than asked for.
         """
         if policy_version != self.policy_version:
             raise RuntimeError(
@@ -239,10 +238,11 @@ class RolloutEngine:
         ]
         with random_state_kept():
             completions = self._complete(requests, on_progress)
-        texts = decode_responses(self._tokenizer, [completions[p].token_ids for p in positions])
+        given = [p for p in positions if _is_finished(completions.get(p))]
+        texts = decode_responses(self._tokenizer, [completions[p].token_ids for p in given])
         return [
             self._rollout(prompts[p], p, group_size, completions[p], text)
-            for p, text in zip(positions, texts)
+            for p, text in zip(given, texts)
         ]
 
     def shutdown(self) -> None:
@@ -297,13 +297,9 @@ class RolloutEngine:
     ) -> Rollout:
         token_ids = tuple(completion.token_ids)
         logprobs = tuple(c[t].logprob for c, t in zip(completion.logprobs, token_ids))
-        assert len(logprobs) == len(token_ids) > 0, f"{len(logprobs)} logprobs of {token_ids}"
-        if not all(map(math.isfinite, logprobs)):
-            raise RuntimeError(
-                f"prompt {prompt.index}: a log-probability is not finite; look for NaN weights"
-            )
-        truncated = token_ids[-1] not in self.stop_token_ids
-        assert completion.finish_reason == ("length" if truncated else "stop"), (
+        assert len(logprobs) == len(token_ids), f"{len(logprobs)} logprobs of {token_ids}"
+        truncated = not token_ids or token_ids[-1] not in self.stop_token_ids
+        assert not token_ids or completion.finish_reason == ("length" if truncated else "stop"), (
             f"a response ending in {token_ids[-1]} finished with {completion.finish_reason}"
         )
         assert self.policy_version is not None
@@ -317,6 +313,11 @@ class RolloutEngine:
             text=text,
             policy_version=self.policy_version,
         )
+
+
+def _is_finished(completion: Any) -> bool:
+    """Whether a response came to its end; vLLM may have given it up."""
+    return completion is not None and completion.finish_reason in ("length", "stop")
 
 
 def _check_head_dim(shape: ModelShape) -> None:

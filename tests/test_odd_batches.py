@@ -1,0 +1,172 @@
+"""Steps with odd responses, through the whole trainer: replayed, in real processes.
+
+Numbers that are not finite, no correct response or only correct ones, empty ones, none with an end.
+What a sampler leaves out is in tests/test_sampling_rounds.py, how ranks agree to skip an update in
+tests/test_skipped_updates.py, prompts over the limit in tests/data/test_prompts.py. Not exercised:
+vLLM, whose responses are never empty.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+
+import pytest
+import torch.distributed as dist
+
+from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES, config, rollouts
+from tests.weights.tiny_hf import write_tiny_hf
+from tests.workers import free_port
+from vapo_megatron.rollout_dump import held_steps, read_file, read_headers, write_step
+
+TP2 = {"world_size": 2, "tensor_model_parallel_size": 2}
+DP2 = {"world_size": 2}
+VARYING = ("time/", "tokens_per_second", "memory/")
+
+
+def odd(kind):
+    """A step's responses of one kind."""
+
+    def changed(item, status="wrong", reward=-1.0, **fields):
+        rollout = dataclasses.replace(item.rollout, **fields)
+        return dataclasses.replace(item, rollout=rollout, status=status, reward=reward)
+
+    found = []
+    for item in rollouts():
+        r = item.rollout
+        logprobs = (*r.logprobs[:-1], math.nan)
+        nothing = {"token_ids": (), "logprobs": (), "text": "", "truncated": True}
+        if kind == "correct":
+            item = changed(item, "correct", 1.0)
+        elif kind == "wrong":
+            item = changed(item)
+        elif kind == "cut off":
+            item = changed(item, truncated=True)
+        elif kind == "empty" or (kind == "some empty" and r.position in (2, 4, 5, 6, 7)):
+            item = changed(item, **nothing)
+        elif kind == "not finite" or (kind == "one not finite" and r.position == 5):
+            item = dataclasses.replace(item, rollout=dataclasses.replace(r, logprobs=logprobs))
+        found.append(item)
+    return found
+
+
+def write(root, kinds):
+    """A worker's function."""
+    sizes = {"num_responses": NUM_RESPONSES, "group_size": GROUP_SIZE}
+    for step, kind in enumerate(kinds, 1):
+        write_step(root, step, odd(kind), keep_last=99, **sizes)
+
+
+def fit(hf, dumped, run_dir, port, steps, every_steps, parallel, algorithm):
+    """A run; what it was stopped by, and how many updates each role has had; a worker's."""
+    from vapo_megatron.trained_model import UpdatesSkipped
+    from vapo_megatron.trainer import VapoTrainer
+
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    settings = config(
+        hf,
+        algorithm={"policy_steps": steps, **algorithm},
+        parallel=parallel,
+        # What is not finite is no difference that stops a run.
+        rollout={"max_logprob_difference": 1e4},
+        checkpoint={"every_steps": every_steps, "keep_last": 99, "hf_export": False},
+        logging={"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
+    )
+    with VapoTrainer(settings, dumped) as trainer:
+        try:
+            trainer.fit()
+        except UpdatesSkipped as error:
+            return str(error), {}
+        return "", {role: model.num_updates for role, model in trainer._models.items()}
+
+
+@pytest.fixture
+def run(workers, tmp_path):
+    """run(name, dumped, steps, ...) -> its rows without times, and what fit returned."""
+    hf = write_tiny_hf(tmp_path / "hf", **MODEL)
+
+    def of(name, dumped, steps, parallel=TP2, every_steps=1, **algorithm):
+        if isinstance(dumped, list):
+            workers.run(1, write, tmp_path / name / "given", dumped)
+            dumped = tmp_path / name / "given"
+        root = tmp_path / name
+        given = (hf, dumped, root, free_port(), steps, every_steps, parallel, algorithm)
+        first, second = workers.run(2, fit, *given)
+        assert first == second, "every rank sees the same"
+        lines = map(json.loads, (root / "metrics.jsonl").read_text().splitlines())
+        rows = [{k: v for k, v in row.items() if not k.startswith(VARYING)} for row in lines]
+        return root, [row for row in rows if row["step"]], *first
+
+    return of
+
+
+def skipped(rows, role):
+    return [row[f"{role}/skipped_updates"] for row in rows]
+
+
+def nulls(row):
+    return [name for name, value in row.items() if value is None]
+
+
+def test_steps_that_are_not_finite_are_kept_and_can_be_made_again(run, tmp_path):
+    kinds = ["plain", "one not finite", "plain", "not finite", "not finite"]
+    root, rows, stopped, updates = run("run", kinds, 4)
+    assert not stopped and updates == {"actor": 5, "critic": 5}
+    assert skipped(rows, "actor") == skipped(rows, "critic") == [0, 1, 0, 2]
+    differences = ["rollout/logprob_diff_mean", "rollout/logprob_diff_max"]
+    norms = ["critic/grad_norm", "actor/grad_norm"]
+    assert [nulls(row) for row in rows] == [[], differences, [], differences + norms]
+    assert held_steps(root / "skipped") == [2, 4]
+    ((file, _),) = read_headers(root / "skipped", 2)
+    assert repr(read_file(file)) == repr(odd("one not finite"))
+
+    # From the checkpoint before it, the step makes the same of what was kept.
+    before = tmp_path / "again/checkpoints/step_000001"
+    shutil.copytree(root / "checkpoints/step_000001", before)
+    (before.parent / "latest").write_text(before.name)
+    again, (same,), *_ = run("again", root / "skipped", 2)
+    assert same == rows[1]
+    parts = [p.relative_to(root) for p in root.glob("checkpoints/step_000002/*/*.distcp")]
+    assert len(parts) == 4
+    for part in parts:
+        assert (again / part).read_bytes() == (root / part).read_bytes(), part
+
+    # Two in a row have been skipped: the next one is the third.
+    _, rows, stopped, _ = run("run", root / "given", 5)
+    assert "step 5: 3 updates of the critic in a row were skipped" in stopped
+    assert "optimizer.max_skipped_updates" in stopped and str(root / "skipped") in stopped
+    assert len(rows) == 4 and held_steps(root / "skipped") == [2, 4, 5]
+
+
+def test_odd_responses_are_trained_on(run):
+    kinds = ["correct", "wrong", "cut off", "some empty", "empty"]
+    _, rows, stopped, updates = run("run", kinds, len(kinds), every_steps=0)
+    assert not stopped and updates == {"actor": 10, "critic": 10}
+    assert [nulls(row) for row in rows] == [[]] * len(kinds)
+    correct, wrong, cut_off, some_empty, empty = rows
+    assert correct["reward/correct_fraction"] == 1 and correct["actor/positive_lm_loss"] > 0
+    for row in (wrong, cut_off):
+        assert row["reward/correct_fraction"] == row["actor/positive_lm_loss"] == 0
+    assert cut_off["rollout/truncated_fraction"] == 1
+    for row in rows[:4]:
+        assert row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0
+    lengths = [len(item.rollout.token_ids) for item in odd("some empty")]
+    mean = some_empty["rollout/response_length_mean"]
+    assert mean == pytest.approx(sum(lengths) / NUM_RESPONSES) and 0 in lengths
+    for name in ("rollout/response_length_max", "actor/grad_norm", "critic/grad_norm"):
+        assert empty[name] == 0, "there is nothing to learn from"
+
+
+def test_groups_without_a_difference_teach_nothing(run):
+    """Without a critic, over data-parallel ranks; what was cut off is left out of the loss."""
+    kinds = ["correct", "wrong", "cut off", "some empty"]
+    algorithm = {"advantage_estimator": "grpo", "positive_lm_coef": 0, "overlong_filtering": True}
+    _, rows, stopped, updates = run("run", kinds, len(kinds), DP2, 0, **algorithm)
+    assert not stopped and updates == {"actor": 8}
+    assert [nulls(row) for row in rows] == [[]] * len(kinds)
+    for row in rows[:3]:
+        assert row["actor/loss"] == row["actor/grad_norm"] == 0
+    # The groups with some empty responses keep their other rewards.
+    assert rows[3]["actor/grad_norm"] > 0
