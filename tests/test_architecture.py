@@ -65,6 +65,8 @@ LEVELS = {
     "actor": 5,
     "critic": 5,
     "reference": 5,
+    "checkpoint_files": 1,
+    "checkpoint_writer": 5,
     "checkpoint": 5,
     "run_output": 6,
     "trainer": 7,

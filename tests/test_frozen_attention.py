@@ -62,6 +62,8 @@ def gradients(critic):
 def learn(hf, root, layout, dtype):
     """Judged here, on every rank."""
     from vapo_megatron import checkpoint
+    from vapo_megatron.checkpoint_writer import CheckpointWriter
+    from vapo_megatron.config import CheckpointConfig
     from vapo_megatron.parallel import groups
 
     groups.initialize(make_config(layout).parallel)
@@ -81,7 +83,8 @@ def learn(hf, root, layout, dtype):
     again.trained.offload()
     with again.trained.held("training"):
         again.update([mini_batch_of(again)])
-    checkpoint.save(root, 1, {"critic": again.trained}, {}, keep_last=1)
+    with CheckpointWriter(root, CheckpointConfig()) as writer:
+        writer.save(1, {"critic": again.trained}, {})
     again.trained.close()
     again = build(hf, layout, dtype, freeze=True)
     again.trained.offload()

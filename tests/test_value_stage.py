@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES, config, rollouts
+from tests.sealed import seal
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
 from vapo_megatron.checkpoint import find_critic
@@ -161,6 +162,7 @@ def test_what_cannot_be_a_start_is_refused_in_a_line(workers, paths, stage, tmp_
     with pytest.raises(CheckpointError, match=f"critic_checkpoint={tmp_path} is no whole checkpo"):
         find_critic(tmp_path)
     (tmp_path / "state.json").write_text(json.dumps({"step": 1, "num_updates": {"actor": 3}}))
+    seal(tmp_path)
     with pytest.raises(CheckpointError, match="holds no critic, only actor; set it to a run"):
         find_critic(tmp_path)
     other = write_tiny_hf(tmp_path / "hf", **{**MODEL, "ffn": 64}), paths[1]

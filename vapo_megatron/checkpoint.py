@@ -1,21 +1,19 @@
-"""Checkpoints of a run: the models that it trains, their optimizers, and where the run stood.
+"""A run goes on from its newest whole checkpoint; a critic starts from another run's.
 
-    checkpoints/latest                  name of the newest whole checkpoint, replaced atomically
-    checkpoints/step_000010/actor/      megatron-core distributed checkpoint: model and optimizer
+    checkpoints/latest                      name of the newest whole checkpoint
+    checkpoints/step_000010/actor/          megatron-core distributed checkpoint: model, optimizer
     checkpoints/step_000010/critic/
-    checkpoints/step_000010/state.json  step, data position, update counters, policy version
-    checkpoints/step_000010/rng_0000.pt torch's random state of each rank
+    checkpoints/step_000010/state.json      step, data position, update counters, policy version
+    checkpoints/step_000010/rng_0000.pt     torch's random state of each rank
+    checkpoints/step_000010/checksums.json  of every other file: see checkpoint_files.py
 
-Before `save`: every rank holds its shards. After: each has written its own; the directory got its
-name when all of it was on disk. Loading reads tensors with weights_only=True, and works for any
-layout.
+checkpoint_writer.py writes them. Every file is compared with its checksum before it is loaded, and
+loading works for any layout and runs no code that a checkpoint may hold.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,81 +21,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vapo_megatron import checkpoint_files
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import CheckpointError
-from vapo_megatron.parallel.sharded_state import load_sharded, save_sharded
+from vapo_megatron.parallel.sharded_state import load_sharded
 from vapo_megatron.trained_model import TrainedModel
-from vapo_megatron.weights.mapping import wait_for_parameters
 from vapo_megatron.weights.sharded_files import ShardedReader
-
-
-def save(
-    root: Path,
-    step: int,
-    models: Mapping[str, TrainedModel],
-    state: Mapping[str, Any],
-    *,
-    keep_last: int,
-) -> None:
-    """Write checkpoint `step`, make it the latest, and delete those before the last `keep_last`.
-
-    Args:
-        root: directory of the run's checkpoints.
-        step: steps that are done.
-        models: by role.
-        state: what else the run needs to go on; JSON values, the same on every rank.
-        keep_last: checkpoints kept, this one included.
-    """
-    is_main = dist.get_rank() == 0
-    final, partial = root / f"step_{step:06d}", root / f"step_{step:06d}.partial"
-    if is_main:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        for role in models:
-            (partial / role).mkdir()
-    dist.barrier()
-    torch.save(torch.get_rng_state(), partial / f"rng_{dist.get_rank():04d}.pt")
-    for role, model in models.items():
-        with model.held("state"):
-            wait_for_parameters(model.chunks)
-            save_sharded(model.model, model.optimizer, partial / role)
-    if is_main:
-        updates = {role: model.num_updates for role, model in models.items()}
-        content = {"step": step, "num_updates": updates, "run": state}
-        (partial / "state.json").write_text(json.dumps(content, indent=1))
-    dist.barrier()
-    if is_main:
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        _replace_text(root / "latest", final.name)
-        for old in sorted(root.glob("step_??????"))[:-keep_last]:
-            shutil.rmtree(old)
-    dist.barrier()
 
 
 def load_latest(
     root: Path, models: Mapping[str, TrainedModel]
 ) -> tuple[int, dict[str, Any]] | None:
-    """Load the newest checkpoint into the models.
+    """Load the newest whole checkpoint into the models; collective.
 
     Returns:
         (steps done, state given to save), or None when the run has no checkpoint yet.
 
     Raises:
-        CheckpointError: `latest` names a checkpoint that is not there or not whole, or one of other
-            roles.
+        CheckpointError: there are checkpoints, but none is whole, or the newest is one of other
+            roles, of another model, or of an optimizer with other settings.
     """
-    latest = root / "latest"
-    if not latest.exists():
+    directory = checkpoint_files.newest_whole(root)
+    if directory is None:
         return None
-    directory = root / latest.read_text().strip()
-    try:
-        content = json.loads((directory / "state.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{latest} names {directory.name}, which is not a whole checkpoint ({error}); "
-            "write an older checkpoint's name into it, or set checkpoint.resume=false"
-        ) from None
+    content = json.loads((directory / checkpoint_files.STATE).read_text())
     held = content["num_updates"]
     if set(held) != set(models):
         raise CheckpointError(
@@ -127,12 +74,12 @@ def critic_directory(config: VapoConfig) -> Path | None:
     if config.model.critic_checkpoint is None:
         return None
     own = Path(config.logging.run_dir)
-    resumes = config.checkpoint.resume and (own / "checkpoints/latest").is_file()
+    resumes = config.checkpoint.resume and checkpoint_files.candidates(own / "checkpoints")
     return find_critic(own if resumes else Path(config.model.critic_checkpoint))[0]
 
 
 def find_critic(path: Path) -> tuple[Path, int]:
-    """Find the critic of a checkpoint, or of a run directory's latest one.
+    """Find the critic of a checkpoint, or of a run directory's newest whole one; collective.
 
     Returns:
         (its distributed checkpoint, the updates it has had).
@@ -140,20 +87,17 @@ def find_critic(path: Path) -> tuple[Path, int]:
     Raises:
         CheckpointError: there is no whole checkpoint, or no critic in it.
     """
-    latest = path / "checkpoints/latest"
-    directory = latest.parent / latest.read_text().strip() if latest.is_file() else path
-    try:
-        updates = json.loads((directory / "state.json").read_text())["num_updates"]
-        held = ", ".join(updates)
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    directory = checkpoint_files.newest_whole(path / "checkpoints", "critic") or path
+    if directory == path and (problems := checkpoint_files.find_problems(path, "critic")):
         raise CheckpointError(
-            f"model.critic_checkpoint={path} is no whole checkpoint ({error}); set it to a run "
-            "directory that has one, or to one of its checkpoints/step_*"
-        ) from None
+            f"model.critic_checkpoint={path} is no whole checkpoint ({problems[0]}); set it to a "
+            "run directory that has one, or to one of its checkpoints/step_*"
+        )
+    updates = json.loads((directory / checkpoint_files.STATE).read_text())["num_updates"]
     if "critic" not in updates:
         raise CheckpointError(
-            f"model.critic_checkpoint={path}: {directory.name} holds no critic, only {held}; set "
-            "it to a run with algorithm.advantage_estimator=gae"
+            f"model.critic_checkpoint={path}: {directory.name} holds no critic, only "
+            f"{', '.join(updates)}; set it to a run with algorithm.advantage_estimator=gae"
         )
     return directory / "critic", updates["critic"]
 
@@ -198,9 +142,3 @@ def _optimizer_fits(directory: Path, config: VapoConfig) -> bool:
         and ("fp32_param" in kinds) == has_main
         and learns_attention != config.algorithm.freeze_critic_attention
     )
-
-
-def _replace_text(path: Path, text: str) -> None:
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text)
-    os.replace(beside, path)

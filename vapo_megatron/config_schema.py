@@ -232,9 +232,15 @@ class CheckpointConfig(Section):
     """What is kept on disk."""
 
     every_steps: int = _field(10, "Steps between checkpoints; 0: only at the end.", ge=0)
-    keep_last: int = _field(2, "Checkpoints kept.", ge=1)
+    keep_last: int = _field(2, "Newest checkpoints kept.", ge=1)
+    keep_every: int = _field(0, "Steps between checkpoints kept for good; 0: none.", ge=0)
+    asynchronous: bool = _field(
+        True,
+        "Write from a copy in host memory while the run goes on; false: a step waits for the disk, "
+        "and nothing is copied.",
+    )
     resume: bool = _field(
-        True, "Go on from the run directory's latest checkpoint, if there is one."
+        True, "Go on from the run directory's newest whole checkpoint, if there is one."
     )
     hf_export: bool = _field(True, "Export the trained actor as an HF directory at the end.")
 

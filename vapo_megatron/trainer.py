@@ -15,6 +15,7 @@ from vapo_megatron.actor import Actor
 from vapo_megatron.advantages import with_advantages, with_loss_mask
 from vapo_megatron.algorithm.value_pretraining import actor_is_trained, critic_has_settled
 from vapo_megatron.batch import RolloutBatch, ScoredRollout, StepSummary
+from vapo_megatron.checkpoint_writer import CheckpointWriter
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.critic import Critic
 from vapo_megatron.data.packing import attention_tokens, plan_mini_batches
@@ -135,7 +136,8 @@ class VapoTrainer:
         start, learns = done, config.algorithm.trained_roles
         self.source.check(range(start, config.algorithm.num_steps))
         self._publish()
-        with self.output.opened(start):
+        writer = CheckpointWriter(self._checkpoints, config.checkpoint)
+        with self.output.opened(start), writer:
             if self.source.note:
                 self.output.note(self.source.note)
             if start == 0:
@@ -153,7 +155,11 @@ class VapoTrainer:
                 stops = bool(max_over_world(torch.tensor(float(early_signal.is_heard()))))
                 if stops or is_over or _due(done, config.checkpoint.every_steps):
                     with self._phase("checkpoint"):
-                        self._save(done)
+                        writer.save(done, self._models, self._state())
+                        if stops or is_over:
+                            writer.wait()
+                else:
+                    writer.poll()
                 if stops and not is_over:
                     self.output.note(f"stopped by SIGUSR1 after step {done}; start it again")
                     return
@@ -197,19 +203,13 @@ class VapoTrainer:
             self._models[role].skipped_in_a_row = skipped
         return done
 
-    def _save(self, done: int) -> None:
-        checkpoint.save(
-            self._checkpoints,
-            done,
-            self._models,
-            {
-                "data": self.source.state_dict(),
-                "policy_version": self.policy_version,
-                "explained_variances": self.explained_variances,
-                "skipped_in_a_row": {r: m.skipped_in_a_row for r, m in self._models.items()},
-            },
-            keep_last=self.config.checkpoint.keep_last,
-        )
+    def _state(self) -> dict[str, Any]:
+        return {
+            "data": self.source.state_dict(),
+            "policy_version": self.policy_version,
+            "explained_variances": self.explained_variances,
+            "skipped_in_a_row": {r: m.skipped_in_a_row for r, m in self._models.items()},
+        }
 
     @property
     def _checkpoints(self) -> Path:

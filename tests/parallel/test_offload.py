@@ -208,11 +208,14 @@ def test_other_tensors_in_the_place_of_the_optimizers(hf_path, workers):
 def _checkpoint(hf_path, directory):
     """Saved and loaded while away."""
     from vapo_megatron import checkpoint
+    from vapo_megatron.checkpoint_writer import CheckpointWriter
+    from vapo_megatron.config import CheckpointConfig
 
     layout = Layout(split=BOTH)
     _, model = _learn(hf_path, layout, "float32", offload=True)
     before = _bits(model)
-    checkpoint.save(directory, 1, {"critic": model}, {}, keep_last=1)
+    with CheckpointWriter(directory, CheckpointConfig()) as writer:
+        writer.save(1, {"critic": model}, {})
     model.close()
     _, model = _learn(hf_path, layout, "float32", offload=True)
     with model.held("state"):

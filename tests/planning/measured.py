@@ -148,14 +148,15 @@ def measure(shape: ModelShape, config: VapoConfig, role: str, responses: int) ->
 
 def checkpoint_size(shape: ModelShape, config: VapoConfig, directory: str) -> int:
     """Save both roles as they are built; return the bytes of all files."""
-    from vapo_megatron import checkpoint
+    from vapo_megatron.checkpoint_writer import CheckpointWriter
     from vapo_megatron.parallel import groups
     from vapo_megatron.trained_model import TrainedModel
 
     here = groups.initialize(config.parallel)
     roles = config.algorithm.trained_roles
     models = {role: TrainedModel(shape, config, here, role, None) for role in roles}
-    checkpoint.save(Path(directory), 1, models, {}, keep_last=1)
+    with CheckpointWriter(Path(directory), config.checkpoint) as writer:
+        writer.save(1, models, {})
     return sum(file.stat().st_size for file in Path(directory).rglob("*") if file.is_file())
 
 

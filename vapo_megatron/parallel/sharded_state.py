@@ -1,7 +1,8 @@
 """A model and its optimizer to and from a megatron-core distributed checkpoint.
 
-Before `save_sharded`: every rank holds its shards. After: each rank has written the shards that it
-is the first holder of. `load_sharded` fills every rank's shards, whatever layout wrote them.
+Before `take_snapshot`: every rank holds its shards. After: each rank has copies of those that it is
+the first holder of, to be written when there is time. `load_sharded` fills every rank's shards,
+whatever layout wrote them.
 
 torch's Adam makes its state at the first step and keeps a step count per parameter, which
 megatron-core 0.16 does not expect; three things are mended here (the fused Adams of Transformer
@@ -13,28 +14,44 @@ the loaded one is shared and would advance once for each.
 from __future__ import annotations
 
 import functools
+import pickle
 import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint
-from torch.distributed.checkpoint import FileSystemWriter
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from vapo_megatron.errors import CheckpointError
 from vapo_megatron.parallel import backend
 
 backend.install()
 
 from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.state_dict_utils import (  # noqa: E402
+    load_preprocess,
+    save_preprocess,
+)
+from megatron.core.dist_checkpointing.strategies import torch as strategies  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
     MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
+from vapo_megatron.parallel.checkpoint_metadata import read_metadata  # noqa: E402
+from vapo_megatron.parallel.offload import find_storages  # noqa: E402
 from vapo_megatron.parallel.optimizer import inner_optimizers, make_optimizer_state  # noqa: E402
 
 METADATA = {
@@ -45,23 +62,56 @@ METADATA = {
 }
 
 
-def save_sharded(chunks: Sequence[Any], optimizer: Any, directory: Path) -> None:
-    """Write model and optimizer into an empty directory; collective."""
+class Snapshot(NamedTuple):
+    """What a rank has to write of a model and its optimizer."""
+
+    items: list[tuple[MetadataIndex, Tensor]]
+    """The chunks that this rank is the first holder of, each with its place in its whole tensor."""
+    common: dict[str, Any]
+    """What is the same on every rank."""
+    metadata: Metadata | None
+    """Of all ranks' chunks, without their files; on the main rank."""
+
+
+def take_snapshot(chunks: Sequence[Any], optimizer: Any, *, copy: bool) -> Snapshot:
+    """Describe and copy what is to be saved; collective, and nothing is written.
+
+    Args:
+        chunks: model chunks, without DDP.
+        optimizer: of these.
+        copy: what may change later is copied into host memory; False: the tensors themselves.
+    """
     _prime(optimizer)
-    dist_checkpointing.save(
-        _state(chunks, optimizer, is_loading=False),
-        str(directory),
-        sharded_strategy=_WriteInProcess("torch_dist", 1),
-        content_metadata=dict(METADATA),
+    state = _state(chunks, optimizer, is_loading=False)
+    state["content_metadata"] = dict(METADATA)
+    sharded, common = save_preprocess(state)
+    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    keeper = _Keeper(_live_storages(chunks, optimizer) if copy else None)
+    torch.distributed.checkpoint.save(
+        mcore_to_pyt_state_dict(flat, False),
+        storage_writer=keeper,
+        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
     )
+    return Snapshot(keeper.items, common, keeper.metadata)
+
+
+def _live_storages(chunks: Sequence[Any], optimizer: Any) -> set[int]:
+    """Return the addresses of all memory that an update changes."""
+    parameters, state, _ = find_storages(chunks, optimizer)
+    return {storage.data_ptr() for storage in [*parameters, *state]}
 
 
 def load_sharded(chunks: Sequence[Any], optimizer: Any, directory: Path) -> None:
-    """Fill model and optimizer from a directory that save_sharded wrote; collective."""
+    """Fill model and optimizer from a directory of snapshots; collective.
+
+    Raises:
+        CheckpointError: it is of another model or kind of optimizer, or would run code; nothing was
+            changed.
+    """
     _prime(optimizer)
-    with warnings.catch_warnings():  # megatron-core's loader uses what torch will remove
-        warnings.simplefilter("ignore", FutureWarning)
-        loaded = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(directory))
+    state = _state(chunks, optimizer, is_loading=True)
+    _check_fits(state, directory)
+    loaded = _load(state, directory)
     _fill(chunks, loaded)
     is_fused = not any(isinstance(inner, torch.optim.Adam) for inner in inner_optimizers(optimizer))
     _place_step(loaded["optimizer"], in_groups=is_fused)
@@ -88,10 +138,58 @@ def load_model_weights(
     for of_chunk in state.values():
         for name in [n for n, value in of_chunk.items() if value.key in leave_out]:
             del of_chunk[name]
-    with warnings.catch_warnings():
+    _fill(chunks, _load(state, directory), leave_out)
+
+
+def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+    with warnings.catch_warnings():  # megatron-core's loader uses what torch will remove
         warnings.simplefilter("ignore", FutureWarning)
-        loaded = dist_checkpointing.load(state, str(directory))
-    _fill(chunks, loaded, leave_out)
+        try:
+            return dist_checkpointing.load(state, str(directory))
+        except pickle.UnpicklingError:  # which advises to load it all the same
+            raise CheckpointError(
+                f"{directory}: a file holds more than tensors and numbers; do not use it"
+            ) from None
+
+
+def _check_fits(state: dict[str, Any], directory: Path) -> None:
+    """Compare names and shapes of what is asked for with what is there; collective."""
+    found = read_metadata(directory).state_dict_metadata
+    problems = []
+    for wanted in nested_values(load_preprocess(state)[0]):
+        if not isinstance(wanted, ShardedTensor):
+            continue
+        shape = list(wanted.global_shape)
+        if wanted.key not in found:
+            problems.append(f"{wanted.key} is missing")
+        elif list(found[wanted.key].size) != shape and not wanted.allow_shape_mismatch:
+            size = list(found[wanted.key].size)
+            problems.append(f"{wanted.key}: expected shape {shape}, found {size}")
+    of_ranks: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, problems)
+    problems = sorted({problem for of_rank in of_ranks for problem in of_rank})
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise CheckpointError(
+            f"{directory} is of another model, or of an optimizer with other settings: "
+            f"{'; '.join(problems[:3])}{more}; go on with the configuration that wrote it, or "
+            "start another run with logging.run_dir"
+        )
+
+
+class _Reader(FileSystemReader):
+    """Reads a checkpoint without running what its metadata may hold."""
+
+    def read_metadata(self, *arguments: Any, **options: Any) -> Metadata:
+        """Read it once."""
+        if not hasattr(self, "_metadata"):
+            self._metadata = read_metadata(Path(self.path))
+            self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
+
+
+assert hasattr(strategies, "_get_filesystem_reader"), "megatron-core reads metadata elsewhere"
+strategies._get_filesystem_reader = lambda directory, *_, **options: _Reader(directory)
 
 
 def _fill(chunks: Sequence[Any], loaded: dict[str, Any], leave_out: Collection[str] = ()) -> None:
@@ -106,25 +204,40 @@ def _fill(chunks: Sequence[Any], loaded: dict[str, Any], leave_out: Collection[s
         assert not missing and not left.unexpected_keys, f"{missing=} {left.unexpected_keys=}"
 
 
-class _WriteInProcess(TorchDistSaveShardedStrategy):
-    """megatron-core's format, written by torch's own writer.
+class _Keeper(FileSystemWriter):
+    """Lets torch plan who saves what, and keeps the tensors instead of writing them."""
 
-    megatron-core's writer starts a manager and forks a process for each save, from a process that
-    holds vLLM's and gloo's threads; here nothing is started.
-    """
+    def __init__(self, live: set[int] | None) -> None:
+        super().__init__("")
+        self._live = live
+        self.items: list[tuple[MetadataIndex, Tensor]] = []
+        self.metadata: Metadata | None = None
 
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
-        """Write this rank's shards; collective."""
-        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        torch.distributed.checkpoint.save(
-            mcore_to_pyt_state_dict(flat, False),
-            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1),
-            planner=MCoreSavePlanner(
-                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-            ),
-        )
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make no directory."""
+        return plan
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Take a copy of what may change."""
+        for item in plan.items:
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, Tensor), f"{item.index.fqn}: not a tensor"
+            self.items.append((item.index, self._kept(tensor.detach())))
+        nothing: Future[list[WriteResult]] = Future()
+        nothing.set_result([])
+        return nothing
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Keep it."""
+        self.metadata = metadata
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        if self._live is None:
+            return tensor
+        if tensor.device.type != "cpu":
+            return tensor.cpu()
+        # The distributed optimizer has gathered its state into memory that nobody else has.
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in self._live else tensor
 
 
 def _state(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:

@@ -35,31 +35,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from vapo_megatron.checkpoint_files import HashedFile
 from vapo_megatron.errors import CheckpointError
+from vapo_megatron.parallel.checkpoint_metadata import METADATA_FILE, read_metadata
 from vapo_megatron.weights.copying import Blocks, copy_exactly, read_exactly
 
-METADATA_FILE = ".metadata"
 _FORMAT_FILE, _COMMON_FILE = "metadata.json", "common.pt"
 _FORMAT = {
     "sharded_backend": "torch_dist", "sharded_backend_version": 1,
     "common_backend": "torch", "common_backend_version": 1,
 }  # fmt: skip
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False}
-_PICKLED = {
-    "builtins": {"set", "frozenset", "dict", "list", "tuple"},
-    "collections": {"OrderedDict", "defaultdict"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "torch": {"Size", "strided"} | {str(t).removeprefix("torch.") for t in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
-        torch.int16, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"},
-    "torch.distributed.checkpoint.planner": {
-        "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +99,7 @@ def append_chunk(
 
 def append_empty_objects(directory: Path, file: str, keys: Iterable[str]) -> list[Written]:
     """Append objects that hold nothing, as megatron-core's extra states do without FP8."""
-    stream = io.BytesIO()
-    torch.save([None], stream)
-    content = stream.getvalue()
+    content = serialized([None])
     written = []
     with open(directory / file, "ab") as out:
         for key in keys:
@@ -141,9 +125,51 @@ def finish_checkpoint(directory: Path, written: Iterable[Written]) -> None:
             index = MetadataIndex(w.key, w.offsets, len(tensor.chunks))
             tensor.chunks.append(ChunkStorageMetadata(torch.Size(w.offsets), torch.Size(w.sizes)))
         results.append(WriteResult(index, w.num_bytes, info))
-    torch.save({"content_metadata": dict(_CONTENT)}, directory / _COMMON_FILE)
-    (directory / _FORMAT_FILE).write_text(json.dumps(_FORMAT))
+    common = serialized({"content_metadata": dict(_CONTENT)})
+    for file, content in format_files(common).items():
+        (directory / file).write_bytes(content)
     FileSystemWriter(directory).finish(Metadata(tensors), [results])
+
+
+def format_files(common: bytes) -> dict[str, bytes]:
+    """Return the small files beside chunks and metadata; `common` is common.pt's content."""
+    return {_COMMON_FILE: common, _FORMAT_FILE: json.dumps(_FORMAT).encode()}
+
+
+def serialized(value: Any) -> bytes:
+    """Return what torch.save writes."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def write_chunks(
+    out: HashedFile, file: str, chunks: Iterable[tuple[MetadataIndex, Tensor]]
+) -> list[WriteResult]:
+    """Write chunks as torch does.
+
+    Args:
+        out: a file that is open.
+        file: its name.
+        chunks: each with its place in its whole tensor; on any device.
+
+    Returns:
+        Where in the file each is, for FileSystemWriter.finish.
+
+    Raises:
+        OSError, Abandoned: see HashedFile.check.
+    """
+    results = []
+    for index, tensor in chunks:
+        data = tensor.detach().cpu()
+        if data.untyped_storage().nbytes() != data.nbytes:  # all of which would be written
+            data = data.clone()
+        begin = out.num_bytes
+        torch.save(data, cast(IO[bytes], out))
+        out.check()
+        length = out.num_bytes - begin
+        results.append(WriteResult(index, length, _StorageInfo(file, begin, length)))
+    return results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,12 +200,8 @@ class ShardedReader:
                 f"{directory} is no megatron-core distributed checkpoint: it lacks "
                 f"{METADATA_FILE} or {_FORMAT_FILE}; give the directory that holds them"
             )
-        metadata = _read_metadata(self.directory / METADATA_FILE)
-        self.tensors: dict[str, TensorStorageMetadata] = {
-            key: value
-            for key, value in metadata.state_dict_metadata.items()
-            if isinstance(value, TensorStorageMetadata)
-        }
+        metadata = read_metadata(self.directory)
+        self.tensors: dict[str, TensorStorageMetadata] = metadata.state_dict_metadata
         self._places = metadata.storage_data
         self._files: dict[str, BinaryIO] = {}
         self._begins: dict[tuple[str, int], int] = {}
@@ -210,7 +232,7 @@ class ShardedReader:
                     f"chunks, found {found}"
                 )
             for chunk in tensor.chunks:
-                place = self._place(key, tuple(chunk.offsets))
+                place = self._places[MetadataIndex(key, tuple(chunk.offsets))]
                 path = self.directory / place.relative_path
                 if path not in sizes:
                     sizes[path] = path.stat().st_size if path.is_file() else -1
@@ -280,19 +302,9 @@ class ShardedReader:
                 of_layer = self._chunks.setdefault((key, offsets[0] if skip else None), [])
                 row, column = (*offsets[skip:], 0)[:2]
                 num_rows, num_columns = (*sizes[skip:], 1)[:2]
-                place = self._place(key, offsets)
+                place = self._places[MetadataIndex(key, offsets)]
                 of_layer.append(_Chunk(row, num_rows, column, num_columns, place, offsets, sizes))
         return self._chunks[key, layer]
-
-    def _place(self, key: str, offsets: tuple[int, ...]) -> Any:
-        place = self._places.get(MetadataIndex(key, offsets))
-        name = getattr(place, "relative_path", None)
-        if not isinstance(name, str) or Path(name).name != name or "\\" in name:
-            raise CheckpointError(
-                f"{self.directory}: {key} at {list(offsets)} is in {name!r}, but must be in a file "
-                "of the same directory; do not use this checkpoint"
-            )
-        return place
 
     def _data_of(self, key: str, chunk: _Chunk) -> tuple[BinaryIO, int]:
         """Return a chunk's file and where in it the data begins."""
@@ -363,26 +375,3 @@ class _Part(io.RawIOBase):
         count = os.preadv(self._file.fileno(), [view], self._begin + self._at)
         self._at += count
         return count
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes the classes of a checkpoint's metadata and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Refuse whatever could do something."""
-        if name not in _PICKLED.get(module.replace("pathlib._local", "pathlib"), ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return super().find_class(module, name)
-
-
-def _read_metadata(path: Path) -> Metadata:
-    try:
-        with open(path, "rb") as file:
-            metadata = _Unpickler(file).load()
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise ValueError("it holds something else")
-    except Exception as error:  # whatever a broken pickle raises
-        raise CheckpointError(
-            f"{path} is not a distributed checkpoint's metadata ({error}); do not use it"
-        ) from None
-    return metadata

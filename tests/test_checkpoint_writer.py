@@ -1,0 +1,228 @@
+"""Checkpoints written while a run goes on: when one counts, full disks, and hostile ones.
+
+The full disk is a small tmpfs, or where mounting is not permitted a limit on the size of files.
+Not exercised: several machines, of which one writes to a disk of its own; and a GPU's copies.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import pickle
+import re
+import resource
+import subprocess
+import threading
+
+import pytest
+import torch
+
+from tests.sealed import seal
+from tests.weights.tiny_hf import write_tiny_hf
+
+
+def settings(**fields):
+    from vapo_megatron.config import CheckpointConfig
+
+    return CheckpointConfig(**fields)
+
+
+def held_back(root):
+    """Two checkpoints of two ranks, of which the second rank's thread starts late."""
+    import torch.distributed as dist
+
+    from vapo_megatron.checkpoint_writer import CheckpointWriter
+
+    def latest():
+        dist.barrier()
+        return (root / "latest").read_text() if (root / "latest").exists() else None
+
+    seen, late = [], threading.Event()
+    with CheckpointWriter(root, settings(keep_last=2)) as writer:
+        for step in (1, 2):
+            late.clear()
+            if dist.get_rank() == 1:
+                writer._thread.submit(late.wait, 60)
+            writer.save(step, {}, {"step": step})
+            writer.poll()
+            seen.append(latest())
+            late.set()
+            writer.wait()
+            seen.append(latest())
+        writer.save(3, {}, {"step": 3})
+    seen.append(latest())
+    # An error ends the run while it writes.
+    with contextlib.suppress(ZeroDivisionError):
+        with CheckpointWriter(root, settings(keep_last=1)) as writer:
+            writer.save(4, {}, {})
+            raise ZeroDivisionError
+    seen.append(latest())
+    with CheckpointWriter(root, settings(asynchronous=False)) as writer:
+        writer.save(5, {}, {})
+        seen.append(latest())
+    return seen
+
+
+def test_a_checkpoint_counts_when_all_ranks_have_written_theirs(workers, tmp_path):
+    for seen in workers.run(2, held_back, tmp_path):
+        assert seen == [None, *(f"step_00000{n}" for n in (1, 1, 2, 3, 3, 5))]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000003", "step_000005"]
+    directory = tmp_path / "step_000003"
+    assert json.loads((directory / "state.json").read_text())["run"] == {"step": 3}
+    names = ["checksums.json", "rng_0000.pt", "rng_0001.pt", "state.json"]
+    assert sorted(p.name for p in directory.iterdir()) == names
+
+
+@contextlib.contextmanager
+def small_disk(directory, num_bytes):
+    """Yield whether files are limited instead."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(directory)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        yield True
+        return
+    try:
+        yield False
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def fill(root, limit):
+    """A checkpoint that fits, one that does not, and what is left then."""
+    import torch.distributed as dist
+
+    from vapo_megatron.checkpoint_files import newest_whole
+    from vapo_megatron.checkpoint_writer import CheckpointWriter
+    from vapo_megatron.errors import CheckpointError
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with CheckpointWriter(root, settings()) as writer:
+            writer.save(1, {}, {})
+            writer.wait()
+            if limit:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+            writer.save(2, {}, {"much": "x" * 600_000})  # the main rank's alone
+            writer.wait()
+    except CheckpointError as error:
+        dist.barrier()
+        return str(error), newest_whole(root).name, sorted(p.name for p in root.iterdir())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_told_in_a_line_and_the_checkpoint_before_it_is_left(workers, tmp_path):
+    root = tmp_path / "disk"
+    root.mkdir()
+    with small_disk(root, 300 << 10) as is_limited:
+        found = workers.run(2, fill, root, 300 << 10 if is_limited else None)
+    reason = os.strerror(errno.EFBIG if is_limited else errno.ENOSPC)
+    for message, newest, left in found:
+        assert f"{root}/step_000002 cannot be written: {reason} (it takes 0.00061" in message
+        assert "lower checkpoint.keep_last" in message and "goes on from step_000001" in message
+        assert "\n" not in message
+        assert newest == "step_000001" and left == ["latest", "step_000001"]
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def break_metadata(directory, change):
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    change(metadata)
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def evil_object(directory, path):
+    """A tensor that is asked for becomes an object, which torch's loader would unpickle."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+    torch.save(Evil(path), directory / "evil")
+    place = _StorageInfo("evil", 0, (directory / "evil").stat().st_size)
+
+    def change(metadata):
+        metadata.state_dict_metadata[NORM] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex(NORM)] = place
+
+    break_metadata(directory, change)
+
+
+def outside(metadata):
+    for place in metadata.storage_data.values():
+        place.relative_path = "../critic/" + place.relative_path
+
+
+NORM = "decoder.final_layernorm.weight"
+HOSTILE = {
+    "metadata": (
+        lambda d, path: (d / ".metadata").write_bytes(pickle.dumps(Evil(path))),
+        "it names posix.mkdir",
+    ),
+    "object": (evil_object, f"is of another model.*{NORM} is missing"),
+    "common": (lambda d, path: torch.save(Evil(path), d / "common.pt"), "more than tensors"),
+    "outside": (
+        lambda d, path: break_metadata(d, outside),
+        "must be in a file of the same directory",
+    ),
+}
+
+
+def load_others(hf, root, shape):
+    """Save a critic, and try to load what is made of it; what loading says of each."""
+    from vapo_megatron.checkpoint import load_latest
+    from vapo_megatron.checkpoint_writer import CheckpointWriter
+    from vapo_megatron.config import VapoConfig
+    from vapo_megatron.errors import CheckpointError
+    from vapo_megatron.models.hf_config import read_model_shape
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.trained_model import TrainedModel
+
+    def build(hf, *, distributed=True):
+        parallel = {"world_size": 1, "use_distributed_optimizer": distributed}
+        tree = {"model": {"hf_path": str(hf), "dtype": "bfloat16"}, "parallel": parallel}
+        config = VapoConfig.model_validate(tree)
+        return TrainedModel(read_model_shape(hf), config, place, "critic", str(hf))
+
+    def refusal(model):
+        before = [p.clone() for p in model.model[0].parameters()]
+        with pytest.raises(CheckpointError) as error:
+            load_latest(root, {"critic": model})
+        same = zip(before, model.model[0].parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in same), "nothing was loaded"
+        return str(error.value)
+
+    place = groups.initialize(VapoConfig.model_validate({"parallel": {"world_size": 1}}).parallel)
+    model = build(hf)
+    found = {}
+    for step, (kind, (change, _)) in enumerate(HOSTILE.items(), start=1):
+        with CheckpointWriter(root, settings()) as writer:
+            writer.save(step, {"critic": model}, {})
+        change(root / f"step_{step:06d}/critic", root / "executed")
+        seal(root / f"step_{step:06d}")
+        found[kind] = refusal(model)
+    with CheckpointWriter(root, settings()) as writer:
+        writer.save(step + 1, {"critic": model}, {})
+    assert load_latest(root, {"critic": model}) == (step + 1, {})
+    found["shape"] = refusal(build(shape))
+    found["optimizer"] = refusal(build(hf, distributed=False))
+    return found
+
+
+def test_what_cannot_be_loaded_is_refused_and_no_code_runs(workers, tmp_path):
+    sizes = dict(num_layers=1, hidden=32, heads=2, kv_heads=2, vocab=60)
+    hf = write_tiny_hf(tmp_path / "hf", ffn=48, **sizes)
+    shape = write_tiny_hf(tmp_path / "shape", ffn=64, **sizes)
+    root = tmp_path / "checkpoints"
+    (found,) = workers.run(1, load_others, hf, root, shape)
+    expected = {kind: message for kind, (_, message) in HOSTILE.items()}
+    expected["shape"] = r"linear_fc1.weight: expected shape \[1, 128, 32\], found \[1, 96, 32\]"
+    expected["optimizer"] = "of an optimizer with other settings: optimizer.state.fp32_param"
+    for kind, message in expected.items():
+        assert re.search(message, found[kind]), (kind, found[kind])
+        assert "\n" not in found[kind]
+    assert not (root / "executed").exists()

@@ -1,0 +1,75 @@
+"""The .metadata of a distributed checkpoint, a pickle, read without running what it may hold."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from vapo_megatron.errors import CheckpointError
+
+METADATA_FILE = ".metadata"
+_PICKLED = {
+    "builtins": {"set", "frozenset", "dict", "list", "tuple"},
+    "collections": {"OrderedDict", "defaultdict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "torch": {"Size", "strided"} | {str(t).removeprefix("torch.") for t in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+        torch.int16, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"},
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+}  # fmt: skip
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """Read what tensors a distributed checkpoint holds, and where.
+
+    Objects are left out: torch's loader would unpickle them, whatever they hold, also where a
+    tensor was asked for.
+
+    Raises:
+        CheckpointError: it is broken, or would run code, or names a file outside the directory.
+    """
+    path = directory / METADATA_FILE
+    try:
+        with open(path, "rb") as file:
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise ValueError("it holds something else")
+    except Exception as error:  # whatever a broken pickle raises
+        raise CheckpointError(
+            f"{path} is not a distributed checkpoint's metadata ({error}); do not use it"
+        ) from None
+    metadata.state_dict_metadata = {
+        key: value
+        for key, value in metadata.state_dict_metadata.items()
+        if isinstance(value, TensorStorageMetadata)
+    }
+    for key, tensor in metadata.state_dict_metadata.items():
+        for chunk in tensor.chunks:
+            place = metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
+            name = getattr(place, "relative_path", None)
+            if not isinstance(name, str) or Path(name).name != name or "\\" in name:
+                raise CheckpointError(
+                    f"{directory}: {key} at {list(chunk.offsets)} is in {name!r}, but must be in a "
+                    "file of the same directory; do not use this checkpoint"
+                )
+    return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes the classes of a checkpoint's metadata and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refuse whatever could do something."""
+        if name not in _PICKLED.get(module.replace("pathlib._local", "pathlib"), ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
