@@ -70,6 +70,7 @@ LEVELS = {
     "checkpoint": 5,
     "run_output": 6,
     "trainer": 7,
+    "inputs": 6,
     "gradient_check": 8,
     "train": 8,
     "launch": 9,

@@ -82,6 +82,8 @@ class _UniqueKeys(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # which SafeLoader refuses
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key.value!r} stands twice", key.start_mark
@@ -93,11 +95,12 @@ class _UniqueKeys(yaml.SafeLoader):
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(file.read_text(), Loader=_UniqueKeys)
+        _copy({"": tree})  # An alias may stand inside what it names, without end.
     except OSError as error:
         raise ConfigError(
             f"config file {file}: {error.strerror}; give an existing YAML file"
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"config file {file} is not good YAML: {' '.join(str(error).split())}; mend it there"
         ) from None
@@ -117,7 +120,7 @@ def _parse_override(text: str) -> dict[str, Any]:
         )
     try:
         parsed: Any = yaml.safe_load(value) if value.strip() else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         parsed = value
     for part in reversed(name.strip().split(".")):
         parsed = {part: parsed}
