@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 from tests.workers import context, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
+SECRET = "hf_nobody_may_write_this_down"
+"""In the environment of each process."""
 
 
 class Done(NamedTuple):
@@ -41,6 +43,7 @@ class Launched:
         self._out = tempfile.TemporaryDirectory(prefix="vapo_launched_")
         port = str(free_port())
         here = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        here["HF_TOKEN"] = SECRET
         self._processes = []
         for rank in range(world_size):
             environment = {**here, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -59,6 +62,22 @@ class Launched:
         for process in self._processes:
             process.kill()
             process.join()
+
+    def ended(
+        self, apart_from: Sequence[int] = (), timeout_seconds: float = 100
+    ) -> tuple[list[int | None], Done]:
+        """Wait until all have ended by themselves but for some ranks, which are killed then.
+
+        Returns:
+            (exit code of each rank, None where it had to be killed; what they have said).
+        """
+        deadline = time.monotonic() + timeout_seconds
+        for rank, process in enumerate(self._processes):
+            if rank not in apart_from:
+                process.join(deadline - time.monotonic())
+        codes = [process.exitcode for process in self._processes]
+        self.kill()
+        return codes, self._done(0)
 
     def wait(self, timeout_seconds: float = 280) -> Done:
         """Wait until all have ended; where one fails, end the others, as torchrun does."""

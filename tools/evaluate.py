@@ -14,6 +14,7 @@ rollout.gpu_memory_utilization=0.9 seed=1.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
@@ -35,6 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> Path | None:
+    # The checkpoint is on this machine, so nobody has to be asked; read when vLLM is loaded.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # These load torch and vLLM; a wrong option is answered before.
     from vapo_megatron.evaluation.checkpoint import (
         default_out,

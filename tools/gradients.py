@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vapo_megatron.command import check_processes
+from vapo_megatron.command import Parser, check_processes, tell
 from vapo_megatron.config import load_config
 from vapo_megatron.errors import ConfigError, UserError
 from vapo_megatron.inputs import require_paths
@@ -23,12 +23,11 @@ from vapo_megatron.inputs import require_paths
 
 def main(arguments: list[str] | None = None) -> int:
     """Return 0; 1 when gradients differ; 2 after an error that the user can put right."""
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         return options.run(options)
     except (UserError, OSError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"gradients: {error}", file=sys.stderr)
+        tell(f"gradients: {error}")
         return 2
 
 
@@ -68,9 +67,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     collect = commands.add_parser(
         "collect",

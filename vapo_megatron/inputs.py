@@ -36,12 +36,15 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> ModelShape:
         UserError: the first thing that is wrong: what, where, and the remedy.
     """
     shape = check_small_inputs(config, replay)
+    # All paths are on this machine, so nobody has to be asked; read when transformers is loaded.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if replay is None:
         from vapo_megatron.rollout.tokenizer import check_tokenizer, load_tokenizer
 
         path, stop = str(config.model.hf_path), config.rollout.stop_token_ids
         check_tokenizer(path, load_tokenizer(path), stop, shape.vocab_size)
     _check_weights(config, shape)
+    _check_checkpoint(config, shape)
     return shape
 
 
@@ -138,3 +141,46 @@ def _starts(config: VapoConfig) -> Iterator[tuple[str, str, Path]]:
     yield "actor", f"model.hf_path={model.hf_path}", Path(str(model.hf_path))
     if "critic" in config.algorithm.trained_roles and model.critic_hf_path is not None:
         yield "critic", f"model.critic_hf_path={model.critic_hf_path}", Path(model.critic_hf_path)
+
+
+def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
+    """Compare the checkpoint that the run goes on from, or whose critic it takes over.
+
+    One that is damaged is told, and another taken in its place, when it is loaded.
+    """
+    from vapo_megatron.checkpoint_files import candidates
+    from vapo_megatron.weights.sharded_files import ShardedReader
+    from vapo_megatron.weights.to_hf import check_tensors
+
+    run_dir, path = config.logging.run_dir, config.model.critic_checkpoint
+    field, remedy = f"logging.run_dir={run_dir}", "logging.run_dir"
+    roles = config.algorithm.trained_roles
+    found = candidates(Path(run_dir, "checkpoints")) if config.checkpoint.resume else []
+    if not found and path is not None:
+        field, remedy, roles = f"model.critic_checkpoint={path}", "critic_checkpoint", ("critic",)
+        found = candidates(Path(path, "checkpoints")) or [Path(path)]
+        if not any((directory / "critic").is_dir() for directory in found):
+            raise CheckpointError(
+                f"{field} holds no critic; set it to a run directory whose run had one, or to one "
+                "of its checkpoints/step_*"
+            )
+    for role in roles:
+        if not found or not _is_intact(found[0], f"{role}/.metadata"):
+            continue
+        try:
+            check_tensors(ShardedReader(found[0] / role), shape, role)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{field}: {error}; set model.hf_path to the model that it was trained from, or "
+                f"another {remedy}"
+            ) from None
+
+
+def _is_intact(directory: Path, name: str) -> bool:
+    """Compare one small file of a checkpoint with its checksum."""
+    from vapo_megatron.checkpoint_files import read_sums, sha256_of
+
+    try:
+        return read_sums(directory).get(name) == sha256_of(directory / name)
+    except (ValueError, OSError):
+        return False

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.e2e.greedy_run import train_and_answer
-from tests.launched import Done
+from tests.launched import SECRET, Done
 from tests.slurm_stand_in import Cluster
 from tests.workers import free_port
 from vapo_megatron.train import main
@@ -184,6 +184,13 @@ def test_files_and_metrics(straight):
             assert row["reward/correct_fraction"] > row["rollout/sampled_correct_fraction"] > 0
     else:
         assert rounds == [None] * 5
+
+
+def test_a_secret_in_the_environment_is_written_nowhere(straight):
+    files = [path for path in straight.out.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+    assert SECRET not in straight.done.stdout + straight.done.stderr
 
 
 def test_the_export_gives_the_trained_engines_answers(straight):

@@ -118,7 +118,14 @@ def checkpoint_role(reader: ShardedReader) -> str:
 
 
 def check_checkpoint(reader: ShardedReader, shape: ModelShape, role: str) -> list[ShardedTensor]:
-    """Compare names, shapes, types and files of a checkpoint's tensors with the model's.
+    """Do the same as check_tensors, and see that all of the tensors is in files."""
+    expected = check_tensors(reader, shape, role)
+    reader.check_files({tensor.key for tensor in expected})
+    return expected
+
+
+def check_tensors(reader: ShardedReader, shape: ModelShape, role: str) -> list[ShardedTensor]:
+    """Compare names, shapes and types of a checkpoint's tensors with the model's.
 
     Args:
         reader: of the checkpoint. Optimizer state in it is left alone.
@@ -159,7 +166,6 @@ def check_checkpoint(reader: ShardedReader, shape: ModelShape, role: str) -> lis
             f"{reader.directory} does not hold the {role} that config.json describes: "
             f"{'; '.join(problems[:5])}{more}"
         )
-    reader.check_files(known)
     return expected
 
 
