@@ -65,6 +65,7 @@ def test_overrides_are_read_as_yaml():
             "algorithm.lambda_critic=same_as_actor",
             "algorithm.lambda_actor=0.95",
             "data.train_path=",
+            "logging.run_dir=2026-13-45",  # which YAML takes for a date, and refuses
         ],
     )
     assert config.optimizer.actor_learning_rate == 1e-6
@@ -74,7 +75,7 @@ def test_overrides_are_read_as_yaml():
         "same_as_actor",
         0.95,
     )
-    assert config.data.train_path is None
+    assert config.data.train_path is None and config.logging.run_dir == "2026-13-45"
 
 
 def test_the_resolved_configuration_reads_back(tmp_path):
@@ -301,6 +302,9 @@ def test_sends_between_stages_are_the_users_choice_elsewhere(vpp, batched):
         ("algorithm: {gamma: 1, gamma: 0.9}", "'gamma' stands twice"),
         ("algorithm:\n", "algorithm is a section, found None; set algorithm.FIELD=VALUE"),
         ("1: 2\n", "unknown field 1; known"),
+        ("? [a]\n: 1\n", "is not good YAML: .* unhashable key"),
+        ("model: &m {hf_path: *m}", "is not good YAML: maximum recursion depth exceeded"),
+        ("seed: 2026-13-45", "is not good YAML: month must be in 1..12; mend it there"),
     ],
 )
 def test_files_that_are_not_a_configuration(tmp_path, text, message):

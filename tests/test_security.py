@@ -115,7 +115,7 @@ def test_the_environment_is_not_read_into_a_configuration(monkeypatch):
 
 # The command in a process that says which hosts it asks for. Sockets of C++ are not seen.
 WATCHED = """
-import socket, sys
+import sys
 
 def watch(event, arguments):
     if event == "socket.getaddrinfo":
@@ -126,10 +126,8 @@ def watch(event, arguments):
 sys.addaudithook(watch)
 from vapo_megatron.train import main
 code = main(sys.argv[1:])
-try:
-    socket.getaddrinfo("would.be.seen.invalid", 80)
-finally:
-    sys.exit(code)
+sys.audit("socket.getaddrinfo", "would.be.seen")
+sys.exit(code)
 """
 
 
@@ -144,6 +142,6 @@ def test_a_model_on_this_machine_is_read_without_a_network(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", WATCHED, *map(str, arguments)],
         cwd=ROOT, env={k: v for k, v in os.environ.items() if not k.startswith("HF_")},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=280,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "network: would.be.seen.invalid\n")
+    assert (done.returncode, done.stderr) == (0, "network: would.be.seen\n")

@@ -17,9 +17,13 @@ import pytest
 import yaml
 
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
+from tests.sealed import seal
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
+from tools import convert_hf_to_megatron, evaluate
+from vapo_megatron.config import ParallelConfig
 from vapo_megatron.train import main
+from vapo_megatron.weights.to_megatron import convert_to_megatron
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 64
@@ -75,6 +79,12 @@ def put(name, **content):
     return change
 
 
+def smaller_tokenizer(place):
+    """Leave the tokenizer of a model that ends a text otherwise."""
+    write_tiny_tokenizer(place / "model", 50)
+    put("model/generation_config.json", eos_token_id=[2, 63])(place)
+
+
 def other_weights(place):
     """Leave the weights of another model."""
     write_tiny_hf(place / "other", **{**SIZES, "ffn": 48})
@@ -84,6 +94,20 @@ def other_weights(place):
 def other_critic(place):
     """Make a critic of another model."""
     write_tiny_hf(place / "other", **{**SIZES, "hidden": 64})
+
+
+def other_checkpoint(run):
+    """Make a run directory whose run has trained another model."""
+
+    def change(place):
+        source, made = place / "other", place / run / "checkpoints/step_000001"
+        write_tiny_hf(source, **{**SIZES, "ffn": 48})
+        for role in ("actor", "critic"):
+            convert_to_megatron(source, made / role, ParallelConfig(), role)
+        (made / "state.json").write_text("{}")
+        seal(made)
+
+    return change
 
 
 def cut_short(place):
@@ -140,7 +164,7 @@ MISTAKES = {
         "its tokenizer has token id 64 ('w64'), outside config.json's vocab_size=64; put",
     ),
     "tokenizer of another": (
-        put("model/generation_config.json", eos_token_id=[2, 63]), [],
+        smaller_tokenizer, [],
         "generation_config.json has eos_token_id=63, which is no token of its tokenizer (the "
         "largest id is 49); put the model's own tokenizer there",
     ),
@@ -158,23 +182,44 @@ MISTAKES = {
         other_critic, ["model.critic_hf_path={place}/other"],
         "model.embed_tokens.weight: expected shape [64, 32], found [64, 64]",
     ),
+    "checkpoint of another model": (
+        other_checkpoint("run"), [],
+        "run/checkpoints/step_000001/actor does not hold the actor that config.json describes: "
+        "decoder.layers.mlp.linear_fc1.weight: expected shape [2, 64, 32], found [2, 96, 32]",
+    ),
+    "critic checkpoint of another model": (
+        other_checkpoint("values"), ["model.critic_checkpoint={place}/values"],
+        "step_000001/critic does not hold the critic that config.json describes",
+    ),
+    "critic checkpoint without a critic": (
+        nothing, ["model.critic_checkpoint={place}"], "holds no critic; set it to a run directory",
+    ),
     "run directory": (
         append("file", ""), ["logging.run_dir={place}/file/run"],
         "/file is no directory; set another directory",
     ),
 }  # fmt: skip
-# A mistake that is in the tokenizer's size.
-SMALLER_TOKENIZER = "tokenizer of another"
+# Mistakes in files that tools read, too.
+OF_TOOLS = {
+    convert_hf_to_megatron: ["config.json", "weights of another model", "damaged weights"],
+    evaluate: [
+        "malformed line", "no text", "missing column", "empty data", "unreadable data",
+        "no tokenizer", "tokenizer too large", "tokenizer of another", "stop token outside",
+    ],
+}  # fmt: skip
+
+
+def make(name, place):
+    """Make a mistake; return the overrides that go with it and the words that it is told in."""
+    change, overrides, words = MISTAKES[name]
+    change(place)
+    return [text.format(place=place) for text in overrides], words
 
 
 @pytest.fixture(params=MISTAKES)
 def mistake(request, place):
-    """Make a mistake; return the arguments and the words that it must be told in."""
-    change, overrides, words = MISTAKES[request.param]
-    if request.param == SMALLER_TOKENIZER:
-        write_tiny_tokenizer(place / "model", 50)
-    change(place)
-    overrides = [text.format(place=place) for text in overrides]
+    """A mistake that has been made: the command's arguments, and the words."""
+    overrides, words = make(request.param, place)
     return ["--config", str(place / "config.yaml"), *overrides], words
 
 
@@ -215,6 +260,23 @@ def test_every_rank_refuses_and_one_tells(mistake, place, monkeypatch, capsys):
     assert told.startswith("error: ") and told.count("\n") == 1 and words in told
 
 
+@pytest.mark.parametrize(
+    "tool,name", [(t, name) for t, names in OF_TOOLS.items() for name in names]
+)
+def test_tools_tell_it_alike(tool, name, place, capsys):
+    overrides, words = make(name, place)
+    data = [o.split("=")[1] for o in overrides if o.startswith("data.train_path=")]
+    arguments = ["--hf", place / "model", "--out", place / "converted"]
+    if tool is evaluate:
+        data = data or [place / "train.jsonl"]
+        arguments = ["--checkpoint", place / "model", "--data", data[0], "--out", place / "out"]
+        arguments += [o for o in overrides if not o.startswith("data.train_path=")]
+    assert tool.main([str(argument) for argument in arguments]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and words in told
+    assert not (place / "converted").exists() and not (place / "out").exists()
+
+
 def test_without_a_mistake_there_is_nothing_to_tell(place, monkeypatch, capsys):
     arguments = ["--config", str(place / "config.yaml")]
     assert main([*arguments, "--dry-run"]) == 0
@@ -242,7 +304,8 @@ def test_torchrun_tells_it_once_and_every_rank_ends_with_2(place):
     command = [*torchrun, f"--master-port={free_port()}", "-m", "vapo_megatron.train"]
     done = subprocess.run(
         [*command, "--config", str(place / "config.yaml")],
-        cwd=ROOT, env={**clean, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, env={**clean, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=280,
     )  # fmt: skip
     assert done.returncode != 0
     told = [line for line in done.stderr.splitlines() if line.startswith("error:")]

@@ -83,6 +83,8 @@ def test_parquet_gives_what_jsonl_gives(tmp_path):
             "no column 'prompt'; set data.prompt_column to one of those it has: question, answer",
         ),
         (b"{}", "no column 'prompt'; .*: none"),
+        (b'{"prompt": "\\ud800", "answer": "1"}', "prompt holds half of a surrogate pair"),
+        (b'{"prompt": "p", "answer": "\\udfff"}', "answer holds half of a surrogate pair"),
         (b'{"prompt": "", "answer": "1"}', "prompt='' must be a text that is not empty"),
         (b'{"prompt": ["p"], "answer": "1"}', r"prompt=\['p'\] must be a text"),
         (b'{"prompt": "p", "answer": null}', "answer=None must be a number or a text"),

@@ -4,6 +4,7 @@ Does not exercise that the shape is computed right: test_parity.py does.
 """
 
 import json
+import math
 import subprocess
 import sys
 
@@ -176,6 +177,30 @@ def test_refuses_what_is_no_directory_of_a_model(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="must hold an object"):
         read_model_shape(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="is not JSON: maximum recursion depth"):
+        read_model_shape(tmp_path)
+
+
+def test_whatever_stands_under_a_key_is_taken_or_refused_by_name(tmp_path):
+    """And what is taken is a number where a number is computed with."""
+    tree = {"model_type": "qwen2", **config_json("0.5B"), "initializer_range": 0.02}
+    tree |= {"rope_theta": 1e6, "rope_scaling": None, "layer_types": ["full_attention"] * 24}
+    tree |= {"rope_parameters": None, "head_dim": 64, "use_sliding_window": False}
+    odd = ["x", "1", [], [[1]], {}, {"rope_type": []}, {"rope_theta": "x"}, -1, 0, True, 1.5]
+    refused = 0
+    for key in tree:
+        for value in [*odd, float("inf"), float("nan")]:
+            (tmp_path / "config.json").write_text(json.dumps({**tree, key: value}))
+            try:
+                shape = read_model_shape(tmp_path)
+            except ConfigError as error:
+                refused += 1
+                assert str(error).count("\n") == 0 and "config.json: " in str(error)
+            else:
+                numbers = (shape.norm_eps, shape.rope_theta, shape.initializer_range)
+                assert all(0 < number < math.inf for number in numbers), (key, value)
+    assert refused > 130
 
 
 @pytest.mark.parametrize("name", SHAPES)

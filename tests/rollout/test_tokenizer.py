@@ -12,7 +12,12 @@ import sentencepiece
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.rollout.tokenizer import decode_responses, find_stop_token_ids, load_tokenizer
+from vapo_megatron.rollout.tokenizer import (
+    check_tokenizer,
+    decode_responses,
+    find_stop_token_ids,
+    load_tokenizer,
+)
 
 
 class NoEos:
@@ -100,6 +105,19 @@ def test_pieces_numbered_anew_are_refused(tmp_path):
     _sentencepiece(tmp_path, "bpe")
     with pytest.raises(ConfigError, match="tokenizer.model: .*other ids"):
         load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_must_be_the_models(tmp_path):
+    write_tiny_tokenizer(tmp_path, 64)
+    tokenizer = load_tokenizer(tmp_path)
+    assert check_tokenizer(tmp_path, tokenizer, [], 64) == (2,)
+    assert check_tokenizer(tmp_path, tokenizer, [], 1000) == (2,), "a vocabulary may be padded"
+    with pytest.raises(ConfigError, match=r"token id 63 \('w63'\), outside .*vocab_size=63; put"):
+        check_tokenizer(tmp_path, tokenizer, [], 63)
+    _write(tmp_path, "config.json", eos_token_id=[2, 64])
+    with pytest.raises(ConfigError, match="config.json has eos_token_id=64, which is no token"):
+        check_tokenizer(tmp_path, tokenizer, [], 1000)
+    assert check_tokenizer(tmp_path, tokenizer, [5], 1000) == (5,)
 
 
 def test_stop_tokens_of_all_three_places_count(tmp_path):

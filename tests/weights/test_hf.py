@@ -242,7 +242,7 @@ def test_a_tied_model_whose_output_differs_is_refused(workers, tmp_path):
 @pytest.mark.parametrize(
     "target",
     ["../model.safetensors", "/etc/model.safetensors", "sub/model.safetensors", "a\\b.safetensors",
-     "model.bin", "..", "", 3, None],
+     "a\0b.safetensors", "model.bin", "..", "", 3, None],
 )  # fmt: skip
 def test_index_entries_that_leave_the_directory_are_refused(tmp_path, target):
     outside = write_tiny_hf(tmp_path)
@@ -257,7 +257,9 @@ def test_index_entries_that_leave_the_directory_are_refused(tmp_path, target):
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "{}", "not JSON", '{"weight_map": 3}', '{"weight_map": null}']
+    "text",
+    ["[]", "{}", "not JSON", "[" * 100_000, '{"weight_map": 3}', '{"weight_map": null}'],
+    ids=range(6),
 )
 def test_a_broken_index_is_refused(tmp_path, text):
     path = write_tiny_hf(tmp_path, num_files=2)
