@@ -86,28 +86,36 @@ def small_disk(directory, num_bytes):
         subprocess.run(["umount", "-l", str(directory)], check=True)
 
 
+@contextlib.contextmanager
+def limited(num_bytes):
+    """Let no file of this process become larger; None: any."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes or before[0], before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def fill(root, limit):
-    """A checkpoint that fits, one that does not, and what is left then."""
+    """A checkpoint that fits, two that do not, what they say, and what is left then."""
     import torch.distributed as dist
 
     from vapo_megatron.checkpoint_files import newest_whole
     from vapo_megatron.checkpoint_writer import CheckpointWriter
     from vapo_megatron.errors import CheckpointError
 
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        with CheckpointWriter(root, settings()) as writer:
-            writer.save(1, {}, {})
-            writer.wait()
-            if limit:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-            writer.save(2, {}, {"much": "x" * 600_000})  # the main rank's alone
-            writer.wait()
-    except CheckpointError as error:
-        dist.barrier()
-        return str(error), newest_whole(root).name, sorted(p.name for p in root.iterdir())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with CheckpointWriter(root, settings()) as writer:
+        writer.save(1, {}, {})
+    messages = []
+    of_second_rank = 1000 if dist.get_rank() else None
+    for state, num_bytes in ({}, of_second_rank), ({"much": "x" * 600_000}, limit):
+        with limited(num_bytes), pytest.raises(CheckpointError) as error:
+            with CheckpointWriter(root, settings()) as writer:
+                writer.save(2, {}, state)
+        messages.append(str(error.value))
+    dist.barrier()
+    return messages, newest_whole(root).name, sorted(p.name for p in root.iterdir())
 
 
 def test_a_full_disk_is_told_in_a_line_and_the_checkpoint_before_it_is_left(workers, tmp_path):
@@ -116,10 +124,11 @@ def test_a_full_disk_is_told_in_a_line_and_the_checkpoint_before_it_is_left(work
     with small_disk(root, 300 << 10) as is_limited:
         found = workers.run(2, fill, root, 300 << 10 if is_limited else None)
     reason = os.strerror(errno.EFBIG if is_limited else errno.ENOSPC)
-    for message, newest, left in found:
-        assert f"{root}/step_000002 cannot be written: {reason} (it takes 0.00061" in message
-        assert "lower checkpoint.keep_last" in message and "goes on from step_000001" in message
-        assert "\n" not in message
+    for (of_second_rank, full), newest, left in found:
+        assert f"step_000002 cannot be written: {os.strerror(errno.EFBIG)} (it" in of_second_rank
+        assert f"{root}/step_000002 cannot be written: {reason} (it takes 0.00061" in full
+        assert "lower checkpoint.keep_last" in full and "goes on from step_000001" in full
+        assert "\n" not in full
         assert newest == "step_000001" and left == ["latest", "step_000001"]
 
 
@@ -173,13 +182,16 @@ HOSTILE = {
 
 
 def load_others(hf, root, shape):
-    """Save a critic, and try to load what is made of it; what loading says of each."""
+    """Save a critic, and try to load what is made of it, also where nobody has looked at it before;
+    what loading says of each.
+    """
     from vapo_megatron.checkpoint import load_latest
     from vapo_megatron.checkpoint_writer import CheckpointWriter
     from vapo_megatron.config import VapoConfig
     from vapo_megatron.errors import CheckpointError
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
+    from vapo_megatron.parallel.sharded_state import load_model_weights
     from vapo_megatron.trained_model import TrainedModel
 
     def build(hf, *, distributed=True):
@@ -205,6 +217,8 @@ def load_others(hf, root, shape):
         change(root / f"step_{step:06d}/critic", root / "executed")
         seal(root / f"step_{step:06d}")
         found[kind] = refusal(model)
+        with contextlib.suppress(BaseException):
+            load_model_weights(model.model, root / f"step_{step:06d}/critic")
     with CheckpointWriter(root, settings()) as writer:
         writer.save(step + 1, {"critic": model}, {})
     assert load_latest(root, {"critic": model}) == (step + 1, {})
