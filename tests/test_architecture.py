@@ -16,6 +16,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "vapo_megatron"
 LEVELS = {
     "errors": 0,
     "early_signal": 0,
+    "process_tree": 0,
+    "stalled": 0,
     "progress_bar": 0,
     "config_section": 0,
     "config_algorithm": 0,
@@ -31,6 +33,7 @@ LEVELS = {
     "data": 2,
     "reward": 2,
     "flops": 3,
+    "watchdog": 3,
     "weights": 3,
     "rollout": 3,
     "planning": 4,

@@ -1,19 +1,20 @@
-"""The early signal in real processes: held back in children too, and a run that stops for it.
+"""The early signals: held back in children too, what there is time for, and runs that stop.
 
-Not exercised: torchrun and Slurm between the signal and the run; tests/e2e/test_run.py has both.
+Not exercised: torchrun and vLLM (tests/e2e/test_faults.py has them), Slurm (tests/e2e/test_run.py).
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import threading
 
+import pytest
+
+from tests import faults
 from tests.dumped import MODEL, dump
-from tests.test_turns import replayed
+from tests.launched import Launched
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.workers import free_port
+from vapo_megatron.early_signal import EarlyStop
 
 PROGRAM = """
 import os, signal, subprocess, sys
@@ -21,45 +22,151 @@ from vapo_megatron import early_signal
 early_signal.hold_back()
 child = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1); print('child lives')"
 subprocess.run([sys.executable, "-c", child], check=True)
-print(early_signal.is_heard())
-os.kill(os.getpid(), signal.SIGUSR1)
-print(early_signal.is_heard(), early_signal.is_heard())
+print(early_signal.heard() or None)
+os.kill(os.getpid(), signal.{name})
+print(early_signal.heard(), early_signal.heard())
+# A child that torchrun has started looks at what is pending there.
+child = "from vapo_megatron import early_signal as e; print(e.heard() or None)"
+for environment in ({{}}, {{"TORCHELASTIC_RUN_ID": "none"}}):
+    subprocess.run([sys.executable, "-c", child], env={{**os.environ, **environment}}, check=True)
 """
 
 
-def test_neither_a_process_nor_its_children_die_of_it():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
-    assert done.stdout.split("\n") == ["child lives", "False", "True True", ""], done.stderr
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_neither_a_process_nor_its_children_die_of_it(name):
+    program = PROGRAM.format(name=name)
+    done = subprocess.run([sys.executable, "-uc", program], capture_output=True, text=True)
+    expected = ["child lives", "None", f"{name} {name}", "None", name]
+    assert done.stdout.split("\n")[:-1] == expected, done.stderr
 
 
-def signalled(*arguments):
-    """A run whose second rank is signalled before its first step ends."""
-    from vapo_megatron import early_signal
+class Clock:
+    """Time that a test sets, and a signal that comes at 100."""
 
-    early_signal.hold_back()
-    last = int(os.environ["RANK"]) == 1
-    try:
-        if last:
-            # This thread alone: a worker process of the tests may have others that block nothing.
-            signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
-        replayed(*arguments)
-    finally:
-        if last:
-            signal.sigwait({signal.SIGUSR1})
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def hear(self):
+        return "SIGTERM" if self.now >= 100 else ""
 
 
-def test_a_run_stops_on_all_ranks_after_its_step_and_goes_on(workers, tmp_path):
-    hf, run = write_tiny_hf(tmp_path / "model", **MODEL), tmp_path / "run"
-    workers.run(2, dump, tmp_path / "replay", [1, 2], 2)
-    arguments = hf, tmp_path / "replay", run, False, 1
-    workers.run(2, signalled, *arguments, free_port(), 9)
+TIMES = {
+    "time/step_seconds": 60.0,
+    "time/logprobs_seconds": 4.0,
+    "time/critic_update_seconds": 5.0,
+    "time/actor_update_seconds": 6.0,
+    "time/sync_seconds": 1.0,
+    "time/evaluation_seconds": 15.0,
+    "time/checkpoint_seconds": 5.0,  # The next checkpoint's copy; writing it takes longer.
+}
 
-    def steps():
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["step"] for line in lines]
 
-    assert steps() == [0, 1] and (run / "checkpoints/latest").read_text() == "step_000001"
-    assert not (run / "hf_export").exists()
-    workers.run(2, replayed, *arguments, free_port(), 9)
-    assert steps() == [0, 1, 2] and (run / "hf_export").exists()
+def stopping(grace, times=TIMES, save_seconds=8.0):
+    """A run whose steps take 40 s, the last 12 of them from the updates on; one began at 75."""
+    clock = Clock()
+    stop = EarlyStop(grace, clock.hear, clock)
+    stop.learn(times)
+    stop.save_seconds = save_seconds
+    clock.now = 75.0
+    stop.begin()
+    return clock, stop
+
+
+@pytest.mark.parametrize(
+    "grace,fits",
+    # The step began at 75 and ends at 115; its checkpoint takes 8 s more.
+    [(22.9, False), (23.1, True), (1000, True)],
+)
+def test_a_step_is_finished_if_the_last_ones_times_allow_it(grace, fits):
+    clock, stop = stopping(grace)
+    assert stop.has_time_to_finish() and not stop.look(), "without a signal there always is time"
+    clock.now = 100
+    assert stop.has_time_to_finish() == fits and stop.signal_name == "SIGTERM"
+    # Time has passed, the step has come nearer to its end just so.
+    clock.now = 102
+    assert stop.has_time_to_finish() == fits
+
+
+def test_a_step_that_straggles_still_has_its_updates_before_it():
+    clock, stop = stopping(33)
+    clock.now = 100
+    assert stop.has_time_to_finish()
+    # Near its 40 s; 12 s of updates and 8 s for the checkpoint are to come until 133.
+    clock.now = 112.9
+    assert stop.has_time_to_finish()
+    clock.now = 113.1
+    assert not stop.has_time_to_finish()
+
+
+def test_an_evaluation_counts_for_itself():
+    clock, stop = stopping(10)
+    clock.now = 99
+    stop.begin()
+    clock.now = 100
+    # 14 s of the evaluation are left, and 8 of the checkpoint.
+    assert not stop.has_time_to_evaluate()
+    clock, stop = stopping(22.5)
+    clock.now = 99
+    stop.begin()
+    clock.now = 100
+    assert stop.has_time_to_evaluate()
+
+
+def test_of_the_first_step_nothing_is_known_and_nothing_can_be_lost():
+    times = {"time/evaluation_seconds": 9.0, "time/step_seconds": 9.0}
+    clock, stop = stopping(30, times, save_seconds=None)
+    clock.now = 100
+    assert stop.has_time_to_finish()
+    # Half of the time is kept for a checkpoint that may take long.
+    clock.now = 114.9
+    assert stop.has_time_to_finish()
+    clock.now = 115.1
+    assert not stop.has_time_to_finish()
+
+
+def steps(run_dir):
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+def comparable(run_dir):
+    """Rows without times, and every byte of the last checkpoint that training goes on from."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    varying = ("time/", "memory/", "tokens_per_second")
+    kept = [{k: v for k, v in row.items() if not k.startswith(varying)} for row in rows]
+    last = run_dir / "checkpoints/step_000003"
+    return kept, {
+        str(p.relative_to(last)): p.read_bytes()
+        for p in sorted(last.rglob("*"))
+        if p.suffix in (".distcp", ".pt") or p.name == "state.json"
+    }
+
+
+def test_runs_stop_in_time_and_end_as_if_they_had_not(workers, tmp_path):
+    """Told in step 2, without time: step 1 is saved. Told in step 2's update: that is finished."""
+    hf = write_tiny_hf(tmp_path / "model", **MODEL)
+    workers.run(2, dump, tmp_path / "replay", [1, 2, 3], 2)
+
+    def run(run_dir, grace, fault=None):
+        sections = {"checkpoint": {"every_steps": 0, "grace_seconds": grace}}
+        given = hf, tmp_path / "replay", run_dir, sections, fault
+        done = Launched(faults.train, *given, world_size=2).wait()
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert "stopped" not in run(whole, 30)
+    told = run(cut, 0, ("signalled", "values", 2, 1))
+    assert "an early signal after step 1; start it again" in told, "rank 0 has heard of none"
+    assert steps(cut) == [0, 1]
+    assert (cut / "checkpoints/latest").read_text() == "step_000001"
+    told = run(cut, 600, ("signalled", "critic_update", 2, 0))
+    assert "stopped by SIGTERM after step 2; start it again" in told
+    assert steps(cut) == [0, 1, 2]
+    assert (cut / "checkpoints/latest").read_text() == "step_000002"
+    assert "resumed" in run(cut, 30)
+    assert comparable(cut) == comparable(whole)
+    assert len(comparable(whole)[1]) >= 7, "both roles' files of both ranks, their random states"
+    assert not list(cut.glob("stacks")) and signal.SIGTERM not in signal.sigpending()

@@ -7,7 +7,6 @@ both ways.
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +14,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.models.qwen25 import config_json
 from tests.workers import free_port
 from vapo_megatron.config import ConfigError, VapoConfig, load_config
+from vapo_megatron.early_signal import SIGNALS
 from vapo_megatron.launch import torchrun_command
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,8 +156,8 @@ def command(world_size=8, **environment):
 def test_one_node_needs_no_variables():
     assert command() == [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--node-rank=0",
-        "--master-addr=127.0.0.1", "--master-port=29500", "--nproc-per-node=8", "recipe.sh",
-        "--replay", "a b",
+        "--master-addr=127.0.0.1", "--master-port=29500", "--nproc-per-node=8", "--max-restarts=0",
+        "recipe.sh", "--replay", "a b",
     ]  # fmt: skip
     assert "--nproc-per-node=1" in command(1), "no more processes than the configuration has"
     assert command(NNODES="", MASTER_ADDR="") == command(), "empty is as good as unset"
@@ -169,6 +170,7 @@ def test_several_nodes_take_the_usual_variables():
         "--nproc-per-node=8",
     ]  # fmt: skip
     assert command(64, **variables, NPROC_PER_NODE="4")[7] == "--nproc-per-node=4"
+    assert command(128, **variables, MAX_RESTARTS="3")[8] == "--max-restarts=3"
 
 
 @pytest.mark.parametrize(
@@ -213,9 +215,18 @@ def stand_in(tmp_path):
     return str(tmp_path / "stand_in")
 
 
+def inputs(directory, size):
+    """Write what a launcher looks at, the model's sizes and the data; return the overrides."""
+    sizes = {"model_type": "qwen2", **config_json(SIZES[size][0])}
+    (directory / "config.json").write_text(json.dumps(sizes))
+    data = directory / "problems.jsonl"
+    data.write_text('{"prompt": "1 + 1 =", "answer": 2}\n')
+    return (f"model.hf_path={directory}", f"data.train_path={data}", "evaluation.path=null")
+
+
 @pytest.mark.parametrize("size,nodes", [("32b", 16), ("7b", 1), ("0.5b", 1)])
 def test_bash_hands_over_to_torchrun(size, nodes, stand_in, tmp_path):
-    arguments = (f"model.hf_path={tmp_path}", f"data.train_path={tmp_path}", "logging.run_dir=a b")
+    arguments = (*inputs(tmp_path, size), "logging.run_dir=a b")
     variables = {"NNODES": "16", "NODE_RANK": "1", "MASTER_ADDR": "first"} if nodes > 1 else {}
     # Some clusters number nodes so; it must not pass for torchrun.
     done = start("bash", recipe(size), *arguments, PYTHONPATH=stand_in, RANK="1", **variables)
@@ -224,13 +235,13 @@ def test_bash_hands_over_to_torchrun(size, nodes, stand_in, tmp_path):
     processes = load_config([BASE, overlay(size)]).parallel.world_size
     assert f"--nnodes={nodes}" in seen["arguments"]
     assert f"--nproc-per-node={processes // nodes}" in seen["arguments"]
-    assert seen["arguments"][-4:] == [str(recipe(size)), *arguments]
+    assert seen["arguments"][-5:] == [str(recipe(size)), *arguments]
     assert seen["environment"]["OMP_NUM_THREADS"] == "1"
-    assert signal.SIGUSR1 in seen["blocks"], "a cluster's early signal would end torchrun"
+    assert set(SIGNALS) <= set(seen["blocks"]), "a cluster's early signal would end torchrun"
 
 
 def test_what_is_set_already_stays(stand_in, tmp_path):
-    arguments = (f"model.hf_path={tmp_path}", f"data.train_path={tmp_path}")
+    arguments = inputs(tmp_path, "0.5b")
     done = start("bash", recipe("0.5b"), *arguments, PYTHONPATH=stand_in, OMP_NUM_THREADS="3")
     assert json.loads(done.stdout)["environment"]["OMP_NUM_THREADS"] == "3"
 
@@ -238,7 +249,7 @@ def test_what_is_set_already_stays(stand_in, tmp_path):
 @pytest.mark.parametrize("size", SIZES)
 def test_a_dry_run_takes_nothing_from_the_machine(size):
     """Neither the model, nor any launcher's variables, nor the directory it is started in."""
-    override = "model.hf_path=/nowhere"
+    override = f"model.hf_path=/nowhere/Qwen2.5-{SIZES[size][0]}"
     variables = {"RANK": "5", "WORLD_SIZE": "7", "NNODES": "3", "NPROC_PER_NODE": "x"}
     script = f"cd / && exec bash {recipe(size)} --dry-run {override}"
     done = start("bash", "-c", script, **variables)
@@ -295,12 +306,12 @@ def test_torchrun_tells_a_mistake_once():
 
 
 def test_a_mistake_on_another_node_than_the_first_is_told_there(tmp_path):
-    """As torchrun starts ranks 8 and 9 of node 1, where the model is missing."""
+    """As torchrun starts ranks 4 and 5 of node 1, where the model is missing."""
     lines = []
     for local_rank in (1, 0):
         place = tmp_path / f"attempt_0/{local_rank}"
         place.mkdir(parents=True)
-        variables = {"RANK": str(8 + local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "16"}
+        variables = {"RANK": str(4 + local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "8"}
         variables["TORCHELASTIC_ERROR_FILE"] = str(place / "error.json")
         done = start(sys.executable, recipe("7b"), **variables)
         assert done.returncode == 2

@@ -32,7 +32,7 @@ class Engine:
     def __init__(self, kinds, rank, world_size):
         self.kinds, self.replica, self.num_replicas = kinds, rank, world_size
 
-    def generate(self, prompts, group_size, step, settings, version, on_progress):
+    def generate(self, prompts, group_size, step, settings, version, on_progress, has_time):
         seeds = request_seeds(
             prompts, group_size, seed=0, step=step, role="train", round=settings.round
         )

@@ -12,6 +12,7 @@ import errno
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -64,6 +65,8 @@ class CheckpointWriter:
         self._futures: list[concurrent.futures.Future[dict[str, Written]]] = []
         self._metadata: dict[str, Metadata] = {}
         self._num_bytes = 0
+        self.seconds: float | None = None
+        """Of the latest one, from the beginning of save until all is on disk; None: of none."""
 
     def save(self, step: int, models: Mapping[str, TrainedModel], state: Mapping[str, Any]) -> None:
         """Begin checkpoint `step`, and end the one before it; collective.
@@ -78,10 +81,11 @@ class CheckpointWriter:
         """
         self.wait()
         rank = dist.get_rank()
-        if rank == 0:
+        if rank == 0 and not self._futures:  # The thread may still delete what is old.
             checkpoint_files.delete_unfinished(self._root)
         dist.barrier()
         self._step, self._num_bytes = step, 0
+        begun = time.monotonic()
         updates = {role: model.num_updates for role, model in models.items()}
         content = {"step": step, "num_updates": updates, "run": state}
         files: dict[str, Content] = {f"rng_{rank:04d}.pt": serialized(torch.get_rng_state())}
@@ -93,6 +97,7 @@ class CheckpointWriter:
                 self._write(self._files_of(role, model))
                 if not self._settings.asynchronous:
                     concurrent.futures.wait(self._futures)
+        self._futures.append(self._thread.submit(self._note_seconds, begun))
         if not self._settings.asynchronous:
             self.wait()
 
@@ -185,6 +190,10 @@ class CheckpointWriter:
             name = f"{role}/{METADATA_FILE}"
             sums[name] = checkpoint_files.sha256_of(partial / name)
         return sums
+
+    def _note_seconds(self, begun: float) -> dict[str, Written]:
+        self.seconds = time.monotonic() - begun
+        return {}
 
     def _delete_unkept(self, step: int) -> dict[str, Written]:
         kept = {name: getattr(self._settings, name) for name in ("keep_last", "keep_every")}

@@ -9,7 +9,7 @@ import sys
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from vapo_megatron.errors import ConfigError, UserError
 
@@ -73,11 +73,15 @@ def run(
     return 0
 
 
-def tell(mistake: str) -> None:
+def tell(mistake: str, file: TextIO | None = None) -> None:
     """Print a mistake once on each node that has it: the first of its processes to meet it does.
 
     Not the first rank: its node may be in order, and torchrun ends a node's other processes as soon
     as one has failed, perhaps before they could speak.
+
+    Args:
+        mistake: a line.
+        file: where to; None: standard error.
     """
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # In torchrun's own directory of this attempt on this node: ATTEMPT/LOCAL_RANK/error.json.
@@ -86,7 +90,7 @@ def tell(mistake: str) -> None:
             told.touch(exist_ok=False)
         except FileExistsError:
             return
-    print(mistake, file=sys.stderr, flush=True)
+    print(mistake, file=file or sys.stderr, flush=True)
 
 
 def check_processes(config: VapoConfig) -> None:

@@ -27,6 +27,7 @@ from vapo_megatron.config_schema import (
     ParallelConfig,
     RewardConfig,
     RolloutConfig,
+    TimeoutsConfig,
     VapoConfig,
 )
 from vapo_megatron.errors import ConfigError
@@ -43,6 +44,7 @@ __all__ = [
     "ParallelConfig",
     "RewardConfig",
     "RolloutConfig",
+    "TimeoutsConfig",
     "VapoConfig",
     "check_together",
     "describe_fields",
@@ -361,6 +363,17 @@ def _value_bound_rule(c: VapoConfig) -> str | None:
     return None
 
 
+def _timeouts_rule(c: VapoConfig) -> str | None:
+    longest = max(dict(c.timeouts).items(), key=lambda field: field[1])
+    if c.parallel.timeout_seconds < longest[1]:
+        return (
+            f"parallel.timeout_seconds={c.parallel.timeout_seconds:g} must be at least "
+            f"timeouts.{longest[0]}={longest[1]:g}: processes that are done with a phase wait in "
+            "a collective for the others; raise it"
+        )
+    return None
+
+
 def _precision_rule(c: VapoConfig) -> str | None:
     m = c.model
     if m.fp8 is not None and m.dtype != "bfloat16":
@@ -383,5 +396,6 @@ def _precision_rule(c: VapoConfig) -> str | None:
 
 _RULES = (
     _layout_rule, _pipeline_rule, _batch_rule, _lambda_rule, _estimator_rule, _stage_rule,
-    _sampling_rule, _reward_rule, _value_bound_rule, _precision_rule, _dynamic_sampling_rule,
+    _sampling_rule, _reward_rule, _value_bound_rule, _timeouts_rule, _precision_rule,
+    _dynamic_sampling_rule,
 )  # fmt: skip

@@ -110,7 +110,9 @@ class ParallelConfig(Section):
         "Memory of a GPU in 1e9 bytes, for the plan that --dry-run prints; a run asks its own GPU.",
         gt=0,
     )
-    timeout_seconds: float = _field(3600.0, "Longest wait for another process.", gt=0)
+    timeout_seconds: float = _field(
+        10800.0, "Longest wait for another process in a collective; timeouts.* act before.", gt=0
+    )
 
     @property
     def model_parallel_size(self) -> int:
@@ -242,7 +244,32 @@ class CheckpointConfig(Section):
     resume: bool = _field(
         True, "Go on from the run directory's newest whole checkpoint, if there is one."
     )
+    grace_seconds: float = _field(
+        30.0,
+        "Time from SIGTERM or SIGUSR1 to when the run has to be over: it finishes the step that it "
+        "is in, or, where there is no time for that, saves the one before.",
+        ge=0,
+    )
     hf_export: bool = _field(True, "Export the trained actor as an HF directory at the end.")
+
+
+class TimeoutsConfig(Section):
+    """How long a phase may go on without progress before the run is ended, with stack traces."""
+
+    start_seconds: float = _field(
+        3600.0, "Until the first phase: vLLM, the models, loading a checkpoint.", gt=0
+    )
+    generation_seconds: float = _field(
+        7200.0, "One round of sampling, or an evaluation: its longest responses decide.", gt=0
+    )
+    update_seconds: float = _field(900.0, "One update of the actor or the critic.", gt=0)
+    checkpoint_seconds: float = _field(3600.0, "Writing a checkpoint, or the export.", gt=0)
+    other_seconds: float = _field(
+        1800.0, "Any other phase: verification, exchange, values, log-probabilities, sync.", gt=0
+    )
+    silence_seconds: float = _field(
+        120.0, "Without a sign of life from a process, whatever its phase.", gt=0
+    )
 
 
 class LoggingConfig(Section):
@@ -286,6 +313,7 @@ class VapoConfig(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
 

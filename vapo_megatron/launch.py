@@ -79,7 +79,8 @@ def torchrun_command(
 
     Args:
         environment: NNODES (default 1), NPROC_PER_NODE (8, or parallel.world_size where that is
-            less), and of several nodes NODE_RANK and MASTER_ADDR; MASTER_PORT (29500).
+            less), and of several nodes NODE_RANK and MASTER_ADDR; MASTER_PORT (29500); MAX_RESTARTS
+            (0), how often torchrun starts the processes anew after a failure.
         world_size: parallel.world_size.
         script: what torchrun starts.
         arguments: what it is given.
@@ -117,6 +118,7 @@ def torchrun_command(
         f"--master-addr={environment.get('MASTER_ADDR') or '127.0.0.1'}",
         f"--master-port={_number(environment, 'MASTER_PORT', 29500, least=1)}",
         f"--nproc-per-node={per_node}",
+        f"--max-restarts={_number(environment, 'MAX_RESTARTS', 0, least=0)}",
         script,
         *arguments,
     ]

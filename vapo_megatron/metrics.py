@@ -172,7 +172,13 @@ def accuracy_name(row: Mapping[str, Any]) -> str | None:
 class MetricsWriter:
     """Writes what a run leaves for people, TensorBoard's events included, on one process."""
 
-    def __init__(self, run_dir: str | Path, tensorboard: bool = True, resume_step: int = 0):
+    def __init__(
+        self,
+        run_dir: str | Path,
+        tensorboard: bool = True,
+        resume_step: int = 0,
+        is_unevaluated: bool = False,
+    ):
         """Open the run's files; whatever they hold of steps >= resume_step is dropped.
 
         Args:
@@ -180,17 +186,20 @@ class MetricsWriter:
             tensorboard: also write events, to run_dir/tensorboard.
             resume_step: first step that will be written: s + 1 after loading a checkpoint of
                 step s, 0 for a run from the beginning.
+            is_unevaluated: the row before it is to be written again, with its evaluation.
 
         Raises:
             DataError: a file of rows holds a line that is none.
         """
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._last_step = resume_step - 1
-        for name in (METRICS_FILE, PROBLEMS_FILE, HELD_OUT_FILE):
+        first_row = resume_step - is_unevaluated
+        self._last_step = first_row - 1
+        firsts = {METRICS_FILE: first_row, HELD_OUT_FILE: first_row, PROBLEMS_FILE: resume_step}
+        for name, first in firsts.items():
             file = self.run_dir / name
             if file.exists():
-                kept = [row for row in read_rows(file) if row["step"] < resume_step]
+                kept = [row for row in read_rows(file) if row["step"] < first]
                 replace_file(file, "".join(map(to_line, kept)))
         for step in rollout_steps(self.run_dir):
             if step >= resume_step:
@@ -201,7 +210,7 @@ class MetricsWriter:
             from torch.utils.tensorboard import SummaryWriter
 
             events = str(self.run_dir / "tensorboard")
-            self._events = SummaryWriter(events, purge_step=resume_step)
+            self._events = SummaryWriter(events, purge_step=first_row)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Write one step's row and return it.

@@ -16,7 +16,7 @@ from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import ParallelGroups
 from vapo_megatron.rollout.requests import assign, max_model_len
 from vapo_megatron.rollout_dump import held_steps, read_file, read_headers
-from vapo_megatron.rollout_source import Decode, Phase
+from vapo_megatron.rollout_source import Decode, HasTime, Phase
 
 
 class Replay:
@@ -56,7 +56,13 @@ class Replay:
             self._check_step(step + 1)
 
     def rollouts(
-        self, step: int, policy_version: int, phase: Phase, *, trains_actor: bool
+        self,
+        step: int,
+        policy_version: int,
+        phase: Phase,
+        *,
+        trains_actor: bool,
+        has_time: HasTime | None = None,
     ) -> tuple[list[ScoredRollout], dict[str, float]]:
         """Read this rank's share of the files: consecutive ones, so that groups stay together."""
         with phase("replay"):
@@ -88,7 +94,9 @@ class Replay:
         """Nothing samples."""
         return {}
 
-    def evaluate(self, policy_version: int, phase: Phase) -> tuple[dict[str, float], list[int]]:
+    def evaluate(
+        self, policy_version: int, phase: Phase, has_time: HasTime | None = None
+    ) -> tuple[dict[str, float], list[int]]:
         """Nothing samples."""
         return {}, []
 

@@ -22,6 +22,8 @@ Decode = Callable[[Sequence[int]], str]
 """Token ids to text as it was sampled."""
 Phase = Callable[[str], AbstractContextManager[OnProgress]]
 """Times and shows one of metrics.PHASES."""
+HasTime = Callable[[], bool]
+"""Is there time to go on? Asked now and then; None: there always is."""
 
 
 class RolloutSource(Protocol):
@@ -36,10 +38,17 @@ class RolloutSource(Protocol):
         """Refuse, with a UserError on every rank, what these steps (from 0) cannot train on."""
 
     def rollouts(
-        self, step: int, policy_version: int, phase: Phase, *, trains_actor: bool
+        self,
+        step: int,
+        policy_version: int,
+        phase: Phase,
+        *,
+        trains_actor: bool,
+        has_time: HasTime | None = None,
     ) -> tuple[list[ScoredRollout], dict[str, float]]:
         """Return this rank's share of a step's responses by position, and metrics of the sampling.
 
+        It ends early on every rank, with early_signal.Stopped, once one of them has no time left.
         The shares are disjoint. Without trains_actor they are not chosen by their verdicts: the
         critic learns the values of all that the policy does.
         """
@@ -53,10 +62,12 @@ class RolloutSource(Protocol):
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
         """Sample from the actor's weights from now on; return metrics of their way."""
 
-    def evaluate(self, policy_version: int, phase: Phase) -> tuple[dict[str, float], list[int]]:
+    def evaluate(
+        self, policy_version: int, phase: Phase, has_time: HasTime | None = None
+    ) -> tuple[dict[str, float], list[int]]:
         """Return metrics of the held-out problems, and how many responses to each were right.
 
-        Both empty: there are none.
+        Both empty: there are none. Ends early as `rollouts` does.
         """
 
     def state_dict(self) -> dict[str, Any]:

@@ -37,15 +37,21 @@ class RunOutput:
         )
 
     @contextlib.contextmanager
-    def opened(self, start: int) -> Iterator[None]:
-        """Have the run's files and display open in the body; `start` steps are done."""
+    def opened(self, start: int, *, is_unevaluated: bool = False) -> Iterator[None]:
+        """Have the run's files and display open in the body.
+
+        Args:
+            start: steps that are done.
+            is_unevaluated: the last of them lacks its evaluation, and so its row.
+        """
         algorithm, log = self._config.algorithm, self._config.logging
         run_dir, is_main = Path(log.run_dir), self._groups.rank == 0
         with contextlib.ExitStack() as stack:
             if is_main:
                 run_dir.mkdir(parents=True, exist_ok=True)
                 replace_file(run_dir / "config.yaml", self._config.to_yaml())
-                writer = MetricsWriter(run_dir, log.tensorboard, start + 1 if start else 0)
+                first = start + 1 if start else 0
+                writer = MetricsWriter(run_dir, log.tensorboard, first, is_unevaluated)
                 self._writer = stack.enter_context(writer)
             self._progress = stack.enter_context(
                 Progress(
@@ -74,8 +80,12 @@ class RunOutput:
                 f"{name} {part}".rstrip(), done, total
             )
 
-    def step(self, done: int, metrics: dict[str, float]) -> None:
-        """Write the row of a step, with its times and memory; num_tokens becomes a speed."""
+    def step(self, done: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Write the row of a step, with its times and memory; num_tokens becomes a speed.
+
+        Returns:
+            The times.
+        """
         times, peaks = self._timer.take(), self._timer.take_peaks()
         row = {name: value for name, value in metrics.items() if name != "num_tokens"}
         if peaks:
@@ -87,6 +97,7 @@ class RunOutput:
             row["tokens_per_second"] = tokens_per_second(metrics["num_tokens"], times)
         if self._writer is not None:
             self._progress.step(done, self._writer.write(done, row | times))
+        return times
 
     def evaluation(self, done: int, correct: Sequence[int]) -> None:
         """Write how many responses to each held-out problem were right; empty: nothing."""

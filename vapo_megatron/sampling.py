@@ -16,16 +16,18 @@ from vapo_megatron.batch import ScoredRollout
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.problems import load_problems
 from vapo_megatron.data.prompts import PromptDataset
+from vapo_megatron.early_signal import Stopped
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.evaluation.judging import evaluate
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.reduce import max_over_world
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.scoring import check_answers, score_rollouts
 from vapo_megatron.rollout.requests import SamplingSettings
 from vapo_megatron.rollout.tokenizer import load_tokenizer
 from vapo_megatron.rollout_dump import write_step
-from vapo_megatron.rollout_source import Decode, Phase
+from vapo_megatron.rollout_source import Decode, HasTime, Phase
 from vapo_megatron.sampling_rounds import sample_mixed_groups
 from vapo_megatron.weights.sync import WeightSync
 
@@ -85,11 +87,17 @@ class Sampling:
             check_answers(self._verifier, str(path), answers, replica, num_replicas)
 
     def rollouts(
-        self, step: int, policy_version: int, phase: Phase, *, trains_actor: bool
+        self,
+        step: int,
+        policy_version: int,
+        phase: Phase,
+        *,
+        trains_actor: bool,
+        has_time: HasTime | None = None,
     ) -> tuple[list[ScoredRollout], dict[str, float]]:
         """Sample a group of responses to each prompt, and judge them where they were sampled."""
         config, algorithm = self._config, self._config.algorithm
-        sample = functools.partial(self._sample, step, policy_version, phase)
+        sample = functools.partial(self._sample, step, policy_version, phase, has_time)
         if algorithm.dynamic_sampling and trains_actor:
             scored, metrics = sample_mixed_groups(
                 sample,
@@ -113,21 +121,34 @@ class Sampling:
         return scored, metrics
 
     def _sample(
-        self, step: int, policy_version: int, phase: Phase, round: int, num_prompts: int
+        self,
+        step: int,
+        policy_version: int,
+        phase: Phase,
+        has_time: HasTime | None,
+        round: int,
+        num_prompts: int,
     ) -> list[ScoredRollout]:
         """Sample and judge one round of a step: this rank's share, by position."""
         group_size = self._config.algorithm.group_size
         prompts = repeat_for_group(self._dataset.next(num_prompts), group_size)
         settings = dataclasses.replace(self._settings, round=round)
-        with phase("generation") as show:
-            on_progress = functools.partial(show, part=f"round {round + 1}" if round else "")
-            rollouts = self.engine.generate(
-                prompts, group_size, step, settings, policy_version, on_progress=on_progress
-            )
-        with phase("reward"):
-            return score_rollouts(
-                self._verifier, rollouts, self._config.reward, settings.max_response_tokens
-            )
+        scored = None
+        with contextlib.suppress(Stopped):
+            with phase("generation") as show:
+                on_progress = functools.partial(show, part=f"round {round + 1}" if round else "")
+                rollouts = self.engine.generate(
+                    prompts, group_size, step, settings, policy_version, on_progress, has_time
+                )
+            with phase("reward"):
+                scored = score_rollouts(
+                    self._verifier, rollouts, self._config.reward, settings.max_response_tokens
+                )
+        # Other replicas may have been done before the time was over.
+        if max_over_world(torch.tensor(float(scored is None))):
+            raise Stopped
+        assert scored is not None
+        return scored
 
     def holds(self, policy_version: int) -> bool:
         """Compare with the version that vLLM was given last; a sleeping engine has none."""
@@ -141,7 +162,9 @@ class Sampling:
         """Give vLLM the actor's weights; return the sync's metrics."""
         return self._sync.publish(chunks, policy_version)
 
-    def evaluate(self, policy_version: int, phase: Phase) -> tuple[dict[str, float], list[int]]:
+    def evaluate(
+        self, policy_version: int, phase: Phase, has_time: HasTime | None = None
+    ) -> tuple[dict[str, float], list[int]]:
         """Sample and judge the held-out problems."""
         if self.held_out is None:
             return {}, []
@@ -153,6 +176,7 @@ class Sampling:
                 self.held_out.problems,
                 policy_version=policy_version,
                 on_progress=on_progress,
+                has_time=has_time,
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from vapo_megatron.errors import ConfigError, UserError
 from vapo_megatron.inputs import check_inputs, check_sizes, check_small_inputs, is_here
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.known import known_shape
+from vapo_megatron.process_tree import end_now
 
 
 def main(
@@ -112,8 +114,18 @@ def _train(config: VapoConfig, replay: Path | None) -> None:
 
     if replay is None:
         _check_memory(config, shape)
-    with VapoTrainer(config, replay) as trainer:
-        trainer.fit()
+    try:
+        with VapoTrainer(config, replay) as trainer:
+            trainer.fit()
+    except UserError:
+        raise
+    except BaseException:
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            raise
+        # Libraries whose peers are gone may never end, and torchrun would wait for them.
+        sys.stdout.flush()
+        traceback.print_exc()
+        end_now(1)
 
 
 def _check_memory(config: VapoConfig, shape: ModelShape) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vapo_megatron import checkpoint, early_signal
+from vapo_megatron import checkpoint
 from vapo_megatron.actor import Actor
 from vapo_megatron.advantages import with_advantages, with_loss_mask
 from vapo_megatron.algorithm.value_pretraining import actor_is_trained, critic_has_settled
@@ -19,6 +19,7 @@ from vapo_megatron.checkpoint_writer import CheckpointWriter
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.critic import Critic
 from vapo_megatron.data.packing import attention_tokens, plan_mini_batches
+from vapo_megatron.early_signal import EarlyStop, Stopped
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.exchange import exchange, gather_summary
@@ -39,6 +40,7 @@ from vapo_megatron.skipped_updates import kept_if_skipped
 from vapo_megatron.step_metrics import sampler_difference, step_metrics
 from vapo_megatron.trained_model import TrainedModel
 from vapo_megatron.turns import Turns
+from vapo_megatron.watchdog import Watchdog
 from vapo_megatron.weights.hf import export_hf
 
 Plan = Sequence[Sequence[Sequence[int]]]
@@ -58,6 +60,14 @@ class VapoTrainer:
         self.run_dir = Path(config.logging.run_dir)
         torch.manual_seed(config.seed)
         backend.initialize_distributed(config.parallel.timeout_seconds)
+        self.early_stop = EarlyStop(config.checkpoint.grace_seconds)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self.watchdog = Watchdog(config, rank, world_size, self.early_stop.look)
+        with self.watchdog.reporting():
+            self._build(replay)
+
+    def _build(self, replay: Path | None) -> None:
+        config = self.config
         self.groups = groups.initialize(config.parallel, config.seed)
         self.shape = read_model_shape(str(config.model.hf_path))
         # First, for vLLM measures what is free on the device; it leaves before the models come.
@@ -75,17 +85,30 @@ class VapoTrainer:
             self.turns.join("reference", self.reference.frozen)
         self.policy_version = 0
         self.explained_variances: list[float] = []
+        self.watchdog.progress = lambda: sum(m.num_updates for m in self._models.values())
         self.output = RunOutput(config, self.groups)
+        self._kept: tuple[int, dict[str, Any]] = (0, {})
+        """Steps done, and the state that a checkpoint of them has."""
+        self._saved = 0
+        """Steps of the latest checkpoint."""
+        self._unevaluated: dict[str, float] | None = None
+        """The last step's row, where the run was stopped before its evaluation had ended."""
 
     def train_step(self, step: int) -> dict[str, float]:
         """Make one step of VAPO (arXiv 2504.05118); return its metrics. step counts from 0."""
         config = self.config
         trains_actor = actor_is_trained(step, config.algorithm.value_pretraining_steps)
+        self.watchdog.step = step + 1
+        self.early_stop.begin()
 
         # Sample a group of responses to each prompt, and judge them where they were sampled.
         self._publish()
         scored, sampling_metrics = self.source.rollouts(
-            step, self.policy_version, self._phase, trains_actor=trains_actor
+            step,
+            self.policy_version,
+            self._phase,
+            trains_actor=trains_actor,
+            has_time=self.early_stop.has_time_to_finish,
         )
         with self._phase("exchange"):
             summary, batch, plan = self._distribute(scored, step)
@@ -113,6 +136,9 @@ class VapoTrainer:
             batch = with_advantages(summary, batch, config.algorithm, self.groups)
             mini_batches = make_mini_batches(batch, plan, self.groups, multiple_of=self._multiple)
 
+        # From here on the step cannot be taken back.
+        self._stop_unless(self.early_stop.has_time_to_finish())
+
         # Learn: the critic always, the actor once value pretraining is over.
         with kept_if_skipped(config, step + 1, scored, self.output.note) as learned:
             if self.critic is not None:
@@ -132,38 +158,81 @@ class VapoTrainer:
 
     def fit(self) -> None:
         """Resume or start, run every step, and leave a checkpoint, an HF export and a report."""
-        config, done = self.config, self._resume()
-        start, learns = done, config.algorithm.trained_roles
+        config, start = self.config, self._resume()
         self.source.check(range(start, config.algorithm.num_steps))
         self._publish()
         writer = CheckpointWriter(self._checkpoints, config.checkpoint)
-        with self.output.opened(start), writer:
+        with self.output.opened(start, is_unevaluated=self._unevaluated is not None), writer:
             if self.source.note:
                 self.output.note(self.source.note)
-            if start == 0:
-                self.output.step(0, self._evaluate(0))
-            while not self._is_over(done):
-                metrics = self.train_step(done)
-                done += 1
-                if learns == ("critic",):
-                    self.explained_variances.append(metrics["critic/explained_variance"])
-                is_over = self._is_over(done)
-                if "actor" in learns and (is_over or _due(done, config.evaluation.every_steps)):
-                    metrics |= self._evaluate(done)
-                # The row first: a resume drops rows after its checkpoint, but cannot make one up.
-                self.output.step(done, metrics)
-                stops = bool(max_over_world(torch.tensor(float(early_signal.is_heard()))))
-                if stops or is_over or _due(done, config.checkpoint.every_steps):
-                    with self._phase("checkpoint"):
-                        writer.save(done, self._models, self._state())
-                        if stops or is_over:
-                            writer.wait()
-                else:
-                    writer.poll()
-                if stops and not is_over:
-                    self.output.note(f"stopped by SIGUSR1 after step {done}; start it again")
-                    return
-            self._finish()
+            self._keep(start)
+            try:
+                self._run(start, writer)
+                self._finish()
+            except Stopped:
+                self._stop(writer)
+
+    def _run(self, done: int, writer: CheckpointWriter) -> None:
+        """Make the steps after the first `done` ones.
+
+        Raises:
+            Stopped: an early signal has come; what was kept last can be saved.
+        """
+        config, learns = self.config, self.config.algorithm.trained_roles
+        if done == 0 or self._unevaluated is not None:
+            self._row(done, self._unevaluated or {}, is_evaluated=True)
+        while not self._is_over(done):
+            metrics = self.train_step(done)
+            done += 1
+            if learns == ("critic",):
+                self.explained_variances.append(metrics["critic/explained_variance"])
+            is_over = self._is_over(done)
+            is_due = is_over or _due(done, config.evaluation.every_steps)
+            # The row first: a resume drops rows after its checkpoint, but cannot make one up.
+            self._row(done, metrics, is_evaluated="actor" in learns and is_due)
+            stops = bool(max_over_world(torch.tensor(float(self.early_stop.look()))))
+            if stops and not is_over:
+                raise Stopped
+            if is_over or _due(done, config.checkpoint.every_steps):
+                self._save(writer)
+                if is_over:
+                    writer.wait()
+            else:
+                writer.poll()
+            self.early_stop.save_seconds = writer.seconds
+
+    def _row(self, done: int, metrics: dict[str, float], *, is_evaluated: bool) -> None:
+        """Write the row of a step, after its evaluation where there is one."""
+        if is_evaluated:
+            self._keep(done, unevaluated=metrics)
+            self.early_stop.begin()
+            metrics |= self._evaluate(done)
+        self.early_stop.learn(self.output.step(done, metrics))
+        self._keep(done)
+
+    def _keep(self, done: int, unevaluated: dict[str, float] | None = None) -> None:
+        """Remember what belongs to the models as they are now."""
+        self._kept = done, {**self._state(), "unevaluated": unevaluated and dict(unevaluated)}
+
+    def _save(self, writer: CheckpointWriter) -> None:
+        """Begin the checkpoint of what was kept, unless there is one."""
+        done, state = self._kept
+        if done > self._saved:
+            with self._phase("checkpoint"):
+                writer.save(done, self._models, state)
+            self._saved = done
+
+    def _stop_unless(self, has_time: bool) -> None:
+        """Raise Stopped on every rank if one of them lacks time."""
+        if max_over_world(torch.tensor(float(not has_time))):
+            raise Stopped
+
+    def _stop(self, writer: CheckpointWriter) -> None:
+        """Leave a checkpoint of the last whole step."""
+        self._save(writer)
+        writer.wait()
+        name = self.early_stop.signal_name or "an early signal"
+        self.output.note(f"stopped by {name} after step {self._kept[0]}; start it again")
 
     def _is_over(self, done: int) -> bool:
         """Have all steps been made, or has the critic settled before, where that is asked for?"""
@@ -177,7 +246,7 @@ class VapoTrainer:
         if self.config.checkpoint.hf_export and "actor" in self._models:
             source = str(self.config.model.hf_path)
             self.output.note(f"exporting the actor to {export}")
-            with self.turns("export"):
+            with self.watchdog.phase("export"), self.turns("export"):
                 chunks = self.actor.trained.chunks
                 export_hf(chunks, self.shape, self.groups, export, copy_from=source)
         if self.groups.rank == 0:
@@ -201,6 +270,8 @@ class VapoTrainer:
         self.explained_variances = state.get("explained_variances", [])
         for role, skipped in state.get("skipped_in_a_row", {}).items():
             self._models[role].skipped_in_a_row = skipped
+        self._unevaluated = state.get("unevaluated")
+        self._saved = done
         return done
 
     def _state(self) -> dict[str, Any]:
@@ -255,7 +326,9 @@ class VapoTrainer:
 
     def _evaluate(self, done: int) -> dict[str, float]:
         self._publish()
-        metrics, correct = self.source.evaluate(self.policy_version, self._phase)
+        metrics, correct = self.source.evaluate(
+            self.policy_version, self._phase, self.early_stop.has_time_to_evaluate
+        )
         self.output.evaluation(done, correct)
         return metrics
 
@@ -269,18 +342,25 @@ class VapoTrainer:
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[OnProgress]:
         """Take the phase's turn, time it and show it; yields a callback for (done, total)."""
-        with self.output.phase(name) as on_progress, self.turns(name):
+        with self.watchdog.phase(name), self.output.phase(name) as on_progress, self.turns(name):
             yield on_progress
 
     def __enter__(self) -> VapoTrainer:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        # First, for vLLM needs room to wake up in, and an error may have ended a model's turn.
-        self.turns.close()
-        self.source.close()
-        groups.destroy()
-        dist.destroy_process_group()
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        if error is not None:
+            self.watchdog.fail(error)
+        with self.watchdog.reporting():
+            # First, for vLLM needs room to wake up in, and an error may have ended a model's turn.
+            self.turns.close()
+            self.source.close()
+            if error is None:
+                # Nobody leaves while others may still need it.
+                dist.barrier()
+            groups.destroy()
+            dist.destroy_process_group()
+        self.watchdog.close()
 
 
 def _due(done: int, every: int) -> bool:

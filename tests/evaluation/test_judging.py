@@ -23,7 +23,7 @@ class Sampler:
         self._replica, self.num_replicas = replica, num_replicas
         self.asked = []
 
-    def generate(self, prompts, group_size, step, sampling, version, on_progress=None):
+    def generate(self, prompts, group_size, step, sampling, version, on_progress, has_time):
         from vapo_megatron.rollout.requests import assign
 
         self.asked.append(prompts)

@@ -16,6 +16,7 @@ import torch
 from vapo_megatron.algorithm.group_sampling import repeat_for_group
 from vapo_megatron.batch import Prompt, ScoredRollout
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.early_signal import Stopped
 from vapo_megatron.evaluation.statistics import means, problem_values, value_names
 from vapo_megatron.evaluation.votes import Response, count_votes
 from vapo_megatron.parallel.reduce import sum_over_world
@@ -36,6 +37,7 @@ def evaluate(
     *,
     policy_version: int,
     on_progress: Callable[[int, int], None] | None = None,
+    has_time: Callable[[], bool] | None = None,
 ) -> tuple[dict[str, float], list[int]]:
     """Sample `evaluation.samples` responses per problem and judge them. Collective over the world.
 
@@ -45,19 +47,33 @@ def evaluate(
     Returns:
         On every rank (metrics, correct): evaluation/avg@K, pass@K, majority@K, response_length_mean
         and truncated_fraction over all problems; of each problem how many of its K are right.
+
+    Raises:
+        Stopped: on one rank there was no time left; on every rank.
     """
     samples = config.evaluation.samples
     names = value_names(samples)
     rows = {prompt.index: row for row, prompt in enumerate(problems)}
     table = torch.zeros(len(problems), 1 + len(names), dtype=torch.float64)
-    for judged in judge_problems(
-        engine, verifier, config, problems, policy_version=policy_version, on_progress=on_progress
-    ):
-        for prompt, responses in judged:
-            values = problem_values(responses)
-            table[rows[prompt.index]] += torch.tensor([1.0, *values.values()], dtype=torch.float64)
+    try:
+        for judged in judge_problems(
+            engine,
+            verifier,
+            config,
+            problems,
+            policy_version=policy_version,
+            on_progress=on_progress,
+            has_time=has_time,
+        ):
+            for prompt, responses in judged:
+                row = [1.0, *problem_values(responses).values()]
+                table[rows[prompt.index]] += torch.tensor(row, dtype=torch.float64)
+    except Stopped:
+        table.fill_(-math.inf)
     # One rank has a problem's numbers and all others zeros: the sum is exact.
     count, *columns = sum_over_world(table).T.tolist()
+    if -math.inf in count:
+        raise Stopped
     assert count == [1.0] * len(problems), "every problem was judged on one rank"
     found = means([dict(zip(names, row)) for row in zip(*columns)])
     shown = [f"{what}@{samples}" for what in ("avg", "pass", "majority")]
@@ -86,6 +102,7 @@ def judge_problems(
     *,
     policy_version: int,
     on_progress: Callable[[int, int], None] | None = None,
+    has_time: Callable[[], bool] | None = None,
     keep_text: bool = False,
     problems_per_batch: int | None = None,
 ) -> Iterator[Judged]:
@@ -102,6 +119,7 @@ def judge_problems(
         problems: the same on every rank.
         policy_version: of the sampler's weights.
         on_progress: called with (done, total) responses of all replicas, as this one's suggest.
+        has_time: see RolloutEngine.generate.
         keep_text: responses hold their text.
         problems_per_batch: over all replicas; None: for each replica enough for two responses for
             each that it samples at once.
@@ -122,7 +140,7 @@ def judge_problems(
 
         rollouts = engine.generate(
             repeat_for_group(list(part), samples), samples, 0, sampling, policy_version,
-            on_progress=show,
+            show, has_time,
         )  # fmt: skip
         if not all(math.isfinite(x) for rollout in rollouts for x in rollout.logprobs):
             raise RuntimeError("a log-probability is not finite; look for NaN weights")

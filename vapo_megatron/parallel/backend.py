@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.parallel import cpu_cuda
+from vapo_megatron.parallel import cpu_cuda, store
 
 PACKAGE = "megatron.core"
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -67,8 +67,13 @@ def initialize_distributed(timeout_seconds: float) -> None:
     """
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
+    place, rank, world_size = store.join(timeout_seconds)
     dist.init_process_group(
-        distributed_backend(), timeout=datetime.timedelta(seconds=timeout_seconds)
+        distributed_backend(),
+        store=place,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_seconds),
     )
 
 

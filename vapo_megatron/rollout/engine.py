@@ -17,6 +17,7 @@ a CPU to the weights, which it would repack out of reach of any update.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import warnings
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from vapo_megatron.batch import Prompt, Rollout
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.early_signal import Stopped
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape, read_model_shape
 from vapo_megatron.rollout.engine_arguments import engine_arguments
@@ -40,6 +42,7 @@ from vapo_megatron.rollout.process_state import (
     unlink_shared_memory,
 )
 from vapo_megatron.rollout.requests import (
+    TOKENS_BETWEEN_QUESTIONS,
     SamplingSettings,
     assign,
     check_prompts,
@@ -190,6 +193,7 @@ class RolloutEngine:
         sampling: SamplingSettings,
         policy_version: int,
         on_progress: Callable[[int, int], None] | None = None,
+        has_time: Callable[[], bool] | None = None,
     ) -> list[Rollout]:
         """Sample this replica's share of a step.
 
@@ -201,6 +205,7 @@ class RolloutEngine:
             sampling: temperature, limits and, of a step that samples in several rounds, which.
             policy_version: must be the version that was loaded.
             on_progress: called with (finished, all) of this replica's responses as they finish.
+            has_time: asked now and then; None: there always is.
 
         Returns:
             This replica's rollouts by position, on every rank of the replica, without those that
@@ -210,6 +215,7 @@ class RolloutEngine:
         Raises:
             DataError: a prompt is empty, too long, or foreign to the vocabulary.
             RuntimeError: other weights are loaded than asked for.
+            Stopped: there was no time left on one of the replica's ranks; on each of them.
         """
         if policy_version != self.policy_version:
             raise RuntimeError(
@@ -237,7 +243,7 @@ class RolloutEngine:
             for p in positions
         ]
         with random_state_kept():
-            completions = self._complete(requests, on_progress)
+            completions = self._complete(requests, on_progress, has_time)
         given = [p for p in positions if _is_finished(completions.get(p))]
         texts = decode_responses(self._tokenizer, [completions[p].token_ids for p in given])
         return [
@@ -269,6 +275,7 @@ class RolloutEngine:
         self,
         requests: Sequence[tuple[int, Sequence[int], SamplingParams]],
         on_progress: Callable[[int, int], None] | None,
+        has_time: Callable[[], bool] | None,
     ) -> dict[int, Any]:
         """Run requests (position, prompt, parameters) -> vLLM's completions by position."""
         engine = self._llm.llm_engine
@@ -280,7 +287,10 @@ class RolloutEngine:
             for position, token_ids, parameters in requests:
                 names.append(str(position))
                 engine.add_request(names[-1], tokens_input(list(token_ids)), parameters)
+            tokens = itertools.count()
             while engine.has_unfinished_requests():
+                if has_time is not None and next(tokens) % TOKENS_BETWEEN_QUESTIONS == 0:
+                    self._stop_unless(has_time())
                 before = len(completions)
                 for output in engine.step():
                     assert isinstance(output, RequestOutput)
@@ -291,6 +301,13 @@ class RolloutEngine:
             engine.abort_request(names)
             raise
         return completions
+
+    def _stop_unless(self, has_time: bool) -> None:
+        """Raise Stopped on all ranks of the replica, whose collectives must go on meeting."""
+        lacks_time = torch.tensor(not has_time, dtype=torch.int32)
+        dist.all_reduce(lacks_time, dist.ReduceOp.MAX, group=vllm_groups.get_tp_group().cpu_group)
+        if lacks_time:
+            raise Stopped
 
     def _rollout(
         self, prompt: Prompt, position: int, group_size: int, completion: Any, text: str

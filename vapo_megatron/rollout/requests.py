@@ -24,6 +24,9 @@ SeedRole = Literal["train", "evaluation"]
 SMALLEST_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this without telling its caller."""
 
+TOKENS_BETWEEN_QUESTIONS = 64
+"""Tokens of a response between two questions whether there is time for more of them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingSettings:

@@ -1,0 +1,119 @@
+"""Processes of one job of which one meets a fault, started as torchrun starts them.
+
+`run_phases` has the job's watchdog and collectives, and no models; `train` is a real run of two
+tensor-parallel processes from a dump.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.dumped import config
+from vapo_megatron.command import tell
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.errors import DataError, UserError
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+FAULTS: dict[str, Callable[[], object]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hangs": lambda: time.sleep(600),
+    "fails": lambda: _raise(RuntimeError("boom")),
+    "errs": lambda: _raise(DataError("mend this")),
+    "signalled": lambda: os.kill(os.getpid(), signal.SIGTERM),
+}
+Fault = tuple[str, str, int, int]
+"""A name of FAULTS, and the phase, step and rank that meet it."""
+
+
+def settings(hf: Path, run_dir: Path, **sections: dict[str, Any]) -> VapoConfig:
+    """Two tensor-parallel processes, three steps, and what else is given."""
+    tree: dict[str, dict[str, Any]] = {
+        "parallel": {"world_size": 2, "tensor_model_parallel_size": 2},
+        "algorithm": {"policy_steps": 3},
+        "optimizer": {"actor_learning_rate": 1e-2, "critic_learning_rate": 1e-2},
+        "logging": {"run_dir": str(run_dir), "tensorboard": False},
+        "checkpoint": {"every_steps": 1, "hf_export": False},
+    }
+    for name, fields in sections.items():
+        tree[name] = {**tree.get(name, {}), **fields}
+    return config(hf, **tree)
+
+
+def train(
+    hf: Path, dump: Path, run_dir: Path, sections: dict[str, Any], fault: Fault | None
+) -> int:
+    """Train on a dump; a command's function."""
+    from vapo_megatron import early_signal
+    from vapo_megatron.trainer import VapoTrainer
+
+    early_signal.hold_back()
+
+    def run() -> None:
+        with VapoTrainer(settings(hf, run_dir, **sections), dump) as trainer:
+            inner = trainer._phase
+
+            @contextlib.contextmanager
+            def meeting(name):
+                with inner(name) as show:
+                    if fault and fault[1:] == (name, trainer.watchdog.step, trainer.groups.rank):
+                        FAULTS[fault[0]]()
+                    yield show
+
+            trainer._phase = meeting
+            trainer.fit()
+
+    return _told(run)
+
+
+def run_phases(run_dir: Path, limits: dict[str, float], fault: Fault | None) -> int:
+    """Meet in every phase of some steps, sum something in it, and end; a command's function."""
+    from vapo_megatron.early_signal import EarlyStop
+    from vapo_megatron.parallel import backend
+    from vapo_megatron.watchdog import Watchdog
+
+    backend.initialize_distributed(60)
+    rank = dist.get_rank()
+    watchdog = Watchdog(
+        settings(run_dir, run_dir, timeouts=limits), rank, dist.get_world_size(), EarlyStop(9).look
+    )
+
+    def train_step(step: int) -> None:
+        watchdog.step = step
+        for phase in ("generation", "exchange", "critic_update"):
+            with watchdog.phase(phase):
+                if fault and fault[1:] == (phase, step, rank):
+                    FAULTS[fault[0]]()
+                dist.all_reduce(torch.ones(1))
+
+    def run() -> None:
+        with watchdog.reporting():
+            for step in (1, 2, 3):
+                train_step(step)
+            dist.barrier()
+        watchdog.close()
+
+    return _told(run)
+
+
+def _told(run: Callable[[], None]) -> int:
+    """Tell a mistake as commands do."""
+    try:
+        run()
+    except UserError as error:
+        tell(f"error: {error}")
+        return 2
+    return 0

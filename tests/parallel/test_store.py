@@ -1,0 +1,50 @@
+"""Ranks that meet in a store which earlier attempts have used: real stores, a thread for each rank.
+
+Not exercised: torchrun, which leaves such a store to the processes that it starts again;
+tests/e2e/test_faults.py has it.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from vapo_megatron.parallel import store
+
+
+def meet(shared, world_size):
+    """The part that each rank has agreed on."""
+    with ThreadPoolExecutor(world_size) as threads:
+        ranks = range(world_size)
+        return list(threads.map(lambda r: store.unused_part(shared, r, world_size, 20), ranks))
+
+
+def read(parts, value):
+    """Write through the first part, read through all."""
+    parts[0].set("x", value)
+    return [part.get("x").decode() for part in parts]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_each_attempt_has_a_part_of_its_own(world_size):
+    shared = dist.HashStore()
+    first, second = meet(shared, world_size), meet(shared, world_size)
+    assert read(first, "old") == ["old"] * world_size
+    assert not any(part.check(["x"]) for part in second), "what was said before is not heard"
+    assert read(second, "new") == ["new"] * world_size
+
+
+def test_what_an_attempt_that_never_met_has_left_misleads_nobody():
+    shared = dist.HashStore()
+    for rank in (1, 2):
+        shared.set(f"word/{rank}", "gone")
+        shared.set(f"offer/{rank}", "stale gone")
+        shared.set(f"taken/{rank}", "stale")
+    assert read(meet(shared, 3), "whole") == ["whole"] * 3
+
+
+def test_who_comes_alone_is_told():
+    shared = dist.HashStore()
+    shared.set("offer/1", "stale gone")
+    with pytest.raises(TimeoutError, match="3 processes did not meet in 0.2 s"):
+        store.unused_part(shared, 1, 3, 0.2)

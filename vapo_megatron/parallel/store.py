@@ -1,0 +1,77 @@
+"""The store through which processes find each other, and say short things to each other.
+
+Before `join`: processes with torchrun's environment. After: all of them hold the same part of the
+store, which nobody had written to.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+_current: dist.Store | None = None
+
+
+def join(timeout_seconds: float) -> tuple[dist.Store, int, int]:
+    """Meet all processes that torchrun started; return (store, rank, number of processes)."""
+    global _current
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    _current = unused_part(store, rank, world_size, timeout_seconds)
+    return _current, rank, world_size
+
+
+def own_connection() -> dist.Store:
+    """Return what `join` returned over a connection of its own: one serves one thread at a time."""
+    assert _current is not None, "store.join has not been called"
+    return _current.clone()
+
+
+def unused_part(
+    store: dist.Store, rank: int, world_size: int, timeout_seconds: float
+) -> dist.Store:
+    """Agree on a part of the store that nobody has written to. Collective over all ranks.
+
+    With torchrun's static rendezvous, its default, processes that it starts anew after a failure
+    (--max-restarts) find the store as the failed ones left it, and would connect to those. So each
+    rank says a word of its own, and takes the first offer that repeats it: that is no old one.
+
+    Raises:
+        TimeoutError: not all ranks came.
+    """
+    word, others = os.urandom(8).hex(), range(1, world_size)
+
+    def offered() -> str | None:
+        """Offer each other rank this rank's word; it is taken when all have taken it."""
+        if world_size > 1:
+            words = store.multi_get([f"word/{r}" for r in others])
+            offers = [f"{word} {other.decode()}" for other in words]
+            store.multi_set([f"offer/{r}" for r in others], offers)
+        taken = [store.compare_set(f"taken/{r}", "", "nothing").decode() for r in others]
+        return word if all(one == word for one in taken) else None
+
+    def accepted() -> str | None:
+        offer, repeated = store.get(f"offer/{rank}").decode().split()
+        if repeated != word:
+            return None
+        store.set(f"taken/{rank}", offer)
+        return offer
+
+    store.set(f"word/{rank}", word)
+    name = _soon(offered if rank == 0 else accepted, world_size, timeout_seconds)
+    return dist.PrefixStore(name, store)
+
+
+def _soon(found: Callable[[], str | None], world_size: int, timeout_seconds: float) -> str:
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        result = found()
+        if result is not None:
+            return result
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{world_size} processes did not meet in {timeout_seconds:g} s")
+        time.sleep(0.05)
