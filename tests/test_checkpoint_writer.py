@@ -73,6 +73,35 @@ def test_a_checkpoint_counts_when_all_ranks_have_written_theirs(workers, tmp_pat
     assert sorted(p.name for p in directory.iterdir()) == names
 
 
+def slow_to_delete(root):
+    """A checkpoint that is begun while old ones are still being deleted."""
+    from vapo_megatron import checkpoint_files
+    from vapo_megatron.checkpoint_writer import CheckpointWriter
+
+    begun, over = threading.Event(), threading.Event()
+
+    def delete_unkept(root, step, **kept):
+        old = root / f"step_{step:06d}.old"
+        old.mkdir()
+        begun.set()
+        assert over.wait(60)
+        old.rmdir()
+
+    with pytest.MonkeyPatch.context() as patch, CheckpointWriter(root, settings()) as writer:
+        patch.setattr(checkpoint_files, "delete_unkept", delete_unkept)
+        writer.save(1, {}, {})
+        writer.wait()
+        assert begun.wait(60)
+        writer.save(2, {}, {})
+        over.set()
+
+
+def test_a_checkpoint_does_not_wait_for_old_ones_to_go(workers, tmp_path):
+    workers.run(1, slow_to_delete, tmp_path)
+    left = ["latest", "step_000001", "step_000002"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == left
+
+
 @contextlib.contextmanager
 def small_disk(directory, num_bytes):
     """Yield whether files are limited instead."""
