@@ -56,6 +56,9 @@ def hostile(run_dir, step: int, prompts: list[str], has_critic: bool = True) -> 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     run_dir = write_run(tmp_path_factory.mktemp("runs") / "<u>run", num_steps=20)
+    config = run_dir / "config.yaml"
+    path = f"critic_checkpoint: /runs/{'a_rather_long_name_' * 5}of_a_run"
+    config.write_text(config.read_text().replace("critic_checkpoint: null", path))
     hostile(run_dir, 1, ["first </script> problem", "second problem"])
     hostile(run_dir, 20, ["third problem", "fourth problem"])
     with MetricsWriter(run_dir, tensorboard=False, resume_step=21) as writer:
@@ -225,6 +228,10 @@ def test_nothing_is_wider_than_the_window(browser, report, tmp_path, width, dark
         assert browser.run("document.documentElement.scrollWidth") <= width
         texts = "[...document.querySelectorAll('pre')].filter(p => p.checkVisibility())"
         assert browser.run(f"{texts}.every(p => p.scrollWidth <= p.clientWidth)"), "lines wrap"
+        outside = browser.run("[...document.querySelectorAll('.settings code')].filter(c =>"
+            " c.getBoundingClientRect().right > c.closest('li').getBoundingClientRect().right)"
+            ".map(c => c.textContent)")  # fmt: skip
+        assert outside == [], "settings stay in their cards"
         sides = browser.run("[...document.querySelectorAll('svg text')].map(t => {"
             " const a = t.getBoundingClientRect(), b = t.ownerSVGElement.getBoundingClientRect();"
             " return Math.max(b.left - a.left, a.right - b.right); })")  # fmt: skip
