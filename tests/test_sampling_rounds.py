@@ -17,6 +17,7 @@ from tests.dumped import MODEL, config
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.batch import Rollout
+from vapo_megatron.early_signal import Stopped
 from vapo_megatron.rollout.requests import assign, request_seeds
 from vapo_megatron.rollout_dump import held_steps
 
@@ -36,6 +37,8 @@ class Engine:
         seeds = request_seeds(
             prompts, group_size, seed=0, step=step, role="train", round=settings.round
         )
+        if not has_time():
+            raise Stopped
         unit = group_size if settings.whole_groups else 1
         mine = assign(len(prompts), self.num_replicas, unit)[self.replica]
         on_progress(0, len(prompts))
@@ -82,8 +85,11 @@ def by_position(step):
     return sorted(step.scored, key=lambda s: s.rollout.position)
 
 
-def sampled(hf, tmp, kinds, steps, algorithm, state):
-    """Of each (step, trains_actor) this rank's Step, or what stopped it; a worker's function."""
+def sampled(hf, tmp, kinds, steps, algorithm, state, out_of_time):
+    """Of each (step, trains_actor) this rank's Step, or what stopped it; a worker's function.
+
+    The rank `out_of_time` has no time for anything.
+    """
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.exchange import gather_summary
@@ -122,10 +128,13 @@ def sampled(hf, tmp, kinds, steps, algorithm, state):
         for step, trains_actor in steps:
             shown.clear()
             try:
-                scored, metrics = source.rollouts(step, 0, phase, trains_actor=trains_actor)
+                has_time = lambda: dist.get_rank() != out_of_time  # noqa: E731
+                scored, metrics = source.rollouts(
+                    step, 0, phase, trains_actor=trains_actor, has_time=has_time
+                )
                 gather_summary(scored, 16)
-            except RuntimeError as error:
-                found.append(str(error))
+            except (RuntimeError, Stopped) as error:
+                found.append(str(error) or type(error).__name__)
                 continue
             dist.barrier()  # The main rank has given the dump its name.
             replay = Replay(tmp / "run", settings, shape, place)
@@ -148,11 +157,12 @@ def hf(tmp_path_factory):
 def sample(workers, hf, tmp_path):
     """sample(num_ranks, kinds, steps) -> their Steps, or what stopped them."""
 
-    def run(num_ranks, kinds, steps, state=None, **algorithm):
+    def run(num_ranks, kinds, steps, state=None, out_of_time=None, **algorithm):
         rows = [{"prompt": f"w{i + 3}", "answer": "7"} for i in range(len(kinds))]
         (tmp_path / "problems.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
         algorithm = {"dynamic_sampling": True, **algorithm}
-        ranks = workers.run(num_ranks, sampled, hf, tmp_path, kinds, steps, algorithm, state)
+        given = hf, tmp_path, kinds, steps, algorithm, state, out_of_time
+        ranks = workers.run(num_ranks, sampled, *given)
         joined = []
         for (step, _), *parts in zip(steps, *ranks, strict=True):
             first = parts[0]
@@ -265,3 +275,8 @@ def test_what_the_sampler_leaves_out_stops_every_rank(sample):
     assert "left out 1 of 16 responses, at positions 7;" in late
     assert "left out 16 of 16 responses: group 0 (from 0) has 0 of 2;" in none
     assert "left out 16 of 16 responses, at positions 0, 1, 2, 3, 4, 5, 6, 7, 8, ...;" in nothing
+
+
+def test_every_rank_stops_when_one_has_no_time(sample):
+    assert sample(2, "m" * 9, [(0, True)], out_of_time=1) == ["Stopped"]
+    assert sample(2, "m" * 9, [(0, False)], out_of_time=0) == ["Stopped"]

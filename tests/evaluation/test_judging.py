@@ -11,6 +11,7 @@ import pytest
 
 from vapo_megatron.batch import Prompt, Rollout
 from vapo_megatron.config import EvaluationConfig, RolloutConfig, VapoConfig
+from vapo_megatron.early_signal import Stopped
 from vapo_megatron.reward.math_verifier import MathVerifier
 
 SAMPLES = 4
@@ -26,6 +27,8 @@ class Sampler:
     def generate(self, prompts, group_size, step, sampling, version, on_progress, has_time):
         from vapo_megatron.rollout.requests import assign
 
+        if has_time is not None and not has_time():
+            raise Stopped
         self.asked.append(prompts)
         # The same noise at every step, none of training's.
         assert (sampling.seed_role, step) == ("evaluation", 0)
@@ -86,6 +89,28 @@ def judged_on(replicas_of, count, batch):
         verifier.close()
     sizes = [len(asked) for asked in sampler.asked]
     return [[(p.index, r) for p, r in judged] for judged in batches], metrics, shown, sizes
+
+
+def stopped_on(out_of_time):
+    """Worker: how an evaluation of two replicas ends of which one has no time after a batch."""
+    import torch.distributed as dist
+
+    from vapo_megatron.evaluation.judging import evaluate
+
+    config = VapoConfig(
+        evaluation=EvaluationConfig(samples=SAMPLES),
+        rollout=RolloutConfig(max_response_tokens=99, max_num_sequences=2),
+    )
+    sampler = Sampler(dist.get_rank(), 2)
+    has_time = lambda: dist.get_rank() != out_of_time or not sampler.asked  # noqa: E731
+    with MathVerifier(1, 60) as verifier, pytest.raises(Stopped):
+        evaluate(sampler, verifier, config, problems(5), policy_version=0, has_time=has_time)
+    return len(sampler.asked)
+
+
+def test_every_rank_stops_when_one_has_no_time(workers):
+    # Batches of two problems, one for each replica.
+    assert workers.run(2, stopped_on, 1) == [3, 1]
 
 
 def test_neither_replicas_nor_ranks_nor_batches_change_the_result(workers):

@@ -265,6 +265,7 @@ def one_replica(tmp: Path, path: Path) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from vapo_megatron.rollout import engine as engine_module
     from vapo_megatron.rollout.engine import RolloutEngine
 
     rank = dist.get_rank()
@@ -280,6 +281,16 @@ def one_replica(tmp: Path, path: Path) -> dict[str, Any]:
     found["missing"] = error_of(engine.load_weights, part, 0)
     engine.load_weights(all_weights, 0)
     ask = prompts(32, group_size=2)
+    # One rank has no time after some tokens; what is sampled next shows nothing of it.
+    engine_module.TOKENS_BETWEEN_QUESTIONS = 4
+    questions: list[int] = []
+
+    def has_time() -> bool:
+        questions.append(rank)
+        return rank == 0 or len(questions) < 3
+
+    stopped = error_of(engine.generate, ask, 2, 1, settings(), 0, None, has_time)
+    found["stopped"] = stopped, len(questions)
     found["sampled"] = engine.generate(ask, 2, 1, settings(), 0)
     found["greedy"] = engine.generate(ask[::2], 1, 1, settings(0), 0)
     engine.sleep()

@@ -283,6 +283,10 @@ def test_tensor_parallel_ranks_hold_the_same_rollouts(found_tp2):
         assert f["shared memory"] == []
 
 
+def test_the_ranks_of_a_replica_stop_together(found_tp2):
+    assert [f["stopped"] for f in found_tp2] == [("Stopped: ", 3), ("Stopped: ", 3)]
+
+
 def test_tensor_parallel_is_transformers(found_tp2, reference):
     assert_greedy(reference["tied"], found_tp2[0]["greedy"])
     for rollout in found_tp2[0]["sampled"]:
