@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from vapo_megatron.errors import CheckpointError
 
@@ -48,20 +48,18 @@ def read_metadata(directory: Path) -> Metadata:
         raise CheckpointError(
             f"{path} is not a distributed checkpoint's metadata ({error}); do not use it"
         ) from None
+    for index, place in metadata.storage_data.items():
+        name = getattr(place, "relative_path", None)
+        if not isinstance(name, str) or Path(name).name != name or "\\" in name:
+            raise CheckpointError(
+                f"{directory}: {index.fqn} is in {name!r}, but must be in a file of the same "
+                "directory; do not use this checkpoint"
+            )
     metadata.state_dict_metadata = {
         key: value
         for key, value in metadata.state_dict_metadata.items()
         if isinstance(value, TensorStorageMetadata)
     }
-    for key, tensor in metadata.state_dict_metadata.items():
-        for chunk in tensor.chunks:
-            place = metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
-            name = getattr(place, "relative_path", None)
-            if not isinstance(name, str) or Path(name).name != name or "\\" in name:
-                raise CheckpointError(
-                    f"{directory}: {key} at {list(chunk.offsets)} is in {name!r}, but must be in a "
-                    "file of the same directory; do not use this checkpoint"
-                )
     return metadata
 
 

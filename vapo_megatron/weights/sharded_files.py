@@ -232,7 +232,7 @@ class ShardedReader:
                     f"chunks, found {found}"
                 )
             for chunk in tensor.chunks:
-                place = self._places[MetadataIndex(key, tuple(chunk.offsets))]
+                place = self._place(key, tuple(chunk.offsets))
                 path = self.directory / place.relative_path
                 if path not in sizes:
                     sizes[path] = path.stat().st_size if path.is_file() else -1
@@ -302,9 +302,18 @@ class ShardedReader:
                 of_layer = self._chunks.setdefault((key, offsets[0] if skip else None), [])
                 row, column = (*offsets[skip:], 0)[:2]
                 num_rows, num_columns = (*sizes[skip:], 1)[:2]
-                place = self._places[MetadataIndex(key, offsets)]
+                place = self._place(key, offsets)
                 of_layer.append(_Chunk(row, num_rows, column, num_columns, place, offsets, sizes))
         return self._chunks[key, layer]
+
+    def _place(self, key: str, offsets: tuple[int, ...]) -> Any:
+        place = self._places.get(MetadataIndex(key, offsets))
+        if place is None:
+            raise CheckpointError(
+                f"{self.directory}: {key} at {list(offsets)} is in no file; do not use this "
+                "checkpoint"
+            )
+        return place
 
     def _data_of(self, key: str, chunk: _Chunk) -> tuple[BinaryIO, int]:
         """Return a chunk's file and where in it the data begins."""
