@@ -23,6 +23,7 @@ LEVELS = {
     "config_algorithm": 0,
     "config_schema": 0,
     "config_help": 1,
+    "config_rules": 1,
     "techniques": 1,
     "config": 1,
     "command": 1,
