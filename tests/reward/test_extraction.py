@@ -9,6 +9,7 @@ import pytest
 
 from vapo_megatron.reward.extraction import (
     MAX_ANSWER_CHARACTERS,
+    MAX_EMPTY_MARKERS,
     clean,
     final_answer,
     ground_truth,
@@ -80,6 +81,9 @@ def test_only_the_last_counts(response, answer):
         ("answers 5", None),
         (r"\boxed{3} and then \boxed{\frac{1}{2", "3"),
         ("Answer: 3\nAnswer:", "3"),
+        ("Answer: 3\nAnswer:\n\nAnswer: **\n####\n", "3"),
+        (r"Answer: 3 \boxed{} and \boxed{4", "3"),
+        (r"Answer: \boxed{}", None),
     ],
 )
 def test_a_marker_without_an_answer_is_none(response, answer):
@@ -98,6 +102,9 @@ def test_a_marker_without_an_answer_is_none(response, answer):
         ("$5$ percent", "5 percent"),
         ("5 minus 2", "5 minus 2"),
         ("5, 6 apples", "5, 6 apples"),
+        ("2 thirds", "2 thirds"),
+        ("7 tenths of it", "7 tenths of it"),
+        ("5 months", "5"),
         ("5 x", "5 x"),
         (r"\$5", r"\$5"),
         ("5!", "5!"),
@@ -123,6 +130,12 @@ def test_too_long_an_answer_stays_too_long():
     for response in ("Answer: " + "1+" * 5000 + "1", r"\boxed{" + "1+" * 5000 + "1}"):
         answer = final_answer(response)
         assert answer is not None and len(answer) > MAX_ANSWER_CHARACTERS
+
+
+def test_babble_behind_the_answer_is_searched_only_so_far():
+    for marker in (r"\boxed{", "Answer: **", "#### "):
+        assert final_answer("Answer: 5\n" + (marker + "\n") * (MAX_EMPTY_MARKERS - 1)) == "5"
+        assert final_answer("Answer: 5\n" + (marker + "\n") * MAX_EMPTY_MARKERS) is None
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,15 @@ a box that was never closed, are no answers.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 
 MAX_ANSWER_CHARACTERS = 1000
 """Longer final answers are not judged: no ground truth needs them, and parsing takes minutes."""
+
+MAX_EMPTY_MARKERS = 64
+"""A response that ends in more markers without an answer is not searched further: it babbles."""
 
 # Every marker holds one of these, so that a long text is searched at the speed of str.rfind.
 _HEADS = ("\\boxed", "\\fbox", "####", "nswer", "NSWER")
@@ -35,8 +39,8 @@ _SCIENTIFIC = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,3})")
 # Beside a number or formula, these words are not its unit.
 _NO_UNIT = re.compile(
     r"\b(?:and|or|not|nor|than|plus|minus|times|over|mod|choose|factorial|squared|cubed|half|dozen"
-    r"|hundred|thousand|million|billion|trillion|percent|percentage|pct|sqrt|sin|cos|tan|log|exp)"
-    r"s?\b|n't",
+    r"|(?:hundred|thousand|million|billion|trillion|four|fif|six|seven|eigh|nin|ten)(?:th)?|third"
+    r"|raised|divided|multiplied|percent|percentage|pct|sqrt|sin|cos|tan|log|exp)s?\b|n't",
     re.IGNORECASE,
 )
 _INTEGER = re.compile(r"[+-]?(?:[0-9]{1,60}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,20})")
@@ -48,11 +52,15 @@ def final_answer(text: str) -> str | None:
     Args:
         text: the response alone, without its prompt.
     """
-    for marker in _markers_backwards(text):
-        find = _in_braces if marker["box"] else _rest_of_line
-        answer = clean(find(text, marker.end()))
+    end = len(text)
+    for marker in itertools.islice(_markers_backwards(text), MAX_EMPTY_MARKERS):
+        if marker["box"]:
+            answer = clean(_in_braces(text, marker.end()))
+        else:
+            answer = clean(_rest_of_line(text, marker.end(), end))
         if answer:
             return answer
+        end = marker.start()
     return None
 
 
@@ -105,10 +113,10 @@ def _in_braces(text: str, start: int) -> str:
     return "" if cut_off else content
 
 
-def _rest_of_line(text: str, start: int) -> str:
-    """What stands behind a marker: to the end of the line or sentence, or one display formula."""
+def _rest_of_line(text: str, start: int, end: int) -> str:
+    """What stands behind a marker, before end: to the line's or sentence's end, or a formula."""
     # A little more than is ever judged, so that what is too long stays too long.
-    window = text[start : start + 2 * MAX_ANSWER_CHARACTERS]
+    window = text[start : min(start + 2 * MAX_ANSWER_CHARACTERS, end)]
     window = window[_LEADING.match(window).end() :]  # type: ignore[union-attr]
     end_of_display = 0
     if window[:2] in _DISPLAY:

@@ -97,14 +97,15 @@ class MathVerifier:
             raise ValueError(
                 f"{len(responses)} responses for {len(answers)} answers; give one answer each"
             )
-        unparsable = self.unparsable_answers(answers)
+        read = self._read(answers)
+        unparsable = [i for i, answer in enumerate(answers) if read[answer] == "unparsable"]
         if unparsable:
             bad = answers[unparsable[0]]
             raise DataError(
                 f"ground truth {bad!r} of response {unparsable[0]} cannot be parsed as mathematics "
                 f"({len(unparsable)} of {len(answers)} cannot); correct or remove its row"
             )
-        golds = [self._known_answers[answer] for answer in answers]
+        golds = [self._known_answers.get(answer) for answer in answers]
         found = [final_answer(response) for response in responses]
         settled = [_settle(answer, gold) for answer, gold in zip(found, golds)]
         pairs = list(
@@ -124,25 +125,37 @@ class MathVerifier:
     def unparsable_answers(self, answers: Sequence[str]) -> list[int]:
         """Return the places of the ground truths that cannot be parsed, to be checked before a run.
 
-        Those that can are remembered and cost nothing later.
+        One that takes longer than the limit is among them. Those that can be parsed are remembered
+        and cost nothing later.
         """
-        new = [a for a in dict.fromkeys(answers) if a not in self._known_answers]
-        golds = {answer: ground_truth(answer) for answer in new}
-        to_parse = []
-        for answer, gold in golds.items():
-            if plain_integer(gold) is not None:
+        read = self._read(answers)
+        return [i for i, answer in enumerate(answers) if read[answer] != "correct"]
+
+    def _read(self, answers: Sequence[str]) -> dict[str, Status]:
+        """Each distinct ground truth -> "correct", "unparsable" or "timed_out"."""
+        read: dict[str, Status] = {}
+        golds: dict[str, str] = {}
+        for answer in dict.fromkeys(answers):
+            gold = self._known_answers.get(answer) or ground_truth(answer)
+            if answer in self._known_answers or plain_integer(gold) is not None:
                 self._known_answers[answer] = gold
+                read[answer] = "correct"
             elif 0 < len(gold) <= MAX_ANSWER_CHARACTERS:
-                to_parse.append(answer)
-        statuses = self._pool.run([{"gold": golds[a], "answer": None} for a in to_parse])
-        for answer, status in zip(to_parse, statuses):
+                golds[answer] = gold
+            else:
+                read[answer] = "unparsable"
+        statuses = self._pool.run([{"gold": gold, "answer": None} for gold in golds.values()])
+        for (answer, gold), status in zip(golds.items(), statuses):
+            read[answer] = "unparsable" if status == "bad_gold" else _as_status(status)
             if status == "correct":
-                self._known_answers[answer] = golds[answer]
-        return [i for i, answer in enumerate(answers) if answer not in self._known_answers]
+                self._known_answers[answer] = gold
+        return read
 
 
-def _settle(answer: str | None, gold: str) -> Status | None:
+def _settle(answer: str | None, gold: str | None) -> Status | None:
     """The status, where it takes no mathematics; None where it does."""
+    if gold is None:  # reading it took too long, as it did not before the run
+        return "timed_out"
     if answer is None or len(answer) > MAX_ANSWER_CHARACTERS:
         return "unparsable"
     if answer == gold:

@@ -16,6 +16,7 @@ import functools
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import struct
@@ -23,13 +24,18 @@ import sys
 from typing import Any, BinaryIO
 
 HEADER = struct.Struct(">I")
+# math-verify takes all from the first text to a closing brace at the end for a unit.
+_DROPPED_AS_UNIT = re.compile(r"\\(?:text|mbox)\{.*\}(?:\^\d)?$", re.DOTALL)
+_UNIT = re.compile(r"(?:\\(?:text|mbox)\{[^{}]*\}|\^\{?-?\d\}?|\\cdot|\\[,;:!]|[\s~/.*])*")
 
 
 def main() -> None:
     """Judge until stdin ends."""
     timeout_seconds, memory_limit_bytes = float(sys.argv[1]), int(sys.argv[2])
-    # An interrupt is for the process that started this one; it closes the pipe.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # These reach every process of a job but are meant for the one that closes the pipe.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.CRITICAL)
     # Libraries print; what they print must not stand between the messages.
     with os.fdopen(os.dup(1), "wb") as output, os.fdopen(os.dup(0), "rb") as requests:
@@ -76,36 +82,69 @@ def receive(stream: BinaryIO) -> dict[str, Any] | None:
 
 def judge(gold: str, answer: str | None) -> str:
     """Compare a final answer with the ground truth, both without their markers."""
-    from math_verify import verify
-
     expected = _parse_gold(gold)
-    if not expected:
+    if expected is None:
         return "bad_gold"
     if answer is None:
         return "correct"
-    found = _parse(answer)
-    if not found:
+    found = _parse(answer, whole=True)
+    if found is None:
         return "unparsable"
-    # Its own limits use signals and count in whole seconds; the limit here is this process's life.
-    return "correct" if verify(expected, found, timeout_seconds=None) else "wrong"
+    return "correct" if _equal(expected, found) else "wrong"
+
+
+def _equal(expected: Any, found: Any) -> bool:
+    """What math-verify says, but for a lack of memory, which it takes for a difference.
+
+    Its `except Exception` catches all but MemoryError here. Should an error come through that is a
+    direct Exception or of a class not loaded before, it is asked once more as it is.
+    """
+    from math_verify import grader
+
+    ordinary = tuple(error for error in Exception.__subclasses__() if error is not MemoryError)
+    for caught in (ordinary, Exception):
+        grader.Exception = caught  # type: ignore[attr-defined]
+        try:
+            # Its own limits use signals and count in whole seconds; the limit here is this process.
+            return grader.verify(expected, found, timeout_seconds=None, raise_on_error=True)
+        except MemoryError:
+            raise
+        except Exception:
+            continue
+    return False
 
 
 @functools.lru_cache(maxsize=4096)
-def _parse_gold(gold: str) -> list[Any]:
-    return _parse(gold)
+def _parse_gold(gold: str) -> Any:
+    return _parse(gold, whole=False)
 
 
-def _parse(text: str) -> list[Any]:
-    """The expressions that a text stands for: one, or none when it cannot be parsed.
+def _parse(text: str, whole: bool) -> Any:
+    """The expression that a text stands for; None when it cannot be parsed.
 
-    The whole text is one formula: a list is a list, and none of its members counts for itself.
+    math-verify's steps for a formula, without its search for formulas in a text, which takes a part
+    where the whole cannot be parsed: a list is a list, and none of its members counts for itself.
+
+    Args:
+        text: one formula without delimiters.
+        whole: refuse a text of which math-verify would drop more than a unit.
     """
-    from math_verify import LatexExtractionConfig, parse
+    from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
+    from math_verify.parser import parse_latex_cached
+    from sympy import Basic, MatrixBase
 
-    found = parse(
-        f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None
-    )
-    return [expression for expression in found if not isinstance(expression, str)]
+    rest = NormalizationConfig(False, units=True, malformed_operators=True, nits=True, boxed="none")
+    try:
+        text = normalize_latex(text, NormalizationConfig(boxed="none"))
+        dropped = _DROPPED_AS_UNIT.search(text)
+        if whole and dropped and dropped.start() and not _UNIT.fullmatch(dropped[0]):
+            return None
+        expression = parse_latex_cached(normalize_latex(text, rest))
+    except MemoryError:
+        raise
+    except Exception:
+        return None
+    return expression if isinstance(expression, (Basic, MatrixBase)) else None
 
 
 if __name__ == "__main__":
