@@ -150,6 +150,8 @@ class TrainedModel(PlacedModel):
         self._optimizer = build_optimizer(self._chunks, config, role)
         self._role, self._max_skipped = role, config.optimizer.max_skipped_updates
         self.num_updates = 0
+        self.num_tried = 0
+        """Updates made or skipped by this process."""
         self.skipped_in_a_row = 0
         """Updates skipped since the last one that was made."""
 
@@ -212,6 +214,7 @@ class TrainedModel(PlacedModel):
         if metrics.pop("not_finite") > 0:
             spoil_gradients(self.chunks)
         grad_norm = optimizer_step(self.optimizer)
+        self.num_tried += 1
         if grad_norm.isfinite():
             self.num_updates += 1
             self.skipped_in_a_row = 0

@@ -85,7 +85,7 @@ class VapoTrainer:
             self.turns.join("reference", self.reference.frozen)
         self.policy_version = 0
         self.explained_variances: list[float] = []
-        self.watchdog.progress = lambda: sum(m.num_updates for m in self._models.values())
+        self.watchdog.progress = lambda: sum(m.num_tried for m in self._models.values())
         self.output = RunOutput(config, self.groups)
         self._kept: tuple[int, dict[str, Any]] = (0, {})
         """Steps done, and the state that a checkpoint of them has."""

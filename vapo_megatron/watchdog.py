@@ -60,7 +60,7 @@ class Watchdog:
         self.step = 0
         """For messages: the step that is being made."""
         self.progress: Callable[[], int] = lambda: 0
-        """Updates made so far, the same sequence on all ranks."""
+        """Updates tried so far, the same sequence on all ranks."""
         self._timeouts, self._rank, self._world_size = config.timeouts, rank, world_size
         self._on_beat = on_beat
         self._interval = min(1.0, *(limit / 8 for limit in dict(config.timeouts).values()))
