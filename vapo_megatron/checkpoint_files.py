@@ -179,7 +179,7 @@ def newest_whole(root: Path, role: str | None = None) -> Path | None:
     Raises:
         CheckpointError: there are some, and none is whole; nothing was changed.
     """
-    damage = []
+    damage: list[str] = []
     for directory in _of_main_rank(candidates(root)):
         problems = find_problems(directory, role)
         if not problems:

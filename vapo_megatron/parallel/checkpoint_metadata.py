@@ -55,12 +55,14 @@ def read_metadata(directory: Path) -> Metadata:
                 f"{directory}: {index.fqn} is in {name!r}, but must be in a file of the same "
                 "directory; do not use this checkpoint"
             )
-    metadata.state_dict_metadata = {
-        key: value
-        for key, value in metadata.state_dict_metadata.items()
-        if isinstance(value, TensorStorageMetadata)
-    }
+    metadata.state_dict_metadata = dict(tensors_of(metadata))
     return metadata
+
+
+def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Return the tensors that it describes, without objects."""
+    described = metadata.state_dict_metadata.items()
+    return {key: value for key, value in described if isinstance(value, TensorStorageMetadata)}
 
 
 class _Unpickler(pickle.Unpickler):

@@ -50,7 +50,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
-from vapo_megatron.parallel.checkpoint_metadata import read_metadata  # noqa: E402
+from vapo_megatron.parallel.checkpoint_metadata import read_metadata, tensors_of  # noqa: E402
 from vapo_megatron.parallel.offload import find_storages  # noqa: E402
 from vapo_megatron.parallel.optimizer import inner_optimizers, make_optimizer_state  # noqa: E402
 
@@ -154,7 +154,7 @@ def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 def _check_fits(state: dict[str, Any], directory: Path) -> None:
     """Compare names and shapes of what is asked for with what is there; collective."""
-    found = read_metadata(directory).state_dict_metadata
+    found = tensors_of(read_metadata(directory))
     problems = []
     for wanted in nested_values(load_preprocess(state)[0]):
         if not isinstance(wanted, ShardedTensor):

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from vapo_megatron.checkpoint_files import HashedFile
 from vapo_megatron.errors import CheckpointError
-from vapo_megatron.parallel.checkpoint_metadata import METADATA_FILE, read_metadata
+from vapo_megatron.parallel.checkpoint_metadata import METADATA_FILE, read_metadata, tensors_of
 from vapo_megatron.weights.copying import Blocks, copy_exactly, read_exactly
 
 _FORMAT_FILE, _COMMON_FILE = "metadata.json", "common.pt"
@@ -201,7 +201,7 @@ class ShardedReader:
                 f"{METADATA_FILE} or {_FORMAT_FILE}; give the directory that holds them"
             )
         metadata = read_metadata(self.directory)
-        self.tensors: dict[str, TensorStorageMetadata] = metadata.state_dict_metadata
+        self.tensors = tensors_of(metadata)
         self._places = metadata.storage_data
         self._files: dict[str, BinaryIO] = {}
         self._begins: dict[tuple[str, int], int] = {}
