@@ -98,6 +98,21 @@ def test_resume_drops_later_rows_and_rollouts(tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_a_row_that_waits_for_its_evaluation_is_written_once(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in (0, 1, 2):
+            writer.write_problems(step, [step], [1], 1)
+            writer.write(step, {"actor/loss": float(step)})
+    # Resumed after step 2, whose row was written by a run that was killed before its next save.
+    with MetricsWriter(tmp_path, False, 3, True) as writer:
+        writer.write(2, {"actor/loss": 5.0})
+        writer.write(3, {})
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3] and rows[2]["actor/loss"] == 5.0
+    problems = (tmp_path / "problems.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in problems] == [0, 1, 2], "its problems stay"
+
+
 def test_a_run_from_the_beginning_drops_all_rows(tmp_path):
     for _ in range(2):
         with MetricsWriter(tmp_path, tensorboard=False) as writer:

@@ -9,12 +9,13 @@ signal it alone.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -27,6 +28,17 @@ class Stopped(Exception):
 def hold_back() -> None:
     """Keep the signals pending in this process and its children."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Keep the signals pending in the body, and after it too unless it fails."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        raise
 
 
 def heard() -> str:

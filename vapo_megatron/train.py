@@ -49,7 +49,8 @@ def main(
             check_small_inputs(config, arguments.replay)
             start(config)
         else:
-            _train(config, arguments.replay)
+            with early_signal.held_back():
+                _train(config, arguments.replay)
     except UserError as error:
         tell(f"error: {error}")
         return 2
@@ -105,7 +106,6 @@ def _dry_run(config: VapoConfig, replay: Path | None) -> None:
 
 
 def _train(config: VapoConfig, replay: Path | None) -> None:
-    early_signal.hold_back()
     check_processes(config)
     shape = check_inputs(config, replay)
 

@@ -212,7 +212,7 @@ class Watchdog:
         silence, lost_since = self._timeouts.silence_seconds, None
         while not self._closed.wait(self._interval):
             # Writes the stacks and ends the process, unless this thread comes by again.
-            file = self._stderr
+            file: TextIO = self._stderr
             if self._count:  # Before that, nothing may be written to the run's directory.
                 with contextlib.suppress(OSError):
                     file = self._open_stacks()

@@ -28,7 +28,7 @@ def join(timeout_seconds: float) -> tuple[dist.Store, int, int]:
 def own_connection() -> dist.Store:
     """Return what `join` returned over a connection of its own: one serves one thread at a time."""
     assert _current is not None, "store.join has not been called"
-    return _current.clone()
+    return _current.clone()  # type: ignore[attr-defined]
 
 
 def unused_part(
@@ -50,7 +50,7 @@ def unused_part(
         if world_size > 1:
             words = store.multi_get([f"word/{r}" for r in others])
             offers = [f"{word} {other.decode()}" for other in words]
-            store.multi_set([f"offer/{r}" for r in others], offers)
+            store.multi_set([f"offer/{r}" for r in others], offers)  # type: ignore[attr-defined]
         taken = [store.compare_set(f"taken/{r}", "", "nothing").decode() for r in others]
         return word if all(one == word for one in taken) else None
 
