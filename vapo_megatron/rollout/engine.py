@@ -313,7 +313,7 @@ class RolloutEngine:
         self, prompt: Prompt, position: int, group_size: int, completion: Any, text: str
     ) -> Rollout:
         token_ids = tuple(completion.token_ids)
-        logprobs = tuple(c[t].logprob for c, t in zip(completion.logprobs, token_ids))
+        logprobs = tuple(c[t].logprob for c, t in zip(completion.logprobs or (), token_ids))
         assert len(logprobs) == len(token_ids), f"{len(logprobs)} logprobs of {token_ids}"
         truncated = not token_ids or token_ids[-1] not in self.stop_token_ids
         assert not token_ids or completion.finish_reason == ("length" if truncated else "stop"), (
