@@ -36,7 +36,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "signalled": lambda: os.kill(os.getpid(), signal.SIGTERM),
 }
 Fault = tuple[str, str, int, int]
-"""A name of FAULTS, and the phase, step and rank that meet it."""
+"""A name of FAULTS, and the phase, step and rank that meet it; "has no time": all ranks."""
 
 
 def settings(hf: Path, run_dir: Path, **sections: dict[str, Any]) -> VapoConfig:
@@ -73,7 +73,12 @@ def train(
                         FAULTS[fault[0]]()
                     yield show
 
-            trainer._phase = meeting
+            def evaluate(*_):
+                if fault and fault[:3] == ("has no time", "evaluation", trainer.watchdog.step):
+                    raise early_signal.Stopped
+                return {}, []
+
+            trainer._phase, trainer.source.evaluate = meeting, evaluate
             trainer.fit()
 
     return _told(run)

@@ -14,7 +14,7 @@ from tests import faults
 from tests.dumped import MODEL, dump
 from tests.launched import Launched
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron.early_signal import EarlyStop
+from vapo_megatron.early_signal import SIGNALS, EarlyStop, held_back
 
 PROGRAM = """
 import os, signal, subprocess, sys
@@ -140,12 +140,15 @@ def comparable(run_dir):
     return kept, {
         str(p.relative_to(last)): p.read_bytes()
         for p in sorted(last.rglob("*"))
-        if p.suffix in (".distcp", ".pt") or p.name == "state.json"
+        if p.suffix in (".distcp", ".pt")
     }
 
 
 def test_runs_stop_in_time_and_end_as_if_they_had_not(workers, tmp_path):
-    """Told in step 2, without time: step 1 is saved. Told in step 2's update: that is finished."""
+    """Told in step 2, without time: step 1 is saved. Told in step 2's update: that is finished.
+
+    Told in the evaluation after step 3: that is made, and its row written, by the next run.
+    """
     hf = write_tiny_hf(tmp_path / "model", **MODEL)
     workers.run(2, dump, tmp_path / "replay", [1, 2, 3], 2)
 
@@ -166,7 +169,21 @@ def test_runs_stop_in_time_and_end_as_if_they_had_not(workers, tmp_path):
     assert "stopped by SIGTERM after step 2; start it again" in told
     assert steps(cut) == [0, 1, 2]
     assert (cut / "checkpoints/latest").read_text() == "step_000002"
-    assert "resumed" in run(cut, 30)
+    told = run(cut, 30, ("has no time", "evaluation", 3, 0))
+    assert "resumed" in told and "after step 3; start it again" in told
+    assert steps(cut) == [0, 1, 2], "row 3 waits for its evaluation"
+    assert "done" in run(cut, 30)
     assert comparable(cut) == comparable(whole)
-    assert len(comparable(whole)[1]) >= 7, "both roles' files of both ranks, their random states"
+    assert len(comparable(whole)[1]) >= 6, "both roles' files of both ranks, their random states"
     assert not list(cut.glob("stacks")) and signal.SIGTERM not in signal.sigpending()
+
+
+def test_they_are_taken_again_after_a_mistake():
+    def blocked():
+        return signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+    before = blocked()
+    with pytest.raises(ValueError, match="a mistake"), held_back():
+        assert set(SIGNALS) <= blocked()
+        raise ValueError("a mistake")
+    assert blocked() == before

@@ -213,7 +213,8 @@ class Watchdog:
         while not self._closed.wait(self._interval):
             # Writes the stacks and ends the process, unless this thread comes by again.
             file: TextIO = self._stderr
-            if self._count:  # Before that, nothing may be written to the run's directory.
+            # Before that, nothing may be written there.
+            if self._count and self._stacks_path.parents[1].is_dir():
                 with contextlib.suppress(OSError):
                     file = self._open_stacks()
             faulthandler.dump_traceback_later(silence + self._interval, exit=True, file=file)
