@@ -125,7 +125,11 @@ def _plan(hf, root, sections, port):
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    trainer = VapoTrainer(config(hf, **sections), root)
+    with VapoTrainer(config(hf, **sections), root) as trainer:
+        return _first_step(trainer)
+
+
+def _first_step(trainer):
     assert trainer.reference is None, "kl_coef 0 needs none"
     scored, _ = trainer.source.rollouts(0, 0, trainer._phase, trains_actor=True)
     _, batch, plan = trainer._distribute(scored, 0)
