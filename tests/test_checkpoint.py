@@ -78,7 +78,7 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
         assert (start, state) == (saved_at, {"position": 7})
     losses, over = [], threading.Event()
     with CheckpointWriter(root, config.checkpoint) as writer:
-        writer._thread.submit(over.wait, 30)
+        writer._thread.submit(over.wait, 100)
         for update in range(start, UPDATES):
             if update == saved_at and not load:
                 writer.save(saved_at, {"critic": model}, {"position": 7})
