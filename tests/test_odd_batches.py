@@ -110,24 +110,35 @@ def nulls(row):
     return [name for name, value in row.items() if value is None]
 
 
-def test_steps_that_are_not_finite_are_kept_and_can_be_made_again(run, tmp_path):
+DIFFERENCES = ["rollout/logprob_diff_mean", "rollout/logprob_diff_max"]
+NORMS = ["critic/grad_norm", "actor/grad_norm"]
+
+
+def test_steps_that_are_not_finite_are_kept_until_the_run_stops(run):
+    kinds = ["one not finite", "plain", "not finite", "not finite"]
+    root, rows, stopped, _ = run("run", kinds, 4, every_steps=0)
+    assert skipped(rows, "actor") == skipped(rows, "critic") == [1, 0, 2]
+    assert [nulls(row) for row in rows] == [DIFFERENCES, [], DIFFERENCES + NORMS]
+    assert "step 4: 3 updates of the critic in a row were skipped" in stopped
+    assert "optimizer.max_skipped_updates" in stopped and str(root / "skipped") in stopped
+    assert held_steps(root / "skipped") == [1, 3, 4]
+    for step in (1, 3, 4):
+        ((file, _),) = read_headers(root / "skipped", step)
+        assert repr(read_file(file)) == repr(odd(kinds[step - 1]))
+
+
+@pytest.mark.slow
+def test_such_a_step_can_be_made_again_and_counts_after_a_restart(run, tmp_path):
     kinds = ["plain", "one not finite", "plain", "not finite", "not finite"]
     root, rows, stopped, updates = run("run", kinds, 4)
     assert not stopped and updates == {"actor": 5, "critic": 5}
-    assert skipped(rows, "actor") == skipped(rows, "critic") == [0, 1, 0, 2]
-    differences = ["rollout/logprob_diff_mean", "rollout/logprob_diff_max"]
-    norms = ["critic/grad_norm", "actor/grad_norm"]
-    assert [nulls(row) for row in rows] == [[], differences, [], differences + norms]
-    assert held_steps(root / "skipped") == [2, 4]
-    ((file, _),) = read_headers(root / "skipped", 2)
-    assert repr(read_file(file)) == repr(odd("one not finite"))
 
     # From the checkpoint before it, the step makes the same of what was kept.
     before = tmp_path / "again/checkpoints/step_000001"
     shutil.copytree(root / "checkpoints/step_000001", before)
     (before.parent / "latest").write_text(before.name)
     again, (same,), *_ = run("again", root / "skipped", 2)
-    assert same == rows[1]
+    assert same == rows[1] and skipped([same], "actor") == [1]
     parts = [p.relative_to(root) for p in root.glob("checkpoints/step_000002/*/*.distcp")]
     assert len(parts) == 4
     for part in parts:
@@ -136,7 +147,6 @@ def test_steps_that_are_not_finite_are_kept_and_can_be_made_again(run, tmp_path)
     # Two in a row have been skipped: the next one is the third.
     _, rows, stopped, _ = run("run", root / "given", 5)
     assert "step 5: 3 updates of the critic in a row were skipped" in stopped
-    assert "optimizer.max_skipped_updates" in stopped and str(root / "skipped") in stopped
     assert len(rows) == 4 and held_steps(root / "skipped") == [2, 4, 5]
 
 
