@@ -130,10 +130,12 @@ def seed_jobs(
         )  # fmt: skip
 
     of_form = ("--form", form)
-    add_script("base", (), ("make_base_model.py", "make_tokenizer.py", "task.py"), *of_form)
+    add_script(
+        "base", (), ("make_base_model.py", "make_tokenizer.py", "making.py", "task.py"), *of_form
+    )
     add_script("data", (), ("task.py",), *of_form)
     if table.has_reward_model:
-        sources = ("make_reward_model.py", "measure.py")
+        sources = ("make_reward_model.py", "making.py", "measure.py")
         add_script("reward_model", ("base",), sources, "--base", base)
     add_run(
         "value", (), "algorithm.stage=value_pretraining", "evaluation.path=null",
@@ -198,7 +200,7 @@ def changed(job: Job) -> list[str]:
     if state is None:
         return []
     # A field that came later had its default before.
-    before = {**{k: v for k, v in flatten(VapoConfig()).items() if k in job.settings}}
+    before = {k: v for k, v in flatten(VapoConfig()).items() if k in job.settings}
     before |= state["settings"]
     return [
         f"{name} is {job.settings.get(name)}, was {before.get(name)}"

@@ -17,19 +17,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
-import json
 import math
 import random
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import make_tokenizer
+import making
 import measure
 import task
 import torch
@@ -47,10 +43,9 @@ IGNORED = -100
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class Recipe(making.Training):
     """What the base model is made from."""
 
-    seed: int = 0
     hidden_size: int = 64
     num_layers: int = 2
     head_dim: int = 32
@@ -58,15 +53,6 @@ class Recipe:
     rope_theta: float = 1000.0
     max_position_embeddings: int = 512
     embedding_std: float = 0.5
-    iterations: int = 1400
-    batch_size: int = 24
-    batches_per_pool: int = 8
-    learning_rate: float = 4e-3
-    final_learning_rate: float = 2e-4
-    warmup_iterations: int = 50
-    betas: tuple[float, float] = (0.9, 0.98)
-    weight_decay: float = 0.01
-    clip_grad: float = 1.0
     direct_share: float = 0.2
     guess: float = 0.15
     """Of every step. Without some, a guessed step is met too late to be right half of the time."""
@@ -79,12 +65,6 @@ class Recipe:
     """Of every step: a random result that looks computed."""
     form: str = "short"
     """Of the task, one of task.FORMS."""
-
-    def digest(self) -> str:
-        """Hash of the recipe and of the source that carries it out."""
-        made_by = [Path(__file__), Path(task.__file__), Path(make_tokenizer.__file__)]
-        text = json.dumps(dataclasses.asdict(self)) + "".join(p.read_text() for p in made_by)
-        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def long_recipe(seed: int) -> Recipe:
@@ -160,23 +140,14 @@ def batches(
     """
     rng = random.Random(f"tiny base model, {recipe.seed}")
     stop = tokenizer.eos_token_id
-    for first in range(0, recipe.iterations, recipe.batches_per_pool):
-        progress = first / recipe.iterations
-        drawn = [
-            training_text(rng, recipe, progress)
-            for _ in range(recipe.batch_size * recipe.batches_per_pool)
-        ]
+    for first, count in recipe.pools():
+        drawn = [training_text(rng, recipe, first / recipe.iterations) for _ in range(count)]
         prompts = tokenizer([prompt for prompt, _ in drawn])["input_ids"]
         responses = tokenizer([response for _, response in drawn])["input_ids"]
-        pool = sorted(
-            ((p, r + [stop]) for p, r in zip(prompts, responses, strict=True)),
-            key=lambda pair: len(pair[0]) + len(pair[1]),
-        )
+        pool = [(p, r + [stop]) for p, r in zip(prompts, responses, strict=True)]
         mean_tokens = sum(len(r) for _, r in pool) / recipe.batches_per_pool
-        starts = list(range(0, len(pool), recipe.batch_size))
-        rng.shuffle(starts)
-        for start in starts[: recipe.iterations - first]:
-            yield *pad(pool[start : start + recipe.batch_size], stop), mean_tokens
+        for batch in recipe.batches(first, pool, lambda pair: len(pair[0]) + len(pair[1]), rng):
+            yield *pad(batch, stop), mean_tokens
 
 
 def pad(pairs: list[tuple[list[int], list[int]]], padding: int) -> tuple[Tensor, Tensor]:
@@ -191,14 +162,6 @@ def pad(pairs: list[tuple[list[int], list[int]]], padding: int) -> tuple[Tensor,
     return ids, labels
 
 
-def learning_rate(recipe: Recipe, iteration: int) -> float:
-    """Linear warm-up under half a cosine from learning_rate to final_learning_rate."""
-    warmup = min(1.0, iteration / recipe.warmup_iterations)
-    cosine = 0.5 + 0.5 * math.cos(math.pi * iteration / recipe.iterations)
-    peak, final = recipe.learning_rate, recipe.final_learning_rate
-    return warmup * (final + (peak - final) * cosine)
-
-
 def response_loss(model: Qwen2ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
     """Sum the negative log-likelihood of the response tokens; ids and labels as from `pad`."""
     # No attention mask: with padding on the right, causal attention needs none.
@@ -208,67 +171,25 @@ def response_loss(model: Qwen2ForCausalLM, ids: Tensor, labels: Tensor) -> Tenso
     return torch.nn.functional.cross_entropy(logits, labels[kept], reduction="sum")
 
 
-def pretrain(
-    model: Qwen2ForCausalLM,
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
-    report: Callable[[int, float], None],
-) -> None:
-    """Train the model in place; `report(iterations done, loss of a response token)` after each."""
-    model.train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay, foreach=True
-    )
-    for iteration, (ids, labels, mean_tokens) in enumerate(batches(recipe, tokenizer)):
-        optimizer.param_groups[0]["lr"] = learning_rate(recipe, iteration)
+def losses(
+    model: Qwen2ForCausalLM, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[Tensor, float]]:
+    """Yield each iteration's loss, and the loss of a response token."""
+    for ids, labels, mean_tokens in batches(recipe, tokenizer):
         loss = response_loss(model, ids, labels)
-        optimizer.zero_grad()
-        (loss / mean_tokens).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad, foreach=True)
-        optimizer.step()
-        report(iteration + 1, float(loss.detach()) / int((labels != IGNORED).sum()))
+        yield loss / mean_tokens, float(loss.detach()) / int((labels != IGNORED).sum())
 
 
-def make(
-    directory: Path,
-    recipe: Any,
-    write_files: Callable[[Path], None] | None = None,
-    kind: str = "base model",
-) -> bool:
-    """Make the HF directory, or keep it when it holds this recipe's model. True: it was made.
-
-    Args:
-        directory: appears when it is complete.
-        recipe: its digest() says whether a finished directory is kept.
-        write_files: fills a directory, recipe.json included; None: with a base model.
-        kind: what is made, for people.
-
-    Raises:
-        SystemExit: the directory holds something else.
-    """
-    marker = directory / "recipe.json"
-    if marker.exists() and json.loads(marker.read_text())["digest"] == recipe.digest():
-        return False
-    if directory.exists() and not marker.exists() and any(directory.iterdir()):
-        sys.exit(f"--out={directory}: holds files that are no {kind}; name another directory")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
-        if write_files is None:
-            write(partial, recipe)
-        else:
-            write_files(partial)
-        partial.chmod(0o755)
-        if directory.exists():
-            shutil.rmtree(directory)
-        partial.rename(directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return True
+def make(directory: Path, recipe: Recipe) -> bool:
+    """Make the HF directory, or keep it when it holds this recipe's model. True: it was made."""
+    made_by = making.digest(recipe, [sys.modules[__name__], making, task, make_tokenizer])
+    return making.make(
+        directory, recipe, made_by, "base model", lambda partial: write(partial, recipe)
+    )
 
 
 def write(directory: Path, recipe: Recipe) -> None:
-    """Train with a progress display and write weights, configs, tokenizer and recipe.json."""
+    """Train with a progress display and write weights, configs and tokenizer."""
     tokenizer = make_tokenizer.save_tokenizer(
         directory, recipe.max_position_embeddings, task.FORMS[recipe.form]
     )
@@ -284,17 +205,15 @@ def write(directory: Path, recipe: Recipe) -> None:
     with Progress(*columns, TimeRemainingColumn()) as display:
         bar = display.add_task("", total=recipe.iterations, loss=math.nan)
 
-        def report(done: int, loss: float) -> None:
+        def show(done: int, loss: float) -> None:
             display.update(bar, completed=done, loss=loss)
             if not display.console.is_terminal and done % 200 == 0:
                 left = (time.monotonic() - started) * (recipe.iterations / done - 1)
                 print(f"base model {done}/{recipe.iterations} loss {loss:.3f} {left:.0f} s left")
 
-        pretrain(model, recipe, tokenizer, report)
+        recipe.train(model, losses(model, recipe, tokenizer), show)
     model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
     model.save_pretrained(directory)
-    content = {"digest": recipe.digest(), **dataclasses.asdict(recipe)}
-    (directory / "recipe.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
 def main() -> None:
@@ -306,7 +225,7 @@ def main() -> None:
     parser.add_argument("--evaluate", action="store_true", help="sample it on held-out problems")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    made = make(args.out, long_recipe(args.seed) if args.form == "long" else Recipe(args.seed))
+    made = make(args.out, long_recipe(args.seed) if args.form == "long" else Recipe(seed=args.seed))
     print(f"base model {'made in' if made else 'found in'} {args.out}")
     if args.evaluate:
         print(measure.measure(args.out, seed=args.seed, form=task.FORMS[args.form]))

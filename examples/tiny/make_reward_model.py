@@ -25,11 +25,12 @@ import hashlib
 import json
 import math
 import random
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import make_base_model
+import making
 import measure
 import task
 import torch
@@ -48,10 +49,13 @@ RIGHT, WRONG = 1.0, -1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class Recipe(making.Training):
     """What the reward model is made from."""
 
-    seed: int = 0
+    iterations: int = 300
+    batch_size: int = 32
+    learning_rate: float = 3e-3
+    final_learning_rate: float = 1e-4
     base: str = ""
     """Hash of the base model's weights."""
     sampled: int = 1024
@@ -68,22 +72,6 @@ class Recipe:
     """Any other guesses a share of its steps that is uniform between these."""
     held_out: int = 512
     """Responses of each kind that the report is about."""
-    iterations: int = 300
-    batch_size: int = 32
-    batches_per_pool: int = 8
-    learning_rate: float = 3e-3
-    final_learning_rate: float = 1e-4
-    warmup_iterations: int = 50
-    betas: tuple[float, float] = (0.9, 0.98)
-    weight_decay: float = 0.01
-    clip_grad: float = 1.0
-
-    def digest(self) -> str:
-        """Hash of the recipe and of the source that carries it out."""
-        sources = (__file__, make_base_model.__file__, measure.__file__, task.__file__)
-        made_by = [Path(source) for source in sources]
-        text = json.dumps(dataclasses.asdict(self)) + "".join(p.read_text() for p in made_by)
-        return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +118,7 @@ def sampled(
     return found
 
 
-def pad(batch: list[Scored], padding: int) -> tuple[Tensor, Tensor, Tensor]:
+def pad(batch: Sequence[Scored], padding: int) -> tuple[Tensor, Tensor, Tensor]:
     """Make right-padded ids [b, s], the place of each last token [b], and rewards float32 [b]."""
     lengths = torch.tensor([len(s.prompt) + len(s.response) for s in batch])
     ids = torch.full((len(batch), int(lengths.max())), padding)
@@ -141,21 +129,17 @@ def pad(batch: list[Scored], padding: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def batches(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, own: list[Scored]
-) -> Iterator[list[Scored]]:
+) -> Iterator[Sequence[Scored]]:
     """Yield the responses of each iteration; several batches are sorted by length together."""
     rng = random.Random(f"tiny reward model, {recipe.seed}")
-    for first in range(0, recipe.iterations, recipe.batches_per_pool):
+    for first, count in recipe.pools():
         pool = [
             rng.choice(own)
             if rng.random() < recipe.sampled_share
             else constructed(rng, recipe, tokenizer, held_out=False)
-            for _ in range(recipe.batch_size * recipe.batches_per_pool)
+            for _ in range(count)
         ]
-        pool.sort(key=lambda s: len(s.prompt) + len(s.response))
-        starts = list(range(0, len(pool), recipe.batch_size))
-        rng.shuffle(starts)
-        for start in starts[: recipe.iterations - first]:
-            yield pool[start : start + recipe.batch_size]
+        yield from recipe.batches(first, pool, lambda s: len(s.prompt) + len(s.response), rng)
 
 
 def build_model(base: Path, recipe: Recipe) -> Qwen2ForSequenceClassification:
@@ -172,29 +156,19 @@ def build_model(base: Path, recipe: Recipe) -> Qwen2ForSequenceClassification:
     return model
 
 
-def train(
+def losses(
     model: Qwen2ForSequenceClassification,
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     own: list[Scored],
-    show: Callable[[int, float], None],
-) -> None:
-    """Train the model in place; `show(iterations done, cross-entropy)` after each."""
-    model.train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay, foreach=True
-    )
-    for iteration, batch in enumerate(batches(recipe, tokenizer, own)):
-        optimizer.param_groups[0]["lr"] = make_base_model.learning_rate(recipe, iteration)
+) -> Iterator[tuple[Tensor, float]]:
+    """Yield each iteration's cross-entropy, to learn from and to show."""
+    for batch in batches(recipe, tokenizer, own):
         ids, last, rewards = pad(batch, padding=0)
         hidden = model.model(ids, use_cache=False).last_hidden_state
         scores = model.score(hidden[torch.arange(len(ids)), last])[:, 0]
         loss = binary_cross_entropy_with_logits(scores, (rewards == RIGHT).float())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad, foreach=True)
-        optimizer.step()
-        show(iteration + 1, float(loss.detach()))
+        yield loss, float(loss.detach())
 
 
 @torch.no_grad()
@@ -208,11 +182,6 @@ def read_values(model: Qwen2ForSequenceClassification, scored: list[Scored]) -> 
         for row, end, one in zip(values, last.tolist(), batch, strict=True):
             found.append(row[end - len(one.response) : end + 1].clone())
     return found
-
-
-def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - var(return - value) / var(return)."""
-    return float(1 - (returns - values).var(correction=0) / returns.var(correction=0))
 
 
 def report(model: Qwen2ForSequenceClassification, scored: list[Scored]) -> dict[str, float]:
@@ -236,7 +205,7 @@ def report(model: Qwen2ForSequenceClassification, scored: list[Scored]) -> dict[
         "balanced_accuracy": float(
             (hit[rewards > 0].float().mean() + hit[rewards < 0].float().mean()) / 2
         ),
-        "explained_variance_earlier": explained_variance(earlier, returns),
+        "explained_variance_earlier": 1 - float((returns - earlier).var() / returns.var()),
         "mean_value_earlier": float(earlier.mean()),
         "mean_return_earlier": float(returns.mean()),
     }
@@ -260,13 +229,14 @@ def make(directory: Path, base: Path, recipe: Recipe) -> bool:
     """Make the HF directory, or keep it when it holds this recipe's model. True: it was made."""
     weights = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
     recipe = dataclasses.replace(recipe, base=weights)
-    return make_base_model.make(
-        directory, recipe, lambda partial: write(partial, base, recipe), "reward model"
+    made_by = making.digest(recipe, [sys.modules[__name__], making, measure, task])
+    return making.make(
+        directory, recipe, made_by, "reward model", lambda partial: write(partial, base, recipe)
     )
 
 
 def write(directory: Path, base: Path, recipe: Recipe) -> None:
-    """Train, showing progress, and write weights, config, tokenizer, report and recipe.json."""
+    """Train, showing progress, and write weights, config, tokenizer and report."""
     tokenizer = AutoTokenizer.from_pretrained(str(base))
     own = sampled(base, tokenizer, task.training_problems(recipe.sampled, recipe.seed), recipe.seed)
     model = build_model(base, recipe)
@@ -279,17 +249,13 @@ def write(directory: Path, base: Path, recipe: Recipe) -> None:
             left = (time.monotonic() - started) * (recipe.iterations / done - 1)
             print(f"reward model {done}/{recipe.iterations} loss {recent:.3f} {left:.0f} s left")
 
-    train(model, recipe, tokenizer, own, show)
+    recipe.train(model, losses(model, recipe, tokenizer, own), show)
     reports = {
         name: report(model, scored) for name, scored in held_out(base, recipe, tokenizer).items()
     }
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    for name, text in (
-        ("report.json", reports),
-        ("recipe.json", {"digest": recipe.digest(), **dataclasses.asdict(recipe)}),
-    ):
-        (directory / name).write_text(json.dumps(text, indent=2) + "\n")
+    (directory / "report.json").write_text(json.dumps(reports, indent=2) + "\n")
 
 
 def main() -> None:

@@ -216,7 +216,7 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(make_base_model, "pretrain", interrupted)
+        patch.setattr(make_base_model, "losses", interrupted)
         with pytest.raises(KeyboardInterrupt):
             make_base_model.make(tmp_path / "base", SHORT)
     assert list(tmp_path.iterdir()) == []

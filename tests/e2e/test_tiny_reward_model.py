@@ -134,7 +134,8 @@ def test_only_last_tokens_are_scored_in_training(base):
         }
     seen = []
     hook = model.score.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].detach()))
-    make_reward_model.train(model, recipe, tokenizer, own, lambda done, loss: None)
+    found = make_reward_model.losses(model, recipe, tokenizer, own)
+    recipe.train(model, found, lambda done, loss: None)
     hook.remove()
     (hidden,) = seen
     assert hidden.shape == (2, 64)
