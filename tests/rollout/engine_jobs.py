@@ -65,6 +65,35 @@ def process_state() -> str:
     return hashlib.sha256(pickle.dumps(state)).hexdigest()
 
 
+def odd_completions(tmp: Path) -> list:
+    """What generate makes of requests that end in each way; vLLM alone is a stand-in."""
+    from types import SimpleNamespace
+
+    from vapo_megatron.rollout.engine import RolloutEngine
+
+    def ended(reason, *token_ids, logprob=-0.5):
+        logprobs = [{t: SimpleNamespace(logprob=logprob)} for t in token_ids]
+        return SimpleNamespace(
+            token_ids=list(token_ids), logprobs=logprobs or None, finish_reason=reason
+        )
+
+    completions = {
+        0: ended("stop", 4, 2),
+        1: ended("length", 4, 5),
+        2: ended("abort", 4),
+        # Nothing of 3 came back.
+        4: ended("length"),
+        5: ended("stop", 2, logprob=float("nan")),
+    }
+    engine = object.__new__(RolloutEngine)
+    engine._config = config(tmp, 1)
+    engine._tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [str(i) for i in ids])
+    engine._vocab_size, engine.stop_token_ids, engine._asleep = 64, (2,), set()
+    engine.replica, engine.num_replicas, engine.policy_version = 0, 1, 7
+    engine._complete = lambda *_: completions
+    return engine.generate(prompts(3, 2), 2, 1, settings(), 7)
+
+
 class NoNetwork:
     """Records attempts to reach anything but this machine, and makes them fail."""
 

@@ -54,6 +54,16 @@ def reference(models):
     return {name: Qwen2ForCausalLM.from_pretrained(path).eval() for name, path in models.items()}
 
 
+def test_what_vllm_gives_up_is_left_out(vllm_workers, tmp_path):
+    """What is empty or not finite is not: the trainer knows what to do with it."""
+    (rollouts,) = vllm_workers.run(1, jobs.odd_completions, tmp_path)
+    assert [(r.position, r.sample, r.token_ids, r.truncated) for r in rollouts] == [
+        (0, 0, (4, 2), False), (1, 1, (4, 5), True), (4, 0, (), True), (5, 1, (2,), False),
+    ]  # fmt: skip
+    assert [r.text for r in rollouts] == ["[4, 2]", "[4, 5]", "[]", "[2]"]
+    assert rollouts[2].logprobs == () and math.isnan(rollouts[3].logprobs[0])
+
+
 def position(rollout):
     return rollout.position
 
