@@ -6,8 +6,11 @@ files (test_convert_streams.py), several machines.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import shutil
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -204,17 +207,29 @@ def test_names_are_those_of_transformer_engines_layers(tmp_path):
 
 
 def save_run(hf, out, layout, role):
+    from vapo_megatron.checkpoint_writer import CheckpointWriter
     from vapo_megatron.parallel.optimizer import build_ddp, build_optimizer
-    from vapo_megatron.parallel.sharded_state import load_sharded, save_sharded
+    from vapo_megatron.parallel.sharded_state import load_sharded
 
     loaded = load(hf, layout, role, value_head_init_std=0.3)
     chunks = build_ddp(loaded.chunks, loaded.config, loaded.chunks[0].config)
     optimizer = build_optimizer(chunks, loaded.config, role)
-    save_sharded(loaded.chunks, optimizer, out)
-    head = getattr(loaded.chunks[-1], "output_layer", None)
-    if role == "critic" and head is not None:
-        head.bias.zero_()
-    load_sharded(loaded.chunks, optimizer, out)
+    model = SimpleNamespace(
+        model=loaded.chunks,
+        chunks=chunks,
+        optimizer=optimizer,
+        num_updates=0,
+        held=lambda part: contextlib.nullcontext(),
+    )
+    changed = threading.Event()
+    with CheckpointWriter(out, loaded.config.checkpoint) as writer:
+        writer._thread.submit(changed.wait, 100)
+        writer.save(1, {role: model}, {})
+        head = getattr(loaded.chunks[-1], "output_layer", None)
+        if role == "critic" and head is not None:
+            head.bias.zero_()
+        changed.set()
+    load_sharded(loaded.chunks, optimizer, out / "step_000001" / role)
     export_hf(loaded.chunks, loaded.shape, loaded.groups, out / "export", hf, role=role)
 
 
@@ -228,9 +243,10 @@ def test_a_runs_checkpoint_becomes_its_export(workers, tmp_path, capsys, role):
     else:
         reward_model(hf, "Token", 0.5)
     workers.run(4, save_run, str(hf), out, Layout(2, 2), role)
-    assert to_hf(out, tmp_path / "b") == 2
+    saved = out / "step_000001" / role
+    assert to_hf(saved, tmp_path / "b") == 2
     assert "no config.json" in capsys.readouterr().err
-    assert to_hf(out, tmp_path / "b", "--hf", hf) == 0
+    assert to_hf(saved, tmp_path / "b", "--hf", hf) == 0
     assert_same(read(tmp_path / "b"), read(out / "export"))
     assert_same(read(tmp_path / "b"), read(hf))
     assert (tmp_path / "b/config.json").read_text() == (out / "export/config.json").read_text()

@@ -96,9 +96,10 @@ def take_snapshot(chunks: Sequence[Any], optimizer: Any, *, copy: bool) -> Snaps
 
 
 def _live_storages(chunks: Sequence[Any], optimizer: Any) -> set[int]:
-    """Return the addresses of all memory that an update changes."""
+    """Return the addresses of all memory of a model and its optimizer."""
     parameters, state, _ = find_storages(chunks, optimizer)
-    return {storage.data_ptr() for storage in [*parameters, *state]}
+    buffers = [buffer.untyped_storage() for chunk in chunks for buffer in chunk.buffers()]
+    return {storage.data_ptr() for storage in [*parameters, *state, *buffers]}
 
 
 def load_sharded(chunks: Sequence[Any], optimizer: Any, directory: Path) -> None:
