@@ -17,7 +17,7 @@ from tests.weights.tiny_hf import write_tiny_hf
 SAVED_AT, UPDATES = 2, 5
 # Type of the parameters; whether the optimizer is distributed.
 SETTINGS = [
-    ("float32", True),
+    pytest.param(("float32", True), marks=pytest.mark.slow),
     ("bfloat16", True),
     pytest.param(("float32", False), marks=pytest.mark.slow),
     pytest.param(("bfloat16", False), marks=pytest.mark.slow),

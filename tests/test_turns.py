@@ -4,6 +4,7 @@ Not exercised: a GPU's memory. vLLM's part is in tests/rollout/test_engine.py, r
 in tests/e2e/test_offload.py.
 """
 
+import contextlib
 import json
 import os
 from types import SimpleNamespace
@@ -194,6 +195,7 @@ def rows(run_dir):
     ]
 
 
+@pytest.mark.slow
 def test_a_run_by_turns_is_the_run_without_bit_by_bit(workers, tmp_path):
     hf = write_tiny_hf(tmp_path / "model", **MODEL)
     workers.run(2, dump, tmp_path / "replay", [1, 2, 3], 2)
@@ -224,9 +226,11 @@ def test_the_models_leave_before_vllm_is_closed(monkeypatch):
     from vapo_megatron import trainer
 
     closed = []
-    names = ("turns", "source")
+    names = ("turns", "source", "watchdog")
     parts = {n: SimpleNamespace(close=lambda n=n: closed.append(n)) for n in names}
+    parts["watchdog"].fail, parts["watchdog"].reporting = closed.append, contextlib.nullcontext
+    error = RuntimeError("it ended a turn")
     monkeypatch.setattr(trainer.groups, "destroy", lambda: None)
     monkeypatch.setattr(trainer.dist, "destroy_process_group", lambda: closed.append("world"))
-    trainer.VapoTrainer.__exit__(SimpleNamespace(**parts))
-    assert closed == ["turns", "source", "world"]
+    trainer.VapoTrainer.__exit__(SimpleNamespace(**parts), RuntimeError, error, None)
+    assert closed == [error, "turns", "source", "world", "watchdog"]

@@ -262,15 +262,14 @@ def test_a_killed_run_goes_on(launch, straight, tmp_path):
     given = [part for file in RECIPE_CONFIGS for part in ("--config", str(file))]
     given += [*straight.overrides, f"logging.run_dir={run_dir}", "checkpoint.every_steps=1"]
     process = launch(main, given, world_size=2)
-    metrics = run_dir / "metrics.jsonl"
+    metrics, latest = run_dir / "metrics.jsonl", run_dir / "checkpoints/latest"
     deadline = time.monotonic() + 200
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
+    while not (latest.exists() and len(metrics.read_text().splitlines()) >= 3):
         assert process.is_running() and time.monotonic() < deadline, "no third row came"
         time.sleep(0.02)
     process.kill()
-    # The row of step 2 was written; its checkpoint perhaps not yet.
-    latest = (run_dir / "checkpoints/latest").read_text()
-    assert latest in ("step_000001", "step_000002", "step_000003")
+    # The row of step 2 was written; its checkpoint is perhaps still on its way to the disk.
+    assert latest.read_text() in ("step_000001", "step_000002", "step_000003")
     done = ended(launch(main, given, world_size=2))
     assert "resumed" in done.stdout
     assert rows(run_dir) == rows(straight.out / "run"), "as if it had never been killed"
@@ -362,6 +361,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(argument, words, overrides):
     assert len([line for line in done.stderr.splitlines() if line.startswith("error:")]) == 1
 
 
+@pytest.mark.slow
 def test_an_answer_that_cannot_be_read_is_named_before_the_run(overrides, tmp_path):
     problems = tmp_path / "bad.jsonl"
     rows = [{"prompt": "Qa1b+1=", "answer": a} for a in ("2", "3", "???", "4")]
