@@ -196,8 +196,10 @@ class CheckpointWriter:
         return {}
 
     def _delete_unkept(self, step: int) -> dict[str, Written]:
-        kept = {name: getattr(self._settings, name) for name in ("keep_last", "keep_every")}
-        checkpoint_files.delete_unkept(self._root, step, **kept)
+        keep = self._settings
+        checkpoint_files.delete_unkept(
+            self._root, step, keep_last=keep.keep_last, keep_every=keep.keep_every
+        )
         return {}
 
     def __enter__(self) -> CheckpointWriter:

@@ -212,7 +212,7 @@ def _differing(arms: Sequence[Arm]) -> Iterable[tuple[str, list[str]]]:
     What fewer arms have than another value stands out; what differs among an arm's own runs, as the
     seed does, is no difference of the arms where each has the same values.
     """
-    flat = [[_flatten(run.config) for run in arm.runs] for arm in arms]
+    flat = [[flatten(run.config) for run in arm.runs] for arm in arms]
     names = dict.fromkeys(name for of_arm in flat for fields in of_arm for name in fields)
     for name in names:
         texts = [
@@ -229,7 +229,8 @@ def _differing(arms: Sequence[Arm]) -> Iterable[tuple[str, list[str]]]:
         )
 
 
-def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
+def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return every field as section.field: value."""
     fields: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict):

@@ -63,6 +63,10 @@ class PlacedModel:
             load_hf_weights(self._model, shape, hf_path, groups, role)
         self._chunks = self._model
         self._offload: Offload | None = None
+        self._prepare(config, role)
+
+    def _prepare(self, config: VapoConfig, role: Role) -> None:
+        """Make the loaded model ready for what it is for."""
 
     @property
     def model(self) -> list[Module]:
@@ -116,15 +120,7 @@ class PlacedModel:
 class FrozenModel(PlacedModel):
     """A model that never learns: no optimizer, no gradient buffers, no DDP."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        config: VapoConfig,
-        groups: ParallelGroups,
-        role: Role,
-        hf_path: str | None,
-    ) -> None:
-        super().__init__(shape, config, groups, role, hf_path)
+    def _prepare(self, config: VapoConfig, role: Role) -> None:
         for chunk in self._model:
             chunk.requires_grad_(False)
 
@@ -137,15 +133,7 @@ class FrozenModel(PlacedModel):
 class TrainedModel(PlacedModel):
     """A model that learns: `model`; `chunks`, the same with DDP; `optimizer`."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        config: VapoConfig,
-        groups: ParallelGroups,
-        role: Role,
-        hf_path: str | None,
-    ) -> None:
-        super().__init__(shape, config, groups, role, hf_path)
+    def _prepare(self, config: VapoConfig, role: Role) -> None:
         self._chunks = build_ddp(self._model, config, self._model[0].config)
         self._optimizer = build_optimizer(self._chunks, config, role)
         self._role, self._max_skipped = role, config.optimizer.max_skipped_updates

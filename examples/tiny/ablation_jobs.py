@@ -22,6 +22,7 @@ from ablation_arms import TABLES, Arm
 
 from vapo_megatron.config import VapoConfig, load_config
 from vapo_megatron.errors import UserError
+from vapo_megatron.report_comparison import flatten
 from vapo_megatron.run_directory import replace_file
 
 TINY = Path(__file__).resolve().parent
@@ -156,20 +157,11 @@ def _digest(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def flatten(config: VapoConfig) -> dict[str, Any]:
-    """Return every field as section.field: value."""
-    fields: dict[str, Any] = {}
-    for name, value in config.model_dump().items():
-        inner = value if isinstance(value, dict) else None
-        fields |= {f"{name}.{k}": v for k, v in inner.items()} if inner else {name: value}
-    return fields
-
-
 def _effective(config: VapoConfig, out: Path) -> dict[str, Any]:
     """Fields that change a result; paths as seen from the seed's directory."""
     return {
         name: value.replace(f"{out}/", "") if isinstance(value, str) else value
-        for name, value in flatten(config).items()
+        for name, value in flatten(config.model_dump()).items()
         if not name.startswith(NO_EFFECT)
     }
 
@@ -200,7 +192,7 @@ def changed(job: Job) -> list[str]:
     if state is None:
         return []
     # A field that came later had its default before.
-    before = {k: v for k, v in flatten(VapoConfig()).items() if k in job.settings}
+    before = {k: v for k, v in flatten(VapoConfig().model_dump()).items() if k in job.settings}
     before |= state["settings"]
     return [
         f"{name} is {job.settings.get(name)}, was {before.get(name)}"
