@@ -163,12 +163,12 @@ def tiny(command: str) -> str:
     return " ".join([command, *added])
 
 
-def kill_after(place: Path, command: str, metrics: Path, steps: int) -> None:
-    """Start a run, and kill all of its processes once it has made so many steps."""
+def kill_after_a_checkpoint(place: Path, command: str, run_dir: Path) -> None:
+    """Start a run, and kill all of its processes once there is something to go on from."""
     job = subprocess.Popen(**shell(place, command), start_new_session=True)
     try:
         deadline = time.monotonic() + 300
-        while not metrics.exists() or len(metrics.read_text().splitlines()) <= steps:
+        while not (run_dir / "checkpoints/latest").exists():
             assert job.poll() is None and time.monotonic() < deadline, job.communicate()[0][-3000:]
             time.sleep(0.05)
     finally:
@@ -188,7 +188,7 @@ def test_the_page_leads_from_nothing_to_an_exported_model(place):
         if addition(command) is None:
             continue
         if command.startswith("NNODES=16"):
-            kill_after(place, tiny(command), run_dir / "metrics.jsonl", steps=2)
+            kill_after_a_checkpoint(place, tiny(command), run_dir)
         shown[command] = execute(place, tiny(command))
 
     def printed(start: str) -> str:

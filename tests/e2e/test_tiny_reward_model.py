@@ -170,6 +170,7 @@ def test_same_seed_same_bytes(reward_model, base, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_right_at_the_end_and_far_too_low_before(tmp_path):
     """What value pretraining is for: accurate where it was trained, no value function elsewhere."""
     make_base_model.make(tmp_path / "base", make_base_model.Recipe())
