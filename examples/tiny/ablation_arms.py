@@ -38,7 +38,7 @@ class Table:
     more_arms: Mapping[str, Arm] = dataclasses.field(default_factory=dict)
     """Further readings, run where --arms names them."""
     has_reward_model: bool = True
-    value_steps: int = 20
+    value_steps: int = 6
     """Steps of the run that makes a seed's value checkpoint, with the same settings otherwise."""
 
 
