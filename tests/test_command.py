@@ -11,6 +11,7 @@ from vapo_megatron.errors import DataError
 def test_what_it_returns_is_printed_by_the_first_rank(capsys, monkeypatch):
     assert run("tool", lambda: "done", interrupted="x") == 0
     assert run("tool", lambda: None, interrupted="x") == 0
+    assert run("tool", lambda: 1, interrupted="x") == 1
     monkeypatch.setenv("RANK", "1")
     assert run("tool", lambda: "again", interrupted="x") == 0
     assert capsys.readouterr().out == "done\n"

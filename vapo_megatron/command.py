@@ -35,7 +35,7 @@ def run(
     interrupted: str,
     signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
 ) -> int:
-    """Do the work; the first rank prints what it returns, unless that is None.
+    """Do the work; the first rank prints what it returns, unless that is None or an exit code.
 
     Args:
         command: begins each line that is told.
@@ -44,8 +44,8 @@ def run(
         signals: those that interrupt: each ends the work as Ctrl-C does.
 
     Returns:
-        The exit code: 0; 2 with one line after an error that the user can put right; 130 when
-        interrupted.
+        The exit code: the work's, or 0; 2 with one line after an error that the user can put right;
+        130 when interrupted.
     """
     caught = []
 
@@ -68,6 +68,8 @@ def run(
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
+    if isinstance(result, int):
+        return result
     if result is not None and os.environ.get("RANK", "0") == "0":
         print(result)
     return 0

@@ -74,16 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--rerun", action="store_true", help="make again what was made with other settings"
     )
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for all arms")
-    codes: list[int] = []
 
-    def work() -> None:
-        codes.append(_ablate(parser.parse_intermixed_args(arguments)))
+    def work() -> int:
+        return _ablate(parser.parse_intermixed_args(arguments))
 
     # A terminal that closes sends SIGHUP; nohup has it ignored.
     ending = [signal.SIGINT, signal.SIGTERM]
     ending += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
     interrupted = "started again, it goes on where it was"
-    return run("ablation", work, interrupted=interrupted, signals=ending) or codes[0]
+    return run("ablation", work, interrupted=interrupted, signals=ending)
 
 
 def _ablate(args: argparse.Namespace) -> int:
