@@ -17,9 +17,10 @@ from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.early_signal import SIGNALS, EarlyStop, held_back
 
 PROGRAM = """
-import os, signal, subprocess, sys
+import multiprocessing, os, signal, subprocess, sys
 from vapo_megatron import early_signal
 early_signal.hold_back()
+lock = multiprocessing.get_context("spawn").Lock()  # Starts a helper process of Python's own.
 child = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1); print('child lives')"
 subprocess.run([sys.executable, "-c", child], check=True)
 print(early_signal.heard() or None)

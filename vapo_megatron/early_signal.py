@@ -16,6 +16,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -27,18 +28,27 @@ class Stopped(Exception):
 
 def hold_back() -> None:
     """Keep the signals pending in this process and its children."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    _block()
 
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
     """Keep the signals pending in the body, and after it too unless it fails."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    before = _block()
     try:
         yield
     except BaseException:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         raise
+
+
+def _block() -> set[signal.Signals]:
+    """Block them in this thread, and in those that it starts; return what it has blocked before."""
+    # Python starts this helper with the first memory that processes share; vLLM's first rank does,
+    # to see who is on its node. It then unblocks these two, whatever they were before, in the
+    # thread that starts it and so in all that come of that one. A helper ignores both anyway.
+    resource_tracker._IGNORED_SIGNALS = (signal.SIGINT,)  # type: ignore[attr-defined]
+    return signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def heard() -> str:
