@@ -210,7 +210,9 @@ def test_the_table_by_hand():
     assert found[3] == ("NONE (none)", ("-",) * 8 + ("",))
     assert ablation_table.against([0.91, 0.8], [0.9, 0.94]).endswith("within the spread")
     assert ablation_table.against([0.95, 0.96], [0.9, 0.94]).endswith("above")
-    lines = ablation_table.markdown(found).splitlines()
+    text, note = ablation_table.markdown(found, ["Why."]).split("\n\n")
+    lines = text.splitlines()
+    assert note == "Why.\n"
     assert [line.count("|") for line in lines] == [2 + len(ablation_table.COLUMNS)] * 6
     assert lines[4] == (
         "| NEAR (near) | 0.910 | 0.910 | -0.010 | 0.920 | 5 | 100 | 0.200 | 4.2 | 7 |"

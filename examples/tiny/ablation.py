@@ -108,7 +108,7 @@ def _ablate(args: argparse.Namespace) -> int:
             say=lambda line: print(line, flush=True),
             finished=_outcome,
         )
-        _write(root, arms, jobs)
+        _write(root, arms, jobs, () if overrides else TABLES[args.form].notes)
     print(f"{format_seconds(time.monotonic() - started)} in all")
     for name, why in failures.items():
         print(f"{name}: {why}", file=sys.stderr)
@@ -122,7 +122,7 @@ def _outcome(job: Job) -> str:
     return f"accuracy {result(rows).final:.3f}" if len(evaluated) > 1 else ""
 
 
-def _write(root: Path, arms: Mapping[str, Arm], jobs: Sequence[Job]) -> None:
+def _write(root: Path, arms: Mapping[str, Arm], jobs: Sequence[Job], notes: Sequence[str]) -> None:
     """Write table.md and comparison.html of what is finished."""
     runs = {
         name: [job for job in jobs if job.out.name == name and is_finished(job)] for name in arms
@@ -132,12 +132,13 @@ def _write(root: Path, arms: Mapping[str, Arm], jobs: Sequence[Job]) -> None:
         for name, found in runs.items()
     }
     of_arms = rows(arms, results)
-    text = markdown(of_arms)
+    text = markdown(of_arms, notes)
     replace_file(root / "table.md", text)
     print(f"\n{text}\n{root / 'table.md'}")
     done = [job.out for found in runs.values() for job in found]
     if len(done) > 1:
         lead = table(COLUMNS, [(title, [escape(c) for c in cells]) for title, cells in of_arms])
+        lead += "".join(f'<p class="about">{escape(note)}</p>' for note in notes)
         print(build_comparison(done, root / "comparison.html", by_arm=True, lead=lead))
 
 

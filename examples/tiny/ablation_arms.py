@@ -40,6 +40,8 @@ class Table:
     has_reward_model: bool = True
     value_steps: int = 6
     """Steps of the run that makes a seed's value checkpoint, with the same settings otherwise."""
+    notes: tuple[str, ...] = ()
+    """Paragraphs under the table: what does not show and why, as it was measured."""
 
 
 VAPO = Arm("VAPO", "60")

@@ -119,8 +119,8 @@ def _steps(found: float | None) -> str:
     return "never" if found is None else f"{found:.1f}"
 
 
-def markdown(of_arms: Sequence[Row]) -> str:
-    """Return rows as a table in Markdown."""
+def markdown(of_arms: Sequence[Row], notes: Sequence[str]) -> str:
+    """Return rows as a table in Markdown, with paragraphs under it."""
     lines = ["| arm | " + " | ".join(COLUMNS) + " |", "|" + "---|" * (1 + len(COLUMNS))]
     lines += ["| " + " | ".join((title, *cells)) + " |" for title, cells in of_arms]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + "".join(f"\n{note}\n" for note in notes)
