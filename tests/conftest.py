@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.browser import NEEDED, find_chromium
+from tests.fault_table import Fault, table
 from tests.launched import Launched
 from tests.workers import WorkerPool, prepare
 
@@ -64,6 +65,20 @@ def _seeded():
     """Every test starts from the same random state, on one thread."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def injected(request):
+    """injected(fault, where) -> Fault: a row of a table at the end; a test says what came of it."""
+    faults = []
+    request.config.stash[SUMMARY].append(lambda: table(faults))
+
+    def note(name, where):
+        faults.append(Fault(name, where))
+        return faults[-1]
+
+    yield note
+    assert not [fault for fault in faults if not fault.survived or fault.lost_updates]
 
 
 def _pool():

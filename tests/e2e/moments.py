@@ -1,0 +1,164 @@
+"""Moments at which a run is killed: for each a function of the package, and which call of it.
+
+tests/e2e/killed_run.py meets them, tests/e2e/test_kill_matrix.py draws and orders them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+VALUE_STEPS, POLICY_STEPS, CHECKPOINT_EVERY, EVALUATION_EVERY = 2, 5, 2, 3
+NUM_STEPS = VALUE_STEPS + POLICY_STEPS
+AT_THE_END = NUM_STEPS + 1
+"""After the last step."""
+LATER = (VALUE_STEPS + 1, NUM_STEPS - 1)
+"""First and last step: the actor learns, and one more step follows."""
+
+
+class Kind(NamedTuple):
+    """A sort of moment. What has two numbers is drawn from them and what lies between."""
+
+    target: str
+    """module:function or module:Class.method."""
+    steps: tuple[int, int] = LATER
+    """The moment is the first that comes in this step or after it."""
+    when: str = "before"
+    """The call, "after" it, or when "half" of it is done."""
+    calls: tuple[int, int] = (1, 1)
+    """Of the target, that are counted."""
+    rank: int | None = None
+    """On which it is met; None: drawn."""
+    counts: Callable[..., bool] = lambda phase, *arguments: True
+    """Is a call one of those? Given the phase and the call's arguments."""
+    starts: bool = False
+    """It is met before the first step is made again."""
+    delay_seconds: float = 0.0
+    """The longest time from then on; what passes is drawn."""
+
+
+class Moment(NamedTuple):
+    """What was drawn."""
+
+    kind: str
+    step: int
+    call: int
+    rank: int
+    delay_seconds: float
+
+
+def _is_named(name: str) -> Callable[..., bool]:
+    return lambda phase, file, *rest: str(rest[0] if rest else file).endswith(name)
+
+
+def _writes(*endings: str) -> Callable[..., bool]:
+    return lambda phase, file, data: str(file._file.name).endswith(endings)
+
+
+_SAMPLES = "vllm.v1.engine.llm_engine:LLMEngine.step"
+_PHASE = "vapo_megatron.watchdog:Watchdog._enter"
+_WRITE = "vapo_megatron.checkpoint_files:HashedFile.write"
+
+KINDS = {
+    "the first evaluation": Kind(
+        _SAMPLES, (0, 0), calls=(3, 30), counts=lambda phase, _: phase == "evaluation"
+    ),
+    "generation, value pretraining": Kind(
+        _SAMPLES, (1, VALUE_STEPS), calls=(3, 30), counts=lambda phase, _: phase == "generation"
+    ),
+    "between two updates, value pretraining": Kind(
+        "vapo_megatron.trained_model:TrainedModel.update", (1, VALUE_STEPS), "after"
+    ),
+    "generation": Kind(_SAMPLES, calls=(3, 30), counts=lambda phase, _: phase == "generation"),
+    "generation, a further round": Kind(
+        "vapo_megatron.sampling:Sampling._sample",
+        (VALUE_STEPS + 1, VALUE_STEPS + 2),
+        counts=lambda phase, self, step, version, phases, has_time, round, num: round > 0,
+    ),
+    "verification": Kind("vapo_megatron.sampling:score_rollouts"),
+    "between critic's and actor's update": Kind("vapo_megatron.actor:Actor.update"),
+    # The critic has had two.
+    "after an optimizer's step of the actor": Kind(
+        "vapo_megatron.trained_model:optimizer_step", when="after", calls=(3, 4)
+    ),
+    "sync, messages on their way": Kind(
+        "vapo_megatron.weights.transfer:_post",
+        when="after",
+        counts=lambda phase, *_: phase == "sync",
+    ),
+    "evaluation": Kind(
+        _SAMPLES,
+        (EVALUATION_EVERY, NUM_STEPS - 1),
+        calls=(3, 30),
+        counts=lambda phase, _: phase == "evaluation",
+    ),
+    "a row half written": Kind("vapo_megatron.metrics:MetricsWriter.write", when="half", rank=0),
+    "one of two models copied": Kind(
+        "vapo_megatron.checkpoint_writer:CheckpointWriter._files_of", when="after"
+    ),
+    "a model's file half written": Kind(
+        _WRITE, when="half", calls=(2, 12), counts=_writes(".distcp")
+    ),
+    "the checkpoint written, not sealed": Kind(
+        "vapo_megatron.checkpoint_files:publish", rank=0
+    ),
+    "the first checkpoint named, no `latest` yet": Kind(
+        "vapo_megatron.checkpoint_files:write_hashed",
+        (VALUE_STEPS, VALUE_STEPS),
+        rank=0,
+        counts=_is_named("latest.new"),
+    ),
+    "what is to be `latest` half written": Kind(
+        _WRITE, when="half", rank=0, counts=_writes("latest.new")
+    ),
+    "`latest` about to be replaced": Kind("os:replace", rank=0, counts=_is_named("/latest")),
+    "`latest` replaced": Kind("os:replace", when="after", rank=0, counts=_is_named("/latest")),
+    "an old checkpoint half deleted": Kind(
+        "shutil:rmtree", when="half", rank=0, counts=_is_named(".old")
+    ),
+    "resuming, one of two models loaded": Kind(
+        "vapo_megatron.checkpoint:load_sharded", when="after", starts=True
+    ),
+    "export, not in its place": Kind(
+        "vapo_megatron.weights.hf_export:replace", (AT_THE_END, AT_THE_END), rank=0, starts=True
+    ),
+    **{
+        f"any moment, {name}": Kind(_PHASE, delay_seconds=3.0)
+        for name in ("first", "second", "third")
+    },
+}  # fmt: skip
+
+
+def draw(seed: int) -> list[Moment]:
+    """Return a moment of each kind, in the order in which a run can meet them.
+
+    Each is met by a run that goes on from the last checkpoint before the moment that killed it.
+    """
+    draws = random.Random(seed)
+    moments = []
+    for name, kind in KINDS.items():
+        step, call = draws.randint(*kind.steps), draws.randint(*kind.calls)
+        rank, delay = draws.randrange(2), draws.uniform(0, kind.delay_seconds)
+        moments.append(Moment(name, step, call, rank if kind.rank is None else kind.rank, delay))
+    return sorted(moments, key=lambda moment: moment.step)
+
+
+def halves() -> dict[str, Callable[..., Any]]:
+    """Return for a target what does half of it."""
+
+    def write(original, file, data):
+        original(file, memoryview(data)[: len(data) // 2])
+
+    def write_row(original, writer, step, metrics):
+        writer._file.write(f'{{"step": {step}, "rewa')
+        writer._file.flush()
+
+    def delete(original, directory):
+        next(path for path in sorted(directory.rglob("*")) if path.is_file()).unlink()
+
+    return {
+        _WRITE: write,
+        "vapo_megatron.metrics:MetricsWriter.write": write_row,
+        "shutil:rmtree": delete,
+    }
