@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 VALUE_STEPS, POLICY_STEPS, CHECKPOINT_EVERY, EVALUATION_EVERY = 2, 5, 2, 3
@@ -49,7 +50,7 @@ class Moment(NamedTuple):
 
 
 def _is_named(name: str) -> Callable[..., bool]:
-    return lambda phase, file, *rest: str(rest[0] if rest else file).endswith(name)
+    return lambda phase, *given: any(isinstance(g, Path) and str(g).endswith(name) for g in given)
 
 
 def _writes(*endings: str) -> Callable[..., bool]:
