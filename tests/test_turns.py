@@ -8,18 +8,22 @@ import contextlib
 import json
 import os
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.dumped import MODEL, dump
 from tests.dumped import config as of_replay
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
-from vapo_megatron.config import VapoConfig
+from vapo_megatron.checkpoint_writer import CheckpointWriter
+from vapo_megatron.config import CheckpointConfig, VapoConfig
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.metrics import PHASES
-from vapo_megatron.turns import TURNS, Turns, host_bytes
+from vapo_megatron.planning.host_memory import HostBytes, host_bytes
+from vapo_megatron.turns import TURNS, Turns
 
 ROLES = ("actor", "critic", "reference")
 
@@ -109,16 +113,55 @@ def test_without_offload_all_stay(workers, tmp_path):
     assert default == found, "null: off without a GPU"
 
 
-def kept(hf, parallel, dtype):
-    """Predicted bytes of all roles in host memory, and real ones."""
+def predicted(hf, settings, place):
+    """Bytes in this process's host memory where checkpoints are copied, and where they are not."""
     from vapo_megatron.models.hf_config import read_model_shape
+
+    where = {"pp_rank": place.pp_rank, "is_first_replica": place.dp_rank == 0}
+    return [
+        host_bytes(
+            read_model_shape(hf),
+            settings.model_copy(update={"checkpoint": CheckpointConfig(asynchronous=copies)}),
+            is_offloaded=True,
+            **where,
+        )
+        for copies in (True, False)
+    ]
+
+
+def kept(hf, parallel, dtype, root):
+    """Predicted bytes; real ones: offloaded, of a checkpoint's copy, gathered of a role for it."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     settings = config(hf, dtype=dtype, world_size=2, **parallel)
     turns, _, models = built(hf, settings)
-    rank = models["actor"].groups.pp_rank
-    real = sum(model._offload.num_bytes for model in models.values())
+    offloaded = sum(model._offload.num_bytes for model in models.values())
+    copied, gathered = {}, [0]
+    write, gather = CheckpointWriter._write, DistributedOptimizer.get_parameter_state_dp_zero
+
+    def see_copies(writer, files):
+        chunks = [c for content in files.values() if isinstance(content, list) for c in content]
+        storages = [tensor.untyped_storage() for _, tensor in chunks]
+        copied.update({s.data_ptr(): s.nbytes() for s in storages})
+        write(writer, files)
+
+    def see_gathered(*arguments, **options):
+        found = gather(*arguments, **options)
+        buffers = [
+            t for name, b in found.items() if name != "buckets_coalesced" for t in b.values()
+        ]
+        tensors = [t for of_buffer in buffers for t in of_buffer.values() if torch.is_tensor(t)]
+        gathered.append(sum(t.nbytes for t in tensors))
+        return found
+
+    seen = mock.patch.multiple(CheckpointWriter, _write=see_copies)
+    with seen, mock.patch.object(
+        DistributedOptimizer, "get_parameter_state_dp_zero", see_gathered
+    ), CheckpointWriter(root, CheckpointConfig()) as writer:  # fmt: skip
+        writer.save(1, {role: models[role] for role in ("actor", "critic")}, {})
+        real = HostBytes(offloaded, sum(copied.values()))
     turns.close()
-    return host_bytes(read_model_shape(hf), settings, pp_rank=rank), real
+    return predicted(hf, settings, models["actor"].groups), real, max(gathered)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +175,21 @@ def kept(hf, parallel, dtype):
 )
 def test_host_bytes_are_known_beforehand(workers, tmp_path, dtype, parallel):
     hf = write_tiny_hf(tmp_path, num_layers=2, hidden=64, heads=2, kv_heads=2, ffn=96, vocab=300)
-    found = workers.run(2, kept, hf, parallel, dtype)
-    for predicted, real in found:
+    found = workers.run(2, kept, hf, parallel, dtype, tmp_path / "checkpoints")
+    for rank, ((copying, waiting), real, gathered) in enumerate(found):
+        is_first = rank == 0 or len(parallel) > 0
         if parallel.get("use_distributed_optimizer", True):
             # A rank's part of the buffers ends where parameters or their padding do.
-            assert 0.98 * predicted <= real <= predicted
+            assert 0.98 * copying.offloaded <= real.offloaded <= copying.offloaded
+            assert gathered == pytest.approx(waiting.checkpoint, rel=0.02) > 0
         else:
-            assert real == predicted
+            assert real.offloaded == copying.offloaded
+            assert gathered == waiting.checkpoint == 0
+        # Norms, which both tensor-parallel ranks have, are the first one's to write.
+        assert is_first == (real.checkpoint > 0)
+        expected = real.checkpoint if is_first else gathered
+        assert copying.checkpoint == pytest.approx(expected, rel=0.02) > 0
+        assert waiting.offloaded == copying.offloaded
 
 
 def refused(hf):
@@ -150,14 +201,16 @@ def refused(hf):
     with pytest.raises(ConfigError) as error:
         Turns(shape, settings, place, source)
     assert source.left == 1, "what it keeps on the host while it is away counts"
-    return str(error.value), host_bytes(shape, settings, pp_rank=0)
+    return str(error.value), predicted(hf, settings, place)[0]
 
 
 def test_a_node_without_the_memory_is_refused_before_the_models_are_built(workers, tmp_path):
     hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
     ((message, needed),) = workers.run(1, refused, hf)
-    assert f"parallel.offload=true needs {needed / 1e9:.3g} GB" in message
-    assert "0.0001 GB are allowed by parallel.host_memory_gb" in message
+    assert f"this run needs {needed.total / 1e9:.3g} GB of host memory on the node of" in message
+    parts = [f"{n / 1e9:.3g} for {what}" for n, what in zip(needed, ("what is offloaded", "a che"))]
+    assert f"({parts[0]}, {parts[1]}ckpoint), but 0.0001 GB are allowed by parallel.hos" in message
+    assert message.endswith("or set checkpoint.asynchronous=false or parallel.offload=false")
 
 
 def replayed(hf, dumped, run_dir, offload, steps, port, every_steps=1):

@@ -114,7 +114,7 @@ def add_cluster(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--gpu-memory", type=size, metavar="80GB", help="default: the data sheet's")
     group.add_argument(
-        "--host-memory", type=size, metavar="2TB", help="of a node, for offload (default: enough)"
+        "--host-memory", type=size, metavar="2TB", help="of a node (default: enough)"
     )
     for name, unit, what in (
         ("tflops", "TFLOP/s", "dense bfloat16 (default: the data sheet's)"),

@@ -101,8 +101,8 @@ class ParallelConfig(Section):
     )
     host_memory_gb: float | None = _field(
         None,
-        "Host memory of a node that offload may use, in 1e9 bytes; null: what the machine has "
-        "available.",
+        "Host memory of a node that offload and checkpoints may use, in 1e9 bytes; "
+        "null: what the machine has available.",
         gt=0,
     )
     gpu_memory_gb: float = _field(

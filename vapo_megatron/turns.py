@@ -17,7 +17,8 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import ParallelGroups
 from vapo_megatron.parallel.offload import Held, check_host_memory, expandable_segments, is_on
-from vapo_megatron.planning.model_bytes import Role, state_bytes
+from vapo_megatron.planning.host_memory import host_bytes
+from vapo_megatron.planning.model_bytes import Role
 from vapo_megatron.rollout_source import RolloutSource
 from vapo_megatron.trained_model import PlacedModel
 
@@ -42,7 +43,7 @@ class Turns:
         """Let the source leave the device: the models are built next. Collective.
 
         Raises:
-            ConfigError: a node lacks the host memory for all roles.
+            ConfigError: a node lacks the host memory for all roles and for a checkpoint.
         """
         self._source = source
         self._models: dict[str, PlacedModel] = {}
@@ -50,8 +51,21 @@ class Turns:
         if self.is_on:
             # First, for vLLM keeps some of itself in host memory while it sleeps.
             source.leave_device()
-            needed = host_bytes(shape, config, pp_rank=groups.pp_rank)
-            check_host_memory(needed, config.parallel)
+        needed = host_bytes(
+            shape,
+            config,
+            pp_rank=groups.pp_rank,
+            is_first_replica=groups.dp_rank == 0,
+            is_offloaded=self.is_on,
+        )
+        remedies = ["checkpoint.asynchronous=false"] * config.checkpoint.asynchronous
+        remedies += ["parallel.offload=false"] * self.is_on
+        if remedies:
+            check_host_memory(
+                {"what is offloaded": needed.offloaded, "a checkpoint": needed.checkpoint},
+                config.parallel,
+                remedies,
+            )
 
     def join(self, role: Role, model: PlacedModel) -> PlacedModel:
         """Let a model that was just built take turns from now on, and return it."""
@@ -78,13 +92,3 @@ class Turns:
         """Give back the memory of models that take turns; they must not be used any more."""
         for model in self._models.values():
             model.close()
-
-
-def host_bytes(shape: ModelShape, config: VapoConfig, *, pp_rank: int) -> int:
-    """Return what one process keeps of all roles in host memory, or up to 1% less.
-
-    Gradients are not kept: between updates they are zero.
-    """
-    roles = config.algorithm.roles
-    of_roles = [state_bytes(shape, config, role, pp_rank=pp_rank) for role in roles]
-    return sum(role.parameters + role.optimizer for role in of_roles)

@@ -14,6 +14,7 @@ from tests.planning.shapes import LAYER, VOCABULARY, make_config
 from vapo_megatron.models.known import known_shape
 from vapo_megatron.parallel import score_chunks
 from vapo_megatron.planning import activations, memory, model_bytes, plan
+from vapo_megatron.planning.host_memory import checkpoint_bytes, host_bytes_per_node
 from vapo_megatron.weights import shards
 
 GPU_BYTES = 80 * 10**9
@@ -90,9 +91,10 @@ def test_what_is_not_at_work_leaves_the_gpu(shape):
         last = memory.phase_memory(shape, config, gpu_bytes=GPU_BYTES, pp_rank=3)[scores]
         assert last.logits > 0
     # On the host the reference has its parameters alone.
-    without = memory.host_bytes_per_node(shape, make_config(), gpus_per_node=8)
-    more = memory.host_bytes_per_node(shape, config, gpus_per_node=8) - without
-    assert more == 8 * 2 * (16 * LAYER + VOCABULARY)
+    without = host_bytes_per_node(shape, make_config(), gpus_per_node=8)
+    more = host_bytes_per_node(shape, config, gpus_per_node=8)
+    assert more.offloaded - without.offloaded == 8 * 2 * (16 * LAYER + VOCABULARY)
+    assert more.checkpoint == without.checkpoint, "which does not hold it"
 
 
 def test_without_offload_everything_stays(shape):
@@ -105,7 +107,7 @@ def test_without_offload_everything_stays(shape):
         assert phase.sampler_weights == away["generation"].sampler_weights
         assert phase.kv_cache == away["generation"].kv_cache > 0
         assert (phase.activations, phase.logits) == (away[name].activations, away[name].logits)
-    assert memory.host_bytes_per_node(shape, config, gpus_per_node=8) == 0
+    assert host_bytes_per_node(shape, config, gpus_per_node=8).offloaded == 0
 
 
 def test_without_a_critic_there_is_half_of_it(shape):
@@ -119,10 +121,11 @@ def test_without_a_critic_there_is_half_of_it(shape):
         assert set(phases) == {"generation", "logprobs", "actor_update", "sync"}
         update = phases["actor_update"]
         assert (update.parameters, update.gradients, update.optimizer) == (2 * n, 4 * n, 3 * n)
-        host = memory.host_bytes_per_node(shape, config, gpus_per_node=8)
+        host = host_bytes_per_node(shape, config, gpus_per_node=8)
         # The actor's last stage has a norm more.
-        assert host == (8 * 5 * (n + 5120) if offload else 0)
-    assert memory.checkpoint_bytes(shape, config) == 14 * 32_769_119_232
+        assert host.offloaded == (8 * 5 * (n + 5120) if offload else 0)
+        assert host.checkpoint == 8 * 14 * (n + 5120)
+    assert checkpoint_bytes(shape, config) == 14 * 32_769_119_232
 
 
 def test_reserve(shape):
@@ -173,16 +176,42 @@ def test_step_of_torchs_adam_needs_room(shape):
 def test_host_memory_of_a_node(shape):
     # 8 GPUs of the first stage: of each role 2 n of parameters and 3 n of optimizer state.
     n = 16 * LAYER + VOCABULARY
-    found = memory.host_bytes_per_node(shape, make_config(), gpus_per_node=8)
-    assert found == 8 * 2 * 5 * n == 85_840_199_680
+    found = host_bytes_per_node(shape, make_config(), gpus_per_node=8)
+    # They are the first replica's, too: 2 n of parameters and 12 n of optimizer state, not shared.
+    assert found == (8 * 2 * 5 * n, 8 * 2 * 14 * n) == (85_840_199_680, 240_352_559_104)
     one = make_config(1, 1, 1, vllm_tp=1)
     small = known_shape("Qwen2.5-0.5B")
-    assert memory.host_bytes_per_node(small, one, gpus_per_node=8) == sum(
+    assert host_bytes_per_node(small, one, gpus_per_node=8).offloaded == sum(
         s.parameters + s.optimizer
         for s in (
             model_bytes.state_bytes(small, one, role, pp_rank=0) for role in ("actor", "critic")
         )
     )
+
+
+def test_host_memory_of_a_checkpoint_by_layout(shape):
+    def held(*sizes, asynchronous=True, **fields):
+        config = make_config(*sizes, **fields)
+        checkpoint = config.checkpoint.model_copy(update={"asynchronous": asynchronous})
+        config = config.model_copy(update={"checkpoint": checkpoint})
+        return host_bytes_per_node(shape, config, gpus_per_node=8).checkpoint
+
+    # TP 8: a node is one replica's, and the first one's is the fullest.
+    n = 16 * LAYER + VOCABULARY
+    assert held() == 8 * 2 * 14 * n
+    assert held(asynchronous=False) == 8 * 12 * n
+    whole = {"use_distributed_optimizer": False}
+    assert held(**whole) == 8 * 2 * 14 * n
+    assert held(asynchronous=False, **whole) == 0
+    wide = {"model": {"dtype": "float32"}}
+    assert held(**wide) == 8 * 2 * 16 * n and held(**wide, **whole) == 8 * 2 * 12 * n
+    # TP 2 x DP 4: two of a node's GPUs copy, and six hold what is gathered of a role; x PP 4.
+    copies, gathered = held(2, 4, 1, **whole) / 8, held(2, 4, 1, asynchronous=False) / 8
+    assert held(2, 4, 4) == 2 * copies + 6 * gathered
+    # TP 2 x DP 2: two stages on a node, so four copy.
+    assert held(2, 4, 2) == 4 * copies + 4 * gathered
+    # TP 2 x DP 3: of the ranks 0, 1, 6, 7 on the first node.
+    assert held(2, 4, 3) == 4 * copies + 4 * gathered
 
 
 def test_checkpoint_of_32b(shape):
@@ -191,12 +220,12 @@ def test_checkpoint_of_32b(shape):
     # critic  64 * 487605248 + 5120 + 781189120 + 5120     = 31987935232
     # 14 bytes each: bfloat16, and float32 main parameters and two moments.
     elements = 32_769_119_232 + 31_987_935_232
-    assert memory.checkpoint_bytes(shape, make_config()) == 14 * elements == 906_598_762_496
+    assert checkpoint_bytes(shape, make_config()) == 14 * elements == 906_598_762_496
     # Of float32 parameters the distributed optimizer writes its shards again.
     wide = make_config(model={"dtype": "float32"})
-    assert memory.checkpoint_bytes(shape, wide) == 16 * elements
+    assert checkpoint_bytes(shape, wide) == 16 * elements
     whole = make_config(model={"dtype": "float32"}, use_distributed_optimizer=False)
-    assert memory.checkpoint_bytes(shape, whole) == 12 * elements
+    assert checkpoint_bytes(shape, whole) == 12 * elements
 
 
 def test_constants_are_those_of_the_files_that_load_torch():

@@ -14,7 +14,8 @@ import pytest
 from tests.planning.measured import checkpoint_size, measure
 from tests.planning.shapes import small_shape
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.planning import activations, memory
+from vapo_megatron.planning import activations
+from vapo_megatron.planning.host_memory import checkpoint_bytes
 from vapo_megatron.planning.model_bytes import state_bytes
 
 TOKENS = 512
@@ -121,4 +122,4 @@ def test_prediction_is_what_is_allocated_in_every_mode(workers, case):
 def test_checkpoints_have_the_predicted_size(workers, tmp_path, layout, dtype):
     shape, config = _shape(), _config(layout, "none", dtype)
     sizes = workers.run(2, checkpoint_size, shape, config, str(tmp_path), timeout_seconds=400)
-    assert memory.checkpoint_bytes(shape, config) == pytest.approx(sizes[0], rel=STATE_TOLERANCE)
+    assert checkpoint_bytes(shape, config) == pytest.approx(sizes[0], rel=STATE_TOLERANCE)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -224,31 +224,35 @@ class HostBuffer:
         self.tensor = torch.empty(0, dtype=torch.uint8)
 
 
-def check_host_memory(needed_bytes: int, parallel: ParallelConfig) -> None:
+def check_host_memory(
+    needed: Mapping[str, int], parallel: ParallelConfig, remedies: Sequence[str]
+) -> None:
     """Refuse a run whose processes together need more than their node has. Collective.
 
     Args:
-        needed_bytes: of this process.
+        needed: bytes of this process, by what they are for; the same names on every rank.
         parallel: host_memory_gb is used.
+        remedies: what to set to need less.
 
     Raises:
         ConfigError: on every rank, with what the first such node needs and has.
     """
     world_size = dist.get_world_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    found: list[tuple[int, int]] = [(0, 0)] * world_size
-    dist.all_gather_object(found, (needed_bytes, available_host_bytes()))
+    found: list[tuple[list[int], int]] = [([], 0)] * world_size
+    dist.all_gather_object(found, (list(needed.values()), available_host_bytes()))
     for first in range(0, world_size, local_size):
         of_node = found[first : first + local_size]
-        needed = sum(n for n, _ in of_node) / GB
+        parts = [sum(part) / GB for part in zip(*(n for n, _ in of_node))]
         available, source = min(a for _, a in of_node) / GB, "are available"
         if parallel.host_memory_gb is not None:
             available, source = parallel.host_memory_gb, "are allowed by parallel.host_memory_gb"
-        if needed > available:
+        if sum(parts) > available:
+            each = ", ".join(f"{part:.3g} for {what}" for part, what in zip(parts, needed))
             raise ConfigError(
-                f"parallel.offload=true needs {needed:.3g} GB of host memory on the node of rank "
-                f"{first}, but {available:.3g} GB {source}; use more nodes, raise "
-                "parallel.host_memory_gb, or set parallel.offload=false"
+                f"this run needs {sum(parts):.3g} GB of host memory on the node of rank {first} "
+                f"({each}), but {available:.3g} GB {source}; use more nodes, raise "
+                f"parallel.host_memory_gb, or set {' or '.join(remedies)}"
             )
 
 

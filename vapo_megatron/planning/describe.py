@@ -16,6 +16,7 @@ from vapo_megatron.models.hf_config import (
 )
 from vapo_megatron.planning import memory
 from vapo_megatron.planning.cluster import GB, Cluster
+from vapo_megatron.planning.host_memory import checkpoint_bytes, host_bytes_per_node
 from vapo_megatron.planning.memory import PhaseMemory
 from vapo_megatron.planning.plan import (
     Plan,
@@ -194,9 +195,12 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
 def _elsewhere(shape: ModelShape, plan: Plan) -> Iterable[str]:
     """What is kept in host memory and on disk, of all roles together."""
     c = plan.cluster
-    host = memory.host_bytes_per_node(shape, plan.config, gpus_per_node=c.gpus_per_node)
-    yield f"  host memory: {host / GB:.0f} GB a node for what is offloaded"
-    disk = memory.checkpoint_bytes(shape, plan.config)
+    host = host_bytes_per_node(shape, plan.config, gpus_per_node=c.gpus_per_node)
+    yield (
+        f"  host memory: {host.offloaded / GB:.0f} GB a node for what is offloaded, "
+        f"{host.checkpoint / GB:.0f} GB while a checkpoint is made"
+    )
+    disk = checkpoint_bytes(shape, plan.config)
     seconds = disk / (c.storage_gb_per_second * GB)
     yield (
         f"  checkpoint: {disk / 1e12:.2f} TB, {seconds:.0f} s at {c.storage_gb_per_second:g} GB/s"

@@ -1,4 +1,4 @@
-"""Bytes on one GPU in each phase of a step, and on a node and on disk, by arithmetic alone.
+"""Bytes on one GPU in each phase of a step, by arithmetic alone.
 
 What is counted, and from where: parameters, gradients and optimizer state as megatron-core lays
 them out (model_bytes.py); activations tensor by tensor as the layers save them (activations.py);
@@ -13,7 +13,7 @@ Not modelled: inputs that model.fp8 saves in FP8 (counted in bfloat16: too many 
 a frozen attention need not save (counted), the batch itself (about 60 bytes a token), cuBLAS and
 NVSHMEM workspaces, NCCL's growth with the number of nodes, the frozen part of a critic's checkpoint
 (counted with an optimizer), what other processes hold on the GPU, evaluation (as generation),
-loading, exporting and checkpointing weights, and on the host anything but the offloaded state.
+loading, exporting and checkpointing weights. What a node and a disk hold is in host_memory.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.models.hf_config import ModelShape, padded_vocab_size, parameter_count
+from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning.activations import (
     inference_bytes,
     microbatch_tokens,
@@ -236,22 +236,6 @@ def kv_cache_tokens(shape: ModelShape, config: VapoConfig, *, gpu_bytes: int) ->
     return cache // block * VLLM_BLOCK_TOKENS
 
 
-def host_bytes_per_node(shape: ModelShape, config: VapoConfig, *, gpus_per_node: int) -> int:
-    """Host memory of the offloaded parameters and optimizer states of all roles on one node.
-
-    Of the fullest node: one whose GPUs all belong to the fullest stage. Gradients are dropped, not
-    kept: they are zero between updates. 0 without offload.
-    """
-    if not offloads(config):
-        return 0
-    largest = 0
-    for stage in outer_stages(config):
-        roles = config.algorithm.roles
-        states = [state_bytes(shape, config, role, pp_rank=stage) for role in roles]
-        largest = max(largest, sum(s.parameters + s.optimizer for s in states))
-    return largest * min(gpus_per_node, config.parallel.world_size)
-
-
 def outer_stages(config: VapoConfig) -> set[int]:
     """Return the first pipeline stage and the last: one of them is the fullest.
 
@@ -259,24 +243,3 @@ def outer_stages(config: VapoConfig) -> set[int]:
     embedding nor the output.
     """
     return {0, config.parallel.pipeline_model_parallel_size - 1}
-
-
-def checkpoint_bytes(shape: ModelShape, config: VapoConfig) -> int:
-    """Size on disk of one checkpoint of the whole job: its models and their optimizers.
-
-    Each parameter once, however many ranks hold it: in the model's dtype, and in float32 Adam's two
-    moments and what the optimizer updates, the main parameters of bfloat16 models or the
-    distributed optimizer's shards. Padding of the vocabulary counts.
-    """
-    parallel = config.parallel
-    tp_size = parallel.tensor_model_parallel_size
-    rows = padded_vocab_size(shape, config.model.make_vocab_size_divisible_by, tp_size)
-    padding = (rows - shape.vocab_size) * shape.hidden_size
-    elements = 0
-    if "actor" in config.algorithm.trained_roles:
-        elements += parameter_count(shape) + padding * (1 if shape.tied else 2)
-    if "critic" in config.algorithm.trained_roles:
-        elements += parameter_count(shape, value_head=True) + padding
-    size = DTYPE_BYTES[config.model.dtype]
-    has_main = size < 4 or parallel.use_distributed_optimizer
-    return elements * (size + 8 + (4 if has_main else 0))

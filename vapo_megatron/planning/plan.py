@@ -15,6 +15,7 @@ from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning import memory
 from vapo_megatron.planning.cluster import GB, Cluster
 from vapo_megatron.planning.generation import Generation, generation
+from vapo_megatron.planning.host_memory import host_bytes_per_node
 from vapo_megatron.planning.memory import PhaseMemory
 from vapo_megatron.planning.model_bytes import state_bytes
 from vapo_megatron.planning.roofline import Phase, scoring, sync_seconds, update
@@ -193,12 +194,21 @@ def misfit(
 
 
 def host_misfit(shape: ModelShape, config: VapoConfig, gpus_per_node: int) -> str | None:
-    """Say why what is offloaded exceeds parallel.host_memory_gb; None: it does not, or no limit."""
+    """Say why a node needs more than parallel.host_memory_gb; None: it does not, or no limit."""
     limit = config.parallel.host_memory_gb
-    needed = memory.host_bytes_per_node(shape, config, gpus_per_node=gpus_per_node)
-    if limit is None or needed <= limit * GB:
+    needed = host_bytes_per_node(shape, config, gpus_per_node=gpus_per_node)
+    if limit is None or needed.total <= limit * GB:
         return None
-    return f"offload needs {needed / GB:.1f} GB of a node's {limit:.1f} GB of host memory"
+    remedy = ""
+    if config.checkpoint.asynchronous:
+        waiting = config.checkpoint.model_copy(update={"asynchronous": False})
+        other = config.model_copy(update={"checkpoint": waiting})
+        less = host_bytes_per_node(shape, other, gpus_per_node=gpus_per_node)
+        remedy = f"; with checkpoint.asynchronous=false {less.total / GB:.1f}"
+    return (
+        f"offload needs {needed.offloaded / GB:.1f} GB and a checkpoint "
+        f"{needed.checkpoint / GB:.1f} of a node's {limit:.1f} GB of host memory{remedy}"
+    )
 
 
 def largest_parts(phase: PhaseMemory, count: int = 3) -> list[tuple[str, int]]:
