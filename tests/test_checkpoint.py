@@ -28,8 +28,9 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
     """Losses of a critic's updates; saves after saved_at, or starts from what was saved there."""
     import torch.distributed as dist
 
-    from vapo_megatron import checkpoint
     from vapo_megatron.batch import RolloutBatch, make_micro_batch
+    from vapo_megatron.checkpoint import load_run
+    from vapo_megatron.checkpoint_files import newest_whole
     from vapo_megatron.checkpoint_writer import CheckpointWriter
     from vapo_megatron.config import VapoConfig
     from vapo_megatron.models.build import values_of
@@ -74,7 +75,7 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
 
     start = 0
     if load:
-        start, state = checkpoint.load_latest(root, {"critic": model})
+        start, state = load_run(newest_whole(root), {"critic": model})
         assert (start, state) == (saved_at, {"position": 7})
     losses, over = [], threading.Event()
     with CheckpointWriter(root, config.checkpoint) as writer:

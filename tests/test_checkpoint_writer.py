@@ -214,7 +214,8 @@ def load_others(hf, root, shape):
     """Save a critic, and try to load what is made of it, also where nobody has looked at it before;
     what loading says of each.
     """
-    from vapo_megatron.checkpoint import load_latest
+    from vapo_megatron.checkpoint import load_run
+    from vapo_megatron.checkpoint_files import newest_whole
     from vapo_megatron.checkpoint_writer import CheckpointWriter
     from vapo_megatron.config import VapoConfig
     from vapo_megatron.errors import CheckpointError
@@ -232,7 +233,7 @@ def load_others(hf, root, shape):
     def refusal(model):
         before = [p.clone() for p in model.model[0].parameters()]
         with pytest.raises(CheckpointError) as error:
-            load_latest(root, {"critic": model})
+            load_run(newest_whole(root), {"critic": model})
         same = zip(before, model.model[0].parameters(), strict=True)
         assert all(torch.equal(a, b) for a, b in same), "nothing was loaded"
         return str(error.value)
@@ -250,7 +251,7 @@ def load_others(hf, root, shape):
             load_model_weights(model.model, root / f"step_{step:06d}/critic")
     with CheckpointWriter(root, settings()) as writer:
         writer.save(step + 1, {"critic": model}, {})
-    assert load_latest(root, {"critic": model}) == (step + 1, {})
+    assert load_run(newest_whole(root), {"critic": model}) == (step + 1, {})
     found["shape"] = refusal(build(shape))
     found["optimizer"] = refusal(build(hf, distributed=False))
     return found

@@ -61,7 +61,8 @@ def gradients(critic):
 
 def learn(hf, root, layout, dtype):
     """Judged here, on every rank."""
-    from vapo_megatron import checkpoint
+    from vapo_megatron.checkpoint import load_run
+    from vapo_megatron.checkpoint_files import newest_whole
     from vapo_megatron.checkpoint_writer import CheckpointWriter
     from vapo_megatron.config import CheckpointConfig
     from vapo_megatron.parallel import groups
@@ -88,7 +89,7 @@ def learn(hf, root, layout, dtype):
     again.trained.close()
     again = build(hf, layout, dtype, freeze=True)
     again.trained.offload()
-    assert checkpoint.load_latest(root, {"critic": again.trained}) == (1, {})
+    assert load_run(newest_whole(root), {"critic": again.trained}) == (1, {})
     with again.trained.held("training"):
         resumed = [again.update([mini_batch_of(again)]) for _ in range(UPDATES - 1)]
         assert resumed == metrics[1:]

@@ -19,6 +19,8 @@ from tests.dumped import MODEL, config, dump, rollouts
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
 from vapo_megatron.errors import ConfigError, DataError
+from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.replay import check_dump
 from vapo_megatron.rollout_dump import read_file, read_headers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,21 +95,16 @@ def test_a_damaged_dump_is_named(root, how):
             read_file(path)
 
 
-def _replay(hf, root, sections, steps):
+def _replay(hf, root, sections, step):
     """What a user is told, or the positions that this rank reads; a worker's function."""
-    from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
     from vapo_megatron.replay import Replay
 
-    settings = config(hf, **sections)
-    place = groups.initialize(settings.parallel)
+    replay = Replay(root, groups.initialize(config(hf, **sections).parallel))
     try:
-        replay = Replay(root, settings, read_model_shape(settings.model.hf_path), place)
-        replay.check(steps)
-        phase = contextlib.nullcontext
-        scored, metrics = replay.rollouts(steps.start, 0, phase, trains_actor=True)
+        scored, metrics = replay.rollouts(step, 0, contextlib.nullcontext, trains_actor=True)
         assert metrics == {}, "nothing is sampled"
-    except (ConfigError, DataError) as error:
+    except DataError as error:
         return str(error)
     return [s.rollout.position for s in scored]
 
@@ -115,8 +112,8 @@ def _replay(hf, root, sections, steps):
 def test_ranks_read_consecutive_files(root, hf, workers):
     """Groups stay together: the first rank writes some of them for people."""
     two = {"parallel": {"world_size": 2}}
-    assert workers.run(1, _replay, hf, root, {}, range(1)) == [list(range(16))]
-    assert workers.run(2, _replay, hf, root, two, range(2)) == [list(range(8)), list(range(8, 16))]
+    assert workers.run(1, _replay, hf, root, {}, 0) == [list(range(16))]
+    assert workers.run(2, _replay, hf, root, two, 0) == [list(range(8)), list(range(8, 16))]
 
 
 def _plan(hf, root, sections, port):
@@ -167,19 +164,22 @@ def test_any_number_of_ranks_makes_the_same_step(root, hf, workers):
     ],
     ids=["steps", "responses", "groups", "length", "positions", "vocabulary"],
 )
-def test_a_dump_that_does_not_fit_is_refused(root, hf, workers, tmp_path, sections, steps, words):
+def test_a_dump_that_does_not_fit_is_refused(root, hf, tmp_path, sections, steps, words):
+    check_dump(root.parent, config(hf), read_model_shape(hf), range(2))
     if "model" in sections:
         small = write_tiny_hf(tmp_path / "small", **{**MODEL, "vocab": 56})
         sections = {"model": {"hf_path": str(small)}}
-    message = workers.run(1, _replay, hf, root, sections, steps)[0]
+    settings = config(hf, **sections)
+    with pytest.raises((ConfigError, DataError)) as error:
+        check_dump(root, settings, read_model_shape(settings.model.hf_path), steps)
     for word in words:
-        assert word in message
+        assert word in str(error.value)
 
 
 def test_a_file_that_one_rank_cannot_read_stops_all(root, hf, workers):
     damage(root, "flipped")
     two = {"parallel": {"world_size": 2}}
-    first, second = workers.run(2, _replay, hf, root, two, range(1, 2))
+    first, second = workers.run(2, _replay, hf, root, two, 1)
     assert first == second
     assert "rank_00001.safetensors" in first and "checksum" in first
 

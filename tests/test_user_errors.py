@@ -1,8 +1,8 @@
 """A user's mistakes: one line with the remedy and exit code 2, from --dry-run and on every rank.
 
 The command runs in this process, up to where it would build the trainer; torchrun is real where it
-is named. Not exercised: mistakes that only the verifier or vLLM can find (tests/e2e/test_run.py),
-what each single message says (the tests of each room).
+is named. Not exercised: mistakes that only vLLM can find (tests/e2e/test_run.py), what each single
+message says (the tests of each room).
 """
 
 import json
@@ -21,12 +21,15 @@ from tests.sealed import seal
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
 from tools import convert_hf_to_megatron, evaluate
+from vapo_megatron.batch import Prompt, Rollout, ScoredRollout
 from vapo_megatron.config import ParallelConfig
+from vapo_megatron.rollout_dump import _write_file
 from vapo_megatron.train import main
 from vapo_megatron.weights.to_megatron import convert_to_megatron
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 64
+DUMPED = "dumped/replay/step_000001/rank_00000.safetensors"
 SIZES = {"num_layers": 2, "hidden": 32, "ffn": 32, "vocab": VOCABULARY}
 
 
@@ -110,6 +113,23 @@ def other_checkpoint(run):
     return change
 
 
+def dump(vocab_size=VOCABULARY, **sizes):
+    """Leave a run directory with the first step's responses, of a model with these token ids."""
+
+    def change(place):
+        sizes_of = {"num_responses": 4, "group_size": 2, **sizes}
+        prompts = [Prompt(i, "w3", (3, vocab_size - 1), "5") for i in (0, 0, 1, 1)]
+        scored = [
+            ScoredRollout(Rollout(p, i % 2, i, (4, 2), (-1.0, -1.0), False, "w4", 0), "wrong", 0.0)
+            for i, p in enumerate(prompts)
+        ]
+        file = place / DUMPED
+        file.parent.mkdir(parents=True)
+        _write_file(file, scored, 1, **sizes_of)
+
+    return change
+
+
 def cut_short(place):
     """Leave the weights half fetched."""
     os.truncate(place / "model/model.safetensors", 20_000)
@@ -119,6 +139,11 @@ def nothing(place):
     """No file is wrong."""
 
 
+REPLAY = [
+    "--replay", "{place}/dumped", "algorithm.responses_per_step=4", "algorithm.group_size=2",
+    "algorithm.mini_batch_size=4", "algorithm.value_pretraining_steps=0",
+    "algorithm.policy_steps=1",
+]  # fmt: skip
 # what: (what is done to the files, overrides, words of the message)
 MISTAKES = {
     "unknown key": (nothing, ["algorithm.gama=1"], "did you mean algorithm.gamma?"),
@@ -147,6 +172,35 @@ MISTAKES = {
     "empty data": (
         lambda place: (place / "train.jsonl").write_text("\n"), [],
         "train.jsonl holds no problems; give a file with at least one row",
+    ),
+    "long prompt": (
+        append("train.jsonl", '{"prompt": "w1 w2 w3 w4 w5 w6 w7 w8 w9", "answer": 1}'), [],
+        "train.jsonl: problem 3 (from 0) has 9 tokens, more than rollout.max_prompt_tokens=8: 'w1",
+    ),
+    "long held-out prompt": (
+        append("test.jsonl", '{"prompt": "w1 w2 w3 w4 w5 w6 w7 w8 w9", "answer": 1}'), [],
+        "test.jsonl: problem 3 (from 0) has 9 tokens, more than rollout.max_prompt_tokens=8: 'w1",
+    ),
+    "no answer": (
+        append("train.jsonl", '{"prompt": "w1", "answer": " "}'), [],
+        "train.jsonl, line 4: answer=' ' must be a number or a text that is not empty; correct or",
+    ),
+    "no dump": (nothing, ["--replay", "{place}"], "{place} holds no dumped steps; give a run dir"),
+    "dump of another model": (
+        dump(VOCABULARY + 6), REPLAY,
+        "rank_00000.safetensors holds token id 69, outside the vocabulary of 64; set model.hf_path",
+    ),
+    "dump of another configuration": (
+        dump(group_size=4), REPLAY,
+        "was dumped with 4, but algorithm.group_size=2; set algorithm.group_size=4",
+    ),
+    "dump of fewer steps": (
+        dump(), [*REPLAY, "algorithm.policy_steps=3"],
+        "replay holds step 1, but the run needs steps 2, 3 too; lower algorithm.policy_steps",
+    ),
+    "damaged dump": (
+        lambda place: (dump()(place), os.truncate(place / DUMPED, 100)), REPLAY,
+        "rank_00000.safetensors cannot be read (",
     ),
     "unreadable data": (
         lambda place: (place / "mem.jsonl").symlink_to("/proc/self/mem"),
@@ -199,11 +253,22 @@ MISTAKES = {
         "/file is no directory; set another directory",
     ),
 }  # fmt: skip
+# What the verifier finds: by itself in a dry run, shared by a run's ranks when they have met.
+OF_VERIFIER = {
+    "unreadable answer": (
+        append("train.jsonl", '{"prompt": "w1", "answer": "??"}'), [],
+        "train.jsonl: row 3 (from 0) has the answer '??', which the verifier cannot read; correct",
+    ),
+    "unreadable held-out answer": (
+        append("test.jsonl", '{"prompt": "w1", "answer": "??"}'), [],
+        "test.jsonl: row 3 (from 0) has the answer '??', which the verifier cannot read; correct",
+    ),
+}  # fmt: skip
 # Mistakes in files that tools read, too.
 OF_TOOLS = {
     convert_hf_to_megatron: ["config.json", "weights of another model", "damaged weights"],
     evaluate: [
-        "malformed line", "no text", "missing column", "empty data", "unreadable data",
+        "malformed line", "no text", "no answer", "missing column", "empty data", "unreadable data",
         "no tokenizer", "tokenizer too large", "tokenizer of another", "stop token outside",
     ],
 }  # fmt: skip
@@ -211,9 +276,9 @@ OF_TOOLS = {
 
 def make(name, place):
     """Make a mistake; return the overrides that go with it and the words that it is told in."""
-    change, overrides, words = MISTAKES[name]
+    change, overrides, words = {**MISTAKES, **OF_VERIFIER}[name]
     change(place)
-    return [text.format(place=place) for text in overrides], words
+    return [text.format(place=place) for text in overrides], words.format(place=place)
 
 
 @pytest.fixture(params=MISTAKES)
@@ -245,6 +310,14 @@ def as_rank(monkeypatch, rank, place, world_size=2):
 def test_a_dry_run_tells_a_mistake(mistake, capsys):
     arguments, words = mistake
     assert main([*arguments, "--dry-run"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1 and words in told
+
+
+@pytest.mark.parametrize("name", OF_VERIFIER)
+def test_a_dry_run_tells_what_the_verifier_finds(name, place, capsys):
+    overrides, words = make(name, place)
+    assert main(["--config", str(place / "config.yaml"), *overrides, "--dry-run"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and told.count("\n") == 1 and words in told
 

@@ -167,7 +167,7 @@ def test_what_cannot_be_a_start_is_refused_in_a_line(workers, paths, stage, tmp_
         find_critic(tmp_path)
     other = write_tiny_hf(tmp_path / "hf", **{**MODEL, "ffn": 64}), paths[1]
     shape = run(workers, other, tmp_path / "shape", POLICY, model=start)
-    assert f"step_{STEPS:06d}/critic does not hold the critic" in shape
+    assert f"step_{STEPS:06d}/critic is of another model" in shape
     assert "expected shape [2, 128, 32], found [2, 96, 32]" in shape
     parallel = {"use_distributed_optimizer": False}
     plain = run(workers, paths, tmp_path / "plain", POLICY, model=start, parallel=parallel)

@@ -12,6 +12,7 @@ from vapo_megatron.algorithm.policy_loss import clipped_policy_loss, ratio_devia
 from vapo_megatron.algorithm.positive_lm_loss import positive_lm_loss
 from vapo_megatron.algorithm.reference_kl import reference_kl
 from vapo_megatron.batch import MicroBatch
+from vapo_megatron.checkpoint import NOWHERE, Start
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.build import gather_hidden, output_weight
 from vapo_megatron.models.hf_config import ModelShape
@@ -21,7 +22,12 @@ from vapo_megatron.parallel.minibatches import MiniBatch
 from vapo_megatron.parallel.optimizer import actor_learning_rate
 from vapo_megatron.parallel.reduce import max_over_world
 from vapo_megatron.parallel.schedule import forward_only
-from vapo_megatron.trained_model import FrozenModel, TrainedModel, mean_of_updates
+from vapo_megatron.trained_model import (
+    FrozenModel,
+    PlacedModel,
+    TrainedModel,
+    mean_of_updates,
+)
 
 # Before the first update of a step nothing has changed since old_logprobs were computed with the
 # same micro-batches, so that the ratio can differ from 1 by rounding alone.
@@ -29,30 +35,29 @@ RATIO_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
 def policy_logprobs(
-    last_chunk: torch.nn.Module,
+    policy: PlacedModel,
     output: Tensor,
     micro_batch: MicroBatch,
     shape: ModelShape,
     config: VapoConfig,
-    groups: ParallelGroups,
     *,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """(logprobs, entropy) [T] of the response tokens at the rollout's temperature.
 
     Args:
-        last_chunk: of a policy, without DDP.
+        policy: the model.
         output: what it returned.
         micro_batch: that it saw.
-        shape, config, groups: of the policy and of this rank.
+        shape, config: of the policy.
         with_entropy: False: None in its place.
     """
     hidden = gather_hidden(output, sequence_parallel=config.parallel.sequence_parallel)
     return linear_logprobs(
         hidden[micro_batch.predicting],
-        output_weight(last_chunk),
+        output_weight(policy.model[-1]),
         micro_batch.targets,
-        groups.tp_group,
+        policy.groups.tp_group,
         vocab_size=shape.vocab_size,
         temperature=config.rollout.temperature,
         with_entropy=with_entropy,
@@ -65,10 +70,16 @@ class Actor:
     Where value pretraining is the only stage it is frozen, and cannot be updated.
     """
 
-    def __init__(self, shape: ModelShape, config: VapoConfig, groups: ParallelGroups) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        config: VapoConfig,
+        groups: ParallelGroups,
+        start: Start = NOWHERE,
+    ) -> None:
         self.shape, self.config, self.groups = shape, config, groups
         kind = TrainedModel if "actor" in config.algorithm.trained_roles else FrozenModel
-        self.trained = kind(shape, config, groups, "actor", config.model.hf_path)
+        self.trained = kind(shape, config, groups, "actor", start.path("actor", config))
 
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
         """Return (logprobs, entropy) of the response tokens, no gradient; both float32 [T], CPU.
@@ -78,7 +89,9 @@ class Actor:
         """
 
         def head(output: Tensor, micro_batch: MicroBatch) -> Tensor:
-            logprobs, entropy = self._logprobs(output, micro_batch, with_entropy=True)
+            logprobs, entropy = policy_logprobs(
+                self.trained, output, micro_batch, self.shape, self.config, with_entropy=True
+            )
             assert entropy is not None
             return torch.stack([logprobs, entropy], dim=-1)
 
@@ -134,8 +147,13 @@ class Actor:
             algorithm.loss_aggregation,
             max_response_tokens=self.config.rollout.max_response_tokens,
         )
-        logprobs, entropy = self._logprobs(
-            output, micro_batch, with_entropy=algorithm.entropy_coef > 0
+        logprobs, entropy = policy_logprobs(
+            self.trained,
+            output,
+            micro_batch,
+            self.shape,
+            self.config,
+            with_entropy=algorithm.entropy_coef > 0,
         )
         policy_loss, metrics = clipped_policy_loss(
             logprobs,
@@ -170,19 +188,6 @@ class Actor:
             "loss": loss.detach(),
         }
         return loss, metrics
-
-    def _logprobs(
-        self, output: Tensor, micro_batch: MicroBatch, *, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        return policy_logprobs(
-            self.trained.model[-1],
-            output,
-            micro_batch,
-            self.shape,
-            self.config,
-            self.groups,
-            with_entropy=with_entropy,
-        )
 
     def _check_ratio(self, deviation: list[Tensor]) -> Tensor:
         """Largest |ratio - 1| over all ranks, before anything was updated (RATIO_TOLERANCE).

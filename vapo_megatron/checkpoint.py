@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,21 +29,55 @@ from vapo_megatron.trained_model import TrainedModel
 from vapo_megatron.weights.sharded_files import ShardedReader
 
 
-def load_latest(
-    root: Path, models: Mapping[str, TrainedModel]
-) -> tuple[int, dict[str, Any]] | None:
-    """Load the newest whole checkpoint into the models; collective.
+class Start(NamedTuple):
+    """The checkpoint that a run's models come from; what is in none has a path in model."""
 
-    Returns:
-        (steps done, state given to save), or None when the run has no checkpoint yet.
+    own: Path | None = None
+    """The run's own checkpoint that it goes on from."""
+    critic: tuple[Path, int] | None = None
+    """Of a new run: see find_critic."""
+
+    def path(self, role: str, config: VapoConfig) -> str | None:
+        """Return where a role's weights are read as it is built; None: they are loaded later."""
+        model = config.model
+        if self.own is not None and role in config.algorithm.trained_roles:
+            return None
+        if role != "critic":
+            return model.hf_path
+        if self.critic is not None:
+            return None if model.critic_checkpoint_optimizer else str(self.critic[0])
+        return model.critic_hf_path or model.hf_path
+
+
+NOWHERE = Start()
+"""No checkpoint."""
+
+
+def find_start(config: VapoConfig) -> Start:
+    """Find the checkpoint that a run goes on from, else the critic that it takes over; collective.
+
+    A run that resumes has a critic of its own: model.critic_checkpoint may be gone by then.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is whole, or the newest is one of other
-            roles, of another model, or of an optimizer with other settings.
+        CheckpointError: see newest_whole and find_critic.
     """
-    directory = checkpoint_files.newest_whole(root)
-    if directory is None:
-        return None
+    own = Path(config.logging.run_dir, "checkpoints")
+    if config.checkpoint.resume and (directory := checkpoint_files.newest_whole(own)) is not None:
+        return Start(own=directory)
+    path = config.model.critic_checkpoint
+    return Start(critic=None if path is None else find_critic(Path(path)))
+
+
+def load_run(directory: Path, models: Mapping[str, TrainedModel]) -> tuple[int, dict[str, Any]]:
+    """Load a whole checkpoint into the models; collective.
+
+    Returns:
+        (steps done, state given to save).
+
+    Raises:
+        CheckpointError: it is one of other roles, of another model, or of an optimizer with other
+            settings.
+    """
     content = json.loads((directory / checkpoint_files.STATE).read_text())
     held = content["num_updates"]
     if set(held) != set(models):
@@ -61,21 +95,6 @@ def load_latest(
     if rng.exists():  # another number of ranks resumes with the state that the seed gave
         torch.set_rng_state(torch.load(rng, weights_only=True))
     return content["step"], content["run"]
-
-
-def critic_directory(config: VapoConfig) -> Path | None:
-    """Return where the weights of model.critic_checkpoint's critic lie; None: it is not set.
-
-    For a run that resumes it is its own latest checkpoint, so that the other may be gone by then.
-
-    Raises:
-        CheckpointError: see find_critic.
-    """
-    if config.model.critic_checkpoint is None:
-        return None
-    own = Path(config.logging.run_dir)
-    resumes = config.checkpoint.resume and checkpoint_files.candidates(own / "checkpoints")
-    return find_critic(own if resumes else Path(config.model.critic_checkpoint))[0]
 
 
 def find_critic(path: Path) -> tuple[Path, int]:
@@ -102,20 +121,23 @@ def find_critic(path: Path) -> tuple[Path, int]:
     return directory / "critic", updates["critic"]
 
 
-def load_critic(config: VapoConfig, critic: TrainedModel) -> None:
-    """Give a new run's critic the optimizer's state and number of updates of critic_checkpoint's.
+def load_critic(directory: Path, updates: int, config: VapoConfig, critic: TrainedModel) -> None:
+    """Give a new run's critic what model.critic_checkpoint's has: weights, optimizer, updates.
 
-    Collective; works for any layout. The weights, from which the critic was built, come again: the
-    optimizer's main parameters with them.
+    Collective; works for any layout.
+
+    Args:
+        directory, updates: from find_critic.
+        config: of the new run.
+        critic: its.
 
     Raises:
-        CheckpointError: see find_critic; or the optimizer's state is of another kind.
+        CheckpointError: the checkpoint is of another model or kind of optimizer.
     """
-    path = Path(str(config.model.critic_checkpoint))
-    directory, updates = find_critic(path)
     if not _optimizer_fits(directory, config):
         raise CheckpointError(
-            f"model.critic_checkpoint={path}: the state of its optimizer does not fit this run's "
+            f"model.critic_checkpoint={config.model.critic_checkpoint}: the state of its optimizer "
+            "does not fit this run's "
             f"parallel.use_distributed_optimizer={config.parallel.use_distributed_optimizer}, "
             f"model.dtype={config.model.dtype} and algorithm.freeze_critic_attention="
             f"{config.algorithm.freeze_critic_attention}; use the settings of the run that wrote "

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vapo_megatron.algorithm.value_loss import bounded_values, value_loss
 from vapo_megatron.batch import MicroBatch
-from vapo_megatron.checkpoint import critic_directory
+from vapo_megatron.checkpoint import NOWHERE, Start
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.build import values_of
 from vapo_megatron.models.hf_config import ModelShape
@@ -24,11 +24,15 @@ from vapo_megatron.trained_model import TrainedModel, mean_of_updates
 class Critic:
     """Value model with its optimizer; `trained.num_updates` counts its updates."""
 
-    def __init__(self, shape: ModelShape, config: VapoConfig, groups: ParallelGroups) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        config: VapoConfig,
+        groups: ParallelGroups,
+        start: Start = NOWHERE,
+    ) -> None:
         self.config, self.groups = config, groups
-        of_run = critic_directory(config)
-        path = str(of_run) if of_run else config.model.critic_hf_path or config.model.hf_path
-        self.trained = TrainedModel(shape, config, groups, "critic", path)
+        self.trained = TrainedModel(shape, config, groups, "critic", start.path("critic", config))
 
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Return V before each response token, no gradient; float32 [T], CPU."""

@@ -25,6 +25,8 @@ from torch import Tensor
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import DataError
 from vapo_megatron.gradients import full_gradients
+from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.replay import check_dump
 from vapo_megatron.weights.mapping import hf_tensors
 
 if TYPE_CHECKING:
@@ -66,8 +68,11 @@ def collect_gradients(config: VapoConfig, replay: Path, step: int, out: Path) ->
     config = _changed(config, "algorithm", value_pretraining_steps=0, stage="all")
     # A layout that is wrong shall show its gradients.
     config = _changed(config, "rollout", max_logprob_difference=None)
+    # The models are those that a new run begins with, and none is loaded after it is built.
+    config = _changed(config, "checkpoint", resume=False)
+    config = _changed(config, "model", critic_checkpoint_optimizer=False)
+    check_dump(replay, config, read_model_shape(str(config.model.hf_path)), range(step - 1, step))
     with VapoTrainer(config, replay) as trainer:
-        trainer.source.check(range(step - 1, step))
         for role in config.algorithm.trained_roles:
             write = partial(_write_first, trainer, role, out, step)
             getattr(trainer, role).update = write

@@ -1,6 +1,6 @@
 """What can be known of a run's files before it starts: --dry-run and every rank of a run ask here.
 
-Loads torch where a model's files are there, and megatron-core, vLLM and the verifier never.
+Loads torch where a model's files are there, and megatron-core and vLLM never.
 """
 
 from __future__ import annotations
@@ -35,36 +35,65 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> ModelShape:
     Raises:
         UserError: the first thing that is wrong: what, where, and the remedy.
     """
-    shape = check_small_inputs(config, replay)
+    shape = _check_sizes_of(config, replay)
     # All paths are on this machine, so nobody has to be asked; read when transformers is loaded.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if replay is None:
+        from vapo_megatron.data.prompts import read_prompts
         from vapo_megatron.rollout.tokenizer import check_tokenizer, load_tokenizer
 
-        path, stop = str(config.model.hf_path), config.rollout.stop_token_ids
-        check_tokenizer(path, load_tokenizer(path), stop, shape.vocab_size)
+        hf_path = str(config.model.hf_path)
+        tokenizer = load_tokenizer(hf_path)
+        check_tokenizer(hf_path, tokenizer, config.rollout.stop_token_ids, shape.vocab_size)
+        for path in _data_files(config):
+            read_prompts(path, config, tokenizer.encode)
+    else:
+        from vapo_megatron.replay import check_dump
+
+        check_dump(replay, config, shape, range(_steps_done(config), config.algorithm.num_steps))
     _check_weights(config, shape)
     _check_checkpoint(config, shape)
     return shape
 
 
-def check_small_inputs(config: VapoConfig, replay: Path | None) -> ModelShape:
-    """Check paths, the model's sizes and the data, without torch and transformers.
+def check_answers(config: VapoConfig) -> None:
+    """Refuse ground truths that the verifier cannot read, as a run does when its ranks have met.
 
-    Returns:
-        The model's sizes.
+    Integers take no time, others some milliseconds each.
+
+    Raises:
+        DataError: names the last such row of a file.
+    """
+    from vapo_megatron.reward.math_verifier import MathVerifier, unreadable
+
+    with MathVerifier(config.reward.num_workers, config.reward.timeout_seconds) as verifier:
+        for path in _data_files(config):
+            problems = load_problems(path, config.data.prompt_column, config.data.answer_column)
+            answers = [problem.answer for problem in problems]
+            if bad := verifier.unparsable_answers(answers):
+                raise unreadable(path, bad[-1], answers[bad[-1]])
+
+
+def check_small_inputs(config: VapoConfig, replay: Path | None) -> None:
+    """Check paths, the model's sizes and the data, without torch and transformers.
 
     Raises:
         UserError: see check_inputs.
     """
+    _check_sizes_of(config, replay)
+    for path in _data_files(config) if replay is None else ():
+        load_problems(path, config.data.prompt_column, config.data.answer_column)
+
+
+def _check_sizes_of(config: VapoConfig, replay: Path | None) -> ModelShape:
     require_paths(config, replay)
     shape = read_model_shape(str(config.model.hf_path))
     check_sizes(config, shape)
-    data = config.data
-    for path in (data.train_path, config.evaluation.path):
-        if replay is None and path is not None:
-            load_problems(path, data.prompt_column, data.answer_column)
     return shape
+
+
+def _data_files(config: VapoConfig) -> list[str]:
+    return [path for path in (config.data.train_path, config.evaluation.path) if path is not None]
 
 
 def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = True) -> None:
@@ -174,6 +203,14 @@ def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
                 f"{field}: {error}; set model.hf_path to the model that it was trained from, or "
                 f"another {remedy}"
             ) from None
+
+
+def _steps_done(config: VapoConfig) -> int:
+    """Steps of the checkpoint that the run goes on from; one that is damaged counts."""
+    from vapo_megatron.checkpoint_files import candidates
+
+    found = candidates(Path(config.logging.run_dir, "checkpoints"))
+    return int(found[0].name.split("_")[1]) if found and config.checkpoint.resume else 0
 
 
 def _is_intact(directory: Path, name: str) -> bool:

@@ -25,7 +25,7 @@ class Reference:
     """Policy model that never learns."""
 
     def __init__(self, shape: ModelShape, config: VapoConfig, groups: ParallelGroups) -> None:
-        self.shape, self.config, self.groups = shape, config, groups
+        self.shape, self.config = shape, config
         self.frozen = FrozenModel(shape, config, groups, "actor", config.model.hf_path)
 
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
@@ -33,13 +33,7 @@ class Reference:
 
         def head(output: Tensor, micro_batch: MicroBatch) -> Tensor:
             logprobs, _ = policy_logprobs(
-                self.frozen.model[-1],
-                output,
-                micro_batch,
-                self.shape,
-                self.config,
-                self.groups,
-                with_entropy=False,
+                self.frozen, output, micro_batch, self.shape, self.config, with_entropy=False
             )
             return logprobs
 

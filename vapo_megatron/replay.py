@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,48 +12,28 @@ import torch.distributed as dist
 from vapo_megatron.batch import ScoredRollout
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import DataError
-from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.parallel.groups import ParallelGroups
 from vapo_megatron.rollout.requests import assign, max_model_len
 from vapo_megatron.rollout_dump import held_steps, read_file, read_headers
 from vapo_megatron.rollout_source import Decode, HasTime, Phase
+
+if TYPE_CHECKING:
+    from vapo_megatron.models.hf_config import ModelShape
+    from vapo_megatron.parallel.groups import ParallelGroups
 
 
 class Replay:
     """One process's part of a replay: a RolloutSource. Step s is trained on the dump's step s."""
 
-    def __init__(
-        self, directory: Path, config: VapoConfig, shape: ModelShape, groups: ParallelGroups
-    ) -> None:
+    def __init__(self, directory: Path, groups: ParallelGroups) -> None:
         """Find the dump.
 
         Args:
-            directory: a run directory, or its replay directory.
-            config: algorithm and rollout are used.
-            shape: of the model that will be trained.
+            directory: a run directory, or its replay directory; check_dump has found it to fit.
             groups: this rank's place.
-
-        Raises:
-            ConfigError: the longest prompt and response together exceed the model's positions.
         """
-        self._root = replay_directory(directory)
-        self._config, self._shape, self._groups = config, shape, groups
-        self._max_length = max_model_len(shape, config.rollout)
+        self._root, self._groups = replay_directory(directory), groups
         self.decode: Decode | None = None
         self.note = f"replay of {self._root}: nothing is sampled, published or evaluated"
-
-    def check(self, steps: range) -> None:
-        """Refuse a dump that lacks a step, is damaged, or does not fit the configuration."""
-        held = held_steps(self._root)
-        missing = [step + 1 for step in steps if step + 1 not in held]
-        if missing:
-            raise DataError(
-                f"{self._root} holds {_listed(held)}, but the run needs {_listed(missing)} too; "
-                f"lower algorithm.policy_steps (value-pretraining and policy steps together are "
-                f"{steps.stop} now), or dump more with logging.dump_steps"
-            )
-        for step in steps:
-            self._check_step(step + 1)
 
     def rollouts(
         self,
@@ -110,27 +90,52 @@ class Replay:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _check_step(self, step: int) -> None:
-        algorithm = self._config.algorithm
-        for path, header in read_headers(self._root, step):
-            for name in ("responses_per_step", "group_size"):
-                dumped = header.num_responses if name == "responses_per_step" else header.group_size
-                if dumped != getattr(algorithm, name):
-                    raise DataError(
-                        f"{path} was dumped with {dumped}, but algorithm.{name}="
-                        f"{getattr(algorithm, name)}; set algorithm.{name}={dumped}"
-                    )
-            if header.longest_sequence > self._max_length:
+
+def check_dump(directory: Path, config: VapoConfig, shape: ModelShape, steps: range) -> None:
+    """Refuse a dump that lacks a step, is damaged, or does not fit the configuration.
+
+    Reads the files' headers alone.
+
+    Args:
+        directory: a run directory, or its replay directory.
+        config: algorithm and rollout are used.
+        shape: of the model that will be trained.
+        steps: that will be, from 0.
+
+    Raises:
+        DataError: names the file or the steps.
+    """
+    root = replay_directory(directory)
+    held = held_steps(root)
+    missing = [step + 1 for step in steps if step + 1 not in held]
+    if missing:
+        raise DataError(
+            f"{root} holds {_listed(held)}, but the run needs {_listed(missing)} too; lower "
+            f"algorithm.policy_steps (value-pretraining and policy steps together are {steps.stop} "
+            "now), or dump more with logging.dump_steps"
+        )
+    longest, sizes = max_model_len(shape, config.rollout), config.algorithm
+    for path, header in [file for step in steps for file in read_headers(root, step + 1)]:
+        for name, dumped, wanted in (
+            ("responses_per_step", header.num_responses, sizes.responses_per_step),
+            ("group_size", header.group_size, sizes.group_size),
+        ):
+            if dumped != wanted:
                 raise DataError(
-                    f"{path} holds a prompt and response of {header.longest_sequence} tokens, more "
-                    "than rollout.max_prompt_tokens + rollout.max_response_tokens = "
-                    f"{self._max_length}; raise them as far as the model's positions reach"
+                    f"{path} was dumped with {dumped}, but algorithm.{name}={wanted}; set "
+                    f"algorithm.{name}={dumped}"
                 )
-            if header.largest_token_id >= self._shape.vocab_size:
-                raise DataError(
-                    f"{path} holds token id {header.largest_token_id}, outside the vocabulary of "
-                    f"{self._shape.vocab_size}; set model.hf_path to the model that sampled"
-                )
+        if header.longest_sequence > longest:
+            raise DataError(
+                f"{path} holds a prompt and response of {header.longest_sequence} tokens, more "
+                f"than rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}; raise "
+                "them as far as the model's positions reach"
+            )
+        if header.largest_token_id >= shape.vocab_size:
+            raise DataError(
+                f"{path} holds token id {header.largest_token_id}, outside the vocabulary of "
+                f"{shape.vocab_size}; set model.hf_path to the model that sampled"
+            )
 
 
 def replay_directory(directory: Path) -> Path:

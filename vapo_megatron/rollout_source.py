@@ -34,9 +34,6 @@ class RolloutSource(Protocol):
     decode: Decode | None
     """None: there is no tokenizer, on any rank."""
 
-    def check(self, steps: range) -> None:
-        """Refuse, with a UserError on every rank, what these steps (from 0) cannot train on."""
-
     def rollouts(
         self,
         step: int,

@@ -14,8 +14,7 @@ import torch
 from vapo_megatron.algorithm.group_sampling import repeat_for_group
 from vapo_megatron.batch import ScoredRollout
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.problems import load_problems
-from vapo_megatron.data.prompts import PromptDataset
+from vapo_megatron.data.prompts import read_prompts
 from vapo_megatron.early_signal import Stopped
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.evaluation.judging import evaluate
@@ -44,10 +43,11 @@ class Sampling:
         self.decode: Decode | None = functools.lru_cache(65536)(
             functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         )
-        self._dataset = self._problems(str(config.data.train_path), tokenizer, config.data.shuffle)
-        self.held_out = None
-        if config.evaluation.path:
-            self.held_out = self._problems(config.evaluation.path, tokenizer, shuffle=False)
+        data, held_out = config.data, config.evaluation.path
+        self._dataset = read_prompts(
+            str(data.train_path), config, tokenizer.encode, shuffle=data.shuffle
+        )
+        self.held_out = read_prompts(held_out, config, tokenizer.encode) if held_out else None
         rank, world_size = groups.rank, groups.world_size
         tp_size = config.rollout.tensor_model_parallel_size
         with contextlib.ExitStack() as unfinished:
@@ -74,16 +74,13 @@ class Sampling:
             whole_groups=config.algorithm.dynamic_sampling,
         )
 
-    def check(self, steps: range) -> None:
-        """Any step will do: the data were checked before vLLM was built."""
-
     def _check_answers(self, replica: int, num_replicas: int) -> None:
         """Refuse ground truths that the verifier cannot read."""
         for path, dataset in (
             (self._config.data.train_path, self._dataset),
             (self._config.evaluation.path, self.held_out),
         ):
-            answers = [p.answer for p in dataset.problems] if dataset else []
+            answers = dataset.answers if dataset else []
             check_answers(self._verifier, str(path), answers, replica, num_replicas)
 
     def rollouts(
@@ -198,13 +195,3 @@ class Sampling:
         if self._verifier is not None:
             self._verifier.close()
         self.engine.shutdown()
-
-    def _problems(self, path: str, tokenizer: Any, shuffle: bool) -> PromptDataset:
-        data = self._config.data
-        return PromptDataset(
-            load_problems(path, data.prompt_column, data.answer_column),
-            tokenizer.encode,
-            seed=self._config.seed,
-            shuffle=shuffle,
-            max_prompt_tokens=self._config.rollout.max_prompt_tokens,
-        )

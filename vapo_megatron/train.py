@@ -17,7 +17,13 @@ from vapo_megatron import early_signal
 from vapo_megatron.command import Parser, check_processes, tell
 from vapo_megatron.config import VapoConfig, describe_fields, load_config
 from vapo_megatron.errors import ConfigError, UserError
-from vapo_megatron.inputs import check_inputs, check_sizes, check_small_inputs, is_here
+from vapo_megatron.inputs import (
+    check_answers,
+    check_inputs,
+    check_sizes,
+    check_small_inputs,
+    is_here,
+)
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.known import known_shape
 from vapo_megatron.process_tree import end_now
@@ -101,6 +107,8 @@ def _dry_run(config: VapoConfig, replay: Path | None) -> None:
         print(config.to_yaml() + dry_run_comment(config), end="", flush=True)
     if is_here(config):
         check_inputs(config, replay)
+        if replay is None:
+            check_answers(config)
     elif config.model.hf_path is not None:
         check_sizes(config, known_shape(Path(config.model.hf_path).name))
 

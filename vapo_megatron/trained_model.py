@@ -42,8 +42,8 @@ class UpdatesSkipped(FloatingPointError):
 class PlacedModel:
     """A model that computes: `model`, a chunk per virtual stage.
 
-    Without hf_path, which every run's configuration has, it keeps its random weights. After
-    `offload` it is in host memory, and on the device only while it is `held`.
+    Without hf_path it has random weights, until a checkpoint brings others. After `offload` it is
+    in host memory, and on the device only while it is `held`.
     """
 
     _chunks: list[Any]

@@ -70,14 +70,15 @@ class VapoTrainer:
         config = self.config
         self.groups = groups.initialize(config.parallel, config.seed)
         self.shape = read_model_shape(str(config.model.hf_path))
+        self._start = checkpoint.find_start(config)
         # First, for vLLM measures what is free on the device; it leaves before the models come.
         self.source = self._source(replay)
         self.turns = Turns(self.shape, config, self.groups, self.source)
-        self.actor = Actor(self.shape, config, self.groups)
+        self.actor = Actor(self.shape, config, self.groups, self._start)
         self.turns.join("actor", self.actor.trained)
         self.critic: Critic | None = None
         if "critic" in config.algorithm.trained_roles:
-            self.critic = Critic(self.shape, config, self.groups)
+            self.critic = Critic(self.shape, config, self.groups, self._start)
             self.turns.join("critic", self.critic.trained)
         self.reference: Reference | None = None
         if "reference" in config.algorithm.roles:
@@ -159,7 +160,6 @@ class VapoTrainer:
     def fit(self) -> None:
         """Resume or start, run every step, and leave a checkpoint, an HF export and a report."""
         config, start = self.config, self._resume()
-        self.source.check(range(start, config.algorithm.num_steps))
         self._publish()
         writer = CheckpointWriter(self._checkpoints, config.checkpoint)
         with self.output.opened(start, is_unevaluated=self._unevaluated is not None), writer:
@@ -254,17 +254,13 @@ class VapoTrainer:
             self.output.note(f"done: {report}" + (f" and {export}" if export.exists() else ""))
 
     def _resume(self) -> int:
-        """Load the run's latest checkpoint, or the critic that a new run starts from."""
-        loaded = None
-        if self.config.checkpoint.resume:
-            loaded = checkpoint.load_latest(self._checkpoints, self._models)
-        if loaded is None:
-            model = self.config.model
-            if model.critic_checkpoint is not None and model.critic_checkpoint_optimizer:
-                assert self.critic is not None, "a configuration without a critic is refused"
-                checkpoint.load_critic(self.config, self.critic.trained)
+        """Load the run's own checkpoint, or the critic that a new run starts from."""
+        if self._start.critic is not None and self.config.model.critic_checkpoint_optimizer:
+            assert self.critic is not None, "a configuration without a critic is refused"
+            checkpoint.load_critic(*self._start.critic, self.config, self.critic.trained)
+        if self._start.own is None:
             return 0
-        done, state = loaded
+        done, state = checkpoint.load_run(self._start.own, self._models)
         self.source.load_state_dict(state["data"])
         self.policy_version = state["policy_version"]
         self.explained_variances = state.get("explained_variances", [])
@@ -293,7 +289,7 @@ class VapoTrainer:
 
     def _source(self, replay: Path | None) -> RolloutSource:
         if replay is not None:
-            return Replay(replay, self.config, self.shape, self.groups)
+            return Replay(replay, self.groups)
         # Here, because a replay must not load vLLM.
         from vapo_megatron.sampling import Sampling
 

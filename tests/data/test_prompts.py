@@ -135,7 +135,7 @@ def test_empty_data_sets_and_prompts_are_refused():
     with pytest.raises(DataError, match="data set is empty"):
         PromptDataset([], tokenize, seed=0)
     dataset = PromptDataset([Problem("x", "1")], lambda text: [], seed=0)
-    with pytest.raises(DataError, match="problem 0 has no tokens: 'x'; remove it"):
+    with pytest.raises(DataError, match=r"problem 0 \(from 0\) has no tokens: 'x'; remove it"):
         dataset.next(1)
 
 
@@ -143,7 +143,7 @@ def test_long_prompts_are_refused_before_training():
     problems = [Problem("xx", "1"), Problem("xxx", "1")]
     PromptDataset(problems, tokenize, seed=0, max_prompt_tokens=3)
     with pytest.raises(
-        DataError, match="problem 1 has 3 tokens, rollout.max_prompt_tokens=2.*raise"
+        DataError, match=r"problem 1 \(from 0\) has 3 tokens, more than .*_prompt_tokens=2.*raise"
     ):
         PromptDataset(problems, tokenize, seed=0, max_prompt_tokens=2)
 

@@ -207,7 +207,8 @@ def test_other_tensors_in_the_place_of_the_optimizers(hf_path, workers):
 
 def _checkpoint(hf_path, directory):
     """Saved and loaded while away."""
-    from vapo_megatron import checkpoint
+    from vapo_megatron.checkpoint import load_run
+    from vapo_megatron.checkpoint_files import newest_whole
     from vapo_megatron.checkpoint_writer import CheckpointWriter
     from vapo_megatron.config import CheckpointConfig
 
@@ -222,7 +223,7 @@ def _checkpoint(hf_path, directory):
         for p in model.chunks[0].parameters():
             p.data.zero_()
     assert not all(torch.equal(before[k], now) for k, now in _bits(model).items())
-    assert checkpoint.load_latest(directory, {"critic": model}) == (1, {})
+    assert load_run(newest_whole(directory), {"critic": model}) == (1, {})
     assert model._offload.held == "nothing"
     assert all(torch.equal(before[k], now) for k, now in _bits(model).items())
 
@@ -241,7 +242,9 @@ def _budget(needed, allowed, local_size):
     os.environ["LOCAL_WORLD_SIZE"] = str(local_size)
     parallel = VapoConfig.model_validate({"parallel": {"host_memory_gb": allowed}}).parallel
     try:
-        check_host_memory(needed[dist.get_rank()], parallel)
+        check_host_memory(
+            {"one thing": 1e9, "all": needed[dist.get_rank()] - 1e9}, parallel, ["a=b"]
+        )
     except ConfigError as error:
         return str(error)
     finally:
@@ -253,10 +256,20 @@ def _budget(needed, allowed, local_size):
     "needed,allowed,local_size,words",
     [
         ((2e9, 3e9), 5.0, 2, ""),
-        ((2e9, 3e9), 4.9, 2, "needs 5 GB of host memory on the node of rank 0, but 4.9 GB are"),
+        (
+            (2e9, 3e9),
+            4.9,
+            2,
+            "needs 5 GB of host memory on the node of rank 0 (2 for one thing, 3 for all), but",
+        ),
         ((2e9, 3e9), 4.9, 1, ""),
-        ((2e9, 5e9), 4.9, 1, "needs 5 GB of host memory on the node of rank 1, but 4.9 GB are"),
-        ((2e9, 1e16), None, 2, "GB are available; use more nodes"),
+        ((2e9, 5e9), 4.9, 1, "node of rank 1 (1 for one thing, 4 for all), but 4.9 GB are"),
+        (
+            (2e9, 1e16),
+            None,
+            2,
+            "GB are available; use more nodes, raise parallel.host_memory_gb, or set a=b",
+        ),
     ],
 )
 def test_a_node_has_one_budget(workers, needed, allowed, local_size, words):

@@ -4,17 +4,43 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from vapo_megatron.batch import Prompt
 from vapo_megatron.data.order import seeded_permutation
 from vapo_megatron.data.problems import Problem, load_problems
 from vapo_megatron.errors import DataError
 
-__all__ = ["Problem", "PromptDataset", "load_problems"]
+if TYPE_CHECKING:
+    from vapo_megatron.config import VapoConfig
+
+__all__ = ["Problem", "PromptDataset", "load_problems", "read_prompts"]
 
 _PURPOSE = 1
 """Keeps this order apart from other orders of the same seed."""
+
+
+def read_prompts(
+    path: str | Path,
+    config: VapoConfig,
+    tokenize: Callable[[str], Sequence[int]],
+    *,
+    shuffle: bool = False,
+) -> PromptDataset:
+    """Read a file of problems as prompts of a run.
+
+    Raises:
+        DataError: see load_problems and PromptDataset; names the file.
+    """
+    problems = load_problems(path, config.data.prompt_column, config.data.answer_column)
+    limit = config.rollout.max_prompt_tokens
+    try:
+        return PromptDataset(
+            problems, tokenize, seed=config.seed, shuffle=shuffle, max_prompt_tokens=limit
+        )
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
 
 
 class PromptDataset:
@@ -63,6 +89,11 @@ class PromptDataset:
     def problems(self) -> list[Prompt]:
         """Every problem once, in the file's order."""
         return [self._prompt(index) for index in range(len(self._rows))]
+
+    @property
+    def answers(self) -> list[str]:
+        """The ground truth of each problem."""
+        return [row.answer for row in self._rows]
 
     def next(self, count: int) -> list[Prompt]:
         """Return the next prompts and move on; the end of an epoch leads into the next one."""
@@ -120,11 +151,12 @@ class PromptDataset:
         token_ids = tuple(self._tokenize(row.prompt))
         limit = self._max_prompt_tokens
         if not token_ids:
-            raise DataError(f"problem {index} has no tokens: {row.prompt!r}; remove it")
+            raise DataError(f"problem {index} (from 0) has no tokens: {row.prompt!r}; remove it")
         if limit is not None and len(token_ids) > limit:
             raise DataError(
-                f"problem {index} has {len(token_ids)} tokens, rollout.max_prompt_tokens={limit}: "
-                f"{row.prompt[:60]!r}...; raise the limit or remove the problem"
+                f"problem {index} (from 0) has {len(token_ids)} tokens, more than "
+                f"rollout.max_prompt_tokens={limit}: {row.prompt[:60]!r}...; raise the limit or "
+                "remove the problem"
             )
         return Prompt(index=index, text=row.prompt, token_ids=token_ids, answer=row.answer)
 

@@ -23,7 +23,7 @@ from rich.table import Table
 from vapo_megatron.batch import Prompt
 from vapo_megatron.command import check_processes
 from vapo_megatron.config import ParallelConfig, VapoConfig, load_config
-from vapo_megatron.data.prompts import PromptDataset, load_problems
+from vapo_megatron.data.prompts import read_prompts
 from vapo_megatron.errors import CheckpointError, ConfigError, DataError, UserError
 from vapo_megatron.evaluation.judging import judge_problems, sampling_settings
 from vapo_megatron.evaluation.samples_file import (
@@ -137,13 +137,7 @@ def evaluate_checkpoint(
         raise ConfigError(f"--batch={problems_per_batch} must be at least 1")
     hf_path = find_hf_directory(checkpoint)
     tokenizer = load_tokenizer(hf_path)
-    dataset = PromptDataset(
-        load_problems(data, config.data.prompt_column, config.data.answer_column),
-        tokenizer.encode,
-        seed=config.seed,
-        shuffle=False,
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-    )
+    dataset = read_prompts(data, config, tokenizer.encode)
     shape = read_model_shape(hf_path)
     stop_token_ids = check_tokenizer(
         hf_path, tokenizer, config.rollout.stop_token_ids, shape.vocab_size
@@ -165,7 +159,7 @@ def evaluate_checkpoint(
         stack.callback(dist.destroy_process_group)
         done = _begin(out, header, config.rollout.tensor_model_parallel_size, stack)
         if len(done) < len(dataset):
-            answers = str(data), [p.answer for p in dataset.problems]
+            answers = str(data), dataset.answers
             missing = [p for p in dataset.problems if p.index not in done]
             _sample(hf_path, config, missing, answers, problems_per_batch, out)
         return _sum_up(out, header, config.seed) if dist.get_rank() == 0 else None

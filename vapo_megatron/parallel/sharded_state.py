@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import pickle
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -110,8 +115,10 @@ def load_sharded(chunks: Sequence[Any], optimizer: Any, directory: Path) -> None
             changed.
     """
     _prime(optimizer)
+    found = tensors_of(read_metadata(directory))
+    _take_up_bias(chunks, found)
     state = _state(chunks, optimizer, is_loading=True)
-    _check_fits(state, directory)
+    _check_fits(state, found, directory)
     loaded = _load(state, directory)
     _fill(chunks, loaded)
     is_fused = not any(isinstance(inner, torch.optim.Adam) for inner in inner_optimizers(optimizer))
@@ -135,6 +142,7 @@ def load_model_weights(
         directory: of a distributed checkpoint, whose tensors were found to fit.
         leave_out: keys whose parameters keep their values.
     """
+    _take_up_bias(chunks, tensors_of(read_metadata(directory)))
     state = _model_state(chunks, dict(METADATA))
     for of_chunk in state.values():
         for name in [n for n, value in of_chunk.items() if value.key in leave_out]:
@@ -153,9 +161,17 @@ def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
             ) from None
 
 
-def _check_fits(state: dict[str, Any], directory: Path) -> None:
+def _take_up_bias(chunks: Sequence[Any], found: Collection[str]) -> None:
+    """Let a value head have the bias that nothing but what is loaded knows of."""
+    for module in chunks[-1].modules():
+        if "output_layer.bias" in found and hasattr(module, "set_bias"):
+            module.set_bias(torch.zeros(1))
+
+
+def _check_fits(
+    state: dict[str, Any], found: Mapping[str, TensorStorageMetadata], directory: Path
+) -> None:
     """Compare names and shapes of what is asked for with what is there; collective."""
-    found = tensors_of(read_metadata(directory))
     problems = []
     for wanted in nested_values(load_preprocess(state)[0]):
         if not isinstance(wanted, ShardedTensor):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from vapo_megatron.errors import DataError
@@ -150,6 +151,14 @@ class MathVerifier:
             if status == "correct":
                 self._known_answers[answer] = gold
         return read
+
+
+def unreadable(path: str | Path, row: int, answer: str) -> DataError:
+    """Return what to raise where a row of a data file has one of unparsable_answers."""
+    return DataError(
+        f"{path}: row {row} (from 0) has the answer {answer!r}, which the verifier cannot read; "
+        "correct or remove the row"
+    )
 
 
 def _settle(answer: str | None, gold: str | None) -> Status | None:

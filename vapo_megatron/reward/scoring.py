@@ -8,9 +8,8 @@ import torch
 
 from vapo_megatron.batch import Rollout, ScoredRollout
 from vapo_megatron.config import RewardConfig
-from vapo_megatron.errors import DataError
 from vapo_megatron.parallel.reduce import max_over_world
-from vapo_megatron.reward.math_verifier import MathVerifier
+from vapo_megatron.reward.math_verifier import MathVerifier, unreadable
 from vapo_megatron.reward.shaping import shaped_reward
 
 
@@ -76,7 +75,4 @@ def check_answers(
         found = share[bad[-1]] if bad else -1
     row = int(max_over_world(torch.tensor(float(found), dtype=torch.float64)))
     if row >= 0:
-        raise DataError(
-            f"{path}: row {row} (from 0) has the answer {answers[row]!r}, which the verifier "
-            "cannot read; correct or remove the row"
-        )
+        raise unreadable(path, row, answers[row])

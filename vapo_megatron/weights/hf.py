@@ -156,12 +156,7 @@ def _load_converted(
 
     reader = ShardedReader(directory)
     present = {tensor.key for tensor in check_checkpoint(reader, shape, role)}
-    head = getattr(unwrap(chunks[-1]), "output_layer", None)
-    leave_out = set()
-    if role == "critic":
-        leave_out = {"output_layer.weight"} - present
-        if head is not None and "output_layer.bias" in present:
-            head.set_bias(torch.zeros(1))
+    leave_out = {"output_layer.weight"} - present if role == "critic" else set()
     load_model_weights(chunks, directory, leave_out)
     return sum(reader.dtype(key).itemsize * math.prod(reader.shape(key)) for key in present)
 

@@ -1,0 +1,187 @@
+"""A run of TP2 goes on under other layouts and numbers of processes as under its own.
+
+Whole trainers in real gloo processes, with both roles, both optimizers, warm-ups and a data set;
+only what samples is replaced, by responses that depend on the prompt alone. Compared are the rows
+of the step that sees the loaded parameters and of the step that sees one further update of them,
+and between the two every parameter and every moment of Adam, read by torch itself from what each
+layout saves. Not exercised: bfloat16 (tests/test_checkpoint.py), vLLM and a GPU.
+"""
+
+import json
+import os
+import random
+import shutil
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES, config
+from tests.weights.tiny_hf import write_tiny_hf
+from tests.workers import free_port
+
+SAVED_AT, STEPS = 3, 5
+TOLERANCE = 1e-6
+LAYOUTS = {
+    "TP1": (1, 1, 1), "PP2": (2, 1, 2), "DP2": (2, 1, 1),
+    "TP2 DP2": (4, 2, 1), "TP2 PP2": (4, 2, 2), "PP2 DP2": (4, 1, 2),
+}  # fmt: skip
+"""Name: (processes, TP, PP). TP1 in one process is TP1 x DP1, and in two processes DP2."""
+FEW = ("TP1", "PP2", "DP2")
+
+
+def source(settings, place):
+    """Sample nothing; stands where vLLM and the verifier would, a RolloutSource."""
+    from vapo_megatron.algorithm.group_sampling import repeat_for_group
+    from vapo_megatron.batch import Rollout, ScoredRollout
+    from vapo_megatron.data.prompts import Problem, PromptDataset
+    from vapo_megatron.replay import Replay
+    from vapo_megatron.rollout.requests import assign
+
+    class Drawn(Replay):
+        """Responses to the data set's next prompts, drawn by prompt and sample alone."""
+
+        note, decode = "", None
+
+        def __init__(self):
+            problems = [Problem(str(i), str(i)) for i in range(7)]
+            self.data = PromptDataset(problems, lambda text: [int(text), 5], seed=settings.seed)
+            self.state_dict, self.load_state_dict = self.data.state_dict, self.data.load_state_dict
+
+        def rollouts(self, step, policy_version, phase, **_):
+            prompts = repeat_for_group(self.data.next(NUM_RESPONSES // GROUP_SIZE), GROUP_SIZE)
+            mine = assign(len(prompts), place.world_size)[place.rank]
+            return [self.response(prompts[p], p, policy_version) for p in mine], {}
+
+        def response(self, prompt, position, version):
+            draw = random.Random(prompt.index * GROUP_SIZE + position % GROUP_SIZE)
+            tokens = tuple(draw.randrange(60) for _ in range(draw.randint(1, 12)))
+            logprobs = tuple(-draw.randint(2000, 9000) / 1024 for _ in tokens)
+            rollout = Rollout(
+                prompt, position % GROUP_SIZE, position, tokens, logprobs, False, "", version
+            )
+            status = draw.choice(["correct", "wrong"])
+            return ScoredRollout(rollout, status, 1.0 if status == "correct" else -1.0)
+
+    return Drawn()
+
+
+def reward_model(hf, directory):
+    """Make one of a model: as a critic it has a head, and a bias that no layout may lose."""
+    shutil.copytree(hf, directory)
+    tensors = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    tensors["score.weight"] = torch.randn(1, MODEL["hidden"], generator=generator) * 0.2
+    tensors["score.bias"] = torch.tensor([0.5])
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def fit(hf, run_dir, layout, sections, port, resumes=False):
+    """Make the run's steps that are missing; a worker's function."""
+    from vapo_megatron import trained_model
+    from vapo_megatron.trainer import VapoTrainer
+
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    world_size, tp_size, pp_size = layout
+    tree = {
+        "model": {
+            "make_vocab_size_divisible_by": 64, "critic_hf_path": str(hf.parent / "reward_model"),
+        },
+        # One update of each role a step: its row has the loss before that update.
+        "algorithm": {
+            "mini_batch_size": NUM_RESPONSES, "value_pretraining_steps": 1,
+            "policy_steps": STEPS - 1,
+        },
+        "logging": {"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
+        "checkpoint": {"every_steps": 1, "keep_last": 9, "hf_export": False},
+        "optimizer": {
+            "actor_learning_rate": 1e-2, "actor_warmup_updates": 20,
+            "critic_learning_rate": 1e-2, "critic_warmup_updates": 20,
+        },
+        "parallel": {
+            "world_size": world_size, "tensor_model_parallel_size": tp_size,
+            "pipeline_model_parallel_size": pp_size, **sections,
+        },
+    }  # fmt: skip
+    read = trained_model.load_hf_weights
+    with (
+        mock.patch.object(VapoTrainer, "_source", lambda t, _: source(t.config, t.groups)),
+        mock.patch.object(trained_model, "load_hf_weights", side_effect=read) as reading,
+        VapoTrainer(config(hf, **tree)) as trainer,
+    ):
+        trainer.fit()
+    assert reading.call_count == (0 if resumes else 2), "a checkpoint has all weights"
+
+
+def rows(run_dir):
+    """The metrics of each step that do not depend on the machine."""
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rooms = ("actor/", "critic/", "algorithm/", "reward/", "rollout/")
+    return [{n: v for n, v in row.items() if n.startswith(rooms)} for row in found]
+
+
+def saved(run_dir, step):
+    """Every tensor of a step's checkpoint in full, as torch reads it; vocabularies unpadded."""
+    tensors = {}
+    for role in ("actor", "critic"):
+        of_role = {}
+        _load_state_dict(
+            of_role,
+            storage_reader=FileSystemReader(run_dir / f"checkpoints/step_{step:06d}/{role}"),
+            planner=_EmptyStateDictLoadPlanner(),
+            no_dist=True,
+        )
+        for name, value in of_role.items():
+            if torch.is_tensor(value):
+                rows = MODEL["vocab"] if "embedding" in name or "output_layer" in name else None
+                tensors[f"{role} {name}"] = value[:rows]
+    return tensors
+
+
+@pytest.fixture(
+    scope="module",
+    params=[True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["distributed_optimizer", "whole_optimizer"],
+)
+def straight(request, workers, tmp_path_factory):
+    """(model, run directory of TP2 without a stop, its sections)."""
+    root = tmp_path_factory.mktemp("layouts")
+    hf = write_tiny_hf(root / "hf", **MODEL)
+    sections = {"use_distributed_optimizer": request.param}
+    reward_model(hf, root / "reward_model")
+    workers.run(2, fit, hf, root / "run", (2, 2, 1), sections, free_port())
+    return hf, root / "run", sections
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(n, marks=[] if n in FEW else pytest.mark.slow) for n in LAYOUTS]
+)
+def test_another_layout_goes_on_alike(layout, straight, workers, tmp_path):
+    hf, run_dir, sections = straight
+    other, world_size = tmp_path / "run", LAYOUTS[layout][0]
+    shutil.copytree(run_dir, other)
+    (other / "checkpoints/latest").write_text(f"step_{SAVED_AT:06d}")
+    workers.run(world_size, fit, hf, other, LAYOUTS[layout], sections, free_port(), True)
+    expected, found = rows(run_dir), rows(other)
+    assert len(found) == STEPS + 1
+    for step in (SAVED_AT + 1, SAVED_AT + 2):
+        assert found[step] == pytest.approx(expected[step], rel=TOLERANCE, abs=TOLERANCE), step
+    for role in ("actor", "critic"):
+        first, second = (expected[SAVED_AT + i][f"{role}/loss"] for i in (1, 2))
+        assert abs(first - second) > 1e3 * TOLERANCE, "an update shows in the loss"
+    at = SAVED_AT + 1
+    before, after, again = saved(run_dir, SAVED_AT), saved(run_dir, at), saved(other, at)
+    assert before.keys() == after.keys() == again.keys()
+    for name, tensor in after.items():
+        distance, moved = (
+            float((tensor - t[name]).norm() / tensor.norm()) for t in (again, before)
+        )
+        assert distance < TOLERANCE, (name, distance)
+        assert moved > 100 * TOLERANCE or name == "critic output_layer.bias", (name, moved)
