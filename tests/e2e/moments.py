@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-VALUE_STEPS, POLICY_STEPS, CHECKPOINT_EVERY, EVALUATION_EVERY = 2, 5, 2, 3
+VALUE_STEPS, POLICY_STEPS, CHECKPOINT_EVERY, EVALUATION_EVERY = 2, 7, 2, 3
 NUM_STEPS = VALUE_STEPS + POLICY_STEPS
 AT_THE_END = NUM_STEPS + 1
 """After the last step."""
-LATER = (VALUE_STEPS + 1, NUM_STEPS - 1)
-"""First and last step: the actor learns, and one more step follows."""
+LATER = (VALUE_STEPS + 1, NUM_STEPS - 3)
+"""First and last step: the actor learns, and a checkpoint follows."""
 
 
 class Kind(NamedTuple):
@@ -63,15 +63,15 @@ _WRITE = "vapo_megatron.checkpoint_files:HashedFile.write"
 
 KINDS = {
     "the first evaluation": Kind(
-        _SAMPLES, (0, 0), calls=(3, 30), counts=lambda phase, _: phase == "evaluation"
+        _SAMPLES, (0, 0), calls=(2, 8), counts=lambda phase, _: phase == "evaluation"
     ),
     "generation, value pretraining": Kind(
-        _SAMPLES, (1, VALUE_STEPS), calls=(3, 30), counts=lambda phase, _: phase == "generation"
+        _SAMPLES, (1, VALUE_STEPS), calls=(2, 8), counts=lambda phase, _: phase == "generation"
     ),
     "between two updates, value pretraining": Kind(
         "vapo_megatron.trained_model:TrainedModel.update", (1, VALUE_STEPS), "after"
     ),
-    "generation": Kind(_SAMPLES, calls=(3, 30), counts=lambda phase, _: phase == "generation"),
+    "generation": Kind(_SAMPLES, calls=(2, 8), counts=lambda phase, _: phase == "generation"),
     "generation, a further round": Kind(
         "vapo_megatron.sampling:Sampling._sample",
         (VALUE_STEPS + 1, VALUE_STEPS + 2),
@@ -91,7 +91,7 @@ KINDS = {
     "evaluation": Kind(
         _SAMPLES,
         (EVALUATION_EVERY, NUM_STEPS - 1),
-        calls=(3, 30),
+        calls=(2, 8),
         counts=lambda phase, _: phase == "evaluation",
     ),
     "a row half written": Kind("vapo_megatron.metrics:MetricsWriter.write", when="half", rank=0),
@@ -125,7 +125,7 @@ KINDS = {
         "vapo_megatron.weights.hf_export:replace", (AT_THE_END, AT_THE_END), rank=0, starts=True
     ),
     **{
-        f"any moment, {name}": Kind(_PHASE, delay_seconds=3.0)
+        f"any moment, {name}": Kind(_PHASE, (VALUE_STEPS + 1, NUM_STEPS - 4), delay_seconds=2.0)
         for name in ("first", "second", "third")
     },
 }  # fmt: skip
