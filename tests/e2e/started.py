@@ -59,7 +59,7 @@ class Started:
             self.look()
             time.sleep(0.5)
         deadline = time.monotonic() + 15
-        while left := [p for p in self.seen if Path(f"/proc/{p}").exists()]:
+        while left := [process for process in self.seen if lives(process)]:
             assert time.monotonic() < deadline, f"{left} live on"
             time.sleep(0.1)
         return self.launcher.returncode
@@ -67,6 +67,14 @@ class Started:
     def said(self):
         """The end of what was printed."""
         return self.log.read_text()[-6000:]
+
+
+def lives(process):
+    """False also of one that has ended and that nobody has asked for yet, its parent being dead."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def updates(checkpoint):
