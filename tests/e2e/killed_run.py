@@ -8,6 +8,7 @@ function is wrapped to watch the moment; the package is as it is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -89,7 +90,8 @@ class Watch:
             file.write(line + "\n")
         for process in family:
             if process != os.getpid():
-                os.kill(process, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
         raise AssertionError("it lives")
