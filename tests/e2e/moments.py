@@ -10,12 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-VALUE_STEPS, POLICY_STEPS, CHECKPOINT_EVERY, EVALUATION_EVERY = 2, 7, 2, 3
+VALUE_STEPS, POLICY_STEPS, CHECKPOINT_EVERY, EVALUATION_EVERY = 2, 9, 2, 3
 NUM_STEPS = VALUE_STEPS + POLICY_STEPS
 AT_THE_END = NUM_STEPS + 1
 """After the last step."""
-LATER = (VALUE_STEPS + 1, NUM_STEPS - 3)
-"""First and last step: the actor learns, and a checkpoint follows."""
+LATER = (VALUE_STEPS + 1, NUM_STEPS - 5)
+"""First and last step: the actor learns. A moment of a checkpoint is met two to four steps later,
+and what comes after that one needs steps too."""
 
 
 class Kind(NamedTuple):
@@ -90,7 +91,7 @@ KINDS = {
     ),
     "evaluation": Kind(
         _SAMPLES,
-        (EVALUATION_EVERY, NUM_STEPS - 1),
+        (EVALUATION_EVERY, NUM_STEPS - 5),
         calls=(2, 8),
         counts=lambda phase, _: phase == "evaluation",
     ),
@@ -125,7 +126,7 @@ KINDS = {
         "vapo_megatron.weights.hf_export:replace", (AT_THE_END, AT_THE_END), rank=0, starts=True
     ),
     **{
-        f"any moment, {name}": Kind(_PHASE, (VALUE_STEPS + 1, NUM_STEPS - 4), delay_seconds=2.0)
+        f"any moment, {name}": Kind(_PHASE, (VALUE_STEPS + 1, NUM_STEPS - 6), delay_seconds=2.0)
         for name in ("first", "second", "third")
     },
 }  # fmt: skip

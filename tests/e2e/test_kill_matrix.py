@@ -35,8 +35,8 @@ NUM_PROBLEMS = 13
 SETTINGS = [
     *SMALL, *DYNAMIC,
     f"algorithm.value_pretraining_steps={VALUE_STEPS}", f"algorithm.policy_steps={POLICY_STEPS}",
-    # The critic makes 18 updates, the actor 14: both warm up until the run's last third.
-    "optimizer.critic_warmup_updates=11", "optimizer.actor_warmup_updates=9",
+    # The critic makes 22 updates, the actor 18: both warm up in more than the run's first half.
+    "optimizer.critic_warmup_updates=13", "optimizer.actor_warmup_updates=11",
     f"checkpoint.every_steps={CHECKPOINT_EVERY}", "checkpoint.keep_last=1",
     f"evaluation.every_steps={EVALUATION_EVERY}",
 ]  # fmt: skip
