@@ -3,8 +3,8 @@
 Whole trainers in real gloo processes, with both roles, both optimizers, warm-ups and a data set;
 only what samples is replaced, by responses that depend on the prompt alone. Compared are the rows
 of the step that sees the loaded parameters and of the step that sees one further update of them,
-and between the two every parameter and every moment of Adam, read by torch itself from what each
-layout saves. Not exercised: bfloat16 (tests/test_checkpoint.py), vLLM and a GPU.
+and after it every parameter and every moment of Adam, read by torch itself from what each layout
+saves. Not exercised: bfloat16 (tests/test_checkpoint.py), vLLM and a GPU.
 """
 
 import json
@@ -100,7 +100,7 @@ def fit(hf, run_dir, layout, sections, port, resumes=False):
             "policy_steps": STEPS - 1,
         },
         "logging": {"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
-        "checkpoint": {"every_steps": 1, "keep_last": 9, "hf_export": False},
+        "checkpoint": {"every_steps": SAVED_AT, "hf_export": False},
         "optimizer": {
             "actor_learning_rate": 1e-2, "actor_warmup_updates": 20,
             "critic_learning_rate": 1e-2, "critic_warmup_updates": 20,
@@ -176,8 +176,7 @@ def test_another_layout_goes_on_alike(layout, straight, workers, tmp_path):
     for role in ("actor", "critic"):
         first, second = (expected[SAVED_AT + i][f"{role}/loss"] for i in (1, 2))
         assert abs(first - second) > 1e3 * TOLERANCE, "an update shows in the loss"
-    at = SAVED_AT + 1
-    before, after, again = saved(run_dir, SAVED_AT), saved(run_dir, at), saved(other, at)
+    before, after, again = saved(run_dir, SAVED_AT), saved(run_dir, STEPS), saved(other, STEPS)
     assert before.keys() == after.keys() == again.keys()
     for name, tensor in after.items():
         distance, moved = (
