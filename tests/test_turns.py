@@ -136,13 +136,13 @@ def kept(hf, parallel, dtype, root):
     settings = config(hf, dtype=dtype, world_size=2, **parallel)
     turns, _, models = built(hf, settings)
     offloaded = sum(model._offload.num_bytes for model in models.values())
-    copied, gathered = {}, [0]
+    copied, gathered = [], [0]
     write, gather = CheckpointWriter._write, DistributedOptimizer.get_parameter_state_dp_zero
 
     def see_copies(writer, files):
         chunks = [c for content in files.values() if isinstance(content, list) for c in content]
         storages = [tensor.untyped_storage() for _, tensor in chunks]
-        copied.update({s.data_ptr(): s.nbytes() for s in storages})
+        copied.append(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
         write(writer, files)
 
     def see_gathered(*arguments, **options):
@@ -159,7 +159,7 @@ def kept(hf, parallel, dtype, root):
         DistributedOptimizer, "get_parameter_state_dp_zero", see_gathered
     ), CheckpointWriter(root, CheckpointConfig()) as writer:  # fmt: skip
         writer.save(1, {role: models[role] for role in ("actor", "critic")}, {})
-        real = HostBytes(offloaded, sum(copied.values()))
+        real = HostBytes(offloaded, sum(copied))
     turns.close()
     return predicted(hf, settings, models["actor"].groups), real, max(gathered)
 
@@ -181,14 +181,15 @@ def test_host_bytes_are_known_beforehand(workers, tmp_path, dtype, parallel):
         if parallel.get("use_distributed_optimizer", True):
             # A rank's part of the buffers ends where parameters or their padding do.
             assert 0.98 * copying.offloaded <= real.offloaded <= copying.offloaded
-            assert gathered == pytest.approx(waiting.checkpoint, rel=0.02) > 0
+            assert waiting.checkpoint == pytest.approx(gathered, rel=0.02)
+            assert gathered > 0
         else:
             assert real.offloaded == copying.offloaded
             assert gathered == waiting.checkpoint == 0
         # Norms, which both tensor-parallel ranks have, are the first one's to write.
         assert is_first == (real.checkpoint > 0)
         expected = real.checkpoint if is_first else gathered
-        assert copying.checkpoint == pytest.approx(expected, rel=0.02) > 0
+        assert copying.checkpoint == pytest.approx(expected, rel=0.02)
         assert waiting.offloaded == copying.offloaded
 
 
