@@ -42,7 +42,7 @@ def held_back() -> Iterator[None]:
         raise
 
 
-def _block() -> set[signal.Signals]:
+def _block() -> set[int | signal.Signals]:
     """Block them in this thread, and in those that it starts; return what it has blocked before."""
     # Python starts this helper with the first memory that processes share; vLLM's first rank does,
     # to see who is on its node. It then unblocks these two, whatever they were before, in the
