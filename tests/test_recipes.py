@@ -10,6 +10,7 @@ import os
 import re
 from pathlib import Path
 from statistics import mean, stdev
+from unittest import mock
 
 import pytest
 import torch
@@ -261,8 +262,7 @@ def computed(files, overrides):
 
     def losses(model, outputs, *between):
         """Of a role whose model returns what it is given."""
-        model.config = config
-        model._logprobs = lambda output, micro_batch, with_entropy: (output, None)
+        model.config, model.shape, model.trained = config, None, None
         model._values = lambda output, micro_batch: output
         found = []
         for micro_batch in mini_batch.micro_batches:
@@ -272,7 +272,12 @@ def computed(files, overrides):
         return [sum(one) for one in zip(*found)]
 
     logprobs = [[OLD_LOGPROB + float(torch.tensor(r).log()) for r in some] for some in RATIOS]
-    whole, policy = losses(Actor.__new__(Actor), logprobs, [])
+
+    def policy_logprobs(policy, output, micro_batch, shape, config, *, with_entropy):
+        return output, None
+
+    with mock.patch("vapo_megatron.actor.policy_logprobs", policy_logprobs):
+        whole, policy = losses(Actor.__new__(Actor), logprobs, [])
     of_critic, updates = None, []
     if "critic" in config.algorithm.trained_roles:
         critic = Critic.__new__(Critic)
