@@ -192,7 +192,8 @@ def test_a_run_in_numbers():
 
 def test_the_table_by_hand():
     def results(*finals):
-        return [ablation_table.Result(0.1, f, f + 0.01, 5, 100.0, 0.2, 4.24) for f in finals]
+        found = [ablation_table.Result(0.1, f, f + 0.01, 5, 100.0, 0.2, 4.24) for f in finals]
+        return {f"seed_{i}": of_seed for i, of_seed in enumerate(found)}
 
     titles = {"vapo": "60", "low": "5", "near": "7", "none": ""}
     arms = {name: Arm(name.upper(), paper) for name, paper in titles.items()}
@@ -204,18 +205,23 @@ def test_the_table_by_hand():
         ("0.920 +- 0.020", "0.900 0.920 0.940", "", "0.930 +- 0.020", "5, 5, 5", "100 +- 0")
         + ("0.200 +- 0.000", "4.2, 4.2, 4.2", "60"),
     )
-    # mean .15, deviations -.05 and .05: sqrt(5e-3 / 1) = .071; .15 - .92
-    assert found[1][1][:3] == ("0.150 +- 0.071", "0.100 0.200", "-0.770, below")
-    assert found[2][1][:3] == ("0.910", "0.910", "-0.010")
+    # mean .15, deviations -.05 and .05: sqrt(5e-3 / 1) = .071
+    assert found[1][1][:2] == ("0.150 +- 0.071", "0.100 0.200")
+    # .1 - .9 and .2 - .92: deviations -.04 and .04, sqrt(3.2e-3 / 1) = .057
+    assert found[1][1][2] == "-0.760 +- 0.057, below in 2 of 2"
+    assert found[2][1][:3] == ("0.910", "0.910", "+0.010, below in 0 of 1")
     assert found[3] == ("NONE (none)", ("-",) * 8 + ("",))
-    assert ablation_table.against([0.91, 0.8], [0.9, 0.94]).endswith("within the spread")
-    assert ablation_table.against([0.95, 0.96], [0.9, 0.94]).endswith("above")
+    # Of one seed each: nothing to compare, or the one that both have.
+    assert ablation_table.against({"seed_0": 0.5}, {"seed_1": 0.9}) == "-"
+    both = ablation_table.against({"seed_0": 0.5, "seed_1": 0.8}, {"seed_1": 0.9})
+    assert both == "-0.100, below in 1 of 1"
     text, note = ablation_table.markdown(found, ["Why."]).split("\n\n")
     lines = text.splitlines()
     assert note == "Why.\n"
     assert [line.count("|") for line in lines] == [2 + len(ablation_table.COLUMNS)] * 6
     assert lines[4] == (
-        "| NEAR (near) | 0.910 | 0.910 | -0.010 | 0.920 | 5 | 100 | 0.200 | 4.2 | 7 |"
+        "| NEAR (near) | 0.910 | 0.910 | +0.010, below in 0 of 1 | 0.920 | 5 | 100 | 0.200 "
+        "| 4.2 | 7 |"
     )
 
 

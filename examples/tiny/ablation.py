@@ -127,8 +127,8 @@ def _write(root: Path, arms: Mapping[str, Arm], jobs: Sequence[Job], notes: Sequ
     runs = {
         name: [job for job in jobs if job.out.name == name and is_finished(job)] for name in arms
     }
-    results: dict[str, list[Result]] = {
-        name: [result(read_rows(job.out / "metrics.jsonl")) for job in found]
+    results: dict[str, dict[str, Result]] = {
+        name: {job.out.parent.name: result(read_rows(job.out / "metrics.jsonl")) for job in found}
         for name, found in runs.items()
     }
     of_arms = rows(arms, results)

@@ -63,19 +63,22 @@ def spread(values: Sequence[float], form: str) -> str:
     if not values:
         return "-"
     mean = format(statistics.fmean(values), form)
-    return f"{mean} +- {statistics.stdev(values):{form}}" if len(values) > 1 else mean
+    if len(values) == 1:
+        return mean
+    return f"{mean} +- {statistics.stdev(values):{form.removeprefix('+')}}"
 
 
-def against(arm: Sequence[float], vapo: Sequence[float]) -> str:
-    """Compare final accuracies: the difference of the means, and whether the seeds overlap."""
-    if not arm or not vapo:
+def against(arm: Mapping[str, float], vapo: Mapping[str, float]) -> str:
+    """Compare final accuracies, by seed: arms of a seed share their models and problems.
+
+    Returns:
+        The mean difference over the seeds that both have, its spread, and in how many it is below.
+    """
+    differences = [arm[seed] - vapo[seed] for seed in arm if seed in vapo]
+    if not differences:
         return "-"
-    difference = f"{statistics.fmean(arm) - statistics.fmean(vapo):+.3f}"
-    if len(arm) < 2 or len(vapo) < 2:
-        return difference
-    if max(arm) < min(vapo):
-        return f"{difference}, below"
-    return f"{difference}, above" if min(arm) > max(vapo) else f"{difference}, within the spread"
+    below = sum(difference < 0 for difference in differences)
+    return f"{spread(differences, '+.3f')}, below in {below} of {len(differences)}"
 
 
 COLUMNS = (
@@ -87,25 +90,34 @@ Row = tuple[str, Sequence[str]]
 """An arm's title and its cells under COLUMNS."""
 
 
-def rows(arms: Mapping[str, Arm], results: Mapping[str, Sequence[Result]]) -> list[Row]:
+def rows(arms: Mapping[str, Arm], results: Mapping[str, Mapping[str, Result]]) -> list[Row]:
     """Return the table's rows, of plain text.
 
     Args:
         arms: by name, in the order of the rows.
-        results: of each arm's finished seeds.
+        results: of each arm's finished runs, by seed.
     """
-    vapo = [r.final for r in results.get("vapo", ())]
+    finals = {n: {seed: r.final for seed, r in found.items()} for n, found in results.items()}
+    vapo = finals.get("vapo", {})
     return [
-        (f"{arm.title} ({n})", _cells(arm, results.get(n, ()), vapo)) for n, arm in arms.items()
+        (
+            f"{arm.title} ({n})",
+            _cells(
+                arm,
+                list(results.get(n, {}).values()),
+                "" if n == "vapo" else against(finals.get(n, {}), vapo),
+            ),
+        )
+        for n, arm in arms.items()
     ]
 
 
-def _cells(arm: Arm, found: Sequence[Result], vapo: Sequence[float]) -> tuple[str, ...]:
+def _cells(arm: Arm, found: Sequence[Result], against_vapo: str) -> tuple[str, ...]:
     final = [r.final for r in found]
     return (
         spread(final, ".3f"),
         " ".join(f"{value:.3f}" for value in final) or "-",
-        "" if final == vapo else against(final, vapo),
+        against_vapo,
         spread([r.best for r in found], ".3f"),
         ", ".join(str(r.best_step) for r in found) or "-",
         spread([r.length for r in found], ".0f"),
