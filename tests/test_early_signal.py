@@ -145,6 +145,7 @@ def comparable(run_dir):
     }
 
 
+@pytest.mark.slow
 def test_runs_stop_in_time_and_end_as_if_they_had_not(workers, tmp_path):
     """Told in step 2, without time: step 1 is saved. Told in step 2's update: that is finished.
 

@@ -32,7 +32,7 @@ LAYOUTS = {
     "TP2 DP2": (4, 2, 1), "TP2 PP2": (4, 2, 2), "PP2 DP2": (4, 1, 2),
 }  # fmt: skip
 """Name: (processes, TP, PP). TP1 in one process is TP1 x DP1, and in two processes DP2."""
-FEW = ("TP1", "PP2", "DP2")
+FEW = ("TP1", "DP2")
 
 
 def source(settings, place):

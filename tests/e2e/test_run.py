@@ -223,6 +223,7 @@ def texts(file):
     return groups
 
 
+@pytest.mark.slow
 def test_a_replay_started_by_the_recipe_repeats_the_run_bit_by_bit(straight, tmp_path):
     """Under torchrun, whose processes share no hash seed with each other nor with the run's."""
     original, again = straight.out / "run", tmp_path / "again"
@@ -257,6 +258,7 @@ def test_a_replay_started_by_the_recipe_repeats_the_run_bit_by_bit(straight, tmp
     assert (again / "problems.jsonl").read_text() == (original / "problems.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(launch, straight, tmp_path):
     run_dir = tmp_path / "run"
     given = [part for file in RECIPE_CONFIGS for part in ("--config", str(file))]

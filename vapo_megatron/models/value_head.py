@@ -51,7 +51,7 @@ class ValueHead(torch.nn.Linear):
 
     def set_bias(self, bias: Tensor) -> None:
         """Add a constant [1] to every value from now on."""
-        del self._parameters["bias"]
+        self._parameters.pop("bias", None)
         self.register_buffer("bias", bias.to(device=self.weight.device, dtype=torch.float32))
 
     def forward(  # type: ignore[override]
