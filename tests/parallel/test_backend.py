@@ -83,6 +83,7 @@ def test_the_stand_in_does_what_megatron_core_expects():
     assert cpu_cuda.OutOfMemoryError is torch.cuda.OutOfMemoryError
 
 
+@pytest.mark.slow
 def test_torch_is_not_patched():
     """Importing what is used of megatron-core leaves every function and class of torch in place."""
     printed = run_python(

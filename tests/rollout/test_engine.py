@@ -311,6 +311,7 @@ def test_configured_stop_tokens_are_the_only_ones(found_tp2):
     assert any(EOS in r.token_ids[:-1] for r in rollouts)
 
 
+@pytest.mark.slow
 def test_preempted_responses_are_sampled_alike(vllm_workers, models, found, found_tp2, tmp_path):
     again = vllm_workers.run(2, jobs.preempting, tmp_path, models["first"])
     for rank, (preemptions, sampled) in enumerate(again):
