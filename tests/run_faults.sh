@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up what is missing, runs the tests that kill, stop and signal whole runs, and prints a table of the faults:
-# injected, survived, optimizer updates lost. Less than 25 minutes on 2 idle cores. Arguments go to pytest:
+# injected, survived, optimizer updates lost. Arguments go to pytest:
 #   bash tests/run_faults.sh tests/e2e/test_faults.py
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

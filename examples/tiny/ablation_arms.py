@@ -39,7 +39,8 @@ class Table:
     """Further readings, run where --arms names them."""
     has_reward_model: bool = True
     value_steps: int = 6
-    """Steps of the run that makes a seed's value checkpoint, with the same settings otherwise."""
+    """Steps of the run that makes a seed's value checkpoint, with the same settings otherwise. Few:
+    a critic that is still biased shows what the positive-example loss is for."""
     notes: tuple[str, ...] = ()
     """Paragraphs under the table: what does not show and why, as it was measured."""
 
