@@ -62,7 +62,10 @@ class AlgorithmConfig(Section):
         "lambda_policy",
     )
     length_adaptive_alpha: float = _field(
-        0.05, "alpha of the length-adaptive lambda; aim at alpha*l of about 20.", "alpha", gt=0
+        0.05,
+        "alpha of the length-adaptive lambda; short responses need more: alpha*l of 20 at least.",
+        "alpha",
+        gt=0,
     )
     gamma: float = _field(1.0, "Discount per token.", "gamma", gt=0, le=1)
     clip_low: float = _field(0.2, "Lower clip of the probability ratio.", "epsilon_low", ge=0, lt=1)
