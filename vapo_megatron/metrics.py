@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from vapo_megatron.run_directory import (
     HELD_OUT_FILE,
@@ -69,7 +70,7 @@ METRICS: dict[str, Metric] = {
     "actor/loss": Metric("", "Policy loss with its added terms, mean over the step's updates."),
     "actor/policy_loss": Metric("", "Clipped policy loss alone."),
     "actor/positive_lm_loss": Metric(
-        "nat", "Negative log-likelihood per token of correct responses, before its weight mu."
+        "nat", "Negative log-likelihood per token of correct responses, before its weight mu; absent without any."
     ),
     "actor/reference_kl": Metric("nat", "KL from the reference policy, k3, before its weight."),
     "actor/reference_kl_tangent_fraction": Metric(
@@ -224,8 +225,7 @@ class MetricsWriter:
         assert not unknown, f"unknown metrics {unknown}: add them to metrics.METRICS"
         row: dict[str, Any] = {"step": step}
         row |= {name: _finite(value) for name, value in metrics.items()}
-        self._file.write(to_line(row))
-        self._file.flush()
+        _append(self._file, row)
         self._last_step = step
         if self._events:
             for name, value in row.items():
@@ -255,7 +255,7 @@ class MetricsWriter:
         row = {"step": step, "group_size": group_size, "problems": list(problems)}
         name = HELD_OUT_FILE if held_out else PROBLEMS_FILE
         with (self.run_dir / name).open("a", encoding="utf-8") as file:
-            file.write(to_line(row | {"correct": list(correct)}))
+            _append(file, row | {"correct": list(correct)})
 
     def write_rollouts(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Write a step's groups, each a `group_record`, to rollouts/step_*.jsonl; none: no file."""
@@ -276,6 +276,13 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _append(file: TextIO, row: Mapping[str, Any]) -> None:
+    """Write a line, and wait until it is on disk: a checkpoint that is may follow."""
+    file.write(to_line(row))
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _finite(value: Any) -> float | int | None:
