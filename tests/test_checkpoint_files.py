@@ -4,7 +4,9 @@ Not exercised: a machine that loses power (what fsync is for), and file systems 
 ranks a directory late.
 """
 
+import errno
 import json
+import os
 import shutil
 import threading
 
@@ -142,7 +144,37 @@ def test_publishing_replaces_what_was_damaged(tmp_path):
     publish(root, 20, b"again")
     assert (root / "latest").read_text() == "step_000020" == newest_whole(root).name
     assert (root / "step_000020/state.json").read_text() == "again"
+    checkpoint_files.delete_unkept(root, 20, keep_last=2, keep_every=0)
     assert sorted(p.name for p in root.iterdir()) == ["latest", "step_000010", "step_000020"]
+
+
+def test_what_cannot_be_deleted_is_told_and_tried_again(tmp_path, monkeypatch, capsys):
+    """By a run that goes on: a damaged one that it replaces, and two that it keeps no more."""
+    root, gone = make(tmp_path, 10, 20, 30), shutil.rmtree
+    change(root / "step_000030/state.json", 0, b"[")
+
+    def refuse(path, **_):
+        if path.name == "step_000010.old":  # somebody deletes it, too
+            gone(path)
+        os.scandir(path).close()
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        for content in (b"again", b"once more"):
+            publish(root, 30, content)
+            checkpoint_files.delete_unkept(root, 30, keep_last=1, keep_every=0)
+            assert newest_whole(root).name == "step_000030"
+            assert (root / "step_000030/state.json").read_bytes() == content
+    told = capsys.readouterr().err.splitlines()
+    left = ["step_000020.old", "step_000030.old", "step_000030.old.old"]
+    assert {p.name for p in root.iterdir()} == {"latest", "step_000030", *left}
+    warning = "warning: {}/{} cannot be deleted: Permission denied; the next checkpoint tries it"
+    for line in told:
+        assert any(line.startswith(warning.format(root, name)) for name in left), line
+    assert len(told) == 2 + 3
+    checkpoint_files.delete_unkept(root, 30, keep_last=1, keep_every=0)
+    assert sorted(p.name for p in root.iterdir()) == ["latest", "step_000030"]
 
 
 class Killed(BaseException):

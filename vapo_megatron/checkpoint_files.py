@@ -10,13 +10,14 @@ A directory gets its name when everything of it is on disk, and loses it before 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -256,7 +257,7 @@ def publish(root: Path, step: int, sums: Mapping[str, str]) -> None:
     for directory in {(partial / name).parent for name in sums}:
         _sync(directory)
     if final.exists():  # of a run that was set back, or damaged
-        _delete(final)
+        final.rename(_unnamed(final))
     partial.rename(final)
     _sync(root)
     beside = root / f"{LATEST}.new"
@@ -271,7 +272,7 @@ def partial_directory(root: Path, step: int) -> Path:
 
 
 def delete_unkept(root: Path, step: int, *, keep_last: int, keep_every: int) -> None:
-    """Delete old checkpoints after `step` has become the latest.
+    """Delete old checkpoints after `step` has become the latest; says what it cannot delete.
 
     Args:
         root: directory of the run's checkpoints.
@@ -283,7 +284,11 @@ def delete_unkept(root: Path, step: int, *, keep_last: int, keep_every: int) -> 
     upto = [s for s in directories if s <= step]
     kept = set(upto[-keep_last:]) | {s for s in upto if keep_every and s % keep_every == 0}
     for old in directories.keys() - kept:
-        _delete(directories[old])
+        with _bearing_with(directories[old]):
+            directories[old].rename(_unnamed(directories[old]))
+    for path in root.glob("step_*.old"):
+        with _bearing_with(path):
+            shutil.rmtree(path)
 
 
 def delete_unfinished(root: Path) -> None:
@@ -292,12 +297,22 @@ def delete_unfinished(root: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _delete(directory: Path) -> None:
+def _unnamed(directory: Path) -> Path:
+    """Return what a checkpoint is called until it is deleted; nothing is there."""
     old = directory.with_name(f"{directory.name}.old")
-    if old.exists():
-        shutil.rmtree(old)
-    directory.rename(old)
-    shutil.rmtree(old)
+    return _unnamed(old) if old.exists() else old
+
+
+@contextlib.contextmanager
+def _bearing_with(directory: Path) -> Iterator[None]:
+    """Say what cannot be deleted, and leave it for the next time: the run has what it needs."""
+    try:
+        yield
+    except FileNotFoundError:  # somebody else deletes it
+        pass
+    except OSError as error:
+        why = error.strerror or error
+        tell(f"warning: {directory} cannot be deleted: {why}; the next checkpoint tries it again")
 
 
 def _sync(directory: Path) -> None:
