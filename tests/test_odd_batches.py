@@ -158,7 +158,7 @@ def test_odd_responses_are_trained_on(run):
     correct, wrong, cut_off, some_empty, empty = rows
     assert correct["reward/correct_fraction"] == 1 and correct["actor/positive_lm_loss"] > 0
     for row in (wrong, cut_off):
-        assert row["reward/correct_fraction"] == row["actor/positive_lm_loss"] == 0
+        assert row["reward/correct_fraction"] == 0 and "actor/positive_lm_loss" not in row
     assert cut_off["rollout/truncated_fraction"] == 1
     for row in rows[:4]:
         assert row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0

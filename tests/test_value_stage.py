@@ -142,12 +142,15 @@ def test_weights_alone_in_another_layout(workers, paths, stage, tmp_path):
     assert rows(tmp_path)[1]["critic/learning_rate"] == pytest.approx(RATE * UPDATES / WARMUP)
 
 
-def test_the_stage_is_over_when_the_critic_has_settled(workers, paths, tmp_path):
-    """Nothing is learned, so that no step is better than the first: three of them, with patience 2.
+def test_the_stage_is_over_when_the_critic_has_settled(workers, paths, stage, tmp_path):
+    """Nothing more is learned, so that no step is better than the first: three of them, with patience 2.
 
     The first two are an earlier run's, which its checkpoint remembers.
     """
-    still = {"optimizer": {"critic_learning_rate": 1e-30, "critic_warmup_updates": 0}}
+    still = {
+        "optimizer": {"critic_learning_rate": 1e-30, "critic_warmup_updates": 0},
+        "model": {"critic_checkpoint": str(stage[0])},
+    }
     run(workers, paths, tmp_path, {**STAGE, "value_pretraining_steps": 2}, **still)
     for _ in range(2):  # The second time it is over already.
         algorithm = {**STAGE, "value_pretraining_steps": 9, "value_pretraining_patience": 2}

@@ -118,9 +118,14 @@ class Actor:
             deviation: list[Tensor] = []
             loss_function = partial(self._loss, mini_batch, deviation)
             rate = actor_learning_rate(self.trained.num_updates, self.config)
-            updates.append(self.trained.update(mini_batch, loss_function, rate))
+            learned = self.trained.update(mini_batch, loss_function, rate)
+            if not mini_batch.num_positive_tokens:
+                # It has no mean, and a 0 would pull that of the other updates down.
+                del learned["positive_lm_loss"]
+            updates.append(learned)
             if len(updates) == 1:
-                first = self._check_ratio(deviation)
+                is_made = bool(updates[0]["grad_norm"].isfinite())
+                first = self._check_ratio(deviation, is_made=is_made)
         totals = {"first_ratio_diff_max": first, **mean_of_updates(updates)}
         totals["learning_rate"] = torch.tensor(rate, dtype=torch.float64)
         return {f"actor/{name}": float(value) for name, value in totals.items()}
@@ -163,6 +168,7 @@ class Actor:
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             num_tokens=count,
+            num_trained_tokens=mini_batch.num_policy_tokens,
         )
         positive = positive_lm_loss(
             logprobs,
@@ -176,7 +182,11 @@ class Actor:
         if algorithm.kl_coef > 0:
             assert batch.reference_logprobs is not None
             distance, of_distance = reference_kl(
-                logprobs, batch.reference_logprobs, weights, num_tokens=count
+                logprobs,
+                batch.reference_logprobs,
+                weights,
+                num_tokens=count,
+                num_trained_tokens=mini_batch.num_policy_tokens,
             )
             loss = loss + algorithm.kl_coef * distance
             metrics |= of_distance
@@ -189,15 +199,15 @@ class Actor:
         }
         return loss, metrics
 
-    def _check_ratio(self, deviation: list[Tensor]) -> Tensor:
+    def _check_ratio(self, deviation: list[Tensor], *, is_made: bool) -> Tensor:
         """Largest |ratio - 1| over all ranks, before anything was updated (RATIO_TOLERANCE).
 
-        Where it is not finite the update was skipped, and has told.
+        An update that was skipped, for a number that is not finite, may have any.
         """
         largest = torch.stack([torch.zeros(()), *(d.cpu() for d in deviation)]).max()
         largest = max_over_world(largest)
         limit = RATIO_TOLERANCE[self.config.model.dtype]
-        assert not largest.isfinite() or float(largest) <= limit, (
+        assert not is_made or float(largest) <= limit, (
             f"the ratio at the step's first mini-batch differs from 1 by {float(largest):.3g} "
             f"(limit {limit:g}): the update does not see what old_logprobs were computed from"
         )

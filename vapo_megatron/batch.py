@@ -187,7 +187,9 @@ class RolloutBatch:
 
     def per_token(self, per_response: Tensor) -> Tensor:
         """Spread [B] over the tokens of each response -> [T]."""
-        return per_response.repeat_interleave(self.response_lengths)
+        return per_response.repeat_interleave(
+            self.response_lengths, output_size=self.rollout_logprobs.numel()
+        )
 
 
 _PER_TOKEN = (

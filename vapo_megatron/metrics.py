@@ -70,7 +70,9 @@ METRICS: dict[str, Metric] = {
     "actor/loss": Metric("", "Policy loss with its added terms, mean over the step's updates."),
     "actor/policy_loss": Metric("", "Clipped policy loss alone."),
     "actor/positive_lm_loss": Metric(
-        "nat", "Negative log-likelihood per token of correct responses, before its weight mu; absent without any."
+        "nat",
+        "Negative log-likelihood per token of correct responses, before its weight mu; absent "
+        "where there are none.",
     ),
     "actor/reference_kl": Metric("nat", "KL from the reference policy, k3, before its weight."),
     "actor/reference_kl_tangent_fraction": Metric(

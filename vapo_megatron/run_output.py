@@ -65,6 +65,9 @@ class RunOutput:
                 )
             )
             if start:
+                # What came before, the checkpoint's loading too, belongs to no step.
+                self._timer.take()
+                self._timer.take_peaks()
                 self.note(f"resumed {run_dir} after step {start}")
             yield
 

@@ -221,13 +221,14 @@ def mean_of_updates(updates: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Average what TrainedModel.update returned, over the updates that were made.
 
     Returns:
-        The means, of all where none was made; and skipped_updates, how many were not.
+        The means, of all where none was made, each over the updates that have the metric; and
+        skipped_updates, how many were not.
     """
     made = [metrics for metrics in updates if metrics["grad_norm"].isfinite()]
     counted = made or updates
     totals: dict[str, Tensor] = {}
-    for metrics in counted:
-        for name, value in metrics.items():
-            totals[name] = totals.get(name, 0) + value / len(counted)
+    for name in dict.fromkeys(name for metrics in counted for name in metrics):
+        values = [metrics[name] for metrics in counted if name in metrics]
+        totals[name] = torch.stack(values).mean()
     totals["skipped_updates"] = torch.tensor(len(updates) - len(made))
     return totals

@@ -204,7 +204,9 @@ class VapoTrainer:
     def _row(self, done: int, metrics: dict[str, float], *, is_evaluated: bool) -> None:
         """Write the row of a step, after its evaluation where there is one."""
         if is_evaluated:
-            self._keep(done, unevaluated=metrics)
+            # Another process could not tell the speed of these tokens.
+            known = {name: metrics[name] for name in metrics if name != "num_tokens"}
+            self._keep(done, unevaluated=known)
             self.early_stop.begin()
             metrics |= self._evaluate(done)
         self.early_stop.learn(self.output.step(done, metrics))

@@ -47,7 +47,8 @@ def test_the_actor_trains_from_the_step_after_value_pretraining():
         ([0.9, 0.6, 0.7, 0.8], 3, True),  # below the maximum, however it rises
         ([0.9, 0.6, 0.7, 0.8], 2, True),  # .9 is what they must pass, not .6
         ([-3.0, -2.0, -1.0], 1, False),
-        ([math.nan, math.nan], 1, True),
+        ([0.0, -0.1, -0.2], 1, False),  # a constant is as good: nothing has been learned yet
+        ([math.nan, math.nan], 1, False),
         ([0.5, math.nan, math.nan], 2, True),
         ([math.nan, 0.5], 1, False),
     ],

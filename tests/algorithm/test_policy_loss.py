@@ -257,6 +257,27 @@ def test_float_weights_change_a_share_and_not_the_count():
     assert int(loss_count(weights, BOUNDS, "sample")) == 2
 
 
+@pytest.mark.parametrize("aggregation", ["token", "sample", "constant"])
+def test_metrics_are_of_tokens_whatever_the_weights(aggregation):
+    # Of the five trained tokens two have a ratio of e and A > 0, one a ratio of 1/e and A < 0.
+    new = torch.tensor([1.0, 1, 9, 0, -1, 0, 9, 9, 9])
+    advantages = torch.tensor([1.0, 1, 1, 1, -1, 1, 1, 1, 1])
+    weights = MASK * torch.tensor([2.0, 0.5, 9, 1, 4, 1, 9, 9, 9])
+    _, metrics = clipped_policy_loss(
+        new,
+        torch.zeros(9),
+        advantages,
+        token_weights(weights, BOUNDS, aggregation, max_response_tokens=8),
+        **CLIPS,
+        num_tokens=loss_count(weights, BOUNDS, aggregation),
+        num_trained_tokens=loss_count(weights, BOUNDS, "token"),
+    )
+    assert float(metrics["clip_fraction_high"]) == pytest.approx(2 / 5)
+    assert float(metrics["clip_fraction_low"]) == pytest.approx(1 / 5)
+    # 2 (e - 2) + 1/e of k3
+    assert float(metrics["approx_kl"]) == pytest.approx((2 * math.e - 4 + 1 / math.e) / 5)
+
+
 def test_sample_level_loss_is_the_mean_of_the_responses_means():
     lengths = [3, 50, 1]
     new, old, advantages, _ = batch(54)

@@ -13,10 +13,10 @@ def select_groups(num_correct: Tensor, group_size: int, num_groups: int) -> tupl
 
         mixed: 0 < correct < G;   kept: the first num_groups mixed ones
 
-    In a group whose responses are all right or all wrong every group-relative advantage is 0. Where
-    mixed groups are missing, the first of the others fill their places, so that the step keeps its
-    shape. Groups are cut from the end: the decision depends on the verdicts alone, and not on which
-    rank sampled what or finished first.
+    In a group whose responses are all right or all wrong every group-relative advantage is 0, but
+    for what shapes a reward (overlong punishment). Where mixed groups are missing, the first of the
+    others fill their places, so that the step keeps its shape. Groups are cut from the end: the
+    decision depends on the verdicts alone, and not on which rank sampled what or finished first.
 
     Source: DAPO (arXiv 2503.14476, section 3.2), dynamic sampling; filling up is ours.
 

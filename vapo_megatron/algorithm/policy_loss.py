@@ -23,6 +23,7 @@ def clipped_policy_loss(
     clip_low: float,
     clip_high: float,
     num_tokens: int | Tensor,
+    num_trained_tokens: int | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate with an upper clip of its own, averaged over all tokens.
 
@@ -42,13 +43,15 @@ def clipped_policy_loss(
         clip_high: at least 0; ratios above 1 + clip_high earn nothing more.
         num_tokens: N, int or 0-d tensor: loss_count summed over all micro-batches and data-parallel
             ranks of the mini-batch.
+        num_trained_tokens: tokens whose mask is not 0, summed likewise; None: N, which it is unless
+            loss_mask holds weights.
 
     Returns:
         The loss, a 0-d tensor: this call's addend of the global mean, exactly 0 with its graph
-        intact where N is 0. Metrics, detached 0-d tensors divided by N, so that sums over micro-
-        batches and ranks are global means: approx_kl, KL(old || new) by the k3 estimator ratio - 1
-        - log(ratio); clip_fraction_low and clip_fraction_high, tokens whose gradient the lower and
-        the upper clip removes.
+        intact where N is 0. Metrics, detached 0-d tensors, whose sums over micro-batches and ranks
+        are means over the trained tokens, whatever the weights: approx_kl, KL(old || new) by
+        the k3 estimator ratio - 1 - log(ratio); clip_fraction_low and clip_fraction_high, tokens
+        whose gradient the lower and the upper clip removes.
 
     Raises:
         ValueError: a dtype below float32, a clip out of range.
@@ -65,6 +68,8 @@ def clipped_policy_loss(
         ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     )
     loss = global_mean(-surrogate, loss_mask, num_tokens)
+    if num_trained_tokens is None:
+        num_trained_tokens = num_tokens
     with torch.no_grad():
         terms = {
             "approx_kl": log_ratio.expm1() - log_ratio,
@@ -72,7 +77,8 @@ def clipped_policy_loss(
             "clip_fraction_high": (ratio > 1 + clip_high) & (advantages > 0),
         }
         metrics = {
-            name: global_mean(x.to(loss.dtype), loss_mask, num_tokens) for name, x in terms.items()
+            name: global_mean(x.to(loss.dtype), trained_on(loss_mask), num_trained_tokens)
+            for name, x in terms.items()
         }
     return loss, metrics
 

@@ -7,7 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithm.reduction import global_mean, keep, require_mask, require_wide
+from vapo_megatron.algorithm.reduction import (
+    global_mean,
+    keep,
+    require_mask,
+    require_wide,
+    trained_on,
+)
 
 # exp(20) is 5e8: squared it is still far within float32.
 LARGEST_LOG_RATIO = 20.0
@@ -19,6 +25,7 @@ def reference_kl(
     loss_mask: Tensor,
     *,
     num_tokens: int | Tensor,
+    num_trained_tokens: int | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """KL(policy || reference) of tokens that the policy sampled, by the k3 estimator.
 
@@ -39,13 +46,15 @@ def reference_kl(
         loss_mask: [T] bool, or float weights (see token_weights).
         num_tokens: N, int or 0-d tensor: loss_count summed over all micro-batches and data-parallel
             ranks of the mini-batch.
+        num_trained_tokens: tokens whose mask is not 0, summed likewise; None: N, which it is unless
+            loss_mask holds weights.
 
     Returns:
         The loss, a 0-d tensor: this call's addend of the global mean, exactly 0 with its graph
         intact where N is 0. It is at least 0, and infinite where the reference holds a token to be
-        impossible (d = -inf): that is not hidden. Metrics, detached 0-d tensors divided by N, so
-        that sums over micro-batches and ranks are global means: reference_kl, the loss itself;
-        reference_kl_tangent_fraction, tokens beyond d = 20.
+        impossible (d = -inf): that is not hidden. Metrics, detached 0-d tensors, whose
+        sums over micro-batches and ranks are means over the trained tokens, whatever the weights:
+        reference_kl, of exp(d_t) - d_t - 1; reference_kl_tangent_fraction, tokens beyond d = 20.
 
     Raises:
         ValueError: a dtype below float32.
@@ -61,7 +70,13 @@ def reference_kl(
     tangent = slope * (distance - LARGEST_LOG_RATIO) + (slope - LARGEST_LOG_RATIO)
     terms = torch.where(beyond, tangent, near.expm1() - near)
     loss = global_mean(terms, loss_mask, num_tokens)
+    if num_trained_tokens is None:
+        num_trained_tokens = num_tokens
+    metrics = {
+        "reference_kl": terms.detach(),
+        "reference_kl_tangent_fraction": beyond.to(loss.dtype),
+    }
     return loss, {
-        "reference_kl": loss.detach(),
-        "reference_kl_tangent_fraction": global_mean(beyond.to(loss.dtype), loss_mask, num_tokens),
+        name: global_mean(x.to(loss.dtype), trained_on(loss_mask), num_trained_tokens)
+        for name, x in metrics.items()
     }

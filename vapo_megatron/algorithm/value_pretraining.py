@@ -27,7 +27,7 @@ def actor_is_trained(step: int, value_pretraining_steps: int) -> bool:
 def critic_has_settled(explained_variances: Sequence[float], patience: int) -> bool:
     """Tell whether the explained variance has stopped rising.
 
-        max of the last `patience` steps <= max of the steps before them
+        0 < max of all steps, and max of the last `patience` <= max of those before them
 
     Source: VAPO (arXiv 2504.05118) pretrains values until value loss and explained variance are
     good; VC-PPO (arXiv 2503.01491) finds that too many steps are worse than fewer. The rule for
@@ -39,7 +39,8 @@ def critic_has_settled(explained_variances: Sequence[float], patience: int) -> b
         patience: steps without a new maximum after which the critic has settled, at least 1.
 
     Returns:
-        False as long as there are no more than `patience` steps to look at.
+        False as long as there are no more than `patience` steps to look at, and as long as no step
+        was above 0: until then the critic knows less than a constant does.
 
     Raises:
         ValueError: patience below 1.
@@ -49,4 +50,4 @@ def critic_has_settled(explained_variances: Sequence[float], patience: int) -> b
     known = [-math.inf if math.isnan(x) else x for x in explained_variances]
     if len(known) <= patience:
         return False
-    return max(known[-patience:]) <= max(known[:-patience])
+    return max(known) > 0 and max(known[-patience:]) <= max(known[:-patience])

@@ -49,7 +49,7 @@ def sum_over_world(value: Tensor) -> Tensor:
 def max_over_world(value: Tensor) -> Tensor:
     """Take the elementwise maximum of a tensor over all ranks; NaN on one rank is NaN on all."""
     reduced = _all_reduce(
-        torch.stack([value.nan_to_num(nan=-torch.inf), value.isnan().to(value.dtype)]),
+        torch.stack([value.masked_fill(value.isnan(), -torch.inf), value.isnan().to(value.dtype)]),
         dist.ReduceOp.MAX,
         dist.group.WORLD,
     )
