@@ -6,6 +6,8 @@ for examples/run_ablation_tiny.sh to say.
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "tiny"))
 
+import ablation  # noqa: E402
 import ablation_table  # noqa: E402
 from ablation_arms import TABLES, Arm  # noqa: E402
 from ablation_jobs import (  # noqa: E402
@@ -27,6 +30,7 @@ from ablation_jobs import (  # noqa: E402
     is_finished,
     require_unchanged,
     seed_jobs,
+    write_state,
 )
 from ablation_runner import locked, run_jobs  # noqa: E402
 
@@ -153,7 +157,10 @@ sys.exit(ablation.main(["--seeds", "1", "--out", {out!r}]))
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_no_process(tmp_path, number):
     driver = DRIVER.format(root=str(ROOT), out=str(tmp_path / "out"))
-    process = subprocess.Popen([sys.executable, "-c", driver], stderr=subprocess.PIPE, text=True)
+    leave(tmp_path / "out", 0, "vapo")
+    process = subprocess.Popen(
+        [sys.executable, "-c", driver], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     started = psutil.Process(process.pid)
     deadline = time.monotonic() + 60
     while len(started.children(recursive=True)) < 3:
@@ -168,6 +175,7 @@ def test_an_interrupt_leaves_no_process(tmp_path, number):
     assert not alive
     state = json.loads((tmp_path / "out/seed_0/a.job.json").read_text())
     assert not state["finished"] and state["seconds"] > 0
+    assert "| VAPO (vapo) | 0.500 |" in (tmp_path / "out/table.md").read_text()
 
 
 def row(step, accuracy=None, length=90.0):
@@ -206,10 +214,10 @@ def test_the_table_by_hand():
         + ("0.200 +- 0.000", "4.2, 4.2, 4.2", "60"),
     )
     # mean .15, deviations -.05 and .05: sqrt(5e-3 / 1) = .071
-    assert found[1][1][:2] == ("0.150 +- 0.071", "0.100 0.200")
+    assert found[1][1][:2] == ("0.150 +- 0.071", "0.100 0.200 -")
     # .1 - .9 and .2 - .92: deviations -.04 and .04, sqrt(3.2e-3 / 1) = .057
     assert found[1][1][2] == "-0.760 +- 0.057, below in 2 of 2"
-    assert found[2][1][:3] == ("0.910", "0.910", "+0.010, below in 0 of 1")
+    assert found[2][1][:3] == ("0.910", "0.910 - -", "+0.010, below in 0 of 1")
     assert found[3] == ("NONE (none)", ("-",) * 8 + ("",))
     # Of one seed each: nothing to compare, or the one that both have.
     assert ablation_table.against({"seed_0": 0.5}, {"seed_1": 0.9}) == "-"
@@ -220,8 +228,8 @@ def test_the_table_by_hand():
     assert note == "Why.\n"
     assert [line.count("|") for line in lines] == [2 + len(ablation_table.COLUMNS)] * 6
     assert lines[4] == (
-        "| NEAR (near) | 0.910 | 0.910 | +0.010, below in 0 of 1 | 0.920 | 5 | 100 | 0.200 "
-        "| 4.2 | 7 |"
+        "| NEAR (near) | 0.910 | 0.910 - - | +0.010, below in 0 of 1 | 0.920 | 5, -, - | 100 "
+        "| 0.200 | 4.2, -, - | 7 |"
     )
 
 
@@ -302,6 +310,118 @@ def test_the_tables_arms(tmp_path):
         arms_by_name("short", ["vapoo"])
     with pytest.raises(UserError, match="--arms grpo: no such arm with --form long; known: vapo"):
         arms_by_name("long", ["grpo"])
+
+
+def leave(root: Path, seed: int, arm: str, *more: str, form: str = "short", whole: bool = True):
+    """What an invocation leaves of an arm and its needs: 10 s each, accuracy .5 + seed / 100."""
+    table = TABLES[form]
+    for job in seed_jobs(root, form, seed, {arm: {**table.arms, **table.more_arms}[arm]}, more):
+        job.out.mkdir(parents=True, exist_ok=True)
+        if job.num_steps:
+            lines = [json.dumps(row(step, 0.5 + seed / 100)) + "\n" for step in (0, job.num_steps)]
+            (job.out / "metrics.jsonl").write_text("".join(lines))
+        write_state(job, finished=whole or job.out.name != arm, seconds=10.0)
+
+
+def titles(root: Path) -> list[tuple[str, ...]]:
+    """(arm, accuracy of each seed) of the rows of a table."""
+    lines = (root / "table.md").read_text().split("\n\n")[0].splitlines()[2:]
+    rows = [line.split("|") for line in lines]
+    return [(cells[1].split("(")[-1].strip(" )"), *cells[3].split()) for cells in rows]
+
+
+def test_the_table_is_of_all_that_is_there(tmp_path, capsys):
+    def ablate(*arguments: str) -> str:
+        assert ablation.main(["--out", str(tmp_path), "--seeds", "1", *arguments]) == 0
+        return capsys.readouterr().out
+
+    leave(tmp_path, 0, "grpo")
+    ablate("--arms", "grpo")
+    page = tmp_path / "comparison.html"
+    assert titles(tmp_path) == [("grpo", "0.500")] and not page.exists(), "one run, no comparison"
+
+    other = "algorithm.dynamic_sampling=true"
+    leave(tmp_path, 10, "grpo")
+    leave(tmp_path, 2, "vapo")
+    leave(tmp_path, 2, "grpo")
+    leave(tmp_path, 3, "grpo", other)
+    leave(tmp_path, 0, "no_decoupled_gae_95")
+    leave(tmp_path, 0, "dapo", whole=False)
+    leave(tmp_path, 0, "no_group_sampling")
+    (tmp_path / "seed_of_mine").mkdir()
+    said = ablate("--arms", "grpo")
+    # In the table's order. What nobody began has no row, and what has other settings no number.
+    assert titles(tmp_path) == [
+        ("vapo", "-", "0.520", "-"), ("no_group_sampling", "0.500", "-", "-"),
+        ("grpo", "0.500", "0.520", "0.600"), ("dapo", "-"),
+        ("no_decoupled_gae_95", "0.500", "-", "-"),
+    ]  # fmt: skip
+    assert "4 arms, 6 runs" in page.read_text()
+    assert "made with other settings, and not in the table: seed_3/grpo\n" in said
+    # 10 s each: base, data, reward_model, value and four arms; of seed 2 the same and two arms; of
+    # seed 10 base, data and one arm. 8 + 6 + 3.
+    assert "this time; the table's 17 jobs took 2 m 50 s, added up" in said
+
+    for name in ("seed_0", "seed_10"):
+        shutil.rmtree(tmp_path / name)
+    leave(tmp_path, 0, "grpo", other)
+    # It does not fit this arm, and that is no matter of those that are run.
+    leave(tmp_path, 2, "no_group_sampling")
+    said = ablate("--arms", "grpo", other)
+    assert titles(tmp_path) == [("grpo", "0.500", "0.530")] and page.exists()
+    assert "the table: seed_2/vapo, seed_2/no_group_sampling, seed_2/grpo\n" in said
+    shutil.rmtree(tmp_path / "seed_3")
+    ablate("--arms", "grpo", other)
+    assert titles(tmp_path) == [("grpo", "0.500")] and not page.exists(), "of runs that are gone"
+
+
+@pytest.mark.parametrize(
+    "form, override, told",
+    [
+        ("short", "seed=5", "seed=5 for all arms: .*--seeds chooses the seeds"),
+        ("short", "model.hf_path=x", "model.hf_path=x for all arms: each seed has its own"),
+        ("short", "model={hf_path: x}", "model.hf_path=x for all arms: each seed has its own"),
+        ("short", "data.train_path=x", "data.train_path=x .*: each seed has its own"),
+        ("long", "model.critic_hf_path=x", "model.critic_hf_path=x .*: each seed has its own"),
+        ("short", "model.critic_checkpoint=x", "model.critic_checkpoint=x .*: each seed has its"),
+        ("short", "evaluation.path=x", "evaluation.path=x .*: each seed has its own"),
+        ("short", "evaluation.path=null", "evaluation.path=null .*: each seed has its own"),
+        ("short", "logging.run_dir=x", "logging.run_dir=x .*: each run has its own.*: --out says"),
+        (
+            "short",
+            "algorithm={stage: value_pretraining, value_pretraining_steps: 3}",
+            "algorithm.stage=value_pretraining for all arms: the arms train policies",
+        ),
+        (
+            "short",
+            "algorithm.value_pretraining_steps=3",
+            "algorithm.value_pretraining_steps=3 .*all",
+        ),
+        ("short", "algorithm.policy_steps=0", "algorithm.policy_steps=0 .*: .* give 1 or more"),
+    ],
+)
+def test_what_each_seed_has_of_its_own_is_not_for_all_arms(
+    tmp_path, capsys, monkeypatch, form, override, told
+):
+    monkeypatch.setattr(ablation, "run_jobs", lambda *_, **__: pytest.fail("something is run"))
+    out = tmp_path / "out"
+    assert ablation.main(["--form", form, "--out", str(out), "--arms", "vapo", override]) == 2
+    assert re.match(f"ablation: {told}", capsys.readouterr().err)
+    assert not out.exists()
+
+
+def test_no_title_names_a_technique_that_the_form_is_without(tmp_path):
+    """positive_lm_coef is 0 for the long form's arms, so that no one is the paper's VAPO."""
+    table = TABLES["long"]
+    arms = {**table.arms, **table.more_arms}
+    jobs = {job.out.name: job for job in seed_jobs(tmp_path, "long", 0, arms, [])}
+    assert {jobs[name].settings["algorithm.positive_lm_coef"] for name in arms} == {0}
+    short = TABLES["short"].arms
+    first, *others = arms
+    assert arms[first].title == f"VAPO {short['no_positive_lm'].title}"
+    assert arms[first].paper == short["no_positive_lm"].paper
+    assert all(arms[name].title.startswith("and without ") for name in others)
+    assert not any(arms[name].paper for name in others), "the paper left out one at a time"
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@
                                      [section.field=value ...]
 
 The arms of a seed share base model, problems, reward model and value checkpoint, and every setting
-but those that ablation_arms.py names. Started again it goes on where it was.
+but those that ablation_arms.py names. Started again it goes on where it was. --seeds and --arms
+say what is run; the table is of all that was ever made there with the same settings.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from ablation_arms import TABLES, Arm, Table  # noqa: E402
+from ablation_arms import TABLES, Table  # noqa: E402
 from ablation_jobs import (  # noqa: E402
     Job,
     arms_by_name,
     is_finished,
+    made,
+    read_state,
     require_unchanged,
     seed_jobs,
 )
@@ -61,9 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="short",
         help="of the task, with a table of its own (short)",
     )
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 .. N-1 (3)")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="run seeds 0 .. N-1 (3)")
     parser.add_argument(
-        "--arms", nargs="+", default=[], metavar="NAME", help="only these (the table's)"
+        "--arms", nargs="+", default=[], metavar="NAME", help="run only these (the table's)"
     )
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="runs at a time (2)")
     parser.add_argument(
@@ -99,17 +102,20 @@ def _ablate(args: argparse.Namespace) -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with locked(root) as lock:
         require_unchanged(jobs, rerun=args.rerun)
-        failures = run_jobs(
-            jobs,
-            slots=args.jobs,
-            lock=lock,
-            environment=environment,
-            cwd=ROOT,
-            say=lambda line: print(line, flush=True),
-            finished=_outcome,
-        )
-        _write(root, arms, jobs, () if overrides else TABLES[args.form].notes)
-    print(f"{format_seconds(time.monotonic() - started)} in all")
+        try:
+            failures = run_jobs(
+                jobs,
+                slots=args.jobs,
+                lock=lock,
+                environment=environment,
+                cwd=ROOT,
+                say=lambda line: print(line, flush=True),
+                finished=_outcome,
+            )
+        finally:  # After an interrupt, too.
+            seconds = _write(root, args.form, overrides)
+            now = format_seconds(time.monotonic() - started)
+            print(f"{now} this time; {seconds}")
     for name, why in failures.items():
         print(f"{name}: {why}", file=sys.stderr)
     return 1 if failures else 0
@@ -122,8 +128,13 @@ def _outcome(job: Job) -> str:
     return f"accuracy {result(rows).final:.3f}" if len(evaluated) > 1 else ""
 
 
-def _write(root: Path, arms: Mapping[str, Arm], jobs: Sequence[Job], notes: Sequence[str]) -> None:
-    """Write table.md and comparison.html of what is finished."""
+def _write(root: Path, form: str, overrides: Sequence[str]) -> str:
+    """Write table.md and comparison.html of all that is finished; return what it took."""
+    jobs, others = made(root, form, overrides)
+    notes = () if overrides else TABLES[form].notes
+    begun = {job.out.name for job in jobs}
+    known = {**TABLES[form].arms, **TABLES[form].more_arms}
+    arms = {name: arm for name, arm in known.items() if name in begun}
     runs = {
         name: [job for job in jobs if job.out.name == name and is_finished(job)] for name in arms
     }
@@ -135,11 +146,18 @@ def _write(root: Path, arms: Mapping[str, Arm], jobs: Sequence[Job], notes: Sequ
     text = markdown(of_arms, notes)
     replace_file(root / "table.md", text)
     print(f"\n{text}\n{root / 'table.md'}")
+    page = root / "comparison.html"
     done = [job.out for found in runs.values() for job in found]
     if len(done) > 1:
         lead = table(COLUMNS, [(title, [escape(c) for c in cells]) for title, cells in of_arms])
         lead += "".join(f'<p class="about">{escape(note)}</p>' for note in notes)
-        print(build_comparison(done, root / "comparison.html", by_arm=True, lead=lead))
+        print(build_comparison(done, page, by_arm=True, lead=lead))
+    else:
+        page.unlink(missing_ok=True)
+    if others:
+        print(f"made with other settings, and not in the table: {', '.join(others)}")
+    took = sum(state["seconds"] for job in jobs if (state := read_state(job)))
+    return f"the table's {len(jobs)} jobs took {format_seconds(took)}, added up"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ OUT/seed_0/NAME.log                     what it printed
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -29,6 +30,22 @@ TINY = Path(__file__).resolve().parent
 FILES = TINY.parent / "configs"
 NO_EFFECT = ("logging.", "checkpoint.")
 """Fields that change no result."""
+HAS_ITS_OWN = "each seed has its own; leave it out"
+NOT_FOR_ALL = {
+    "seed": f"{HAS_ITS_OWN}: --seeds chooses the seeds",
+    "logging.run_dir": "each run has its own; leave it out: --out says where all of them land",
+    "model.hf_path": HAS_ITS_OWN,
+    "model.critic_hf_path": HAS_ITS_OWN,
+    "model.critic_checkpoint": HAS_ITS_OWN,
+    "data.train_path": HAS_ITS_OWN,
+    "evaluation.path": f"{HAS_ITS_OWN}: the table is of its accuracies",
+    "algorithm.stage": "the arms train policies; leave it out",
+    "algorithm.value_pretraining_steps": (
+        "values are pretrained for all arms of a seed at once, and some arms are without; "
+        "leave it out"
+    ),
+}
+"""Fields that no override of all arms may change, and why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +106,7 @@ def seed_jobs(
         more: overrides of all arms and of the value stage.
 
     Raises:
-        ConfigError: an arm's settings do not fit together.
+        UserError: an arm's settings do not fit together, or `more` changes what it must not.
     """
     prefix, out = f"seed_{seed}", root / f"seed_{seed}"
     table = TABLES[form]
@@ -99,6 +116,8 @@ def seed_jobs(
         f"evaluation.path={data}/test.jsonl",
         *([f"model.critic_hf_path={reward}"] if table.has_reward_model else []),
     )  # fmt: skip
+    start = f"model.critic_checkpoint={out / 'value'}"
+    _require_own([FILES / name for name in table.configs], (*shared, start), more)
     jobs: dict[str, Job] = {}
 
     def add(name: str, needs: Sequence[str], settings: Mapping[str, Any], **rest: Any) -> None:
@@ -144,13 +163,64 @@ def seed_jobs(
     )  # fmt: skip
     for name, arm in arms.items():
         recipe = [f"algorithms/{arm.recipe}.yaml"] if arm.recipe else []
-        start = f"model.critic_checkpoint={out / 'value'}"
         add_run(name, recipe, start, *arm.changes)
     wanted = set(arms)
     for name in reversed(jobs):
         if name in wanted:
             wanted |= {need.removeprefix(f"{prefix}/") for need in jobs[name].needs}
     return [job for name, job in jobs.items() if name in wanted]
+
+
+def _require_own(files: Sequence[Path], own: Sequence[str], more: Sequence[str]) -> None:
+    """Check that overrides of all arms leave alone what a seed has of its own.
+
+    Raises:
+        UserError: names the field, and why.
+    """
+    before, after = (
+        flatten(load_config(files, overrides).model_dump()) for overrides in (own, (*own, *more))
+    )
+    for name, why in NOT_FOR_ALL.items():
+        if after[name] != before[name]:
+            value = "null" if after[name] is None else after[name]
+            raise UserError(f"{name}={value} for all arms: {why}")
+    if after["algorithm.policy_steps"] < 1:
+        raise UserError(
+            "algorithm.policy_steps=0 for all arms: the table is of trained policies; "
+            "give 1 or more"
+        )
+
+
+def made(root: Path, form: str, more: Sequence[str]) -> tuple[list[Job], list[str]]:
+    """Look up what invocations left of all arms and seeds, whatever each was asked to run.
+
+    Args:
+        root: directory of the ablation.
+        form: of the task, which names the table.
+        more: overrides of all arms.
+
+    Returns:
+        Jobs that were begun with these settings, seed by seed; names of the arms' that were begun
+        with others.
+    """
+    table = TABLES[form]
+    numbers = [path.name.removeprefix("seed_") for path in root.glob("seed_*")]
+    found: dict[str, Job] = {}
+    others = []
+    for seed in sorted(int(number) for number in numbers if number.isdecimal()):
+        for name, arm in {**table.arms, **table.more_arms}.items():
+            if not (root / f"seed_{seed}" / f"{name}.job.json").exists():
+                continue
+            jobs: dict[str, Job] = {}
+            # These settings may not even fit an arm that was made with others.
+            with contextlib.suppress(UserError):
+                jobs = {job.name: job for job in seed_jobs(root, form, seed, {name: arm}, more)}
+            own = jobs.get(f"seed_{seed}/{name}")
+            if own is None or changed(own):
+                others.append(f"seed_{seed}/{name}")
+            else:
+                found |= jobs
+    return [job for job in found.values() if read_state(job) and not changed(job)], others
 
 
 def _digest(settings: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ablation_arms import Arm
@@ -82,7 +82,7 @@ def against(arm: Mapping[str, float], vapo: Mapping[str, float]) -> str:
 
 
 COLUMNS = (
-    "final accuracy", "each seed", "against VAPO", "best accuracy", "at step", "response length",
+    "final accuracy", "each seed", "against vapo", "best accuracy", "at step", "response length",
     "entropy", f"steps to {THRESHOLD}", "paper",
 )  # fmt: skip
 
@@ -99,12 +99,14 @@ def rows(arms: Mapping[str, Arm], results: Mapping[str, Mapping[str, Result]]) -
     """
     finals = {n: {seed: r.final for seed, r in found.items()} for n, found in results.items()}
     vapo = finals.get("vapo", {})
+    names = {seed for found in results.values() for seed in found}
+    seeds = sorted(names, key=lambda seed: (len(seed), seed))
     return [
         (
             f"{arm.title} ({n})",
             _cells(
                 arm,
-                list(results.get(n, {}).values()),
+                [results.get(n, {}).get(seed) for seed in seeds],
                 "" if n == "vapo" else against(finals.get(n, {}), vapo),
             ),
         )
@@ -112,17 +114,22 @@ def rows(arms: Mapping[str, Arm], results: Mapping[str, Mapping[str, Result]]) -
     ]
 
 
-def _cells(arm: Arm, found: Sequence[Result], against_vapo: str) -> tuple[str, ...]:
-    final = [r.final for r in found]
+def _cells(arm: Arm, of_seeds: Sequence[Result | None], against_vapo: str) -> tuple[str, ...]:
+    """Of every seed, in the same places for all arms; None: the arm lacks it."""
+    found = [r for r in of_seeds if r]
+
+    def each(separator: str, show: Callable[[Result], str]) -> str:
+        return separator.join(show(r) if r else "-" for r in of_seeds) if found else "-"
+
     return (
-        spread(final, ".3f"),
-        " ".join(f"{value:.3f}" for value in final) or "-",
+        spread([r.final for r in found], ".3f"),
+        each(" ", lambda r: f"{r.final:.3f}"),
         against_vapo,
         spread([r.best for r in found], ".3f"),
-        ", ".join(str(r.best_step) for r in found) or "-",
+        each(", ", lambda r: str(r.best_step)),
         spread([r.length for r in found], ".0f"),
         spread([r.entropy for r in found], ".3f"),
-        ", ".join(_steps(r.steps_to_threshold) for r in found) or "-",
+        each(", ", lambda r: _steps(r.steps_to_threshold)),
         arm.paper,
     )
 
