@@ -173,10 +173,10 @@ def add_workload(group: argparse._ArgumentGroup) -> None:
 def add_layout(group: argparse._ArgumentGroup) -> None:
     """Add what can be chosen instead of searched for."""
     for option, what in (
-        ("--tp", "the trainer's tensor parallelism (all sizes within a node)"),
+        ("--tp", "the trainer's tensor parallelism (powers of two within a node)"),
         ("--pp", "the trainer's pipeline parallelism"),
         ("--vpp", "model chunks of each rank (1, 2, 4)"),
-        ("--vllm-tp", "ranks of one vLLM replica (all sizes within a node)"),
+        ("--vllm-tp", "ranks of one vLLM replica (powers of two within a node)"),
         ("--max-tokens", "budget of a micro-batch (half, once and twice the longest sequence)"),
     ):
         group.add_argument(option, type=positive, metavar="N", help=what)

@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.planning.shapes import small_shape
+from tools import plan_options
 from vapo_megatron.config import load_config
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import check_layout
@@ -95,8 +97,41 @@ def test_no_chunks_without_a_pipeline_or_layers_for_them():
     ]
     # 24 layers on PP 1, 2, 4, 8: 24, 12, 6, 3 of a stage.
     assert chunks == [{None}, {None, 2, 4}, {None, 2}, {None}]
-    with pytest.raises(ConfigError, match="needs parallel.pipeline_model_parallel_size > 1"):
-        list(candidates.variants(shape, found[0], Fixed(virtual=2)))
+    sizes, refused = layouts(shape, base(8), Fixed(tensor=1, virtual=2))
+    assert sizes == [(1, 2), (1, 4)]
+    assert refused == {
+        "TP 1 x PP 1": "parallel.virtual_pipeline_model_parallel_size=2 needs "
+        "parallel.pipeline_model_parallel_size > 1, found 1",
+        "TP 1 x PP 8": "parallel.pipeline_model_parallel_size=8 times virtual_pipeline_model_"
+        "parallel_size=2 must divide the model's num_hidden_layers=24",
+    }
+
+
+def test_no_chunks_with_batched_sends():
+    shape = known_shape("Qwen2.5-32B")
+    config = base()
+    parallel = config.parallel.model_copy(update={"batch_p2p_comm": True})
+    config = config.model_copy(update={"parallel": parallel})
+    found, _ = candidates.trainer_layouts(shape, config, Fixed(tensor=8, pipeline=4), 8)
+    chunks = [
+        v.parallel.virtual_pipeline_model_parallel_size
+        for v in candidates.variants(shape, found[0], Fixed())
+    ]
+    assert chunks == [None] * 9  # Recomputations times budgets.
+    _, refused = layouts(shape, config, Fixed(tensor=8, pipeline=4, virtual=2))
+    assert "batch_p2p_comm=true must not be combined" in refused["TP 8 x PP 4"]
+
+
+def test_powers_of_two_within_a_node_are_tried_and_the_help_says_so():
+    parser = plan_options.Parser()
+    plan_options.add_layout(parser.add_argument_group())
+    text = " ".join(parser.format_help().split())
+    assert text.count("(powers of two within a node)") == 2
+    # 12 heads and 12 GPUs would take 3 and 6, too.
+    shape = small_shape(hidden=48, layers=12, heads=12, kv_heads=12, head=4, ffn=96, vocab=64)
+    sizes, refused = layouts(shape, base(12), gpus_per_node=6)
+    assert {tp for tp, _ in sizes} == {1, 2, 4} and refused == {}
+    assert candidates.sampler_sizes(shape, base(12), Fixed(), 6) == [1, 2, 4]
 
 
 @pytest.mark.parametrize(

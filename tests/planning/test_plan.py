@@ -86,6 +86,19 @@ def test_more_memory_is_never_slower(ranking):
     assert len(after.plans) >= len(ranking.plans) and len(after.refused) <= len(ranking.refused)
 
 
+def test_chosen_chunks_refuse_layouts_without_a_pipeline_and_search_the_others():
+    fixed = Fixed(tensor=2, virtual=2, recompute="full")
+    found = rank(SMALL_SHAPE, SMALL_BASE, SMALL, workload_of(SMALL_BASE), fixed)
+    layouts = {
+        (p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size)
+        for p in (plan.config.parallel for plan in found.plans)
+    }
+    # 28 layers.
+    assert layouts == {(2, 2)}
+    assert "needs parallel.pipeline_model_parallel_size > 1" in found.refused["TP 2 x PP 1"]
+    assert "must divide the model's num_hidden_layers=28" in found.refused["TP 2 x PP 4"]
+
+
 def test_what_does_not_fit_says_why():
     little = dataclasses.replace(SMALL, gpu_bytes=20 * 10**9)
     found = rank(SMALL_SHAPE, SMALL_BASE, little, workload_of(SMALL_BASE), Fixed(tensor=1))

@@ -1,4 +1,4 @@
-"""Layouts worth a look: every TP x PP that divides, with the settings that trade for memory."""
+"""Layouts worth a look: TP x PP that divide, with the settings that trade for memory."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ class Fixed:
 def trainer_layouts(
     shape: ModelShape, base: VapoConfig, fixed: Fixed, gpus_per_node: int
 ) -> tuple[list[VapoConfig], dict[str, str]]:
-    """Return the trainer's layouts that divide the model, and why the others do not.
+    """Return the trainer's layouts that a run would take, and why it would not take the others.
 
     TP stays within a node: it is every power of two there, PP every divisor of what is left over.
+    Chunks are left to `variants`, unless they are chosen.
     Sequence parallelism is on wherever TP is: it computes the same with less memory.
 
     Args:
@@ -44,6 +45,7 @@ def trainer_layouts(
     """
     world_size = base.parallel.world_size
     tensors = [fixed.tensor] if fixed.tensor else _powers_of_two(min(gpus_per_node, world_size))
+    chunks = fixed.virtual if fixed.virtual != 1 else None
     found, refused = [], {}
     for tp_size in tensors:
         pipelines = [n for n in range(1, world_size + 1) if world_size % (tp_size * n) == 0]
@@ -52,7 +54,7 @@ def trainer_layouts(
                 base,
                 tensor_model_parallel_size=tp_size,
                 pipeline_model_parallel_size=pp_size,
-                virtual_pipeline_model_parallel_size=None,
+                virtual_pipeline_model_parallel_size=chunks,
                 sequence_parallel=tp_size > 1,
             )
             try:
@@ -74,7 +76,8 @@ def variants(shape: ModelShape, layout: VapoConfig, fixed: Fixed) -> Iterator[Va
     """
     pp_size = layout.parallel.pipeline_model_parallel_size
     per_stage = shape.num_layers // pp_size
-    chunks = [n for n in (1, 2, 4) if per_stage % n == 0] if pp_size > 1 else [1]
+    chunked = pp_size > 1 and not layout.parallel.batch_p2p_comm
+    chunks = [n for n in (1, 2, 4) if per_stage % n == 0] if chunked else [1]
     longest = layout.rollout.max_prompt_tokens + layout.rollout.max_response_tokens
     for vpp_size, recompute, max_tokens in itertools.product(
         [fixed.virtual] if fixed.virtual else chunks,

@@ -122,7 +122,10 @@ def nothing_fits(ranking: Ranking, c: Cluster) -> str:
     where = f"{c.num_gpus} GPU{'s' if c.num_gpus > 1 else ''} of {c.gpu_bytes / GB:g} GB"
     if ranking.closest is None:
         name, reason = next(iter(ranking.undivided.items()))
-        return f"no layout divides {where} and the model: {name}: {reason}; take another number"
+        return (
+            f"no layout divides {where} and the model: {name}: {reason}; take another number, or "
+            "fewer fixed options"
+        )
     name, misfit = ranking.closest
     return (
         f"nothing fits into {where}; the closest, {name}: {misfit.reason}; take more or larger "

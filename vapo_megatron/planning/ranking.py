@@ -42,7 +42,7 @@ class Ranking(NamedTuple):
 
     plans: list[Plan]
     undivided: dict[str, str]
-    """Why layouts divide neither GPUs nor model, by layout."""
+    """Why layouts cannot be, on these GPUs and of this model, by layout."""
     misfits: dict[str, Misfit]
     """The closest to fitting of each other layout."""
 
@@ -64,7 +64,7 @@ def rank(
     workload: Workload,
     fixed: candidates.Fixed,
 ) -> Ranking:
-    """Plan every layout that divides the model and keep the fastest variants of those that fit.
+    """Plan all of candidates.trainer_layouts and keep the fastest variants of those that fit.
 
     Args:
         shape: of the model.
