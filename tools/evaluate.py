@@ -66,13 +66,15 @@ def _parser() -> argparse.ArgumentParser:
         "--data", type=Path, required=True, metavar="FILE",
         help="JSONL or parquet with the columns prompt and answer (tools/prepare_prompts.py)",
     )  # fmt: skip
-    parser.add_argument("--samples", type=int, metavar="K", help="per problem (default: 32)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="(default: 1.0)")
-    parser.add_argument("--top-p", type=float, metavar="P", help="(default: 0.7)")
-    parser.add_argument("--top-k", type=int, metavar="K", help="(default: -1, off)")
+    default = "default: the run's; of an HF directory"
+    parser.add_argument("--samples", type=int, metavar="K", help=f"per problem ({default} 32)")
+    parser.add_argument("--temperature", type=float, metavar="T", help=f"({default} 1.0)")
+    parser.add_argument("--top-p", type=float, metavar="P", help=f"({default} 0.7)")
+    parser.add_argument("--top-k", type=int, metavar="K", help=f"({default} -1, off)")
     parser.add_argument(
         "--out", type=Path, metavar="FILE",
-        help="default: runs/evaluation/CHECKPOINT/DATA.jsonl; the summary stands beside it",
+        help="default: runs/evaluation/PATH/DATA.jsonl, with the checkpoint's path; the summary "
+        "stands beside it",
     )  # fmt: skip
     parser.add_argument(
         "--batch", type=int, metavar="N",

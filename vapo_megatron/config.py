@@ -50,6 +50,7 @@ __all__ = [
     "check_together",
     "describe_fields",
     "load_config",
+    "read_config",
 ]
 
 
@@ -65,6 +66,15 @@ def load_config(
     Raises:
         ConfigError: names the field, its value, the rule and the remedy.
     """
+    config = read_config(path, overrides)
+    check_together(config)
+    return config
+
+
+def read_config(
+    path: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()
+) -> VapoConfig:
+    """As load_config, but fields are not checked against each other: for who changes some first."""
     tree: dict[str, Any] = {}
     for file in [path] if isinstance(path, str | Path) else path:
         _merge(tree, _read_yaml(Path(file)), str(file))
@@ -72,11 +82,9 @@ def load_config(
         _merge(tree, _parse_override(override), f"override {override!r}")
     _suggest_unknown(VapoConfig, tree, "")
     try:
-        config = VapoConfig.model_validate(tree)
+        return VapoConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(explain_errors(error.errors()))) from None
-    check_together(config)
-    return config
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -6,6 +6,7 @@ exercised: a GPU, vLLM's tensor parallelism, several nodes.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron.config import load_config
+from tools import evaluate
+from vapo_megatron.config import EvaluationConfig, load_config
 from vapo_megatron.errors import CheckpointError, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,8 +79,6 @@ def arguments(checkpoint, data, out):
 
 def evaluate_three_times(out, given):
     """From beginning to end; the same again; and with another temperature."""
-    sys.path.insert(0, str(TOOL.parent))
-    import evaluate
 
     def times():
         return [p.stat().st_mtime_ns for p in Path(out).glob("*.jsonl")]
@@ -148,7 +148,8 @@ def test_the_table_and_the_summary_say_what_the_samples_say(straight):
 def test_a_finished_evaluation_is_summed_up_again_and_left_alone(straight):
     assert straight[1].stdout.strip().endswith("[0, 0, 2] True")
     assert straight[1].stdout.count("avg@6") == 2
-    assert straight[1].stderr.count("responses ") == 1, "nothing was sampled again"
+    ends = re.findall(r"responses (\d+) / \1\b", straight[1].stderr)
+    assert ends == [str(NUM_PROBLEMS * SAMPLES)], "nothing was sampled again"
 
 
 def test_other_settings_do_not_go_on_with_a_file(straight):
@@ -158,11 +159,7 @@ def test_other_settings_do_not_go_on_with_a_file(straight):
 
 
 def test_a_run_directory_is_its_export_and_its_configuration(checkpoint, tmp_path, monkeypatch):
-    from vapo_megatron.evaluation.checkpoint import (
-        default_out,
-        evaluation_config,
-        find_hf_directory,
-    )
+    from vapo_megatron.evaluation.checkpoint import evaluation_config, find_hf_directory
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     run_dir = tmp_path / "run"
@@ -185,14 +182,45 @@ def test_a_run_directory_is_its_export_and_its_configuration(checkpoint, tmp_pat
     assert find_hf_directory(checkpoint) == checkpoint
     with pytest.raises(CheckpointError, match="neither an HF directory .* nor a run directory"):
         find_hf_directory(tmp_path)
-    config = evaluation_config(run_dir, ["evaluation.top_p=0.8"])
+    config = evaluation_config(run_dir, ["evaluation.top_p=0.8", "parallel.timeout_seconds=9000"])
     assert (config.seed, config.evaluation.samples, config.evaluation.top_p) == (7, 5, 0.8)
-    assert (config.parallel.world_size, config.parallel.tensor_model_parallel_size) == (1, 1)
+    assert config.parallel.world_size == 1 and config.parallel.timeout_seconds == 9000
     assert evaluation_config(checkpoint, []).evaluation.samples == 32
+    four = ["rollout.tensor_model_parallel_size=4"]
     with pytest.raises(ConfigError, match="must divide the number of processes, 1; set it"):
-        evaluation_config(checkpoint, ["parallel.world_size=4", "rollout.tensor_model_paral"
-                                       "lel_size=4"])  # fmt: skip
-    assert default_out(run_dir, Path("a/b.parquet")) == Path("runs/evaluation/run/b.jsonl")
+        evaluation_config(checkpoint, four)
+    # Neither the run's layout nor its mini-batches restrict how many processes evaluate it.
+    trained += ["parallel.sequence_parallel=true", "algorithm.mini_batch_size=2"]
+    (run_dir / "config.yaml").write_text(load_config([], trained).to_yaml())
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    for directory in (checkpoint, run_dir):
+        config = evaluation_config(directory, four)
+        assert config.parallel.world_size == 12
+        assert config.rollout.tensor_model_parallel_size == 4
+    with pytest.raises(ConfigError, match="rollout.top_p=0.5 must be 1"):
+        evaluation_config(checkpoint, ["rollout.top_p=0.5"])
+
+
+def test_each_checkpoint_has_a_file_of_its_own(tmp_path, monkeypatch):
+    from vapo_megatron.evaluation.checkpoint import default_out
+
+    monkeypatch.chdir(tmp_path)
+    paths = ["runs/tiny/seed_0/vapo", "runs/tiny/seed_1/vapo", "/data/models/base"]
+    found = [default_out(Path(path), Path("a/b.parquet")) for path in paths]
+    assert [str(path) for path in found] == [
+        "runs/evaluation/runs/tiny/seed_0/vapo/b.jsonl",
+        "runs/evaluation/runs/tiny/seed_1/vapo/b.jsonl",
+        "runs/evaluation/data/models/base/b.jsonl",
+    ]
+
+
+def test_the_help_names_the_defaults_and_whose_they_are():
+    text = " ".join(evaluate._parser().format_help().split())
+    for name, metavar in (("samples", "K"), ("temperature", "T"), ("top_p", "P"), ("top_k", "K")):
+        flag = f"--{name.replace('_', '-')} {metavar} "
+        default = EvaluationConfig.model_fields[name].default
+        shown = text.rpartition(flag)[2].partition(" --")[0]
+        assert f"default: the run's; of an HF directory {default}" in shown, flag
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from vapo_megatron.batch import Prompt
 from vapo_megatron.command import check_processes
-from vapo_megatron.config import ParallelConfig, VapoConfig, load_config
+from vapo_megatron.config import VapoConfig, check_together, read_config
 from vapo_megatron.data.prompts import read_prompts
 from vapo_megatron.errors import CheckpointError, ConfigError, DataError, UserError
 from vapo_megatron.evaluation.judging import judge_problems, sampling_settings
@@ -88,13 +88,13 @@ def is_run_directory(checkpoint: Path) -> bool:
 def evaluation_config(checkpoint: Path, overrides: Sequence[str]) -> VapoConfig:
     """Return the configuration: of a run directory its own, else the defaults, then the overrides.
 
-    Nothing is trained: the layout is one of vLLM replicas on all processes.
+    Nothing is trained: the processes that there are hold vLLM replicas, whatever trained.
 
     Raises:
         ConfigError: see load_config; or vLLM's replicas do not divide the processes.
     """
     files = [checkpoint / "config.yaml"] if is_run_directory(checkpoint) else []
-    config = load_config(files, overrides)
+    config = read_config(files, overrides)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     tp_size = config.rollout.tensor_model_parallel_size
     if world_size % tp_size:
@@ -102,12 +102,24 @@ def evaluation_config(checkpoint: Path, overrides: Sequence[str]) -> VapoConfig:
             f"rollout.tensor_model_parallel_size={tp_size} must divide the number of processes, "
             f"{world_size}; set it, or torchrun's --nproc-per-node"
         )
-    return config.model_copy(update={"parallel": ParallelConfig(world_size=world_size)})
+    layout = {
+        "world_size": world_size,
+        # As if all trained one copy of a model: no mini-batch has too few responses for that.
+        "tensor_model_parallel_size": world_size,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "sequence_parallel": False,
+    }
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update=layout)})
+    check_together(config)
+    return config
 
 
 def default_out(checkpoint: Path, data: Path) -> Path:
-    """Return runs/evaluation/CHECKPOINT/DATA.jsonl."""
-    return Path("runs/evaluation") / checkpoint.resolve().name / f"{data.stem}.jsonl"
+    """Return runs/evaluation/PATH/DATA.jsonl, PATH the checkpoint's from here or the root."""
+    path = checkpoint.resolve()
+    start = Path.cwd() if path.is_relative_to(Path.cwd()) else path.anchor
+    return Path("runs/evaluation") / path.relative_to(start) / f"{data.stem}.jsonl"
 
 
 def evaluate_checkpoint(
