@@ -241,6 +241,7 @@ def load_others(hf, root, shape):
     place = groups.initialize(VapoConfig.model_validate({"parallel": {"world_size": 1}}).parallel)
     model = build(hf)
     found = {}
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     for step, (kind, (change, _)) in enumerate(HOSTILE.items(), start=1):
         with CheckpointWriter(root, settings()) as writer:
             writer.save(step, {"critic": model}, {})
@@ -252,6 +253,7 @@ def load_others(hf, root, shape):
     with CheckpointWriter(root, settings()) as writer:
         writer.save(step + 1, {"critic": model}, {})
     assert load_run(newest_whole(root), {"critic": model}) == (step + 1, {})
+    assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in os.environ
     found["shape"] = refusal(build(shape))
     found["optimizer"] = refusal(build(hf, distributed=False))
     return found

@@ -14,6 +14,7 @@ the loaded one is shared and would advance once for each.
 from __future__ import annotations
 
 import functools
+import os
 import pickle
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -151,6 +152,8 @@ def load_model_weights(
 
 
 def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+    # megatron-core leaves it to torch what common.pt may hold, and torch to its environment.
+    os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     with warnings.catch_warnings():  # megatron-core's loader uses what torch will remove
         warnings.simplefilter("ignore", FutureWarning)
         try:
