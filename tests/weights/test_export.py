@@ -6,6 +6,8 @@ Does not exercise: several nodes, files of several GB, GPUs.
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -189,12 +191,32 @@ def _try_export(path, layout, out, broken_rank=None):
     return None
 
 
+def _export_and_sync(path, out):
+    """Names of the files that were on disk when the export got its name."""
+    synced, named, fsync, rename = set(), [], os.fsync, Path.rename
+
+    def fsync_noted(file):
+        synced.add(os.readlink(f"/proc/self/fd/{file}").split("/")[-1])
+        fsync(file)
+
+    def rename_noted(source, target):
+        named.append((target.name, set(synced)))
+        return rename(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync_noted)
+        patch.setattr(Path, "rename", rename_noted)
+        _export(path, Layout(), out, {})
+    return dict(named)[Path(out).name]
+
+
 def test_an_earlier_export_is_replaced_and_nothing_else(workers, tmp_path):
     path, other = write_tiny_hf(tmp_path / "hf"), write_tiny_hf(tmp_path / "other", seed=1)
     out = tmp_path / "out"
     for source in (other, path):
-        workers.run(1, _export, str(source), Layout(), str(out), {})
+        (synced,) = workers.run(1, _export_and_sync, str(source), str(out))
         assert _same(_read(out), _read(source))
+        assert synced == {".out.partial", *(file.name for file in out.iterdir())}
     keep = tmp_path / "keep"
     keep.mkdir()
     (keep / "thesis.txt").write_text("mine")

@@ -83,27 +83,13 @@ def making(out_dir: Path, source: Path, team: Team, *, overwrite: bool) -> Itera
     team.together(lambda: prepare(out_dir, source, overwrite=overwrite), alone=True)
     partial = partial_of(out_dir)
 
-    def finish() -> None:
-        sync_files(partial)
-        replace(partial, out_dir)
-
     try:
         yield partial
-        team.together(finish, alone=True)
+        team.together(lambda: replace(partial, out_dir), alone=True)
     except BaseException:
         if team.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def sync_files(directory: Path) -> None:
-    """Wait until the files' contents are on disk, so that a rename cannot outrun them."""
-    for path in [*directory.iterdir(), directory]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 class ByteProgress:
