@@ -275,6 +275,44 @@ def test_a_run_by_turns_is_the_run_without_bit_by_bit(workers, tmp_path):
         assert 5e7 < peaks[f"memory/{phase}_peak_bytes"] < peaks["memory/peak_bytes"] < 1e11
 
 
+def test_the_last_checkpoint_is_waited_for_in_its_phase(monkeypatch):
+    """That is, within its limit, and not that of what lies between the phases."""
+    from vapo_megatron.trainer import VapoTrainer
+
+    phases, seen = [], []
+
+    @contextlib.contextmanager
+    def phase(name):
+        phases.append(name)
+        yield
+        phases.pop()
+
+    def noted(name):
+        return lambda *_: seen.append((name, *phases))
+
+    writer = SimpleNamespace(save=noted("save"), wait=noted("wait"))
+    trainer = SimpleNamespace(
+        _phase=phase, _models={}, _kept=(3, {}), _saved=0, _unevaluated=None,
+        output=SimpleNamespace(note=len), early_stop=SimpleNamespace(signal_name="SIGTERM"),
+    )  # fmt: skip
+    trainer._save = lambda writer, **how: VapoTrainer._save(trainer, writer, **how)
+    VapoTrainer._stop(trainer, writer)
+    assert seen == [("save", "checkpoint"), ("wait", "checkpoint")]
+    # The one that is being written is that of the last step.
+    VapoTrainer._stop(trainer, writer)
+    assert seen[2:] == [("wait", "checkpoint")]
+    # At the end of a run of one rank, whose every second step is saved.
+    del seen[:]
+    monkeypatch.setattr("vapo_megatron.trainer.max_over_world", lambda flag: flag)
+    trainer.config = VapoConfig.model_validate({"checkpoint": {"every_steps": 2}})
+    trainer.early_stop.look, trainer._is_over = bool, lambda done: done == 6
+    trainer._row, writer.poll, writer.seconds = mock.Mock(), noted("poll"), None
+    trainer.train_step = lambda step: setattr(trainer, "_kept", (step + 1, {})) or {}
+    VapoTrainer._run(trainer, 3, writer)
+    save = ("save", "checkpoint")
+    assert seen == [save, ("poll",), save, ("wait", "checkpoint")]
+
+
 def test_the_models_leave_before_vllm_is_closed(monkeypatch):
     """It wakes up for that, and an error may have ended a turn with a model on the device."""
     from vapo_megatron import trainer

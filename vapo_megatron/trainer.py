@@ -194,9 +194,7 @@ class VapoTrainer:
             if stops and not is_over:
                 raise Stopped
             if is_over or _due(done, config.checkpoint.every_steps):
-                self._save(writer)
-                if is_over:
-                    writer.wait()
+                self._save(writer, waits=is_over)
             else:
                 writer.poll()
             self.early_stop.save_seconds = writer.seconds
@@ -216,13 +214,15 @@ class VapoTrainer:
         """Remember what belongs to the models as they are now."""
         self._kept = done, {**self._state(), "unevaluated": unevaluated and dict(unevaluated)}
 
-    def _save(self, writer: CheckpointWriter) -> None:
-        """Begin the checkpoint of what was kept, unless there is one."""
+    def _save(self, writer: CheckpointWriter, *, waits: bool) -> None:
+        """Begin the checkpoint of what was kept, unless there is one; waits: have it on disk."""
         done, state = self._kept
-        if done > self._saved:
-            with self._phase("checkpoint"):
+        with self._phase("checkpoint"):
+            if done > self._saved:
                 writer.save(done, self._models, state)
-            self._saved = done
+                self._saved = done
+            if waits:
+                writer.wait()
 
     def _stop_unless(self, has_time: bool) -> None:
         """Raise Stopped on every rank if one of them lacks time."""
@@ -231,8 +231,7 @@ class VapoTrainer:
 
     def _stop(self, writer: CheckpointWriter) -> None:
         """Leave a checkpoint of the last whole step."""
-        self._save(writer)
-        writer.wait()
+        self._save(writer, waits=True)
         name = self.early_stop.signal_name or "an early signal"
         self.output.note(f"stopped by {name} after step {self._kept[0]}; start it again")
 
