@@ -164,7 +164,9 @@ def test_a_run_directory_is_its_export_and_its_configuration(checkpoint, tmp_pat
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    trained = ["seed=7", "parallel.world_size=2", "parallel.tensor_model_parallel_size=2"]
+    trained = ["seed=7", "parallel.world_size=4", "parallel.tensor_model_parallel_size=2"]
+    trained += ["parallel.sequence_parallel=true", "parallel.pipeline_model_parallel_size=2"]
+    trained += ["parallel.virtual_pipeline_model_parallel_size=2"]
     trained += ["model.hf_path=models/base", "evaluation.samples=5"]
     (run_dir / "config.yaml").write_text(load_config([], trained).to_yaml())
     with pytest.raises(CheckpointError, match="neither hf_export nor a checkpoint yet"):
@@ -190,7 +192,7 @@ def test_a_run_directory_is_its_export_and_its_configuration(checkpoint, tmp_pat
     with pytest.raises(ConfigError, match="must divide the number of processes, 1; set it"):
         evaluation_config(checkpoint, four)
     # Neither the run's layout nor its mini-batches restrict how many processes evaluate it.
-    trained += ["parallel.sequence_parallel=true", "algorithm.mini_batch_size=2"]
+    trained += ["algorithm.mini_batch_size=2"]
     (run_dir / "config.yaml").write_text(load_config([], trained).to_yaml())
     monkeypatch.setenv("WORLD_SIZE", "12")
     for directory in (checkpoint, run_dir):
