@@ -39,6 +39,7 @@ LEVELS = {
     "rollout": 3,
     "planning": 4,
     "run_directory": 2,
+    "file_lock": 2,
     "metrics": 3,
     "phase_timer": 4,
     "progress_view": 4,

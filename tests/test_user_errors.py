@@ -5,11 +5,14 @@ is named. Not exercised: mistakes that only vLLM can find (tests/e2e/test_run.py
 message says (the tests of each room).
 """
 
+import errno
+import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -21,9 +24,12 @@ from tests.sealed import seal
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
 from tools import convert_hf_to_megatron, evaluate
+from vapo_megatron import file_lock
 from vapo_megatron.batch import Prompt, Rollout, ScoredRollout
-from vapo_megatron.config import ParallelConfig
+from vapo_megatron.config import ParallelConfig, load_config
+from vapo_megatron.errors import DataError
 from vapo_megatron.rollout_dump import _write_file
+from vapo_megatron.run_output import RunOutput
 from vapo_megatron.train import main
 from vapo_megatron.weights.to_megatron import convert_to_megatron
 
@@ -358,6 +364,42 @@ def test_without_a_mistake_there_is_nothing_to_tell(place, monkeypatch, capsys):
     with pytest.raises(AssertionError, match="the trainer was reached"):
         main(arguments)
     assert capsys.readouterr().err == ""
+
+
+def test_two_runs_do_not_share_a_directory(place, monkeypatch, capsys):
+    """Neither before a run has begun nor, should two begin at once, when it would write."""
+    arguments, run_dir = ["--config", str(place / "config.yaml")], place / "run"
+    output = RunOutput(load_config(arguments[1]), types.SimpleNamespace(rank=0))
+    monkeypatch.setattr(file_lock, "LOCK_SECONDS", 0.0)
+    with file_lock.lock_run(run_dir):
+        for rank in (1, 0):
+            as_rank(monkeypatch, rank, place)
+            assert main(arguments) == 2
+        with pytest.raises(DataError) as error, output.opened(0):
+            raise AssertionError("it goes on")
+        assert [path.name for path in run_dir.iterdir()] == [".lock"]
+        told = capsys.readouterr().err
+        assert told == f"error: {error.value}\n" and "another run goes on there; end it" in told
+        assert main([*arguments, "--dry-run"]) == 0
+    # What was killed is gone in a moment.
+    monkeypatch.setattr(file_lock, "LOCK_SECONDS", 30.0)
+    lock = file_lock.lock_run(run_dir)
+    lock.__enter__()
+    threading.Timer(0.5, lock.__exit__, (None, None, None)).start()
+    with pytest.raises(AssertionError, match="the trainer was reached"):
+        main(arguments)
+    with output.opened(0), pytest.raises(DataError), file_lock.locked(run_dir / ".lock", "no"):
+        raise AssertionError("it is not locked")
+    assert not (run_dir / ".lock").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse_to_lock)
+        with file_lock.lock_run(run_dir):
+            assert "no file locks: nothing keeps" in capsys.readouterr().err
+
+
+def refuse_to_lock(*_):
+    """As a file system does that has none."""
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
 @pytest.mark.parametrize("world_size", [1, 4])

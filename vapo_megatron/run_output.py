@@ -10,6 +10,7 @@ import torch
 
 from vapo_megatron.batch import RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.file_lock import lock_run
 from vapo_megatron.metrics import MetricsWriter
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import ParallelGroups
@@ -43,12 +44,15 @@ class RunOutput:
         Args:
             start: steps that are done.
             is_unevaluated: the last of them lacks its evaluation, and so its row.
+
+        Raises:
+            DataError: on the main rank; see lock_run.
         """
         algorithm, log = self._config.algorithm, self._config.logging
         run_dir, is_main = Path(log.run_dir), self._groups.rank == 0
         with contextlib.ExitStack() as stack:
             if is_main:
-                run_dir.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(lock_run(run_dir))
                 replace_file(run_dir / "config.yaml", self._config.to_yaml())
                 first = start + 1 if start else 0
                 writer = MetricsWriter(run_dir, log.tensorboard, first, is_unevaluated)

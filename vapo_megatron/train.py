@@ -17,6 +17,7 @@ from vapo_megatron import early_signal
 from vapo_megatron.command import Parser, check_processes, tell
 from vapo_megatron.config import VapoConfig, describe_fields, load_config
 from vapo_megatron.errors import ConfigError, UserError
+from vapo_megatron.file_lock import check_not_in_use
 from vapo_megatron.inputs import (
     check_answers,
     check_inputs,
@@ -116,6 +117,7 @@ def _dry_run(config: VapoConfig, replay: Path | None) -> None:
 def _train(config: VapoConfig, replay: Path | None) -> None:
     check_processes(config)
     shape = check_inputs(config, replay)
+    check_not_in_use(Path(config.logging.run_dir))
 
     # Heavy imports come after the checks, so that a mistake is reported at once.
     from vapo_megatron.trainer import VapoTrainer

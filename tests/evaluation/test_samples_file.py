@@ -12,7 +12,7 @@ from vapo_megatron.evaluation.samples_file import (
     append,
     begin_parts,
     collect,
-    locked,
+    lock_file,
     part_of,
     weights_digest,
 )
@@ -41,7 +41,7 @@ def write(path, indices, header=HEADER):
 
 def test_parts_become_one_file_in_the_order_of_the_problems(tmp_path):
     out = tmp_path / "deep" / "a.jsonl"
-    with locked(out):
+    with lock_file(out):
         assert collect(out, HEADER) == {}
         begin_parts(out, HEADER, 2)
         for replica, indices in ((0, [0, 10]), (1, [9, 2])):
@@ -130,11 +130,11 @@ def test_foreign_files_are_left_alone(tmp_path, text, message, name):
 
 def test_two_at_once_are_refused(tmp_path):
     out = tmp_path / "a.jsonl"
-    with locked(out):
+    with lock_file(out):
         with pytest.raises(DataError, match="being written by another evaluation"):
-            with locked(out):
+            with lock_file(out):
                 pass
-    with locked(out):
+    with lock_file(out):
         pass
 
 

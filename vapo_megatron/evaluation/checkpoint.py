@@ -30,7 +30,7 @@ from vapo_megatron.evaluation.samples_file import (
     append,
     begin_parts,
     collect,
-    locked,
+    lock_file,
     part_of,
     weights_digest,
 )
@@ -191,7 +191,7 @@ def _begin(
     told: list[tuple[set[int], str | None]] = [(set(), None)]
     if dist.get_rank() == 0:
         try:
-            stack.enter_context(locked(out))
+            stack.enter_context(lock_file(out))
             done = set(collect(out, header))
             if len(done) < header["num_problems"]:
                 begin_parts(out, header, dist.get_world_size() // tp_size)

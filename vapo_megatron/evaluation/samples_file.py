@@ -11,17 +11,17 @@ problem, at the end, and before a killed evaluation goes on, with whatever numbe
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from vapo_megatron.errors import DataError
 from vapo_megatron.evaluation.statistics import problem_values
+from vapo_megatron.file_lock import locked
 from vapo_megatron.run_directory import to_line
 
 FORMAT = 1
@@ -30,30 +30,16 @@ _FOR_PEOPLE = ("checkpoint", "data")
 _PIECES, _PIECE_BYTES = 64, 4096
 
 
-@contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
+def lock_file(out: Path) -> contextlib.AbstractContextManager[None]:
     """Keep other evaluations away from a file; its directory is made.
 
     Raises:
         DataError: another process has it.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    lock = out.with_name(f".{out.name}.lock")
-    with lock.open("wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Its last owner may just have removed it.
-            is_ours = os.fstat(file.fileno()).st_nlink > 0
-        except BlockingIOError:
-            is_ours = False
-        if not is_ours:
-            raise DataError(
-                f"{out} is being written by another evaluation; wait for it, or give another --out"
-            )
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
+    return locked(
+        out.with_name(f".{out.name}.lock"),
+        f"{out} is being written by another evaluation; wait for it, or give another --out",
+    )
 
 
 def collect(out: Path, header: Mapping[str, Any]) -> dict[int, dict[str, float]]:
