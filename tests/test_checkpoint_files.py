@@ -109,6 +109,36 @@ def test_latest_is_the_newest_that_counts(tmp_path):
     assert newest_whole(root).name == "step_000010"
 
 
+def test_a_run_that_begins_anew_and_its_restarts_leave_what_is_there(tmp_path):
+    checkpoint_files.begin_anew(tmp_path)
+    assert not list(tmp_path.iterdir()), "there is nothing to give up"
+    root = make(tmp_path, 10, 20)
+    checkpoint_files.begin_anew(root)
+    assert newest_whole(root) is None and sorted(checkpoint_files.step_directories(root)) == [
+        10,
+        20,
+    ]
+    publish(root, 5)
+    assert newest_whole(root).name == "step_000005"
+
+
+@pytest.mark.parametrize(
+    "name,value,goes_on",
+    [
+        ("TORCHELASTIC_RESTART_COUNT", "1", True),
+        ("SLURM_RESTART_COUNT", "2", True),
+        ("TORCHELASTIC_RESTART_COUNT", "0", False),
+        ("SLURM_RESTART_COUNT", "", False),
+    ],
+)
+def test_a_restart_goes_on_from_checkpoints_whatever_it_was_told(monkeypatch, name, value, goes_on):
+    for other in checkpoint_files.RESTART_COUNTS:
+        monkeypatch.delenv(other, raising=False)
+    assert checkpoint_files.goes_on(True) and not checkpoint_files.goes_on(False)
+    monkeypatch.setenv(name, value)
+    assert checkpoint_files.goes_on(True) and checkpoint_files.goes_on(False) == goes_on
+
+
 def test_one_role_alone_is_read_where_it_alone_is_wanted(tmp_path):
     root = make(tmp_path, 10)
     (root / "step_000010/actor/__0_0.distcp").unlink()

@@ -6,6 +6,7 @@ Not exercised: several machines, of which one writes to a disk of its own; and a
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import pickle
@@ -71,6 +72,41 @@ def test_a_checkpoint_counts_when_all_ranks_have_written_theirs(workers, tmp_pat
     assert json.loads((directory / "state.json").read_text())["run"] == {"step": 3}
     names = ["checksums.json", "rng_0000.pt", "rng_0001.pt", "state.json"]
     assert sorted(p.name for p in directory.iterdir()) == names
+
+
+def starts(run_dir, restarted, *, resume=False, step=None):
+    """What a run goes on from; saves a step then. One rank has been told that it is a restart."""
+    import torch.distributed as dist
+
+    from vapo_megatron.checkpoint import find_start
+    from vapo_megatron.checkpoint_files import RESTART_COUNTS
+    from vapo_megatron.checkpoint_writer import CheckpointWriter
+    from vapo_megatron.config import VapoConfig
+
+    tree = {"logging": {"run_dir": str(run_dir)}, "checkpoint": {"resume": resume}}
+    is_told = restarted and dist.get_rank() == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(RESTART_COUNTS[0], "1" if is_told else "0")
+        start = find_start(VapoConfig.model_validate(tree))
+    dist.barrier()
+    if step is not None:
+        with CheckpointWriter(run_dir / "checkpoints", settings(keep_last=1)) as writer:
+            writer.save(step, {}, {})
+    return start.own and start.own.name
+
+
+def test_a_restart_goes_on_from_what_the_run_has_saved_alone(workers, tmp_path):
+    def found(*how, **more):
+        first, second = workers.run(2, functools.partial(starts, tmp_path, *how, **more))
+        assert first == second
+        return first
+
+    assert found(False, step=3) is None
+    assert found(True) == "step_000003"
+    assert found(False) is None, "checkpoint.resume=false: an earlier run's"
+    assert found(True) is None and found(False, resume=True) is None
+    assert found(True, step=1) is None
+    assert found(True) == found(False, resume=True) == "step_000001"
 
 
 def slow_to_delete(root):

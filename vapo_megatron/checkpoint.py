@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 
 from vapo_megatron import checkpoint_files
+from vapo_megatron.command import tell
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import CheckpointError
+from vapo_megatron.parallel.reduce import max_over_world
 from vapo_megatron.parallel.sharded_state import load_sharded
 from vapo_megatron.trained_model import TrainedModel
 from vapo_megatron.weights.sharded_files import ShardedReader
@@ -56,14 +58,22 @@ NOWHERE = Start()
 def find_start(config: VapoConfig) -> Start:
     """Find the checkpoint that a run goes on from, else the critic that it takes over; collective.
 
-    A run that resumes has a critic of its own: model.critic_checkpoint may be gone by then.
+    A run that resumes has a critic of its own: model.critic_checkpoint may be gone by then. A run
+    that begins anew gives up what checkpoints it finds.
 
     Raises:
         CheckpointError: see newest_whole and find_critic.
     """
-    own = Path(config.logging.run_dir, "checkpoints")
-    if config.checkpoint.resume and (directory := checkpoint_files.newest_whole(own)) is not None:
-        return Start(own=directory)
+    own, resume = Path(config.logging.run_dir, "checkpoints"), config.checkpoint.resume
+    # torchrun's count may differ between nodes.
+    if max_over_world(torch.tensor(float(checkpoint_files.goes_on(resume)))):
+        directory = checkpoint_files.newest_whole(own)
+        if directory is not None:
+            if not resume and dist.get_rank() == 0:
+                tell(f"restarted: goes on from {directory}, in spite of checkpoint.resume=false")
+            return Start(own=directory)
+    elif dist.get_rank() == 0:
+        checkpoint_files.begin_anew(own)
     path = config.model.critic_checkpoint
     return Start(critic=None if path is None else find_critic(Path(path)))
 

@@ -1,6 +1,7 @@
 """The directories of a run's checkpoints: their names, the sign that one is whole, which are kept.
 
-    latest                        name of the newest whole checkpoint, replaced atomically
+    latest                        name of the newest whole checkpoint, replaced atomically;
+                                  step_000000: a run begins anew, whatever lies here
     step_000010/checksums.json    SHA-256 of every other file of it, written last of all
     step_000010.partial           what is being written, or was when the run died
     step_000005.old               what is being deleted
@@ -28,6 +29,7 @@ from vapo_megatron.errors import CheckpointError
 
 T = TypeVar("T")
 LATEST, SUMS, STATE = "latest", "checksums.json", "state.json"
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 class Abandoned(Exception):
@@ -56,8 +58,25 @@ def candidates(root: Path) -> list[Path]:
     named = latest.read_text(errors="replace").strip() if latest.is_file() else ""
     if match := re.fullmatch(r"step_(\d{6,})", named):
         steps = {step: path for step, path in steps.items() if step <= int(match[1])}
-        steps[int(match[1])] = root / named
+        if int(match[1]):
+            steps[int(match[1])] = root / named
     return [steps[step] for step in sorted(steps, reverse=True)]
+
+
+def goes_on(resume: bool) -> bool:
+    """Does a run go on from its checkpoints? Restarted by torchrun or Slurm it always does.
+
+    Args:
+        resume: checkpoint.resume, which is meant for the first start.
+    """
+    counts = (os.environ.get(name, "") for name in RESTART_COUNTS)
+    return resume or any(count.isdecimal() and int(count) for count in counts)
+
+
+def begin_anew(root: Path) -> None:
+    """Give up the checkpoints that are there, so that a restart does not go on from them either."""
+    if candidates(root):
+        _set_latest(root, directory_name(0))
 
 
 class HashedFile:
@@ -260,8 +279,12 @@ def publish(root: Path, step: int, sums: Mapping[str, str]) -> None:
         final.rename(_unnamed(final))
     partial.rename(final)
     _sync(root)
+    _set_latest(root, final.name)
+
+
+def _set_latest(root: Path, name: str) -> None:
     beside = root / f"{LATEST}.new"
-    write_hashed(beside, final.name.encode())
+    write_hashed(beside, name.encode())
     os.replace(beside, root / LATEST)
     _sync(root)
 

@@ -245,8 +245,7 @@ def _describe(root: Path, step: int, error: OSError, num_bytes: int) -> str:
         free = shutil.disk_usage(root).free
         what += f" (it takes {num_bytes / 1e9:.3g} GB, {free / 1e9:.3g} GB are free)"
         remedy = "make room there, or lower checkpoint.keep_last or keep_every"
-    latest = root / checkpoint_files.LATEST
-    left = latest.read_text() if latest.is_file() else "the beginning"
+    left = next((path.name for path in checkpoint_files.candidates(root)), "the beginning")
     return (
         f"{root / checkpoint_files.directory_name(step)} cannot be written: {what}; {remedy}, and "
         f"start the run again: it goes on from {left}"

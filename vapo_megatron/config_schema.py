@@ -242,7 +242,9 @@ class CheckpointConfig(Section):
         "and nothing is copied.",
     )
     resume: bool = _field(
-        True, "Go on from the run directory's newest whole checkpoint, if there is one."
+        True,
+        "Go on from the run directory's newest whole checkpoint, if there is one; false: begin "
+        "anew, but where torchrun or Slurm starts the run again, it goes on all the same.",
     )
     grace_seconds: float = _field(
         30.0,

@@ -69,7 +69,7 @@ def collect_gradients(config: VapoConfig, replay: Path, step: int, out: Path) ->
     # A layout that is wrong shall show its gradients.
     config = _changed(config, "rollout", max_logprob_difference=None)
     # The models are those that a new run begins with, and none is loaded after it is built.
-    config = _changed(config, "checkpoint", resume=False)
+    config = _changed(config, "logging", run_dir=str(out))
     config = _changed(config, "model", critic_checkpoint_optimizer=False)
     check_dump(replay, config, read_model_shape(str(config.model.hf_path)), range(step - 1, step))
     with VapoTrainer(config, replay) as trainer:

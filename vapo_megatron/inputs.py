@@ -177,15 +177,16 @@ def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
 
     One that is damaged is told, and another taken in its place, when it is loaded.
     """
-    from vapo_megatron.checkpoint_files import candidates
     from vapo_megatron.weights.sharded_files import ShardedReader
     from vapo_megatron.weights.to_hf import check_tensors
 
     run_dir, path = config.logging.run_dir, config.model.critic_checkpoint
     field, remedy = f"logging.run_dir={run_dir}", "logging.run_dir"
     roles = config.algorithm.trained_roles
-    found = candidates(Path(run_dir, "checkpoints")) if config.checkpoint.resume else []
+    found = _own_checkpoints(config)
     if not found and path is not None:
+        from vapo_megatron.checkpoint_files import candidates
+
         field, remedy, roles = f"model.critic_checkpoint={path}", "critic_checkpoint", ("critic",)
         found = candidates(Path(path, "checkpoints")) or [Path(path)]
         if not any((directory / "critic").is_dir() for directory in found):
@@ -207,10 +208,16 @@ def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
 
 def _steps_done(config: VapoConfig) -> int:
     """Steps of the checkpoint that the run goes on from; one that is damaged counts."""
-    from vapo_megatron.checkpoint_files import candidates
+    found = _own_checkpoints(config)
+    return int(found[0].name.split("_")[1]) if found else 0
 
-    found = candidates(Path(config.logging.run_dir, "checkpoints"))
-    return int(found[0].name.split("_")[1]) if found and config.checkpoint.resume else 0
+
+def _own_checkpoints(config: VapoConfig) -> list[Path]:
+    """Return what the run may go on from, best first."""
+    from vapo_megatron.checkpoint_files import candidates, goes_on
+
+    root = Path(config.logging.run_dir, "checkpoints")
+    return candidates(root) if goes_on(config.checkpoint.resume) else []
 
 
 def _is_intact(directory: Path, name: str) -> bool:
