@@ -20,6 +20,7 @@ import torch
 
 from tests.sealed import seal
 from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron.checkpoint_writer import _describe
 
 
 def settings(**fields):
@@ -195,6 +196,13 @@ def test_a_full_disk_is_told_in_a_line_and_the_checkpoint_before_it_is_left(work
         assert "lower checkpoint.keep_last" in full and "goes on from step_000001" in full
         assert "\n" not in full
         assert newest == "step_000001" and left == ["latest", "step_000001"]
+
+
+def test_a_disk_too_full_for_the_checkpoints_directory_is_told_too(tmp_path):
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    words = _describe(tmp_path / "run/checkpoints", 1, error, 10**9)
+    assert "run/checkpoints/step_000001 cannot be written: No space left on device (it" in words
+    assert "takes 1 GB, " in words and "goes on from the beginning" in words
 
 
 class Evil:

@@ -5,13 +5,15 @@ Not exercised: which process writes, and the numbers themselves (the trainer's t
 
 import json
 import math
+import os
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.test_checkpoint_writer import limited
 from vapo_megatron.batch import Prompt, Rollout
-from vapo_megatron.errors import DataError
+from vapo_megatron.errors import DataError, UserError
 from vapo_megatron.metrics import METRICS, MetricsWriter, accuracy_name, describe
 from vapo_megatron.run_directory import group_record, read_run
 
@@ -46,8 +48,15 @@ def test_other_names_are_unknown():
     assert {describe(name).unit for name in METRICS if name.startswith("time/")} == {"s"}
 
 
-def test_rows_are_one_object_a_line_step_first_and_on_disk_at_once(tmp_path):
+def test_rows_are_one_object_a_line_step_first_and_on_disk_at_once(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+
+    def seen(file):
+        synced.append(os.readlink(f"/proc/self/fd/{file}").split("/")[-1])
+        fsync(file)
+
     writer = MetricsWriter(tmp_path / "deep" / "run", tensorboard=False)
+    monkeypatch.setattr(os, "fsync", seen)
     writer.write(0, {"evaluation/avg@8": 0.25})
     row = writer.write(1, {"reward/mean": torch.tensor(0.5), "critic/loss": 2})
     assert list(row.items()) == [("step", 1), ("reward/mean", 0.5), ("critic/loss", 2)]
@@ -56,6 +65,9 @@ def test_rows_are_one_object_a_line_step_first_and_on_disk_at_once(tmp_path):
     assert text == (
         '{"step": 0, "evaluation/avg@8": 0.25}\n{"step": 1, "reward/mean": 0.5, "critic/loss": 2}\n'
     )
+    for held_out in (False, True):
+        writer.write_problems(1, [0], [1], 2, held_out=held_out)
+    assert synced == ["metrics.jsonl", "metrics.jsonl", "problems.jsonl", "held_out.jsonl"]
     writer.close()
     writer.close()
 
@@ -165,6 +177,28 @@ def read_run_of_rollouts(run_dir):
     run = read_run(run_dir)
     assert run.config == {"seed": 0} and run.rows == [] and run.rollout_steps == [12]
     return run.rollouts(12)
+
+
+WRITES = {
+    "metrics.jsonl": lambda writer: writer.write(1, {}),
+    "tensorboard": lambda writer: writer.write(1, {"critic/loss": 0.5}),
+    "problems.jsonl": lambda writer: writer.write_problems(1, [0], [1], 1),
+    "held_out.jsonl": lambda writer: writer.write_problems(1, [0], [1], 1, held_out=True),
+    "rollouts/step_000001.jsonl": lambda writer: writer.write_rollouts(1, [{"text": "x" * 99}]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("name", WRITES)
+def test_a_full_disk_is_told_with_the_file_and_the_remedy(tmp_path, name):
+    """Here no file may grow beyond some bytes."""
+    writer = MetricsWriter(tmp_path, tensorboard=name == "tensorboard")
+    with pytest.raises(UserError) as error, limited(40 if name == "tensorboard" else 1), writer:
+        WRITES[name](writer)
+    words = str(error.value)
+    assert words.startswith(f"{tmp_path / name} cannot be written: File too large (")
+    assert "make room there" in words and "from its latest checkpoint" in words
+    assert not list(tmp_path.rglob(".*")), "what could not be finished is gone"
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.dumped import MODEL, config, dump, rollouts
+from tests.test_checkpoint_writer import limited
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
-from vapo_megatron.errors import ConfigError, DataError
+from vapo_megatron.errors import ConfigError, DataError, UserError
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.replay import check_dump
 from vapo_megatron.rollout_dump import read_file, read_headers
@@ -63,6 +64,18 @@ def test_only_the_latest_steps_stay(tmp_path, workers):
     assert not half.exists()
     # Resumed after step 1: what lies ahead is another run's.
     assert workers.run(1, dump, tmp_path, [2], 1, 2) == [[2]]
+
+
+def _dump_on_a_full_disk(root):
+    with limited(100), pytest.raises(UserError) as error:
+        dump(root, [1], 1)
+    return str(error.value)
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path, workers):
+    (words,) = workers.run(1, _dump_on_a_full_disk, tmp_path)
+    file = tmp_path / "step_000001.partial/rank_00000.safetensors"
+    assert words.startswith(f"{file} cannot be written: File too large (")
 
 
 def damage(root, how):

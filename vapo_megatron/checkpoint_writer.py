@@ -8,7 +8,6 @@ is nothing that anybody would load. The thread makes no collective and starts no
 from __future__ import annotations
 
 import concurrent.futures
-import errno
 import json
 import shutil
 import threading
@@ -31,13 +30,13 @@ from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.checkpoint_metadata import METADATA_FILE
 from vapo_megatron.parallel.reduce import max_over_world
 from vapo_megatron.parallel.sharded_state import take_snapshot
+from vapo_megatron.run_directory import NO_ROOM, free_bytes
 from vapo_megatron.trained_model import TrainedModel
 from vapo_megatron.weights.mapping import wait_for_parameters
 from vapo_megatron.weights.sharded_files import format_files, serialized, write_chunks
 
 Content: TypeAlias = bytes | list[tuple[MetadataIndex, Tensor]]
 """Of a file: its bytes, or chunks of tensors."""
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Written(NamedTuple):
@@ -241,8 +240,8 @@ def _describe(root: Path, step: int, error: OSError, num_bytes: int) -> str:
     what = error.strerror or str(error)
     shutil.rmtree(checkpoint_files.partial_directory(root, step), ignore_errors=True)
     remedy = "put that right"
-    if error.errno in _NO_ROOM:
-        free = shutil.disk_usage(root).free
+    if error.errno in NO_ROOM:
+        free = free_bytes(root)
         what += f" (it takes {num_bytes / 1e9:.3g} GB, {free / 1e9:.3g} GB are free)"
         remedy = "make room there, or lower checkpoint.keep_last or keep_every"
     left = next((path.name for path in checkpoint_files.candidates(root)), "the beginning")

@@ -24,6 +24,7 @@ from vapo_megatron.run_directory import (
     rollout_file,
     rollout_steps,
     to_line,
+    writing,
 )
 
 
@@ -193,27 +194,29 @@ class MetricsWriter:
 
         Raises:
             DataError: a file of rows holds a line that is none.
+            UserError: here and below, a file cannot be written; see run_directory.writing.
         """
         self.run_dir = Path(run_dir)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._events_dir = self.run_dir / "tensorboard"
         first_row = resume_step - is_unevaluated
         self._last_step = first_row - 1
         firsts = {METRICS_FILE: first_row, HELD_OUT_FILE: first_row, PROBLEMS_FILE: resume_step}
-        for name, first in firsts.items():
-            file = self.run_dir / name
-            if file.exists():
-                kept = [row for row in read_rows(file) if row["step"] < first]
-                replace_file(file, "".join(map(to_line, kept)))
-        for step in rollout_steps(self.run_dir):
-            if step >= resume_step:
-                rollout_file(self.run_dir, step).unlink()
-        self._file = (self.run_dir / METRICS_FILE).open("a", encoding="utf-8")
-        self._events = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        with writing(self.run_dir):
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            for name, first in firsts.items():
+                file = self.run_dir / name
+                if file.exists():
+                    kept = [row for row in read_rows(file) if row["step"] < first]
+                    replace_file(file, "".join(map(to_line, kept)))
+            for step in rollout_steps(self.run_dir):
+                if step >= resume_step:
+                    rollout_file(self.run_dir, step).unlink()
+            self._file = (self.run_dir / METRICS_FILE).open("a", encoding="utf-8")
+            self._events = None
+            if tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
 
-            events = str(self.run_dir / "tensorboard")
-            self._events = SummaryWriter(events, purge_step=first_row)
+                self._events = SummaryWriter(str(self._events_dir), purge_step=first_row)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Write one step's row and return it.
@@ -227,13 +230,15 @@ class MetricsWriter:
         assert not unknown, f"unknown metrics {unknown}: add them to metrics.METRICS"
         row: dict[str, Any] = {"step": step}
         row |= {name: _finite(value) for name, value in metrics.items()}
-        _append(self._file, row)
+        with writing(self.run_dir / METRICS_FILE):
+            _append(self._file, row)
         self._last_step = step
         if self._events:
-            for name, value in row.items():
-                if name != "step" and value is not None:
-                    self._events.add_scalar(name, value, step)
-            self._events.flush()
+            with writing(self._events_dir):
+                for name, value in row.items():
+                    if name != "step" and value is not None:
+                        self._events.add_scalar(name, value, step)
+                self._events.flush()
         return row
 
     def write_problems(
@@ -255,8 +260,8 @@ class MetricsWriter:
             held_out: they are an evaluation's.
         """
         row = {"step": step, "group_size": group_size, "problems": list(problems)}
-        name = HELD_OUT_FILE if held_out else PROBLEMS_FILE
-        with (self.run_dir / name).open("a", encoding="utf-8") as file:
+        path = self.run_dir / (HELD_OUT_FILE if held_out else PROBLEMS_FILE)
+        with writing(path), path.open("a", encoding="utf-8") as file:
             _append(file, row | {"correct": list(correct)})
 
     def write_rollouts(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -264,14 +269,17 @@ class MetricsWriter:
         if not groups:
             return
         file = rollout_file(self.run_dir, step)
-        file.parent.mkdir(exist_ok=True)
+        with writing(file):
+            file.parent.mkdir(exist_ok=True)
         replace_file(file, "".join(map(to_line, groups)))
 
     def close(self) -> None:
         """Flush and close; may be called twice."""
-        self._file.close()
+        with writing(self.run_dir / METRICS_FILE):  # What could not be written is tried again.
+            self._file.close()
         if self._events:
-            self._events.close()
+            with writing(self._events_dir):
+                self._events.close()
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -28,6 +28,7 @@ from safetensors.numpy import save
 
 from vapo_megatron.batch import STATUSES, Prompt, Rollout, ScoredRollout
 from vapo_megatron.errors import DataError
+from vapo_megatron.run_directory import writing
 
 _FORMAT = "vapo_megatron rollouts 1"
 _STEP = re.compile(r"step_(\d{6,})")
@@ -70,25 +71,32 @@ def write_step(
         group_size: G.
         keep_last: steps kept, this one included. Steps after this one are of a run that was
             resumed before them; they go too.
+
+    Raises:
+        UserError: on the rank that cannot write; see run_directory.writing.
     """
     is_main = dist.get_rank() == 0
     final = root / f"step_{step:06d}"
     partial = final.with_suffix(".partial")
     if is_main:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        with writing(partial):
+            partial.mkdir(parents=True)
     dist.barrier()
     if scored:
         file = partial / f"rank_{dist.get_rank():05d}.safetensors"
-        _write_file(file, scored, step, num_responses, group_size)
+        with writing(file):
+            _write_file(file, scored, step, num_responses, group_size)
     dist.barrier()
     if is_main:
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
+        with writing(final):
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
         kept = {f"step_{s:06d}" for s in range(step - keep_last + 1, step + 1)}
         for old in root.glob("step_*"):
             if old.name not in kept:
-                shutil.rmtree(old)
+                with writing(old):
+                    shutil.rmtree(old)
 
 
 def held_steps(root: Path) -> list[int]:
