@@ -262,6 +262,13 @@ def test_exhausted_rounds(sample):
     assert len(responses) == len(set(responses)) == 6
 
 
+def test_a_rank_may_keep_no_group(sample):
+    """The second rank's are all wrong: it dumps no file, and the step is replayed nevertheless."""
+    (step,) = sample(2, "mmmmwwww", [(0, True)])
+    assert step.problems == [0, 1, 2, 3] * 2
+    assert [len(found) for found in step.replayed.values()] == [16]
+
+
 def test_what_the_sampler_leaves_out_stops_every_rank(sample):
     """A group that lacks a response, and a sampler that gives none; an empty response is wrong."""
     kinds = "mmeemmmm" + "mmxmmmmm" + "mmmxmmmm" + "n" * 16
