@@ -7,8 +7,10 @@ tensor-parallel processes from a dump.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,19 +22,31 @@ import torch.distributed as dist
 from tests.dumped import config
 from vapo_megatron.command import tell
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.errors import DataError, UserError
+from vapo_megatron.errors import UserError
+from vapo_megatron.metrics import MetricsWriter
+from vapo_megatron.run_directory import PROBLEMS_FILE
 
 
 def _raise(error: Exception) -> None:
     raise error
 
 
+def _meet_a_full_disk() -> None:
+    with tempfile.TemporaryDirectory() as place, MetricsWriter(place, tensorboard=False) as writer:
+        Path(place, PROBLEMS_FILE).symlink_to("/dev/full")
+        writer.write_problems(1, [0], [1], 1)
+
+
 FAULTS: dict[str, Callable[[], object]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hangs": lambda: time.sleep(600),
-    "fails": lambda: _raise(RuntimeError("boom")),
-    "errs": lambda: _raise(DataError("mend this")),
+    # Compiled code that lets no other thread of Python run, after some beats of the watchdog.
+    "holds the GIL": lambda: (time.sleep(2), ctypes.PyDLL(None).sleep(600)),
+    "holds the GIL at once": lambda: ctypes.PyDLL(None).sleep(600),
+    # A file name that is not UTF-8, as Python has it.
+    "fails": lambda: _raise(RuntimeError("boom \udcff")),
+    "has no room": _meet_a_full_disk,
     "signalled": lambda: os.kill(os.getpid(), signal.SIGTERM),
 }
 Fault = tuple[str, str, int, int]

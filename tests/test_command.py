@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from vapo_megatron.command import Parser, run
+from vapo_megatron.command import Parser, run, tell
 from vapo_megatron.errors import DataError
 
 
@@ -31,6 +31,12 @@ def test_a_mistake_is_one_line_and_2(error, words, capsys):
     assert run("tool", work, interrupted="x") == 2
     told = capsys.readouterr().err
     assert told.startswith(words) and told.count("\n") == 1
+
+
+def test_a_mistake_is_told_where_torchrun_has_no_directory_any_more(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone/0/error.json"))
+    tell("no room")
+    assert capsys.readouterr().err == "no room\n"
 
 
 def test_a_wrong_option_is_one_line_and_2(capsys):

@@ -15,7 +15,6 @@ from tests import faults
 from tests.dumped import MODEL, dump
 from tests.launched import Launched
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron.process_tree import end_children
 
 # (what happens, in which phase, of which step, to which rank), the limits that differ, the exit
 # codes, and what the others say.
@@ -40,13 +39,37 @@ CASES = {
         r"rank 0 \(.*\) in exchange of step 1 has made no progress for \d s, longer than "
         r"timeouts\.other_seconds=4; stacks: ",
     ),
+    "hangs on a full disk": (
+        ("hangs", "exchange", 1, 0),
+        {"other_seconds": 4},
+        [1, 1],
+        r"rank 0 \(.*\) in exchange of step 1 has made no progress for \d s, ",
+    ),
+    "holds the GIL": (
+        ("holds the GIL", "exchange", 1, 1),
+        {"silence_seconds": 4},
+        [1, 1],
+        r"rank 1 \(.*\) in exchange of step 1 is dead or stopped, silent for \d s; stacks: ",
+    ),
+    "holds the GIL at once": (
+        ("holds the GIL at once", "generation", 1, 1),
+        {"silence_seconds": 4},
+        [1, 1],
+        r"rank 1 \(.*\) in generation of step 1 is dead or stopped, silent for \d s; stacks: ",
+    ),
     "fails": (
         ("fails", "critic_update", 3, 1),
         {},
         [1, 1],
-        r"rank 1 \(.*\) in critic_update of step 3: RuntimeError: boom; stacks: ",
+        r"rank 1 \(.*\) in critic_update of step 3: RuntimeError: boom \\udcff; stacks: ",
     ),
-    "errs": (("errs", "exchange", 2, 1), {}, [2, 2], r"error: mend this$"),
+    "has no room": (
+        ("has no room", "exchange", 2, 1),
+        {},
+        [2, 2],
+        r"error: .*/problems\.jsonl cannot be written: No space left on device \(.* GB are free\); "
+        r"make room there, and start it again: a run goes on from its latest checkpoint$",
+    ),
     "the store stops": (
         ("stopped", "exchange", 1, 0),
         {"silence_seconds": 4},
@@ -60,6 +83,10 @@ CASES = {
 def jobs(tmp_path_factory):
     """All cases, and a job without a fault, at once: they wait most of their time."""
     out = tmp_path_factory.mktemp("jobs")
+    for case in (*CASES, "whole"):
+        (out / case).mkdir()
+    (out / "hangs on a full disk/stacks").mkdir()
+    (out / "hangs on a full disk/stacks/rank_0000.txt").symlink_to("/dev/full")
     started = {
         case: Launched(faults.run_phases, out / case, limits, fault, world_size=2)
         for case, (fault, limits, _, _) in {**CASES, "whole": (None, {}, None, None)}.items()
@@ -78,13 +105,13 @@ def test_one_rank_ends_all(case, jobs):
     assert codes == expected, done.stderr
     assert re.search(words, done.stderr, re.MULTILINE), done.stderr
     stacks = out / case / "stacks"
-    if case == "errs":
+    if case == "has no room":
         assert not stacks.exists(), "a mistake is told in a line"
         return
     other = (stacks / f"rank_{1 - rank:04d}.txt").read_text()
     assert re.search(words.partition(";")[0], other)
     assert "train_step" in other and "all_reduce" in other and "in _converse" in other
-    if case in ("hangs", "fails"):
+    if case in ("hangs", "holds the GIL", "fails"):
         own = (stacks / f"rank_{rank:04d}.txt").read_text()
         assert "in <lambda>" in own, "where it hangs, or failed"
 
@@ -97,20 +124,25 @@ def test_a_job_without_faults_ends_quietly(jobs):
 
 
 def test_what_a_process_has_started_ends_with_it():
-    """A child, and its own child in a session of its own."""
+    """A child whose name is not UTF-8, and its own child in a session of its own.
+
+    And that it ends, too, whatever goes wrong before.
+    """
     program = (
         "import subprocess, sys, time;"
+        "open('/proc/self/comm', 'wb', 0).write(b'caf\\xe9');"
         "sleeps = [sys.executable, '-c', 'import time; time.sleep(60)'];"
         "child = subprocess.Popen(sleeps, start_new_session=True);"
         "print(child.pid, flush=True); time.sleep(60)"
     )
     parent = (
-        f"import subprocess, sys; from {end_children.__module__} import end_children;"
+        f"import subprocess, sys; from vapo_megatron import process_tree as tree;"
         f"child = subprocess.Popen([sys.executable, '-c', {program!r}], stdout=subprocess.PIPE);"
         "print(child.pid, child.stdout.readline().decode(), flush=True);"
-        "end_children(); child.wait()"
+        "tree.end_children(); child.wait(); tree.end_children = None; tree.end_now(3)"
     )
     done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
     child, grandchild = map(int, done.stdout.split())
     for process in (child, grandchild):
         assert has_ended(process)

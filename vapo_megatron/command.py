@@ -92,6 +92,8 @@ def tell(mistake: str, file: TextIO | None = None) -> None:
             told.touch(exist_ok=False)
         except FileExistsError:
             return
+        except OSError:
+            pass  # The directory is full or gone: told more than once rather than never.
     print(mistake, file=file or sys.stderr, flush=True)
 
 

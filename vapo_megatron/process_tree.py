@@ -14,8 +14,8 @@ def descendants(process: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The name before the last parenthesis may hold anything.
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            # The name before the last parenthesis may hold any bytes.
+            parent = int(stat.read_bytes().rpartition(b")")[2].split()[1])
             children.setdefault(parent, []).append(int(stat.parent.name))
     family = [process]
     for one in family:
@@ -25,8 +25,10 @@ def descendants(process: int) -> list[int]:
 
 def end_now(code: int) -> NoReturn:
     """End this process and all that it has started, without the libraries' own farewells."""
-    end_children()
-    os._exit(code)
+    try:
+        end_children()
+    finally:
+        os._exit(code)
 
 
 def end_children() -> None:

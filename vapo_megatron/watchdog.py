@@ -66,7 +66,7 @@ class Watchdog:
         self._interval = min(1.0, *(limit / 8 for limit in dict(config.timeouts).values()))
         self._stacks_path = Path(config.logging.run_dir, "stacks", f"rank_{rank:04d}.txt")
         # The display may send standard error to a file later.
-        self._stderr = os.fdopen(os.dup(2), "w")
+        self._stderr = os.fdopen(os.dup(2), "w", errors="backslashreplace")
         self._stacks: TextIO | None = None
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._store, self._mouth = store.own_connection(), store.own_connection()
@@ -210,7 +210,8 @@ class Watchdog:
     def _watch(self) -> None:
         """End this process when it has to; this thread waits for nobody."""
         silence, lost_since = self._timeouts.silence_seconds, None
-        while not self._closed.wait(self._interval):
+        is_over = False
+        while not is_over:
             # Writes the stacks and ends the process, unless this thread comes by again.
             file: TextIO = self._stderr
             # Before that, nothing may be written there.
@@ -228,6 +229,7 @@ class Watchdog:
                 self._end_for("torchrun, which started this process, is gone")
             elif now - self._heard_at > silence or now - (lost_since or now) > PATIENCE_SECONDS:
                 self._end_for("rank 0, or torchrun on the first node, does not answer any more")
+            is_over = self._closed.wait(self._interval)
 
     def _end_for(self, reason: str) -> None:
         own = where(self._rank, self._standing())
@@ -241,7 +243,8 @@ class Watchdog:
     def _end(self, verdict: dict[str, Any]) -> None:
         """Write stacks, say why, let the main thread end by itself for a while, then end."""
         text, is_mistake, is_own = verdict["text"], verdict["code"] == 2, self._is_own(verdict)
-        faulthandler.cancel_dump_traceback_later()
+        # Whatever fails or hangs below, the process ends.
+        faulthandler.dump_traceback_later(2 * TEARDOWN_SECONDS, exit=True, file=self._stderr)
         if not is_mistake:
             with contextlib.suppress(OSError):
                 self._write_stacks(text)
@@ -258,7 +261,7 @@ class Watchdog:
     def _open_stacks(self) -> TextIO:
         if self._stacks is None:
             self._stacks_path.parent.mkdir(parents=True, exist_ok=True)
-            self._stacks = self._stacks_path.open("a")
+            self._stacks = self._stacks_path.open("a", errors="backslashreplace")
             faulthandler.enable(self._stacks)
         return self._stacks
 
@@ -267,8 +270,8 @@ class Watchdog:
         if self._stacks is None or self._stacks.closed:
             return
         faulthandler.disable()
-        self._stacks.close()
-        with contextlib.suppress(OSError):  # Other ranks may have something to say.
+        with contextlib.suppress(OSError):  # A full disk; other ranks may have something to say.
+            self._stacks.close()
             if not self._stacks_path.stat().st_size:
                 self._stacks_path.unlink()
                 self._stacks_path.parent.rmdir()
