@@ -148,6 +148,18 @@ def test_files_that_are_cut_off_or_not_there_are_named(tmp_path, capsys):
     assert "no megatron-core distributed checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", [b'{"tied_output": tr', b"[]", b'{"caf\xe9": 1}'])
+def test_a_damaged_note_of_the_conversion_is_named(tmp_path, capsys, text):
+    megatron = tmp_path / "m"
+    assert to_megatron(write_tiny_hf(tmp_path / "hf"), megatron) == 0
+    (megatron / "conversion.json").write_bytes(text)
+    capsys.readouterr()
+    assert to_hf(megatron, tmp_path / "b") == 2
+    error = capsys.readouterr().err
+    assert f"{megatron}/conversion.json" in error and "convert the checkpoint again" in error
+    assert error.count("\n") == 1 and not (tmp_path / "b").exists()
+
+
 # Whole or not at all
 
 

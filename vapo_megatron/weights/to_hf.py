@@ -172,7 +172,15 @@ def check_tensors(reader: ShardedReader, shape: ModelShape, role: str) -> list[S
 def _conversion(directory: Path) -> dict:
     """Return what to_megatron.py noted; nothing of a run's checkpoint."""
     file = directory / CONVERSION_FILE
-    return json.loads(file.read_text()) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    try:
+        noted = json.loads(file.read_bytes())
+    except ValueError:
+        noted = None
+    if not isinstance(noted, dict):
+        raise CheckpointError(f"{file} is damaged, not a JSON object; convert the checkpoint again")
+    return noted
 
 
 def _renamed(plan: TensorPlan, name: str) -> TensorPlan:
