@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import time
@@ -43,12 +44,12 @@ class Started:
     def rank(self, rank):
         """The process that torchrun has started as this rank."""
         for process in descendants(self.launcher.pid):
-            stat = Path(f"/proc/{process}/stat").read_text()
-            own = f"RANK={rank}".encode() in Path(f"/proc/{process}/environ").read_bytes().split(
-                b"\0"
-            )
-            if own and int(stat.rpartition(")")[2].split()[1]) == self.launcher.pid:
-                return process
+            with contextlib.suppress(OSError):  # It may have ended.
+                stat = Path(f"/proc/{process}/stat").read_bytes()
+                environment = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+                is_child = int(stat.rpartition(b")")[2].split()[1]) == self.launcher.pid
+                if is_child and f"RANK={rank}".encode() in environment:
+                    return process
         raise AssertionError(f"no rank {rank}")
 
     def end(self):
