@@ -73,6 +73,7 @@ LEVELS = {
     "checkpoint_files": 1,
     "checkpoint_writer": 5,
     "checkpoint": 5,
+    "checkpoint_fits": 5,
     "run_output": 6,
     "trainer": 7,
     "inputs": 6,

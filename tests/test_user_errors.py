@@ -26,7 +26,8 @@ from tests.workers import free_port
 from tools import convert_hf_to_megatron, evaluate
 from vapo_megatron import file_lock
 from vapo_megatron.batch import Prompt, Rollout, ScoredRollout
-from vapo_megatron.config import ParallelConfig, load_config
+from vapo_megatron.config import ParallelConfig, VapoConfig, load_config
+from vapo_megatron.data.prompts import read_prompts
 from vapo_megatron.errors import DataError
 from vapo_megatron.rollout_dump import _write_file
 from vapo_megatron.run_output import RunOutput
@@ -105,15 +106,23 @@ def other_critic(place):
     write_tiny_hf(place / "other", **{**SIZES, "hidden": 64})
 
 
-def other_checkpoint(run):
-    """Make a run directory whose run has trained another model."""
+def checkpoint(run, *, ffn=None, roles=("actor", "critic"), **data):
+    """Make a run directory: with these sizes, roles and place in the data, without optimizers.
+
+    ffn: of the weights; None: there are none.
+    """
 
     def change(place):
-        source, made = place / "other", place / run / "checkpoints/step_000001"
-        write_tiny_hf(source, **{**SIZES, "ffn": 48})
-        for role in ("actor", "critic"):
-            convert_to_megatron(source, made / role, ParallelConfig(), role)
-        (made / "state.json").write_text("{}")
+        made, problems = place / run / "checkpoints/step_000001", place / "train.jsonl"
+        made.mkdir(parents=True)
+        if ffn is not None:
+            source = write_tiny_hf(place / "other", **{**SIZES, "ffn": ffn})
+            for role in roles:
+                convert_to_megatron(source, made / role, ParallelConfig(), role)
+        dataset = read_prompts(problems, VapoConfig(), lambda text: [1], shuffle=True)
+        state = {**dataset.state_dict(), **data} if data != {"of": "a replay"} else {}
+        content = {"step": 1, "num_updates": dict.fromkeys(roles, 2), "run": {"data": state}}
+        (made / "state.json").write_text(json.dumps(content))
         seal(made)
 
     return change
@@ -243,12 +252,32 @@ MISTAKES = {
         "model.embed_tokens.weight: expected shape [64, 32], found [64, 64]",
     ),
     "checkpoint of another model": (
-        other_checkpoint("run"), [],
+        checkpoint("run", ffn=48), [],
         "run/checkpoints/step_000001/actor does not hold the actor that config.json describes: "
         "decoder.layers.mlp.linear_fc1.weight: expected shape [2, 64, 32], found [2, 96, 32]",
     ),
+    "checkpoint of another optimizer": (
+        checkpoint("run", ffn=32), [],
+        "logging.run_dir={place}/run: the state of its actor's optimizer does not fit this run's "
+        "parallel.use_distributed_optimizer=True, model.dtype=",
+    ),
+    "critic checkpoint without an optimizer": (
+        checkpoint("values", ffn=32), ["model.critic_checkpoint={place}/values"],
+        "or take its weights alone with model.critic_checkpoint_optimizer=false",
+    ),
+    "checkpoint of other roles": (
+        checkpoint("run", roles=["critic"]), [],
+        "step_000001 holds critic, but this configuration trains actor and critic (algorithm.stage",
+    ),
+    "checkpoint of a replay": (
+        checkpoint("run", of="a replay"), [], "was written by a replay, which has no place in it",
+    ),
+    "checkpoint of other data": (
+        checkpoint("run", seed=7), [],
+        "its seed was 7 when the checkpoint was written and is 0 now; restore it, or start another",
+    ),
     "critic checkpoint of another model": (
-        other_checkpoint("values"), ["model.critic_checkpoint={place}/values"],
+        checkpoint("values", ffn=48), ["model.critic_checkpoint={place}/values"],
         "step_000001/critic does not hold the critic that config.json describes",
     ),
     "critic checkpoint without a critic": (

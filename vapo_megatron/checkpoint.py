@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 
 from vapo_megatron import checkpoint_files
+from vapo_megatron.checkpoint_fits import CRITIC_REMEDY, check_optimizer, check_roles
 from vapo_megatron.command import tell
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.parallel.reduce import max_over_world
 from vapo_megatron.parallel.sharded_state import load_sharded
 from vapo_megatron.trained_model import TrainedModel
-from vapo_megatron.weights.sharded_files import ShardedReader
 
 
 class Start(NamedTuple):
@@ -90,13 +90,7 @@ def load_run(directory: Path, models: Mapping[str, TrainedModel]) -> tuple[int, 
     """
     content = json.loads((directory / checkpoint_files.STATE).read_text())
     held = content["num_updates"]
-    if set(held) != set(models):
-        raise CheckpointError(
-            f"{directory} holds {' and '.join(held)}, but this configuration trains "
-            f"{' and '.join(models)} (algorithm.stage, advantage_estimator); go on with the run's "
-            "own configuration, or start another run with logging.run_dir, to which "
-            "model.critic_checkpoint can hand a critic"
-        )
+    check_roles(directory, held, models)
     for role, model in models.items():
         with model.held("state"):
             load_sharded(model.model, model.optimizer, directory / role)
@@ -144,33 +138,8 @@ def load_critic(directory: Path, updates: int, config: VapoConfig, critic: Train
     Raises:
         CheckpointError: the checkpoint is of another model or kind of optimizer.
     """
-    if not _optimizer_fits(directory, config):
-        raise CheckpointError(
-            f"model.critic_checkpoint={config.model.critic_checkpoint}: the state of its optimizer "
-            "does not fit this run's "
-            f"parallel.use_distributed_optimizer={config.parallel.use_distributed_optimizer}, "
-            f"model.dtype={config.model.dtype} and algorithm.freeze_critic_attention="
-            f"{config.algorithm.freeze_critic_attention}; use the settings of the run that wrote "
-            "it, or take its weights alone with model.critic_checkpoint_optimizer=false"
-        )
+    field = f"model.critic_checkpoint={config.model.critic_checkpoint}"
+    check_optimizer(directory, config, "critic", field, CRITIC_REMEDY)
     with critic.held("state"):
         load_sharded(critic.model, critic.optimizer, directory)
     critic.num_updates = updates
-
-
-def _optimizer_fits(directory: Path, config: VapoConfig) -> bool:
-    """Does a checkpoint hold the optimizer state that this configuration's optimizer asks for?
-
-    The distributed optimizer has main parameters of every type, the other one of bfloat16 alone,
-    each under a name of its own.
-    """
-    keys = [key for key in ShardedReader(directory).tensors if key.startswith("optimizer.state.")]
-    kinds = {key.split(".")[2] for key in keys}
-    is_distributed = config.parallel.use_distributed_optimizer
-    has_main = config.model.dtype == "bfloat16" and not is_distributed
-    learns_attention = any(".self_attention.linear_proj." in key for key in keys)
-    return (
-        ("param" in kinds) == is_distributed
-        and ("fp32_param" in kinds) == has_main
-        and learns_attention != config.algorithm.freeze_critic_attention
-    )

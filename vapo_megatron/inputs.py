@@ -5,10 +5,11 @@ Loads torch where a model's files are there, and megatron-core and vLLM never.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vapo_megatron.data.problems import load_problems
 from vapo_megatron.errors import CheckpointError, ConfigError
@@ -45,8 +46,11 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> ModelShape:
         hf_path = str(config.model.hf_path)
         tokenizer = load_tokenizer(hf_path)
         check_tokenizer(hf_path, tokenizer, config.rollout.stop_token_ids, shape.vocab_size)
+        shuffle, state = config.data.shuffle, _own_state(config)
         for path in _data_files(config):
-            read_prompts(path, config, tokenizer.encode)
+            dataset = read_prompts(path, config, tokenizer.encode, shuffle=shuffle)
+            if path == config.data.train_path and state is not None:
+                dataset.load_state_dict(state["run"]["data"])
     else:
         from vapo_megatron.replay import check_dump
 
@@ -175,8 +179,11 @@ def _starts(config: VapoConfig) -> Iterator[tuple[str, str, Path]]:
 def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
     """Compare the checkpoint that the run goes on from, or whose critic it takes over.
 
+    Of its data, see check_inputs.
+
     One that is damaged is told, and another taken in its place, when it is loaded.
     """
+    from vapo_megatron.checkpoint_fits import CRITIC_REMEDY, check_optimizer, check_roles
     from vapo_megatron.weights.sharded_files import ShardedReader
     from vapo_megatron.weights.to_hf import check_tensors
 
@@ -184,10 +191,14 @@ def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
     field, remedy = f"logging.run_dir={run_dir}", "logging.run_dir"
     roles = config.algorithm.trained_roles
     found = _own_checkpoints(config)
+    with_optimizer, other = True, "start another run with logging.run_dir"
+    if (state := _own_state(config)) is not None:
+        check_roles(found[0], state["num_updates"], roles)
     if not found and path is not None:
         from vapo_megatron.checkpoint_files import candidates
 
         field, remedy, roles = f"model.critic_checkpoint={path}", "critic_checkpoint", ("critic",)
+        with_optimizer, other = config.model.critic_checkpoint_optimizer, CRITIC_REMEDY
         found = candidates(Path(path, "checkpoints")) or [Path(path)]
         if not any((directory / "critic").is_dir() for directory in found):
             raise CheckpointError(
@@ -204,6 +215,8 @@ def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
                 f"{field}: {error}; set model.hf_path to the model that it was trained from, or "
                 f"another {remedy}"
             ) from None
+        if with_optimizer:
+            check_optimizer(found[0] / role, config, role, field, other)
 
 
 def _steps_done(config: VapoConfig) -> int:
@@ -218,6 +231,16 @@ def _own_checkpoints(config: VapoConfig) -> list[Path]:
 
     root = Path(config.logging.run_dir, "checkpoints")
     return candidates(root) if goes_on(config.checkpoint.resume) else []
+
+
+def _own_state(config: VapoConfig) -> dict[str, Any] | None:
+    """Return the state of the checkpoint that the run goes on from; None: of none, or damaged."""
+    from vapo_megatron.checkpoint_files import STATE
+
+    found = _own_checkpoints(config)
+    if not found or not _is_intact(found[0], STATE):
+        return None
+    return json.loads((found[0] / STATE).read_text())
 
 
 def _is_intact(directory: Path, name: str) -> bool:

@@ -16,7 +16,6 @@ from vapo_megatron.batch import ScoredRollout
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.prompts import read_prompts
 from vapo_megatron.early_signal import Stopped
-from vapo_megatron.errors import CheckpointError
 from vapo_megatron.evaluation.judging import evaluate
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import ParallelGroups
@@ -182,12 +181,6 @@ class Sampling:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the prompt that comes next."""
-        if not state:
-            raise CheckpointError(
-                f"{self._config.logging.run_dir}: its latest checkpoint was written by a replay, "
-                "which has no place in the data; go on with --replay, or start another run with "
-                "logging.run_dir"
-            )
         self._dataset.load_state_dict(state)
 
     def close(self) -> None:

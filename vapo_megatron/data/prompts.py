@@ -123,8 +123,14 @@ class PromptDataset:
         """Go on where `state_dict` was taken.
 
         Raises:
-            DataError: the state belongs to another data set, seed or kind of order.
+            DataError: the state belongs to another data set, seed or kind of order, or is a
+                replay's, which is empty.
         """
+        if not state:
+            raise DataError(
+                "cannot resume the data: the checkpoint was written by a replay, which has no "
+                "place in it; go on with --replay, or start another run with logging.run_dir"
+            )
         current = self.state_dict()
         for name, meaning in (
             ("count", "number of problems"),
