@@ -31,6 +31,7 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
     from vapo_megatron.batch import RolloutBatch, make_micro_batch
     from vapo_megatron.checkpoint import load_run
     from vapo_megatron.checkpoint_files import newest_whole
+    from vapo_megatron.checkpoint_fits import check_optimizer
     from vapo_megatron.checkpoint_writer import CheckpointWriter
     from vapo_megatron.config import VapoConfig
     from vapo_megatron.models.build import values_of
@@ -75,6 +76,7 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
 
     start = 0
     if load:
+        check_optimizer(newest_whole(root) / "critic", config, "critic", "", "")
         start, state = load_run(newest_whole(root), {"critic": model})
         assert (start, state) == (saved_at, {"position": 7})
     losses, over = [], threading.Event()
