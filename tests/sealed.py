@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from vapo_megatron.checkpoint_files import SUMS, sha256_of
+from vapo_megatron.checkpoint_files import SUMS
+from vapo_megatron.hashed_file import sha256_of
 
 
 def seal(directory: Path) -> Path:

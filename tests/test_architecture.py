@@ -70,6 +70,7 @@ LEVELS = {
     "actor": 5,
     "critic": 5,
     "reference": 5,
+    "hashed_file": 0,
     "checkpoint_files": 1,
     "checkpoint_writer": 5,
     "checkpoint": 5,

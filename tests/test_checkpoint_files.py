@@ -16,6 +16,7 @@ from tests.sealed import seal
 from vapo_megatron import checkpoint_files
 from vapo_megatron.checkpoint_files import newest_whole
 from vapo_megatron.errors import CheckpointError
+from vapo_megatron.hashed_file import Abandoned, HashedFile
 
 
 def make(root, *steps, latest=None):
@@ -255,8 +256,8 @@ def test_killed_anywhere_while_publishing_a_whole_one_is_left(tmp_path, monkeypa
 
 def test_writing_stops_when_it_is_told_to(tmp_path):
     stop = threading.Event()
-    with pytest.raises(checkpoint_files.Abandoned):
-        with checkpoint_files.HashedFile(tmp_path / "d/file", stop) as out:
+    with pytest.raises(Abandoned):
+        with HashedFile(tmp_path / "d/file", stop) as out:
             out.write(b"a" * 70_000)
             out.check()
             stop.set()

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from vapo_megatron import checkpoint_files
 from vapo_megatron.config import CheckpointConfig
 from vapo_megatron.errors import CheckpointError
+from vapo_megatron.hashed_file import HashedFile, sha256_of
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.checkpoint_metadata import METADATA_FILE
 from vapo_megatron.parallel.reduce import max_over_world
@@ -187,7 +188,7 @@ class CheckpointWriter:
             results = [f.results for name, f in files.items() if name.startswith(f"{role}/")]
             FileSystemWriter(partial / role).finish(metadata, results)
             name = f"{role}/{METADATA_FILE}"
-            sums[name] = checkpoint_files.sha256_of(partial / name)
+            sums[name] = sha256_of(partial / name)
         return sums
 
     def _note_seconds(self, begun: float) -> dict[str, Written]:
@@ -220,7 +221,7 @@ def _write_files(
     written = {}
     for name, content in files.items():
         results: list[WriteResult] = []
-        with checkpoint_files.HashedFile(directory / name, stop) as out:
+        with HashedFile(directory / name, stop) as out:
             if isinstance(content, list):
                 results = write_chunks(out, Path(name).name, content)
             else:

@@ -245,7 +245,8 @@ def _own_state(config: VapoConfig) -> dict[str, Any] | None:
 
 def _is_intact(directory: Path, name: str) -> bool:
     """Compare one small file of a checkpoint with its checksum."""
-    from vapo_megatron.checkpoint_files import read_sums, sha256_of
+    from vapo_megatron.checkpoint_files import read_sums
+    from vapo_megatron.hashed_file import sha256_of
 
     try:
         return read_sums(directory).get(name) == sha256_of(directory / name)

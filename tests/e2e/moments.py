@@ -60,7 +60,7 @@ def _writes(*endings: str) -> Callable[..., bool]:
 
 _SAMPLES = "vllm.v1.engine.llm_engine:LLMEngine.step"
 _PHASE = "vapo_megatron.watchdog:Watchdog._enter"
-_WRITE = "vapo_megatron.checkpoint_files:HashedFile.write"
+_WRITE = "vapo_megatron.hashed_file:HashedFile.write"
 
 KINDS = {
     "the first evaluation": Kind(

@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from vapo_megatron.checkpoint_files import HashedFile
 from vapo_megatron.errors import CheckpointError
+from vapo_megatron.hashed_file import HashedFile
 from vapo_megatron.parallel.checkpoint_metadata import METADATA_FILE, read_metadata, tensors_of
 from vapo_megatron.weights.copying import Blocks, copy_exactly, read_exactly
 
