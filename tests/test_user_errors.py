@@ -28,7 +28,7 @@ from vapo_megatron import file_lock
 from vapo_megatron.batch import Prompt, Rollout, ScoredRollout
 from vapo_megatron.config import ParallelConfig, VapoConfig, load_config
 from vapo_megatron.data.prompts import read_prompts
-from vapo_megatron.errors import DataError
+from vapo_megatron.errors import DataError, UserError
 from vapo_megatron.rollout_dump import _write_file
 from vapo_megatron.run_output import RunOutput
 from vapo_megatron.train import main
@@ -398,6 +398,7 @@ def test_without_a_mistake_there_is_nothing_to_tell(place, monkeypatch, capsys):
 def test_two_runs_do_not_share_a_directory(place, monkeypatch, capsys):
     """Neither before a run has begun nor, should two begin at once, when it would write."""
     arguments, run_dir = ["--config", str(place / "config.yaml")], place / "run"
+    elsewhere = load_config(arguments[1], [f"logging.run_dir={place}/file/run"])
     output = RunOutput(load_config(arguments[1]), types.SimpleNamespace(rank=0))
     monkeypatch.setattr(file_lock, "LOCK_SECONDS", 0.0)
     with file_lock.lock_run(run_dir):
@@ -407,6 +408,10 @@ def test_two_runs_do_not_share_a_directory(place, monkeypatch, capsys):
         with pytest.raises(DataError) as error, output.opened(0):
             raise AssertionError("it goes on")
         assert [path.name for path in run_dir.iterdir()] == [".lock"]
+        with pytest.raises(UserError, match="file/run cannot be written: Not a directory; put"):
+            (place / "file").touch()
+            with RunOutput(elsewhere, types.SimpleNamespace(rank=0)).opened(0):
+                raise AssertionError("it goes on")
         told = capsys.readouterr().err
         assert told == f"error: {error.value}\n" and "another run goes on there; end it" in told
         assert main([*arguments, "--dry-run"]) == 0

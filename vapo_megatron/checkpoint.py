@@ -28,6 +28,7 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.parallel.reduce import max_over_world
 from vapo_megatron.parallel.sharded_state import load_sharded
+from vapo_megatron.run_directory import writing
 from vapo_megatron.trained_model import TrainedModel
 
 
@@ -63,6 +64,7 @@ def find_start(config: VapoConfig) -> Start:
 
     Raises:
         CheckpointError: see newest_whole and find_critic.
+        UserError: on the main rank, that gives them up; see writing.
     """
     own, resume = Path(config.logging.run_dir, "checkpoints"), config.checkpoint.resume
     # torchrun's count may differ between nodes.
@@ -73,7 +75,8 @@ def find_start(config: VapoConfig) -> Start:
                 tell(f"restarted: goes on from {directory}, in spite of checkpoint.resume=false")
             return Start(own=directory)
     elif dist.get_rank() == 0:
-        checkpoint_files.begin_anew(own)
+        with writing(own):
+            checkpoint_files.begin_anew(own)
     path = config.model.critic_checkpoint
     return Start(critic=None if path is None else find_critic(Path(path)))
 

@@ -19,7 +19,7 @@ from vapo_megatron.parallel.reduce import max_over_world, sum_over_world
 from vapo_megatron.phase_timer import PhaseTimer, tokens_per_second
 from vapo_megatron.progress import Progress
 from vapo_megatron.rollout_source import Decode, OnProgress
-from vapo_megatron.run_directory import replace_file
+from vapo_megatron.run_directory import replace_file, writing
 from vapo_megatron.shown_tokens import gather_shown, group_records
 from vapo_megatron.techniques import algorithm_name
 
@@ -46,13 +46,14 @@ class RunOutput:
             is_unevaluated: the last of them lacks its evaluation, and so its row.
 
         Raises:
-            DataError: on the main rank; see lock_run.
+            UserError: on the main rank; see lock_run and writing.
         """
         algorithm, log = self._config.algorithm, self._config.logging
         run_dir, is_main = Path(log.run_dir), self._groups.rank == 0
         with contextlib.ExitStack() as stack:
             if is_main:
-                stack.enter_context(lock_run(run_dir))
+                with writing(run_dir):
+                    stack.enter_context(lock_run(run_dir))
                 replace_file(run_dir / "config.yaml", self._config.to_yaml())
                 first = start + 1 if start else 0
                 writer = MetricsWriter(run_dir, log.tensorboard, first, is_unevaluated)
