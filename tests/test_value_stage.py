@@ -143,7 +143,7 @@ def test_weights_alone_in_another_layout(workers, paths, stage, tmp_path):
 
 
 def test_the_stage_is_over_when_the_critic_has_settled(workers, paths, stage, tmp_path):
-    """Nothing more is learned, so that no step is better than the first: three of them, with patience 2.
+    """Nothing more is learned: no step is better than the first; three of them, with patience 2.
 
     The first two are an earlier run's, which its checkpoint remembers.
     """
