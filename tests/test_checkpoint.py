@@ -93,6 +93,7 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
     return losses, model.num_updates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_resumed_losses(workers, tmp_path, settings):
     hf = tmp_path / "hf"

@@ -34,7 +34,7 @@ LAYOUTS = [
     Layout(tp=2),
     Layout(tp=2, sp=True),
     Layout(pp=2),
-    Layout(tp=4),
+    pytest.param(Layout(tp=4), marks=pytest.mark.slow),
     Layout(tp=4, sp=True),
     Layout(tp=2, pp=2),
     Layout(tp=2, pp=2, sp=True),

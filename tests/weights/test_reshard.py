@@ -254,7 +254,7 @@ def part_of_the_layouts(model: str) -> list[Case]:
     return found
 
 
-QUICK = "Qwen2.5-32B"
+QUICK = "Qwen2.5-7B"
 REST = [pytest.param(model, marks=pytest.mark.slow) for model in MODELS if model != QUICK]
 
 
