@@ -38,7 +38,9 @@ def _gradients(hf_path, layout, sections, bucket_bytes):
     return gradients, float(optimizer_step(trained.optimizer)), trained.full_tensors()
 
 
-@pytest.mark.parametrize("tied,dtype", [(True, "float32"), (False, "bfloat16")])
+@pytest.mark.parametrize(
+    "tied,dtype", [pytest.param(True, "float32", marks=pytest.mark.slow), (False, "bfloat16")]
+)
 def test_the_distributed_optimizer_changes_no_gradient(workers, tmp_path, tied, dtype):
     hf = str(write_tiny_hf(tmp_path, tied=tied, **MODEL))
     sections = {"model": {"dtype": dtype}}

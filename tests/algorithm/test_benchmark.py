@@ -47,6 +47,7 @@ def test_ratio_and_error(capsys):
     assert max(errors) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_process_that_fuses_never_holds_the_logits(capsys):
     main(
         "logprobs --tokens 1024 --vocab-size 65536 --hidden 16 --threads 1 --entropy yes"

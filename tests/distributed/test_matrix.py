@@ -140,7 +140,7 @@ def test_correct_responses_are_rare_and_uneven(workers, references, record):
     assert sorted(measured.num_correct) == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("role", ["actor", pytest.param("critic", marks=pytest.mark.slow)])
 def test_padding_and_empty_micro_batches_change_nothing(workers, references, record, role):
     layout = Layout(tp=2, sp=True, budget=SMALL)
     measured = check(workers, references, record, role, layout)

@@ -35,7 +35,7 @@ LAYOUTS = [
     Layout(tp=2, sp=True),
     Layout(pp=2),
     pytest.param(Layout(tp=4), marks=pytest.mark.slow),
-    Layout(tp=4, sp=True),
+    pytest.param(Layout(tp=4, sp=True), marks=pytest.mark.slow),
     Layout(tp=2, pp=2),
     Layout(tp=2, pp=2, sp=True),
     pytest.param(Layout(tp=4, pp=2), marks=pytest.mark.slow),
