@@ -11,7 +11,8 @@ RUNTIME = [
     "safetensors",
     "sentencepiece",
     "transformers>=5",
-    "math-verify",
+    # Verdicts may change with its minor versions.
+    "math-verify>=0.9,<0.10",
     "pyarrow",
     "rich",
     "tensorboard",
