@@ -1,6 +1,6 @@
 """Make the tiny task's base model: `python examples/tiny/make_base_model.py --out DIR --seed 0`.
 
-DIR becomes a Hugging Face directory: Qwen2 architecture, 107 thousand parameters, about a minute of
+DIR becomes a Hugging Face directory: Qwen2 architecture, 106 thousand parameters, about a minute of
 pretraining on one CPU thread. The first three quarters show chains of thought, 85 % of their steps
 computed, and 20 % direct answers; the last quarter teaches bad habits: 85 % direct answers, and
 chains that guess 30 % of the `+`/`-` steps and 90 % of the `*` steps. Sampled at temperature 1 the

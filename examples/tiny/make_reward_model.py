@@ -265,6 +265,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="HF directory to make")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if wrong := measure.lacks(args.base):
+        parser.error(f"--base {wrong}")
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()

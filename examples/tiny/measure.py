@@ -125,6 +125,17 @@ def measure(
     )
 
 
+def lacks(directory: Path) -> str | None:
+    """Say what keeps a directory from being read as a model's; None: it is one."""
+    missing = [n for n in ("config.json", "model.safetensors") if not (directory / n).is_file()]
+    if not missing:
+        return None
+    return (
+        f"{directory} is no Hugging Face directory of a model: it has no {' and no '.join(missing)}"
+        "; make_base_model.py --out makes one"
+    )
+
+
 def main() -> None:
     """Print the report of a directory."""
     parser = argparse.ArgumentParser(description="Sample a tiny model on held-out problems.")
@@ -134,6 +145,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--form", choices=task.FORMS, default="short", help="of the task (short)")
     args = parser.parse_args()
+    if wrong := lacks(args.directory):
+        parser.error(wrong)
     torch.set_num_threads(1)
     form = task.FORMS[args.form]
     print(
