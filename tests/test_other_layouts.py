@@ -1,4 +1,5 @@
-"""A run of TP2 goes on under other layouts and numbers of processes as under its own.
+"""A run of TP2 goes on under other layouts and numbers of processes as under its own, and a run of
+each layout, restarted under the same one, bit by bit.
 
 Whole trainers in real gloo processes, with both roles, both optimizers, warm-ups and a data set;
 only what samples is replaced, by responses that depend on the prompt alone. Compared are the rows
@@ -160,15 +161,20 @@ def straight(request, workers, tmp_path_factory):
     return hf, root / "run", sections
 
 
+def gone_on(workers, hf, run_dir, other, layout, sections):
+    """Copy a run, and make the steps after the checkpoint once more."""
+    shutil.copytree(run_dir, other)
+    (other / "checkpoints/latest").write_text(f"step_{SAVED_AT:06d}")
+    workers.run(layout[0], fit, hf, other, layout, sections, free_port(), True)
+    return other
+
+
 @pytest.mark.parametrize(
     "layout", [pytest.param(n, marks=[] if n in FEW else pytest.mark.slow) for n in LAYOUTS]
 )
 def test_another_layout_goes_on_alike(layout, straight, workers, tmp_path):
     hf, run_dir, sections = straight
-    other, world_size = tmp_path / "run", LAYOUTS[layout][0]
-    shutil.copytree(run_dir, other)
-    (other / "checkpoints/latest").write_text(f"step_{SAVED_AT:06d}")
-    workers.run(world_size, fit, hf, other, LAYOUTS[layout], sections, free_port(), True)
+    other = gone_on(workers, hf, run_dir, tmp_path / "run", LAYOUTS[layout], sections)
     expected, found = rows(run_dir), rows(other)
     assert len(found) == STEPS + 1
     for step in (SAVED_AT + 1, SAVED_AT + 2):
@@ -184,3 +190,20 @@ def test_another_layout_goes_on_alike(layout, straight, workers, tmp_path):
         )
         assert distance < TOLERANCE, (name, distance)
         assert moved > 100 * TOLERANCE or name == "critic output_layer.bias", (name, moved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed_optimizer", "whole"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_layout_goes_on_bit_by_bit(layout, distributed, workers, tmp_path):
+    hf = write_tiny_hf(tmp_path / "hf", **MODEL)
+    sections = {"use_distributed_optimizer": distributed}
+    reward_model(hf, tmp_path / "reward_model")
+    run_dir = tmp_path / "run"
+    workers.run(LAYOUTS[layout][0], fit, hf, run_dir, LAYOUTS[layout], sections, free_port())
+    other = gone_on(workers, hf, run_dir, tmp_path / "other", LAYOUTS[layout], sections)
+    assert rows(other) == rows(run_dir)
+    after, again = saved(run_dir, STEPS), saved(other, STEPS)
+    assert after.keys() == again.keys()
+    for name, tensor in after.items():
+        assert torch.equal(tensor, again[name]), name
