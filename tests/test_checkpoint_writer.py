@@ -110,6 +110,38 @@ def test_a_restart_goes_on_from_what_the_run_has_saved_alone(workers, tmp_path):
     assert found(True) == found(False, resume=True) == "step_000001"
 
 
+def damaged_in_turn(root):
+    """What this rank finds, and what it would go on from, when a file is damaged; of each file."""
+    import torch.distributed as dist
+
+    from vapo_megatron.checkpoint_files import find_problems, newest_whole
+    from vapo_megatron.checkpoint_writer import CheckpointWriter
+
+    with CheckpointWriter(root, settings(keep_last=2)) as writer:
+        writer.save(1, {}, {})
+        writer.save(2, {}, {})
+    found = {}
+    for name in ("rng_0000.pt", "rng_0001.pt", "state.json"):
+        file = root / "step_000002" / name
+        content = file.read_bytes()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            file.write_bytes(content[:-1])
+        dist.barrier()
+        found[name] = (find_problems(file.parent, None), newest_whole(root).name)
+        dist.barrier()
+        file.write_bytes(content)
+    return found
+
+
+def test_damage_that_one_rank_reads_is_known_to_all(workers, tmp_path):
+    first, second = workers.run(2, damaged_in_turn, tmp_path)
+    assert first == second
+    for name, (problems, used) in first.items():
+        (problem,) = problems
+        assert problem.startswith(f"{name} is damaged") and used == "step_000001"
+
+
 def slow_to_delete(root):
     """A checkpoint that is begun while old ones are still being deleted."""
     from vapo_megatron import checkpoint_files
