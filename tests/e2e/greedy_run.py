@@ -1,11 +1,33 @@
 """A run as `python -m vapo_megatron.train` makes it, then the trained engine's greedy answers."""
 
 import json
+import socket
+import sys
 from pathlib import Path
+
+
+def watch_hosts() -> list[str]:
+    """Return a list that fills with the hosts that this process asks for; C++ is not seen."""
+    hosts: list[str] = []
+
+    def watch(event: str, arguments: tuple) -> None:
+        if event == "socket.getaddrinfo":
+            hosts.append(str(arguments[0]))
+        # Connecting a datagram socket sends nothing; vLLM finds its own address so.
+        sends = event == "socket.sendto" or (
+            event == "socket.connect" and arguments[0].type != socket.SOCK_DGRAM
+        )
+        if sends and isinstance(arguments[1], tuple):
+            hosts.append(str(arguments[1][0]))
+
+    sys.addaudithook(watch)
+    return hosts
 
 
 def train_and_answer(out: str, num_configs: str, *arguments: str) -> int:
     """Write {position: (prompt, response)}, token ids, of this rank's answers to OUT.RANK.
+
+    The hosts that it has asked for are written to OUT.RANK.hosts.
 
     Args:
         out: OUT.
@@ -15,6 +37,7 @@ def train_and_answer(out: str, num_configs: str, *arguments: str) -> int:
     from vapo_megatron.rollout.requests import SamplingSettings
     from vapo_megatron.trainer import VapoTrainer
 
+    hosts = watch_hosts()
     configs, overrides = arguments[: int(num_configs)], arguments[int(num_configs) :]
     with VapoTrainer(load_config(configs, overrides)) as trainer:
         trainer.fit()
@@ -24,5 +47,8 @@ def train_and_answer(out: str, num_configs: str, *arguments: str) -> int:
         problems = trainer.source.held_out.problems[:16]
         rollouts = trainer.source.engine.generate(problems, 1, 0, greedy, trainer.policy_version)
         answers = {r.position: (r.prompt.token_ids, r.token_ids) for r in rollouts}
-        Path(f"{out}.{trainer.groups.rank}").write_text(json.dumps(answers))
+        mine = f"{out}.{trainer.groups.rank}"
+        Path(mine).write_text(json.dumps(answers))
+    sys.audit("socket.getaddrinfo", "would.be.seen")
+    Path(f"{mine}.hosts").write_text(json.dumps(hosts))
     return 0

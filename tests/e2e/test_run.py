@@ -8,6 +8,7 @@ the distributed optimizer as in the 32B recipe. Does not show that it learns
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -191,6 +192,13 @@ def test_a_secret_in_the_environment_is_written_nowhere(straight):
     assert len(files) > 20
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
     assert SECRET not in straight.done.stdout + straight.done.stderr
+
+
+def test_no_host_is_asked_for_but_this_one(straight):
+    for rank in (0, 1):
+        hosts = json.loads((straight.out / f"greedy.json.{rank}.hosts").read_text())
+        here = {"127.0.0.1", "localhost", "::1", socket.gethostname()}
+        assert set(hosts) - here == {"would.be.seen"}
 
 
 def test_the_export_gives_the_trained_engines_answers(straight):
