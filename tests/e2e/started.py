@@ -41,16 +41,18 @@ class Started:
         """How many have been written."""
         return len(self.metrics.read_text().splitlines()) if self.metrics.exists() else 0
 
-    def rank(self, rank):
-        """The process that torchrun has started as this rank."""
+    def ranks(self):
+        """The processes that torchrun has started, by rank."""
+        found = {}
         for process in descendants(self.launcher.pid):
             with contextlib.suppress(OSError):  # It may have ended.
                 stat = Path(f"/proc/{process}/stat").read_bytes()
                 environment = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
                 is_child = int(stat.rpartition(b")")[2].split()[1]) == self.launcher.pid
-                if is_child and f"RANK={rank}".encode() in environment:
-                    return process
-        raise AssertionError(f"no rank {rank}")
+                numbers = [int(v[5:]) for v in environment if v.startswith(b"RANK=")]
+                if is_child and numbers:
+                    found[numbers[0]] = process
+        return found
 
     def end(self):
         """Wait for the end; return the exit code. Nothing is left behind."""

@@ -24,7 +24,7 @@ from tests.e2e.test_run import (
 )
 from tests.workers import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_torchrun_starts_a_run_anew_whose_rank_was_killed(given, whole, injected
     faults = []
     for enough in (2, 4):
         started.wait_for(lambda enough=enough: started.rows() >= enough)
-        os.kill(started.rank(1), signal.SIGKILL)
+        os.kill(started.ranks()[1], signal.SIGKILL)
         faults.append(
             injected("rank 1 killed, torchrun starts all anew", f"after row {enough - 1}")
         )
@@ -94,7 +94,7 @@ def test_a_stopped_rank_ends_all_within_the_limit(given, whole, injected, tmp_pa
         torchrun(*command(given, run_dir, "timeouts.silence_seconds=10")), tmp_path / "log", run_dir
     )
     started.wait_for(lambda: started.rows() >= 2)
-    os.kill(started.rank(1), signal.SIGSTOP)
+    os.kill(started.ranks()[1], signal.SIGSTOP)
     stopped = time.monotonic()
     fault = injected("rank 1 stopped, started again", "after row 1")
     assert started.end() != 0
@@ -107,7 +107,10 @@ def test_a_stopped_rank_ends_all_within_the_limit(given, whole, injected, tmp_pa
 
 
 def test_a_recipe_told_to_stop_ends_well_and_goes_on(given, injected, tmp_path):
-    """Its torchrun alone is signalled, while it samples, and there is no time for the step."""
+    """Its torchrun alone is signalled, while it samples, and there is no time for the step.
+
+    The next one is signalled while it starts.
+    """
     run_dir = tmp_path / "run"
     more = ["checkpoint.every_steps=0", "checkpoint.grace_seconds=0", f"logging.run_dir={run_dir}"]
 
@@ -125,9 +128,19 @@ def test_a_recipe_told_to_stop_ends_well_and_goes_on(given, injected, tmp_path):
     assert f"stopped by SIGTERM after step {done}; start it again" in started.said()
     latest = (run_dir / "checkpoints/latest").read_text()
     assert done in (2, 3) and latest == f"step_{done:06d}", "saved, though none was due"
+
+    started = start()
+    started.wait_for(lambda: len(started.ranks()) == 2)
+    os.kill(started.launcher.pid, signal.SIGTERM)
+    at_start = injected("torchrun sent SIGTERM, no grace, started again", "start")
+    assert started.end() == 0, started.said()
+    assert f"stopped by SIGTERM after step {done}; start it again" in started.said()
+    assert started.rows() == done + 1 and (run_dir / "checkpoints/latest").read_text() == latest
+
     started = start()
     assert started.end() == 0, started.said()
     assert [row["step"] for row in rows(run_dir)] == [0, 1, 2, 3, 4]
     # Two updates a step: four steps of the critic, three of the actor.
-    fault.lost_updates = 14 - last_updates(run_dir)
-    fault.survived = fault.lost_updates == 0
+    for each in (fault, at_start):
+        each.lost_updates = 14 - last_updates(run_dir)
+        each.survived = each.lost_updates == 0
