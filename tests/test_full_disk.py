@@ -53,7 +53,6 @@ def test_a_run_whose_disk_is_full_says_so_and_goes_on_when_there_is_room(workers
     with small_disk(disk, int(1.5 * max(sizes))) as is_limited:
         done = run(disk / "run", FILE_BYTES if is_limited else None)
         assert done.returncode == 2, done.stderr
-        told = [line for line in done.stderr.splitlines() if line.startswith("error:")]
         # The checkpoint, or what the steps write in the meantime, meets it first.
         told = {line for line in done.stderr.splitlines() if line.startswith("error:")}
         reason = os.strerror(errno.EFBIG if is_limited else errno.ENOSPC)

@@ -24,7 +24,7 @@ from tests.e2e.test_run import (
 )
 from tests.workers import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
