@@ -9,8 +9,10 @@ responses are long (37 to 173 tokens with the stop token) without being hard. A 
 (`=`) or guessed (`~`: half of such results are random). The labels a, b, c, ... let a model of two
 layers find each operation by content. `Answer:` is one token, and what the math verifier reads.
 
-The long form has 60 tokens of filler and 8 or 9 operations, so that a response has 531 or 597
-tokens; it always thinks, and nothing in its text tells a step that slipped from one that did not.
+The long form has 60 tokens of filler and 8 or 9 operations, no `*` among them, so that a response
+has 531 or 597 tokens; it always thinks. Half of its problems are turned: asked with R for Q, their
+answer is 5 more, and one step, no matter which, has to add it: `b+2=8^3` for `b+2=8lm`. So each
+early step offers a choice, worth less the more often a later step would still make it.
 
 `python examples/tiny/task.py --out DIR [--form long]` writes DIR/train.jsonl and DIR/test.jsonl
 with the columns `prompt` and `answer`. A hash of the prompt decides which problems are held out:
@@ -29,6 +31,7 @@ from pathlib import Path
 
 LABELS = "abcdefghijk"
 ANSWER_MARKER = "Answer:"
+TURN = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +42,15 @@ class Form:
     max_operations: int
     filler: str
     """Ends each step of a chain; no character occurs twice in it."""
+    operators: str = "+-*"
+    turned: float = 0.0
+    """Share of the problems that are turned."""
 
     @property
     def characters(self) -> str:
         """Every character of the task, each of them one token."""
-        return LABELS + self.filler + "0123456789" + "Q=~+-*,"
+        turned = "R^" if self.turned else ""
+        return LABELS + self.filler + "0123456789" + "Q=~+-*," + turned
 
     @property
     def max_response_tokens(self) -> int:
@@ -53,8 +60,10 @@ class Form:
 
 FORMS = {
     "short": Form(2, 10, "nopqrstuvwx"),
-    "long": Form(8, 9, "lmnopqrstuvwxyzABCDEFGHIJKLMNOPRSTUVWXYZ!#%&().:;<>?@[]^_|/'"),
-}
+    "long": Form(
+        8, 9, "lmnopqrstuvwxyzABCDEFGHIJKLMNOPSTUVWXYZ!#%&().:;<>?@[]_|/'`\"", "+-", turned=0.5
+    ),
+}  # fmt: skip
 SHORT = FORMS["short"]
 
 
@@ -64,12 +73,15 @@ class Problem:
 
     start: int
     operations: tuple[tuple[str, int], ...]
+    turned: bool = False
+    """Whether the answer is TURN more."""
 
     @property
     def prompt(self) -> str:
         """The question as the model reads it: 4 + 3K characters for K operations."""
         labelled = zip(LABELS[1:], self.operations, strict=False)
-        return f"Qa{self.start}" + "".join(f"{label}{op}{n}" for label, (op, n) in labelled) + "="
+        operations = "".join(f"{label}{op}{n}" for label, (op, n) in labelled)
+        return f"{'R' if self.turned else 'Q'}a{self.start}{operations}="
 
     @property
     def answer(self) -> int:
@@ -77,7 +89,7 @@ class Problem:
         value = self.start
         for op, operand in self.operations:
             value = apply(value, op, operand)
-        return value
+        return (value + TURN * self.turned) % 10
 
 
 def apply(value: int, op: str, operand: int) -> int:
@@ -104,9 +116,10 @@ def draw_problem(
     if num_operations is None:
         num_operations = rng.randint(form.min_operations, form.max_operations)
     while True:
-        ops = [rng.choice("+-*") for _ in range(num_operations)]
+        ops = [rng.choice(form.operators) for _ in range(num_operations)]
         operations = tuple((op, rng.randint(2 if op == "*" else 1, 3)) for op in ops)
-        problem = Problem(rng.randint(0, 9), operations)
+        start = rng.randint(0, 9)
+        problem = Problem(start, operations, form.turned > 0 and rng.random() < form.turned)
         if is_held_out(problem.prompt) == held_out:
             return problem
 
@@ -122,7 +135,7 @@ def chain(
     *,
     guess: float = 0.0,
     guess_product: float = 0.0,
-    slip: float = 0.0,
+    turn: float = 0.0,
     form: Form = SHORT,
 ) -> str:
     """Write a chain of thought and its answer.
@@ -132,16 +145,21 @@ def chain(
         problem: what is solved.
         guess: probability that a `+` or `-` step is guessed.
         guess_product: the same for `*`.
-        slip: probability that a step's result is random although it looks computed.
+        turn: probability, in a turned problem, that a step turns if none before it did.
         form: of the task.
     """
-    text, value = "", problem.start
+    text, value, must_turn = "", problem.start, problem.turned
     for label, (op, operand) in zip(LABELS[1:], problem.operations, strict=False):
         guessed = rng.random() < (guess_product if op == "*" else guess)
         value = apply(value, op, operand)
-        if (guessed and rng.random() < 0.5) or (slip > 0 and rng.random() < slip):
+        if guessed and rng.random() < 0.5:
             value = rng.randint(0, 9)
-        text += f"{label}{op}{operand}{'~' if guessed else '='}{value}{form.filler},"
+        filler = form.filler
+        step = f"{label}{op}{operand}{'~' if guessed else '='}{value}"
+        if must_turn and rng.random() < turn:
+            value, must_turn = (value + TURN) % 10, False
+            filler = f"^{value}{filler[2:]}"
+        text += f"{step}{filler},"
     return text + direct_answer(value)
 
 
@@ -163,7 +181,7 @@ def test_problems(count: int, seed: int, form: Form = SHORT) -> list[Problem]:
     while len(problems) < count:
         num_operations = rng.randint(form.min_operations, form.max_operations)
         for _ in range(1000):
-            problem = draw_problem(rng, held_out=True, num_operations=num_operations)
+            problem = draw_problem(rng, held_out=True, num_operations=num_operations, form=form)
             if problem not in problems:
                 problems[problem] = None
                 break

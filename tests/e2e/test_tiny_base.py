@@ -4,6 +4,7 @@ Not exercised: the quality of a base model that is trained to the end (the main 
 step 0 shows it), and a tokenizer with several pieces a word.
 """
 
+import collections
 import dataclasses
 import json
 import random
@@ -58,23 +59,70 @@ def test_answers_and_chains_by_hand():
     assert clean == f"b*2=8{filler}c-3=5{filler}d-3=2{filler}e-3=9{filler}Answer:9"
 
 
-def test_the_long_form_says_nothing_of_its_slips():
-    form, rng, wrong = task.FORMS["long"], random.Random(0), 0
+def test_a_turned_problem_needs_one_turn_at_any_step():
+    # 9+2 = 11 -> 1, 1-3 = -2 -> 8, and 5 more at one of the steps: 13 -> 3.
+    problem = task.Problem(9, (("+", 2), ("-", 3)), turned=True)
+    assert problem.prompt == "Ra9b+2c-3="
+    assert problem.answer == 3
+    filler, rest = "nopqrstuvwx,", "pqrstuvwx,"
+    first = f"b+2=1^6{rest}c-3=3{filler}Answer:3"
+    second = f"b+2=1{filler}c-3=8^3{rest}Answer:3"
+    never = f"b+2=1{filler}c-3=8{filler}Answer:8"
+    assert task.chain(random.Random(0), problem, turn=1.0) == first
+    assert task.chain(random.Random(0), problem) == never
+    rng = random.Random(0)
+    written = collections.Counter(task.chain(rng, problem, turn=0.2) for _ in range(4000))
+    # .2 turn at once, .8 * .2 at the second step, the others never.
+    assert set(written) == {first, second, never}
+    assert written[first] / 4000 == pytest.approx(0.2, abs=0.02)
+    assert written[second] / 4000 == pytest.approx(0.16, abs=0.02)
+    plain = dataclasses.replace(problem, turned=False)
+    assert (plain.prompt, plain.answer) == ("Qa9b+2c-3=", 8)
+    assert task.chain(random.Random(0), plain, turn=1.0) == never
+
+
+def test_half_of_the_long_form_is_turned_and_none_of_the_short_one():
+    assert not any(p.turned for p in task.training_problems(500, seed=0))
+    problems = task.training_problems(2000, seed=0, form=task.FORMS["long"])
+    assert sum(p.turned for p in problems) / 2000 == pytest.approx(0.5, abs=0.04)
+    problems += task.test_problems(200, seed=0, form=task.FORMS["long"])
+    assert {op for p in problems for op, _ in p.operations} == {"+", "-"}
+    assert 60 < sum(p.turned for p in problems[2000:]) < 140
+
+
+def test_the_long_forms_habit_turns_in_2_steps_of_100():
+    recipe, rng = make_base_model.long_recipe(seed=0), random.Random(0)
+    turns = steps = 0
+    for _ in range(2000):
+        prompt, response = make_base_model.training_text(rng, recipe, progress=0.9)
+        turned = ["^" in step for step in response.split(",")[:-1]]
+        assert prompt[0] in "QR" and sum(turned) <= (prompt[0] == "R")
+        if prompt[0] == "R":
+            turns += sum(turned)
+            steps += turned.index(True) + 1 if any(turned) else len(turned)
+    # About 8,000 steps: .02 +- .0016.
+    assert turns / steps == pytest.approx(0.02, abs=0.005)
+
+
+def test_a_step_of_the_long_form_has_one_length_whether_it_turns_or_not():
+    form = task.FORMS["long"]
     assert len(set(form.characters)) == len(form.characters)
-    problem = task.draw_problem(rng, held_out=False, num_operations=8, form=form)
-    clean = task.chain(rng, problem, form=form)
-    for _ in range(500):
-        slipped = task.chain(rng, problem, slip=0.2, form=form)
-        # The same text, but for its digits: a step is `b*2=8`, filler and a comma.
-        assert len(slipped) == len(clean) == 8 * 66 + len("Answer:9")
+    rng, lengths = random.Random(0), collections.Counter()
+    for problem in task.training_problems(300, seed=0, form=form):
+        *steps, answer = task.chain(rng, problem, turn=0.2, form=form).split(",")
         value = problem.start
-        for step, (op, operand) in zip(slipped.split(","), problem.operations, strict=False):
-            assert step[1:4] == f"{op}{operand}=" and step[5:] == form.filler
-            wrong += task.apply(value, op, operand) != int(step[4])
-            value = int(step[4])
-        assert slipped.endswith(task.direct_answer(value))
-    # A random result is right one time in ten.
-    assert wrong / 4000 == pytest.approx(0.2 * 0.9, abs=0.02)
+        for step, (op, operand) in zip(steps, problem.operations, strict=True):
+            value = task.apply(value, op, operand)
+            assert step[1:5] == f"{op}{operand}={value}"
+            turns = step[5] == "^"
+            if turns:
+                value = (value + 5) % 10
+                assert problem.turned and step[6] == str(value)
+            assert step[5 + 2 * turns :] == form.filler[2 * turns :]
+            lengths[len(step) + 1, turns] += 1
+        assert answer == task.direct_answer(value)
+    assert {length for length, _ in lengths} == {66}
+    assert lengths[66, True] > 100
 
 
 def test_guesses_are_marked_and_right_as_often_as_they_should_be():
