@@ -65,7 +65,7 @@ def test_a_turned_problem_needs_one_turn_at_any_step():
     assert problem.prompt == "Ra9b+2c-3="
     assert problem.answer == 3
     filler, rest = "nopqrstuvwx,", "pqrstuvwx,"
-    first = f"b+2=1^6{rest}c-3=3{filler}Answer:3"
+    first = f"b+2=1^6{rest}c-3^3{filler}Answer:3"
     second = f"b+2=1{filler}c-3=8^3{rest}Answer:3"
     never = f"b+2=1{filler}c-3=8{filler}Answer:8"
     assert task.chain(random.Random(0), problem, turn=1.0) == first
@@ -95,7 +95,7 @@ def test_the_long_forms_habit_turns_in_2_steps_of_100():
     turns = steps = 0
     for _ in range(2000):
         prompt, response = make_base_model.training_text(rng, recipe, progress=0.9)
-        turned = ["^" in step for step in response.split(",")[:-1]]
+        turned = [step[5] == "^" for step in response.split(",")[:-1]]
         assert prompt[0] in "QR" and sum(turned) <= (prompt[0] == "R")
         if prompt[0] == "R":
             turns += sum(turned)
@@ -110,14 +110,15 @@ def test_a_step_of_the_long_form_has_one_length_whether_it_turns_or_not():
     rng, lengths = random.Random(0), collections.Counter()
     for problem in task.training_problems(300, seed=0, form=form):
         *steps, answer = task.chain(rng, problem, turn=0.2, form=form).split(",")
-        value = problem.start
+        value, turned = problem.start, False
         for step, (op, operand) in zip(steps, problem.operations, strict=True):
             value = task.apply(value, op, operand)
-            assert step[1:5] == f"{op}{operand}={value}"
+            assert step[1:5] == f"{op}{operand}{'^' if turned else '='}{value}"
             turns = step[5] == "^"
             if turns:
-                value = (value + 5) % 10
-                assert problem.turned and step[6] == str(value)
+                assert problem.turned and not turned
+                value, turned = (value + 5) % 10, True
+                assert step[6] == str(value)
             assert step[5 + 2 * turns :] == form.filler[2 * turns :]
             lengths[len(step) + 1, turns] += 1
         assert answer == task.direct_answer(value)
