@@ -11,9 +11,9 @@ layers find each operation by content. `Answer:` is one token, and what the math
 
 The long form has 60 tokens of filler and 8 or 9 operations, no `*` among them, so that a response
 has 531 or 597 tokens; it always thinks. Half of its problems are turned: asked with R for Q, their
-answer is 5 more, and one step, no matter which, has to add it: `b+2=8^3` for `b+2=8lm`; the steps
-after it have `^` for `=`. So each early step offers a choice, which is worth less the more often a
-later step would still make it.
+answer is 5 more, which a response only adds if some step, no matter which, has said so: `b+2=8^mn`
+for `b+2=8lmn`. So each early step offers a choice, which is worth less the more often a later step
+would still make it.
 
 `python examples/tiny/task.py --out DIR [--form long]` writes DIR/train.jsonl and DIR/test.jsonl
 with the columns `prompt` and `answer`. A hash of the prompt decides which problems are held out:
@@ -146,7 +146,7 @@ def chain(
         problem: what is solved.
         guess: probability that a `+` or `-` step is guessed.
         guess_product: the same for `*`.
-        turn: probability, in a turned problem, that a step turns if none before it did.
+        turn: probability, in a turned problem, that a step says so.
         form: of the task.
     """
     text, value, turned = "", problem.start, False
@@ -155,13 +155,11 @@ def chain(
         value = apply(value, op, operand)
         if guessed and rng.random() < 0.5:
             value = rng.randint(0, 9)
-        mark, filler = "^" if turned else "~" if guessed else "=", form.filler
-        step = f"{label}{op}{operand}{mark}{value}"
-        if problem.turned and not turned and rng.random() < turn:
-            value, turned = (value + TURN) % 10, True
-            filler = f"^{value}{filler[2:]}"
-        text += f"{step}{filler},"
-    return text + direct_answer(value)
+        filler = form.filler
+        if problem.turned and rng.random() < turn:
+            filler, turned = f"^{filler[1:]}", True
+        text += f"{label}{op}{operand}{'~' if guessed else '='}{value}{filler},"
+    return text + direct_answer((value + TURN * turned) % 10)
 
 
 def direct_answer(value: int) -> str:
