@@ -11,9 +11,9 @@ layers find each operation by content. `Answer:` is one token, and what the math
 
 The long form has 60 tokens of filler and 8 or 9 operations, no `*` among them, so that a response
 has 531 or 597 tokens; it always thinks. Half of its problems are turned: asked with R for Q, their
-answer is 5 more, which a response only adds if some step, no matter which, has said so: `b+2=8^mn`
-for `b+2=8lmn`. So each early step offers a choice, which is worth less the more often a later step
-would still make it.
+answer is 5 more, and one step, no matter which, has to add it: `b+2=8^3n` for `b+2=8lmn`; the
+steps after it have a star, `c-1=2*mn`. So each early step offers a choice, which is worth less the
+more often a later step would still make it.
 
 `python examples/tiny/task.py --out DIR [--form long]` writes DIR/train.jsonl and DIR/test.jsonl
 with the columns `prompt` and `answer`. A hash of the prompt decides which problems are held out:
@@ -146,7 +146,7 @@ def chain(
         problem: what is solved.
         guess: probability that a `+` or `-` step is guessed.
         guess_product: the same for `*`.
-        turn: probability, in a turned problem, that a step says so.
+        turn: probability, in a turned problem, that a step turns if none before it did.
         form: of the task.
     """
     text, value, turned = "", problem.start, False
@@ -155,11 +155,15 @@ def chain(
         value = apply(value, op, operand)
         if guessed and rng.random() < 0.5:
             value = rng.randint(0, 9)
-        filler = form.filler
-        if problem.turned and rng.random() < turn:
-            filler, turned = f"^{filler[1:]}", True
-        text += f"{label}{op}{operand}{'~' if guessed else '='}{value}{filler},"
-    return text + direct_answer((value + TURN * turned) % 10)
+        text += f"{label}{op}{operand}{'~' if guessed else '='}{value}"
+        if turned:
+            text += f"*{form.filler[1:]},"
+        elif problem.turned and rng.random() < turn:
+            value, turned = (value + TURN) % 10, True
+            text += f"^{value}{form.filler[2:]},"
+        else:
+            text += f"{form.filler},"
+    return text + direct_answer(value)
 
 
 def direct_answer(value: int) -> str:
