@@ -59,27 +59,25 @@ def test_answers_and_chains_by_hand():
     assert clean == f"b*2=8{filler}c-3=5{filler}d-3=2{filler}e-3=9{filler}Answer:9"
 
 
-def test_a_turned_problem_needs_a_step_that_says_so():
-    # 9+2 = 11 -> 1, 1-3 = -2 -> 8, and 5 more in the answer: 13 -> 3.
+def test_a_turned_problem_needs_one_turn_at_any_step():
+    # 9+2 = 11 -> 1, 1-3 = -2 -> 8, and 5 more at one of the steps: 13 -> 3.
     problem = task.Problem(9, (("+", 2), ("-", 3)), turned=True)
     assert problem.prompt == "Ra9b+2c-3="
     assert problem.answer == 3
-    plain, said = "nopqrstuvwx,", "^opqrstuvwx,"
-    never = f"b+2=1{plain}c-3=8{plain}Answer:8"
-    first = f"b+2=1{said}c-3=8{plain}Answer:3"
-    second = f"b+2=1{plain}c-3=8{said}Answer:3"
-    both = f"b+2=1{said}c-3=8{said}Answer:3"
-    assert task.chain(random.Random(0), problem, turn=1.0) == both
+    first = "b+2=1^6pqrstuvwx,c-3=3*opqrstuvwx,Answer:3"
+    second = "b+2=1nopqrstuvwx,c-3=8^3pqrstuvwx,Answer:3"
+    never = "b+2=1nopqrstuvwx,c-3=8nopqrstuvwx,Answer:8"
+    assert task.chain(random.Random(0), problem, turn=1.0) == first
     assert task.chain(random.Random(0), problem) == never
     rng = random.Random(0)
     written = collections.Counter(task.chain(rng, problem, turn=0.2) for _ in range(4000))
-    assert set(written) == {never, first, second, both}
-    # Each of the two steps in .2 +- .006.
-    assert (written[first] + written[both]) / 4000 == pytest.approx(0.2, abs=0.02)
-    assert (written[second] + written[both]) / 4000 == pytest.approx(0.2, abs=0.02)
-    other = dataclasses.replace(problem, turned=False)
-    assert (other.prompt, other.answer) == ("Qa9b+2c-3=", 8)
-    assert task.chain(random.Random(0), other, turn=1.0) == never
+    # .2 turn at once, .8 * .2 at the second step, the others never.
+    assert set(written) == {first, second, never}
+    assert written[first] / 4000 == pytest.approx(0.2, abs=0.02)
+    assert written[second] / 4000 == pytest.approx(0.16, abs=0.02)
+    plain = dataclasses.replace(problem, turned=False)
+    assert (plain.prompt, plain.answer) == ("Qa9b+2c-3=", 8)
+    assert task.chain(random.Random(0), plain, turn=1.0) == never
 
 
 def test_half_of_the_long_form_is_turned_and_none_of_the_short_one():
@@ -91,17 +89,18 @@ def test_half_of_the_long_form_is_turned_and_none_of_the_short_one():
     assert 60 < sum(p.turned for p in problems[2000:]) < 140
 
 
-def test_the_long_forms_habit_says_so_in_2_steps_of_100():
+def test_the_long_forms_habit_turns_in_2_steps_of_100():
     recipe, rng = make_base_model.long_recipe(seed=0), random.Random(0)
-    said, steps = {"Q": 0, "R": 0}, {"Q": 0, "R": 0}
+    turns = steps = 0
     for _ in range(2000):
         prompt, response = make_base_model.training_text(rng, recipe, progress=0.9)
-        assert response.count("^") == sum(step[5] == "^" for step in response.split(",")[:-1])
-        said[prompt[0]] += response.count("^")
-        steps[prompt[0]] += response.count(",")
-    assert said["Q"] == 0
-    # About 8,500 steps: .02 +- .0015.
-    assert said["R"] / steps["R"] == pytest.approx(0.02, abs=0.005)
+        turned = [step[5] == "^" for step in response.split(",")[:-1]]
+        assert response.count("^") == sum(turned) <= (prompt[0] == "R")
+        if prompt[0] == "R":
+            turns += sum(turned)
+            steps += turned.index(True) + 1 if any(turned) else len(turned)
+    # About 8,000 steps: .02 +- .0016.
+    assert turns / steps == pytest.approx(0.02, abs=0.005)
 
 
 def test_a_response_of_the_long_form_has_531_or_597_tokens():
