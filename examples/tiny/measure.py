@@ -30,6 +30,8 @@ class Report:
     unfinished: float
     mean_tokens: float
     """Response tokens, the stop token included."""
+    turns: float
+    """Share of a turned problem's steps, up to its first turn; 0 in a form without."""
 
     def __str__(self) -> str:
         return "  ".join(f"{k} {v:.3f}" for k, v in dataclasses.asdict(self).items())
@@ -114,6 +116,9 @@ def measure(
     ]
     direct = [t.startswith(task.ANSWER_MARKER) for t in texts]
     both = sum(c and d for c, d in zip(correct, direct, strict=True))
+    turned = [t.split(",")[:-1] for t, p in zip(texts, repeated, strict=True) if p.turned]
+    until = [next((i for i, step in enumerate(s, 1) if "^" in step), len(s)) for s in turned]
+    num_turned = sum(any("^" in step for step in steps) for steps in turned)
     total, num_direct, num_correct = len(texts), sum(direct), sum(correct)
     return Report(
         accuracy=num_correct / total,
@@ -122,6 +127,7 @@ def measure(
         chain_accuracy=(num_correct - both) / max(total - num_direct, 1),
         unfinished=sum(not t.endswith(stop) for t in texts) / total,
         mean_tokens=sum(map(len, responses)) / total,
+        turns=num_turned / max(sum(until), 1),
     )
 
 

@@ -346,3 +346,24 @@ def test_report_counts_what_was_sampled(base, monkeypatch):
     assert report.chain_accuracy == 3 / 4
     assert report.unfinished == 1 / 8
     assert report.mean_tokens == sum(map(len, ids)) / 8
+    assert report.turns == 0
+
+
+def test_report_counts_the_steps_up_to_a_turn(tmp_path, monkeypatch):
+    form = task.FORMS["long"]
+    recipe = make_base_model.long_recipe(seed=0)
+    recipe = dataclasses.replace(recipe, iterations=1, batch_size=2, batches_per_pool=1)
+    make_base_model.make(tmp_path / "base", recipe)
+    tokenizer = AutoTokenizer.from_pretrained(str(tmp_path / "base"))
+    problems = task.test_problems(20, seed=0, form=form)
+    turned = [p for p in problems if p.turned]
+    # The first one turns at once, the others never do.
+    written = [
+        task.chain(random.Random(0), p, turn=float(p == turned[0]), form=form) for p in problems
+    ]
+    ids = [i + [1] for i in tokenizer(written)["input_ids"]]
+    monkeypatch.setattr(measure, "sample", lambda *_, **__: ids)
+    report = measure.measure(tmp_path / "base", problems=20, samples=1, form=form)
+    assert report.turns == 1 / (1 + sum(len(p.operations) for p in turned[1:]))
+    assert report.accuracy == (20 - len(turned[1:])) / 20
+    assert report.unfinished == 0 and len(turned) > 5
