@@ -90,7 +90,7 @@ LONG_NOTES = (
     "adaptive one, .991, .55 and .30. In the first step the advantages' standard deviation is "
     ".10 and .19. The critic tells at once which problems are turned (explained variance .69), and "
     "less so as the policy learns to turn (.06 in the last step). In the third seed both end with "
-    "the first arm (.852 and .848, that arm .848); one response to a problem measures to about .02.",
+    "the first arm (.852 and .848, that arm .848); an accuracy is measured to about .02.",
     "One adaptive lambda is -.025 +- .050, below in 1 of 3: at .991 the critic's targets reach "
     "nearly as far as at 1.",
     "Without clip-higher the accuracy is .046 +- .055 lower, below in 2 of 3. 0.5 to 2.8 tokens "
