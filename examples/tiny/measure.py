@@ -116,9 +116,10 @@ def measure(
     ]
     direct = [t.startswith(task.ANSWER_MARKER) for t in texts]
     both = sum(c and d for c, d in zip(correct, direct, strict=True))
-    turned = [t.split(",")[:-1] for t, p in zip(texts, repeated, strict=True) if p.turned]
-    until = [next((i for i, step in enumerate(s, 1) if "^" in step), len(s)) for s in turned]
-    num_turned = sum(any("^" in step for step in steps) for steps in turned)
+    turned = [t for t, p in zip(texts, repeated, strict=True) if p.turned]
+    num_turned = sum("^" in t for t in turned)
+    # A step ends with a comma; the one that turns counts too.
+    steps = sum(t.partition("^")[0].count(",") for t in turned) + num_turned
     total, num_direct, num_correct = len(texts), sum(direct), sum(correct)
     return Report(
         accuracy=num_correct / total,
@@ -127,7 +128,7 @@ def measure(
         chain_accuracy=(num_correct - both) / max(total - num_direct, 1),
         unfinished=sum(not t.endswith(stop) for t in texts) / total,
         mean_tokens=sum(map(len, responses)) / total,
-        turns=num_turned / max(sum(until), 1),
+        turns=num_turned / max(steps, 1),
     )
 
 
