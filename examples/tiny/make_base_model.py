@@ -6,7 +6,8 @@ computed, and 20 % direct answers; the last quarter teaches bad habits: 85 % dir
 chains that guess 30 % of the `+`/`-` steps and 90 % of the `*` steps. Sampled at temperature 1 the
 model is right about 15 % of the time, and about 28 % once it has begun a chain: reinforcement
 learning has to find that thinking pays, and that guessing does not. `--form long` makes the long
-form's: its habit is to turn in 2 steps of 100, where one has to.
+form's: its habits are a random result in every eighth step, which nothing in the text shows, and to
+turn in 2 steps of 100, where one has to.
 
 The result depends on the seed, this directory's source and the recipe alone; recipe.json holds a
 hash of them. A directory with the same hash is kept as it is, and one appears under its name only
@@ -61,6 +62,8 @@ class Recipe(making.Training):
     habits_direct_share: float = 0.85
     habits_guess: float = 0.3
     habits_guess_product: float = 0.9
+    habits_slip: float = 0.0
+    """Of every step: a random result that looks computed."""
     turn: float = 0.0
     """Of a step, in a turned problem whose earlier steps did not."""
     habits_turn: float = 0.0
@@ -69,11 +72,11 @@ class Recipe(making.Training):
 
 
 def long_recipe(seed: int) -> Recipe:
-    """Return the long form's recipe: the model always thinks, and hardly ever turns."""
+    """Return the long form's recipe: the model always thinks, often slips and hardly ever turns."""
     return Recipe(
         seed=seed, form="long", max_position_embeddings=1024, iterations=800, direct_share=0.0,
         guess=0.0, habits_direct_share=0.0, habits_guess=0.0, habits_guess_product=0.0,
-        turn=0.2, habits_turn=0.02,
+        habits_slip=0.12, turn=0.2, habits_turn=0.02,
     )  # fmt: skip
 
 
@@ -126,6 +129,7 @@ def training_text(rng: random.Random, recipe: Recipe, progress: float) -> tuple[
     guess_product = recipe.habits_guess_product if habits else recipe.guess
     return problem.prompt, task.chain(
         rng, problem, guess=guess, guess_product=guess_product,
+        slip=recipe.habits_slip if habits else 0.0,
         turn=recipe.habits_turn if habits else recipe.turn, form=form,
     )  # fmt: skip
 

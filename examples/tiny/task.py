@@ -10,10 +10,12 @@ responses are long (37 to 173 tokens with the stop token) without being hard. A 
 layers find each operation by content. `Answer:` is one token, and what the math verifier reads.
 
 The long form has 60 tokens of filler and 8 or 9 operations, no `*` among them, so that a response
-has 531 or 597 tokens; it always thinks. Half of its problems are turned: asked with R for Q, their
+has 531 or 597 tokens; it always thinks, and nothing in its text tells a step that slipped, to a
+random result, from one that did not. Half of its problems are turned: asked with R for Q, their
 answer is 5 more, and one step, no matter which, has to add it: `b+2=8^3n` for `b+2=8lmn`; the
-steps after it have a star, `c-1=2*mn`. So each early step offers a choice, which is worth less the
-more often a later step would still make it.
+steps after it have a star, `c-1=2*mn`. So each early step offers choices whose worth changes: the
+turn's falls the more often a later step would still make it, that of a result that is computed
+rises the less often a later step slips.
 
 `python examples/tiny/task.py --out DIR [--form long]` writes DIR/train.jsonl and DIR/test.jsonl
 with the columns `prompt` and `answer`. A hash of the prompt decides which problems are held out:
@@ -136,6 +138,7 @@ def chain(
     *,
     guess: float = 0.0,
     guess_product: float = 0.0,
+    slip: float = 0.0,
     turn: float = 0.0,
     form: Form = SHORT,
 ) -> str:
@@ -146,6 +149,7 @@ def chain(
         problem: what is solved.
         guess: probability that a `+` or `-` step is guessed.
         guess_product: the same for `*`.
+        slip: probability that a step's result is random although it looks computed.
         turn: probability, in a turned problem, that a step turns if none before it did.
         form: of the task.
     """
@@ -153,7 +157,7 @@ def chain(
     for label, (op, operand) in zip(LABELS[1:], problem.operations, strict=False):
         guessed = rng.random() < (guess_product if op == "*" else guess)
         value = apply(value, op, operand)
-        if guessed and rng.random() < 0.5:
+        if (guessed and rng.random() < 0.5) or (slip > 0 and rng.random() < slip):
             value = rng.randint(0, 9)
         text += f"{label}{op}{operand}{'~' if guessed else '='}{value}"
         if turned:

@@ -89,18 +89,44 @@ def test_half_of_the_long_form_is_turned_and_none_of_the_short_one():
     assert 60 < sum(p.turned for p in problems[2000:]) < 140
 
 
-def test_the_long_forms_habit_turns_in_2_steps_of_100():
+def test_a_slip_is_a_random_result_that_nothing_shows():
+    form, rng, wrong = task.FORMS["long"], random.Random(0), 0
+    problem = task.draw_problem(rng, held_out=False, num_operations=8, form=form)
+    problem = dataclasses.replace(problem, turned=False)
+    clean = task.chain(rng, problem, form=form)
+    for _ in range(500):
+        slipped = task.chain(rng, problem, slip=0.2, form=form)
+        # The same text, but for its digits: a step is `b+2=8`, filler and a comma.
+        assert len(slipped) == len(clean) == 8 * 66 + len("Answer:9")
+        value = problem.start
+        for step, (op, operand) in zip(slipped.split(","), problem.operations, strict=False):
+            assert step[1:4] == f"{op}{operand}=" and step[5:] == form.filler
+            wrong += task.apply(value, op, operand) != int(step[4])
+            value = int(step[4])
+        assert slipped.endswith(task.direct_answer(value))
+    # A random result is right one time in ten.
+    assert wrong / 4000 == pytest.approx(0.2 * 0.9, abs=0.02)
+
+
+def test_the_long_forms_habits_slip_in_12_steps_of_100_and_turn_in_2():
     recipe, rng = make_base_model.long_recipe(seed=0), random.Random(0)
-    turns = steps = 0
+    turns = steps = wrong = results = 0
     for _ in range(2000):
         prompt, response = make_base_model.training_text(rng, recipe, progress=0.9)
-        turned = [step[5] == "^" for step in response.split(",")[:-1]]
+        written = response.split(",")[:-1]
+        turned = [step[5] == "^" for step in written]
         assert response.count("^") == sum(turned) <= (prompt[0] == "R")
         if prompt[0] == "R":
             turns += sum(turned)
             steps += turned.index(True) + 1 if any(turned) else len(turned)
-    # About 8,000 steps: .02 +- .0016.
+        value = int(prompt[2])
+        for step, turn in zip(written, turned, strict=True):
+            wrong += task.apply(value, step[1], int(step[2])) != int(step[4])
+            value = int(step[6 if turn else 4])
+        results += len(written)
+    # About 8,000 steps: .02 +- .0016; 17,000 results, nine tenths of .12: .108 +- .0024.
     assert turns / steps == pytest.approx(0.02, abs=0.005)
+    assert wrong / results == pytest.approx(0.108, abs=0.008)
 
 
 def test_a_response_of_the_long_form_has_531_or_597_tokens():
