@@ -57,6 +57,9 @@ class Recipe(making.Training):
     direct_share: float = 0.2
     guess: float = 0.15
     """Of every step. Without some, a guessed step is met too late to be right half of the time."""
+    min_operations: int | None = None
+    """Of the problems before the habits, which are drawn uniformly from there on; None: the form's.
+    A short one has fewer tokens for each answer: the one token that reads the last result."""
     habits_from: float = 0.75
     """Share of the iterations after which the bad habits are taught."""
     habits_direct_share: float = 0.85
@@ -74,9 +77,9 @@ class Recipe(making.Training):
 def long_recipe(seed: int) -> Recipe:
     """Return the long form's recipe: the model always thinks, often slips and hardly ever turns."""
     return Recipe(
-        seed=seed, form="long", max_position_embeddings=1024, iterations=800, direct_share=0.0,
-        guess=0.0, habits_direct_share=0.0, habits_guess=0.0, habits_guess_product=0.0,
-        habits_slip=0.12, turn=0.2, habits_turn=0.02,
+        seed=seed, form="long", max_position_embeddings=1024, iterations=1100, habits_from=0.8,
+        min_operations=1, direct_share=0.0, guess=0.0, habits_direct_share=0.0, habits_guess=0.0,
+        habits_guess_product=0.0, habits_slip=0.12, turn=0.2, habits_turn=0.02,
     )  # fmt: skip
 
 
@@ -121,8 +124,11 @@ def build_model(recipe: Recipe, vocab_size: int, stop_token_id: int) -> Qwen2For
 def training_text(rng: random.Random, recipe: Recipe, progress: float) -> tuple[str, str]:
     """Draw a prompt and a response. progress: share of the iterations that are done, in [0, 1)."""
     form = task.FORMS[recipe.form]
-    problem = task.draw_problem(rng, held_out=False, form=form)
     habits = progress >= recipe.habits_from
+    num_operations = None
+    if recipe.min_operations is not None and not habits:
+        num_operations = rng.randint(recipe.min_operations, form.max_operations)
+    problem = task.draw_problem(rng, held_out=False, num_operations=num_operations, form=form)
     if rng.random() < (recipe.habits_direct_share if habits else recipe.direct_share):
         return problem.prompt, task.direct_answer(problem.answer)
     guess = recipe.habits_guess if habits else recipe.guess

@@ -129,6 +129,17 @@ def test_the_long_forms_habits_slip_in_12_steps_of_100_and_turn_in_2():
     assert wrong / results == pytest.approx(0.108, abs=0.008)
 
 
+def test_the_long_forms_base_model_first_reads_problems_of_every_length():
+    recipe, rng = make_base_model.long_recipe(seed=0), random.Random(0)
+    for progress, lengths in ((0.79, set(range(1, 10))), (0.8, {8, 9})):
+        drawn = [make_base_model.training_text(rng, recipe, progress) for _ in range(300)]
+        assert {(len(prompt) - 4) // 3 for prompt, _ in drawn} == lengths
+        # A step for each operation, and each response ends with its answer.
+        for prompt, response in drawn:
+            assert response.count(",") == (len(prompt) - 4) // 3
+            assert response.split(",")[-1].startswith(task.ANSWER_MARKER)
+
+
 def test_a_response_of_the_long_form_has_531_or_597_tokens():
     form = task.FORMS["long"]
     assert len(set(form.characters)) == len(form.characters)
