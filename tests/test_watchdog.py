@@ -17,8 +17,8 @@ from tests.launched import Launched
 from tests.weights.tiny_hf import write_tiny_hf
 
 GONE_MEANWHILE = r"(\. Then rank 0 \(.*\) in \w+ of step \d: RuntimeError: .* by peer .*)?"
-"""A process in which no Python thread can run is ended by its own timer: rank 0, about to say that it
-is silent, may see its connection close first."""
+"""A process in which no Python thread can run is ended by its own timer: rank 0, about to say that
+it is silent, may see its connection close first."""
 # (what happens, in which phase, of which step, to which rank), the limits that differ, the exit
 # codes, and what the others say.
 CASES = {
