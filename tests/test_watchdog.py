@@ -16,9 +16,6 @@ from tests.dumped import MODEL, dump
 from tests.launched import Launched
 from tests.weights.tiny_hf import write_tiny_hf
 
-GONE_MEANWHILE = r"(\. Then rank 0 \(.*\) in \w+ of step \d: RuntimeError: .* by peer .*)?"
-"""A process in which no Python thread can run is ended by its own timer: rank 0, about to say that
-it is silent, may see its connection close first."""
 # (what happens, in which phase, of which step, to which rank), the limits that differ, the exit
 # codes, and what the others say.
 CASES = {
@@ -52,15 +49,13 @@ CASES = {
         ("holds the GIL", "exchange", 1, 1),
         {"silence_seconds": 4},
         [1, 1],
-        r"rank 1 \(.*\) in exchange of step 1 is dead or stopped, silent for \d s"
-        rf"{GONE_MEANWHILE}; stacks: ",
+        r"rank 1 \(.*\) in exchange of step 1 is dead or stopped, silent for \d s; stacks: ",
     ),
     "holds the GIL at once": (
         ("holds the GIL at once", "generation", 1, 1),
         {"silence_seconds": 4},
         [1, 1],
-        r"rank 1 \(.*\) in generation of step 1 is dead or stopped, silent for \d s"
-        rf"{GONE_MEANWHILE}; stacks: ",
+        r"rank 1 \(.*\) in generation of step 1 is dead or stopped, silent for \d s; stacks: ",
     ),
     "fails": (
         ("fails", "critic_update", 3, 1),

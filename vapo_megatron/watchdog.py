@@ -212,13 +212,14 @@ class Watchdog:
         silence, lost_since = self._timeouts.silence_seconds, None
         is_over = False
         while not is_over:
-            # Writes the stacks and ends the process, unless this thread comes by again.
+            # Writes the stacks and ends the process, unless this thread comes by again: after the
+            # others have said that it is silent, or they would see their connections close first.
             file: TextIO = self._stderr
             # Before that, nothing may be written there.
             if self._count and self._stacks_path.parents[1].is_dir():
                 with contextlib.suppress(OSError):
                     file = self._open_stacks()
-            faulthandler.dump_traceback_later(silence + self._interval, exit=True, file=file)
+            faulthandler.dump_traceback_later(silence + PATIENCE_SECONDS, exit=True, file=file)
             self._is_signalled = self._on_beat()
             now = time.monotonic()
             if self._is_lost and lost_since is None:
