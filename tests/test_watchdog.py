@@ -17,7 +17,8 @@ from tests.launched import Launched
 from tests.weights.tiny_hf import write_tiny_hf
 
 # (what happens, in which phase, of which step, to which rank), the limits that differ, the exit
-# codes, and what the others say.
+# codes, and what the others say. One that holds the GIL ends by a timer of its own: where rank 0
+# began to listen late, on a busy machine, the closed connection may come before rank 0's verdict.
 CASES = {
     "killed": (
         ("killed", "critic_update", 2, 1),
@@ -49,13 +50,15 @@ CASES = {
         ("holds the GIL", "exchange", 1, 1),
         {"silence_seconds": 4},
         [1, 1],
-        r"rank 1 \(.*\) in exchange of step 1 is dead or stopped, silent for \d s; stacks: ",
+        r"rank 1 \(.*\) in exchange of step 1 is dead or stopped, silent for \d s"
+        r"(\. Then rank 0 .*)?; stacks: ",
     ),
     "holds the GIL at once": (
         ("holds the GIL at once", "generation", 1, 1),
         {"silence_seconds": 4},
         [1, 1],
-        r"rank 1 \(.*\) in generation of step 1 is dead or stopped, silent for \d s; stacks: ",
+        r"rank 1 \(.*\) in generation of step 1 is dead or stopped, silent for \d s"
+        r"(\. Then rank 0 .*)?; stacks: ",
     ),
     "fails": (
         ("fails", "critic_update", 3, 1),
