@@ -4,6 +4,7 @@ Reads source text; does not exercise any behaviour.
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -95,14 +96,17 @@ def modules():
         yield ".".join(parts), path
 
 
+@functools.cache
 def imports(path: Path):
+    names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield str(node.module)
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names.append(str(node.module))
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
 
 
 def upward(module: str, imported: str) -> bool:

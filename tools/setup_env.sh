@@ -86,7 +86,7 @@ vapo_setup() {
 
 vapo_install() {
   local python="$1" requirements="$2" torch
-  local pip=("$python" -m pip install -qq --disable-pip-version-check --no-deps)
+  local pip=("$python" -m pip install -qq --disable-pip-version-check --no-deps --no-compile)
   torch="$(grep '^torch==' "$requirements")"
   say "installing $torch"
   if ! "${pip[@]}" "$torch"; then
@@ -95,6 +95,9 @@ vapo_install() {
   fi
   say "installing the other pinned packages of requirements/cpu.txt"
   "${pip[@]}" --requirement "$requirements" || return 1
+  say "compiling them"
+  # On all cores, which pip does not; some packages have files that are no Python of this version.
+  "$python" -m compileall -q -j 0 "${python%/bin/python}/lib" >/dev/null 2>&1 || true
   say "removing packages that do not load without CUDA, if an earlier install left any"
   "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null || return 1
   "$python" -c 'import torch, vllm, megatron.core' >/dev/null 2>&1 ||

@@ -3,6 +3,7 @@
 Not exercised: the finding of the final answer (test_extraction.py), many workers on many cores.
 """
 
+import functools
 import gc
 import json
 import os
@@ -160,6 +161,11 @@ def test_a_verdict_says_what_was_compared(verifier):
     assert verdict == Verdict("correct", "x = 7") and verdict.is_correct
 
 
+@functools.cache
+def parsed(formula):
+    return parse(f"${formula}$", [LatexExtractionConfig()], "no_fallback", parsing_timeout=None)
+
+
 @pytest.mark.parametrize("gold", ["5", "0.05", "1/3", r"\sqrt{8}", r"\{1, 2\}", "(1, 2)", "50%"])
 def test_equality_is_math_verifys_own(gold):
     """A box's formula, compared as math-verify compares it when it finds it in a text."""
@@ -175,9 +181,9 @@ def test_equality_is_math_verifys_own(gold):
     ]
     answers += ["1, 2", "2, 1", "(2, 1)", r"(1,\, 2)", "[1, 2]", "1 + x", "x = 5", r"5\text{ m}^2"]
     answers += ["5 cm", r"5^\circ", "1/2", "50", ".5", "5 = 5", r"x \in \{1, 2\}", "5e0", "((", "y"]
-    expected = parse(f"${gold}$", [LatexExtractionConfig()], "no_fallback", parsing_timeout=None)
+    expected = parsed(gold)
     for answer in answers:
-        found = parse(f"${answer}$", [LatexExtractionConfig()], "no_fallback", parsing_timeout=None)
+        found = parsed(answer)
         equal = bool(found) and verify(expected, found, timeout_seconds=None)
         assert (judge(gold, answer) == "correct") == equal, answer
 
@@ -275,10 +281,10 @@ def test_an_answer_that_kills_its_worker_twice_is_given_up():
 
         def kill_whoever_takes_it():
             while not finished.is_set():
-                for process_id in verifier.process_ids:
-                    if _children_cpu_seconds(process_id) > 1.5:
-                        kills.append(process_id)
-                        os.kill(process_id, signal.SIGKILL)
+                for worker in list(verifier._pool._workers):
+                    if worker.ready and worker.task is not None:
+                        kills.append(worker.process.pid)
+                        os.kill(worker.process.pid, signal.SIGKILL)
                 time.sleep(0.1)
 
         thread = threading.Thread(target=kill_whoever_takes_it)
