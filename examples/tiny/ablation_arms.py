@@ -82,18 +82,21 @@ SHORT_NOTES = (
     "and -5.1).",
 )
 
-# As measured on 2026-11-22; examples/README.md says with which base models.
+# As measured on 2026-11-23.
 LONG_NOTES = (
-    "Without length-adaptive GAE the accuracy is .580 and .303 lower (seeds 0 and 1), with 0.95 "
-    "for both .598 and .354: at lambda 0.95 the reward counts .03 one step, 66 tokens, earlier and "
-    ".001 two steps earlier; at the adaptive one, .991, .55 and .30. What happened further back "
-    "the critic alone has to tell, and a slip does not show in the text: the problems that only "
-    "slips spoil go from .38 and .41 to .43 and .55 without length-adaptive GAE, to .86 and .86 in "
-    "the first arm. A turn shows: in seed 1 the turned problems go from .11 to .50, there to .80; "
-    "in seed 0 they stay at .08, there .80.",
-    "One adaptive lambda makes no difference (-.016 and -.008): at .991 the critic's targets reach "
-    "nearly as far as at 1. Nor does clip-higher (-.014 and -.002), although the turn is rare at "
-    "first: 0 to 2 tokens of 10,000 reach the upper bound in a step, 0 to 7 with clip_high=0.2.",
+    "Without length-adaptive GAE the accuracy is .566 +- .095 lower, in each seed, and below the "
+    "base model's: at lambda 0.95 the reward counts .03 one step, 66 tokens, earlier and .001 two "
+    "steps earlier; at the adaptive one, .991, .55 and .30. What happened further back the critic "
+    "alone has to tell, and a slip does not show in the text: the problems that only slips spoil "
+    "go from .36 .39 .33 to .77 .85 .73 in the first arm, to .30 .24 .30 without it. The turn, "
+    "which shows, is not learned either: turned problems go from .08 .10 .10 to .63 .82 .72 in the "
+    "first arm, to .10 .07 .09 without it.",
+    "With 0.95 for both lambdas it is .598 +- .070 lower, in each seed. That gives up the adaptive "
+    "lambda too, and the critic's part in it is small: against no length-adaptive GAE, where the "
+    "critic's lambda is 1, it is .056, .004 and .035 lower.",
+    "One adaptive lambda makes no difference (+.012 +- .047): at .991 the critic's targets reach "
+    "nearly as far as at 1. Nor does clip-higher (+.016 +- .075), although the turn is rare at "
+    "first: 0 to 4 tokens of 10,000 reach the upper bound in a step, 0 to 5 with clip_high=0.2.",
     "No arm has the positive-example loss, which taught an earlier long form by itself at its "
     "usual .1: VAPO reached .461 and .734 in 5 and 10 steps, and .438 and .742 without "
     "length-adaptive GAE.",
