@@ -63,23 +63,26 @@ def _besides(arm: Arm) -> Arm:
     return dataclasses.replace(arm, title=f"and {arm.title}", paper="")
 
 
-# As measured on 2026-11-22 with seeds 0 to 2, for which examples/README.md has the table.
+# As measured on 2026-11-22 and, on another processor, on 2026-11-23, both with seeds 0 to 2: six
+# runs of each arm, for which examples/README.md has the table.
 SHORT_NOTES = (
     "Values are pretrained for 6 steps, from a reward model, so the critic is still biased when "
-    "the policy starts (explained variance -1.4, -.8 and -.1). There the positive-example loss "
-    "shows. With less to resist it does not: with length_adaptive_alpha=1 and nothing else changed "
-    "VAPO ends at .942 +- .013, without the loss at .871 +- .117 (.736, .931, .947); with groups "
-    "of 16 besides, at .924 +- .014 and .913 +- .052.",
+    "the policy starts (explained variance -.1 to -1.4). There the positive-example loss shows: "
+    "without it .043 +- .032 is lost, in each of six runs. With less to resist it does not show in "
+    "each: with length_adaptive_alpha=.5 and nothing else changed VAPO ends at .866 .940 .913, "
+    "without the loss at .874 .773 .888; with alpha=1 at .942 +- .013 and .736 .931 .947; with "
+    "groups of 16 besides, at .924 +- .014 and .913 +- .052.",
     "Without length-adaptive GAE the accuracy is higher, where the paper's is lower. At alpha=.2 "
     "lambda is 0 for the 3 tokens of a direct answer, which the biased critic alone then judges; "
     "at 0.95 it is judged by its reward. With alpha=1 (lambda .67 at 3 tokens, .99 at 100) VAPO is "
     "no longer behind: .942 +- .013.",
+    "Without token-level loss half of the runs do not learn (.115 .167 .127) and half do (.844 "
+    "-.061, .928 -.010, .691 -.196 against VAPO), so its spread is wide: -.390 +- .336 in six runs.",
     "Clip-higher and group sampling make no difference beyond the spread, and GRPO and DAPO end "
     "above VAPO: in 100 tokens none that is needed is rare, and a critic that explains none of the "
     "returns' variance (about 0 from the fifth step on) is no better than a group's mean.",
-    "Without value pretraining one seed of three has longer responses again in the end (8, 5 and "
-    "44 tokens): its reward model is the least biased (explained variance -1.9; the others' -3.0 "
-    "and -5.1).",
+    "Without value pretraining one run of six has longer responses again in the end (44 tokens; "
+    "the others 3 to 8) and ends at .252.",
 )
 
 # As measured on 2026-11-23.
