@@ -76,8 +76,8 @@ SHORT_NOTES = (
     "lambda is 0 for the 3 tokens of a direct answer, which the biased critic alone then judges; "
     "at 0.95 it is judged by its reward. With alpha=1 (lambda .67 at 3 tokens, .99 at 100) VAPO is "
     "no longer behind: .942 +- .013.",
-    "Without token-level loss half of the runs do not learn (.115 .167 .127) and half do (.844 "
-    "-.061, .928 -.010, .691 -.196 against VAPO), so its spread is wide: -.390 +- .336 in six runs.",
+    "Without token-level loss three runs of six do not learn (.115 .167 .127); the others lose "
+    ".061, .010 and .196. So the spread is wide: -.390 +- .336.",
     "Clip-higher and group sampling make no difference beyond the spread, and GRPO and DAPO end "
     "above VAPO: in 100 tokens none that is needed is rare, and a critic that explains none of the "
     "returns' variance (about 0 from the fifth step on) is no better than a group's mean.",
