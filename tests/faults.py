@@ -40,6 +40,7 @@ def _meet_a_full_disk() -> None:
 FAULTS: dict[str, Callable[[], object]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "comes late": lambda: time.sleep(10),
     "hangs": lambda: time.sleep(600),
     # Compiled code that lets no other thread of Python run, after some beats of the watchdog.
     "holds the GIL": lambda: (time.sleep(2), ctypes.PyDLL(None).sleep(600)),
@@ -99,13 +100,16 @@ def train(
 
 
 def run_phases(run_dir: Path, limits: dict[str, float], fault: Fault | None) -> int:
-    """Meet in every phase of some steps, sum something in it, and end; a command's function."""
+    """Start, sum something in every phase of some steps, and end; a command's function."""
     from vapo_megatron.early_signal import EarlyStop
     from vapo_megatron.parallel import backend
     from vapo_megatron.watchdog import Watchdog
 
     backend.initialize_distributed(60)
     rank = dist.get_rank()
+    dist.barrier()  # Else the machine's load decides who comes late.
+    if fault and fault[1:] == ("start", 0, rank):
+        FAULTS[fault[0]]()
     watchdog = Watchdog(
         settings(run_dir, run_dir, timeouts=limits), rank, dist.get_world_size(), EarlyStop(9).look
     )

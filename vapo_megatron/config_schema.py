@@ -270,7 +270,7 @@ class TimeoutsConfig(Section):
         1800.0, "Any other phase: verification, exchange, values, log-probabilities, sync.", gt=0
     )
     silence_seconds: float = _field(
-        120.0, "Without a sign of life from a process, whatever its phase.", gt=0
+        120.0, "Without a sign of life from a process after its first, whatever its phase.", gt=0
     )
 
 

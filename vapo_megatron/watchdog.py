@@ -77,7 +77,9 @@ class Watchdog:
         self._failure: BaseException | None = None
         self._is_signalled = False
         self._verdict: dict[str, Any] | None = None
-        self._heard_at, self._is_lost = time.monotonic(), False
+        # When rank 0 has to have answered; how late it may begin is a matter of its start.
+        self._answer_due = time.monotonic() + config.timeouts.start_seconds
+        self._is_lost = False
         self._closed, self._told, self._wake = (threading.Event() for _ in range(3))
         self._threads = [
             threading.Thread(target=work, name=f"watchdog: {work.__name__}", daemon=True)
@@ -170,7 +172,7 @@ class Watchdog:
                     self._store.compare_set("verdict", "", json.dumps(problem))
                 if self._store.check(["verdict"]):
                     self._verdict = json.loads(self._store.get("verdict"))
-                self._heard_at = time.monotonic()
+                self._answer_due = time.monotonic() + self._timeouts.silence_seconds
                 self._wake.wait(self._interval)
                 self._wake.clear()
         except RuntimeError:
@@ -228,7 +230,7 @@ class Watchdog:
                 self._end(self._verdict)
             elif self._launcher not in (None, os.getppid()):
                 self._end_for("torchrun, which started this process, is gone")
-            elif now - self._heard_at > silence or now - (lost_since or now) > PATIENCE_SECONDS:
+            elif now > self._answer_due or now - (lost_since or now) > PATIENCE_SECONDS:
                 self._end_for("rank 0, or torchrun on the first node, does not answer any more")
             is_over = self._closed.wait(self._interval)
 
