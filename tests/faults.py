@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from tests.dumped import config
-from vapo_megatron.command import tell
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.errors import UserError
+from vapo_megatron.errors import Stopped, UserError, tell
 from vapo_megatron.metrics import MetricsWriter
 from vapo_megatron.run_directory import PROBLEMS_FILE
 
@@ -90,7 +89,7 @@ def train(
 
             def evaluate(*_):
                 if fault and fault[:3] == ("has no time", "evaluation", trainer.watchdog.step):
-                    raise early_signal.Stopped
+                    raise Stopped
                 return {}, []
 
             trainer._phase, trainer.source.evaluate = meeting, evaluate

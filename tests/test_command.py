@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from vapo_megatron.command import Parser, run, tell
-from vapo_megatron.errors import DataError
+from vapo_megatron.command import Parser, run
+from vapo_megatron.errors import DataError, tell
 
 
 def test_what_it_returns_is_printed_by_the_first_rank(capsys, monkeypatch):

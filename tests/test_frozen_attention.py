@@ -30,7 +30,7 @@ def build(hf, layout, dtype, freeze):
         # The rates warm up over updates: a resumed critic must know how many there were.
         optimizer={"critic_learning_rate": 1e-2, "critic_warmup_updates": 4},
     )
-    return Critic(read_model_shape(hf), config, groups.current())
+    return Critic(read_model_shape(hf), config, groups.current(), str(hf))
 
 
 def mini_batch_of(critic):

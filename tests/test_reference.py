@@ -31,7 +31,8 @@ def drift(hf, parallel):
         }
     )
     place, shape = groups.initialize(config.parallel), read_model_shape(hf)
-    actor, reference = Actor(shape, config, place), Reference(shape, config, place)
+    actor = Actor(shape, config, place, config.model.hf_path)
+    reference = Reference(shape, config, place)
     plan = [[0, 1], [2, 3]]
 
     def measured():

@@ -69,7 +69,8 @@ def update_once(hf, algorithm):
     )
     place = groups.initialize(config.parallel)
     shape = read_model_shape(hf)
-    actor, critic = Actor(shape, config, place), Critic(shape, config, place)
+    actor = Actor(shape, config, place, config.model.hf_path)
+    critic = Critic(shape, config, place, config.model.hf_path)
     plan = [[0, 1], [2, 3]]  # two micro-batches: counts must be the mini-batch's
     micro_batches = make_micro_batches(batch(), plan, multiple_of=1)
     logprobs, entropy = actor.compute_logprobs(micro_batches)
@@ -198,7 +199,7 @@ def changed_between(hf):
 
     config = VapoConfig.model_validate({"model": {"hf_path": str(hf), "dtype": "float32"}})
     place = groups.initialize(config.parallel)
-    actor = Actor(read_model_shape(hf), config, place)
+    actor = Actor(read_model_shape(hf), config, place, str(hf))
     stale = batch(torch.full((sum(LENGTHS),), -4.0))
     try:
         actor.update(make_mini_batches(stale, [[[0, 1, 2, 3]]], place, multiple_of=1))

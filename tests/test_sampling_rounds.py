@@ -17,7 +17,7 @@ from tests.dumped import MODEL, config
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.batch import Rollout
-from vapo_megatron.early_signal import Stopped
+from vapo_megatron.errors import Stopped
 from vapo_megatron.rollout.requests import assign, request_seeds
 from vapo_megatron.rollout_dump import held_steps
 

@@ -57,11 +57,11 @@ def built(hf, settings):
 
     place, shape = groups.initialize(settings.parallel), read_model_shape(hf)
     source = Source()
-    turns = Turns(shape, settings, place, source)
+    turns = Turns(source.leave_device, is_on=bool(settings.parallel.offload))
     assert source.left == int(turns.is_on), "it leaves before the models come"
     models = {
-        "actor": Actor(shape, settings, place).trained,
-        "critic": Critic(shape, settings, place).trained,
+        "actor": Actor(shape, settings, place, str(hf)).trained,
+        "critic": Critic(shape, settings, place, str(hf)).trained,
         "reference": Reference(shape, settings, place).frozen,
     }
     for role, model in models.items():
@@ -193,21 +193,28 @@ def test_host_bytes_are_known_beforehand(workers, tmp_path, dtype, parallel):
         assert waiting.offloaded == copying.offloaded
 
 
-def refused(hf):
-    from vapo_megatron.models.hf_config import read_model_shape
+def refused(hf, run_dir, port):
     from vapo_megatron.parallel import groups
+    from vapo_megatron.trainer import VapoTrainer
 
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     settings, source = config(hf, host_memory_gb=1e-4), Source()
-    place, shape = groups.initialize(settings.parallel), read_model_shape(hf)
-    with pytest.raises(ConfigError) as error:
-        Turns(shape, settings, place, source)
+    built = mock.patch("vapo_megatron.trainer.Actor", side_effect=AssertionError("it is built"))
+    sampler = mock.patch.object(VapoTrainer, "_source", lambda *_: source)
+    logging = settings.logging.model_copy(update={"run_dir": str(run_dir)})
+    with built, sampler, pytest.raises(ConfigError) as error:
+        VapoTrainer(settings.model_copy(update={"logging": logging}))
     assert source.left == 1, "what it keeps on the host while it is away counts"
-    return str(error.value), predicted(hf, settings, place)[0]
+    needed = predicted(hf, settings, groups.current())[0]
+    groups.destroy()
+    dist.destroy_process_group()
+    return str(error.value), needed
 
 
 def test_a_node_without_the_memory_is_refused_before_the_models_are_built(workers, tmp_path):
     hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
-    ((message, needed),) = workers.run(1, refused, hf)
+    ((message, needed),) = workers.run(1, refused, hf, tmp_path / "run", free_port())
     assert f"this run needs {needed.total / 1e9:.3g} GB of host memory on the node of" in message
     parts = [f"{n / 1e9:.3g} for {what}" for n, what in zip(needed, ("what is offloaded", "a che"))]
     assert f"({parts[0]}, {parts[1]}ckpoint), but 0.0001 GB are allowed by parallel.hos" in message

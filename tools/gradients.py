@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vapo_megatron.command import Parser, check_processes, tell
+from vapo_megatron.command import Parser, check_processes
 from vapo_megatron.config import load_config
-from vapo_megatron.errors import ConfigError, UserError
+from vapo_megatron.errors import ConfigError, UserError, tell
 from vapo_megatron.inputs import require_paths
 
 

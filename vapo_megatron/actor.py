@@ -12,7 +12,6 @@ from vapo_megatron.algorithm.policy_loss import clipped_policy_loss, ratio_devia
 from vapo_megatron.algorithm.positive_lm_loss import positive_lm_loss
 from vapo_megatron.algorithm.reference_kl import reference_kl
 from vapo_megatron.batch import MicroBatch
-from vapo_megatron.checkpoint import NOWHERE, Start
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.build import gather_hidden, output_weight
 from vapo_megatron.models.hf_config import ModelShape
@@ -75,11 +74,12 @@ class Actor:
         shape: ModelShape,
         config: VapoConfig,
         groups: ParallelGroups,
-        start: Start = NOWHERE,
+        hf_path: str | None,
     ) -> None:
+        """Build it; hf_path: weights to begin with, None: a checkpoint brings them."""
         self.shape, self.config, self.groups = shape, config, groups
         kind = TrainedModel if "actor" in config.algorithm.trained_roles else FrozenModel
-        self.trained = kind(shape, config, groups, "actor", start.path("actor", config))
+        self.trained = kind(shape, config, groups, "actor", hf_path)
 
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
         """Return (logprobs, entropy) of the response tokens, no gradient; both float32 [T], CPU.

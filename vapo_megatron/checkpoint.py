@@ -23,9 +23,8 @@ import torch.distributed as dist
 
 from vapo_megatron import checkpoint_files
 from vapo_megatron.checkpoint_fits import CRITIC_REMEDY, check_optimizer, check_roles
-from vapo_megatron.command import tell
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.errors import CheckpointError
+from vapo_megatron.errors import CheckpointError, tell
 from vapo_megatron.parallel.reduce import max_over_world
 from vapo_megatron.parallel.sharded_state import load_sharded
 from vapo_megatron.run_directory import writing
@@ -50,10 +49,6 @@ class Start(NamedTuple):
         if self.critic is not None:
             return None if model.critic_checkpoint_optimizer else str(self.critic[0])
         return model.critic_hf_path or model.hf_path
-
-
-NOWHERE = Start()
-"""No checkpoint."""
 
 
 def find_start(config: VapoConfig) -> Start:

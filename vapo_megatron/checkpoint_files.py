@@ -22,8 +22,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from vapo_megatron.command import tell
-from vapo_megatron.errors import CheckpointError
+from vapo_megatron.errors import CheckpointError, tell
 from vapo_megatron.hashed_file import sha256_of, write_hashed
 
 T = TypeVar("T")

@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
-import zlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from vapo_megatron.errors import ConfigError, UserError
+from vapo_megatron.errors import ConfigError, UserError, tell
 
 if TYPE_CHECKING:
     from vapo_megatron.config import VapoConfig
@@ -73,28 +70,6 @@ def run(
     if result is not None and os.environ.get("RANK", "0") == "0":
         print(result)
     return 0
-
-
-def tell(mistake: str, file: TextIO | None = None) -> None:
-    """Print a mistake once on each node that has it: the first of its processes to meet it does.
-
-    Not the first rank: its node may be in order, and torchrun ends a node's other processes as soon
-    as one has failed, perhaps before they could speak.
-
-    Args:
-        mistake: a line.
-        file: where to; None: standard error.
-    """
-    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # In torchrun's own directory of this attempt on this node: ATTEMPT/LOCAL_RANK/error.json.
-        told = Path(error_file).parents[1] / f"told_{zlib.crc32(mistake.encode()):08x}"
-        try:
-            told.touch(exist_ok=False)
-        except FileExistsError:
-            return
-        except OSError:
-            pass  # The directory is full or gone: told more than once rather than never.
-    print(mistake, file=file or sys.stderr, flush=True)
 
 
 def check_processes(config: VapoConfig) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from vapo_megatron.algorithm.value_loss import bounded_values, value_loss
 from vapo_megatron.batch import MicroBatch
-from vapo_megatron.checkpoint import NOWHERE, Start
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.build import values_of
 from vapo_megatron.models.hf_config import ModelShape
@@ -29,10 +28,11 @@ class Critic:
         shape: ModelShape,
         config: VapoConfig,
         groups: ParallelGroups,
-        start: Start = NOWHERE,
+        hf_path: str | None,
     ) -> None:
+        """Build it; hf_path: weights to begin with, None: a checkpoint brings them."""
         self.config, self.groups = config, groups
-        self.trained = TrainedModel(shape, config, groups, "critic", start.path("critic", config))
+        self.trained = TrainedModel(shape, config, groups, "critic", hf_path)
 
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Return V before each response token, no gradient; float32 [T], CPU."""

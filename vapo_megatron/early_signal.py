@@ -22,10 +22,6 @@ from pathlib import Path
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
-class Stopped(Exception):
-    """There is no time left to finish the step; raised on every rank alike."""
-
-
 def hold_back() -> None:
     """Keep the signals pending in this process and its children."""
     _block()

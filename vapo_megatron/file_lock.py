@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from vapo_megatron.command import tell
-from vapo_megatron.errors import DataError
+from vapo_megatron.errors import DataError, tell
 
 LOCK_FILE, LOCK_SECONDS = ".lock", 30.0
 """In a run directory, locked by the run; time for what is left of a killed run to be gone."""

@@ -45,7 +45,7 @@ class RolloutSource(Protocol):
     ) -> tuple[list[ScoredRollout], dict[str, float]]:
         """Return this rank's share of a step's responses by position, and metrics of the sampling.
 
-        It ends early on every rank, with early_signal.Stopped, once one of them has no time left.
+        It ends early on every rank, with errors.Stopped, once one of them has no time left.
         The shares are disjoint. Without trains_actor they are not chosen by their verdicts: the
         critic learns the values of all that the policy does.
         """

@@ -15,7 +15,7 @@ from vapo_megatron.algorithm.group_sampling import repeat_for_group
 from vapo_megatron.batch import ScoredRollout
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.prompts import read_prompts
-from vapo_megatron.early_signal import Stopped
+from vapo_megatron.errors import Stopped
 from vapo_megatron.evaluation.judging import evaluate
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import ParallelGroups

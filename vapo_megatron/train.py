@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vapo_megatron import early_signal
-from vapo_megatron.command import Parser, check_processes, tell
+from vapo_megatron.command import Parser, check_processes
 from vapo_megatron.config import VapoConfig, describe_fields, load_config
-from vapo_megatron.errors import ConfigError, UserError
+from vapo_megatron.errors import ConfigError, UserError, tell
 from vapo_megatron.file_lock import check_not_in_use
 from vapo_megatron.inputs import (
     check_answers,

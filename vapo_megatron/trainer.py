@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from vapo_megatron.checkpoint_writer import CheckpointWriter
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.critic import Critic
 from vapo_megatron.data.packing import attention_tokens, plan_mini_batches
-from vapo_megatron.early_signal import EarlyStop, Stopped
+from vapo_megatron.early_signal import EarlyStop
+from vapo_megatron.errors import Stopped
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.exchange import exchange, gather_summary
@@ -29,7 +31,9 @@ from vapo_megatron.parallel.minibatches import (
     make_mini_batches,
     packed_multiple,
 )
+from vapo_megatron.parallel.offload import check_host_memory, is_on
 from vapo_megatron.parallel.reduce import max_over_world
+from vapo_megatron.planning.host_memory import host_bytes
 from vapo_megatron.policy_mask import with_policy_mask
 from vapo_megatron.reference import Reference
 from vapo_megatron.replay import Replay
@@ -73,12 +77,16 @@ class VapoTrainer:
         self._start = checkpoint.find_start(config)
         # First, for vLLM measures what is free on the device; it leaves before the models come.
         self.source = self._source(replay)
-        self.turns = Turns(self.shape, config, self.groups, self.source)
-        self.actor = Actor(self.shape, config, self.groups, self._start)
+        offloads = is_on(config.parallel)
+        self.turns = Turns(self.source.leave_device, is_on=offloads)
+        # Once vLLM has left, for it keeps some of itself in host memory while it sleeps.
+        self._check_host_memory(is_offloaded=offloads)
+        hf_path = partial(self._start.path, config=config)
+        self.actor = Actor(self.shape, config, self.groups, hf_path("actor"))
         self.turns.join("actor", self.actor.trained)
         self.critic: Critic | None = None
         if "critic" in config.algorithm.trained_roles:
-            self.critic = Critic(self.shape, config, self.groups, self._start)
+            self.critic = Critic(self.shape, config, self.groups, hf_path("critic"))
             self.turns.join("critic", self.critic.trained)
         self.reference: Reference | None = None
         if "reference" in config.algorithm.roles:
@@ -94,6 +102,26 @@ class VapoTrainer:
         """Steps of the latest checkpoint."""
         self._unevaluated: dict[str, float] | None = None
         """The last step's row, where the run was stopped before its evaluation had ended."""
+
+    def _check_host_memory(self, *, is_offloaded: bool) -> None:
+        """Refuse a node without room for what is offloaded and for a checkpoint; collective.
+
+        Raises:
+            ConfigError: on every rank, before the models are built.
+        """
+        config = self.config
+        needed = host_bytes(
+            self.shape,
+            config,
+            pp_rank=self.groups.pp_rank,
+            is_first_replica=self.groups.dp_rank == 0,
+            is_offloaded=is_offloaded,
+        )
+        remedies = ["checkpoint.asynchronous=false"] * config.checkpoint.asynchronous
+        remedies += ["parallel.offload=false"] * is_offloaded
+        if remedies:
+            parts = {"what is offloaded": needed.offloaded, "a checkpoint": needed.checkpoint}
+            check_host_memory(parts, config.parallel, remedies)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Make one step of VAPO (arXiv 2504.05118); return its metrics. step counts from 0."""

@@ -11,16 +11,13 @@ Without parallel.offload all of them are there all the time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Literal
 
-from vapo_megatron.config import VapoConfig
-from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.parallel.groups import ParallelGroups
-from vapo_megatron.parallel.offload import Held, check_host_memory, expandable_segments, is_on
-from vapo_megatron.planning.host_memory import host_bytes
-from vapo_megatron.planning.model_bytes import Role
-from vapo_megatron.rollout_source import RolloutSource
+from vapo_megatron.parallel.offload import Held, expandable_segments
 from vapo_megatron.trained_model import PlacedModel
+
+Role = Literal["actor", "critic", "reference"]
 
 TURNS: dict[str, dict[Role, Held]] = {
     "values": {"critic": "parameters"},
@@ -37,35 +34,17 @@ TURNS: dict[str, dict[Role, Held]] = {
 class Turns:
     """Moves models and vLLM between the device and the host."""
 
-    def __init__(
-        self, shape: ModelShape, config: VapoConfig, groups: ParallelGroups, source: RolloutSource
-    ) -> None:
-        """Let the source leave the device: the models are built next. Collective.
+    def __init__(self, leave_sampler: Callable[[], None], *, is_on: bool) -> None:
+        """Let the sampler leave the device: the models are built next. Collective.
 
-        Raises:
-            ConfigError: a node lacks the host memory for all roles and for a checkpoint.
+        Args:
+            leave_sampler: puts vLLM's weights and cache away, if they are not already.
+            is_on: models leave the device while they are not needed; False: all stay there.
         """
-        self._source = source
+        self._leave_sampler, self.is_on = leave_sampler, is_on
         self._models: dict[str, PlacedModel] = {}
-        self.is_on = is_on(config.parallel)
-        if self.is_on:
-            # First, for vLLM keeps some of itself in host memory while it sleeps.
-            source.leave_device()
-        needed = host_bytes(
-            shape,
-            config,
-            pp_rank=groups.pp_rank,
-            is_first_replica=groups.dp_rank == 0,
-            is_offloaded=self.is_on,
-        )
-        remedies = ["checkpoint.asynchronous=false"] * config.checkpoint.asynchronous
-        remedies += ["parallel.offload=false"] * self.is_on
-        if remedies:
-            check_host_memory(
-                {"what is offloaded": needed.offloaded, "a checkpoint": needed.checkpoint},
-                config.parallel,
-                remedies,
-            )
+        if is_on:
+            leave_sampler()
 
     def join(self, role: Role, model: PlacedModel) -> PlacedModel:
         """Let a model that was just built take turns from now on, and return it."""
@@ -81,7 +60,7 @@ class Turns:
             yield
             return
         if self.is_on:
-            self._source.leave_device()
+            self._leave_sampler()
         with contextlib.ExitStack() as stack:
             stack.enter_context(expandable_segments())
             for role, part in TURNS[phase].items():

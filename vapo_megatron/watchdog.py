@@ -26,9 +26,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from vapo_megatron.command import tell
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.errors import UserError
+from vapo_megatron.errors import UserError, tell
 from vapo_megatron.parallel import store
 from vapo_megatron.process_tree import end_now
 from vapo_megatron.stalled import LIMITS, Observer, Standing, where

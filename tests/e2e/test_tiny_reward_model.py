@@ -105,7 +105,7 @@ def critic_values(base, reward_model, some):
     paths = {"hf_path": str(base), "critic_hf_path": str(reward_model)}
     config = VapoConfig.model_validate({"model": {**paths, "dtype": "float32"}})
     place = groups.initialize(config.parallel)
-    critic = Critic(read_model_shape(base), config, place)
+    critic = Critic(read_model_shape(base), config, place, config.model.critic_hf_path)
     count, tokens = len(some), [len(s.response) for s in some]
     whole = [len(s.prompt) + len(s.response) for s in some]
     batch = RolloutBatch(

@@ -11,7 +11,7 @@ import pytest
 
 from vapo_megatron.batch import Prompt, Rollout
 from vapo_megatron.config import EvaluationConfig, RolloutConfig, VapoConfig
-from vapo_megatron.early_signal import Stopped
+from vapo_megatron.errors import Stopped
 from vapo_megatron.reward.math_verifier import MathVerifier
 
 SAMPLES = 4

@@ -16,7 +16,7 @@ import torch
 from vapo_megatron.algorithm.group_sampling import repeat_for_group
 from vapo_megatron.batch import Prompt, ScoredRollout
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.early_signal import Stopped
+from vapo_megatron.errors import Stopped
 from vapo_megatron.evaluation.statistics import means, problem_values, value_names
 from vapo_megatron.evaluation.votes import Response, count_votes
 from vapo_megatron.parallel.reduce import sum_over_world

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from vapo_megatron.batch import Prompt, Rollout
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.early_signal import Stopped
-from vapo_megatron.errors import ConfigError
+from vapo_megatron.errors import ConfigError, Stopped
 from vapo_megatron.models.hf_config import ModelShape, read_model_shape
 from vapo_megatron.rollout.engine_arguments import engine_arguments
 from vapo_megatron.rollout.live_weights import live_weights, load_hf_tensors
