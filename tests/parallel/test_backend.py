@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.parallel import backend, cpu_cuda
+from vapo_megatron.parallel import backend, cpu_cuda, megatron_on_cpu
 
 
 def run_python(code):
@@ -26,7 +26,7 @@ def run_python(code):
 
 
 def translate(source):
-    return ast.unparse(backend._Translator().visit(ast.parse(source)))
+    return ast.unparse(megatron_on_cpu._Translator().visit(ast.parse(source)))
 
 
 TABLE = {
@@ -114,24 +114,34 @@ def test_torch_is_not_patched():
 
 def test_installing_again_changes_nothing():
     before = list(sys.meta_path)
-    assert backend.install() and backend.install()
+    megatron_on_cpu.install()
     assert sys.meta_path == before
-    assert sum(isinstance(finder, backend._Finder) for finder in before) == 1
+    assert sum(isinstance(finder, megatron_on_cpu._Finder) for finder in before) == 1
 
 
 def test_does_nothing_with_a_gpu():
     printed = run_python(
         """
-        import sys, torch
+        import importlib.util, torch
         torch.cuda.is_available = lambda: True
-        before = list(sys.meta_path)
-        import vapo_megatron.parallel
         from vapo_megatron.parallel import backend
-        print(backend.install(), sys.meta_path == before, backend.distributed_backend())
-        print(backend.device())
+        print(type(importlib.util.find_spec("megatron.core").loader).__name__)
+        print(backend.distributed_backend(), backend.device())
         """
     )
-    assert printed == ["False", "True", "nccl", "cuda:0"]
+    assert printed == ["SourceFileLoader", "nccl", "cuda:0"]
+
+
+def test_the_package_loads_no_torch_before_megatron_core_is_asked_for():
+    printed = run_python(
+        """
+        import importlib.util, sys
+        import vapo_megatron.parallel
+        print("torch" in sys.modules, "megatron" in sys.modules)
+        print(type(importlib.util.find_spec("megatron.core").loader).__name__)
+        """
+    )
+    assert printed == ["False", "False", "_Loader"]
 
 
 def test_device_of_this_machine():
@@ -164,7 +174,7 @@ def test_cuda_runs_kernels_in_order_unless_the_user_says_otherwise():
         import vapo_megatron.parallel as parallel
         print(os.environ[name])
         os.environ[name] = "8"
-        parallel.backend.install()
+        parallel.megatron_on_cpu.install()
         print(os.environ[name])
         """
     )
@@ -176,16 +186,16 @@ def test_translated_bytecode_is_cached_until_the_source_changes(tmp_path, monkey
     path = tmp_path / "piece.py"
     path.write_text("where = 'cuda'")
     compiled = []
-    plain = backend._translated
+    plain = megatron_on_cpu._translated
 
     def counting(source, path):
         compiled.append(path)
         return plain(source, path)
 
-    monkeypatch.setattr(backend, "_translated", counting)
+    monkeypatch.setattr(megatron_on_cpu, "_translated", counting)
 
     def load():
-        loader = backend._Loader("piece", str(path))
+        loader = megatron_on_cpu._Loader("piece", str(path))
         spec = importlib.util.spec_from_file_location("piece", path, loader=loader)
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)

@@ -1,5 +1,5 @@
 """All that knows megatron-core's parallelism; importing it readies megatron-core."""
 
-from vapo_megatron.parallel import backend
+from vapo_megatron.parallel import megatron_on_cpu
 
-backend.install()
+megatron_on_cpu.install()

@@ -12,24 +12,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from vapo_megatron.config import VapoConfig
-from vapo_megatron.parallel import backend
-
-backend.install()
-
-from megatron.core.distributed import (  # noqa: E402
+from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import (  # noqa: E402
+from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from vapo_megatron.config import VapoConfig
 
 
 def build_ddp(

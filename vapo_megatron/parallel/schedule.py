@@ -14,6 +14,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from vapo_megatron.batch import MicroBatch, make_micro_batch
@@ -23,13 +27,6 @@ from vapo_megatron.parallel.reduce import (
     broadcast_from_last_stage,
     broadcast_metrics_from_last_stage,
 )
-
-backend.install()
-
-from megatron.core.distributed import DistributedDataParallel  # noqa: E402
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.utils import get_model_config  # noqa: E402
 
 Head = Callable[[Tensor, MicroBatch], Tensor]
 LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]

@@ -24,6 +24,20 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.state_dict_utils import (
+    load_preprocess,
+    save_preprocess,
+)
+from megatron.core.dist_checkpointing.strategies import torch as strategies
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -37,28 +51,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from vapo_megatron.errors import CheckpointError
-from vapo_megatron.parallel import backend
-
-backend.install()
-
-from megatron.core import dist_checkpointing  # noqa: E402
-from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
-from megatron.core.dist_checkpointing.state_dict_utils import (  # noqa: E402
-    load_preprocess,
-    save_preprocess,
-)
-from megatron.core.dist_checkpointing.strategies import torch as strategies  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
-
-from vapo_megatron.parallel.checkpoint_metadata import read_metadata, tensors_of  # noqa: E402
-from vapo_megatron.parallel.offload import find_storages  # noqa: E402
-from vapo_megatron.parallel.optimizer import inner_optimizers, make_optimizer_state  # noqa: E402
+from vapo_megatron.parallel.checkpoint_metadata import read_metadata, tensors_of
+from vapo_megatron.parallel.offload import find_storages
+from vapo_megatron.parallel.optimizer import inner_optimizers, make_optimizer_state
 
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",

@@ -1,0 +1,154 @@
+"""Makes megatron-core run on a CPU: its source is translated as it is imported.
+
+megatron-core names CUDA all over its source. Where no GPU exists, a hook in the import system
+translates these names while `megatron.core.*` is compiled; nothing in torch and no file on disk
+changes:
+
+    torch.cuda, torch.compile          the stand-in cpu_cuda.py (`from torch.cuda import`, too)
+    "cuda", "torch.cuda.FloatTensor"   "cpu", "torch.FloatTensor" (whole string constants)
+    x.cuda(...)                        x.cpu()
+
+`vapo_megatron.parallel` installs the hook when it is imported, which loads neither torch nor
+megatron-core: whether there is a GPU is asked when megatron-core itself is imported. Only modules
+that have imported `vapo_megatron.parallel` may import megatron, so that the hook is always in place
+first; processes that megatron-core spawns get it through the program's entry module.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import marshal
+import os
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+
+PACKAGE = "megatron.core"
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_CPU_CUDA = "vapo_megatron.parallel.cpu_cuda"
+_STAND_IN = "_vapo_cpu_cuda"
+_TRANSLATION = hashlib.blake2b(
+    importlib.util.MAGIC_NUMBER + Path(__file__).read_bytes(), digest_size=16
+).digest()
+"""Identifies what this file makes of a module, so that a change of it invalidates the caches."""
+
+
+def install() -> None:
+    """Install the hook, and give CUDA the setting that megatron-core relies on on a GPU.
+
+    Safe to call again.
+    """
+    # Read when CUDA starts: kernels run in the order of their launches, so that communication comes
+    # before the computation that is to hide it.
+    os.environ.setdefault(CONNECTIONS, "1")
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        assert PACKAGE not in sys.modules or has_gpu(), (
+            f"{PACKAGE} was imported before vapo_megatron.parallel: too late to translate it"
+        )
+        sys.meta_path.insert(0, _Finder())
+
+
+def has_gpu() -> bool:
+    """Return whether CUDA sees a GPU; loads torch."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _quieten() -> None:
+    """Drop advice on what is missing for a GPU, and on names that megatron-core will outgrow."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\b")
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    logging.getLogger(f"{PACKAGE}.tensor_parallel.random").addFilter(_is_not_about_cpu_rng)
+
+
+def _is_not_about_cpu_rng(record: logging.LogRecord) -> bool:
+    """Drop a warning about every use of the RNG tracker: here its generator is the CPU's."""
+    return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Gives the modules of megatron.core a loader that translates them."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
+            return None
+        if has_gpu():
+            return None
+        if fullname == PACKAGE:
+            _quieten()
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Keeps translated bytecode beside Python's own, under names that Python itself never reads."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        source = self.get_data(path)
+        digest = hashlib.blake2b(source, key=_TRANSLATION, digest_size=16).digest()
+        cache = importlib.util.cache_from_source(path, optimization="vapocpu")
+        with contextlib.suppress(OSError):
+            data = self.get_data(cache)
+            if data[:16] == digest:
+                return marshal.loads(data[16:])
+        code = _translated(source, path)
+        if not sys.dont_write_bytecode:
+            self.set_data(cache, digest + marshal.dumps(code))
+        return code
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__[_STAND_IN] = importlib.import_module(_CPU_CUDA)
+        super().exec_module(module)
+
+
+def _translated(source: bytes, path: str) -> CodeType:
+    tree = ast.fix_missing_locations(_Translator().visit(ast.parse(source, path)))
+    return compile(tree, path, "exec", dont_inherit=True)
+
+
+class _Translator(ast.NodeTransformer):
+    """The table in the module's docstring."""
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        value = node.value
+        if value == "cuda":
+            value = "cpu"
+        elif isinstance(value, str) and re.fullmatch(r"torch\.cuda\.\w+Tensor", value):
+            value = value.replace("torch.cuda.", "torch.")
+        return ast.copy_location(ast.Constant(value), node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Name) and node.value.id == "torch":
+            if node.attr == "cuda":
+                return ast.copy_location(ast.Name(_STAND_IN, node.ctx), node)
+            if node.attr == "compile":
+                node.value.id = _STAND_IN
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
+            node.func.attr, node.args, node.keywords = "cpu", [], []
+        return node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
+        if node.module == "torch.cuda":
+            node.module = _CPU_CUDA
+        return node
