@@ -165,7 +165,9 @@ def test_what_is_kept(tmp_path, step, keep_last, keep_every, left):
 
 def publish(root, step, content=b"x"):
     partial = checkpoint_files.partial_directory(root, step)
-    sums = {"state.json": checkpoint_files.write_hashed(partial / "state.json", content)}
+    with HashedFile(partial / "state.json") as out:
+        out.write(content)
+    sums = {"state.json": out.sha256}
     checkpoint_files.publish(root, step, sums)
 
 
@@ -230,8 +232,7 @@ def test_killed_anywhere_while_publishing_a_whole_one_is_left(tmp_path, monkeypa
 
     with monkeypatch.context() as patch:
         for owner, name in [
-            (checkpoint_files, "write_hashed"),
-            (checkpoint_files, "_sync"),
+            (checkpoint_files.os, "fsync"),
             (checkpoint_files.shutil, "rmtree"),
             (checkpoint_files.os, "replace"),
             (checkpoint_files.Path, "rename"),

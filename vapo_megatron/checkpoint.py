@@ -25,9 +25,9 @@ from vapo_megatron import checkpoint_files
 from vapo_megatron.checkpoint_fits import CRITIC_REMEDY, check_optimizer, check_roles
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import CheckpointError, tell
+from vapo_megatron.hashed_file import writing
 from vapo_megatron.parallel.reduce import max_over_world
 from vapo_megatron.parallel.sharded_state import load_sharded
-from vapo_megatron.run_directory import writing
 from vapo_megatron.trained_model import TrainedModel
 
 

@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from vapo_megatron.errors import CheckpointError, tell
-from vapo_megatron.hashed_file import sha256_of, write_hashed
+from vapo_megatron.hashed_file import replacing, sha256_of, sync
 
 T = TypeVar("T")
 LATEST, SUMS, STATE = "latest", "checksums.json", "state.json"
@@ -181,21 +181,21 @@ def publish(root: Path, step: int, sums: Mapping[str, str]) -> None:
     """
     final = root / directory_name(step)
     partial = partial_directory(root, step)
-    write_hashed(partial / SUMS, json.dumps(dict(sorted(sums.items())), indent=1).encode())
+    with replacing(partial / SUMS) as out:
+        out.write(json.dumps(dict(sorted(sums.items())), indent=1).encode())
     for directory in {(partial / name).parent for name in sums}:
-        _sync(directory)
+        sync(directory)
     if final.exists():  # of a run that was set back, or damaged
         final.rename(_unnamed(final))
     partial.rename(final)
-    _sync(root)
+    sync(root)
     _set_latest(root, final.name)
 
 
 def _set_latest(root: Path, name: str) -> None:
-    beside = root / f"{LATEST}.new"
-    write_hashed(beside, name.encode())
-    os.replace(beside, root / LATEST)
-    _sync(root)
+    with replacing(root / LATEST) as out:
+        out.write(name.encode())
+    sync(root)
 
 
 def partial_directory(root: Path, step: int) -> Path:
@@ -245,11 +245,3 @@ def _bearing_with(directory: Path) -> Iterator[None]:
     except OSError as error:
         why = error.strerror or error
         tell(f"warning: {directory} cannot be deleted: {why}; the next checkpoint tries it again")
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

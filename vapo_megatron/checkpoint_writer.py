@@ -26,12 +26,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from vapo_megatron import checkpoint_files
 from vapo_megatron.config import CheckpointConfig
 from vapo_megatron.errors import CheckpointError
-from vapo_megatron.hashed_file import HashedFile, sha256_of
+from vapo_megatron.hashed_file import NO_ROOM, HashedFile, free_bytes, sha256_of
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.checkpoint_metadata import METADATA_FILE
 from vapo_megatron.parallel.reduce import max_over_world
 from vapo_megatron.parallel.sharded_state import take_snapshot
-from vapo_megatron.run_directory import NO_ROOM, free_bytes
 from vapo_megatron.trained_model import TrainedModel
 from vapo_megatron.weights.mapping import wait_for_parameters
 from vapo_megatron.weights.sharded_files import format_files, serialized, write_chunks

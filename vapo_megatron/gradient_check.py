@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import DataError
 from vapo_megatron.gradients import full_gradients
+from vapo_megatron.hashed_file import replacing
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.replay import check_dump
 from vapo_megatron.weights.mapping import hf_tensors
@@ -168,15 +168,13 @@ def _write_streamed(
         begin, end = end, end + 4 * math.prod(shape)
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("wb") as out:
+    with replacing(path) as out:
         out.write(len(text).to_bytes(8, "little") + text)
         start = out.tell()
         for name, tensor in tensors:
             assert (tensor.dtype, tuple(tensor.shape)) == (torch.float32, shapes[name]), name
             out.seek(start + header[name]["data_offsets"][0])
             out.write(tensor.cpu().contiguous().numpy().data)
-    beside.replace(path)
 
 
 def _difference(name: str, a: Tensor, b: Tensor) -> Difference:

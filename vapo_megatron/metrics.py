@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from vapo_megatron.hashed_file import append, replace_file, to_line, writing
 from vapo_megatron.run_directory import (
     HELD_OUT_FILE,
     METRICS_FILE,
     PROBLEMS_FILE,
     read_rows,
-    replace_file,
     rollout_file,
     rollout_steps,
-    to_line,
-    writing,
 )
 
 
@@ -194,7 +191,7 @@ class MetricsWriter:
 
         Raises:
             DataError: a file of rows holds a line that is none.
-            UserError: here and below, a file cannot be written; see run_directory.writing.
+            UserError: here and below, a file cannot be written; see hashed_file.writing.
         """
         self.run_dir = Path(run_dir)
         self._events_dir = self.run_dir / "tensorboard"
@@ -211,7 +208,7 @@ class MetricsWriter:
             for step in rollout_steps(self.run_dir):
                 if step >= resume_step:
                     rollout_file(self.run_dir, step).unlink()
-            self._file = (self.run_dir / METRICS_FILE).open("a", encoding="utf-8")
+            self._file = (self.run_dir / METRICS_FILE).open("ab")
             self._events = None
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
@@ -231,7 +228,7 @@ class MetricsWriter:
         row: dict[str, Any] = {"step": step}
         row |= {name: _finite(value) for name, value in metrics.items()}
         with writing(self.run_dir / METRICS_FILE):
-            _append(self._file, row)
+            append(self._file, [row])
         self._last_step = step
         if self._events:
             with writing(self._events_dir):
@@ -261,8 +258,8 @@ class MetricsWriter:
         """
         row = {"step": step, "group_size": group_size, "problems": list(problems)}
         path = self.run_dir / (HELD_OUT_FILE if held_out else PROBLEMS_FILE)
-        with writing(path), path.open("a", encoding="utf-8") as file:
-            _append(file, row | {"correct": list(correct)})
+        with writing(path), path.open("ab") as file:
+            append(file, [row | {"correct": list(correct)}])
 
     def write_rollouts(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Write a step's groups, each a `group_record`, to rollouts/step_*.jsonl; none: no file."""
@@ -286,13 +283,6 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _append(file: TextIO, row: Mapping[str, Any]) -> None:
-    """Write a line, and wait until it is on disk: a checkpoint that is may follow."""
-    file.write(to_line(row))
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _finite(value: Any) -> float | int | None:

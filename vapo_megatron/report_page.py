@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TypeVar
 
-from vapo_megatron.run_directory import replace_file
+from vapo_megatron.hashed_file import replace_file
 
 _T = TypeVar("_T")
 

@@ -28,7 +28,7 @@ from safetensors.numpy import save
 
 from vapo_megatron.batch import STATUSES, Prompt, Rollout, ScoredRollout
 from vapo_megatron.errors import DataError
-from vapo_megatron.run_directory import writing
+from vapo_megatron.hashed_file import replace_directory, writing
 
 _FORMAT = "vapo_megatron rollouts 1"
 _STEP = re.compile(r"step_(\d{6,})")
@@ -73,7 +73,7 @@ def write_step(
             resumed before them; they go too.
 
     Raises:
-        UserError: on the rank that cannot write; see run_directory.writing.
+        UserError: on the rank that cannot write; see hashed_file.writing.
     """
     is_main = dist.get_rank() == 0
     final = root / f"step_{step:06d}"
@@ -90,8 +90,7 @@ def write_step(
     dist.barrier()
     if is_main:
         with writing(final):
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
+            replace_directory(partial, final)
         kept = {f"step_{s:06d}" for s in range(step - keep_last + 1, step + 1)}
         for old in root.glob("step_*"):
             if old.name not in kept:

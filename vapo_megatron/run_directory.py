@@ -8,28 +8,22 @@ whole lines, so it can be read while the run goes on.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
 import json
-import os
 import re
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from vapo_megatron.errors import DataError, UserError
+from vapo_megatron.errors import DataError
 
 if TYPE_CHECKING:
     from vapo_megatron.batch import Rollout
 
 METRICS_FILE, PROBLEMS_FILE, HELD_OUT_FILE = "metrics.jsonl", "problems.jsonl", "held_out.jsonl"
 """Of rows, each with its step."""
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What a full disk, a used-up quota or a limit on files gives as an error's number."""
 
 _ROLLOUT_FILE = re.compile(r"step_(\d+)\.jsonl")
 
@@ -176,52 +170,3 @@ def group_record(
         "policy_version": rollouts[0].policy_version,
         "responses": responses,
     }
-
-
-def to_line(record: Mapping[str, Any]) -> str:
-    """Return a record as one line of JSON. Numbers must be finite."""
-    return json.dumps(record, allow_nan=False) + "\n"
-
-
-def replace_file(file: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, sees the old content or the whole of the new.
-
-    Raises:
-        UserError: see writing.
-    """
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    with writing(file):
-        try:
-            with beside.open("w", encoding="utf-8") as out:
-                out.write(text)
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(beside, file)
-        except OSError:
-            beside.unlink(missing_ok=True)
-            raise
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Write a file or directory in the body. Where one rank cannot, the watchdog ends all.
-
-    Raises:
-        UserError: in place of an OSError: names the path and the remedy.
-    """
-    try:
-        yield
-    except OSError as error:
-        what, remedy = error.strerror or str(error), "put that right"
-        if error.errno in NO_ROOM:
-            what += f" ({free_bytes(path) / 1e9:.3g} GB are free)"
-            remedy = "make room there"
-        raise UserError(
-            f"{path} cannot be written: {what}; {remedy}, and start it again: a run goes on from "
-            "its latest checkpoint"
-        ) from None
-
-
-def free_bytes(path: Path) -> int:
-    """Return the room on the disk where a file or directory is or would be."""
-    return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free

@@ -11,6 +11,7 @@ import torch
 from vapo_megatron.batch import RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.file_lock import lock_run
+from vapo_megatron.hashed_file import replace_file, writing
 from vapo_megatron.metrics import MetricsWriter
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import ParallelGroups
@@ -19,7 +20,6 @@ from vapo_megatron.parallel.reduce import max_over_world, sum_over_world
 from vapo_megatron.phase_timer import PhaseTimer, tokens_per_second
 from vapo_megatron.progress import Progress
 from vapo_megatron.rollout_source import Decode, OnProgress
-from vapo_megatron.run_directory import replace_file, writing
 from vapo_megatron.shown_tokens import gather_shown, group_records
 from vapo_megatron.techniques import algorithm_name
 

@@ -36,10 +36,11 @@ from ablation_table import COLUMNS, Result, markdown, result, rows  # noqa: E402
 
 from vapo_megatron.command import Parser, run  # noqa: E402
 from vapo_megatron.errors import UserError  # noqa: E402
+from vapo_megatron.hashed_file import replace_file  # noqa: E402
 from vapo_megatron.progress_view import format_seconds  # noqa: E402
 from vapo_megatron.report_comparison import build_comparison, table  # noqa: E402
 from vapo_megatron.report_page import escape  # noqa: E402
-from vapo_megatron.run_directory import read_rows, replace_file  # noqa: E402
+from vapo_megatron.run_directory import read_rows  # noqa: E402
 
 
 def _describe(form: str, table: Table) -> str:

@@ -23,8 +23,8 @@ from ablation_arms import TABLES, Arm
 
 from vapo_megatron.config import VapoConfig, load_config
 from vapo_megatron.errors import UserError
+from vapo_megatron.hashed_file import replace_file
 from vapo_megatron.report_comparison import flatten
-from vapo_megatron.run_directory import replace_file
 
 TINY = Path(__file__).resolve().parent
 FILES = TINY.parent / "configs"

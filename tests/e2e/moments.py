@@ -5,6 +5,7 @@ tests/e2e/killed_run.py meets them, tests/e2e/test_kill_matrix.py draws and orde
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,7 @@ def _writes(*endings: str) -> Callable[..., bool]:
 
 _SAMPLES = "vllm.v1.engine.llm_engine:LLMEngine.step"
 _PHASE = "vapo_megatron.watchdog:Watchdog._enter"
+_LATEST = "vapo_megatron.checkpoint_files:_set_latest"
 _WRITE = "vapo_megatron.hashed_file:HashedFile.write"
 
 KINDS = {
@@ -106,14 +108,9 @@ KINDS = {
         "vapo_megatron.checkpoint_files:publish", rank=0
     ),
     "the first checkpoint named, no `latest` yet": Kind(
-        "vapo_megatron.checkpoint_files:write_hashed",
-        (VALUE_STEPS, VALUE_STEPS),
-        rank=0,
-        counts=_is_named("latest.new"),
+        _LATEST, (VALUE_STEPS, VALUE_STEPS), rank=0
     ),
-    "what is to be `latest` half written": Kind(
-        _WRITE, when="half", rank=0, counts=_writes("latest.new")
-    ),
+    "what is to be `latest` half written": Kind(_LATEST, when="half", rank=0),
     "`latest` about to be replaced": Kind("os:replace", rank=0, counts=_is_named("/latest")),
     "`latest` replaced": Kind("os:replace", when="after", rank=0, counts=_is_named("/latest")),
     "an old checkpoint half deleted": Kind(
@@ -123,7 +120,10 @@ KINDS = {
         "vapo_megatron.checkpoint:load_sharded", when="after", starts=True
     ),
     "export, not in its place": Kind(
-        "vapo_megatron.weights.hf_export:replace", (AT_THE_END, AT_THE_END), rank=0, starts=True
+        "vapo_megatron.weights.hf_export:replace_directory",
+        (AT_THE_END, AT_THE_END),
+        rank=0,
+        starts=True,
     ),
     **{
         f"any moment, {name}": Kind(_PHASE, (VALUE_STEPS + 1, NUM_STEPS - 6), delay_seconds=2.0)
@@ -152,8 +152,11 @@ def halves() -> dict[str, Callable[..., Any]]:
     def write(original, file, data):
         original(file, memoryview(data)[: len(data) // 2])
 
+    def write_latest(original, root, name):
+        (root / f".latest.{os.getpid()}").write_text(name[: len(name) // 2])
+
     def write_row(original, writer, step, metrics):
-        writer._file.write(f'{{"step": {step}, "rewa')
+        writer._file.write(f'{{"step": {step}, "rewa'.encode())
         writer._file.flush()
 
     def delete(original, directory):
@@ -161,6 +164,7 @@ def halves() -> dict[str, Callable[..., Any]]:
 
     return {
         _WRITE: write,
+        _LATEST: write_latest,
         "vapo_megatron.metrics:MetricsWriter.write": write_row,
         "shutil:rmtree": delete,
     }

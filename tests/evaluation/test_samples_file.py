@@ -9,7 +9,6 @@ import pytest
 
 from vapo_megatron.errors import DataError
 from vapo_megatron.evaluation.samples_file import (
-    append,
     begin_parts,
     collect,
     lock_file,
@@ -17,6 +16,7 @@ from vapo_megatron.evaluation.samples_file import (
     weights_digest,
 )
 from vapo_megatron.evaluation.statistics import problem_values
+from vapo_megatron.hashed_file import append
 
 HEADER = {"checkpoint": "here", "weights": "w", "data": "there", "samples": 2, "seed": 0}
 

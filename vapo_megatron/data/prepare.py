@@ -5,11 +5,9 @@ Rows stream through; what is kept in memory is each different problem once.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -24,6 +22,7 @@ from vapo_megatron.data.prepare_shapes import (
 )
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import DataError
+from vapo_megatron.hashed_file import replacing
 from vapo_megatron.progress_bar import ProgressBar
 from vapo_megatron.reward.extraction import ground_truth
 
@@ -283,13 +282,5 @@ def _write(out: Path, problems: Sequence[Problem], summary: Summary) -> None:
     about = json.dumps(dataclasses.asdict(summary)).encode()
     table = table.replace_schema_metadata({METADATA_KEY: about})
     out.parent.mkdir(parents=True, exist_ok=True)
-    beside = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        with beside.open("wb") as file:
-            pyarrow.parquet.write_table(table, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, out)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            beside.unlink()
+    with replacing(out) as file:
+        pyarrow.parquet.write_table(table, file)

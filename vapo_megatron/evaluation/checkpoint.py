@@ -27,7 +27,6 @@ from vapo_megatron.data.prompts import read_prompts
 from vapo_megatron.errors import CheckpointError, ConfigError, DataError, UserError
 from vapo_megatron.evaluation.judging import judge_problems, sampling_settings
 from vapo_megatron.evaluation.samples_file import (
-    append,
     begin_parts,
     collect,
     lock_file,
@@ -35,6 +34,7 @@ from vapo_megatron.evaluation.samples_file import (
     weights_digest,
 )
 from vapo_megatron.evaluation.statistics import Estimate, estimates
+from vapo_megatron.hashed_file import append, replace_file
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.reduce import max_over_world, sum_over_world
@@ -43,7 +43,7 @@ from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.scoring import check_answers
 from vapo_megatron.rollout.requests import max_model_len
 from vapo_megatron.rollout.tokenizer import check_tokenizer, load_tokenizer
-from vapo_megatron.run_directory import read_run, replace_file
+from vapo_megatron.run_directory import read_run
 from vapo_megatron.weights.hf_reader import HfReader
 
 VERSION = 0

@@ -14,15 +14,14 @@ import contextlib
 import glob
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from vapo_megatron.errors import DataError
 from vapo_megatron.evaluation.statistics import problem_values
 from vapo_megatron.file_lock import locked
-from vapo_megatron.run_directory import to_line
+from vapo_megatron.hashed_file import replacing, to_line
 
 FORMAT = 1
 _FOR_PEOPLE = ("checkpoint", "data")
@@ -83,13 +82,6 @@ def part_of(out: Path, replica: int) -> Path:
     return out.with_name(f"{out.name}.part{replica:04}")
 
 
-def append(part: BinaryIO, problems: Sequence[Mapping[str, Any]]) -> None:
-    """Write finished problems, and wait until they are on disk."""
-    part.write("".join(map(to_line, problems)).encode())
-    part.flush()
-    os.fsync(part.fileno())
-
-
 def _read(
     path: Path,
     header: dict[str, Any],
@@ -146,18 +138,13 @@ def _compare(path: Path, found: Any, header: dict[str, Any]) -> None:
 
 def _write(out: Path, header: dict[str, Any], lines: Sequence[tuple[Path, int]]) -> None:
     """Replace the file by the header and the lines that begin there, whole or not at all."""
-    beside = out.with_name(f".{out.name}.{os.getpid()}")
     with contextlib.ExitStack() as stack:
-        stack.callback(beside.unlink, missing_ok=True)
         sources = {path: stack.enter_context(path.open("rb")) for path in {p for p, _ in lines}}
-        with beside.open("wb") as target:
-            target.write(to_line(header).encode())
-            for path, begin in lines:
-                sources[path].seek(begin)
-                target.write(sources[path].readline())
-            target.flush()
-            os.fsync(target.fileno())
-        os.replace(beside, out)
+        target = stack.enter_context(replacing(out))
+        target.write(to_line(header).encode())
+        for path, begin in lines:
+            sources[path].seek(begin)
+            target.write(sources[path].readline())
 
 
 def weights_digest(hf_path: Path) -> str:

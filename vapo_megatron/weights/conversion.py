@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from vapo_megatron.errors import CheckpointError
-from vapo_megatron.weights.hf_directory import partial_of, prepare, replace
+from vapo_megatron.hashed_file import replace_directory
+from vapo_megatron.weights.hf_directory import partial_of, prepare
 
 Result = TypeVar("Result")
 
@@ -85,7 +86,7 @@ def making(out_dir: Path, source: Path, team: Team, *, overwrite: bool) -> Itera
 
     try:
         yield partial
-        team.together(lambda: replace(partial, out_dir), alone=True)
+        team.together(lambda: replace_directory(partial, out_dir), alone=True)
     except BaseException:
         if team.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)

@@ -213,25 +213,3 @@ def write_index(partial: Path, weight_map: dict[str, str], total_bytes: int) -> 
     if files != {SINGLE_FILE}:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def replace(partial: Path, out_dir: Path) -> None:
-    """Move the finished directory to its name; an earlier export disappears last."""
-    _sync_files(partial)
-    earlier = out_dir.parent / f".{out_dir.name}.replaced"
-    if earlier.exists():
-        shutil.rmtree(earlier)
-    if out_dir.exists():
-        out_dir.rename(earlier)
-    partial.rename(out_dir)
-    shutil.rmtree(earlier, ignore_errors=True)
-
-
-def _sync_files(directory: Path) -> None:
-    """Wait until the files' contents are on disk, so that a rename cannot outrun them."""
-    for path in [*directory.iterdir(), directory]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.errors import CheckpointError
+from vapo_megatron.hashed_file import replace_directory
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.hf_directory import (
     TensorPlan,
@@ -27,7 +28,6 @@ from vapo_megatron.weights.hf_directory import (
     partial_of,
     prepare,
     read_config,
-    replace,
     write_config,
     write_index,
     write_safetensors,
@@ -94,7 +94,7 @@ def export_hf(
 
     try:
         _export(chunks, shape, groups, partial, source, role, max_file_bytes)
-        _agree(_problem_of(lambda: replace(partial, out_dir)) if is_main else None)
+        _agree(_problem_of(lambda: replace_directory(partial, out_dir)) if is_main else None)
     except CheckpointError:
         if is_main:
             shutil.rmtree(partial, ignore_errors=True)
