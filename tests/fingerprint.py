@@ -41,12 +41,15 @@ def main() -> int:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--checkout", type=Path, default=Path(__file__).resolve().parents[1])
-    checkout = parser.parse_args().checkout.resolve()
+    parser.add_argument("--made", action="store_true", help="results are there: hash them alone")
+    options = parser.parse_args()
+    checkout = options.checkout.resolve()
     os.chdir(checkout)
     os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=str(checkout), VAPO_PYTHON=sys.executable)
-    shutil.rmtree("runs/fingerprint", ignore_errors=True)
-    shutil.rmtree("runs/tiny/seed_0", ignore_errors=True)
-    make_results()
+    if not options.made:
+        shutil.rmtree("runs/fingerprint", ignore_errors=True)
+        shutil.rmtree("runs/tiny/seed_0", ignore_errors=True)
+        make_results()
     for name, digest in results():
         print(digest[:32], name, flush=True)
     return 0
@@ -116,11 +119,25 @@ def results() -> Iterator[tuple[str, str]]:
 
 
 def digest_of_file(path: Path) -> str:
-    """Hash a file; of metrics.jsonl, and of the rows that a state keeps, what does not vary."""
-    if path.name == "metrics.jsonl" or path.name == "state.json":
-        rows = [fixed(json.loads(line)) for line in path.read_text().splitlines()]
+    """Hash a file; of metrics, and of the row that a checkpoint may keep, what does not vary."""
+    if path.name in ("metrics.jsonl", "state.json"):
+        text = path.read_text()
+        lines = text.splitlines() if path.suffix == ".jsonl" else [text]
+        rows = [fixed(json.loads(line)) for line in lines]
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+    if path.suffix == ".safetensors":
+        return digest_of_safetensors(path)
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def digest_of_safetensors(path: Path) -> str:
+    """Hash tensors and metadata, whose order in the file is random."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    total = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    total.update(data[8 + size :])
+    return total.hexdigest()
 
 
 def fixed(tree: object) -> object:
