@@ -72,7 +72,7 @@ LEVELS = {
     "critic": 5,
     "reference": 5,
     "hashed_file": 0,
-    "checkpoint_files": 1,
+    "checkpoint_files": 3,
     "checkpoint_writer": 5,
     "checkpoint": 5,
     "checkpoint_fits": 5,

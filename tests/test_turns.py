@@ -310,7 +310,7 @@ def test_the_last_checkpoint_is_waited_for_in_its_phase(monkeypatch):
     assert seen[2:] == [("wait", "checkpoint")]
     # At the end of a run of one rank, whose every second step is saved.
     del seen[:]
-    monkeypatch.setattr("vapo_megatron.trainer.max_over_world", lambda flag: flag)
+    monkeypatch.setattr("vapo_megatron.trainer.any_rank", lambda flag: flag)
     trainer.config = VapoConfig.model_validate({"checkpoint": {"every_steps": 2}})
     trainer.early_stop.look, trainer._is_over = bool, lambda done: done == 6
     trainer._row, writer.poll, writer.seconds = mock.Mock(), noted("poll"), None

@@ -26,7 +26,7 @@ from vapo_megatron.checkpoint_fits import CRITIC_REMEDY, check_optimizer, check_
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import CheckpointError, tell
 from vapo_megatron.hashed_file import writing
-from vapo_megatron.parallel.reduce import max_over_world
+from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.parallel.sharded_state import load_sharded
 from vapo_megatron.trained_model import TrainedModel
 
@@ -63,7 +63,7 @@ def find_start(config: VapoConfig) -> Start:
     """
     own, resume = Path(config.logging.run_dir, "checkpoints"), config.checkpoint.resume
     # torchrun's count may differ between nodes.
-    if max_over_world(torch.tensor(float(checkpoint_files.goes_on(resume)))):
+    if any_rank(checkpoint_files.goes_on(resume)):
         directory = checkpoint_files.newest_whole(own)
         if directory is not None:
             if not resume and dist.get_rank() == 0:

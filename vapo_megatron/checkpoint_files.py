@@ -12,6 +12,7 @@ A directory gets its name when everything of it is on disk, and loses it before 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 from vapo_megatron.errors import CheckpointError, tell
 from vapo_megatron.hashed_file import replacing, sha256_of, sync
+from vapo_megatron.parallel.reduce import gather_objects
 
 T = TypeVar("T")
 LATEST, SUMS, STATE = "latest", "checksums.json", "state.json"
@@ -139,12 +141,8 @@ def find_problems(directory: Path, role: str | None) -> list[str]:
     sums, problems = _of_main_rank((sums, problems))
     wanted = [name for name in sums if role is None or name.split("/")[0] in (role, STATE)]
     mine = wanted[_rank() :: dist.get_world_size() if dist.is_initialized() else 1]
-    found = _damage(directory, {name: sums[name] for name in mine})
-    of_ranks = [found]
-    if dist.is_initialized():
-        of_ranks = of_ranks * dist.get_world_size()
-        dist.all_gather_object(of_ranks, found)
-    return sorted([*problems, *(problem for of_rank in of_ranks for problem in of_rank)])
+    of_ranks = gather_objects(_damage(directory, {name: sums[name] for name in mine}))
+    return sorted(itertools.chain(problems, *of_ranks))
 
 
 def _damage(directory: Path, sums: Mapping[str, str]) -> list[str]:

@@ -29,7 +29,7 @@ from vapo_megatron.errors import CheckpointError
 from vapo_megatron.hashed_file import NO_ROOM, HashedFile, free_bytes, sha256_of
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.checkpoint_metadata import METADATA_FILE
-from vapo_megatron.parallel.reduce import max_over_world
+from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.parallel.sharded_state import take_snapshot
 from vapo_megatron.trained_model import TrainedModel
 from vapo_megatron.weights.mapping import wait_for_parameters
@@ -109,7 +109,7 @@ class CheckpointWriter:
         if self._step is None:
             return
         is_busy = not all(future.done() for future in self._futures)
-        if not max_over_world(torch.tensor(float(is_busy))):
+        if not any_rank(is_busy):
             self._complete()
 
     def wait(self) -> None:

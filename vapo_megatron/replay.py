@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from vapo_megatron.batch import ScoredRollout
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import DataError
+from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.rollout.requests import assign, max_model_len
 from vapo_megatron.rollout_dump import held_steps, read_file, read_headers
 from vapo_megatron.rollout_source import Decode, HasTime, Phase
@@ -55,8 +55,7 @@ class Replay:
                     scored += read_file(files[index][0])
             except DataError as error:
                 problem = str(error)
-            problems: list[str | None] = [None] * self._groups.world_size
-            dist.all_gather_object(problems, problem)
+            problems = gather_objects(problem)
         for found in problems:
             if found:
                 raise DataError(found)

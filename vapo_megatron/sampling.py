@@ -19,7 +19,7 @@ from vapo_megatron.errors import Stopped
 from vapo_megatron.evaluation.judging import evaluate
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import ParallelGroups
-from vapo_megatron.parallel.reduce import max_over_world
+from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.scoring import check_answers, score_rollouts
 from vapo_megatron.rollout.requests import SamplingSettings
@@ -141,7 +141,7 @@ class Sampling:
                     self._verifier, rollouts, self._config.reward, settings.max_response_tokens
                 )
         # Other replicas may have been done before the time was over.
-        if max_over_world(torch.tensor(float(scored is None))):
+        if any_rank(scored is None):
             raise Stopped
         assert scored is not None
         return scored

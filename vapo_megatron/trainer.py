@@ -32,7 +32,7 @@ from vapo_megatron.parallel.minibatches import (
     packed_multiple,
 )
 from vapo_megatron.parallel.offload import check_host_memory, is_on
-from vapo_megatron.parallel.reduce import max_over_world
+from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.planning.host_memory import host_bytes
 from vapo_megatron.policy_mask import with_policy_mask
 from vapo_megatron.reference import Reference
@@ -218,7 +218,7 @@ class VapoTrainer:
             is_due = is_over or _due(done, config.evaluation.every_steps)
             # The row first: a resume drops rows after its checkpoint, but cannot make one up.
             self._row(done, metrics, is_evaluated="actor" in learns and is_due)
-            stops = bool(max_over_world(torch.tensor(float(self.early_stop.look()))))
+            stops = any_rank(self.early_stop.look())
             if stops and not is_over:
                 raise Stopped
             if is_over or _due(done, config.checkpoint.every_steps):
@@ -254,7 +254,7 @@ class VapoTrainer:
 
     def _stop_unless(self, has_time: bool) -> None:
         """Raise Stopped on every rank if one of them lacks time."""
-        if max_over_world(torch.tensor(float(not has_time))):
+        if any_rank(not has_time):
             raise Stopped
 
     def _stop(self, writer: CheckpointWriter) -> None:

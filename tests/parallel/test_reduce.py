@@ -11,6 +11,8 @@ from tests.parallel.training import Layout, make_config
 def _reductions(layout):
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.reduce import (
+        any_rank,
+        gather_objects,
         max_over_world,
         sum_over_data_parallel,
         sum_over_world,
@@ -27,13 +29,15 @@ def _reductions(layout):
         max_over_world(value).tolist(),
         max_over_world(nan_on_one),
         sum_over_data_parallel({}, here),
+        [any_rank(here.rank in ranks) for ranks in ([], [0], [1], [0, 1])],
+        gather_objects(f"rank {here.rank}"),
     )
     assert value.tolist() == [here.rank + 1, 10 * (here.rank + 1)], "the input was changed"
     return results
 
 
 def test_over_data_parallel_ranks(workers):
-    for total, metrics, world, largest, with_nan, empty in workers.run(
+    for total, metrics, world, largest, with_nan, empty, flags, objects in workers.run(
         2, _reductions, Layout(dp=2)
     ):
         assert total == world == [3.0, 30.0]  # (1, 10) + (2, 20)
@@ -41,6 +45,8 @@ def test_over_data_parallel_ranks(workers):
         assert largest == [2.0, 20.0]
         assert with_nan[0].isnan() and with_nan[1:].tolist() == [-5, torch.inf]
         assert empty == {}
+        assert flags == [False, True, True, True]
+        assert objects == ["rank 0", "rank 1"]
 
 
 def test_tensor_parallel_ranks_are_not_summed(workers):

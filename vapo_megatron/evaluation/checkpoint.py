@@ -37,7 +37,7 @@ from vapo_megatron.evaluation.statistics import Estimate, estimates
 from vapo_megatron.hashed_file import append, replace_file
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend
-from vapo_megatron.parallel.reduce import max_over_world, sum_over_world
+from vapo_megatron.parallel.reduce import any_rank, sum_over_world
 from vapo_megatron.progress_bar import ProgressBar
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.scoring import check_answers
@@ -201,7 +201,7 @@ def _begin(
     dist.broadcast_object_list(told, src=0)
     done, problem = told[0]
     unseen = problem is None and not out.is_file()
-    if max_over_world(torch.tensor(float(unseen))):
+    if any_rank(unseen):
         problem = (
             f"--out={out} is not there on every node; give a file on a file system that all nodes "
             "share"

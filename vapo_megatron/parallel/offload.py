@@ -25,7 +25,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.config import ParallelConfig
@@ -33,6 +32,7 @@ from vapo_megatron.errors import ConfigError
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.memory import available_host_bytes
 from vapo_megatron.parallel.optimizer import inner_optimizers, make_optimizer_state
+from vapo_megatron.parallel.reduce import gather_objects
 
 Held = Literal["nothing", "parameters", "state", "training"]
 ORDER: tuple[Held, ...] = ("nothing", "parameters", "state", "training")
@@ -237,11 +237,9 @@ def check_host_memory(
     Raises:
         ConfigError: on every rank, with what the first such node needs and has.
     """
-    world_size = dist.get_world_size()
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    found: list[tuple[list[int], int]] = [([], 0)] * world_size
-    dist.all_gather_object(found, (list(needed.values()), available_host_bytes()))
-    for first in range(0, world_size, local_size):
+    found = gather_objects((list(needed.values()), available_host_bytes()))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", len(found)))
+    for first in range(0, len(found), local_size):
         of_node = found[first : first + local_size]
         parts = [sum(part) / GB for part in zip(*(n for n, _ in of_node))]
         available, source = min(a for _, a in of_node) / GB, "are available"

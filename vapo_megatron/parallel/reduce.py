@@ -8,15 +8,18 @@ collective: all ranks of its group call it, in the same order, with equal shapes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.parallel import backend
-from vapo_megatron.parallel.groups import ParallelGroups
 
+if TYPE_CHECKING:
+    from vapo_megatron.parallel.groups import ParallelGroups
+
+T = TypeVar("T")
 Metrics = TypeVar("Metrics", Tensor, dict[str, Tensor])
 
 
@@ -54,6 +57,20 @@ def max_over_world(value: Tensor) -> Tensor:
         dist.group.WORLD,
     )
     return reduced[0].masked_fill(reduced[1] > 0, torch.nan)
+
+
+def any_rank(flag: bool) -> bool:
+    """Does it hold on any rank? The same answer on all, in one all-reduce."""
+    return bool(_all_reduce(torch.tensor(float(flag)), dist.ReduceOp.MAX, dist.group.WORLD))
+
+
+def gather_objects(value: T) -> list[T]:
+    """Return every rank's value, by rank; of one process without groups its own."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def broadcast_from_last_stage(

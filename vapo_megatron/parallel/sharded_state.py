@@ -14,6 +14,7 @@ the loaded one is shared and would advance once for each.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import pickle
 import warnings
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -54,6 +54,7 @@ from vapo_megatron.errors import CheckpointError
 from vapo_megatron.parallel.checkpoint_metadata import read_metadata, tensors_of
 from vapo_megatron.parallel.offload import find_storages
 from vapo_megatron.parallel.optimizer import inner_optimizers, make_optimizer_state
+from vapo_megatron.parallel.reduce import gather_objects
 
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -180,9 +181,7 @@ def _check_fits(
         elif list(found[wanted.key].size) != shape and not wanted.allow_shape_mismatch:
             size = list(found[wanted.key].size)
             problems.append(f"{wanted.key}: expected shape {shape}, found {size}")
-    of_ranks: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, problems)
-    problems = sorted({problem for of_rank in of_ranks for problem in of_rank})
+    problems = sorted(set(itertools.chain(*gather_objects(problems))))
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise CheckpointError(

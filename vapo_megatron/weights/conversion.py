@@ -14,12 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.hashed_file import replace_directory
+from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights.hf_directory import partial_of, prepare
 
 Result = TypeVar("Result")
@@ -34,14 +35,6 @@ class Team:
         self.rank = int(os.environ.get("RANK", "0"))
         if self.size > 1 and not dist.is_initialized():
             dist.init_process_group("gloo")
-
-    def share(self, value: Any) -> list[Any]:
-        """Return every process's value, by rank."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
 
     def together(self, action: Callable[[], Result], *, alone: bool = False) -> Result | None:
         """Do something and raise everywhere when it fails anywhere.
@@ -59,7 +52,7 @@ class Team:
                 result = action()
         except (OSError, ValueError) as error:
             problem = str(error) or repr(error)
-        for found in self.share(problem):
+        for found in gather_objects(problem):
             if found:
                 raise CheckpointError(found)
         return result

@@ -12,7 +12,7 @@ import dataclasses
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.hashed_file import replace_directory
+from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.hf_directory import (
     TensorPlan,
@@ -151,9 +152,7 @@ def _problem_of(action: Callable[[], object]) -> str | None:
 
 def _agree(problem: str | None) -> None:
     """Raise on every rank when one has a problem, so that none waits for a rank that has left."""
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for found in problems:
+    for found in gather_objects(problem):
         if found:
             raise CheckpointError(f"HF export: {found}")
 
@@ -188,8 +187,7 @@ def _name_files(
     """Return this stage's file names, and for all stages tensor name -> file name and the bytes."""
     leads = groups.tp_rank == 0 and groups.dp_rank == 0
     mine = (groups.pp_rank, [[(t.name, t.num_bytes) for t in f.tensors] for f in files])
-    plans: list[Any] = [None] * groups.world_size
-    dist.all_gather_object(plans, mine if leads else None)
+    plans = gather_objects(mine if leads else None)
     stages = [stage for _, stage in sorted(p for p in plans if p is not None)]
     count = sum(map(len, stages))
     names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]

@@ -11,12 +11,12 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights.checksums import differences
 from vapo_megatron.weights.coverage import LiveWeight, destination_problems, source_problems
 from vapo_megatron.weights.mapping import local_parameters, unwrap, wait_for_parameters
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from vapo_megatron.config import VapoConfig
     from vapo_megatron.models.hf_config import ModelShape
     from vapo_megatron.parallel.groups import ParallelGroups
-
-_T = TypeVar("_T")
 
 
 class Engine(Protocol):
@@ -139,11 +137,12 @@ class WeightSync:
         weights = all_weights(chunks, live)
         first = next(iter(live.values())).tensor
         trainer = self._trainer_layout(chunks)
+        of_nodes = gather_objects(int(os.environ.get("LOCAL_WORLD_SIZE", trainer.world_size)))
         plan = make_plan(
             self._shape,
             trainer,
             config.rollout.tensor_model_parallel_size,
-            gpus_per_node=_gathered(int(os.environ.get("LOCAL_WORLD_SIZE", trainer.world_size)))[0],
+            gpus_per_node=of_nodes[0],
             bytes_per_element=first.element_size(),
             relay=True,
         )
@@ -153,10 +152,10 @@ class WeightSync:
         problems += self._vocabulary_problems(chunks, trainer)
         _raise_together(problems, "the plan does not fit the live weights")
         identity = (hashlib.sha256(repr(plan).encode()).hexdigest(), first.dtype)
-        assert len(set(_gathered(identity))) == 1, "ranks have made different plans"
+        assert len(set(gather_objects(identity))) == 1, "ranks have made different plans"
         steps = steps_of(plan, rank, config.rollout.sync_bucket_bytes)
         elements = sum(m.num_elements for m in received if m.source_rank != rank)
-        num_bytes = sum(_gathered(elements)) * first.element_size()
+        num_bytes = sum(gather_objects(elements)) * first.element_size()
         return _Prepared(plan, steps, weights, live, first.dtype, first.device, num_bytes)
 
     def _trainer_layout(self, chunks: Sequence[torch.nn.Module]) -> TrainerLayout:
@@ -195,20 +194,13 @@ def all_weights(
     return found
 
 
-def _gathered(mine: _T) -> list[_T]:
-    """Return every rank's value, by rank."""
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
-
-
 def _raise_together(problems: list[str], what: str) -> None:
     """Raise on all ranks what any of them found.
 
     Raises:
         RuntimeError: names the first few, with their ranks.
     """
-    everyone = _gathered((len(problems), problems[:5]))
+    everyone = gather_objects((len(problems), problems[:5]))
     named = [f"rank {rank}: {p}" for rank, (_, some) in enumerate(everyone) for p in some]
     if named:
         count = sum(number for number, _ in everyone)

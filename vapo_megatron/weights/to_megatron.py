@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.models.hf_config import check_layout, padded_vocab_size, read_model_shape
+from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights.conversion import ByteProgress, Team, making
 from vapo_megatron.weights.copying import Blocks, row_blocks, write_exactly
 from vapo_megatron.weights.hf import check_hf_tensors
@@ -95,7 +96,7 @@ def convert_to_megatron(
     with making(out, hf, team, overwrite=overwrite) as partial:
         worker = _Worker(partial, reader, parallel, team, None if VALUE_HEAD in present else head)
         written = team.together(lambda: worker.write(tensors, dtypes))
-        everything = list(itertools.chain(*team.share(written)))
+        everything = list(itertools.chain(*gather_objects(written or [])))
 
         def finish() -> None:
             finish_checkpoint(partial, [*_extra_states(partial, tensors, parallel), *everything])
