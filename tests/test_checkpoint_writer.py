@@ -29,6 +29,22 @@ def settings(**fields):
     return CheckpointConfig(**fields)
 
 
+SIZES = dict(num_layers=1, hidden=32, heads=2, kv_heads=2, vocab=60)
+
+
+def critic_of_two(hf):
+    """One that both ranks write their part of."""
+    from vapo_megatron.config import VapoConfig
+    from vapo_megatron.models.hf_config import read_model_shape
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.trained_model import TrainedModel
+
+    parallel = {"world_size": 2, "tensor_model_parallel_size": 2}
+    config = VapoConfig.model_validate({"model": {"hf_path": str(hf)}, "parallel": parallel})
+    place = groups.initialize(config.parallel)
+    return TrainedModel(read_model_shape(hf), config, place, "critic", str(hf))
+
+
 def held_back(root):
     """Two checkpoints of two ranks, of which the second rank's thread starts late."""
     import torch.distributed as dist
@@ -71,8 +87,7 @@ def test_a_checkpoint_counts_when_all_ranks_have_written_theirs(workers, tmp_pat
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000003", "step_000005"]
     directory = tmp_path / "step_000003"
     assert json.loads((directory / "state.json").read_text())["run"] == {"step": 3}
-    names = ["checksums.json", "rng_0000.pt", "rng_0001.pt", "state.json"]
-    assert sorted(p.name for p in directory.iterdir()) == names
+    assert sorted(p.name for p in directory.iterdir()) == ["checksums.json", "state.json"]
 
 
 def starts(run_dir, restarted, *, resume=False, step=None):
@@ -110,32 +125,34 @@ def test_a_restart_goes_on_from_what_the_run_has_saved_alone(workers, tmp_path):
     assert found(True) == found(False, resume=True) == "step_000001"
 
 
-def damaged_in_turn(root):
+def damaged_in_turn(root, hf):
     """What this rank finds, and what it would go on from, when a file is damaged; of each file."""
     import torch.distributed as dist
 
     from vapo_megatron.checkpoint_files import find_problems, newest_whole
     from vapo_megatron.checkpoint_writer import CheckpointWriter
 
+    critic = critic_of_two(hf)
     with CheckpointWriter(root, settings(keep_last=2)) as writer:
-        writer.save(1, {}, {})
-        writer.save(2, {}, {})
+        writer.save(1, {"critic": critic}, {})
+        writer.save(2, {"critic": critic}, {})
     found = {}
-    for name in ("rng_0000.pt", "rng_0001.pt", "state.json"):
+    for name in ("critic/__0_0.distcp", "critic/__1_0.distcp", "state.json"):
         file = root / "step_000002" / name
         content = file.read_bytes()
         dist.barrier()
         if dist.get_rank() == 0:
             file.write_bytes(content[:-1])
         dist.barrier()
-        found[name] = (find_problems(file.parent, None), newest_whole(root).name)
+        found[name] = (find_problems(root / "step_000002", None), newest_whole(root).name)
         dist.barrier()
         file.write_bytes(content)
     return found
 
 
 def test_damage_that_one_rank_reads_is_known_to_all(workers, tmp_path):
-    first, second = workers.run(2, damaged_in_turn, tmp_path)
+    hf = write_tiny_hf(tmp_path / "hf", ffn=48, **SIZES)
+    first, second = workers.run(2, damaged_in_turn, tmp_path / "checkpoints", hf)
     assert first == second
     for name, (problems, used) in first.items():
         (problem,) = problems
@@ -195,7 +212,7 @@ def limited(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def fill(root, limit):
+def fill(root, hf, limit):
     """A checkpoint that fits, two that do not, what they say, and what is left then."""
     import torch.distributed as dist
 
@@ -205,26 +222,29 @@ def fill(root, limit):
 
     with CheckpointWriter(root, settings()) as writer:
         writer.save(1, {}, {})
-    messages = []
+    messages, models = [], {"critic": critic_of_two(hf)}
     of_second_rank = 1000 if dist.get_rank() else None
-    for state, num_bytes in ({}, of_second_rank), ({"much": "x" * 600_000}, limit):
+    for roles, state, num_bytes in (
+        (models, {}, of_second_rank),
+        ({}, {"much": "x" * 600_000}, limit),
+    ):
         with limited(num_bytes), pytest.raises(CheckpointError) as error:
             with CheckpointWriter(root, settings()) as writer:
-                writer.save(2, {}, state)
+                writer.save(2, roles, state)
         messages.append(str(error.value))
     dist.barrier()
     return messages, newest_whole(root).name, sorted(p.name for p in root.iterdir())
 
 
 def test_a_full_disk_is_told_in_a_line_and_the_checkpoint_before_it_is_left(workers, tmp_path):
-    root = tmp_path / "disk"
+    root, hf = tmp_path / "disk", write_tiny_hf(tmp_path / "hf", ffn=48, **SIZES)
     root.mkdir()
     with small_disk(root, 300 << 10) as is_limited:
-        found = workers.run(2, fill, root, 300 << 10 if is_limited else None)
+        found = workers.run(2, fill, root, hf, 300 << 10 if is_limited else None)
     reason = os.strerror(errno.EFBIG if is_limited else errno.ENOSPC)
     for (of_second_rank, full), newest, left in found:
         assert f"step_000002 cannot be written: {os.strerror(errno.EFBIG)} (it" in of_second_rank
-        assert f"{root}/step_000002 cannot be written: {reason} (it takes 0.00061" in full
+        assert f"{root}/step_000002 cannot be written: {reason} (it takes 0.0006 GB, " in full
         assert "lower checkpoint.keep_last" in full and "goes on from step_000001" in full
         assert "\n" not in full
         assert newest == "step_000001" and left == ["latest", "step_000001"]
@@ -336,9 +356,8 @@ def load_others(hf, root, shape):
 
 
 def test_what_cannot_be_loaded_is_refused_and_no_code_runs(workers, tmp_path):
-    sizes = dict(num_layers=1, hidden=32, heads=2, kv_heads=2, vocab=60)
-    hf = write_tiny_hf(tmp_path / "hf", ffn=48, **sizes)
-    shape = write_tiny_hf(tmp_path / "shape", ffn=64, **sizes)
+    hf = write_tiny_hf(tmp_path / "hf", ffn=48, **SIZES)
+    shape = write_tiny_hf(tmp_path / "shape", ffn=64, **SIZES)
     root = tmp_path / "checkpoints"
     (found,) = workers.run(1, load_others, hf, root, shape)
     expected = {kind: message for kind, (_, message) in HOSTILE.items()}

@@ -4,7 +4,6 @@
     checkpoints/step_000010/actor/          megatron-core distributed checkpoint: model, optimizer
     checkpoints/step_000010/critic/
     checkpoints/step_000010/state.json      step, data position, update counters, policy version
-    checkpoints/step_000010/rng_0000.pt     torch's random state of each rank
     checkpoints/step_000010/checksums.json  of every other file: see checkpoint_files.py
 
 checkpoint_writer.py writes them. Every file is compared with its checksum before it is loaded, and
@@ -93,9 +92,6 @@ def load_run(directory: Path, models: Mapping[str, TrainedModel]) -> tuple[int, 
         with model.held("state"):
             load_sharded(model.model, model.optimizer, directory / role)
         model.num_updates = held[role]
-    rng = directory / f"rng_{dist.get_rank():04d}.pt"
-    if rng.exists():  # another number of ranks resumes with the state that the seed gave
-        torch.set_rng_state(torch.load(rng, weights_only=True))
     return content["step"], content["run"]
 
 

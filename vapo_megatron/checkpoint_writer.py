@@ -87,10 +87,8 @@ class CheckpointWriter:
         begun = time.monotonic()
         updates = {role: model.num_updates for role, model in models.items()}
         content = {"step": step, "num_updates": updates, "run": state}
-        files: dict[str, Content] = {f"rng_{rank:04d}.pt": serialized(torch.get_rng_state())}
         if rank == 0:
-            files[checkpoint_files.STATE] = json.dumps(content, indent=1).encode()
-        self._write(files)
+            self._write({checkpoint_files.STATE: json.dumps(content, indent=1).encode()})
         for role, model in models.items():
             with model.held("state"):
                 self._write(self._files_of(role, model))
