@@ -24,6 +24,21 @@ from vapo_megatron.rollout_dump import held_steps
 ENGINE = "vapo_megatron.rollout.engine"
 
 
+@contextlib.contextmanager
+def vllm_replaced_by(engine):
+    """Let what is built in the body call `engine` where it would start vLLM."""
+    stand_in: Any = types.ModuleType(ENGINE)
+    stand_in.RolloutEngine = engine
+    real = sys.modules.get(ENGINE)
+    sys.modules[ENGINE] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[ENGINE]
+        if real is not None:
+            sys.modules[ENGINE] = real
+
+
 class Engine:
     """Answers problem i as KINDS[i] says: c all correct, w all wrong, m the group's first alone.
 
@@ -105,16 +120,8 @@ def sampled(hf, tmp, kinds, steps, algorithm, state, out_of_time):
         logging={"run_dir": str(tmp / "run"), "dump_steps": 9},
     )
     shape, place = read_model_shape(str(hf)), groups.initialize(settings.parallel)
-    stand_in: Any = types.ModuleType(ENGINE)
-    stand_in.RolloutEngine = lambda path, config, **where: Engine(kinds, **where)
-    real = sys.modules.get(ENGINE)
-    sys.modules[ENGINE] = stand_in
-    try:
+    with vllm_replaced_by(lambda path, config, **where: Engine(kinds, **where)):
         source = Sampling(settings, shape, place)
-    finally:
-        del sys.modules[ENGINE]
-        if real is not None:
-            sys.modules[ENGINE] = real
     shown: list = []
 
     @contextlib.contextmanager

@@ -11,9 +11,14 @@ NUM = 11
 WANTED = {1: [[3, 0, 7, 10, 1, 2, 9, 8, 4, 6, 5]], 2: [[3, 0, 7, 10, 1], [2, 9, 8, 4, 6, 5]]}
 
 
+def problem(position: int) -> int:
+    """Two responses to each, which are neither in order nor numbered from 0."""
+    return 90 - 7 * (position // 2)
+
+
 def rollout(position: int) -> ScoredRollout:
     """Response `position`: prompt of 1 + position % 3 tokens, response of 1 + position % 4."""
-    prompt = Prompt(position, "", tuple(range(100, 101 + position % 3)), "")
+    prompt = Prompt(problem(position), "", tuple(range(100, 101 + position % 3)), "")
     length = 1 + position % 4
     item = Rollout(
         prompt=prompt,
@@ -49,7 +54,8 @@ def check(results, dp_size: int):
     for dp_rank, summary, batch, shares in results:
         held = {p: rank for rank, positions in enumerate(shares) for p in positions}
         assert summary.sources.tolist() == [held[p] for p in range(NUM)]
-        assert summary.prompt_indices.tolist() == list(range(NUM))
+        assert summary.prompt_indices.tolist() == [problem(p) for p in range(NUM)]
+        assert summary.truncated.tolist() == [p % 5 == 0 for p in range(NUM)]
         assert summary.rewards.tolist() == [2.0 * p for p in range(NUM)]
         assert summary.is_correct.tolist() == [p % 2 == 1 for p in range(NUM)]
         wanted = WANTED[dp_size][dp_rank]
@@ -60,6 +66,11 @@ def check(results, dp_size: int):
         assert torch.equal(batch.rollout_logprobs, torch.tensor(logprobs))
         assert batch.positions.tolist() == wanted
         assert batch.truncated.tolist() == [p % 5 == 0 for p in wanted]
+        assert batch.rewards.tolist() == [2.0 * p for p in wanted]
+        assert batch.is_correct.tolist() == [p % 2 == 1 for p in wanted]
+        # Every token is trained on, a stop token too, until something takes it out.
+        assert batch.loss_mask.dtype == torch.bool
+        assert batch.loss_mask.tolist() == [True] * len(logprobs)
         assert batch.response_lengths.tolist() == [1 + p % 4 for p in wanted]
         assert batch.sequence_lengths.tolist() == [2 + p % 3 + p % 4 for p in wanted]
 

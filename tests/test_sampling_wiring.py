@@ -1,0 +1,222 @@
+"""What a run asks of the sampler from step to step, what it gives it, and what it makes of both.
+
+A whole run in one process, straight and resumed, with its data, verifier, models, updates,
+checkpoints and files. vLLM alone, with the way of the weights into it, is a stand-in that notes
+what it is asked and given. Not exercised: several ranks (tests/test_sampling_rounds.py), the weight
+sync itself (tests/weights), vLLM (tests/rollout/test_engine.py).
+"""
+
+import json
+import os
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from tests.dumped import MODEL, config
+from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
+from tests.test_sampling_rounds import vllm_replaced_by
+from tests.weights.tiny_hf import write_tiny_hf
+from tests.workers import free_port
+from vapo_megatron.batch import Rollout
+from vapo_megatron.rollout.requests import SamplingSettings, request_seeds
+
+PROBLEMS, HELD_OUT = 6, 2
+SEED, SAMPLES = 7, 3
+
+
+class Asked(NamedTuple):
+    """One call of the sampler."""
+
+    step: int
+    settings: SamplingSettings
+    policy_version: int
+    problems: list[int]
+    """Of each group."""
+    seeds: list[int]
+    has_time: str
+    """Which question it may ask now and then."""
+
+
+class Engine:
+    """Answers 7 or 8 to everything: of a group's samples those before its right ones are right."""
+
+    def __init__(self, hf_path, config, *, rank, world_size):
+        self.replica, self.num_replicas, self.seed = rank, world_size, config.seed
+        self.policy_version = None
+        self.asked: list[Asked] = []
+
+    def generate(self, prompts, group_size, step, sampling, policy_version, on_progress, has_time):
+        assert policy_version == self.policy_version
+        role, round = sampling.seed_role, sampling.round
+        seeds = request_seeds(
+            prompts, group_size, seed=self.seed, step=step, role=role, round=round
+        )
+        problems = [p.index for p in prompts[::group_size]]
+        self.asked.append(Asked(step, sampling, policy_version, problems, seeds, has_time.__name__))
+        on_progress(len(prompts), len(prompts))
+        right = {p: 1 + p % 2 for p in problems}
+        return [
+            Rollout(
+                prompt=prompt,
+                sample=i % group_size,
+                position=i,
+                token_ids=tuple(3 + seed // 57**t % 57 for t in range(1 + i % 5)),
+                logprobs=(-4.0,) * (1 + i % 5),
+                truncated=False,
+                text="Answer: 7" if i % group_size < right[prompt.index] else "Answer: 8",
+                policy_version=policy_version,
+            )
+            for i, (prompt, seed) in enumerate(zip(prompts, seeds))
+        ]
+
+    def shutdown(self):
+        pass
+
+
+class Sync:
+    """Notes which weights it would bring, by their sum of squares."""
+
+    def __init__(self, shape, groups, config, engine):
+        self.engine = engine
+        self.published: list[tuple[int, float]] = []
+
+    def publish(self, chunks, policy_version):
+        parameters = [p for chunk in chunks for p in chunk.parameters()]
+        size = sum(float(p.detach().double().square().sum()) for p in parameters)
+        self.published.append((policy_version, size))
+        self.engine.policy_version = policy_version
+        return {"sync/received_bytes": 1000.0 + policy_version}
+
+
+class Done(NamedTuple):
+    """What a run has asked and given, and its rows."""
+
+    asked: list[Asked]
+    published: list[tuple[int, float]]
+    rows: list[dict[str, Any]]
+    problems: list[dict[str, Any]]
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def fit(hf, tmp, name, policy_steps, port):
+    """Make the steps that the run of this name lacks; a worker's function."""
+    from vapo_megatron import sampling
+    from vapo_megatron.trainer import VapoTrainer
+
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    run_dir = tmp / name
+    settings = config(
+        hf,
+        algorithm={
+            "value_pretraining_steps": 1, "policy_steps": policy_steps, "dynamic_sampling": True,
+        },
+        rollout={"temperature": 0.8, "max_logprob_difference": None},
+        optimizer={"actor_learning_rate": 1e-2, "actor_warmup_updates": 0},
+        data={"train_path": str(tmp / "train.jsonl"), "shuffle": False},
+        evaluation={
+            "path": str(tmp / "test.jsonl"), "every_steps": 2, "samples": SAMPLES,
+            "temperature": 0.6, "top_p": 0.9, "top_k": 5,
+        },
+        reward={"num_workers": 1},
+        checkpoint={"hf_export": False},
+        logging={"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
+    )  # fmt: skip
+    settings = settings.model_copy(update={"seed": SEED})
+    with (
+        vllm_replaced_by(Engine),
+        mock.patch.object(sampling, "WeightSync", Sync),
+        VapoTrainer(settings) as trainer,
+    ):
+        trainer.fit()
+        source = trainer.source
+    found = lines(run_dir / "metrics.jsonl"), lines(run_dir / "problems.jsonl")
+    return Done(source.engine.asked, source._sync.published, *found)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """(model, directory of the data)."""
+    tmp = tmp_path_factory.mktemp("sampling_wiring")
+    for name, count in (("train", PROBLEMS), ("test", HELD_OUT)):
+        rows = [{"prompt": f"w{i + 3}", "answer": "7"} for i in range(count)]
+        (tmp / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    hf = write_tiny_hf(tmp / "hf", **MODEL)
+    write_tiny_tokenizer(hf, MODEL["vocab"])
+    return hf, tmp
+
+
+@pytest.fixture(scope="module")
+def straight(workers, inputs):
+    """A run of three steps, the first of which is value pretraining."""
+    (done,) = workers.run(1, fit, *inputs, "straight", 2, free_port())
+    return done
+
+
+TRAINING = SamplingSettings(0.8, 1.0, -1, 12, "train", whole_groups=True)
+EVALUATION = SamplingSettings(0.6, 0.9, 5, 12, "evaluation", whole_groups=True)
+
+
+def test_each_kind_of_sampling_has_its_own_settings(straight):
+    """In the order of the run, at the policy's version and with the problems that come next."""
+    found = [asked._replace(seeds=[]) for asked in straight.asked]
+    evaluation = Asked(0, EVALUATION, 0, [0, 1], [], "has_time_to_evaluate")
+    first = Asked(0, TRAINING, 0, [0, 1, 2, 3], [], "has_time_to_finish")
+    assert found == [
+        evaluation,
+        first,
+        first._replace(step=1, problems=[4, 5, 0, 1]),
+        evaluation._replace(policy_version=1),
+        first._replace(step=2, policy_version=1, problems=[2, 3, 4, 5]),
+        evaluation._replace(policy_version=2),
+    ]
+
+
+def test_no_two_steps_share_a_seed_and_all_evaluations_do(straight):
+    training = [asked for asked in straight.asked if asked.settings.seed_role == "train"]
+    seeds = [seed for asked in training for seed in asked.seeds]
+    assert len(set(seeds)) == len(seeds) == 3 * 16, "each problem is met in two of the steps"
+    first, *others = (a for a in straight.asked if a.settings.seed_role == "evaluation")
+    assert len(set(first.seeds) - set(seeds)) == HELD_OUT * SAMPLES
+    assert all(asked.seeds == first.seeds for asked in others)
+
+
+def test_every_policy_is_published_once(straight):
+    """The first before anything is sampled, and the critic's pretraining makes no other."""
+    versions, sizes = zip(*straight.published, strict=True)
+    assert versions == (0, 1, 2)
+    assert len(set(sizes)) == 3
+    received = [row.get("sync/received_bytes") for row in straight.rows]
+    assert received == [None, None, 1001, 1002]
+
+
+def test_rows_hold_what_was_sampled_and_evaluated(straight):
+    evaluated = [row.get(f"evaluation/avg@{SAMPLES}") for row in straight.rows]
+    # One of three is right, and two of three.
+    assert evaluated == [0.5, None, 0.5, 0.5]
+    groups = [row.get("rollout/groups_sampled") for row in straight.rows]
+    assert groups == [None, None, 4, 4], "value pretraining takes what comes"
+    right = [row.get("reward/correct_fraction") for row in straight.rows]
+    assert right == [None, 6 / 16, 6 / 16, 6 / 16]
+    problems = [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
+    assert [row["problems"] for row in straight.problems] == problems
+    assert all(row["correct"] == [1, 2, 1, 2] for row in straight.problems)
+
+
+def test_a_resumed_run_asks_for_what_is_left(straight, workers, inputs):
+    (before,) = workers.run(1, fit, *inputs, "resumed", 1, free_port())
+    (after,) = workers.run(1, fit, *inputs, "resumed", 2, free_port())
+    assert [*before.asked, *after.asked] == straight.asked
+    # A new sampler holds nothing.
+    assert after.published == straight.published[1:]
+    assert after.problems == straight.problems
+    varying = ("time/", "memory/", "tokens_per_second")
+    for again, row in zip(after.rows, straight.rows, strict=True):
+        assert again.keys() == row.keys()
+        for name in row:
+            assert name.startswith(varying) or again[name] == row[name], name

@@ -1,0 +1,316 @@
+"""What each step hands from one part to the next: every field that an update is given, by hand.
+
+Whole trainers on two data-parallel ranks train on dumped responses. Each mini-batch that reaches an
+update is compared, token by token, with what each response alone gives: its log-probabilities and
+values in a forward pass of its own just before the step, and loops over those. What the losses make
+of the fields is in tests/test_roles.py, gradients are in tests/distributed. Not exercised: sampling
+(tests/test_sampling_wiring.py), tensor and pipeline parallelism, offload (tests/test_turns.py).
+"""
+
+import itertools
+import math
+import os
+from statistics import fmean, pstdev, stdev
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import reference
+from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES, config, dump, rollouts
+from tests.weights.tiny_hf import write_tiny_hf
+from tests.workers import free_port
+
+STEPS = range(3)
+ALPHA, LAMBDA_CRITIC = 0.2, 0.9
+VAPO = {
+    "value_pretraining_steps": 1,
+    "length_adaptive_alpha": ALPHA,
+    "lambda_critic": LAMBDA_CRITIC,
+    "kl_coef": 0.1,
+    "sampler_correction": "icepop",
+    "overlong_filtering": True,
+    "advantage_whitening": True,
+}
+GRPO = {"advantage_estimator": "grpo", "policy_steps": 3, "positive_lm_coef": 0.0}
+PER_TOKEN = (
+    "loss_mask", "rollout_logprobs", "old_logprobs", "reference_logprobs", "values", "advantages",
+    "returns", "policy_mask",
+)  # fmt: skip
+COUNTS = ("num_tokens", "num_positive_tokens", "num_policy_tokens", "num_policy_responses")
+
+
+def alone(scored):
+    """Micro-batches of one response each, built here."""
+    from vapo_megatron.batch import RolloutBatch, make_micro_batch
+
+    for item in scored:
+        prompt, response = item.rollout.prompt.token_ids, item.rollout.token_ids
+        length, one = len(response), torch.zeros(1)
+        yield make_micro_batch(
+            RolloutBatch(
+                tokens=torch.tensor(prompt + response),
+                sequence_cu_seqlens=torch.tensor([0, len(prompt) + length]).int(),
+                cu_seqlens=torch.tensor([0, length]).int(),
+                positions=one, rewards=one, is_correct=one, truncated=one,
+                rollout_logprobs=torch.zeros(length), loss_mask=torch.ones(length),
+            )
+        )  # fmt: skip
+
+
+def models_say(trainer, step):
+    """[response] -> logprobs, entropy and values of its tokens, from the models as they are now."""
+    found = []
+    for micro_batch in alone(rollouts(step + 1)):
+        logprobs, entropy = trainer.actor.compute_logprobs([micro_batch])
+        critic = trainer.critic
+        values = critic and critic.compute_values([micro_batch]).tolist()
+        found.append({"logprobs": logprobs.tolist(), "entropy": entropy.tolist(), "values": values})
+    return found
+
+
+def as_lists(mini_batch):
+    """(its counts, position -> fields of the response)."""
+    responses = {}
+    for micro_batch in mini_batch.micro_batches:
+        batch = micro_batch.batch
+        for i, position in enumerate(batch.positions.tolist()):
+            one = batch.select([i])
+            fields = {n: getattr(one, n) for n in PER_TOKEN}
+            fields = {n: v if v is None else v.tolist() for n, v in fields.items()}
+            fields |= {"tokens": one.tokens.tolist(), "is_correct": one.is_correct.item()}
+            responses[position] = fields
+    return [float(getattr(mini_batch, name)) for name in COUNTS], responses
+
+
+def trained(hf, dumped, run_dir, port, algorithm, seed):
+    """Of each step what the models said before it, what updates were given, and its metrics."""
+    from vapo_megatron.trainer import VapoTrainer
+
+    world_size = dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    settings = config(
+        hf,
+        algorithm=algorithm,
+        parallel={"world_size": world_size, "max_tokens_per_microbatch": 24},
+        optimizer={
+            "actor_learning_rate": 1e-2, "actor_warmup_updates": 0,
+            "critic_learning_rate": 1e-2, "critic_warmup_updates": 0,
+        },
+        logging={"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
+    )  # fmt: skip
+    settings = settings.model_copy(update={"seed": seed})
+    with VapoTrainer(settings, dumped) as trainer:
+        given, learned = {}, {}
+
+        def watch(role, model):
+            update = model.update
+
+            def watched(mini_batches):
+                given[role] = [as_lists(m) for m in mini_batches]
+                learned.update(found := update(mini_batches))
+                return found
+
+            model.update = watched
+
+        watch("actor", trainer.actor)
+        if trainer.critic is not None:
+            watch("critic", trainer.critic)
+        first = [[r["logprobs"] for r in models_say(trainer, step)] for step in STEPS]
+        found = []
+        for step in STEPS:
+            given.clear()
+            learned.clear()
+            before = models_say(trainer, step)
+            metrics = trainer.train_step(step)
+            found.append((before, dict(given), dict(learned), metrics, trainer.policy_version))
+    return first, found
+
+
+def run(workers, tmp, algorithm, seed):
+    hf = write_tiny_hf(tmp / "hf", **MODEL)
+    workers.run(2, dump, tmp / "replay", [step + 1 for step in STEPS], 2)
+    return workers.run(2, trained, hf, tmp, tmp / "run", free_port(), algorithm, seed)
+
+
+@pytest.fixture(scope="module")
+def vapo(workers, tmp_path_factory):
+    """By rank (the first policy's log-probabilities, each step)."""
+    return run(workers, tmp_path_factory.mktemp("vapo"), VAPO, 0)
+
+
+@pytest.fixture(scope="module")
+def grpo(workers, tmp_path_factory):
+    """The same, without a critic."""
+    return run(workers, tmp_path_factory.mktemp("grpo"), GRPO, 1)
+
+
+def whole(ranks, step, role):
+    """[mini-batch] -> (counts, position -> fields) of a step, over both ranks."""
+    mini_batches = []
+    for (counts, first), (same, second) in zip(
+        *(steps[step][1][role] for _, steps in ranks), strict=True
+    ):
+        assert counts == same and not set(first) & set(second)
+        mini_batches.append((counts, {**first, **second}))
+    return mini_batches
+
+
+def before(ranks, step):
+    (_, steps), _ = ranks
+    return steps[step][0]
+
+
+def gae(rewards, values, lam):
+    """Of one response, whose reward stands on its last token."""
+    return reference.gae([0.0] * (len(values) - 1) + [rewards], values, [0, len(values)], lam)
+
+
+def by_hand(ranks, step):
+    """[response] -> every field that a VAPO step's updates are given."""
+    (first, _), _ = ranks
+    found = []
+    for item, said, frozen in zip(
+        rollouts(step + 1), before(ranks, step), first[step], strict=True
+    ):
+        r, length = item.rollout, len(item.rollout.token_ids)
+        mask = [not r.truncated] * length
+        values = said["values"]
+        of_critic = gae(item.reward, values, LAMBDA_CRITIC)
+        found.append(
+            {
+                "tokens": [*r.prompt.token_ids, *r.token_ids],
+                "is_correct": item.status == "correct",
+                "loss_mask": mask,
+                "rollout_logprobs": list(r.logprobs),
+                "old_logprobs": said["logprobs"],
+                "reference_logprobs": frozen if step else None,
+                "values": values,
+                "advantages": gae(item.reward, values, max(0, 1 - 1 / (ALPHA * length))),
+                "returns": [a + v for a, v in zip(of_critic, values)],
+                "policy_mask": reference.sampler_mask(
+                    said["logprobs"], r.logprobs, mask, low=0.5, high=5.0, drops=True
+                ),
+            }
+        )
+    flat = trained_on(found, "advantages")
+    mean, std = fmean(flat), pstdev(flat)
+    for fields in found:
+        fields["advantages"] = [(a - mean) / std for a in fields["advantages"]]
+    return found
+
+
+def trained_on(responses, name):
+    """The numbers of all tokens that have a loss."""
+    return [x for r in responses for x, on in zip(r[name], r["loss_mask"], strict=True) if on]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_updates_are_given_what_the_step_computed(vapo, step):
+    expected = by_hand(vapo, step)
+    roles = ("critic", "actor") if step else ("critic",)
+    assert [set(steps[step][1]) for _, steps in vapo] == [set(roles)] * 2
+    for role in roles:
+        mini_batches = whole(vapo, step, role)
+        assert [len(responses) for _, responses in mini_batches] == [8, 8]
+        assert sorted(p for _, some in mini_batches for p in some) == list(range(NUM_RESPONSES))
+        for counts, responses in mini_batches:
+            for position, fields in responses.items():
+                for name, value in fields.items():
+                    where = (role, position, name)
+                    assert value == pytest.approx(expected[position][name], abs=2e-5), where
+            some = [expected[p] for p in responses]
+            weights = [r["policy_mask"] for r in some]
+            assert counts == [
+                sum(sum(r["loss_mask"]) for r in some),
+                sum(sum(r["loss_mask"]) for r in some if r["is_correct"]),
+                sum(w != 0 for of_response in weights for w in of_response),
+                sum(any(of_response) for of_response in weights),
+            ]
+    # What differs here cannot stand for one another.
+    kept = [w > 0 for r in expected for w in r["policy_mask"]]
+    on = [w for r in expected for w in r["loss_mask"]]
+    assert 0 < sum(kept) < sum(on) and (step == 2 or sum(on) < len(on))
+    if step == 2:
+        pairs = zip(expected[0]["old_logprobs"], expected[0]["reference_logprobs"], strict=True)
+        assert max(abs(a - b) for a, b in pairs) > 1e-2, "the actor has left the reference"
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_steps_metrics_are_of_that_step(vapo, step):
+    """Of all responses, whoever trained on them."""
+    scored, expected, said = rollouts(step + 1), by_hand(vapo, step), before(vapo, step)
+    lengths = [len(item.rollout.token_ids) for item in scored]
+    difference = [
+        abs(a - b)
+        for item, now in zip(scored, said)
+        for a, b in zip(item.rollout.logprobs, now["logprobs"], strict=True)
+    ]
+    pairs = zip(trained_on(expected, "old_logprobs"), trained_on(expected, "rollout_logprobs"))
+    ratios = [math.exp(a - b) for a, b in pairs]
+    statuses = [item.status for item in scored]
+    found = {
+        "num_tokens": sum(lengths),
+        "reward/mean": fmean(item.reward for item in scored),
+        "reward/correct_fraction": statuses.count("correct") / NUM_RESPONSES,
+        "reward/unparsable_fraction": statuses.count("unparsable") / NUM_RESPONSES,
+        "reward/timed_out_fraction": statuses.count("timed_out") / NUM_RESPONSES,
+        "rollout/response_length_mean": fmean(lengths),
+        "rollout/response_length_max": max(lengths),
+        "rollout/truncated_fraction": sum(s.rollout.truncated for s in scored) / NUM_RESPONSES,
+        "rollout/logprob_diff_mean": fmean(difference),
+        "rollout/logprob_diff_max": max(difference),
+        "rollout/sampler_ratio_mean": fmean(ratios),
+        "rollout/sampler_corrected_fraction": fmean(not 0.5 <= k <= 5 for k in ratios),
+        "actor/entropy": fmean(x for now in said for x in now["entropy"]),
+        "algorithm/advantage_mean": 0.0,
+        "algorithm/advantage_std": 1.0,
+        "algorithm/lambda_actor_mean": fmean(max(0, 1 - 1 / (ALPHA * n)) for n in lengths),
+        "critic/explained_variance": reference.explained_variance(
+            trained_on(expected, "values"), trained_on(expected, "returns")
+        ),
+    }
+    for _, steps in vapo:
+        _, given, learned, metrics, version = steps[step]
+        assert version == step, "the actor's updates are a new policy, the critic's are not"
+        assert {f"{role}/grad_norm" for role in given} <= learned.keys()
+        assert metrics == pytest.approx({**found, **learned}, rel=1e-4, abs=2e-5)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_groups_are_compared_wherever_they_are_trained_on(grpo, step):
+    scored = rollouts(step + 1)
+    rewards = [item.reward for item in scored]
+    apart = 0
+    for _, responses in whole(grpo, step, "actor"):
+        for position, fields in responses.items():
+            start = position - position % GROUP_SIZE
+            group = rewards[start : start + GROUP_SIZE]
+            expected = (rewards[position] - fmean(group)) / (stdev(group) + 1e-6)
+            length = len(scored[position].rollout.token_ids)
+            assert fields["advantages"] == pytest.approx([expected] * length, abs=1e-5), position
+            assert fields["loss_mask"] == [1] * length, "a stop token and a cut-off one too"
+            assert fields["values"] is fields["returns"] is fields["policy_mask"] is None
+    for start in range(0, NUM_RESPONSES, GROUP_SIZE):
+        held = [
+            {p for _, some in steps[step][1]["actor"] for p in some} & set(range(start, start + 4))
+            for _, steps in grpo
+        ]
+        apart += all(held)
+    assert apart >= 2, "groups whose members are trained on by both ranks"
+
+
+def test_every_step_and_seed_has_mini_batches_of_its_own(vapo, grpo):
+    partitions = [
+        tuple(frozenset(some) for _, some in whole(ranks, step, role))
+        for ranks, role in ((vapo, "critic"), (grpo, "actor"))
+        for step in STEPS
+    ]
+    for a, b in itertools.combinations(partitions, 2):
+        assert a != b
+    # Actor and critic see the same ones.
+    for step in STEPS[1:]:
+        assert [set(m) for _, m in whole(vapo, step, "actor")] == [
+            set(m) for _, m in whole(vapo, step, "critic")
+        ]
