@@ -33,7 +33,7 @@ def write(hf, role, overlap, root):
     )
     groups.destroy()
     shape, place = read_model_shape(hf), groups.initialize(config.parallel)
-    model = (Actor if role == "actor" else Critic)(shape, config, place)
+    model = (Actor if role == "actor" else Critic)(shape, config, place, hf)
     trained, late = model.trained, []
 
     def updated():

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
