@@ -15,6 +15,8 @@ RUNTIME = [
     "math-verify>=0.9,<0.10",
     "pyarrow",
     "rich",
+    "psutil",
+    "filelock>=4",
     "tensorboard",
 ]
 

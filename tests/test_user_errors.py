@@ -5,6 +5,7 @@ is named. Not exercised: mistakes that only vLLM can find (tests/e2e/test_run.py
 message says (the tests of each room).
 """
 
+import concurrent.futures
 import errno
 import fcntl
 import json
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -425,15 +427,42 @@ def test_two_runs_do_not_share_a_directory(place, monkeypatch, capsys):
     with output.opened(0), pytest.raises(DataError), file_lock.locked(run_dir / ".lock", "no"):
         raise AssertionError("it is not locked")
     assert not (run_dir / ".lock").exists()
-    with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", refuse_to_lock)
-        with file_lock.lock_run(run_dir):
-            assert "no file locks: nothing keeps" in capsys.readouterr().err
 
 
-def refuse_to_lock(*_):
-    """As a file system does that has none."""
-    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+def test_the_lock_of_a_killed_run_is_free_at_once_for_all_ranks(tmp_path, monkeypatch):
+    code = (
+        "import sys, vapo_megatron.file_lock as f\n"
+        "with f.lock_run(f.Path(sys.argv[1])): print(flush=True), sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:
+        run.stdout.readline()
+        with monkeypatch.context() as patch, pytest.raises(DataError, match="another run goes on"):
+            patch.setattr(file_lock, "LOCK_SECONDS", 0.0)
+            file_lock.check_not_in_use(tmp_path)
+        run.kill()
+    assert (tmp_path / ".lock").exists()
+
+    class OnSlowDisk(file_lock.FileLock):
+        def acquire(self, **how):
+            super().acquire(**how)
+            time.sleep(0.02)
+
+    monkeypatch.setattr(file_lock, "FileLock", OnSlowDisk)
+    with concurrent.futures.ThreadPoolExecutor(32) as ranks:
+        for asked in [ranks.submit(file_lock.check_not_in_use, tmp_path) for _ in range(32)]:
+            asked.result()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_told_once_and_used(number, tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with file_lock.lock_run(tmp_path):
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1 and "no file locks: nothing keeps a second writer" in told
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
