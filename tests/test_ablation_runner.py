@@ -127,6 +127,23 @@ def test_one_invocation_at_a_time(tmp_path):
         pass
 
 
+def test_a_signal_while_a_job_starts_leaves_no_process(tmp_path, monkeypatch):
+    began = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            began.append(self.pid)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, [stand_in(tmp_path, "a", "time.sleep(987)")])
+    assert len(began) == 1 and not psutil.pid_exists(began[0])
+    assert signal.getsignal(signal.SIGINT) == handler
+
+
 DRIVER = """
 import sys
 sys.path[:0] = [{root!r}, {root!r} + "/examples/tiny"]

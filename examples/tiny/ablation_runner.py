@@ -119,7 +119,8 @@ def run_jobs(
                 waiting.remove(job)
             for job in [job for job in waiting if took.keys() >= set(job.needs)]:
                 if len(running) < slots:
-                    running.append(Running(job, lock, environment, cwd))
+                    with _held_back():
+                        running.append(Running(job, lock, environment, cwd))
                     waiting.remove(job)
             time.sleep(POLL_SECONDS)
             for one in [one for one in running if one.process.poll() is not None]:
@@ -147,6 +148,26 @@ def run_jobs(
             one.kill()
             one.record(finished=False)
     return failures
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator[None]:
+    """Let signals come after the body: a process that has just begun would be left behind.
+
+    What is ignored stays so, for the process inherits that.
+    """
+    came: list[int] = []
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number in came[:1]:
+        signal.raise_signal(number)
 
 
 def failed_need(job: Job, failures: Mapping[str, str]) -> str | None:
