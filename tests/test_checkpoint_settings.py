@@ -1,0 +1,100 @@
+"""Which settings, counters and times a checkpoint's writer and finder use; without models.
+
+What a checkpoint holds is in tests/test_checkpoint.py, what becomes of damage and full disks in
+tests/test_checkpoint_files.py and tests/test_checkpoint_writer.py.
+"""
+
+import contextlib
+import json
+import re
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from tests.sealed import seal
+from tests.test_checkpoint_writer import limited, settings
+
+SLOW = 0.3
+"""Seconds."""
+
+
+def kept(root, keep_last, keep_every):
+    """Make checkpoints 1 to 7; those that are left."""
+    from vapo_megatron.checkpoint_writer import CheckpointWriter
+
+    with CheckpointWriter(root, settings(keep_last=keep_last, keep_every=keep_every)) as writer:
+        for step in range(1, 8):
+            writer.save(step, {}, {})
+    return sorted(int(path.name[5:]) for path in root.glob("step_*"))
+
+
+def test_the_last_ones_and_one_of_so_many_are_kept(workers, tmp_path):
+    assert workers.run(1, kept, tmp_path / "1", 2, 0) == [[6, 7]]
+    assert workers.run(1, kept, tmp_path / "2", 1, 3) == [[3, 6, 7]]
+
+
+def told_of_the_second(root):
+    """What is said when a small checkpoint after a large one cannot be written."""
+    from vapo_megatron.checkpoint_writer import CheckpointWriter
+    from vapo_megatron.errors import CheckpointError
+
+    with CheckpointWriter(root, settings()) as writer:
+        writer.save(1, {}, {"much": "x" * 600_000})
+        writer.wait()
+        with limited(10), pytest.raises(CheckpointError) as error:
+            writer.save(2, {}, {})
+            writer.wait()
+    return str(error.value)
+
+
+def test_the_bytes_that_are_told_are_those_of_one_checkpoint(workers, tmp_path):
+    (words,) = workers.run(1, told_of_the_second, tmp_path)
+    (size,) = re.findall(r"it takes (\S+) GB", words)
+    assert 0 < float(size) < 1e-6
+
+
+def timed(root):
+    """(seconds that the writer knows, seconds around it) of a slow copy, a slow disk, and both."""
+    from vapo_megatron.checkpoint_writer import CheckpointWriter
+
+    model = SimpleNamespace(num_updates=0, held=lambda part: contextlib.nullcontext())
+    found = []
+    for copy_seconds, disk_seconds in ((SLOW, 0), (0, SLOW), (SLOW, SLOW)):
+
+        def files_of(writer, role, model, copy=copy_seconds, disk=disk_seconds):
+            time.sleep(copy)
+            writer._thread.submit(time.sleep, disk)
+            return {}
+
+        with (
+            mock.patch.object(CheckpointWriter, "_files_of", files_of),
+            CheckpointWriter(root, settings()) as writer,
+        ):
+            assert writer.seconds is None
+            begun = time.monotonic()
+            writer.save(1, {"actor": model}, {})
+            writer.wait()
+            found.append((writer.seconds, time.monotonic() - begun))
+    return found
+
+
+def test_the_seconds_are_from_the_copy_to_the_disk(workers, tmp_path):
+    """An early signal leaves as many for a checkpoint."""
+    (found,) = workers.run(1, timed, tmp_path)
+    for (seconds, around), least in zip(found, (SLOW, SLOW, 2 * SLOW), strict=True):
+        assert least < seconds < around
+
+
+def test_a_critic_comes_with_its_own_updates(tmp_path):
+    from vapo_megatron.checkpoint import find_critic
+
+    for step, updates in {1: {"actor": 1, "critic": 8}, 2: {"actor": 3, "critic": 16}}.items():
+        directory = tmp_path / f"checkpoints/step_{step:06d}"
+        (directory / "critic").mkdir(parents=True)
+        (directory / "state.json").write_text(json.dumps({"step": step, "num_updates": updates}))
+        seal(directory)
+    assert find_critic(tmp_path) == (directory / "critic", 16)
+    first = tmp_path / "checkpoints/step_000001"
+    assert find_critic(first) == (first / "critic", 8)
