@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from vapo_megatron.launch import run_recipe  # noqa: E402
+from vapo_megatron.cli.launch import run_recipe  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(run_recipe(__file__, ["qwen2.5_base.yaml", "qwen2.5_0.5b.yaml"], sys.argv[1:]))

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from tests.dumped import config
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import Stopped, UserError, tell
-from vapo_megatron.metrics import MetricsWriter
-from vapo_megatron.run_directory import PROBLEMS_FILE
+from vapo_megatron.run.directory import PROBLEMS_FILE
+from vapo_megatron.run.metrics import MetricsWriter
 
 
 def _raise(error: Exception) -> None:
@@ -71,10 +71,10 @@ def train(
     hf: Path, dump: Path, run_dir: Path, sections: dict[str, Any], fault: Fault | None
 ) -> int:
     """Train on a dump; a command's function."""
-    from vapo_megatron import early_signal
+    from vapo_megatron.parallel.health import early_stop
     from vapo_megatron.trainer import VapoTrainer
 
-    early_signal.hold_back()
+    early_stop.hold_back()
 
     def run() -> None:
         with VapoTrainer(settings(hf, run_dir, **sections), dump) as trainer:
@@ -100,9 +100,9 @@ def train(
 
 def run_phases(run_dir: Path, limits: dict[str, float], fault: Fault | None) -> int:
     """Start, sum something in every phase of some steps, and end; a command's function."""
-    from vapo_megatron.early_signal import EarlyStop
     from vapo_megatron.parallel import backend
-    from vapo_megatron.watchdog import Watchdog
+    from vapo_megatron.parallel.health.early_stop import EarlyStop
+    from vapo_megatron.parallel.health.watchdog import Watchdog
 
     backend.initialize_distributed(60)
     rank = dist.get_rank()

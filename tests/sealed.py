@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from vapo_megatron.checkpoint_files import SUMS
-from vapo_megatron.hashed_file import sha256_of
+from vapo_megatron.data.storage import sha256_of
+from vapo_megatron.run.checkpoint.files import SUMS
 
 
 def seal(directory: Path) -> Path:

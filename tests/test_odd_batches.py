@@ -1,9 +1,9 @@
 """Steps with odd responses, through the whole trainer: replayed, in real processes.
 
 Numbers that are not finite, no correct response or only correct ones, empty ones, none with an end.
-What a sampler leaves out is in tests/test_sampling_rounds.py, how ranks agree to skip an update in
-tests/test_skipped_updates.py, prompts over the limit in tests/data/test_prompts.py. Not exercised:
-vLLM, whose responses are never empty.
+What a sampler leaves out is in tests/rollout/test_dynamic_sampling.py, how ranks agree to skip an
+update in tests/run/test_skipped_updates.py, prompts over the limit in tests/data/test_prompts.py.
+Not exercised: vLLM, whose responses are never empty.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES, config, rollouts
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
-from vapo_megatron.rollout_dump import held_steps, read_file, read_headers, write_step
+from vapo_megatron.rollout.dump import held_steps, read_file, read_headers, write_step
 
 TP2 = {"world_size": 2, "tensor_model_parallel_size": 2}
 DP2 = {"world_size": 2}
@@ -60,7 +60,7 @@ def write(root, kinds):
 
 def fit(hf, dumped, run_dir, port, steps, every_steps, parallel, algorithm):
     """A run; what it was stopped by, and how many updates each role has had; a worker's."""
-    from vapo_megatron.trained_model import UpdatesSkipped
+    from vapo_megatron.roles.model import UpdatesSkipped
     from vapo_megatron.trainer import VapoTrainer
 
     dist.destroy_process_group()

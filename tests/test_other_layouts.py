@@ -5,7 +5,7 @@ Whole trainers in real gloo processes, with both roles, both optimizers, warm-up
 only what samples is replaced, by responses that depend on the prompt alone. Compared are the rows
 of the step that sees the loaded parameters and of the step that sees one further update of them,
 and after it every parameter and every moment of Adam, read by torch itself from what each layout
-saves. Not exercised: bfloat16 (tests/test_checkpoint.py), vLLM and a GPU.
+saves. Not exercised: bfloat16 (tests/run/checkpoint/test_load.py), vLLM and a GPU.
 """
 
 import json
@@ -39,9 +39,9 @@ FEW = ("TP1", "DP2")
 def source(settings, place):
     """Sample nothing; stands where vLLM and the verifier would, a RolloutSource."""
     from vapo_megatron.algorithm.group_sampling import repeat_for_group
-    from vapo_megatron.batch import Rollout, ScoredRollout
+    from vapo_megatron.data.batch import Rollout, ScoredRollout
     from vapo_megatron.data.prompts import Problem, PromptDataset
-    from vapo_megatron.replay import Replay
+    from vapo_megatron.rollout.replay import Replay
     from vapo_megatron.rollout.requests import assign
 
     class Drawn(Replay):
@@ -85,7 +85,7 @@ def reward_model(hf, directory):
 
 def fit(hf, run_dir, layout, sections, port, resumes=False):
     """Make the run's steps that are missing; a worker's function."""
-    from vapo_megatron import trained_model
+    from vapo_megatron.roles import model as trained_model
     from vapo_megatron.trainer import VapoTrainer
 
     dist.destroy_process_group()

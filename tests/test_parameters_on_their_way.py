@@ -2,7 +2,7 @@
 
 With parallel.overlap_param_gather each of two data-parallel ranks has updated its own half, and the
 next forward pass would fetch the other's. Compared with what the same updates give without it, byte
-by byte. Weight sync: tests/weights/test_sync.py; offload: tests/parallel/test_offload.py.
+by byte. Weight sync: tests/weights/reshard/test_sync.py; offload: tests/parallel/test_offload.py.
 """
 
 import json
@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from tests.parallel.training import Layout, make_config
-from tests.test_skipped_updates import mini_batch_of
+from tests.run.test_skipped_updates import mini_batch_of
 from tests.weights.tiny_hf import write_tiny_hf
 
 
 def write(hf, role, overlap, root):
     """An update, a checkpoint, an update, an export; what part was late before and after each."""
-    from vapo_megatron.actor import Actor
-    from vapo_megatron.checkpoint_writer import CheckpointWriter
     from vapo_megatron.config import CheckpointConfig
-    from vapo_megatron.critic import Critic
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
-    from vapo_megatron.weights.hf import export_hf
+    from vapo_megatron.roles.actor import Actor
+    from vapo_megatron.roles.critic import Critic
+    from vapo_megatron.run.checkpoint.writer import CheckpointWriter
+    from vapo_megatron.weights.load_hf import export_hf
 
     rate = {f"{role}_learning_rate": 1e-2, f"{role}_warmup_updates": 0}
     config = make_config(

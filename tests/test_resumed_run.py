@@ -1,7 +1,7 @@
 """A run that goes on from a checkpoint: its policy's versions, and random states that nobody reads.
 
 Whole trainers in a real process; what samples is a stand-in that notes what it is told. vLLM, which
-has a seed for each request, is in tests/rollout/test_engine.py.
+has a seed for each request, is in tests/rollout/vllm/test_engine.py.
 """
 
 import itertools

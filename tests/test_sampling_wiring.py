@@ -2,8 +2,8 @@
 
 A whole run in one process, straight and resumed, with its data, verifier, models, updates,
 checkpoints and files. vLLM alone, with the way of the weights into it, is a stand-in that notes
-what it is asked and given. Not exercised: several ranks (tests/test_sampling_rounds.py), the weight
-sync itself (tests/weights), vLLM (tests/rollout/test_engine.py).
+what it is asked and given. Not exercised: several ranks (tests/rollout/test_dynamic_sampling.py),
+the weight sync itself (tests/weights), vLLM (tests/rollout/vllm/test_engine.py).
 """
 
 import json
@@ -15,11 +15,11 @@ import pytest
 import torch.distributed as dist
 
 from tests.dumped import MODEL, config
+from tests.rollout.test_dynamic_sampling import vllm_replaced_by
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
-from tests.test_sampling_rounds import vllm_replaced_by
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
-from vapo_megatron.batch import Rollout
+from vapo_megatron.data.batch import Rollout
 from vapo_megatron.rollout.requests import SamplingSettings, request_seeds
 
 PROBLEMS, HELD_OUT = 6, 2

@@ -2,8 +2,8 @@
 
 Reads source text for what a single test could not show: that no place loads a pickle, evaluates a
 string or trusts a checkpoint's code. Not exercised here: hostile checkpoints (tests/weights), what
-a report shows (tests/test_report_browser.py), hostile answers (tests/reward), secrets in a run's
-files (tests/e2e/test_run.py).
+a report shows (tests/run/report/test_browser.py), hostile answers (tests/reward), secrets in a
+run's files (tests/e2e/test_run.py).
 """
 
 import ast
@@ -18,7 +18,7 @@ import yaml
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron import config
-from vapo_megatron.rollout.engine_arguments import engine_arguments
+from vapo_megatron.rollout.vllm.arguments import engine_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = [p for room in ("vapo_megatron", "tools", "examples") for p in (ROOT / room).rglob("*.py")]
@@ -124,7 +124,7 @@ def watch(event, arguments):
         print("network:", arguments[1], file=sys.stderr)
 
 sys.addaudithook(watch)
-from vapo_megatron.train import main
+from vapo_megatron.cli.train import main
 code = main(sys.argv[1:])
 sys.audit("socket.getaddrinfo", "would.be.seen")
 sys.exit(code)

@@ -3,8 +3,9 @@
 Whole trainers on two data-parallel ranks train on dumped responses. Each mini-batch that reaches an
 update is compared, token by token, with what each response alone gives: its log-probabilities and
 values in a forward pass of its own just before the step, and loops over those. What the losses make
-of the fields is in tests/test_roles.py, gradients are in tests/distributed. Not exercised: sampling
-(tests/test_sampling_wiring.py), tensor and pipeline parallelism, offload (tests/test_turns.py).
+of the fields is in tests/roles/test_roles.py, gradients are in tests/distributed. Not exercised:
+sampling (tests/test_sampling_wiring.py), tensor and pipeline parallelism, offload
+(tests/roles/test_device_schedule.py).
 """
 
 import itertools
@@ -42,7 +43,7 @@ COUNTS = ("num_tokens", "num_positive_tokens", "num_policy_tokens", "num_policy_
 
 def alone(scored):
     """Micro-batches of one response each, built here."""
-    from vapo_megatron.batch import RolloutBatch, make_micro_batch
+    from vapo_megatron.data.batch import RolloutBatch, make_micro_batch
 
     for item in scored:
         prompt, response = item.rollout.prompt.token_ids, item.rollout.token_ids

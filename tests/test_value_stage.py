@@ -15,9 +15,9 @@ from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES, config, rollouts
 from tests.sealed import seal
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
-from vapo_megatron.checkpoint import find_critic
 from vapo_megatron.errors import CheckpointError, UserError
-from vapo_megatron.rollout_dump import write_step
+from vapo_megatron.rollout.dump import write_step
+from vapo_megatron.run.checkpoint.load import find_critic
 
 STEPS, RATE, WARMUP, UPDATES = 4, 1e-2, 200, 20
 STAGE = {"stage": "value_pretraining", "value_pretraining_steps": STEPS}

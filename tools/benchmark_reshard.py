@@ -90,8 +90,8 @@ def measure(
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups as parallel_groups
     from vapo_megatron.weights.gather import gather_hf_tensors
-    from vapo_megatron.weights.hf import load_hf_weights
-    from vapo_megatron.weights.sync import WeightSync
+    from vapo_megatron.weights.load_hf import load_hf_weights
+    from vapo_megatron.weights.reshard.sync import WeightSync
 
     tp_size, pp_size = layout
     sizes = {"tensor_model_parallel_size": tp_size, "pipeline_model_parallel_size": pp_size}
@@ -150,7 +150,7 @@ def _rank(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     from vapo_megatron.config import load_config
-    from vapo_megatron.rollout.engine import RolloutEngine
+    from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
     init = f"file://{directory}/init_{world_size}"
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world_size)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vapo_megatron.command import Parser, add_conversion_arguments, run
+from vapo_megatron.cli.command import Parser, add_conversion_arguments, run
 from vapo_megatron.config import load_config
 
 
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
             "seed": options.seed,
         }
         config = load_config([], [f"{name}={value}" for name, value in settings.items()])
-        from vapo_megatron.weights.to_megatron import convert_to_megatron
+        from vapo_megatron.weights.convert.to_megatron import convert_to_megatron
 
         return convert_to_megatron(
             options.hf,

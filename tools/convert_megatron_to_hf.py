@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vapo_megatron.command import Parser, add_conversion_arguments, run
+from vapo_megatron.cli.command import Parser, add_conversion_arguments, run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     def convert() -> Path:
         options = parser.parse_args(arguments)
-        from vapo_megatron.weights.to_hf import convert_to_hf
+        from vapo_megatron.weights.convert.to_hf import convert_to_hf
 
         return convert_to_hf(options.megatron, options.out, options.hf, overwrite=options.overwrite)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vapo_megatron.command import Parser, run
+from vapo_megatron.cli.command import Parser, run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def _evaluate(options: argparse.Namespace) -> Path | None:
     # The checkpoint is on this machine, so nobody has to be asked; read when vLLM is loaded.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # These load torch and vLLM; a wrong option is answered before.
-    from vapo_megatron.evaluation.checkpoint import (
+    from vapo_megatron.cli.evaluate import (
         default_out,
         evaluate_checkpoint,
         evaluation_config,

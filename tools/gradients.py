@@ -15,10 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vapo_megatron.command import Parser, check_processes
+from vapo_megatron.cli.command import Parser, check_processes
+from vapo_megatron.cli.preflight import require_paths
 from vapo_megatron.config import load_config
 from vapo_megatron.errors import ConfigError, UserError, tell
-from vapo_megatron.inputs import require_paths
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,7 +37,7 @@ def _collect(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     require_paths(config, options.replay, writes=False)
     check_processes(config)
-    from vapo_megatron.gradient_check import collect_gradients, describe_gradients
+    from vapo_megatron.cli.gradient_check import collect_gradients, describe_gradients
 
     collect_gradients(config, options.replay, options.step, options.out)
     if os.environ["RANK"] == "0":
@@ -46,7 +46,7 @@ def _collect(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from vapo_megatron.gradient_check import compare_gradients, describe_gradients
+    from vapo_megatron.cli.gradient_check import compare_gradients, describe_gradients
 
     differences = compare_gradients(options.a, options.b)
     print(describe_gradients(options.a))

@@ -165,14 +165,14 @@ def shape_and_data_parallelism(options: argparse.Namespace) -> tuple[ModelShape,
 def reshard(options: argparse.Namespace) -> str:
     """Compare the plan that moves missing bytes with gathering every tensor on every rank."""
     # These load torch; a wrong option is answered before.
-    from vapo_megatron.weights import reshard_cost, shards
-    from vapo_megatron.weights.reshard import make_plan
+    from vapo_megatron.weights.reshard import cost, shards
+    from vapo_megatron.weights.reshard.whole_plan import make_plan
 
     shape, dp_size = shape_and_data_parallelism(options)
     trainer = shards.trainer_layout(
         shape, tp_size=options.tp, pp_size=options.pp, vpp_size=options.vpp, dp_size=dp_size
     )
-    cluster = reshard_cost.Cluster(
+    cluster = cost.Cluster(
         gpus_per_node=options.gpus_per_node,
         nvlink_gb_per_second=options.nvlink,
         network_gb_per_second=options.network,
@@ -184,16 +184,16 @@ def reshard(options: argparse.Namespace) -> str:
     ]
     planned = time.perf_counter() - started
     costs = {
-        "plan": reshard_cost.plan_cost(plans[0], cluster),
-        "without relays": reshard_cost.plan_cost(plans[1], cluster),
-        "full gather": reshard_cost.full_gather_cost(shape, trainer, options.vllm_tp, cluster),
+        "plan": cost.plan_cost(plans[0], cluster),
+        "without relays": cost.plan_cost(plans[1], cluster),
+        "full gather": cost.full_gather_cost(shape, trainer, options.vllm_tp, cluster),
     }
     return (
         f"{options.model}: {parameter_count(shape) / 1e9:.2f}e9 parameters in bfloat16, "
         f"{options.nodes} nodes x {options.gpus_per_node} GPUs\n"
         f"trainer TP {options.tp} x PP {options.pp} (VPP {options.vpp}) x DP {dp_size} -> "
         f"{trainer.world_size // options.vllm_tp} vLLM replicas of TP {options.vllm_tp}; "
-        f"planned in {planned:.1f} s\n\n{reshard_cost.describe(costs, per_rank=options.per_rank)}"
+        f"planned in {planned:.1f} s\n\n{cost.describe(costs, per_rank=options.per_rank)}"
     )
 
 

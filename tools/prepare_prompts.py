@@ -24,10 +24,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vapo_megatron.command import Parser, run
+from vapo_megatron.cli.command import Parser, run
+from vapo_megatron.cli.prepare.columns import SHAPES, Shape, choose_columns, choose_shape
+from vapo_megatron.cli.prepare.prepare import TEMPLATES, prepare
 from vapo_megatron.config import RolloutConfig
-from vapo_megatron.data.prepare import TEMPLATES, prepare
-from vapo_megatron.data.prepare_shapes import SHAPES, Shape, choose_columns, choose_shape
 from vapo_megatron.errors import DataError
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vapo_megatron.command import Parser, run
+from vapo_megatron.cli.command import Parser, run
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.report import build_report
-from vapo_megatron.report_comparison import build_comparison
+from vapo_megatron.run.report.comparison import build_comparison
+from vapo_megatron.run.report.page import build_report
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -11,20 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vapo_megatron import checkpoint
-from vapo_megatron.actor import Actor
-from vapo_megatron.advantages import with_advantages, with_loss_mask
 from vapo_megatron.algorithm.value_pretraining import actor_is_trained, critic_has_settled
-from vapo_megatron.batch import RolloutBatch, ScoredRollout, StepSummary
-from vapo_megatron.checkpoint_writer import CheckpointWriter
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.critic import Critic
+from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.data.packing import attention_tokens, plan_mini_batches
-from vapo_megatron.early_signal import EarlyStop
 from vapo_megatron.errors import Stopped
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.exchange import exchange, gather_summary
+from vapo_megatron.parallel.health.early_stop import EarlyStop
+from vapo_megatron.parallel.health.watchdog import Watchdog
 from vapo_megatron.parallel.minibatches import (
     local_plan,
     make_micro_batches,
@@ -34,18 +30,22 @@ from vapo_megatron.parallel.minibatches import (
 from vapo_megatron.parallel.offload import check_host_memory, is_on
 from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.planning.host_memory import host_bytes
-from vapo_megatron.policy_mask import with_policy_mask
-from vapo_megatron.reference import Reference
-from vapo_megatron.replay import Replay
-from vapo_megatron.report import build_report
-from vapo_megatron.rollout_source import OnProgress, RolloutSource
-from vapo_megatron.run_output import RunOutput
-from vapo_megatron.skipped_updates import kept_if_skipped
-from vapo_megatron.step_metrics import sampler_difference, step_metrics
-from vapo_megatron.trained_model import TrainedModel
-from vapo_megatron.turns import Turns
-from vapo_megatron.watchdog import Watchdog
-from vapo_megatron.weights.hf import export_hf
+from vapo_megatron.roles.actor import Actor
+from vapo_megatron.roles.advantages import with_advantages, with_loss_mask
+from vapo_megatron.roles.critic import Critic
+from vapo_megatron.roles.device_schedule import Turns
+from vapo_megatron.roles.model import TrainedModel
+from vapo_megatron.roles.policy_mask import with_policy_mask
+from vapo_megatron.roles.reference import Reference
+from vapo_megatron.rollout.replay import Replay
+from vapo_megatron.rollout.source import OnProgress, RolloutSource
+from vapo_megatron.run.checkpoint import load as checkpoint
+from vapo_megatron.run.checkpoint.writer import CheckpointWriter
+from vapo_megatron.run.output import RunOutput
+from vapo_megatron.run.report.page import build_report
+from vapo_megatron.run.skipped_updates import kept_if_skipped
+from vapo_megatron.run.step_metrics import sampler_difference, step_metrics
+from vapo_megatron.weights.load_hf import export_hf
 
 Plan = Sequence[Sequence[Sequence[int]]]
 
@@ -320,7 +320,7 @@ class VapoTrainer:
         if replay is not None:
             return Replay(replay, self.groups)
         # Here, because a replay must not load vLLM.
-        from vapo_megatron.sampling import Sampling
+        from vapo_megatron.rollout.sampling import Sampling
 
         return Sampling(self.config, self.shape, self.groups)
 

@@ -34,13 +34,13 @@ from ablation_jobs import (  # noqa: E402
 from ablation_runner import locked, run_jobs  # noqa: E402
 from ablation_table import COLUMNS, Result, markdown, result, rows  # noqa: E402
 
-from vapo_megatron.command import Parser, run  # noqa: E402
+from vapo_megatron.cli.command import Parser, run  # noqa: E402
+from vapo_megatron.data.storage import replace_file  # noqa: E402
 from vapo_megatron.errors import UserError  # noqa: E402
-from vapo_megatron.hashed_file import replace_file  # noqa: E402
-from vapo_megatron.progress_view import format_seconds  # noqa: E402
-from vapo_megatron.report_comparison import build_comparison, table  # noqa: E402
-from vapo_megatron.report_page import escape  # noqa: E402
-from vapo_megatron.run_directory import read_rows  # noqa: E402
+from vapo_megatron.run.directory import read_rows  # noqa: E402
+from vapo_megatron.run.progress_view import format_seconds  # noqa: E402
+from vapo_megatron.run.report.comparison import build_comparison, table  # noqa: E402
+from vapo_megatron.run.report.html import escape  # noqa: E402
 
 
 def _describe(form: str, table: Table) -> str:

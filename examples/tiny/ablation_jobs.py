@@ -22,9 +22,9 @@ from typing import Any
 from ablation_arms import TABLES, Arm
 
 from vapo_megatron.config import VapoConfig, load_config
+from vapo_megatron.data.storage import replace_file
 from vapo_megatron.errors import UserError
-from vapo_megatron.hashed_file import replace_file
-from vapo_megatron.report_comparison import flatten
+from vapo_megatron.run.report.comparison import flatten
 
 TINY = Path(__file__).resolve().parent
 FILES = TINY.parent / "configs"

@@ -1,6 +1,6 @@
 """Which groups dynamic sampling keeps, and how many prompts it asks for next, by hand.
 
-Not exercised: sampling them (tests/test_sampling_rounds.py).
+Not exercised: sampling them (tests/rollout/test_dynamic_sampling.py).
 """
 
 import pytest

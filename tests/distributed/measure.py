@@ -167,9 +167,9 @@ def _rows(mine: list[list[int]]) -> list[int]:
 
 
 def _build(hf_path: str, role: str, layout: Layout, here: Any) -> Any:
-    from vapo_megatron.actor import Actor
-    from vapo_megatron.critic import Critic
     from vapo_megatron.models.hf_config import read_model_shape
+    from vapo_megatron.roles.actor import Actor
+    from vapo_megatron.roles.critic import Critic
 
     make = {"actor": Actor, "critic": Critic}[role]
     return make(read_model_shape(hf_path), make_config(layout, hf_path, {}), here)
@@ -194,14 +194,14 @@ def _gradients(
     model: Any, role: str, problem: Problem, mine: list[list[int]], here: Any, settings: Any
 ) -> tuple[float, dict[str, Tensor]]:
     """(loss over all ranks, its finished gradients)."""
-    from vapo_megatron.gradients import full_gradients
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel.minibatches import (
         local_plan,
         make_mini_batches,
         packed_multiple,
     )
-    from vapo_megatron.policy_mask import with_policy_mask
+    from vapo_megatron.roles.policy_mask import with_policy_mask
+    from vapo_megatron.weights.gradients import full_gradients
 
     algorithm = settings._asdict()
     batch = problem.batch(algorithm.pop("advantage_scale", 1.0))

@@ -17,7 +17,7 @@ Patches = list[tuple[object, str, Callable]]
 
 def _own_count_of_positives() -> Patches:
     """The NLL is divided by the micro-batch's own correct tokens."""
-    from vapo_megatron import actor
+    from vapo_megatron.roles import actor
 
     honest = actor.positive_lm_loss
 
@@ -69,7 +69,7 @@ def _local_counts() -> Patches:
 
 def _value_of_the_next_state() -> Patches:
     """V is read at the response token and not at the position before it."""
-    from vapo_megatron import critic
+    from vapo_megatron.roles import critic
 
     def wrong(self, output, micro_batch):
         return critic.values_of(output)[micro_batch.predicting + 1]
@@ -79,7 +79,7 @@ def _value_of_the_next_state() -> Patches:
 
 def _value_over_temperature() -> Patches:
     """Values are divided by the temperature, like logits."""
-    from vapo_megatron import critic
+    from vapo_megatron.roles import critic
 
     honest = critic.values_of
     return [(critic, "values_of", lambda output: honest(output) / TEMPERATURE)]

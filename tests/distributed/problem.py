@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vapo_megatron.batch import RolloutBatch
+from vapo_megatron.data.batch import RolloutBatch
 
 # (prompt, response) tokens.
 LENGTHS = (

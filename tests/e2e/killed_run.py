@@ -20,11 +20,11 @@ import time
 from typing import Any, NoReturn
 
 from tests.e2e.moments import KINDS, Moment, halves
-from vapo_megatron import early_signal
-from vapo_megatron.process_tree import descendants
-from vapo_megatron.train import main
+from vapo_megatron.cli.train import main
+from vapo_megatron.parallel.health import early_stop
+from vapo_megatron.parallel.health.processes import descendants
 
-LOADED = ("vapo_megatron.trainer", "vapo_megatron.rollout.engine")
+LOADED = ("vapo_megatron.trainer", "vapo_megatron.rollout.vllm.engine")
 """What a run loads, in its order: the first brings megatron-core, the second vLLM."""
 
 
@@ -34,10 +34,10 @@ class Watch:
     def __init__(self, moment: Moment, records: str) -> None:
         """Wrap the function."""
         # As the package does, before anything that it starts has a thread.
-        early_signal.hold_back()
+        early_stop.hold_back()
         for name in LOADED:
             importlib.import_module(name)
-        from vapo_megatron.watchdog import Watchdog
+        from vapo_megatron.parallel.health.watchdog import Watchdog
 
         self._moment, self._kind, self._records = moment, KINDS[moment.kind], records
         self._num_calls, self._watchdog = 0, None

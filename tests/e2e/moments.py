@@ -60,9 +60,9 @@ def _writes(*endings: str) -> Callable[..., bool]:
 
 
 _SAMPLES = "vllm.v1.engine.llm_engine:LLMEngine.step"
-_PHASE = "vapo_megatron.watchdog:Watchdog._enter"
-_LATEST = "vapo_megatron.checkpoint_files:_set_latest"
-_WRITE = "vapo_megatron.hashed_file:HashedFile.write"
+_PHASE = "vapo_megatron.parallel.health.watchdog:Watchdog._enter"
+_LATEST = "vapo_megatron.run.checkpoint.files:_set_latest"
+_WRITE = "vapo_megatron.data.storage:HashedFile.write"
 
 KINDS = {
     "the first evaluation": Kind(
@@ -72,22 +72,22 @@ KINDS = {
         _SAMPLES, (1, VALUE_STEPS), calls=(2, 8), counts=lambda phase, _: phase == "generation"
     ),
     "between two updates, value pretraining": Kind(
-        "vapo_megatron.trained_model:TrainedModel.update", (1, VALUE_STEPS), "after"
+        "vapo_megatron.roles.model:TrainedModel.update", (1, VALUE_STEPS), "after"
     ),
     "generation": Kind(_SAMPLES, calls=(2, 8), counts=lambda phase, _: phase == "generation"),
     "generation, a further round": Kind(
-        "vapo_megatron.sampling:Sampling._sample",
+        "vapo_megatron.rollout.sampling:Sampling._sample",
         (VALUE_STEPS + 1, VALUE_STEPS + 2),
         counts=lambda phase, self, step, version, phases, has_time, round, num: round > 0,
     ),
-    "verification": Kind("vapo_megatron.sampling:score_rollouts"),
-    "between critic's and actor's update": Kind("vapo_megatron.actor:Actor.update"),
+    "verification": Kind("vapo_megatron.rollout.sampling:score_rollouts"),
+    "between critic's and actor's update": Kind("vapo_megatron.roles.actor:Actor.update"),
     # The critic has had two.
     "after an optimizer's step of the actor": Kind(
-        "vapo_megatron.trained_model:optimizer_step", when="after", calls=(3, 4)
+        "vapo_megatron.roles.model:optimizer_step", when="after", calls=(3, 4)
     ),
     "sync, messages on their way": Kind(
-        "vapo_megatron.weights.transfer:_post",
+        "vapo_megatron.weights.reshard.transfer:_post",
         when="after",
         counts=lambda phase, *_: phase == "sync",
     ),
@@ -97,15 +97,17 @@ KINDS = {
         calls=(2, 8),
         counts=lambda phase, _: phase == "evaluation",
     ),
-    "a row half written": Kind("vapo_megatron.metrics:MetricsWriter.write", when="half", rank=0),
+    "a row half written": Kind(
+        "vapo_megatron.run.metrics:MetricsWriter.write", when="half", rank=0
+    ),
     "one of two models copied": Kind(
-        "vapo_megatron.checkpoint_writer:CheckpointWriter._files_of", when="after"
+        "vapo_megatron.run.checkpoint.writer:CheckpointWriter._files_of", when="after"
     ),
     "a model's file half written": Kind(
         _WRITE, when="half", calls=(2, 12), counts=_writes(".distcp")
     ),
     "the checkpoint written, not sealed": Kind(
-        "vapo_megatron.checkpoint_files:publish", rank=0
+        "vapo_megatron.run.checkpoint.files:publish", rank=0
     ),
     "the first checkpoint named, no `latest` yet": Kind(
         _LATEST, (VALUE_STEPS, VALUE_STEPS), rank=0
@@ -117,10 +119,10 @@ KINDS = {
         "shutil:rmtree", when="half", rank=0, counts=_is_named(".old")
     ),
     "resuming, one of two models loaded": Kind(
-        "vapo_megatron.checkpoint:load_sharded", when="after", starts=True
+        "vapo_megatron.run.checkpoint.load:load_sharded", when="after", starts=True
     ),
     "export, not in its place": Kind(
-        "vapo_megatron.weights.hf_export:replace_directory",
+        "vapo_megatron.weights.export_hf:replace_directory",
         (AT_THE_END, AT_THE_END),
         rank=0,
         starts=True,
@@ -165,6 +167,6 @@ def halves() -> dict[str, Callable[..., Any]]:
     return {
         _WRITE: write,
         _LATEST: write_latest,
-        "vapo_megatron.metrics:MetricsWriter.write": write_row,
+        "vapo_megatron.run.metrics:MetricsWriter.write": write_row,
         "shutil:rmtree": delete,
     }

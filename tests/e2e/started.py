@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from tests.e2e.test_run import ROOT, environment
-from vapo_megatron.checkpoint_files import LATEST, STATE
-from vapo_megatron.process_tree import descendants
+from vapo_megatron.parallel.health.processes import descendants
+from vapo_megatron.run.checkpoint.files import LATEST, STATE
 
 
 class Started:

@@ -159,7 +159,7 @@ def test_other_settings_do_not_go_on_with_a_file(straight):
 
 
 def test_a_run_directory_is_its_export_and_its_configuration(checkpoint, tmp_path, monkeypatch):
-    from vapo_megatron.evaluation.checkpoint import evaluation_config, find_hf_directory
+    from vapo_megatron.cli.evaluate import evaluation_config, find_hf_directory
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     run_dir = tmp_path / "run"
@@ -204,7 +204,7 @@ def test_a_run_directory_is_its_export_and_its_configuration(checkpoint, tmp_pat
 
 
 def test_each_checkpoint_has_a_file_of_its_own(tmp_path, monkeypatch):
-    from vapo_megatron.evaluation.checkpoint import default_out
+    from vapo_megatron.cli.evaluate import default_out
 
     monkeypatch.chdir(tmp_path)
     paths = ["runs/tiny/seed_0/vapo", "runs/tiny/seed_1/vapo", "/data/models/base"]

@@ -25,8 +25,8 @@ from tests.e2e.moments import (
 )
 from tests.e2e.started import Started, updates
 from tests.e2e.test_run import DYNAMIC, SMALL, TINY, base_model, environment, rows, run, torchrun
-from vapo_megatron.checkpoint_files import STATE, candidates, find_problems, step_directories
 from vapo_megatron.parallel.checkpoint_metadata import read_metadata, tensors_of
+from vapo_megatron.run.checkpoint.files import STATE, candidates, find_problems, step_directories
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 MOMENTS = draw(seed=0)

@@ -1,7 +1,8 @@
 """Two whole runs, with turns and without, that sample with vLLM: the same rows and weights.
 
-Minutes long, so outside the default run; tests/test_turns.py compares replays by default. On a CPU
-vLLM keeps its memory while it sleeps: what is proven is the order of turns, syncs and versions.
+Minutes long, so outside the default run; tests/roles/test_device_schedule.py compares replays by
+default. On a CPU vLLM keeps its memory while it sleeps: what is proven is the order of turns, syncs
+and versions.
 """
 
 import pytest

@@ -5,7 +5,7 @@
 The commands are read from the README, and run in a directory that looks like the repository, with a
 tiny model under the 32B model's name and files in the published shapes under the data's. What each
 is given on top of what the README says stands in SMALLER. Does not exercise: installing, downloads,
-Slurm (tests/test_slurm.py), GPUs.
+Slurm (tests/examples/test_slurm.py), GPUs.
 """
 
 import json

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.e2e.test_run import TINY, ended, overrides, rows  # noqa: F401
-from vapo_megatron.train import main
+from vapo_megatron.cli.train import main
 
 RECIPES = TINY.parent / "algorithms"
 

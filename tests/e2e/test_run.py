@@ -22,7 +22,7 @@ from tests.e2e.greedy_run import train_and_answer
 from tests.launched import SECRET, Done
 from tests.slurm_stand_in import Cluster
 from tests.workers import free_port
-from vapo_megatron.train import main
+from vapo_megatron.cli.train import main
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "examples/configs/tiny.yaml"
@@ -376,7 +376,7 @@ def test_an_answer_that_cannot_be_read_is_named_before_the_run(overrides, tmp_pa
     problems = tmp_path / "bad.jsonl"
     rows = [{"prompt": "Qa1b+1=", "answer": a} for a in ("2", "3", "???", "4")]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code = "import sys; from vapo_megatron.train import main; c = main(); "
+    code = "import sys; from vapo_megatron.cli.train import main; c = main(); "
     code += "assert 'vllm' not in sys.modules, 'seconds were lost'; sys.exit(c)"
     done = subprocess.run(
         [

@@ -96,11 +96,11 @@ def critic_values(base, reward_model, some):
     """V before each response token, of the trainer's critic; a worker's function."""
     from itertools import accumulate
 
-    from vapo_megatron.batch import RolloutBatch, make_micro_batch
     from vapo_megatron.config import VapoConfig
-    from vapo_megatron.critic import Critic
+    from vapo_megatron.data.batch import RolloutBatch, make_micro_batch
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
+    from vapo_megatron.roles.critic import Critic
 
     paths = {"hf_path": str(base), "critic_hf_path": str(reward_model)}
     config = VapoConfig.model_validate({"model": {**paths, "dtype": "float32"}})

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from tools.smoke import attention, parity
 from tools.smoke.sizes import FULL, SMALL, AttentionCase
-from vapo_megatron import flops
 from vapo_megatron.models.hf_config import parameter_count
+from vapo_megatron.planning import flops
 
 GIB = 2**30
 
@@ -146,7 +146,7 @@ def test_updates(workers, tmp_path, role):
 
 def _offload_that_spoils(directory):
     """The section where a number comes back as another one."""
-    from vapo_megatron.trained_model import TrainedModel
+    from vapo_megatron.roles.model import TrainedModel
 
     honest = TrainedModel.held
 

@@ -48,7 +48,7 @@ GRADIENTS = 5e-6
 
 def batch():
     """Sequences whose first token is the prompt."""
-    from vapo_megatron.batch import RolloutBatch
+    from vapo_megatron.data.batch import RolloutBatch
 
     generator = torch.Generator().manual_seed(3)
     lengths = torch.tensor([0, *LENGTHS])
@@ -78,12 +78,12 @@ def weights_of(advantages):
 
 def measure(hf_paths, layout):
     """Return for each model its logits before every response token [T, V], and its gradients."""
-    from vapo_megatron.batch import make_micro_batch
-    from vapo_megatron.gradients import full_gradients
+    from vapo_megatron.data.batch import make_micro_batch
     from vapo_megatron.models.build import gather_hidden, output_weight
     from vapo_megatron.parallel.optimizer import build_ddp
     from vapo_megatron.parallel.schedule import forward_backward, forward_only
-    from vapo_megatron.weights.hf import load_hf_weights
+    from vapo_megatron.weights.gradients import full_gradients
+    from vapo_megatron.weights.load_hf import load_hf_weights
 
     # A tied model's copy of the embedding and every other parameter must come from the file.
     torch.manual_seed(dist.get_rank())

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.built import Layout, build, call, write_hf
 from vapo_megatron.models.build import gather_hidden, output_weight, values_of
 from vapo_megatron.weights import layout as weight_layout
-from vapo_megatron.weights.hf import load_hf_weights
+from vapo_megatron.weights.load_hf import load_hf_weights
 
 VOCAB = 300
 HEAD_DIM = 16

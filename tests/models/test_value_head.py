@@ -7,7 +7,7 @@ import torch
 
 from tests.models.built import Layout, build, call, write_hf
 from vapo_megatron.models.build import values_of
-from vapo_megatron.weights.hf import load_hf_weights
+from vapo_megatron.weights.load_hf import load_hf_weights
 
 LENGTHS = (7, 2, 11)
 STD = 0.3

@@ -5,7 +5,7 @@ Does not exercise NCCL.
 
 import torch
 
-from vapo_megatron.batch import Prompt, Rollout, ScoredRollout
+from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
 
 NUM = 11
 WANTED = {1: [[3, 0, 7, 10, 1, 2, 9, 8, 4, 6, 5]], 2: [[3, 0, 7, 10, 1], [2, 9, 8, 4, 6, 5]]}

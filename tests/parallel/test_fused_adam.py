@@ -9,7 +9,7 @@ takes its own branches for it. Not exercised: the fused kernels and what else th
 
 import pytest
 
-from tests.test_checkpoint import SAVED_AT, train
+from tests.run.checkpoint.test_load import SAVED_AT, train
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import WorkerPool
 

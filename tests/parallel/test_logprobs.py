@@ -1,7 +1,7 @@
 """Vocabulary-parallel log-probabilities and entropy, against float64, on one process.
 
 Not exercised: CUDA; several ranks (test_logprobs_parallel.py); speed, and what an operator
-allocates inside itself (tests/algorithm/test_benchmark.py measures a whole process).
+allocates inside itself (tests/tools/test_benchmark_gae.py measures a whole process).
 """
 
 import math

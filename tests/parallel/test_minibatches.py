@@ -1,8 +1,9 @@
-"""What the length of a packed forward pass is a multiple of; the rest is in tests/test_roles.py."""
+"""What the length of a packed forward pass is a multiple of; the rest is in
+tests/roles/test_roles.py."""
 
 import pytest
 
-from tests.test_batch import make_batch
+from tests.data.test_batch import make_batch
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.parallel.minibatches import make_micro_batches, packed_multiple
 

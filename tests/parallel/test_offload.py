@@ -65,13 +65,13 @@ def _bits(model):
 
 def _learn(hf_path, layout, dtype, offload):
     """Two steps of a critic: values, then an update. All that came of it, and its model."""
-    from vapo_megatron.batch import make_micro_batch
+    from vapo_megatron.data.batch import make_micro_batch
     from vapo_megatron.models.build import values_of
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.minibatches import MiniBatch
     from vapo_megatron.parallel.schedule import forward_only
-    from vapo_megatron.trained_model import TrainedModel
+    from vapo_megatron.roles.model import TrainedModel
 
     torch.manual_seed(0)
     config = make_config(layout, model={"dtype": dtype})
@@ -207,10 +207,10 @@ def test_other_tensors_in_the_place_of_the_optimizers(hf_path, workers):
 
 def _checkpoint(hf_path, directory):
     """Saved and loaded while away."""
-    from vapo_megatron.checkpoint import load_run
-    from vapo_megatron.checkpoint_files import newest_whole
-    from vapo_megatron.checkpoint_writer import CheckpointWriter
     from vapo_megatron.config import CheckpointConfig
+    from vapo_megatron.run.checkpoint.files import newest_whole
+    from vapo_megatron.run.checkpoint.load import load_run
+    from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
     layout = Layout(split=BOTH)
     _, model = _learn(hf_path, layout, "float32", offload=True)

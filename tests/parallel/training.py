@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_megatron.batch import RolloutBatch, make_micro_batch
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.data.batch import RolloutBatch, make_micro_batch
 
 # (prompt, response) tokens; the empty response is a prompt that no loss reads.
 LENGTHS = ((3, 5), (2, 9), (6, 1), (4, 12), (5, 0), (1, 7), (3, 4))
@@ -134,7 +134,7 @@ class Trained:
         from vapo_megatron.models.hf_config import read_model_shape
         from vapo_megatron.parallel import groups
         from vapo_megatron.parallel.optimizer import build_ddp, build_optimizer
-        from vapo_megatron.weights.hf import load_hf_weights
+        from vapo_megatron.weights.load_hf import load_hf_weights
 
         self.role, self.layout = role, layout
         self.groups = groups.current()
@@ -191,7 +191,7 @@ class Trained:
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Gradients by HF name, in full."""
-        from vapo_megatron.gradients import full_gradients
+        from vapo_megatron.weights.gradients import full_gradients
 
         named = full_gradients(self.chunks, self.shape, self.groups, self.role)
         return {name: gradient.clone() for name, gradient in named}

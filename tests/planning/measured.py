@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-from vapo_megatron.batch import RolloutBatch, make_micro_batch
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.data.batch import RolloutBatch, make_micro_batch
 from vapo_megatron.models.hf_config import ModelShape
 
 PROMPT_TOKENS = 2
@@ -148,9 +148,9 @@ def measure(shape: ModelShape, config: VapoConfig, role: str, responses: int) ->
 
 def checkpoint_size(shape: ModelShape, config: VapoConfig, directory: str) -> int:
     """Save both roles as they are built; return the bytes of all files."""
-    from vapo_megatron.checkpoint_writer import CheckpointWriter
     from vapo_megatron.parallel import groups
-    from vapo_megatron.trained_model import TrainedModel
+    from vapo_megatron.roles.model import TrainedModel
+    from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
     here = groups.initialize(config.parallel)
     roles = config.algorithm.trained_roles

@@ -15,7 +15,7 @@ from vapo_megatron.models.known import known_shape
 from vapo_megatron.parallel import score_chunks
 from vapo_megatron.planning import activations, memory, model_bytes, plan
 from vapo_megatron.planning.host_memory import checkpoint_bytes, host_bytes_per_node
-from vapo_megatron.weights import shards
+from vapo_megatron.weights.reshard import shards
 
 GPU_BYTES = 80 * 10**9
 

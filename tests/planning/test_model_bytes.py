@@ -9,7 +9,8 @@ import pytest
 from tests.planning.shapes import LAYER, VOCABULARY, make_config
 from vapo_megatron.models.known import known_shape
 from vapo_megatron.planning import model_bytes
-from vapo_megatron.weights import mapping, shards
+from vapo_megatron.weights import mapping
+from vapo_megatron.weights.reshard import shards
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.planning.test_candidates import base
-from vapo_megatron import train
+from vapo_megatron.cli import train
 from vapo_megatron.config import VapoConfig, load_config
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.known import known_shape

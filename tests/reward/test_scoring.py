@@ -1,7 +1,7 @@
 """From rollouts to scored rollouts. Not exercised: which rank holds the verifier."""
 
-from vapo_megatron.batch import Prompt, Rollout
 from vapo_megatron.config import RewardConfig
+from vapo_megatron.data.batch import Prompt, Rollout
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.scoring import score_rollouts
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from vapo_megatron.batch import Prompt
 from vapo_megatron.config import RolloutConfig
+from vapo_megatron.data.batch import Prompt
 from vapo_megatron.errors import ConfigError, DataError
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.rollout.requests import (

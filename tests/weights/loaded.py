@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from vapo_megatron.batch import MicroBatch, RolloutBatch, make_micro_batch
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.data.batch import MicroBatch, RolloutBatch, make_micro_batch
 from vapo_megatron.models.build import build_model
 from vapo_megatron.models.hf_config import ModelShape, read_model_shape
 from vapo_megatron.parallel import groups as parallel_groups
 from vapo_megatron.parallel.groups import ParallelGroups
-from vapo_megatron.weights.hf import load_hf_weights
+from vapo_megatron.weights.load_hf import load_hf_weights
 
 # isort: split
 from megatron.core.packed_seq_params import PackedSeqParams

@@ -20,12 +20,12 @@ from tools.smoke.models import exact_float32, make_config
 from tools.smoke.parity import UNIT_ROUNDOFF, relative
 from tools.smoke.report import Row, judged
 from tools.smoke.sizes import AttentionCase, Sizes
-from vapo_megatron.flops import causal_pairs
 from vapo_megatron.models.attention import PackedAttention
 from vapo_megatron.models.build import transformer_config
 from vapo_megatron.models.known import known_shape
 from vapo_megatron.models.rope import Rotary
 from vapo_megatron.parallel import backend
+from vapo_megatron.planning.flops import causal_pairs
 
 # isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -125,7 +125,8 @@ def _layer(case: AttentionCase, dtype: str) -> tuple[PackedAttention, Any]:
 
 
 def _timed(case: AttentionCase) -> Row:
-    """Forward and backward in bfloat16, the second of two; FLOPs as in vapo_megatron/flops.py."""
+    """Forward and backward in bfloat16, the second of two; FLOPs as in
+    vapo_megatron/planning/flops.py."""
     tensors = Tensors(*(t.bfloat16() for t in _random(case)))
     layer, parameters = _layer(case, "bfloat16")
     leaves = [t.requires_grad_() for t in tensors[:3]]

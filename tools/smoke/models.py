@@ -10,14 +10,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vapo_megatron.actor import Actor
-from vapo_megatron.batch import RolloutBatch
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.critic import Critic
+from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.models.build import Role
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.minibatches import MiniBatch, local_plan, make_mini_batches
+from vapo_megatron.roles.actor import Actor
+from vapo_megatron.roles.critic import Critic
 from vapo_megatron.weights.mapping import hf_tensors
 
 
@@ -40,7 +40,8 @@ def build_role(role: Role, shape: ModelShape, config: VapoConfig) -> Actor | Cri
         backend.initialize_distributed(timeout_seconds=60)
     groups.destroy()
     here = groups.initialize(config.parallel)
-    return (Actor if role == "actor" else Critic)(shape, config, here)
+    kind = Actor if role == "actor" else Critic
+    return kind(shape, config, here, config.model.hf_path)
 
 
 def exact_float32() -> None:

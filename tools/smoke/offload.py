@@ -17,7 +17,7 @@ from tools.smoke.report import Row
 from tools.smoke.sizes import Sizes
 from tools.smoke.training import described_shape, forward, planned, timed, trained_shape
 from vapo_megatron.parallel.offload import Storages, find_storages
-from vapo_megatron.trained_model import TrainedModel
+from vapo_megatron.roles.model import TrainedModel
 
 
 def offload(sizes: Sizes, directory: Path, name: str) -> list[Row]:

@@ -35,11 +35,11 @@ from tools.smoke.models import (
 )
 from tools.smoke.report import Row, judged
 from tools.smoke.sizes import Sizes
-from vapo_megatron.actor import Actor
-from vapo_megatron.gradients import full_gradients
 from vapo_megatron.models.build import Role
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel import groups
+from vapo_megatron.roles.actor import Actor
+from vapo_megatron.weights.gradients import full_gradients
 
 ROLES: tuple[Role, ...] = ("actor", "critic")
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8}

@@ -1,10 +1,10 @@
 """Sections of tools/gpu_smoke.py that time models: updates, and the fused log-probabilities.
 
 MFU is model FLOPs over the seconds that they took and the GPU's bfloat16 peak. Model FLOPs
-(vapo_megatron/flops.py) are, forward, 2 for each matrix parameter and token, the output's at the
-response tokens alone, and 4 * heads * head_dim for each layer and pair of tokens that attends
-within its causal sequence; forward and backward three times that. An update also clips, steps Adam
-over all parameters and casts them, whose seconds count and whose FLOPs do not.
+(vapo_megatron/planning/flops.py) are, forward, 2 for each matrix parameter and token, the output's
+at the response tokens alone, and 4 * heads * head_dim for each layer and pair of tokens that
+attends within its causal sequence; forward and backward three times that. An update also clips,
+steps Adam over all parameters and casts them, whose seconds count and whose FLOPs do not.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tools.benchmark_logprobs import Measurement, Settings, measure
 from tools.smoke.models import build_role, make_config, random_batch, whole_mini_batch
 from tools.smoke.report import Row, judged
 from tools.smoke.sizes import Sizes
-from vapo_megatron import flops
-from vapo_megatron.actor import Actor
-from vapo_megatron.batch import RolloutBatch
-from vapo_megatron.critic import Critic
+from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.data.packing import plan_mini_batches
 from vapo_megatron.models.build import Role
 from vapo_megatron.models.hf_config import ModelShape, parameter_count
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.memory import PeakMemory
+from vapo_megatron.planning import flops
+from vapo_megatron.roles.actor import Actor
+from vapo_megatron.roles.critic import Critic
 
 Result = TypeVar("Result")
 

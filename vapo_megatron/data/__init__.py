@@ -1,0 +1,1 @@
+"""Batches, problems, packing, atomic storage."""

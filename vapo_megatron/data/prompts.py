@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vapo_megatron.batch import Prompt
+from vapo_megatron.data.batch import Prompt
 from vapo_megatron.data.order import seeded_permutation
 from vapo_megatron.data.problems import Problem, load_problems
 from vapo_megatron.errors import DataError

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_megatron.batch import STATUSES, RolloutBatch, ScoredRollout, StepSummary
+from vapo_megatron.data.batch import STATUSES, RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import ParallelGroups
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithm.policy_loss import loss_count
-from vapo_megatron.batch import MicroBatch, RolloutBatch, make_micro_batch
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.data.batch import MicroBatch, RolloutBatch, make_micro_batch
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import ParallelGroups
 from vapo_megatron.parallel.reduce import sum_over_data_parallel

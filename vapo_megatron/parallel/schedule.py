@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from vapo_megatron.batch import MicroBatch, make_micro_batch
+from vapo_megatron.data.batch import MicroBatch, make_micro_batch
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.minibatches import FP8_MULTIPLE
 from vapo_megatron.parallel.reduce import (

@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from vapo_megatron.flops import BF16_PEAK_FLOPS
+from vapo_megatron.planning.flops import BF16_PEAK_FLOPS
 
 GB = 1e9
 

@@ -8,13 +8,12 @@ from collections.abc import Iterable
 
 import yaml
 
-from vapo_megatron import flops
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.hf_config import (
     ModelShape,
     parameter_count,
 )
-from vapo_megatron.planning import memory
+from vapo_megatron.planning import flops, memory
 from vapo_megatron.planning.cluster import GB, Cluster
 from vapo_megatron.planning.host_memory import checkpoint_bytes, host_bytes_per_node
 from vapo_megatron.planning.memory import PhaseMemory
@@ -165,7 +164,7 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
     Args:
         shape: of the model.
         plan: fits or not.
-        sync: seconds by the resharding plan itself (weights/reshard_cost.py), where it was made.
+        sync: seconds by the resharding plan itself (weights/reshard/cost.py), where it was made.
     """
     p, r, c = plan.config.parallel, plan.config.rollout, plan.cluster
     updates = [name for name in ("critic_update", "actor_update") if name in plan.training.phases]

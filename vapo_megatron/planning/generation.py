@@ -18,9 +18,9 @@ import heapq
 
 import numpy as np
 
-from vapo_megatron import flops
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.planning import flops
 from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.planning.memory import kv_cache_bytes_per_token
 from vapo_megatron.planning.model_bytes import DTYPE_BYTES, sampler_weight_bytes

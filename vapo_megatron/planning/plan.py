@@ -8,11 +8,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from vapo_megatron import flops
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.planning import memory
+from vapo_megatron.planning import flops, memory
 from vapo_megatron.planning.cluster import GB, Cluster
 from vapo_megatron.planning.generation import Generation, generation
 from vapo_megatron.planning.host_memory import host_bytes_per_node
@@ -271,8 +270,8 @@ def model_flops(shape: ModelShape, workload: Workload) -> int:
 
 def resharding_seconds(shape: ModelShape, plan: Plan) -> float:
     """Predict the sync from the plan of its messages, which takes seconds to make; loads torch."""
-    from vapo_megatron.weights import reshard_cost, shards
-    from vapo_megatron.weights.reshard import make_plan as make_messages
+    from vapo_megatron.weights.reshard import cost, shards
+    from vapo_megatron.weights.reshard.whole_plan import make_plan as make_messages
 
     p, cluster = plan.config.parallel, plan.cluster
     trainer = shards.trainer_layout(
@@ -286,10 +285,10 @@ def resharding_seconds(shape: ModelShape, plan: Plan) -> float:
     messages = make_messages(
         shape, trainer, rollout.tensor_model_parallel_size, gpus_per_node=per_node, relay=True
     )
-    wires = reshard_cost.Cluster(
+    wires = cost.Cluster(
         gpus_per_node=per_node,
         nvlink_gb_per_second=2 * cluster.nvlink_bytes / GB,
         network_gb_per_second=cluster.network_bytes / GB,
         memory_gb_per_second=cluster.memory_bytes / GB,
     )
-    return reshard_cost.plan_cost(messages, wires, rollout.sync_bucket_bytes).seconds
+    return cost.plan_cost(messages, wires, rollout.sync_bucket_bytes).seconds

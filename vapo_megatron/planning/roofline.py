@@ -24,9 +24,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from vapo_megatron import flops
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.planning import flops
 from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.planning.model_bytes import (
     DTYPE_BYTES,
@@ -240,7 +240,7 @@ def _pipeline(trainer: _Trainer, stage: Rates, last: Rates, work: Loads, after: 
 
 
 def sync_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> float:
-    """Estimate the weights' way into vLLM without making the plan (weights/reshard_cost.py does).
+    """Estimate the weights' way into vLLM without making the plan (weights/reshard/cost.py does).
 
     Each node receives the part of the model that its ranks do not hold, once, through all its
     adapters; meanwhile each rank receives within the node what it lacks of its vLLM shard; then it

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from vapo_megatron.batch import Rollout, ScoredRollout
 from vapo_megatron.config import RewardConfig
+from vapo_megatron.data.batch import Rollout, ScoredRollout
 from vapo_megatron.parallel.reduce import max_over_world
 from vapo_megatron.reward.math_verifier import MathVerifier, unreadable
 from vapo_megatron.reward.shaping import shaped_reward

@@ -15,8 +15,8 @@ from typing import Literal
 from vapo_megatron.errors import ConfigError, DataError
 
 if typing.TYPE_CHECKING:
-    from vapo_megatron.batch import Prompt
     from vapo_megatron.config import RolloutConfig
+    from vapo_megatron.data.batch import Prompt
     from vapo_megatron.models.hf_config import ModelShape
 
 SeedRole = Literal["train", "evaluation"]

@@ -1,0 +1,1 @@
+"""Weights from and to Hugging Face files, by one name table."""

@@ -1,0 +1,360 @@
+"""Published data sets into training data: small files in their exact schemas, through the tool.
+
+Not exercised: tokenizers and chat templates of published models, a data set of full size (the slow
+test makes one of a tenth).
+"""
+
+import csv
+import dataclasses
+import importlib.util
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
+from vapo_megatron.cli.prepare.columns import ANSWER_PREFIX, ANSWER_SUFFIX, strip_instructions
+from vapo_megatron.cli.prepare.prepare import METADATA_KEY, make_template, prepare
+from vapo_megatron.config import DataConfig
+from vapo_megatron.data.problems import Problem, load_problems
+from vapo_megatron.data.prompts import PromptDataset
+from vapo_megatron.errors import DataError
+from vapo_megatron.reward.math_verifier import MathVerifier
+from vapo_megatron.rollout.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def tool():
+    specification = importlib.util.spec_from_file_location(
+        "prepare_prompts", ROOT / "tools/prepare_prompts.py"
+    )
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tokenizer_directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_tiny_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_directory):
+    return load_tokenizer(tokenizer_directory)
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    with MathVerifier(num_workers=1, timeout_seconds=60) as shared:
+        yield shared
+
+
+@pytest.fixture
+def make(tmp_path, tokenizer, verifier):
+    """Prepare files and read the result as training does, with the default columns."""
+
+    def run(*files, **options):
+        out = tmp_path / "out.parquet"
+        summary = prepare(
+            [str(f) for f in files], out,
+            tokenizer=tokenizer, verifier=verifier, overwrite=True, **options,
+        )  # fmt: skip
+        columns = DataConfig()
+        return summary, load_problems(out, columns.prompt_column, columns.answer_column)
+
+    return run
+
+
+def asked(problem):
+    return (
+        "Solve the following math problem step by step. The last line of your response should be "
+        "of the form Answer: $Answer (without quotes) where $Answer is the answer to the problem."
+        f'\n\n{problem}\n\nRemember to put your answer on its own line after "Answer:".\n'
+    )
+
+
+def dapo_row(problem, answer, index=0):
+    """A row of DAPO-Math-17k and of its AIME-2024, column by column."""
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": asked(problem)[:-1], "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": f"{index:08x}-0000-0000-0000-000000000000"},
+    }
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def parquet(path, rows):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def parquet_of_no_rows(path):
+    nothing = pyarrow.array([], pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": nothing, "answer": nothing}), path)
+    return path
+
+
+def csv_file(path, rows):
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_dapo_math_17k(make, tmp_path):
+    rows = [dapo_row(f"What is ${i}+1$?", str(i + 1), i) for i in (5, 3)] * 100
+    summary, problems = make(parquet(tmp_path / "dapo.parquet", rows))
+    assert problems == [
+        Problem(asked("What is $5+1$?"), "6"),
+        Problem(asked("What is $3+1$?"), "4"),
+    ]
+    assert summary.files[0]["shape"] == "verl"
+    # 200 rows, 2 problems.
+    assert (summary.rows, summary.duplicates, summary.written) == (200, 198, 2)
+
+
+def test_its_instructions_are_never_doubled(make, tmp_path):
+    file = parquet(tmp_path / "dapo.parquet", [dapo_row("What is 1+1?", "2")])
+    for template in ("answer", "none"):
+        _, (problem,) = make(file, template=template)
+        assert problem.prompt.count("Solve the following") == 1
+        assert problem.prompt.count("Remember to put") == 1
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        asked("Is $x$ 5?"),
+        asked("Is $x$ 5?") + "\n ",
+        'Is $x$ 5? Let\'s think step by step and output the final answer after "####".',
+        "Is $x$ 5? Let's think step by step and output the final answer within \\boxed{}.",
+        "Is $x$ 5?\nPlease reason step by step, and put your final answer within \\boxed{}.",
+        " Is $x$ 5?\n",
+    ],
+)
+def test_published_instructions_come_off(prompt):
+    assert strip_instructions(prompt) == "Is $x$ 5?"
+
+
+def test_half_an_instruction_is_part_of_the_problem():
+    assert strip_instructions(ANSWER_PREFIX + "Is it?") == ANSWER_PREFIX + "Is it?"
+    assert strip_instructions("Is it?" + ANSWER_SUFFIX) == "Is it?" + ANSWER_SUFFIX
+
+
+def test_gsm8k_as_its_files_and_as_verl_converts_it(make, tmp_path):
+    solution = "In May she sold 48/2 = <<48/2=24>>24 clips.\nIn all 48+24 = 72.\n#### 72"
+    raw = jsonl(
+        tmp_path / "train.jsonl",
+        [
+            {"question": "How many clips?", "answer": solution},
+            {"question": "How much?", "answer": "#### 1 by 1,080 is\n#### 1,080"},
+        ],
+    )
+    row = dapo_row("", "72")
+    suffix = ' Let\'s think step by step and output the final answer after "####".'
+    row["prompt"][0]["content"] = "How many clips?" + suffix
+    summary, problems = make(raw, parquet(tmp_path / "train.parquet", [row]))
+    expected = [Problem(asked("How many clips?"), "72"), Problem(asked("How much?"), "1,080")]
+    assert problems == expected
+    assert [f["shape"] for f in summary.files] == ["gsm8k", "verl"]
+    assert (summary.rows, summary.duplicates) == (3, 1)
+
+
+@pytest.mark.parametrize("columns", [("problem", "answer"), ("Problem", "Answer")])
+@pytest.mark.parametrize(
+    "write,ending", [(jsonl, "jsonl"), (csv_file, "csv"), (parquet, "parquet")]
+)
+def test_aime(make, tmp_path, columns, write, ending):
+    rows = [
+        {"id": 60, columns[0]: 'Every "morning", Aya\nwalks $9$ km.', columns[1]: 204},
+        {"id": 61, columns[0]: "Let $ABC$ be a triangle, \\frac{1}{2}.", columns[1]: 33},
+    ]
+    for row in rows:
+        row["url"] = "https://example.org"
+    summary, problems = make(write(tmp_path / f"aime.{ending}", rows))
+    assert summary.files[0]["shape"] == "aime"
+    assert [p.answer for p in problems] == ["204", "33"]
+    assert problems[0].prompt == asked('Every "morning", Aya\nwalks $9$ km.')
+
+
+def test_plain_columns_and_named_ones(make, tool, tmp_path, tokenizer_directory, capsys):
+    rows = [{"prompt": "w3 w4", "answer": 7}, {"prompt": "w5", "answer": "\\frac12"}]
+    _, problems = make(jsonl(tmp_path / "a.jsonl", rows), template="none")
+    assert problems == [Problem("w3 w4", "7"), Problem("w5", "\\frac12")]
+    file = csv_file(
+        tmp_path / "b.csv", [{"q": "w3", "solution": "5", "answer": "x", "prompt": "y"}]
+    )
+    out = tmp_path / "b.parquet"
+    arguments = ["--data", str(file), "--out", str(out), "--tokenizer", str(tokenizer_directory)]
+    columns = ["--prompt-column", "q", "--answer-column", "solution", "--template", "none"]
+    assert tool.main([*arguments, *columns]) == 0
+    assert load_problems(out) == [Problem("w3", "5")]
+    shown = capsys.readouterr().out
+    assert "shape plain, 1 rows" in shown and "1 problems written" in shown and str(out) in shown
+
+
+def test_spacing_makes_no_other_problem(make, tmp_path):
+    rows = [{"prompt": p, "answer": 1} for p in ("w3  w4", " w3\nw4 ", "w4 w3", "W3 w4")]
+    summary, problems = make(jsonl(tmp_path / "a.jsonl", rows), template="none")
+    assert [p.prompt for p in problems] == ["w3  w4", "w4 w3", "W3 w4"]
+    assert summary.duplicates == 1
+
+
+def test_a_problem_with_two_answers_is_left_out_unless_they_are_equal(make, tmp_path):
+    answers = {"w3": ["5", "6"], "w4": ["1/2", "0.5", "\\frac{1}{2}"], "w5": ["7", "7"]}
+    rows = [{"prompt": p, "answer": a} for p, several in answers.items() for a in several]
+    summary, problems = make(jsonl(tmp_path / "a.jsonl", rows), template="none")
+    assert problems == [Problem("w4", "1/2"), Problem("w5", "7")]
+    # 7 rows, 3 problems.
+    assert (summary.rows, summary.duplicates, summary.conflicting) == (7, 4, 1)
+
+
+def test_long_prompts_are_left_out_and_counted(make, tmp_path, tokenizer):
+    rows = [{"prompt": " ".join(["w3"] * n), "answer": 1} for n in (4, 5, 6, 3)]
+    summary, problems = make(
+        jsonl(tmp_path / "a.jsonl", rows), template="none", max_prompt_tokens=5
+    )
+    assert [len(p.prompt.split()) for p in problems] == [4, 5, 3]
+    assert (summary.too_long, summary.longest_prompt_tokens) == (1, 5)
+    # What is left, training takes with the same limit; the template counts.
+    PromptDataset(problems, tokenizer.encode, seed=0, max_prompt_tokens=5)
+    with pytest.raises(DataError, match="nothing is left to write: of 4 problems .* 4 more than"):
+        make(tmp_path / "a.jsonl", template="answer", max_prompt_tokens=5)
+
+
+def test_answers_that_cannot_be_read_are_refused_or_left_out(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("vapo_megatron.cli.prepare.prepare._CHUNK", 1)
+    rows = [{"prompt": f"w{i}", "answer": a} for i, a in enumerate(["1", "???", "2"], 3)]
+    file = jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(DataError, match=r"cannot read 1 of 3 .*line 2: '\?\?\?'.*--drop-unpars"):
+        make(file)
+    summary, problems = make(file, drop_unparsable=True, template="none")
+    assert [p.answer for p in problems] == ["1", "2"] and summary.unparsable == 1
+
+
+CHAT = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_the_chat_template_holds_the_same_instructions(tokenizer_directory):
+    tokenizer = load_tokenizer(tokenizer_directory)
+    with pytest.raises(DataError, match="no chat template; give --template answer"):
+        make_template("chat", tokenizer)
+    tokenizer.chat_template = CHAT
+    text = make_template("chat", tokenizer)("1+1?")
+    assert text == f"<|user|>{asked('1+1?')[:-1]}<end><|assistant|>"
+
+
+def test_a_begin_token_is_written_once(tokenizer_directory):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = load_tokenizer(tokenizer_directory)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    begin = tokenizer.bos_token_id
+    tokenizer.chat_template = "{{ bos_token }} w5 " + CHAT
+    whole = tokenizer.apply_chat_template(
+        [{"role": "user", "content": asked("w6")[:-1]}], add_generation_prompt=True,
+        return_dict=False,
+    )  # fmt: skip
+    assert whole[0] == begin
+    for single in ("$A", "<s> $A"):
+        tokenizer._tokenizer.post_processor = TemplateProcessing(
+            single=single, special_tokens=[("<s>", begin)]
+        )
+        assert tokenizer.encode(make_template("chat", tokenizer)("w6")) == whole
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="$A <s>", special_tokens=[("<s>", begin)]
+    )
+    with pytest.raises(DataError, match="other special tokens around it; give --template answer"):
+        make_template("chat", tokenizer)
+
+
+def test_the_file_says_how_it_was_made_and_is_replaced_whole(make, tmp_path, tokenizer, verifier):
+    good = jsonl(tmp_path / "good.jsonl", [{"prompt": "w3", "answer": 1}])
+    bad = jsonl(tmp_path / "bad.jsonl", [{"prompt": "w3", "answer": 1}, {"prompt": "w4"}])
+    summary, _ = make(good)
+    out = tmp_path / "out.parquet"
+    before = out.read_bytes()
+    about = json.loads(pyarrow.parquet.read_schema(out).metadata[METADATA_KEY])
+    assert about == dataclasses.asdict(summary) and about["template"] == "answer"
+    with pytest.raises(DataError, match="line 2 has no column 'answer'"):
+        make(bad)
+    assert out.read_bytes() == before
+    with pytest.raises(DataError, match="out.parquet exists; give another file, or --overwrite"):
+        prepare([str(good)], out, tokenizer=tokenizer, verifier=verifier)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "good.jsonl", "out.parquet"]
+
+
+def test_a_disk_that_fails_leaves_what_was_there(make, tmp_path, monkeypatch):
+    good = jsonl(tmp_path / "good.jsonl", [{"prompt": "w3", "answer": 1}])
+    make(good)
+    before = (tmp_path / "out.parquet").read_bytes()
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        make(good, template="none")
+    assert (tmp_path / "out.parquet").read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["good.jsonl", "out.parquet"]
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(tool, tmp_path, tokenizer_directory, capsys):
+    file = jsonl(tmp_path / "a.jsonl", [{"prompt": "w3", "answer": "1"}])
+    for data, out, words in (
+        (tmp_path / "b.jsonl", "o.parquet", "b.jsonl does not exist"),
+        (file, "o.jsonl", "must end in .parquet"),
+        (parquet_of_no_rows(tmp_path / "none.parquet"), "o.parquet", "holds no rows"),
+        (file, "o.parquet --max-prompt-tokens 0", "--max-prompt-tokens=0 must be at least 1"),
+        (file, "o.parquet --max-prompt-tokens x", "invalid int value: 'x'; --help shows"),
+        (file, "o.parquet --tokenizer nowhere", "--tokenizer=nowhere is no directory"),
+    ):
+        out, *more = out.split()
+        arguments = ["--tokenizer", str(tokenizer_directory), "--data", str(data)]
+        assert tool.main([*arguments, "--out", str(tmp_path / out), *more]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("prepare_prompts: ") and words in error and error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_repeated_rows_cost_no_memory(tmp_path, tokenizer_directory):
+    """179,170 rows in one row group: DAPO-Math-17k's 17,917 problems, 1 time and 10 times."""
+    once = pyarrow.Table.from_pylist(
+        [dapo_row(f"Problem {i}: " + "what is $x$? " * 20, str(i % 999), i) for i in range(17_917)]
+    )
+    peaks = []
+    for times in (1, 10):
+        file = tmp_path / f"{times}.parquet"
+        table = pyarrow.concat_tables([once] * times)
+        pyarrow.parquet.write_table(table, file, row_group_size=table.num_rows)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        subprocess.run(
+            [
+                sys.executable, ROOT / "tools/prepare_prompts.py", "--data", file,
+                "--out", tmp_path / f"{times}.out.parquet", "--tokenizer", tokenizer_directory,
+            ],
+            check=True, capture_output=True,
+        )  # fmt: skip
+        peaks.append(max(before, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) * 1024)
+    assert load_problems(tmp_path / "1.out.parquet") == load_problems(tmp_path / "10.out.parquet")
+    # Nine times the rows again would be 9 * 8 MB compressed and far more as Python objects.
+    assert peaks[1] - peaks[0] < 50 << 20, peaks

@@ -1,0 +1,84 @@
+"""How commands end. Real signals, in this process. Not exercised: those of torchrun."""
+
+import signal
+
+import pytest
+
+from vapo_megatron.cli.command import Parser, run
+from vapo_megatron.errors import DataError, tell
+
+
+def test_what_it_returns_is_printed_by_the_first_rank(capsys, monkeypatch):
+    assert run("tool", lambda: "done", interrupted="x") == 0
+    assert run("tool", lambda: None, interrupted="x") == 0
+    assert run("tool", lambda: 1, interrupted="x") == 1
+    monkeypatch.setenv("RANK", "1")
+    assert run("tool", lambda: "again", interrupted="x") == 0
+    assert capsys.readouterr().out == "done\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (DataError("file a, line 3 is wrong"), "tool: file a, line 3 is wrong\n"),
+        (PermissionError(13, "Permission denied", "/a"), "tool: [Errno 13] Permission denied: "),
+    ],
+)
+def test_a_mistake_is_one_line_and_2(error, words, capsys):
+    def work():
+        raise error
+
+    assert run("tool", work, interrupted="x") == 2
+    told = capsys.readouterr().err
+    assert told.startswith(words) and told.count("\n") == 1
+
+
+def test_a_mistake_is_told_where_torchrun_has_no_directory_any_more(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone/0/error.json"))
+    tell("no room")
+    assert capsys.readouterr().err == "no room\n"
+
+
+def test_a_wrong_option_is_one_line_and_2(capsys):
+    parser = Parser(prog="tool")
+    parser.add_argument("--number", type=int)
+    assert run("tool", lambda: parser.parse_args(["--number", "x"]), interrupted="x") == 2
+    told = capsys.readouterr().err
+    assert told == "tool: argument --number: invalid int value: 'x'; --help shows what there is\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_is_one_line_and_130(number, capsys):
+    before = signal.getsignal(number)
+    assert run("tool", lambda: signal.raise_signal(number), interrupted="nothing is left") == 130
+    assert capsys.readouterr().err == "tool: interrupted; nothing is left\n"
+    assert signal.getsignal(number) is before
+
+
+def test_an_interrupt_that_compiled_code_turns_into_another_error_is_one():
+    def work():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise SystemError("compiled code returned a result with an exception set") from None
+
+    assert run("tool", work, interrupted="x") == 130
+
+
+def test_a_signal_that_is_left_out_keeps_its_handler():
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append(True))
+    try:
+        work = lambda: signal.raise_signal(signal.SIGTERM)  # noqa: E731
+        assert run("tool", work, interrupted="x", signals=[signal.SIGINT]) == 0 and seen
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_bug_is_neither(capsys):
+    def work():
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        run("tool", work, interrupted="x")
+    assert capsys.readouterr().err == ""

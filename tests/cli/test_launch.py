@@ -1,0 +1,323 @@
+"""The recipes: what they resolve to, how they start, and what a mistake in starting one is told.
+
+torchrun is real where it is named so; elsewhere a stand-in shows the command line and the state
+that it would have been started with. Does not train: tests/e2e/test_run.py starts the 32B recipe
+both ways.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.models.qwen25 import config_json
+from tests.workers import free_port
+from vapo_megatron.cli.launch import torchrun_command
+from vapo_megatron.config import ConfigError, VapoConfig, load_config
+from vapo_megatron.parallel.health.early_stop import SIGNALS
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "examples/configs"
+BASE = CONFIGS / "qwen2.5_base.yaml"
+SIZES = {"32b": ("32B", "16 nodes of 8 H100"), "7b": ("7B", "one node of 8 H100")}
+SIZES |= {"0.5b": ("0.5B", "one GPU of 80 GB")}
+
+
+def recipe(size):
+    return ROOT / f"examples/run_vapo_qwen{size}.sh"
+
+
+def overlay(size):
+    return CONFIGS / f"qwen2.5_{size}.yaml"
+
+
+def start(*command, **environment):
+    """Run a command in the repository, without what a launcher around the tests may have set."""
+    launchers = ("RANK", "WORLD_SIZE", "NODE_RANK", "NNODES", "NPROC_PER_NODE", "OMP_NUM_THREADS")
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in launchers and not k.startswith(("LOCAL_", "MASTER_", "TORCHELASTIC_"))
+    }
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env={**clean, "VAPO_PYTHON": sys.executable, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+# --- what the recipes are -------------------------------------------------------------------------
+
+# The 32B recipe as it resolves. Source: VAPO (arXiv 2504.05118) where it prints the value, DAPO
+# (arXiv 2503.14476, the same team) where it is silent, ours where neither says.
+RECIPE_32B = [
+    ("algorithm.responses_per_step", 8192, "VAPO: 512 prompts x 16 responses"),
+    ("algorithm.group_size", 16, "VAPO: 16 responses to a prompt"),
+    ("algorithm.mini_batch_size", 512, "VAPO: mini-batch 512; DAPO: of responses, 16 updates"),
+    ("algorithm.value_pretraining_steps", 50, "VAPO: critic warm-up of 50 steps"),
+    ("algorithm.advantage_estimator", "gae", "VAPO"),
+    ("algorithm.lambda_critic", 1.0, "VAPO: decoupled GAE"),
+    ("algorithm.lambda_actor", "adaptive", "VAPO: 1 - 1/(alpha l)"),
+    ("algorithm.length_adaptive_alpha", 0.05, "VAPO"),
+    ("algorithm.gamma", 1.0, "VAPO"),
+    ("algorithm.clip_low", 0.2, "VAPO: clip-higher"),
+    ("algorithm.clip_high", 0.28, "VAPO: clip-higher"),
+    ("algorithm.loss_aggregation", "token", "VAPO: token-level loss"),
+    ("algorithm.positive_lm_coef", 0.1, "VAPO: mu"),
+    ("algorithm.advantage_whitening", False, "ours: VAPO is silent"),
+    ("algorithm.kl_coef", 0.0, "DAPO: no KL"),
+    ("algorithm.critic_updates_per_step", 1, "ours: VAPO is silent"),
+    ("optimizer.actor_learning_rate", 1e-6, "VAPO"),
+    ("optimizer.critic_learning_rate", 2e-6, "VAPO"),
+    ("optimizer.actor_warmup_updates", 320, "VAPO: then constant; DAPO: 20 rollouts of 16 updates"),
+    ("optimizer.critic_warmup_updates", 320, "as the actor's"),
+    ("rollout.max_prompt_tokens", 2048, "ours: neither says"),
+    ("rollout.max_response_tokens", 20480, "DAPO"),
+    ("rollout.temperature", 1.0, "ours: neither says"),
+    ("rollout.top_p", 1.0, "ours: the distribution that the ratio is of"),
+    ("reward.correct", 1.0, "DAPO"),
+    ("reward.incorrect", -1.0, "DAPO"),
+    ("reward.overlong_buffer_tokens", 4096, "DAPO: soft overlong punishment"),
+    ("reward.overlong_penalty", 1.0, "DAPO: down to -1"),
+    ("evaluation.samples", 32, "VAPO: AIME 2024, avg@32"),
+    ("evaluation.temperature", 1.0, "VAPO"),
+    ("evaluation.top_p", 0.7, "VAPO"),
+]
+
+
+@pytest.mark.parametrize("field,value,source", RECIPE_32B, ids=[row[0] for row in RECIPE_32B])
+def test_the_32b_recipe_is_the_papers(field, value, source):
+    section, name = field.split(".")
+    found = getattr(getattr(load_config([BASE, overlay("32b")]), section), name)
+    assert found == value and type(found) is type(value), source
+
+
+def test_the_32b_recipe_makes_the_papers_updates():
+    a = load_config([BASE, overlay("32b")]).algorithm
+    assert a.num_prompts == 512
+    # 8192 / 512 = 16 updates a rollout; 313 rollouts make 5008: the paper's 5,000, no rollout more.
+    assert 5000 <= a.policy_steps * a.responses_per_step // a.mini_batch_size < 5016
+
+
+def leaves(tree, prefix=""):
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_overlay_sets_only_what_differs(size):
+    under = dict(leaves(load_config(BASE).model_dump()))
+    for name, value in leaves(yaml.safe_load(overlay(size).read_text())):
+        assert under[name] != value, f"{overlay(size).name} sets {name} to what it is without it"
+
+
+def test_the_base_sets_only_what_differs_from_the_defaults():
+    defaults = dict(leaves(VapoConfig().model_dump()))
+    for name, value in leaves(yaml.safe_load(BASE.read_text())):
+        assert defaults[name] != value, f"{BASE.name} sets {name} to its default"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_recipes_longest_response_fits_a_micro_batch(size):
+    c = load_config([BASE, overlay(size)])
+    longest = c.rollout.max_prompt_tokens + c.rollout.max_response_tokens
+    assert longest <= c.parallel.max_tokens_per_microbatch
+    # Sixteen updates a step in every recipe.
+    assert c.algorithm.responses_per_step // c.algorithm.mini_batch_size == 16
+
+
+def test_the_recipes_are_one_script():
+    def text(size):
+        model, machine = SIZES[size]
+        words = recipe(size).read_text().replace(machine, "MACHINE")
+        return words.replace(f"Qwen2.5-{model}", "MODEL").replace(size, "SIZE")
+
+    assert text("32b") == text("7b") == text("0.5b")
+    assert text("32b").count("SIZE") == 3 and "MODEL, on MACHINE" in text("32b")
+
+
+# --- starting one ---------------------------------------------------------------------------------
+
+
+def command(world_size=8, **environment):
+    return torchrun_command(environment, world_size, "recipe.sh", ["--replay", "a b"])
+
+
+def test_one_node_needs_no_variables():
+    assert command() == [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--node-rank=0",
+        "--master-addr=127.0.0.1", "--master-port=29500", "--nproc-per-node=8", "--max-restarts=0",
+        "recipe.sh", "--replay", "a b",
+    ]  # fmt: skip
+    assert "--nproc-per-node=1" in command(1), "no more processes than the configuration has"
+    assert command(NNODES="", MASTER_ADDR="") == command(), "empty is as good as unset"
+
+
+def test_several_nodes_take_the_usual_variables():
+    variables = {"NNODES": "16", "NODE_RANK": "3", "MASTER_ADDR": "gpu-17", "MASTER_PORT": "4242"}
+    assert command(128, **variables)[3:8] == [
+        "--nnodes=16", "--node-rank=3", "--master-addr=gpu-17", "--master-port=4242",
+        "--nproc-per-node=8",
+    ]  # fmt: skip
+    assert command(64, **variables, NPROC_PER_NODE="4")[7] == "--nproc-per-node=4"
+    assert command(128, **variables, MAX_RESTARTS="3")[8] == "--max-restarts=3"
+
+
+@pytest.mark.parametrize(
+    "world_size,variables,words",
+    [
+        (128, {}, ["parallel.world_size=128", "NNODES(1)", "NPROC_PER_NODE(8) = 8", "set the"]),
+        (8, {"NPROC_PER_NODE": "4"}, ["world_size=8 must be", "NPROC_PER_NODE(4) = 4"]),
+        (16, {"NNODES": "2"}, ["NNODES=2 needs NODE_RANK and MASTER_ADDR"]),
+        (16, {"NNODES": "2", "NODE_RANK": "1"}, ["NNODES=2 needs MASTER_ADDR:"]),
+        (
+            16,
+            {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"},
+            ["NODE_RANK=2 must be less than NNODES=2"],
+        ),
+        (8, {"NNODES": "1:4"}, ["NNODES=1:4 must be a whole number", "start torchrun yourself"]),
+        (8, {"NPROC_PER_NODE": "gpu"}, ["NPROC_PER_NODE=gpu must be a whole number"]),
+        (8, {"NPROC_PER_NODE": "0"}, ["NPROC_PER_NODE=0 must be", "at least 1"]),
+        (8, {"NODE_RANK": "-1"}, ["NODE_RANK=-1 must be", "at least 0"]),
+        (8, {"MASTER_PORT": "http"}, ["MASTER_PORT=http must be"]),
+    ],
+)
+def test_variables_that_cannot_work_are_named(world_size, variables, words):
+    with pytest.raises(ConfigError) as caught:
+        command(world_size, **variables)
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """A torchrun that prints what it was started with, as PYTHONPATH."""
+    package = tmp_path / "stand_in/torch/distributed"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "run.py").write_text(
+        "import json, os, signal, sys\n"
+        "print(json.dumps({'arguments': sys.argv[1:], 'environment': dict(os.environ),\n"
+        "    'blocks': list(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, [])))}))\n"
+    )
+    return str(tmp_path / "stand_in")
+
+
+def inputs(directory, size):
+    """Write what a launcher looks at, the model's sizes and the data; return the overrides."""
+    sizes = {"model_type": "qwen2", **config_json(SIZES[size][0])}
+    (directory / "config.json").write_text(json.dumps(sizes))
+    data = directory / "problems.jsonl"
+    data.write_text('{"prompt": "1 + 1 =", "answer": 2}\n')
+    return (f"model.hf_path={directory}", f"data.train_path={data}", "evaluation.path=null")
+
+
+@pytest.mark.parametrize("size,nodes", [("32b", 16), ("7b", 1), ("0.5b", 1)])
+def test_bash_hands_over_to_torchrun(size, nodes, stand_in, tmp_path):
+    arguments = (*inputs(tmp_path, size), "logging.run_dir=a b")
+    variables = {"NNODES": "16", "NODE_RANK": "1", "MASTER_ADDR": "first"} if nodes > 1 else {}
+    # Some clusters number nodes so; it must not pass for torchrun.
+    done = start("bash", recipe(size), *arguments, PYTHONPATH=stand_in, RANK="1", **variables)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    processes = load_config([BASE, overlay(size)]).parallel.world_size
+    assert f"--nnodes={nodes}" in seen["arguments"]
+    assert f"--nproc-per-node={processes // nodes}" in seen["arguments"]
+    assert seen["arguments"][-5:] == [str(recipe(size)), *arguments]
+    assert seen["environment"]["OMP_NUM_THREADS"] == "1"
+    assert set(SIGNALS) <= set(seen["blocks"]), "a cluster's early signal would end torchrun"
+
+
+def test_what_is_set_already_stays(stand_in, tmp_path):
+    arguments = inputs(tmp_path, "0.5b")
+    done = start("bash", recipe("0.5b"), *arguments, PYTHONPATH=stand_in, OMP_NUM_THREADS="3")
+    assert json.loads(done.stdout)["environment"]["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_dry_run_takes_nothing_from_the_machine(size):
+    """Neither the model, nor any launcher's variables, nor the directory it is started in."""
+    override = f"model.hf_path=/nowhere/Qwen2.5-{SIZES[size][0]}"
+    variables = {"RANK": "5", "WORLD_SIZE": "7", "NNODES": "3", "NPROC_PER_NODE": "x"}
+    script = f"cd / && exec bash {recipe(size)} --dry-run {override}"
+    done = start("bash", "-c", script, **variables)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(load_config([BASE, overlay(size)], [override]).to_yaml())
+
+
+def test_help_calls_the_recipe_by_its_name():
+    done = start("bash", recipe("7b"), "--help")
+    assert done.returncode == 0 and done.stdout.startswith("usage: run_vapo_qwen7b.sh [-h]")
+    assert "recipes bring their own" in done.stdout and "algorithm.clip_high=0.28" in done.stdout
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (["--dryrun"], "unrecognized arguments: --dryrun; --help"),
+        (["algorithm.gama=1"], "did you mean algorithm.gamma?"),
+        (["--config"], "argument --config: expected one argument"),
+        ([], "model.hf_path=models/Qwen2.5-7B does not exist"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_starts(arguments, words, stand_in):
+    done = start("bash", recipe("7b"), *arguments, PYTHONPATH=stand_in)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_configuration_is_required_without_a_recipe():
+    done = start(sys.executable, "-m", "vapo_megatron.train", "--dry-run")
+    assert done.returncode == 2 and done.stderr.startswith("error: --config FILE is required")
+
+
+def test_a_python_without_the_requirements_is_named(tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    done = start("bash", recipe("7b"), "--dry-run", VAPO_PYTHON=str(bare))
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "has no module 'yaml'; activate the environment" in done.stderr
+
+
+@pytest.mark.slow
+def test_torchrun_tells_a_mistake_once():
+    port = f"--master-port={free_port()}"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", port]
+    done = start(*torchrun, recipe("7b"), "algorithm.gamma=2", OMP_NUM_THREADS="1")
+    told = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.returncode != 0 and len(told) == 1, done.stderr
+    assert "algorithm.gamma=2 must be" in told[0]
+
+
+def test_a_mistake_on_another_node_than_the_first_is_told_there(tmp_path):
+    """As torchrun starts ranks 4 and 5 of node 1, where the model is missing."""
+    lines = []
+    for local_rank in (1, 0):
+        place = tmp_path / f"attempt_0/{local_rank}"
+        place.mkdir(parents=True)
+        variables = {"RANK": str(4 + local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "8"}
+        variables["TORCHELASTIC_ERROR_FILE"] = str(place / "error.json")
+        done = start(sys.executable, recipe("7b"), **variables)
+        assert done.returncode == 2
+        lines += done.stderr.splitlines()
+        # Another mistake than the one that has been told.
+        done = start(sys.executable, recipe("7b"), "seed=-1", **variables)
+        lines += done.stderr.splitlines()
+    assert len(lines) == 2, lines
+    assert "model.hf_path=models/Qwen2.5-7B does not exist" in lines[0] and "seed=-1" in lines[1]

@@ -1,0 +1,491 @@
+"""A user's mistakes: one line with the remedy and exit code 2, from --dry-run and on every rank.
+
+The command runs in this process, up to where it would build the trainer; torchrun is real where it
+is named. Not exercised: mistakes that only vLLM can find (tests/e2e/test_run.py), what each single
+message says (the tests of each room).
+"""
+
+import concurrent.futures
+import errno
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
+from tests.sealed import seal
+from tests.weights.tiny_hf import write_tiny_hf
+from tests.workers import free_port
+from tools import convert_hf_to_megatron, evaluate
+from vapo_megatron.cli.train import main
+from vapo_megatron.config import ParallelConfig, VapoConfig, load_config
+from vapo_megatron.data import file_lock
+from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
+from vapo_megatron.data.prompts import read_prompts
+from vapo_megatron.errors import DataError, UserError
+from vapo_megatron.rollout.dump import _write_file
+from vapo_megatron.run.output import RunOutput
+from vapo_megatron.weights.convert.to_megatron import convert_to_megatron
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY = 64
+DUMPED = "dumped/replay/step_000001/rank_00000.safetensors"
+SIZES = {"num_layers": 2, "hidden": 32, "ffn": 32, "vocab": VOCABULARY}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """What a run reads, without a mistake."""
+    place = tmp_path_factory.mktemp("good")
+    write_tiny_hf(place / "model", **SIZES)
+    write_tiny_tokenizer(place / "model", VOCABULARY)
+    for name in ("train", "test"):
+        rows = [json.dumps({"prompt": f"w{i}", "answer": i}) for i in range(3, 6)]
+        (place / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    return place
+
+
+@pytest.fixture
+def place(good, tmp_path):
+    """A copy that a mistake can be made in, and the configuration that names it."""
+    shutil.copytree(good, tmp_path, dirs_exist_ok=True)
+    sections = {
+        "model": {"hf_path": f"{tmp_path}/model"},
+        "data": {"train_path": f"{tmp_path}/train.jsonl"},
+        "evaluation": {"path": f"{tmp_path}/test.jsonl"},
+        "rollout": {"max_prompt_tokens": 8, "max_response_tokens": 8},
+        "logging": {"run_dir": f"{tmp_path}/run"},
+        "parallel": {"world_size": 2},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(sections))
+    return tmp_path
+
+
+def append(name, text):
+    """Add a line to a file."""
+
+    def change(place):
+        with (place / name).open("a") as file:
+            file.write(text + "\n")
+
+    return change
+
+
+def put(name, **content):
+    """Change a JSON file."""
+
+    def change(place):
+        file = place / name
+        tree = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps({**tree, **content}))
+
+    return change
+
+
+def smaller_tokenizer(place):
+    """Leave the tokenizer of a model that ends a text otherwise."""
+    write_tiny_tokenizer(place / "model", 50)
+    put("model/generation_config.json", eos_token_id=[2, 63])(place)
+
+
+def other_weights(place):
+    """Leave the weights of another model."""
+    write_tiny_hf(place / "other", **{**SIZES, "ffn": 48})
+    (place / "other/model.safetensors").replace(place / "model/model.safetensors")
+
+
+def other_critic(place):
+    """Make a critic of another model."""
+    write_tiny_hf(place / "other", **{**SIZES, "hidden": 64})
+
+
+def checkpoint(run, *, ffn=None, roles=("actor", "critic"), **data):
+    """Make a run directory: with these sizes, roles and place in the data, without optimizers.
+
+    ffn: of the weights; None: there are none.
+    """
+
+    def change(place):
+        made, problems = place / run / "checkpoints/step_000001", place / "train.jsonl"
+        made.mkdir(parents=True)
+        if ffn is not None:
+            source = write_tiny_hf(place / "other", **{**SIZES, "ffn": ffn})
+            for role in roles:
+                convert_to_megatron(source, made / role, ParallelConfig(), role)
+        dataset = read_prompts(problems, VapoConfig(), lambda text: [1], shuffle=True)
+        state = {**dataset.state_dict(), **data} if data != {"of": "a replay"} else {}
+        content = {"step": 1, "num_updates": dict.fromkeys(roles, 2), "run": {"data": state}}
+        (made / "state.json").write_text(json.dumps(content))
+        seal(made)
+
+    return change
+
+
+def dump(vocab_size=VOCABULARY, **sizes):
+    """Leave a run directory with the first step's responses, of a model with these token ids."""
+
+    def change(place):
+        sizes_of = {"num_responses": 4, "group_size": 2, **sizes}
+        prompts = [Prompt(i, "w3", (3, vocab_size - 1), "5") for i in (0, 0, 1, 1)]
+        scored = [
+            ScoredRollout(Rollout(p, i % 2, i, (4, 2), (-1.0, -1.0), False, "w4", 0), "wrong", 0.0)
+            for i, p in enumerate(prompts)
+        ]
+        file = place / DUMPED
+        file.parent.mkdir(parents=True)
+        _write_file(file, scored, 1, **sizes_of)
+
+    return change
+
+
+def cut_short(place):
+    """Leave the weights half fetched."""
+    os.truncate(place / "model/model.safetensors", 20_000)
+
+
+def nothing(place):
+    """No file is wrong."""
+
+
+REPLAY = [
+    "--replay", "{place}/dumped", "algorithm.responses_per_step=4", "algorithm.group_size=2",
+    "algorithm.mini_batch_size=4", "algorithm.value_pretraining_steps=0",
+    "algorithm.policy_steps=1",
+]  # fmt: skip
+# what: (what is done to the files, overrides, words of the message)
+MISTAKES = {
+    "unknown key": (nothing, ["algorithm.gama=1"], "did you mean algorithm.gamma?"),
+    "wrong type": (nothing, ["algorithm.group_size=x"], "group_size='x' must be a valid integer"),
+    "layout": (
+        nothing,
+        ["parallel.world_size=3", "parallel.tensor_model_parallel_size=3"],
+        "tensor_model_parallel_size=3 must divide the model's num_attention_heads=4",
+    ),
+    "lengths": (nothing, ["rollout.max_response_tokens=600"], "max_position_embeddings=512; lower"),
+    "no model": (nothing, ["model.hf_path=/nowhere"], "model.hf_path=/nowhere does not exist; set"),
+    "no data": (nothing, ["data.train_path=/a.jsonl"], "train_path=/a.jsonl does not exist; set"),
+    "no held-out data": (nothing, ["evaluation.path=/a.jsonl"], "evaluation.path=/a.jsonl does"),
+    "no critic": (nothing, ["model.critic_hf_path=/nowhere"], "critic_hf_path=/nowhere does not"),
+    "malformed line": (append("train.jsonl", '{"prompt": '), [], "train.jsonl, line 4 is not JSON"),
+    "malformed held-out line": (append("test.jsonl", "x"), [], "test.jsonl, line 4 is not JSON"),
+    "no text": (
+        append("train.jsonl", '{"prompt": "\\ud800", "answer": 1}'), [],
+        "line 4: prompt holds half of a surrogate pair, which is no text; correct",
+    ),
+    "missing column": (
+        nothing, ["data.answer_column=solution"],
+        "train.jsonl, line 1 has no column 'solution'; set data.answer_column to one of those it "
+        "has: prompt, answer",
+    ),
+    "empty data": (
+        lambda place: (place / "train.jsonl").write_text("\n"), [],
+        "train.jsonl holds no problems; give a file with at least one row",
+    ),
+    "long prompt": (
+        append("train.jsonl", '{"prompt": "w1 w2 w3 w4 w5 w6 w7 w8 w9", "answer": 1}'), [],
+        "train.jsonl: problem 3 (from 0) has 9 tokens, more than rollout.max_prompt_tokens=8: 'w1",
+    ),
+    "long held-out prompt": (
+        append("test.jsonl", '{"prompt": "w1 w2 w3 w4 w5 w6 w7 w8 w9", "answer": 1}'), [],
+        "test.jsonl: problem 3 (from 0) has 9 tokens, more than rollout.max_prompt_tokens=8: 'w1",
+    ),
+    "no answer": (
+        append("train.jsonl", '{"prompt": "w1", "answer": " "}'), [],
+        "train.jsonl, line 4: answer=' ' must be a number or a text that is not empty; correct or",
+    ),
+    "no dump": (nothing, ["--replay", "{place}"], "{place} holds no dumped steps; give a run dir"),
+    "dump of another model": (
+        dump(VOCABULARY + 6), REPLAY,
+        "rank_00000.safetensors holds token id 69, outside the vocabulary of 64; set model.hf_path",
+    ),
+    "dump of another configuration": (
+        dump(group_size=4), REPLAY,
+        "was dumped with 4, but algorithm.group_size=2; set algorithm.group_size=4",
+    ),
+    "dump of fewer steps": (
+        dump(), [*REPLAY, "algorithm.policy_steps=3"],
+        "replay holds step 1, but the run needs steps 2, 3 too; lower algorithm.policy_steps",
+    ),
+    "damaged dump": (
+        lambda place: (dump()(place), os.truncate(place / DUMPED, 100)), REPLAY,
+        "rank_00000.safetensors cannot be read (",
+    ),
+    "unreadable data": (
+        lambda place: (place / "mem.jsonl").symlink_to("/proc/self/mem"),
+        ["data.train_path={place}/mem.jsonl"],
+        "mem.jsonl cannot be read: Input/output error; make it readable",
+    ),
+    "stop token outside": (
+        nothing, ["rollout.stop_token_ids=[64]"], "[64] lie outside the model's vocabulary of 64",
+    ),
+    "no tokenizer": (
+        lambda place: (place / "model/tokenizer.json").unlink(), [], "no tokenizer; the directory",
+    ),
+    "tokenizer too large": (
+        lambda place: write_tiny_tokenizer(place / "model", VOCABULARY + 1), [],
+        "its tokenizer has token id 64 ('w64'), outside config.json's vocab_size=64; put",
+    ),
+    "tokenizer of another": (
+        smaller_tokenizer, [],
+        "generation_config.json has eos_token_id=63, which is no token of its tokenizer (the "
+        "largest id is 49); put the model's own tokenizer there",
+    ),
+    "config.json": (
+        put("model/config.json", rms_norm_eps="tiny"), [],
+        "model/config.json: rms_norm_eps='tiny': must be a positive number",
+    ),
+    "weights of another model": (
+        other_weights, [],
+        "does not hold the actor that config.json describes: model.layers.0.mlp.gate_proj.weight: "
+        "expected shape [32, 32], found [48, 32]",
+    ),
+    "damaged weights": (cut_short, [], "model.safetensors cannot be read as safetensors ("),
+    "critic of another model": (
+        other_critic, ["model.critic_hf_path={place}/other"],
+        "model.embed_tokens.weight: expected shape [64, 32], found [64, 64]",
+    ),
+    "checkpoint of another model": (
+        checkpoint("run", ffn=48), [],
+        "run/checkpoints/step_000001/actor does not hold the actor that config.json describes: "
+        "decoder.layers.mlp.linear_fc1.weight: expected shape [2, 64, 32], found [2, 96, 32]",
+    ),
+    "checkpoint of another optimizer": (
+        checkpoint("run", ffn=32), [],
+        "logging.run_dir={place}/run: the state of its actor's optimizer does not fit this run's "
+        "parallel.use_distributed_optimizer=True, model.dtype=",
+    ),
+    "critic checkpoint without an optimizer": (
+        checkpoint("values", ffn=32), ["model.critic_checkpoint={place}/values"],
+        "or take its weights alone with model.critic_checkpoint_optimizer=false",
+    ),
+    "checkpoint of other roles": (
+        checkpoint("run", roles=["critic"]), [],
+        "step_000001 holds critic, but this configuration trains actor and critic (algorithm.stage",
+    ),
+    "checkpoint of a replay": (
+        checkpoint("run", of="a replay"), [], "was written by a replay, which has no place in it",
+    ),
+    "checkpoint of other data": (
+        checkpoint("run", seed=7), [],
+        "its seed was 7 when the checkpoint was written and is 0 now; restore it, or start another",
+    ),
+    "critic checkpoint of another model": (
+        checkpoint("values", ffn=48), ["model.critic_checkpoint={place}/values"],
+        "step_000001/critic does not hold the critic that config.json describes",
+    ),
+    "critic checkpoint without a critic": (
+        nothing, ["model.critic_checkpoint={place}"], "holds no critic; set it to a run directory",
+    ),
+    "run directory": (
+        append("file", ""), ["logging.run_dir={place}/file/run"],
+        "/file is no directory; set another directory",
+    ),
+}  # fmt: skip
+# What the verifier finds: by itself in a dry run, shared by a run's ranks when they have met.
+OF_VERIFIER = {
+    "unreadable answer": (
+        append("train.jsonl", '{"prompt": "w1", "answer": "??"}'), [],
+        "train.jsonl: row 3 (from 0) has the answer '??', which the verifier cannot read; correct",
+    ),
+    "unreadable held-out answer": (
+        append("test.jsonl", '{"prompt": "w1", "answer": "??"}'), [],
+        "test.jsonl: row 3 (from 0) has the answer '??', which the verifier cannot read; correct",
+    ),
+}  # fmt: skip
+# Mistakes in files that tools read, too.
+OF_TOOLS = {
+    convert_hf_to_megatron: ["config.json", "weights of another model", "damaged weights"],
+    evaluate: [
+        "malformed line", "no text", "no answer", "missing column", "empty data", "unreadable data",
+        "no tokenizer", "tokenizer too large", "tokenizer of another", "stop token outside",
+    ],
+}  # fmt: skip
+
+
+def make(name, place):
+    """Make a mistake; return the overrides that go with it and the words that it is told in."""
+    change, overrides, words = {**MISTAKES, **OF_VERIFIER}[name]
+    change(place)
+    return [text.format(place=place) for text in overrides], words.format(place=place)
+
+
+@pytest.fixture(params=MISTAKES)
+def mistake(request, place):
+    """A mistake that has been made: the command's arguments, and the words."""
+    overrides, words = make(request.param, place)
+    return ["--config", str(place / "config.yaml"), *overrides], words
+
+
+def as_rank(monkeypatch, rank, place, world_size=2):
+    """Give this process the environment of a rank, and no trainer."""
+
+    def stop(*_):
+        raise AssertionError("the trainer was reached")
+
+    trainer = types.SimpleNamespace(VapoTrainer=stop)
+    monkeypatch.setitem(sys.modules, "vapo_megatron.trainer", trainer)
+    own = place / f"attempt_0/{rank}"
+    own.mkdir(parents=True)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, str(rank))
+    for name, value in {
+        "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+        "TORCHELASTIC_ERROR_FILE": str(own / "error.json"),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+
+
+def test_a_dry_run_tells_a_mistake(mistake, capsys):
+    arguments, words = mistake
+    assert main([*arguments, "--dry-run"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1 and words in told
+
+
+@pytest.mark.parametrize("name", OF_VERIFIER)
+def test_a_dry_run_tells_what_the_verifier_finds(name, place, capsys):
+    overrides, words = make(name, place)
+    assert main(["--config", str(place / "config.yaml"), *overrides, "--dry-run"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1 and words in told
+
+
+def test_every_rank_refuses_and_one_tells(mistake, place, monkeypatch, capsys):
+    arguments, words = mistake
+    for rank in (1, 0):
+        as_rank(monkeypatch, rank, place)
+        if "parallel.world_size=3" in arguments:
+            monkeypatch.setenv("WORLD_SIZE", "3")
+        assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1 and words in told
+
+
+@pytest.mark.parametrize(
+    "tool,name", [(t, name) for t, names in OF_TOOLS.items() for name in names]
+)
+def test_tools_tell_it_alike(tool, name, place, capsys):
+    overrides, words = make(name, place)
+    data = [o.split("=")[1] for o in overrides if o.startswith("data.train_path=")]
+    arguments = ["--hf", place / "model", "--out", place / "converted"]
+    if tool is evaluate:
+        data = data or [place / "train.jsonl"]
+        arguments = ["--checkpoint", place / "model", "--data", data[0], "--out", place / "out"]
+        arguments += [o for o in overrides if not o.startswith("data.train_path=")]
+    assert tool.main([str(argument) for argument in arguments]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and words in told
+    assert not (place / "converted").exists() and not (place / "out").exists()
+
+
+def test_without_a_mistake_there_is_nothing_to_tell(place, monkeypatch, capsys):
+    arguments = ["--config", str(place / "config.yaml")]
+    assert main([*arguments, "--dry-run"]) == 0
+    assert not (place / "run").exists(), "a dry run writes nothing"
+    as_rank(monkeypatch, 0, place)
+    with pytest.raises(AssertionError, match="the trainer was reached"):
+        main(arguments)
+    assert capsys.readouterr().err == ""
+
+
+def test_two_runs_do_not_share_a_directory(place, monkeypatch, capsys):
+    """Neither before a run has begun nor, should two begin at once, when it would write."""
+    arguments, run_dir = ["--config", str(place / "config.yaml")], place / "run"
+    elsewhere = load_config(arguments[1], [f"logging.run_dir={place}/file/run"])
+    output = RunOutput(load_config(arguments[1]), types.SimpleNamespace(rank=0))
+    monkeypatch.setattr(file_lock, "LOCK_SECONDS", 0.0)
+    with file_lock.lock_run(run_dir):
+        for rank in (1, 0):
+            as_rank(monkeypatch, rank, place)
+            assert main(arguments) == 2
+        with pytest.raises(DataError) as error, output.opened(0):
+            raise AssertionError("it goes on")
+        assert [path.name for path in run_dir.iterdir()] == [".lock"]
+        with pytest.raises(UserError, match="file/run cannot be written: Not a directory; put"):
+            (place / "file").touch()
+            with RunOutput(elsewhere, types.SimpleNamespace(rank=0)).opened(0):
+                raise AssertionError("it goes on")
+        told = capsys.readouterr().err
+        assert told == f"error: {error.value}\n" and "another run goes on there; end it" in told
+        assert main([*arguments, "--dry-run"]) == 0
+    # What was killed is gone in a moment.
+    monkeypatch.setattr(file_lock, "LOCK_SECONDS", 30.0)
+    lock = file_lock.lock_run(run_dir)
+    lock.__enter__()
+    threading.Timer(0.5, lock.__exit__, (None, None, None)).start()
+    with pytest.raises(AssertionError, match="the trainer was reached"):
+        main(arguments)
+    with output.opened(0), pytest.raises(DataError), file_lock.locked(run_dir / ".lock", "no"):
+        raise AssertionError("it is not locked")
+    assert not (run_dir / ".lock").exists()
+
+
+def test_the_lock_of_a_killed_run_is_free_at_once_for_all_ranks(tmp_path, monkeypatch):
+    code = (
+        "import sys, vapo_megatron.file_lock as f\n"
+        "with f.lock_run(f.Path(sys.argv[1])): print(flush=True), sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:
+        run.stdout.readline()
+        with monkeypatch.context() as patch, pytest.raises(DataError, match="another run goes on"):
+            patch.setattr(file_lock, "LOCK_SECONDS", 0.0)
+            file_lock.check_not_in_use(tmp_path)
+        run.kill()
+    assert (tmp_path / ".lock").exists()
+
+    class OnSlowDisk(file_lock.FileLock):
+        def acquire(self, **how):
+            super().acquire(**how)
+            time.sleep(0.02)
+
+    monkeypatch.setattr(file_lock, "FileLock", OnSlowDisk)
+    with concurrent.futures.ThreadPoolExecutor(32) as ranks:
+        for asked in [ranks.submit(file_lock.check_not_in_use, tmp_path) for _ in range(32)]:
+            asked.result()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_told_once_and_used(number, tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with file_lock.lock_run(tmp_path):
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1 and "no file locks: nothing keeps a second writer" in told
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_the_number_of_processes_is_checked_on_every_rank(world_size, place, monkeypatch, capsys):
+    for rank in range(min(world_size, 2)):
+        as_rank(monkeypatch, rank, place, world_size)
+        assert main(["--config", str(place / "config.yaml")]) == 2
+    told = capsys.readouterr().err
+    words = f"parallel.world_size=2 must be the number of processes started, {world_size}; set"
+    assert words in told and told.count("\n") == 1
+
+
+def test_torchrun_tells_it_once_and_every_rank_ends_with_2(place):
+    append("train.jsonl", "x")(place)
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command = [*torchrun, f"--master-port={free_port()}", "-m", "vapo_megatron.train"]
+    done = subprocess.run(
+        [*command, "--config", str(place / "config.yaml")],
+        cwd=ROOT, env={**clean, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=280,
+    )  # fmt: skip
+    assert done.returncode != 0
+    told = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(told) == 1 and "train.jsonl, line 4 is not JSON" in told[0], done.stderr
+    assert "exitcode  : 2" in done.stderr

@@ -1,0 +1,370 @@
+"""The configuration: defaults, order of precedence, and what every mistake is told.
+
+Not exercised: what the fields do.
+"""
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vapo_megatron.config import ConfigError, VapoConfig, describe_fields, load_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def rejected(*overrides, path=()):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_defaults_are_the_papers():
+    config = load_config([])
+    a, o = config.algorithm, config.optimizer
+    assert (a.responses_per_step, a.group_size, a.mini_batch_size) == (8192, 16, 512)
+    assert (a.lambda_critic, a.lambda_actor, a.length_adaptive_alpha) == (1.0, "adaptive", 0.05)
+    assert (a.clip_low, a.clip_high, a.positive_lm_coef) == (0.2, 0.28, 0.1)
+    assert (a.value_pretraining_steps, a.loss_aggregation, a.gamma) == (50, "token", 1.0)
+    assert (o.actor_learning_rate, o.critic_learning_rate) == (1e-6, 2e-6)
+    assert (o.actor_clip_grad, o.critic_clip_grad) == (1.0, 1.0)
+    assert (config.reward.correct, config.reward.incorrect) == (1.0, -1.0)
+    # 313 steps of 16 updates are the paper's 5,000.
+    assert a.policy_steps * (a.responses_per_step // a.mini_batch_size) == 5008
+    assert a.num_steps == 363
+
+
+def test_later_files_and_then_overrides_win(tmp_path):
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("seed: 1\nalgorithm: {gamma: 0.9, clip_low: 0.1, clip_high: 0.3}\n")
+    second.write_text("algorithm:\n  clip_low: 0.15\n  clip_high: 0.4\n")
+    config = load_config([first, str(second)], ["algorithm.clip_high=0.5", "reward.num_workers=3"])
+    a = config.algorithm
+    assert (config.seed, a.gamma, a.clip_low, a.clip_high) == (1, 0.9, 0.15, 0.5)
+    assert config.reward.num_workers == 3 and load_config(first).algorithm.clip_high == 0.3
+
+
+def test_an_empty_file_changes_nothing(tmp_path):
+    (tmp_path / "a.yaml").write_text("# nothing\n")
+    assert load_config(tmp_path / "a.yaml") == load_config([]) == VapoConfig()
+
+
+def test_overrides_are_read_as_yaml():
+    config = load_config(
+        [],
+        [
+            "optimizer.actor_learning_rate=1e-6",  # YAML 1.1 reads it as text
+            "rollout.stop_token_ids=[1, 2]",
+            "rollout.kv_cache_bytes=null",
+            "rollout.enforce_eager=true",
+            "model.hf_path=/a=b",
+            "algorithm.lambda_critic=same_as_actor",
+            "algorithm.lambda_actor=0.95",
+            "data.train_path=",
+            "logging.run_dir=2026-13-45",  # which YAML takes for a date, and refuses
+        ],
+    )
+    assert config.optimizer.actor_learning_rate == 1e-6
+    assert config.rollout.stop_token_ids == [1, 2] and config.rollout.kv_cache_bytes is None
+    assert config.rollout.enforce_eager is True and config.model.hf_path == "/a=b"
+    assert (config.algorithm.lambda_critic, config.algorithm.lambda_actor) == (
+        "same_as_actor",
+        0.95,
+    )
+    assert config.data.train_path is None and config.logging.run_dir == "2026-13-45"
+
+
+def test_the_resolved_configuration_reads_back(tmp_path):
+    config = load_config(
+        [], ["algorithm.lambda_actor=0.95", "rollout.stop_token_ids=[3]", "seed=7"]
+    )
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "config.yaml") == config
+    assert set(yaml.safe_load(config.to_yaml())) == set(VapoConfig.model_fields)
+
+
+def test_the_configuration_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        load_config([]).algorithm.gamma = 0.5
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.gama=1", "unknown field algorithm.gama; did you mean algorithm.gamma?"),
+        ("algoritm.gamma=1", "unknown field algoritm; did you mean algorithm?"),
+        ("use_critic=1", "unknown field use_critic; known: seed, model, parallel, rollout, data, "),
+        ("clip_high=0.3", "unknown field clip_high; did you mean algorithm.clip_high?"),
+        ("reward.gamma=1", "unknown field reward.gamma; did you mean algorithm.gamma?"),
+        ("algorithm=3", "algorithm is a section, found 3; set algorithm.FIELD=VALUE"),
+        ("foo", "override 'foo' must read section.field=value, for example "),
+        ("=3", "override '=3' must read section.field=value"),
+    ],
+)
+def test_unknown_names_get_the_nearest_one(override, message):
+    assert rejected(override).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("override", "rule", "default"),
+    [
+        ("algorithm.lambda_critic='x'", "a valid number or 'same_as_actor'", "1.0"),
+        ("algorithm.lambda_actor=[1]", "a valid number or 'adaptive'", "adaptive"),
+        ("algorithm.gamma=1.5", "less than or equal to 1", "1.0"),
+        ("algorithm.group_size=0", "greater than or equal to 1", "16"),
+        ("algorithm.mini_batch_size=True", "a number", "512"),
+        ("algorithm.mini_batch_size=1.5", "a valid integer", "512"),
+        ("algorithm.kl_coef=-0.1", "greater than or equal to 0", "0.0"),
+        ("algorithm.sampler_correction='ice'", "'none', 'tis' or 'icepop'", "none"),
+        ("algorithm.sampler_icepop_low=1.5", "less than or equal to 1", "0.5"),
+        ("algorithm.sampler_icepop_high=0.5", "greater than or equal to 1", "5.0"),
+        ("algorithm.sampler_tis_cap=0", "greater than 0", "2.0"),
+        ("algorithm.loss_aggregation='tokens'", "'token', 'sample' or 'constant'", "token"),
+        ("algorithm.lambda_critic=True", "a number", "1.0"),
+        ("reward.correct=nan", "a finite number", "1.0"),
+        ("optimizer.actor_learning_rate=inf", "a finite number", "1.0e-06"),
+        ("rollout.temperature=0", "greater than 0", "1.0"),
+        ("rollout.stop_token_ids=5", "a valid list", "[]"),
+        ("rollout.dtype='fp8'", "'bfloat16' or 'float32'", "null"),
+        ("data.shuffle='perhaps'", "a valid boolean", "true"),
+        ("model.hf_path=5", "a valid string", "null"),
+        ("seed=-1", "greater than or equal to 0", "0"),
+        ("seed={'x': 1}", "a valid integer", "0"),
+    ],
+)
+def test_a_wrong_value_is_one_line_with_field_value_rule_and_default(override, rule, default):
+    name, value = override.split("=", 1)
+    text = {"nan": ".nan", "inf": ".inf"}.get(value, value)
+    message = rejected(f"{name}={text}")
+    assert "\n" not in message
+    assert message.startswith(f"{name}={value} must be {rule}")
+    assert f"leave it out for the default {default} (" in message
+
+
+def test_every_wrong_field_gets_a_line_and_lists_name_the_place():
+    lines = rejected("algorithm.gamma=2", "rollout.stop_token_ids=[1,a]", "seed=x").splitlines()
+    starts = ["seed='x'", "rollout.stop_token_ids[1]='a'", "algorithm.gamma=2"]
+    assert [line.split(" must be")[0] for line in lines] == starts
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["algorithm.lambda_actor=1.5"], ["lambda_actor=1.5", "[0, 1]", "or adaptive"]),
+        (["algorithm.lambda_critic=-1"], ["lambda_critic=-1", "[0, 1]", "or same_as_actor"]),
+        (
+            ["algorithm.advantage_estimator=grpo"],
+            ["value_pretraining_steps=50", "must be 0", "=grpo", "set algorithm.value_pretraining"],
+        ),
+        (
+            [
+                "algorithm.advantage_estimator=dr_grpo",
+                "algorithm.value_pretraining_steps=0",
+                "algorithm.group_size=1",
+            ],
+            ["group_size=1", "at least 2", "dr_grpo", "raise it"],
+        ),
+        (
+            ["algorithm.value_pretraining_patience=5"],
+            ["patience=5", "needs algorithm.stage=value_pretraining", "set it to null"],
+        ),
+        (
+            ["algorithm.stage=value_pretraining", "algorithm.lambda_critic=0.95"],
+            ["Monte-Carlo", "lambda_critic=1, found gae and 0.95"],
+        ),
+        (
+            [
+                "algorithm.stage=value_pretraining",
+                "algorithm.advantage_estimator=grpo",
+            ],
+            ["advantage_estimator=gae", "found grpo and 1.0"],
+        ),
+        (
+            [
+                "algorithm.stage=value_pretraining",
+                "algorithm.value_pretraining_patience=50",
+            ],
+            ["value_pretraining_steps=50 must exceed", "patience (50)", "raise it"],
+        ),
+        (
+            ["algorithm.stage=value_pretraining", "algorithm.value_pretraining_steps=0"],
+            ["value_pretraining_steps=0 must exceed", "stage=value_pretraining", "raise it"],
+        ),
+        (
+            [
+                "model.critic_checkpoint=runs/x",
+                "algorithm.advantage_estimator=grpo",
+                "algorithm.value_pretraining_steps=0",
+            ],
+            ["critic_checkpoint=runs/x needs a critic", "=grpo", "set critic_checkpoint=null"],
+        ),
+        (["algorithm.group_size=7"], ["responses_per_step=8192", "divisible by group_size=7"]),
+        (["algorithm.mini_batch_size=500"], ["responses_per_step=8192", "mini_batch_size=500"]),
+        (
+            ["parallel.world_size=1024"],
+            ["mini_batch_size=512", "at least the data-parallel size 1024", "lower"],
+        ),
+        (
+            ["parallel.world_size=6", "parallel.tensor_model_parallel_size=4"],
+            ["world_size=6", "tensor_model_parallel_size(4)", "= 4", "change one"],
+        ),
+        (["parallel.context_parallel_size=2"], ["context_parallel_size=2", "only 1", "recompute"]),
+        (["parallel.sequence_parallel=true"], ["sequence_parallel=true", "found 1", "=false"]),
+        (
+            ["parallel.virtual_pipeline_model_parallel_size=2"],
+            ["virtual_pipeline_model_parallel_size=2", "found 1", "null"],
+        ),
+        (
+            [
+                "parallel.world_size=2",
+                "parallel.pipeline_model_parallel_size=2",
+                "parallel.virtual_pipeline_model_parallel_size=2",
+                "parallel.batch_p2p_comm=true",
+            ],
+            ["batch_p2p_comm=true", "parallel_size=2", "set batch_p2p_comm=null, or virtual"],
+        ),
+        (["parallel.overlap_param_gather=true"], ["overlap_param_gather=true", "overlap_grad"]),
+        (
+            ["parallel.world_size=4", "rollout.tensor_model_parallel_size=3"],
+            ["parallel.world_size=4", "rollout.tensor_model_parallel_size=3"],
+        ),
+        (["model.fp8=hybrid", "model.dtype=float32"], ["fp8=hybrid", "dtype=bfloat16", "fp8=null"]),
+        (["model.fp8=e4m3", "model.layer_spec=local"], ["fp8=e4m3", "layer_spec=local", "auto"]),
+        (
+            ["model.layer_spec=transformer_engine", "model.dtype=float32"],
+            ["layer_spec=transformer_engine", "found float32", "layer_spec=local"],
+        ),
+        (
+            ["algorithm.dynamic_sampling=true", "algorithm.group_size=1"],
+            ["dynamic_sampling=true", "found 1", "raise group_size", "dynamic_sampling=false"],
+        ),
+        (["rollout.top_p=0.7"], ["rollout.top_p=0.7", "must be 1", "evaluation.top_p"]),
+        (["rollout.top_k=50"], ["rollout.top_k=50", "must be -1", "evaluation.top_k"]),
+        (
+            ["reward.overlong_buffer_tokens=30000"],
+            ["overlong_buffer_tokens=30000", "max_response_tokens=20480", "lower it"],
+        ),
+        (["algorithm.value_bound=0.9"], ["value_bound=0.9", "|reward|, 1:", "raise it", "null"]),
+        (
+            ["algorithm.value_bound=1.9", "reward.overlong_buffer_tokens=9"],
+            ["value_bound=1.9", "|reward|, 2:"],
+        ),
+    ],
+)
+def test_fields_that_do_not_fit_together(overrides, parts):
+    message = rejected(*overrides)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_layouts_that_fit_are_accepted():
+    config = load_config(
+        [],
+        [
+            "parallel.world_size=16",
+            "parallel.tensor_model_parallel_size=2",
+            "parallel.pipeline_model_parallel_size=2",
+            "parallel.sequence_parallel=true",
+            "parallel.virtual_pipeline_model_parallel_size=2",
+            "rollout.tensor_model_parallel_size=4",
+        ],
+    )
+    assert (config.parallel.model_parallel_size, config.parallel.data_parallel_size) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("vpp", "batched"), [("null", "true"), ("1", "true"), ("null", "false"), ("2", "false")]
+)
+def test_sends_between_stages_are_the_users_choice_elsewhere(vpp, batched):
+    overrides = [
+        "parallel.world_size=2",
+        "parallel.pipeline_model_parallel_size=2",
+        f"parallel.virtual_pipeline_model_parallel_size={vpp}",
+        f"parallel.batch_p2p_comm={batched}",
+    ]
+    assert load_config([], overrides).parallel.batch_p2p_comm is (batched == "true")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "is not good YAML: .* line 1, .*; mend it there"),
+        ("- a\n- b", "must hold sections such as 'algorithm:', found list"),
+        (
+            "algorithm:\n  gamma: 1\nalgorithm:\n  clip_low: 0.1\n",
+            "'algorithm' stands twice.*line 3",
+        ),
+        ("algorithm: {gamma: 1, gamma: 0.9}", "'gamma' stands twice"),
+        ("algorithm:\n", "algorithm is a section, found None; set algorithm.FIELD=VALUE"),
+        ("1: 2\n", "unknown field 1; known"),
+        ("? [a]\n: 1\n", "is not good YAML: .* unhashable key"),
+        ("model: &m {hf_path: *m}", "is not good YAML: maximum recursion depth exceeded"),
+        ("seed: 2026-13-45", "is not good YAML: month must be in 1..12; mend it there"),
+    ],
+)
+def test_files_that_are_not_a_configuration(tmp_path, text, message):
+    (tmp_path / "a.yaml").write_text(text)
+    assert re.search(message, rejected(path=tmp_path / "a.yaml"))
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    message = rejected(path=tmp_path / "none.yaml")
+    assert re.search("none.yaml: No such file.*; give an existing YAML file", message)
+    (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "a.yaml is not good YAML" in rejected(path=tmp_path / "a.yaml")
+
+
+def fields():
+    for name, info in VapoConfig.model_fields.items():
+        section = getattr(info.annotation, "model_fields", None)
+        if section is None:
+            yield name, info
+        else:
+            yield from ((f"{name}.{field}", inner) for field, inner in section.items())
+
+
+def test_help_has_every_field_with_default_symbol_kind_and_sentence():
+    entries = describe_fields()
+    for name, info in fields():
+        entry = re.search(rf"^  {re.escape(name)}=(.*)\n      (.*)$", entries, re.MULTILINE)
+        assert entry, name
+        default = yaml.safe_load(re.split(r"  \(| \[(?=[a-zA-Z])", entry[1])[0])
+        expected = info.get_default(call_default_factory=True)
+        assert default == expected or math.isclose(float(default), float(expected))
+        assert entry[2] == info.description and entry[2].endswith("."), name
+        if info.json_schema_extra:
+            assert f"[{info.json_schema_extra['symbol']}]" in entry[1]
+    assert "algorithm.lambda_critic=1.0 [lambda_critic]  (number | same_as_actor)" in entries
+    assert "rollout.kv_cache_bytes=null  (integer >= 1 | null)" in entries
+    assert "algorithm.gamma=1.0 [gamma]  (number > 0, <= 1)" in entries
+
+
+def test_every_section_has_a_heading():
+    for name, info in VapoConfig.model_fields.items():
+        if hasattr(info.annotation, "model_fields"):
+            assert f"\n{name}: {info.annotation.__doc__}\n" in describe_fields()
+
+
+def test_the_configuration_loads_neither_torch_nor_megatron():
+    program = (
+        "import sys\n"
+        "from vapo_megatron.config import describe_fields, load_config\n"
+        "load_config([], ['seed=1']), describe_fields()\n"
+        "print(sorted({m.split('.')[0] for m in sys.modules}))\n"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    loaded = set(yaml.safe_load(output.stdout))
+    assert {"pydantic", "yaml"} <= loaded
+    assert not loaded & {"torch", "megatron", "vllm", "transformers", "numpy"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "configs").glob("*.yaml")), ids=str)
+def test_every_example_loads(path):
+    assert isinstance(load_config(path), VapoConfig)

@@ -1,0 +1,116 @@
+"""The batch's index arithmetic, against loops over lists.
+
+Not exercised: a GPU (the device test stands in for it), the model that reads the indices.
+"""
+
+import pytest
+import torch
+
+from vapo_megatron.data.batch import RolloutBatch, make_micro_batch
+
+PROMPTS = [2, 1, 3, 1]
+RESPONSES = [3, 4, 0, 2]
+PER_TOKEN = ("rollout_logprobs", "loss_mask", "old_logprobs", "values", "advantages", "returns")
+
+
+def bounds(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def make_batch(complete=True):
+    """Token j of response i is 100 * i + j + 50; of its prompt, 100 * i + j."""
+    tokens = []
+    for i, (p, r) in enumerate(zip(PROMPTS, RESPONSES)):
+        tokens += [100 * i + j for j in range(p)] + [100 * i + j + 50 for j in range(r)]
+    total = sum(RESPONSES)
+    fields = {name: torch.arange(total) + k / 8 for k, name in enumerate(PER_TOKEN)}
+    if not complete:
+        for name in PER_TOKEN[2:]:
+            fields[name] = None
+    return RolloutBatch(
+        tokens=torch.tensor(tokens),
+        sequence_cu_seqlens=bounds([p + r for p, r in zip(PROMPTS, RESPONSES)]),
+        cu_seqlens=bounds(RESPONSES),
+        positions=torch.tensor([7, 5, 3, 1]),
+        rewards=torch.tensor([1.0, -1.0, 0.5, 0.0]),
+        is_correct=torch.tensor([True, False, True, False]),
+        truncated=torch.tensor([False, False, True, True]),
+        **fields,
+    )
+
+
+def test_lengths():
+    batch = make_batch()
+    assert batch.num_responses == 4
+    assert batch.response_lengths.tolist() == RESPONSES
+    assert batch.sequence_lengths.tolist() == [5, 5, 3, 3]
+    # 1 three times, 2 four times, 3 no times, 4 twice
+    spread = batch.per_token(torch.tensor([1, 2, 3, 4]))
+    assert spread.tolist() == [1, 1, 1, 2, 2, 2, 2, 4, 4]
+
+
+@pytest.mark.parametrize("picked", [[0, 1, 2, 3], [3, 1], [2], [1, 1], []])
+def test_select_keeps_each_responses_own(picked):
+    batch = make_batch()
+    part = batch.select(picked)
+    cu_t, cu_s = batch.cu_seqlens.tolist(), batch.sequence_cu_seqlens.tolist()
+    rows_t = [t for i in picked for t in range(cu_t[i], cu_t[i + 1])]
+    rows_s = [s for i in picked for s in range(cu_s[i], cu_s[i + 1])]
+    assert part.tokens.tolist() == [batch.tokens.tolist()[s] for s in rows_s]
+    for name in PER_TOKEN:
+        whole = getattr(batch, name).tolist()
+        assert getattr(part, name).tolist() == [whole[t] for t in rows_t]
+    for name in ("positions", "rewards", "is_correct", "truncated"):
+        whole = getattr(batch, name).tolist()
+        assert getattr(part, name).tolist() == [whole[i] for i in picked]
+    assert part.cu_seqlens.tolist() == bounds([RESPONSES[i] for i in picked]).tolist()
+    assert part.cu_seqlens.dtype == part.sequence_cu_seqlens.dtype == torch.int32
+    assert part.sequence_lengths.tolist() == [PROMPTS[i] + RESPONSES[i] for i in picked]
+
+
+def test_fields_that_do_not_exist_yet_stay_none():
+    part = make_batch(complete=False).select([1])
+    assert part.values is None and part.old_logprobs is None
+    assert part.replace(values=torch.zeros(4)).values.tolist() == [0] * 4
+
+
+def test_selecting_twice_is_selecting_once():
+    batch = make_batch()
+    twice, once = batch.select([3, 1, 0]).select([2, 0]), batch.select([0, 3])
+    assert torch.equal(twice.tokens, once.tokens) and torch.equal(twice.values, once.values)
+
+
+@pytest.mark.parametrize("multiple_of", [1, 2, 8, 16, 32])
+def test_a_micro_batch_predicts_each_response_token_from_the_position_before(multiple_of):
+    batch = make_batch()
+    micro = make_micro_batch(batch, multiple_of=multiple_of)
+    size = 16  # 5 + 5 + 3 + 3
+    padded = -(-size // multiple_of) * multiple_of
+    assert micro.tokens.numel() == micro.position_ids.numel() == padded
+    # The response tokens themselves: three of response 0, four of 1, none of 2, two of 3.
+    expected = [50, 51, 52, 150, 151, 152, 153, 350, 351]
+    assert micro.targets.tolist() == expected
+    # The positions before: sequences start at 0, 5, 10, 13 and their prompts are 2, 1, 3, 1 long.
+    assert micro.predicting.tolist() == [1, 2, 3, 5, 6, 7, 8, 13, 14]
+    positions = [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2]
+    assert micro.position_ids.tolist() == positions + list(range(padded - size))
+    ends = [0, 5, 10, 13, 16] + ([padded] if padded > size else [])
+    assert micro.model_cu_seqlens.tolist() == ends and micro.model_cu_seqlens.dtype == torch.int32
+    assert micro.max_seqlen == max(5, padded - size)
+
+
+@pytest.mark.parametrize("multiple_of", [1, 4])
+def test_an_empty_micro_batch_is_padding_alone(multiple_of):
+    micro = make_micro_batch(make_batch().select([]), multiple_of=multiple_of)
+    assert micro.tokens.numel() == micro.max_seqlen == multiple_of
+    assert micro.predicting.numel() == micro.targets.numel() == 0
+    assert micro.model_cu_seqlens.tolist() == [0, multiple_of]
+
+
+def test_everything_stays_on_the_batchs_device():
+    """Under another default device, an index made without naming one would not meet its data."""
+    batch = make_batch()
+    with torch.device("meta"):
+        micro = make_micro_batch(batch.select([1, 3]), multiple_of=8)
+        assert micro.targets.tolist() == [150, 151, 152, 153, 350, 351]
+        assert micro.position_ids.device.type == micro.tokens.device.type == "cpu"

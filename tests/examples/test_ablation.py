@@ -1,0 +1,308 @@
+"""The ablation's arms, its table, and what it refuses. Its runner:
+tests/examples/test_ablation_runner.py.
+
+Not exercised but by the slow test: training itself. Whether an arm shows what the paper found is
+for examples/run_ablation_tiny.sh to say.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples" / "tiny"))
+
+import ablation  # noqa: E402
+import ablation_table  # noqa: E402
+from ablation_arms import TABLES, Arm  # noqa: E402
+from ablation_jobs import arms_by_name, seed_jobs, write_state  # noqa: E402
+
+from vapo_megatron.errors import UserError  # noqa: E402
+
+
+def row(step, accuracy=None, length=90.0):
+    found = {"step": step, "actor/entropy": 0.1 * step}
+    if accuracy is not None:
+        found |= {"evaluation/avg@4": accuracy, "evaluation/response_length_mean": length}
+    return found
+
+
+def test_a_run_in_numbers():
+    rows = [row(0, 0.1), row(1), row(2, 0.2), row(3), row(4, 0.8, 70.0), row(6, 0.8, 60.0)]
+    found = ablation_table.result(rows)
+    # .5 is halfway from .2 at step 2 to .8 at step 4.
+    expected = (0.1, 0.8, 0.8, 4, 60.0, pytest.approx(0.6), pytest.approx(3.0))
+    assert found == ablation_table.Result(*expected)
+    assert ablation_table.result(rows[:3]).steps_to_threshold is None
+    assert ablation_table.result([row(0, 0.7), row(2, 0.9)]).steps_to_threshold == 0
+    # What is reached and lost again was reached, at its best.
+    lost = ablation_table.result([row(0, 0.1), row(5, 0.5), row(10, 0.2)])
+    assert (lost.best, lost.best_step, lost.final, lost.steps_to_threshold) == (0.5, 5, 0.2, 5)
+
+
+def test_the_table_by_hand():
+    def results(*finals):
+        found = [ablation_table.Result(0.1, f, f + 0.01, 5, 100.0, 0.2, 4.24) for f in finals]
+        return {f"seed_{i}": of_seed for i, of_seed in enumerate(found)}
+
+    titles = {"vapo": "60", "low": "5", "near": "7", "none": ""}
+    arms = {name: Arm(name.upper(), paper) for name, paper in titles.items()}
+    finals = {"vapo": results(0.9, 0.92, 0.94), "low": results(0.1, 0.2), "near": results(0.91)}
+    found = ablation_table.rows(arms, finals)
+    # mean (.9 + .92 + .94) / 3, deviations -.02, 0, .02: sqrt(8e-4 / 2) = .02
+    assert found[0] == (
+        "VAPO (vapo)",
+        ("0.920 +- 0.020", "0.900 0.920 0.940", "", "0.930 +- 0.020", "5, 5, 5", "100 +- 0")
+        + ("0.200 +- 0.000", "4.2, 4.2, 4.2", "60"),
+    )
+    # mean .15, deviations -.05 and .05: sqrt(5e-3 / 1) = .071
+    assert found[1][1][:2] == ("0.150 +- 0.071", "0.100 0.200 -")
+    # .1 - .9 and .2 - .92: deviations -.04 and .04, sqrt(3.2e-3 / 1) = .057
+    assert found[1][1][2] == "-0.760 +- 0.057, below in 2 of 2"
+    assert found[2][1][:3] == ("0.910", "0.910 - -", "+0.010, below in 0 of 1")
+    assert found[3] == ("NONE (none)", ("-",) * 8 + ("",))
+    # Of one seed each: nothing to compare, or the one that both have.
+    assert ablation_table.against({"seed_0": 0.5}, {"seed_1": 0.9}) == "-"
+    both = ablation_table.against({"seed_0": 0.5, "seed_1": 0.8}, {"seed_1": 0.9})
+    assert both == "-0.100, below in 1 of 1"
+    text, note = ablation_table.markdown(found, ["Why."]).split("\n\n")
+    lines = text.splitlines()
+    assert note == "Why.\n"
+    assert [line.count("|") for line in lines] == [2 + len(ablation_table.COLUMNS)] * 6
+    assert lines[4] == (
+        "| NEAR (near) | 0.910 | 0.910 - - | +0.010, below in 0 of 1 | 0.920 | 5, -, - | 100 "
+        "| 0.200 | 4.2, -, - | 7 |"
+    )
+
+
+CHANGED = {
+    "ppo": {
+        "model.critic_checkpoint": None,
+        "algorithm.lambda_critic": "same_as_actor",
+        "algorithm.lambda_actor": 0.95,
+        "algorithm.group_size": 1,
+        "algorithm.clip_high": 0.2,
+        "algorithm.loss_aggregation": "sample",
+        "algorithm.positive_lm_coef": 0.0,
+    },
+    "no_value_pretraining": {"model.critic_checkpoint": None},
+    "no_decoupled_gae": {"algorithm.lambda_critic": "same_as_actor"},
+    "no_decoupled_gae_95": {"algorithm.lambda_critic": 0.95, "algorithm.lambda_actor": 0.95},
+    "no_length_adaptive": {"algorithm.lambda_actor": 0.95},
+    "no_clip_higher": {"algorithm.clip_high": 0.2},
+    "no_token_level": {"algorithm.loss_aggregation": "sample"},
+    "no_positive_lm": {"algorithm.positive_lm_coef": 0.0},
+    "no_group_sampling": {"algorithm.group_size": 1},
+    "grpo": {
+        "model.critic_checkpoint": None,
+        "model.critic_hf_path": None,
+        "algorithm.advantage_estimator": "grpo",
+        "algorithm.clip_high": 0.2,
+        "algorithm.loss_aggregation": "sample",
+        "algorithm.positive_lm_coef": 0.0,
+    },
+    "dapo": {
+        "model.critic_checkpoint": None,
+        "model.critic_hf_path": None,
+        "algorithm.advantage_estimator": "grpo",
+        "algorithm.dynamic_sampling": True,
+        "algorithm.overlong_filtering": True,
+        "algorithm.positive_lm_coef": 0.0,
+    },
+}
+"""Against VAPO, written out: the arms read the recipes, and these must not say anything else."""
+
+
+@pytest.mark.parametrize("form", TABLES)
+def test_each_arm_differs_from_vapo_in_what_it_names_and_nothing_else(tmp_path, form):
+    table = TABLES[form]
+    arms = {**table.arms, **table.more_arms}
+    made = seed_jobs(tmp_path, form, 3, arms, ["algorithm.gamma=0.5"])
+    jobs = {job.out.name: job for job in made}
+    reward_model = {"reward_model"} if table.has_reward_model else set()
+    assert set(jobs) - set(arms) == {"base", "data", "value"} | reward_model
+    vapo = jobs["vapo"].settings
+    start = {"critic_hf_path": "reward_model", "critic_checkpoint": "value", "hf_path": "base"}
+    start |= {} if table.has_reward_model else {"critic_hf_path": None}
+    for name, value in start.items():
+        assert vapo[f"model.{name}"] == value, "the seed's own"
+    for name in set(arms) - {"vapo"}:
+        settings, differing = jobs[name].settings, CHANGED[name]
+        fields = [f for f in vapo if vapo[f] != settings.get(f) and not f.startswith("made from")]
+        assert {field: settings[field] for field in fields} == differing, name
+        uses_reward_model = settings["model.critic_hf_path"] is not None
+        assert ("seed_3/reward_model" in jobs[name].needs) == uses_reward_model
+        assert ("seed_3/value" in jobs[name].needs) == ("model.critic_checkpoint" not in differing)
+    assert all(jobs[name].settings["algorithm.gamma"] == 0.5 for name in (*arms, "value"))
+    assert all(jobs[name].settings["form"] == form for name in ("base", "data"))
+    stage = jobs["value"].settings
+    changes = {field for field in vapo if vapo[field] != stage.get(field)}
+    assert changes == {
+        "algorithm.stage", "algorithm.value_pretraining_steps", "evaluation.path",
+        "model.critic_checkpoint", "made from value",
+    }  # fmt: skip
+
+
+def test_the_tables_arms(tmp_path):
+    short = TABLES["short"]
+    assert len(short.arms) == 11 and {*short.arms, *short.more_arms} == {"vapo", *CHANGED}
+    only = seed_jobs(tmp_path, "short", 3, {"grpo": short.arms["grpo"]}, [])
+    assert [job.out.name for job in only] == ["base", "data", "grpo"], "it needs no critic"
+    with pytest.raises(UserError, match="--arms vapoo: .* --form short; known: vapo, ppo"):
+        arms_by_name("short", ["vapoo"])
+    with pytest.raises(UserError, match="--arms grpo: no such arm with --form long; known: vapo"):
+        arms_by_name("long", ["grpo"])
+
+
+def leave(root: Path, seed: int, arm: str, *more: str, form: str = "short", whole: bool = True):
+    """What an invocation leaves of an arm and its needs: 10 s each, accuracy .5 + seed / 100."""
+    table = TABLES[form]
+    for job in seed_jobs(root, form, seed, {arm: {**table.arms, **table.more_arms}[arm]}, more):
+        job.out.mkdir(parents=True, exist_ok=True)
+        if job.num_steps:
+            lines = [json.dumps(row(step, 0.5 + seed / 100)) + "\n" for step in (0, job.num_steps)]
+            (job.out / "metrics.jsonl").write_text("".join(lines))
+        write_state(job, finished=whole or job.out.name != arm, seconds=10.0)
+
+
+def titles(root: Path) -> list[tuple[str, ...]]:
+    """(arm, accuracy of each seed) of the rows of a table."""
+    lines = (root / "table.md").read_text().split("\n\n")[0].splitlines()[2:]
+    rows = [line.split("|") for line in lines]
+    return [(cells[1].split("(")[-1].strip(" )"), *cells[3].split()) for cells in rows]
+
+
+def test_the_table_is_of_all_that_is_there(tmp_path, capsys):
+    def ablate(*arguments: str) -> str:
+        assert ablation.main(["--out", str(tmp_path), "--seeds", "1", *arguments]) == 0
+        return capsys.readouterr().out
+
+    leave(tmp_path, 0, "grpo")
+    ablate("--arms", "grpo")
+    page = tmp_path / "comparison.html"
+    assert titles(tmp_path) == [("grpo", "0.500")] and not page.exists(), "one run, no comparison"
+
+    other = "algorithm.dynamic_sampling=true"
+    leave(tmp_path, 10, "grpo")
+    leave(tmp_path, 2, "vapo")
+    leave(tmp_path, 2, "grpo")
+    leave(tmp_path, 3, "grpo", other)
+    leave(tmp_path, 0, "no_decoupled_gae_95")
+    leave(tmp_path, 0, "dapo", whole=False)
+    leave(tmp_path, 0, "no_group_sampling")
+    (tmp_path / "seed_of_mine").mkdir()
+    said = ablate("--arms", "grpo")
+    # In the table's order. What nobody began has no row, and what has other settings no number.
+    assert titles(tmp_path) == [
+        ("vapo", "-", "0.520", "-"), ("no_group_sampling", "0.500", "-", "-"),
+        ("grpo", "0.500", "0.520", "0.600"), ("dapo", "-"),
+        ("no_decoupled_gae_95", "0.500", "-", "-"),
+    ]  # fmt: skip
+    assert "4 arms, 6 runs" in page.read_text()
+    assert "made with other settings, and not in the table: seed_3/grpo\n" in said
+    # 10 s each: base, data, reward_model, value and four arms; of seed 2 the same and two arms; of
+    # seed 10 base, data and one arm. 8 + 6 + 3.
+    assert "this time; the table's 17 jobs took 2 m 50 s, added up" in said
+
+    for name in ("seed_0", "seed_10"):
+        shutil.rmtree(tmp_path / name)
+    leave(tmp_path, 0, "grpo", other)
+    # It does not fit this arm, and that is no matter of those that are run.
+    leave(tmp_path, 2, "no_group_sampling")
+    said = ablate("--arms", "grpo", other)
+    assert titles(tmp_path) == [("grpo", "0.500", "0.530")] and page.exists()
+    assert "the table: seed_2/vapo, seed_2/no_group_sampling, seed_2/grpo\n" in said
+    shutil.rmtree(tmp_path / "seed_3")
+    ablate("--arms", "grpo", other)
+    assert titles(tmp_path) == [("grpo", "0.500")] and not page.exists(), "of runs that are gone"
+
+
+@pytest.mark.parametrize(
+    "form, override, told",
+    [
+        ("short", "seed=5", "seed=5 for all arms: .*--seeds chooses the seeds"),
+        ("short", "model.hf_path=x", "model.hf_path=x for all arms: each seed has its own"),
+        ("short", "model={hf_path: x}", "model.hf_path=x for all arms: each seed has its own"),
+        ("short", "data.train_path=x", "data.train_path=x .*: each seed has its own"),
+        ("long", "model.critic_hf_path=x", "model.critic_hf_path=x .*: each seed has its own"),
+        ("short", "model.critic_checkpoint=x", "model.critic_checkpoint=x .*: each seed has its"),
+        ("short", "evaluation.path=x", "evaluation.path=x .*: each seed has its own"),
+        ("short", "evaluation.path=null", "evaluation.path=null .*: each seed has its own"),
+        ("short", "logging.run_dir=x", "logging.run_dir=x .*: each run has its own.*: --out says"),
+        (
+            "short",
+            "algorithm={stage: value_pretraining, value_pretraining_steps: 3}",
+            "algorithm.stage=value_pretraining for all arms: the arms train policies",
+        ),
+        (
+            "short",
+            "algorithm.value_pretraining_steps=3",
+            "algorithm.value_pretraining_steps=3 .*all",
+        ),
+        ("short", "algorithm.policy_steps=0", "algorithm.policy_steps=0 .*: .* give 1 or more"),
+    ],
+)
+def test_what_each_seed_has_of_its_own_is_not_for_all_arms(
+    tmp_path, capsys, monkeypatch, form, override, told
+):
+    monkeypatch.setattr(ablation, "run_jobs", lambda *_, **__: pytest.fail("something is run"))
+    out = tmp_path / "out"
+    assert ablation.main(["--form", form, "--out", str(out), "--arms", "vapo", override]) == 2
+    assert re.match(f"ablation: {told}", capsys.readouterr().err)
+    assert not out.exists()
+
+
+def test_no_title_names_a_technique_that_the_form_is_without(tmp_path):
+    """positive_lm_coef is 0 for the long form's arms, so that no one is the paper's VAPO."""
+    table = TABLES["long"]
+    arms = {**table.arms, **table.more_arms}
+    jobs = {job.out.name: job for job in seed_jobs(tmp_path, "long", 0, arms, [])}
+    assert {jobs[name].settings["algorithm.positive_lm_coef"] for name in arms} == {0}
+    short = TABLES["short"].arms
+    first, *others = arms
+    assert arms[first].title == f"VAPO {short['no_positive_lm'].title}"
+    assert arms[first].paper == short["no_positive_lm"].paper
+    assert all(arms[name].title.startswith("and without ") for name in others)
+    assert not any(arms[name].paper for name in others), "the paper left out one at a time"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_two_arms_end_to_end(tmp_path):
+    """From nothing, and again: base, problems, reward model, value checkpoint, training, table."""
+    sizes = [
+        "algorithm.policy_steps=2", "algorithm.responses_per_step=32", "algorithm.group_size=8",
+        "algorithm.mini_batch_size=16", "evaluation.samples=1", "rollout.max_response_tokens=64",
+    ]  # fmt: skip
+    out = tmp_path / "ablation"
+
+    def ablate(*arguments: str) -> subprocess.CompletedProcess:
+        command = ["bash", "examples/run_ablation_tiny.sh", "--seeds", "1", "--out", str(out)]
+        return subprocess.run(
+            [*command, "--arms", "no_token_level", "grpo", *sizes, *arguments],
+            cwd=ROOT, env={**os.environ, "VAPO_PYTHON": sys.executable}, capture_output=True,
+            text=True, timeout=1500,
+        )  # fmt: skip
+
+    done = ablate()
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    text = (out / "table.md").read_text()
+    assert text in done.stdout
+    cells = {line.split(" | ")[0]: line.split(" | ") for line in text.splitlines()[2:]}
+    assert len(cells) == 2
+    for name, line in zip(("no_token_level", "grpo"), cells.values()):
+        rows = (out / "seed_0" / name / "metrics.jsonl").read_text().splitlines()
+        assert line[1] == f"{json.loads(rows[-1])['evaluation/avg@1']:.3f}" and len(rows) == 3
+    assert (out / "comparison.html").stat().st_size > 10_000
+    again = ablate()
+    assert again.returncode == 0 and "6 of 6 were finished before" in again.stdout
+    assert (out / "table.md").read_text() == text
+    other = ablate("algorithm.gamma=0.9")
+    assert other.returncode == 2
+    assert "algorithm.gamma is 0.9, was 1.0" in other.stderr and "--rerun" in other.stderr

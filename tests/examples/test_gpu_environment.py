@@ -1,0 +1,89 @@
+"""The GPU environment's pins agree with each other, and the image copies what exists.
+
+Does not install the pins nor build the image, which takes a compiler and tens of gigabytes.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = (ROOT / "examples/docker/Dockerfile").read_text()
+INSTRUCTIONS = {"ARG", "CMD", "COPY", "ENV", "FROM", "RUN", "WORKDIR"}
+
+
+def pins(name):
+    """Package -> pinned version, without a local part such as +cpu."""
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    found = {}
+    for line in lines:
+        if line and not line.startswith("#"):
+            requirement = Requirement(line)
+            (exact,) = requirement.specifier
+            assert exact.operator == "==", line
+            found[requirement.name.lower()] = exact.version.split("+")[0]
+    return found
+
+
+def declared():
+    """The requirements in setup.py: of the package itself, and of its extra `gpu`."""
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    values = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            values[node.targets[0].id] = ast.literal_eval(node.value)
+        elif isinstance(node, ast.keyword) and node.arg == "extras_require":
+            values["extras"] = ast.literal_eval(node.value)
+    return [Requirement(text) for text in values["RUNTIME"] + values["extras"]["gpu"]]
+
+
+def instructions():
+    """(instruction, rest) of the Dockerfile, continued lines joined."""
+    joined = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.MULTILINE))
+    return [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("requirement", declared(), ids=str)
+def test_a_requirement_of_the_package_is_pinned_within_its_range(requirement):
+    version = pins("gpu.txt")[requirement.name.lower()]
+    assert requirement.specifier.contains(version), f"{version} for {requirement}"
+
+
+def test_nothing_else_is_pinned():
+    assert set(pins("gpu.txt")) == {requirement.name.lower() for requirement in declared()}
+
+
+def test_both_environments_have_the_same_versions_of_what_both_have():
+    cpu, gpu = pins("cpu.txt"), pins("gpu.txt")
+    assert {k: v for k, v in gpu.items() if k in cpu} == {k: cpu[k] for k in gpu if k in cpu}
+    assert set(gpu) - set(cpu) == {"vllm", "transformer-engine"}
+
+
+def test_the_image_is_made_of_known_instructions():
+    words = [line[0] for line in instructions()]
+    assert set(words) <= INSTRUCTIONS and words[0] == "FROM" and words.count("FROM") == 1
+    assert all(len(line) == 2 for line in instructions())
+
+
+def test_the_image_copies_what_exists():
+    copies = [rest.split() for word, rest in instructions() if word == "COPY"]
+    sources = [source for *some, _ in copies for source in some]
+    assert {"requirements/gpu.txt", "vapo_megatron", "examples", "setup.py"} <= set(sources)
+    for source in sources:
+        assert (ROOT / source).exists(), source
+
+
+def test_the_image_has_the_cuda_of_its_packages():
+    (image,) = [rest for word, rest in instructions() if word == "FROM"]
+    assert image.startswith("nvidia/cuda:13.0.") and "-cudnn-devel-" in image
+    text = (ROOT / "requirements/gpu.txt").read_text()
+    assert "transformer-engine[core_cu13,pytorch]" in text
+
+
+def test_torch_is_there_before_what_is_compiled_against_it():
+    installs = [rest for word, rest in instructions() if word == "RUN" and "pip install" in rest]
+    assert "grep '^torch==' requirements/gpu.txt" in installs[0]
+    assert "--no-build-isolation --requirement requirements/gpu.txt" in installs[1]

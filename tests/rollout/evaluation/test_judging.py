@@ -1,0 +1,182 @@
+"""Judging problems over replicas, and the numbers that evaluate makes of it.
+
+The sampler is a stand-in whose responses depend on problem and sample; processes, collectives and
+the verifier are real. Not exercised: vLLM (tests/e2e/test_evaluate.py).
+"""
+
+import dataclasses
+import math
+
+import pytest
+
+from vapo_megatron.config import EvaluationConfig, RolloutConfig, VapoConfig
+from vapo_megatron.data.batch import Prompt, Rollout
+from vapo_megatron.errors import Stopped
+from vapo_megatron.reward.math_verifier import MathVerifier
+
+SAMPLES = 4
+
+
+class Sampler:
+    """Responses of a replica: right where problem + sample is divisible by 3, but for sample 3."""
+
+    def __init__(self, replica, num_replicas):
+        self._replica, self.num_replicas = replica, num_replicas
+        self.asked = []
+
+    def generate(self, prompts, group_size, step, sampling, version, on_progress, has_time):
+        from vapo_megatron.rollout.requests import assign
+
+        if has_time is not None and not has_time():
+            raise Stopped
+        self.asked.append(prompts)
+        # The same noise at every step, none of training's.
+        assert (sampling.seed_role, step) == ("evaluation", 0)
+        made = []
+        unit = group_size if sampling.whole_groups else 1
+        positions = assign(len(prompts), self.num_replicas, unit)[self._replica]
+        for position in positions:
+            prompt, sample = prompts[position], position % group_size
+            right = (prompt.index + sample) % 3 == 0
+            text = f"Answer: {prompt.answer if right else 100 + sample % 2}"
+            if sample == 3 and prompt.index != 3:
+                # A thousand characters are read, no more.
+                text = "no idea" if prompt.index else "Answer: " + "12" * 501
+            ids = (5,) * (1 + prompt.index + sample)
+            truncated = len(ids) > 6
+            logprobs = (0.0,) * len(ids)
+            made.append(Rollout(prompt, sample, position, ids, logprobs, truncated, text, version))
+            if on_progress:
+                on_progress(len(made), len(positions))
+        return made
+
+
+def problems(count):
+    return [Prompt(i, f"problem {i}", (1, 2), str(i)) for i in range(count)]
+
+
+def forbidden(*_, **__):
+    raise AssertionError("responses stay on the rank that judged them")
+
+
+def judged_on(replicas_of, count, batch):
+    """Worker: judge_problems' batches and evaluate's numbers; replicas_of ranks form a replica."""
+    import torch.distributed as dist
+
+    from vapo_megatron.rollout.evaluation.judging import evaluate, judge_problems
+
+    config = VapoConfig(
+        evaluation=EvaluationConfig(samples=SAMPLES),
+        # Evaluate's batches hold 2 * 2 // 4 = 1 problem for each replica.
+        rollout=RolloutConfig(max_response_tokens=99, max_num_sequences=2),
+    )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sampler = Sampler(rank // replicas_of, size // replicas_of)
+    verifier = MathVerifier(1, 60) if rank % replicas_of == 0 else None
+    shown = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("gather_object", "all_gather_object", "broadcast_object_list"):
+            patch.setattr(dist, name, forbidden)
+        batches = list(
+            judge_problems(
+                sampler, verifier, config, problems(count),
+                policy_version=0, on_progress=lambda *at: shown.append(at), keep_text=True,
+                problems_per_batch=batch,
+            )
+        )  # fmt: skip
+        metrics = evaluate(sampler, verifier, config, problems(count), policy_version=0)
+    if verifier is not None:
+        verifier.close()
+    sizes = [len(asked) for asked in sampler.asked]
+    return [[(p.index, r) for p, r in judged] for judged in batches], metrics, shown, sizes
+
+
+def stopped_on(out_of_time):
+    """Worker: how an evaluation of two replicas ends of which one has no time after a batch."""
+    import torch.distributed as dist
+
+    from vapo_megatron.rollout.evaluation.judging import evaluate
+
+    config = VapoConfig(
+        evaluation=EvaluationConfig(samples=SAMPLES),
+        rollout=RolloutConfig(max_response_tokens=99, max_num_sequences=2),
+    )
+    sampler = Sampler(dist.get_rank(), 2)
+    has_time = lambda: dist.get_rank() != out_of_time or not sampler.asked  # noqa: E731
+    with MathVerifier(1, 60) as verifier, pytest.raises(Stopped):
+        evaluate(sampler, verifier, config, problems(5), policy_version=0, has_time=has_time)
+    return len(sampler.asked)
+
+
+def test_every_rank_stops_when_one_has_no_time(workers):
+    # Batches of two problems, one for each replica.
+    assert workers.run(2, stopped_on, 1) == [3, 1]
+
+
+def test_neither_replicas_nor_ranks_nor_batches_change_the_result(workers):
+    cases = {
+        # (ranks, ranks of a replica, problems of a batch) -> problems of each rank and batch.
+        (1, 1, None): [[[0], [1], [2], [3], [4]]],
+        (1, 1, 5): [[[0, 1, 2, 3, 4]]],
+        (2, 1, 5): [[[0, 1, 2]], [[3, 4]]],
+        (2, 1, 3): [[[0, 1], [3]], [[2], [4]]],
+        (2, 2, 4): [[[0, 1, 2, 3], [4]], [[], []]],
+    }
+    [(judged, (metrics, correct), *_)] = workers.run(1, judged_on, 1, 5, 5)
+    judged = [responses for _, responses in judged[0]]
+    for (ranks, of, batch), places in cases.items():
+        results = workers.run(ranks, judged_on, of, 5, batch)
+        assert [[[i for i, _ in b] for b in r[0]] for r in results] == places
+        for batches, same, _, _ in results:
+            assert all(responses == judged[i] for b in batches for i, responses in b)
+            assert same == (metrics, correct)
+    assert [[r["status"] for r in p] for p in judged[:2]] == [
+        ["correct", "wrong", "wrong", "unparsable"],
+        ["wrong", "wrong", "correct", "unparsable"],
+    ]
+    assert judged[0][3]["answer"] is None and judged[0][3]["vote"] is None
+    assert judged[0][1] == {
+        "sample": 1, "status": "wrong", "answer": "101", "vote": 1, "num_tokens": 2,
+        "truncated": False, "text": "Answer: 101",
+    }  # fmt: skip
+    # One of the first three samples of each problem is right, the last of problem 3 alone, and it
+    # has no answer elsewhere: pass 1, three answers with a vote each; problem 1: 100, 101, 1.
+    assert correct == [1, 1, 1, 2, 1]
+    assert metrics["evaluation/avg@4"] == pytest.approx(6 / 20)
+    assert metrics["evaluation/pass@4"] == 1.0
+    # Problem p is right at sample -p mod 3: 0, 2, 1, 0, 2. The others say 100 + sample % 2: where
+    # sample 1 is right, samples 0 and 2 say 100 twice and win (0); else all have one vote (1/3). In
+    # problem 3 the right answer has two votes.
+    assert metrics["evaluation/majority@4"] == pytest.approx((3 / 3 + 0 + 1) / 5)
+    # Lengths 1 + p + s: mean 1 + 2 + 1.5.
+    assert metrics["evaluation/response_length_mean"] == 4.5
+    # Longer than 6: p + s > 5, of p in 0..4 and s in 0..3: (3,3), (4,2), (4,3).
+    assert metrics["evaluation/truncated_fraction"] == 3 / 20
+
+
+def test_batches_and_progress(workers):
+    [(_, _, shown, sizes)] = workers.run(1, judged_on, 1, 5, 2)
+    # Batches of 2, 2 and 1 problem of 4 samples; then evaluate's own, of one problem.
+    assert sizes == [8, 8, 4] + [4] * 5
+    assert shown == [(done, 20) for done in range(1, 21)]
+    (_, _, shown, sizes), _ = workers.run(2, judged_on, 1, 4, 4)
+    # Evaluate's own are of one problem for each replica.
+    assert sizes == [16] + [8] * 2
+    # Of 8 responses of its own each counts for 2.
+    assert shown == [(done, 16) for done in range(2, 17, 2)]
+
+
+class Broken(Sampler):
+    """Of weights that are NaN."""
+
+    def generate(self, *args, **named):
+        made = super().generate(*args, **named)
+        return [dataclasses.replace(r, logprobs=(math.nan,) * len(r.logprobs)) for r in made]
+
+
+def test_what_is_not_finite_has_no_accuracy():
+    from vapo_megatron.rollout.evaluation.judging import judge_problems
+
+    config = VapoConfig(evaluation=EvaluationConfig(samples=SAMPLES))
+    with pytest.raises(RuntimeError, match="NaN weights"):
+        next(judge_problems(Broken(0, 1), None, config, problems(2), policy_version=0))

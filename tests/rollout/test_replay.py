@@ -1,0 +1,254 @@
+"""Dumped rollouts: exact, bounded, refused when damaged or unfit; training from them without vLLM.
+
+That a replay repeats the run that dumped it bit by bit is in tests/e2e/test_run.py, with the real
+sampler. Not exercised: file systems that lose writes.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.dumped import MODEL, config, dump, rollouts
+from tests.run.checkpoint.test_writer import limited
+from tests.weights.tiny_hf import write_tiny_hf
+from tests.workers import free_port
+from vapo_megatron.errors import ConfigError, DataError, UserError
+from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.rollout.dump import read_file, read_headers
+from vapo_megatron.rollout.replay import check_dump
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory):
+    return write_tiny_hf(tmp_path_factory.mktemp("replay_model"), **MODEL)
+
+
+@pytest.fixture
+def root(tmp_path, workers):
+    """Steps 1 and 2, each of two ranks."""
+    workers.run(2, dump, tmp_path / "run/replay", [1, 2], 2)
+    return tmp_path / "run/replay"
+
+
+def test_what_is_read_is_what_was_written(root):
+    for step in (1, 2):
+        files = read_headers(root, step)
+        assert [path.name for path, _ in files] == [
+            "rank_00000.safetensors",
+            "rank_00001.safetensors",
+        ]
+        assert [s for path, _ in files for s in read_file(path)] == rollouts(step)
+    # 8 bytes a response token; a tiny file is mostly its header and lengths.
+    assert files[0][0].stat().st_size < 4000
+
+
+def test_ranks_without_responses_write_nothing(tmp_path, workers):
+    workers.run(2, dump, tmp_path, [1], 1)
+    (file,) = read_headers(tmp_path, 1)
+    assert read_file(file[0]) == rollouts(1)
+
+
+def test_only_the_latest_steps_stay(tmp_path, workers):
+    half = tmp_path / "step_000002.partial"
+    half.mkdir()
+    assert workers.run(1, dump, tmp_path, [1, 2, 3, 4], 1, 2) == [[3, 4]]
+    assert not half.exists()
+    # Resumed after step 1: what lies ahead is another run's.
+    assert workers.run(1, dump, tmp_path, [2], 1, 2) == [[2]]
+
+
+def _dump_on_a_full_disk(root):
+    with limited(100), pytest.raises(UserError) as error:
+        dump(root, [1], 1)
+    return str(error.value)
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path, workers):
+    (words,) = workers.run(1, _dump_on_a_full_disk, tmp_path)
+    file = tmp_path / "step_000001.partial/rank_00000.safetensors"
+    assert words.startswith(f"{file} cannot be written: File too large (")
+
+
+def damage(root, how):
+    file = root / "step_000002/rank_00001.safetensors"
+    data = bytearray(file.read_bytes())
+    if how == "cut":
+        file.write_bytes(data[:-7])
+    elif how == "empty":
+        file.write_bytes(b"")
+    elif how == "flipped":
+        data[-3] ^= 4
+        file.write_bytes(data)
+    elif how == "foreign":
+        shutil.copy(root.parent / "other.safetensors", file)
+    elif how == "another step's":
+        shutil.copy(root / "step_000001" / file.name, file)
+    elif how == "missing":
+        file.unlink()
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "flipped", "foreign", "another step's", "missing"])
+def test_a_damaged_dump_is_named(root, how):
+    from safetensors.numpy import save_file
+
+    save_file({}, root.parent / "other.safetensors", metadata={"format": "pt"})
+    damage(root, how)
+    where = "step_000002" if how == "missing" else "rank_00001.safetensors"
+    with pytest.raises(DataError, match=where):
+        for path, _ in read_headers(root, 2):
+            read_file(path)
+
+
+def _replay(hf, root, sections, step):
+    """What a user is told, or the positions that this rank reads; a worker's function."""
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.rollout.replay import Replay
+
+    replay = Replay(root, groups.initialize(config(hf, **sections).parallel))
+    try:
+        scored, metrics = replay.rollouts(step, 0, contextlib.nullcontext, trains_actor=True)
+        assert metrics == {}, "nothing is sampled"
+    except DataError as error:
+        return str(error)
+    return [s.rollout.position for s in scored]
+
+
+def test_ranks_read_consecutive_files(root, hf, workers):
+    """Groups stay together: the first rank writes some of them for people."""
+    two = {"parallel": {"world_size": 2}}
+    assert workers.run(1, _replay, hf, root, {}, 0) == [list(range(16))]
+    assert workers.run(2, _replay, hf, root, two, 0) == [list(range(8)), list(range(8, 16))]
+
+
+def _plan(hf, root, sections, port):
+    """[mini-batch][response] positions that this rank trains on in step 1, and its metrics."""
+    from vapo_megatron.trainer import VapoTrainer
+
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with VapoTrainer(config(hf, **sections), root) as trainer:
+        return _first_step(trainer)
+
+
+def _first_step(trainer):
+    assert trainer.reference is None, "kl_coef 0 needs none"
+    scored, _ = trainer.source.rollouts(0, 0, trainer._phase, trains_actor=True)
+    _, batch, plan = trainer._distribute(scored, 0)
+    positions = [[int(batch.positions[i]) for part in mini for i in part] for mini in plan]
+    metrics = trainer.train_step(0)
+    with trainer._phase("generation") as show:
+        show(3, 8, "round 2")
+    assert trainer.output._progress._state._activity == ("generation round 2", 3, 8)
+    return positions, metrics
+
+
+def test_any_number_of_ranks_makes_the_same_step(root, hf, workers):
+    ((plan, metrics),) = workers.run(1, _plan, hf, root.parent, {}, free_port())
+    assert [len(mini) for mini in plan] == [8, 8]
+    two = {"parallel": {"world_size": 2}}
+    (first, same), (second, _) = workers.run(2, _plan, hf, root.parent, two, free_port())
+    assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == list(map(sorted, plan))
+    assert set(same) == set(metrics)
+    assert same == pytest.approx({name: metrics[name] for name in same}, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    "sections,steps,words",
+    [
+        ({}, range(3), ("holds steps 1, 2", "needs step 3", "algorithm.policy_steps")),
+        (
+            {"algorithm": {"responses_per_step": 32}},
+            range(1),
+            ("algorithm.responses_per_step=32", "set algorithm.responses_per_step=16"),
+        ),
+        ({"algorithm": {"group_size": 8}}, range(1), ("set algorithm.group_size=4",)),
+        ({"rollout": {"max_response_tokens": 8}}, range(1), ("rank_0000", "max_response_tokens")),
+        ({"rollout": {"max_response_tokens": 600}}, range(1), ("max_position_embeddings=512",)),
+        ({"model": {"hf_path": "small"}}, range(1), ("token id 58", "vocabulary of 56")),
+    ],
+    ids=["steps", "responses", "groups", "length", "positions", "vocabulary"],
+)
+def test_a_dump_that_does_not_fit_is_refused(root, hf, tmp_path, sections, steps, words):
+    check_dump(root.parent, config(hf), read_model_shape(hf), range(2))
+    if "model" in sections:
+        small = write_tiny_hf(tmp_path / "small", **{**MODEL, "vocab": 56})
+        sections = {"model": {"hf_path": str(small)}}
+    settings = config(hf, **sections)
+    with pytest.raises((ConfigError, DataError)) as error:
+        check_dump(root, settings, read_model_shape(settings.model.hf_path), steps)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_file_that_one_rank_cannot_read_stops_all(root, hf, workers):
+    damage(root, "flipped")
+    two = {"parallel": {"world_size": 2}}
+    first, second = workers.run(2, _replay, hf, root, two, 1)
+    assert first == second
+    assert "rank_00001.safetensors" in first and "checksum" in first
+
+
+def train(*arguments):
+    """The command in one process; its output says whether vLLM was loaded."""
+    code = (
+        "import sys; from vapo_megatron.cli.train import main\n"
+        "if __name__ == '__main__':\n"
+        "    code = main(sys.argv[1:])\n"
+        "    print('loaded:', [m for m in ('vllm', 'math_verify') if m in sys.modules])\n"
+        "    sys.exit(code)"
+    )
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=ROOT,
+        env={**clean, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.slow
+def test_the_command_trains_without_vllm_and_resumes(root, hf, tmp_path):
+    file, run_dir = tmp_path / "config.yaml", tmp_path / "again"
+    file.write_text(config(hf, logging={"run_dir": str(run_dir)}).to_yaml())
+    command = ("--config", file, "--replay", root.parent)
+    done = train(*command, "algorithm.policy_steps=1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "loaded: []" in done.stdout
+    assert "nothing is sampled, published or evaluated" in done.stdout
+    done = train(*command)
+    assert "resumed" in done.stdout and "step 2/2" in done.stdout, done.stderr[-3000:]
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+    for name in ("hf_export/model.safetensors", "rollouts/step_000002.jsonl", "report.html"):
+        assert (run_dir / name).stat().st_size > 0, name
+
+
+@pytest.mark.parametrize("which", ["", "replay", "skipped"])
+def test_a_replay_does_not_write_over_its_dump(root, hf, tmp_path, which):
+    from vapo_megatron.cli.preflight import require_paths
+
+    own = config(hf, logging={"run_dir": str(root.parent)})
+    (root.parent / "skipped").mkdir()
+    with pytest.raises(ConfigError, match="written over"):
+        require_paths(own, root.parent / which)
+    require_paths(config(hf, logging={"run_dir": str(tmp_path)}), root.parent / which)
+
+
+def test_paths_that_are_not_there():
+    from vapo_megatron.cli.preflight import require_paths
+
+    with pytest.raises(ConfigError, match="data.train_path is required"):
+        require_paths(config(ROOT), None)
+    with pytest.raises(ConfigError, match="--replay=/nowhere"):
+        require_paths(config(ROOT), Path("/nowhere"))

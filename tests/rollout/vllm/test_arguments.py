@@ -1,0 +1,32 @@
+"""What vLLM is built with on a GPU and on a CPU. vLLM itself is not asked (test_engine.py)."""
+
+import pytest
+
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.rollout.vllm.arguments import CPU_KV_CACHE_BYTES, engine_arguments
+
+
+def arguments(on_cpu, offload=True, **rollout):
+    config = VapoConfig.model_validate({"parallel": {"offload": offload}, "rollout": rollout})
+    return engine_arguments("model", config, 100, on_cpu=on_cpu)
+
+
+def test_a_gpu_has_graphs_and_sleep_and_measures_its_cache():
+    found = arguments(on_cpu=False)
+    assert found["enable_sleep_mode"] and not found["enforce_eager"]
+    assert found["kv_cache_memory_bytes"] is None and found["gpu_memory_utilization"] == 0.5
+    assert not arguments(on_cpu=False, offload=False)["enable_sleep_mode"]
+
+
+def test_a_cpu_has_neither():
+    found = arguments(on_cpu=True)
+    assert not found["enable_sleep_mode"] and found["enforce_eager"]
+    assert found["kv_cache_memory_bytes"] == CPU_KV_CACHE_BYTES
+    assert found["enable_chunked_prefill"] is False
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_settings_win(on_cpu):
+    found = arguments(on_cpu, kv_cache_bytes=77, enforce_eager=not on_cpu)
+    assert found["kv_cache_memory_bytes"] == 77
+    assert found["enforce_eager"] is not on_cpu

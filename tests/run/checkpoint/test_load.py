@@ -1,0 +1,131 @@
+"""Resume: the losses of a run without the stop, two updates later too, on any layout.
+
+Each checkpoint is written after the updates that follow it: what is loaded is what was copied.
+
+The loss two updates after loading is the one that sees a wrong Adam state: a step count shared
+between parameters, or moments that were not loaded, change nothing before. Does not exercise the
+whole trainer (tests/e2e does) nor the GPU's optimizer.
+"""
+
+import threading
+
+import pytest
+import torch
+
+from tests.weights.tiny_hf import write_tiny_hf
+
+SAVED_AT, UPDATES = 2, 5
+# Type of the parameters; whether the optimizer is distributed.
+SETTINGS = [
+    pytest.param(("float32", True), marks=pytest.mark.slow),
+    ("bfloat16", True),
+    pytest.param(("float32", False), marks=pytest.mark.slow),
+    pytest.param(("bfloat16", False), marks=pytest.mark.slow),
+]
+
+
+def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
+    """Losses of a critic's updates; saves after saved_at, or starts from what was saved there."""
+    import torch.distributed as dist
+
+    from vapo_megatron.config import VapoConfig
+    from vapo_megatron.data.batch import RolloutBatch, make_micro_batch
+    from vapo_megatron.models.build import values_of
+    from vapo_megatron.models.hf_config import read_model_shape
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.parallel.minibatches import MiniBatch
+    from vapo_megatron.roles.model import TrainedModel
+    from vapo_megatron.run.checkpoint.files import newest_whole
+    from vapo_megatron.run.checkpoint.fits import check_optimizer
+    from vapo_megatron.run.checkpoint.load import load_run
+    from vapo_megatron.run.checkpoint.writer import CheckpointWriter
+
+    dtype, distributed_optimizer = settings
+    config = VapoConfig.model_validate(
+        {
+            # The vocabulary of 300 is padded to 320 with TP 1, 384 with TP 2, 512 with TP 4.
+            "model": {"hf_path": str(hf), "dtype": dtype, "make_vocab_size_divisible_by": 64},
+            "parallel": {
+                "world_size": dist.get_world_size(),
+                "tensor_model_parallel_size": tp,
+                "pipeline_model_parallel_size": pp,
+                "use_distributed_optimizer": distributed_optimizer,
+            },
+        }
+    )
+    place = groups.initialize(config.parallel)
+    model = TrainedModel(read_model_shape(hf), config, place, "critic", str(hf))
+    tokens = torch.randint(0, 200, (40,), generator=torch.Generator().manual_seed(1))
+    batch = RolloutBatch(
+        tokens=tokens,
+        sequence_cu_seqlens=torch.tensor([0, 15, 40], dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, 10, 30], dtype=torch.int32),
+        positions=torch.arange(2),
+        rewards=torch.ones(2),
+        is_correct=torch.ones(2, dtype=torch.bool),
+        truncated=torch.zeros(2, dtype=torch.bool),
+        rollout_logprobs=torch.zeros(30),
+        loss_mask=torch.ones(30, dtype=torch.bool),
+    )
+    count = torch.tensor(30.0 * place.dp_size)
+    mini_batch = MiniBatch([make_micro_batch(batch)], count, count, count, count)
+
+    def loss_function(output, micro_batch):
+        loss = (values_of(output)[micro_batch.predicting] - 1).square().sum() / count
+        return loss, {"loss": loss.detach()}
+
+    start = 0
+    if load:
+        check_optimizer(newest_whole(root) / "critic", config, "critic", "", "")
+        start, state = load_run(newest_whole(root), {"critic": model})
+        assert (start, state) == (saved_at, {"position": 7})
+    losses, over = [], threading.Event()
+    with CheckpointWriter(root, config.checkpoint) as writer:
+        writer._thread.submit(over.wait, 100)
+        for update in range(start, UPDATES):
+            if update == saved_at and not load:
+                writer.save(saved_at, {"critic": model}, {"position": 7})
+            metrics = model.update(mini_batch, loss_function, 1e-2)
+            losses.append(float(metrics["loss"]))
+            writer.poll()
+        assert load or not (root / "latest").exists(), "it is written only now"
+        over.set()
+    return losses, model.num_updates
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_resumed_losses(workers, tmp_path, settings):
+    hf = tmp_path / "hf"
+    write_tiny_hf(hf, tied=False, seed=0)
+    root = tmp_path / "checkpoints"
+    straight, _ = workers.run(2, train, hf, root, settings, 2, 1, False)[0]
+    # The updates move the loss by far more than the tolerance below.
+    assert abs(straight[SAVED_AT] - straight[-1]) > 0.01
+    resumed, num_updates = workers.run(2, train, hf, root, settings, 2, 1, True)[0]
+    assert resumed == straight[SAVED_AT:], "the same layout resumes bit for bit"
+    assert num_updates == UPDATES
+    tolerance = 1e-6 if settings[0] == "float32" else 5e-2  # bf16: other layouts round elsewhere
+    for world_size, tp, pp in ((1, 1, 1), (2, 1, 2), (2, 1, 1)):
+        other, _ = workers.run(world_size, train, hf, root, settings, tp, pp, True)[0]
+        assert other == pytest.approx(straight[SAVED_AT:], rel=tolerance, abs=tolerance)
+
+
+def test_fewer_key_value_heads_than_ranks(workers, tmp_path):
+    """Four ranks share the rows of two key-value heads; one rank takes them all up."""
+    hf, root, settings = tmp_path / "hf", tmp_path / "checkpoints", ("float32", False)
+    write_tiny_hf(hf, kv_heads=2, seed=0)
+    straight, _ = workers.run(4, train, hf, root, settings, 4, 1, False)[0]
+    resumed, _ = workers.run(1, train, hf, root, settings, 1, 1, True)[0]
+    assert resumed == pytest.approx(straight[SAVED_AT:], rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_resume_before_the_first_update(workers, tmp_path, settings):
+    """The actor's optimizer is in this state throughout value pretraining."""
+    hf = tmp_path / "hf"
+    write_tiny_hf(hf, tied=False, seed=0)
+    root = tmp_path / "checkpoints"
+    straight, _ = workers.run(2, train, hf, root, settings, 2, 1, False, 0)[0]
+    resumed, _ = workers.run(2, train, hf, root, settings, 2, 1, True, 0)[0]
+    assert resumed == straight

@@ -1,0 +1,126 @@
+"""Advantages and metrics of a step over real data-parallel ranks, against numbers by hand.
+
+Does not exercise pipeline or tensor parallelism: their ranks hold the same batch.
+"""
+
+import pytest
+import torch
+
+from vapo_megatron.data.batch import RolloutBatch, StepSummary
+
+LENGTHS = [2, 3, 1]
+REWARDS = [1.0, -1.0, 1.0]
+VALUES = [0.5, 0.5, 0.0, -0.5, -1.0, 0.25]
+DIFFERENCES = [0.0, 0.01, 0.02, 0.0, 0.0, 0.04]
+
+
+def batch_of(responses):
+    """The batch of some of the three responses; prompts of one token."""
+    starts = [0, 2, 5]
+    tokens = [t for r in responses for t in range(starts[r], starts[r] + LENGTHS[r])]
+    lengths = torch.tensor([LENGTHS[r] for r in responses])
+    bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    return RolloutBatch(
+        tokens=torch.zeros(int(bounds[-1]) + len(responses), dtype=torch.long),
+        sequence_cu_seqlens=(bounds + torch.arange(len(bounds))).int(),
+        cu_seqlens=bounds.int(),
+        positions=torch.tensor(responses),
+        rewards=torch.tensor([REWARDS[r] for r in responses]),
+        is_correct=torch.tensor([REWARDS[r] > 0 for r in responses]),
+        truncated=torch.zeros(len(responses), dtype=torch.bool),
+        rollout_logprobs=torch.tensor([-1.0 - DIFFERENCES[t] for t in tokens]),
+        loss_mask=torch.ones(len(tokens), dtype=torch.bool),
+        old_logprobs=torch.full((len(tokens),), -1.0),
+        values=torch.tensor([VALUES[t] for t in tokens]),
+    )
+
+
+def on_rank(shares, algorithm, limit):
+    """Advantages, returns, metrics and the sampler's difference; errors come back as text."""
+    import torch.distributed as dist
+
+    from vapo_megatron.config import AlgorithmConfig, ParallelConfig
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.roles.advantages import with_advantages
+    from vapo_megatron.run.step_metrics import sampler_difference, step_metrics
+
+    place = groups.initialize(ParallelConfig(world_size=dist.get_world_size()))
+    config = AlgorithmConfig(**algorithm)
+    summary = StepSummary(
+        prompt_lengths=torch.ones(3, dtype=torch.long),
+        response_lengths=torch.tensor(LENGTHS),
+        statuses=torch.tensor([0, 1, 0]),
+        truncated=torch.tensor([False, True, False]),
+        rewards=torch.tensor(REWARDS),
+        prompt_indices=torch.zeros(3, dtype=torch.long),
+        sources=torch.zeros(3, dtype=torch.long),
+    )
+    batch = with_advantages(summary, batch_of(shares[place.rank]), config, place)
+    entropy = torch.full_like(batch.values, 0.25)
+    metrics = step_metrics(summary, batch, entropy, config, place)
+    try:
+        metrics |= sampler_difference(batch, limit, place)
+    except RuntimeError as error:
+        metrics["refused"] = str(error)
+    return batch.advantages, batch.returns, metrics
+
+
+SHARES = {1: [[0, 1, 2]], 2: [[1], [0, 2]]}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_numbers_by_hand(workers, world_size):
+    algorithm = {"lambda_actor": 0.0, "lambda_critic": 1.0}
+    results = workers.run(world_size, on_rank, SHARES[world_size], algorithm, None)
+    order = [r for share in SHARES[world_size] for r in share]
+    returns = torch.cat([r[1] for r in results])
+    # lambda_critic 1: every token's return is its response's reward.
+    expected = [REWARDS[r] for r in order for _ in range(LENGTHS[r])]
+    assert returns.tolist() == expected
+    # lambda_actor 0: A_t = r_t + V_{t+1} - V_t.
+    by_response = {0: [0.0, 0.5], 1: [-0.5, -0.5, 0.0], 2: [0.75]}
+    advantages = torch.cat([r[0] for r in results])
+    assert advantages.tolist() == [a for r in order for a in by_response[r]]
+    for _, _, metrics in results:
+        assert metrics["num_tokens"] == 6
+        assert metrics["reward/mean"] == pytest.approx(1 / 3)
+        assert metrics["reward/correct_fraction"] == pytest.approx(2 / 3)
+        assert metrics["rollout/truncated_fraction"] == pytest.approx(1 / 3)
+        assert metrics["rollout/response_length_mean"] == 2
+        assert metrics["actor/entropy"] == pytest.approx(0.25)
+        # (0 + .5 - .5 - .5 + 0 + .75) / 6
+        assert metrics["algorithm/advantage_mean"] == pytest.approx(0.25 / 6)
+        # returns 1 1 -1 -1 -1 1: variance 1; errors .5 .5 -1 -.5 0 .75: mean .25/6 and mean
+        # square (.25 + .25 + 1 + .25 + 0 + .5625) / 6
+        variance = 2.3125 / 6 - (0.25 / 6) ** 2
+        assert metrics["critic/explained_variance"] == pytest.approx(1 - variance)
+        assert metrics["rollout/logprob_diff_mean"] == pytest.approx(0.07 / 6, rel=1e-4)
+        assert metrics["rollout/logprob_diff_max"] == pytest.approx(0.04, rel=1e-4)
+
+
+def test_same_as_actor_and_adaptive_lambda(workers):
+    algorithm = {"lambda_critic": "same_as_actor", "length_adaptive_alpha": 0.05}
+    _, returns, metrics = workers.run(1, on_rank, SHARES[1], algorithm, None)[0]
+    # Lengths up to 3 at alpha 0.05: lambda is clamped to 0, so the returns are r_t + V_{t+1}.
+    assert returns.tolist() == [0.5, 1.0, -0.5, -1.0, -1.0, 1.0]
+    assert metrics["algorithm/lambda_actor_mean"] == 0
+
+
+def test_whitening_uses_all_ranks(workers):
+    algorithm = {"lambda_actor": 0.0, "advantage_whitening": True}
+    results = workers.run(2, on_rank, SHARES[2], algorithm, None)
+    advantages = torch.cat([r[0] for r in results])
+    assert advantages.mean().item() == pytest.approx(0, abs=1e-6)
+    assert advantages.std(unbiased=False).item() == pytest.approx(1, abs=1e-5)
+    assert abs(results[0][0].mean().item()) > 0.1, "a rank alone has another mean"
+    # One rank with all responses computes the same: those of 0, 1, 2 are tokens 0:2, 2:5, 5:6.
+    alone = workers.run(1, on_rank, SHARES[1], algorithm, None)[0][0]
+    torch.testing.assert_close(advantages, alone[[2, 3, 4, 0, 1, 5]], rtol=0, atol=1e-7)
+
+
+def test_a_sampler_that_differs_stops_every_rank(workers):
+    # The largest difference, .04, lies on the second rank alone.
+    for _, _, metrics in workers.run(2, on_rank, SHARES[2], {}, 0.03):
+        assert "rollout.max_logprob_difference=0.03" in metrics["refused"]
+    for _, _, metrics in workers.run(2, on_rank, SHARES[2], {}, 0.05):
+        assert "refused" not in metrics

@@ -1,0 +1,121 @@
+"""Converting a checkpoint of Qwen2.5-32B's shape, cut to two layers (5.1 GB): memory and speed.
+
+    bash tests/run.sh tests/weights/convert/test_streams.py -m slow -s
+
+prints seconds, cp's seconds for the same bytes on the same disk, their ratio, and the peak of
+resident memory of the one process that converts, its imports included. Both wait for the disk; how
+long cp takes to fill the page cache alone is printed too. They take turns, five times, for a
+machine that shares its disk and its memory copies 5 GB now in 2 s and now in 9; the medians count.
+Needs 16 GB of disk under --basetemp. Does not exercise several processes, nor real weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.weights.hf_directory import TensorPlan, write_index, write_safetensors
+from vapo_megatron.weights.hf_reader import HfReader
+from vapo_megatron.weights.mapping import hf_tensors
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+ROOT = Path(__file__).resolve().parents[3]
+MAX_MEGABYTES, MIN_RATIO = 2500, 0.4
+
+
+def write_large(directory: Path) -> None:
+    directory.mkdir()
+    config = {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "torch_dtype": "bfloat16",
+        "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 2,
+        "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
+        "hidden_act": "silu", "tie_word_embeddings": False,
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    names = hf_tensors(read_model_shape(directory), "actor")
+    plans = [TensorPlan(name, size, torch.bfloat16) for name, size in names.items()]
+    noise = torch.randint(0, 256, (8_000_003,), dtype=torch.uint8)
+    weight_map = {}
+    for i in range(4):
+        file = f"model-{i + 1:05d}-of-00004.safetensors"
+        weight_map.update(dict.fromkeys((p.name for p in plans[i::4]), file))
+        write_safetensors(directory / file, plans[i::4], pieces(plans[i::4], noise))
+    write_index(directory, weight_map, sum(p.num_bytes for p in plans))
+
+
+def pieces(plans, noise):
+    """Random bytes that differ from piece to piece."""
+    for plan in plans:
+        left = plan.num_bytes
+        for turn in itertools.count(1):
+            piece = noise.roll(turn)[: min(left, 8_000_000)].clone().view(plan.dtype)
+            yield piece
+            left -= piece.nbytes
+            if not left:
+                break
+
+
+def timed(*command: str | Path) -> tuple[float, float, float]:
+    """Return seconds, those until all is on the disk, and the peak of memory in megabytes."""
+    os.sync()
+    started = time.perf_counter()
+    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - started
+    assert status == 0
+    os.sync()
+    return seconds, time.perf_counter() - started, usage.ru_maxrss * 1024 / 1e6
+
+
+def test_memory_and_speed(tmp_path):
+    hf, megatron, back = tmp_path / "hf", tmp_path / "megatron", tmp_path / "back"
+    write_large(hf)
+    size = sum(f.stat().st_size for f in hf.iterdir())
+    assert size >= 4e9
+    forth = ["tools/convert_hf_to_megatron.py", "--hf", hf, "--out", megatron]
+    forth += ["--tensor-model-parallel-size", 8, "--pipeline-model-parallel-size", 2]
+    home = ["tools/convert_megatron_to_hf.py", "--megatron", megatron, "--out", back]
+    ratios = []
+    for name, source, out, command in (
+        ("HF to TP 8 x PP 2", hf, megatron, forth),
+        ("back to HF", megatron, back, home),
+    ):
+        copies, conversions = [], []
+        for turn in range(5):
+            copies.append(timed("cp", "-r", source, tmp_path / "copy"))
+            shutil.rmtree(tmp_path / "copy")
+            if turn:
+                shutil.rmtree(out)
+            conversions.append(timed(sys.executable, *command))
+        (cache, copying, _), (seconds, waited, peak) = (
+            map(statistics.median, zip(*runs)) for runs in (copies, conversions)
+        )
+        ratios.append(copying / waited)
+        print(
+            f"\n{name}: {size / 1e9:.2f} GB in {seconds:.1f} s, {waited:.1f} s on the disk; cp "
+            f"{cache:.1f} s, {copying:.1f} s on the disk; {ratios[-1]:.2f} of cp's speed, "
+            f"{cache / seconds:.2f} without waiting; peak {peak:,.0f} MB\n"
+            f"  cp {[round(c[0], 1) for c in copies]} {[round(c[1], 1) for c in copies]}\n"
+            f"  conversion {[round(c[0], 1) for c in conversions]} "
+            f"{[round(c[1], 1) for c in conversions]}"
+        )
+        assert max(c[2] for c in conversions) < MAX_MEGABYTES
+    first, second = HfReader(hf), HfReader(back)
+    assert first.names() and set(first.names()) == set(second.names())
+    for name in first.names():
+        for start in range(0, first.shape(name)[0], 4096):
+            stop = min(start + 4096, first.shape(name)[0])
+            one, other = (r.read(name, 0, start, stop) for r in (first, second))
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
+    assert min(ratios) >= MIN_RATIO

@@ -1,0 +1,230 @@
+"""What the worker processes of test_sync.py do: Megatron models, and samplers to publish into."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests.rollout.vllm import engine_jobs
+from tests.weights.loaded import Layout, all_parameters, load, micro_batch
+from vapo_megatron.parallel import groups as parallel_groups
+from vapo_megatron.parallel.optimizer import (
+    build_ddp,
+    build_optimizer,
+    optimizer_step,
+    set_learning_rate,
+)
+from vapo_megatron.parallel.schedule import forward_backward
+from vapo_megatron.weights.load_hf import export_hf
+from vapo_megatron.weights.reshard import sync as sync_module
+from vapo_megatron.weights.reshard.coverage import LiveWeight
+from vapo_megatron.weights.reshard.plan import SAMPLER
+from vapo_megatron.weights.reshard.sync import WeightSync
+
+LAST_ROW_OF_MLP = "model.layers.3.mlp.down_proj.weight"
+
+
+class Sampled(NamedTuple):
+    """What a sampler holds and what it makes of it."""
+
+    weights: dict[str, str]
+    """Name -> hash of the bits, padding included."""
+    responses: list[tuple[int, tuple[int, ...], tuple[float, ...]]]
+    """(position, tokens, log-probabilities) of greedy responses of this replica."""
+
+
+def _hashes(live: dict[str, LiveWeight]) -> dict[str, str]:
+    return {
+        name: hashlib.sha256(weight.tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, weight in live.items()
+    }
+
+
+def _sampled(engine: Any) -> Sampled:
+    # Longer than a block of the KV cache, so that the prefix cache fills.
+    ask = engine_jobs.prompts(2 * engine.num_replicas, length=150, vocab=300)
+    settings = engine_jobs.settings(0, limit=12)
+    rollouts = engine.generate(ask, 1, 1, settings, engine.policy_version)
+    responses = [(r.position, r.token_ids, r.logprobs) for r in rollouts]
+    return Sampled(_hashes(engine.live_weights()), responses)
+
+
+def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in sorted(directory.glob("*.safetensors")):
+        yield from load_file(file).items()
+
+
+def _num_cached_blocks(engine: Any) -> int:
+    scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
+    return len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
+
+
+def _updated(path: Path, layout: Layout) -> Any:
+    """The directory's model in any layout, after an update that is the same in all of them."""
+    loaded = load(str(path), layout)
+    for _, parameter in all_parameters(loaded.chunks):
+        parameter.data.mul_(-1.5)
+    return loaded
+
+
+def _sync_between(loaded: Any, engine: Any, config: Any) -> WeightSync:
+    both = loaded.config.model_copy(update={"rollout": config.rollout})
+    return WeightSync(loaded.shape, loaded.groups, both, engine)
+
+
+def layouts_into_vllm(
+    tmp: Path, path: Path, sampler_tp: int, layouts: list[Layout], *overrides: str
+) -> dict[str, Any]:
+    """Load an export into a fresh engine, then publish every layout's weights into it."""
+    from vapo_megatron.rollout.vllm.engine import RolloutEngine
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    config = engine_jobs.config(
+        tmp, sampler_tp, f"parallel.world_size={world_size}", "rollout.sync_bucket_bytes=20000",
+        "rollout.verify_sync_every=2", *overrides,
+    )  # fmt: skip
+    engine = RolloutEngine(str(path), config, rank=rank, world_size=world_size)
+    loaded = _updated(path, layouts[0])
+    export_hf(loaded.chunks, loaded.shape, loaded.groups, tmp / "export", copy_from=str(path))
+    parallel_groups.destroy()
+    dist.barrier()
+    engine.load_weights(_tensors(tmp / "export"), 0)
+    found: dict[str, Any] = {"expected": _sampled(engine)}
+    for version, layout in enumerate(layouts, 1):
+        for weight in engine.live_weights().values():
+            weight.tensor.fill_(torch.nan)
+        loaded = _updated(path, layout)
+        sync = _sync_between(loaded, engine, config)
+        cached = _num_cached_blocks(engine)
+        sync.publish(loaded.chunks, version)
+        cached = (cached, _num_cached_blocks(engine))
+        found[str(layout)] = (_sampled(engine), engine.policy_version, cached)
+        if layout == layouts[-1]:
+            if rank == world_size - 1:
+                engine.live_weights()[LAST_ROW_OF_MLP].tensor[-1, -1] += 1e-3
+            found["damaged"] = engine_jobs.error_of(sync.verify, loaded.chunks)
+        parallel_groups.destroy()
+    engine.shutdown()
+    dist.barrier()
+    return found
+
+
+class TensorEngine:
+    """A sampler without vLLM: bare tensors, in vLLM's shapes for TP = 1."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], padding: dict[str, int]) -> None:
+        self.version: int | None = None
+        self.live = {
+            name: LiveWeight(torch.full(size, torch.nan), padding.get(name, 0))
+            for name, size in shapes.items()
+        }
+
+    def live_weights(self) -> dict[str, LiveWeight]:
+        return self.live
+
+    @contextlib.contextmanager
+    def weights_replaced(self, policy_version: int) -> Any:
+        self.version = None
+        yield
+        self.version = policy_version
+
+
+def _small_engine() -> TensorEngine:
+    """For write_tiny_hf(num_layers=1, tied=True)."""
+    layer = "model.layers.0."
+    return TensorEngine(
+        {
+            "model.embed_tokens.weight": (320, 64),
+            layer + "self_attn.qkv_proj.weight": (128, 64),
+            layer + "self_attn.qkv_proj.bias": (128,),
+            layer + "self_attn.o_proj.weight": (64, 64),
+            layer + "mlp.gate_up_proj.weight": (192, 64),
+            layer + "mlp.down_proj.weight": (64, 96),
+            layer + "input_layernorm.weight": (64,),
+            layer + "post_attention_layernorm.weight": (64,),
+            "model.norm.weight": (64,),
+        },
+        {"model.embed_tokens.weight": 20},
+    )
+
+
+def _config(tmp: Path, verify_every: int = 0) -> Any:
+    return engine_jobs.config(tmp, 1, f"rollout.verify_sync_every={verify_every}")
+
+
+def plans_that_do_not_fit(tmp: Path, path: Path) -> dict[str, str]:
+    """What a sync says of a sampler or a trainer that is not what the plan takes it for."""
+    rank = dist.get_rank()
+    loaded = load(str(path), Layout(2, 1))
+    config = _config(tmp)
+    found = {}
+
+    def error(engine: TensorEngine, **model: Any) -> str:
+        sync = _sync_between(loaded, engine, config)
+        settings = sync._config.model.model_copy(update=model)
+        sync._config = sync._config.model_copy(update={"model": settings})
+        return engine_jobs.error_of(sync.publish, loaded.chunks, 1) + f" {engine.version}"
+
+    engine = _small_engine()
+    if rank == 1:
+        engine.live["model.extra.weight"] = LiveWeight(torch.zeros(2, 3), 0)
+    found["extra"] = error(engine)
+    engine = _small_engine()
+    del engine.live["model.norm.weight"]
+    found["lacking"] = error(engine)
+    engine = _small_engine()
+    engine.live["model.norm.weight"] = LiveWeight(torch.zeros(64, dtype=torch.bfloat16), 0)
+    found["type"] = error(engine)
+    found["vocabulary"] = error(_small_engine(), make_vocab_size_divisible_by=1024)
+    return found
+
+
+def verified_versions(tmp: Path, path: Path) -> tuple[list[int], str, Any, float]:
+    """Which versions are compared, and what becomes of one that arrives damaged."""
+    loaded = load(str(path), Layout(2, 1))
+    engine = _small_engine()
+    sync = _sync_between(loaded, engine, _config(tmp, verify_every=3))
+    compare, carry_out = sync_module.differences, sync_module.carry_out
+    compared: list[int] = []
+
+    def damaging(steps: Any, weights: Any, *rest: Any) -> int:
+        count = carry_out(steps, weights, *rest)
+        if dist.get_rank() == 0:
+            weights[SAMPLER, "model.norm.weight"][5] *= -1
+        return count
+
+    try:
+        for version in range(4, 11):
+            sync_module.differences = lambda *a, v=version: (compared.append(v), compare(*a))[1]
+            received = sync.publish(loaded.chunks, version)["sync/received_bytes"]
+        seen = list(compared)
+        padding = engine.live["model.embed_tokens.weight"].tensor[300:].abs().max().item()
+        sync_module.carry_out = damaging
+        error = engine_jobs.error_of(sync.publish, loaded.chunks, 12)
+    finally:
+        sync_module.differences, sync_module.carry_out = compare, carry_out
+    return seen, error, engine.version, received + padding
+
+
+def updates(path: Path, overlap: bool) -> list[dict[str, str]]:
+    """Two optimizer updates on 2 data-parallel ranks, each followed by a sync."""
+    loaded = load(str(path), Layout(), overlap=overlap)
+    chunks = build_ddp(loaded.chunks, loaded.config, loaded.chunks[0].config)
+    optimizer = build_optimizer(chunks, loaded.config, "actor")
+    set_learning_rate(optimizer, 0.01)
+    engine = _small_engine()
+    sync = WeightSync(loaded.shape, loaded.groups, loaded.config, engine)
+    synced = []
+    for version in range(2):
+        forward_backward(chunks, [micro_batch()], lambda out, _: (out.float().square().sum(), {}))
+        optimizer_step(optimizer)
+        sync.publish(chunks, version)
+        synced.append(_hashes(engine.live))
+    return synced

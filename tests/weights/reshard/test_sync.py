@@ -1,0 +1,96 @@
+"""The actor's weights in live vLLM models, bit for bit what an export loaded afresh would give.
+
+Real engines in 2 and 4 gloo processes, each filled with NaN before every sync. Does not exercise:
+GPUs, NCCL, more than one node, vLLM with TP > 2.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
+from tests.weights.loaded import Layout
+from tests.weights.reshard import live_sync as jobs
+from tests.weights.tiny_hf import write_tiny_hf
+
+# vLLM on a CPU takes heads of 32. A vocabulary of 300 is padded to 320 there.
+UNTIED = {"hidden": 128, "heads": 4, "kv_heads": 2}
+# One key-value head: the tensor-parallel ranks of both sides share it.
+TIED = {"hidden": 128, "heads": 4, "kv_heads": 1, "tied": True}
+ROUNDED = "rollout.dtype=bfloat16"
+SLOW = pytest.mark.slow
+RUNS = [
+    # world size, model, vLLM's TP, Megatron's layouts (what is left over is data parallel)
+    pytest.param((2, UNTIED, 1, [Layout(2, 1), Layout(1, 2)]), id="2 x tp1", marks=SLOW),
+    pytest.param(
+        (2, TIED, 2, [Layout(2, 1), Layout(1, 1), Layout(1, 2)], ROUNDED),
+        id="tp2, tied, rounded",
+        marks=SLOW,
+    ),  # fmt: skip
+    pytest.param((4, UNTIED, 2, [Layout(2, 2), Layout(2, 2, 2)]), id="2 x tp2"),
+    pytest.param((4, TIED, 1, [Layout(2, 2)]), id="4 x tp1, tied", marks=SLOW),
+]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_live_weights_and_responses_are_those_of_the_export(vllm_workers, tmp_path, run):
+    world_size, model, sampler_tp, layouts, *overrides = run
+    path = write_tiny_hf(tmp_path / "model", **model)
+    write_tiny_tokenizer(path, 300)
+    arguments = (tmp_path, path, sampler_tp, layouts, *overrides)
+    results = vllm_workers.run(world_size, jobs.layouts_into_vllm, *arguments, timeout_seconds=280)
+    for found in results:
+        expected = found["expected"]
+        # Embedding, norm, lm_head unless tied, and 4 layers of qkv and bias, o, gate_up, down, 2.
+        assert len(expected.weights) == 2 + ("tied" not in model) + 4 * 7
+        assert len(expected.responses) == 2
+        for version, layout in enumerate(layouts, 1):
+            sampled, policy_version, (cached_before, cached_after) = found[str(layout)]
+            wrong = [n for n, bits in sampled.weights.items() if bits != expected.weights[n]]
+            assert wrong == [] and sampled.weights.keys() == expected.weights.keys()
+            assert sampled.responses == expected.responses
+            assert policy_version == version
+            assert cached_before > 0 and cached_after == 0
+        last = world_size - 1
+        assert found["damaged"].startswith("RuntimeError: the sampler's weights differ from the")
+        assert f"in 1 places: rank {last}: {jobs.LAST_ROW_OF_MLP}, rows" in found["damaged"]
+
+
+@pytest.fixture
+def small(tmp_path):
+    return write_tiny_hf(tmp_path / "small", num_layers=1, tied=True)
+
+
+def test_a_plan_that_does_not_fit_is_refused_on_every_rank(workers, tmp_path, small):
+    for found in workers.run(2, jobs.plans_that_do_not_fit, tmp_path, small):
+        expected = {
+            "extra": "in 1 places: rank 1: model.extra.weight gets 0 of its 6 elements",
+            "lacking": "in 2 places: rank 0: model.norm.weight is not in the sampler; rank 1",
+            "type": "rank 0: model.norm.weight is torch.bfloat16, not torch.float32",
+            "vocabulary": "rank 0: embedding.word_embeddings.weight has 192 rows, not 1024",
+        }
+        assert found.keys() == expected.keys()
+        for name, text in expected.items():
+            assert text in found[name], name
+            # The sampler still has no version.
+            assert found[name].startswith("RuntimeError: the plan does not fit")
+            assert found[name].endswith(" None")
+
+
+def test_every_third_version_is_compared_and_a_damaged_one_is_not_sampled(workers, tmp_path, small):
+    for compared, error, version, received in workers.run(
+        2, jobs.verified_versions, tmp_path, small
+    ):
+        # The first that is published, and multiples of 3 from there to 10.
+        assert compared == [4, 6, 9]
+        assert "in 1 places: rank 0: model.norm.weight, rows 0 to 63, columns 0 to 0" in error
+        assert version is None
+        # Each of two ranks lacks half of the matrices, in float32; norms are everywhere, padding
+        # is 0: 300*64 embedding, 128*65 qkv and bias, 64*64 o, 192*64 gate_up, 64*96 down.
+        assert received == 4 * (300 * 64 + 128 * 65 + 64 * 64 + 192 * 64 + 64 * 96)
+
+
+def test_parameters_still_on_their_way_are_waited_for(workers, small):
+    expected = workers.run(2, jobs.updates, small, False)
+    assert expected[0] == expected[1] and expected[0][0] != expected[0][1]
+    assert workers.run(2, jobs.updates, small, True) == expected

@@ -1,0 +1,1 @@
+"""What a user starts: train, launch, evaluate, prepare, preflight."""

@@ -1,0 +1,188 @@
+"""Does another layout compute the same gradients? On the responses of a run's dump, for each role.
+
+    OUT/actor.safetensors, OUT/critic.safetensors    gradients by HF name, float32, before clipping
+                                                     (only of roles that the run trains)
+
+A step is made as training makes it: this layout's own values, log-probabilities and advantages, its
+own mini-batches, micro-batches and losses. Only the updates are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.data.storage import replacing
+from vapo_megatron.errors import DataError
+from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.rollout.replay import check_dump
+from vapo_megatron.weights.gradients import full_gradients
+from vapo_megatron.weights.mapping import hf_tensors
+
+if TYPE_CHECKING:
+    from vapo_megatron.parallel.minibatches import MiniBatch
+    from vapo_megatron.trainer import VapoTrainer
+
+ROLES = ("critic", "actor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One parameter's gradients, a and b."""
+
+    name: str
+    """Role and HF name."""
+    norm: float
+    """|a|, Euclidean."""
+    relative: float
+    """|a - b| / |a|; 0 where both are 0, infinite where only a is."""
+
+
+def collect_gradients(config: VapoConfig, replay: Path, step: int, out: Path) -> None:
+    """Write the gradients of both losses on the first mini-batch of a step. Collective.
+
+    The weights are those that a new run starts from; the actor's, of model.hf_path, sampled every
+    step up to its first update.
+
+    Args:
+        config: the layout, the algorithm and the weights.
+        replay: a run directory with dumped steps.
+        step: from 1.
+        out: directory, made if missing; the main rank writes, one tensor at a time.
+
+    Raises:
+        UserError: the dump, the paths or the number of processes do not fit.
+    """
+    from vapo_megatron.trainer import VapoTrainer
+
+    config = _changed(config, "algorithm", value_pretraining_steps=0, stage="all")
+    # A layout that is wrong shall show its gradients.
+    config = _changed(config, "rollout", max_logprob_difference=None)
+    # The models are those that a new run begins with, and none is loaded after it is built.
+    config = _changed(config, "logging", run_dir=str(out))
+    config = _changed(config, "model", critic_checkpoint_optimizer=False)
+    check_dump(replay, config, read_model_shape(str(config.model.hf_path)), range(step - 1, step))
+    with VapoTrainer(config, replay) as trainer:
+        for role in config.algorithm.trained_roles:
+            write = partial(_write_first, trainer, role, out, step)
+            getattr(trainer, role).update = write
+        trainer.train_step(step - 1)
+
+
+def compare_gradients(a: Path, b: Path) -> list[Difference]:
+    """Return the difference of every parameter, the largest first.
+
+    Args:
+        a, b: directories that collect_gradients wrote.
+
+    Raises:
+        DataError: a file is missing or damaged, or they are not of the same model.
+    """
+    found = []
+    for role in _roles(a, b):
+        file_a, file_b = a / f"{role}.safetensors", b / f"{role}.safetensors"
+        try:
+            with (
+                safe_open(file_a, framework="pt") as in_a,
+                safe_open(file_b, framework="pt") as in_b,
+            ):
+                names = list(in_a.keys())
+                if sorted(names) != sorted(in_b.keys()):
+                    odd = sorted(set(names) ^ set(in_b.keys()))
+                    raise DataError(
+                        f"{file_a} and {file_b} hold different parameters, for example {odd[0]}; "
+                        "collect both from the same model"
+                    )
+                for name in names:
+                    pair = in_a.get_tensor(name), in_b.get_tensor(name)
+                    found.append(_difference(f"{role} {name}", *pair))
+        except (OSError, SafetensorError) as error:
+            raise DataError(
+                f"{file_a} and {file_b} cannot both be read ({error}); collect them again"
+            ) from None
+    return sorted(found, key=lambda d: -math.inf if math.isnan(d.relative) else -d.relative)
+
+
+def describe_gradients(directory: Path) -> str:
+    """Return one line on what collect_gradients wrote: layout, step and losses."""
+    parts: list[str] = []
+    for role in _roles(directory):
+        with safe_open(directory / f"{role}.safetensors", framework="pt") as file:
+            metadata = file.metadata() or {}
+        if not parts:
+            parts.append(f"{directory}: {metadata.get('layout')}, step {metadata.get('step')}")
+        parts.append(f"{role} loss {metadata.get('loss')}")
+    return ", ".join(parts)
+
+
+def _roles(*directories: Path) -> list[str]:
+    """Return the roles of which any of them has gradients; both where none has."""
+    found = [
+        role for role in ROLES if any((d / f"{role}.safetensors").exists() for d in directories)
+    ]
+    return found or list(ROLES)
+
+
+def _changed(config: VapoConfig, section: str, **fields: Any) -> VapoConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=fields)})
+
+
+def _write_first(
+    trainer: VapoTrainer, role: str, out: Path, step: int, mini_batches: Sequence[MiniBatch]
+) -> dict[str, float]:
+    """Write the first mini-batch's gradients, in the place of a role's update."""
+    model, groups = getattr(trainer, role), trainer.groups
+    metrics = model.compute_gradients(mini_batches[0])
+    gradients = full_gradients(model.trained.chunks, trainer.shape, groups, role)
+    if groups.rank == 0:
+        layout = f"TP{groups.tp_size} PP{groups.pp_size} VPP{groups.vpp_size} DP{groups.dp_size}"
+        metadata = {"layout": layout, "step": str(step), "loss": f"{float(metrics['loss']):.9g}"}
+        out.mkdir(parents=True, exist_ok=True)
+        path = out / f"{role}.safetensors"
+        _write_streamed(path, hf_tensors(trainer.shape, role), gradients, metadata)
+    for _ in gradients:  # every rank takes all of them
+        pass
+    return {}
+
+
+def _write_streamed(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Iterable[tuple[str, Tensor]],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write float32 tensors as safetensors, each to its place as it comes."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with replacing(path) as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        start = out.tell()
+        for name, tensor in tensors:
+            assert (tensor.dtype, tuple(tensor.shape)) == (torch.float32, shapes[name]), name
+            out.seek(start + header[name]["data_offsets"][0])
+            out.write(tensor.cpu().contiguous().numpy().data)
+
+
+def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
+    if a.shape != b.shape:
+        raise DataError(
+            f"{name} is {tuple(a.shape)} in one and {tuple(b.shape)} in the other; collect both "
+            "from the same model"
+        )
+    norm = float(torch.linalg.vector_norm(a, dtype=torch.float64))
+    apart = float(torch.linalg.vector_norm(a - b, dtype=torch.float64))
+    return Difference(name, norm, apart / norm if norm else (math.inf if apart else apart))

@@ -1,0 +1,254 @@
+"""What can be known of a run's files before it starts: --dry-run and every rank of a run ask here.
+
+Loads torch where a model's files are there, and megatron-core and vLLM never.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vapo_megatron.data.problems import load_problems
+from vapo_megatron.errors import CheckpointError, ConfigError
+from vapo_megatron.models.hf_config import check_layout, read_model_shape
+from vapo_megatron.models.known import KNOWN_MODELS
+from vapo_megatron.rollout.requests import max_model_len
+
+if TYPE_CHECKING:
+    from vapo_megatron.config import VapoConfig
+    from vapo_megatron.models.hf_config import ModelShape
+
+
+def check_inputs(config: VapoConfig, replay: Path | None) -> ModelShape:
+    """Refuse files that are missing or damaged, or that do not fit each other or the configuration.
+
+    Args:
+        config: checked in itself.
+        replay: the run directory that is replayed, which needs neither data nor tokenizer; None:
+            none.
+
+    Returns:
+        The model's sizes.
+
+    Raises:
+        UserError: the first thing that is wrong: what, where, and the remedy.
+    """
+    shape = _check_sizes_of(config, replay)
+    # All paths are on this machine, so nobody has to be asked; read when transformers is loaded.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if replay is None:
+        from vapo_megatron.data.prompts import read_prompts
+        from vapo_megatron.rollout.tokenizer import check_tokenizer, load_tokenizer
+
+        hf_path = str(config.model.hf_path)
+        tokenizer = load_tokenizer(hf_path)
+        check_tokenizer(hf_path, tokenizer, config.rollout.stop_token_ids, shape.vocab_size)
+        shuffle, state = config.data.shuffle, _own_state(config)
+        for path in _data_files(config):
+            dataset = read_prompts(path, config, tokenizer.encode, shuffle=shuffle)
+            if path == config.data.train_path and state is not None:
+                dataset.load_state_dict(state["run"]["data"])
+    else:
+        from vapo_megatron.rollout.replay import check_dump
+
+        check_dump(replay, config, shape, range(_steps_done(config), config.algorithm.num_steps))
+    _check_weights(config, shape)
+    _check_checkpoint(config, shape)
+    return shape
+
+
+def check_answers(config: VapoConfig) -> None:
+    """Refuse ground truths that the verifier cannot read, as a run does when its ranks have met.
+
+    Integers take no time, others some milliseconds each.
+
+    Raises:
+        DataError: names the last such row of a file.
+    """
+    from vapo_megatron.reward.math_verifier import MathVerifier, unreadable
+
+    with MathVerifier(config.reward.num_workers, config.reward.timeout_seconds) as verifier:
+        for path in _data_files(config):
+            problems = load_problems(path, config.data.prompt_column, config.data.answer_column)
+            answers = [problem.answer for problem in problems]
+            if bad := verifier.unparsable_answers(answers):
+                raise unreadable(path, bad[-1], answers[bad[-1]])
+
+
+def check_small_inputs(config: VapoConfig, replay: Path | None) -> None:
+    """Check paths, the model's sizes and the data, without torch and transformers.
+
+    Raises:
+        UserError: see check_inputs.
+    """
+    _check_sizes_of(config, replay)
+    for path in _data_files(config) if replay is None else ():
+        load_problems(path, config.data.prompt_column, config.data.answer_column)
+
+
+def _check_sizes_of(config: VapoConfig, replay: Path | None) -> ModelShape:
+    require_paths(config, replay)
+    shape = read_model_shape(str(config.model.hf_path))
+    check_sizes(config, shape)
+    return shape
+
+
+def _data_files(config: VapoConfig) -> list[str]:
+    return [path for path in (config.data.train_path, config.evaluation.path) if path is not None]
+
+
+def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = True) -> None:
+    """Check that what a run reads is there, and that its directory can be written to.
+
+    Args:
+        config: checked in itself.
+        replay: the run directory that is replayed; None: none.
+        writes: the run directory will be written to.
+
+    Raises:
+        ConfigError: a path is not set or does not exist, or a replay would write over its dump.
+    """
+    run_dir = config.logging.run_dir
+    required: dict[str, str | Path | None] = {"model.hf_path": config.model.hf_path}
+    optional = {"model.critic_hf_path": config.model.critic_hf_path}
+    if replay is None:
+        required["data.train_path"] = config.data.train_path
+        optional["evaluation.path"] = config.evaluation.path
+    else:
+        required["--replay"] = replay
+        dumps = [(replay / "replay").resolve(), replay.resolve()]
+        written = [Path(run_dir, name).resolve() for name in ("replay", "skipped")]
+        if writes and any(path in dumps for path in written):
+            raise ConfigError(
+                f"logging.run_dir={run_dir} is the run that is replayed, which would be written "
+                "over; set logging.run_dir to another directory"
+            )
+    for name, path in required.items():
+        if path is None:
+            raise ConfigError(f"{name} is required; set {name}=PATH")
+    for name, path in {**required, **optional}.items():
+        if path is not None and not os.path.exists(path):
+            raise ConfigError(f"{name}={path} does not exist; set {name} to an existing path")
+    if writes:
+        _require_directory(run_dir)
+
+
+def _require_directory(run_dir: str) -> None:
+    """Refuse a run directory that cannot be made, or not be written to."""
+    path = Path(run_dir).absolute()
+    first = next(p for p in (path, *path.parents) if p.exists())
+    if not first.is_dir() or not os.access(first, os.W_OK | os.X_OK):
+        wrong = "cannot be written to" if first.is_dir() else "is no directory"
+        raise ConfigError(f"logging.run_dir={run_dir}: {first} {wrong}; set another directory")
+
+
+def check_sizes(config: VapoConfig, shape: ModelShape) -> None:
+    """Refuse a layout or lengths that the model does not have; ConfigError names the fields."""
+    check_layout(shape, config.parallel)
+    max_model_len(shape, config.rollout)
+
+
+def is_here(config: VapoConfig) -> bool:
+    """Is the model on this machine? A published one that is not can be planned all the same."""
+    path = config.model.hf_path
+    return path is not None and (os.path.exists(path) or Path(path).name not in KNOWN_MODELS)
+
+
+def _check_weights(config: VapoConfig, shape: ModelShape) -> None:
+    """Compare the weights that the run starts from with the model's sizes, by their headers."""
+    from vapo_megatron.weights.load_hf import check_weights
+
+    for role, field, directory in _starts(config):
+        try:
+            check_weights(directory, shape, role)
+        except CheckpointError as error:
+            raise CheckpointError(f"{field}: {error}") from None
+
+
+def _starts(config: VapoConfig) -> Iterator[tuple[str, str, Path]]:
+    """Yield (role, field, directory) of what the roles begin with."""
+    model = config.model
+    yield "actor", f"model.hf_path={model.hf_path}", Path(str(model.hf_path))
+    if "critic" in config.algorithm.trained_roles and model.critic_hf_path is not None:
+        yield "critic", f"model.critic_hf_path={model.critic_hf_path}", Path(model.critic_hf_path)
+
+
+def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
+    """Compare the checkpoint that the run goes on from, or whose critic it takes over.
+
+    Of its data, see check_inputs.
+
+    One that is damaged is told, and another taken in its place, when it is loaded.
+    """
+    from vapo_megatron.run.checkpoint.fits import CRITIC_REMEDY, check_optimizer, check_roles
+    from vapo_megatron.weights.convert.sharded_files import ShardedReader
+    from vapo_megatron.weights.convert.to_hf import check_tensors
+
+    run_dir, path = config.logging.run_dir, config.model.critic_checkpoint
+    field, remedy = f"logging.run_dir={run_dir}", "logging.run_dir"
+    roles = config.algorithm.trained_roles
+    found = _own_checkpoints(config)
+    with_optimizer, other = True, "start another run with logging.run_dir"
+    if (state := _own_state(config)) is not None:
+        check_roles(found[0], state["num_updates"], roles)
+    if not found and path is not None:
+        from vapo_megatron.run.checkpoint.files import candidates
+
+        field, remedy, roles = f"model.critic_checkpoint={path}", "critic_checkpoint", ("critic",)
+        with_optimizer, other = config.model.critic_checkpoint_optimizer, CRITIC_REMEDY
+        found = candidates(Path(path, "checkpoints")) or [Path(path)]
+        if not any((directory / "critic").is_dir() for directory in found):
+            raise CheckpointError(
+                f"{field} holds no critic; set it to a run directory whose run had one, or to one "
+                "of its checkpoints/step_*"
+            )
+    for role in roles:
+        if not found or not _is_intact(found[0], f"{role}/.metadata"):
+            continue
+        try:
+            check_tensors(ShardedReader(found[0] / role), shape, role)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{field}: {error}; set model.hf_path to the model that it was trained from, or "
+                f"another {remedy}"
+            ) from None
+        if with_optimizer:
+            check_optimizer(found[0] / role, config, role, field, other)
+
+
+def _steps_done(config: VapoConfig) -> int:
+    """Steps of the checkpoint that the run goes on from; one that is damaged counts."""
+    found = _own_checkpoints(config)
+    return int(found[0].name.split("_")[1]) if found else 0
+
+
+def _own_checkpoints(config: VapoConfig) -> list[Path]:
+    """Return what the run may go on from, best first."""
+    from vapo_megatron.run.checkpoint.files import candidates, goes_on
+
+    root = Path(config.logging.run_dir, "checkpoints")
+    return candidates(root) if goes_on(config.checkpoint.resume) else []
+
+
+def _own_state(config: VapoConfig) -> dict[str, Any] | None:
+    """Return the state of the checkpoint that the run goes on from; None: of none, or damaged."""
+    from vapo_megatron.run.checkpoint.files import STATE
+
+    found = _own_checkpoints(config)
+    if not found or not _is_intact(found[0], STATE):
+        return None
+    return json.loads((found[0] / STATE).read_text())
+
+
+def _is_intact(directory: Path, name: str) -> bool:
+    """Compare one small file of a checkpoint with its checksum."""
+    from vapo_megatron.data.storage import sha256_of
+    from vapo_megatron.run.checkpoint.files import read_sums
+
+    try:
+        return read_sums(directory).get(name) == sha256_of(directory / name)
+    except (ValueError, OSError):
+        return False

@@ -1,0 +1,1 @@
+"""Problem files of many shapes into the parquet that training reads."""

@@ -1,0 +1,286 @@
+"""Makes training data of published data sets: each problem once, in one prompt template, checked.
+
+Rows stream through; what is kept in memory is each different problem once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from vapo_megatron.cli.prepare.columns import (
+    ANSWER_PREFIX,
+    ANSWER_SUFFIX,
+    choose_shape,
+    read_problem,
+    strip_instructions,
+)
+from vapo_megatron.cli.prepare.rows import Choose, count_rows, find_file, read_rows
+from vapo_megatron.cli.progress_bar import ProgressBar
+from vapo_megatron.data.problems import Problem
+from vapo_megatron.data.storage import replacing
+from vapo_megatron.errors import DataError
+from vapo_megatron.reward.extraction import ground_truth
+
+if TYPE_CHECKING:
+    from vapo_megatron.reward.math_verifier import MathVerifier
+
+Template = Literal["answer", "chat", "none"]
+TEMPLATES: tuple[Template, ...] = get_args(Template)
+METADATA_KEY = b"vapo_megatron.prepare"
+"""In the parquet file's metadata, the summary as JSON."""
+_CHUNK = 1000
+"""Problems between two updates of the display."""
+
+
+@dataclasses.dataclass
+class Summary:
+    """What came in, what was left out and why, what was written."""
+
+    files: list[dict[str, Any]]
+    """file, shape and rows of each input."""
+    template: Template
+    max_prompt_tokens: int
+    rows: int = 0
+    duplicates: int = 0
+    """Rows whose problem had come before."""
+    conflicting: int = 0
+    """Problems that came with different answers."""
+    unparsable: int = 0
+    """Problems whose answer the verifier cannot read."""
+    too_long: int = 0
+    """Problems of more than max_prompt_tokens."""
+    written: int = 0
+    longest_prompt_tokens: int = 0
+
+    def describe(self) -> str:
+        """Return it as lines for people."""
+        lines = [f"{f['file']}: shape {f['shape']}, {f['rows']:,} rows" for f in self.files]
+        lines += [
+            f"{self.rows:10,} rows",
+            f"{self.duplicates:10,} of them repeat a problem",
+            f"{self.conflicting:10,} problems left out: their rows have different answers",
+            f"{self.unparsable:10,} problems left out: the verifier cannot read their answer",
+            f"{self.too_long:10,} problems left out: over {self.max_prompt_tokens:,} prompt tokens",
+            f"{self.written:10,} problems written, template {self.template}, the longest of "
+            f"{self.longest_prompt_tokens:,} tokens",
+        ]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass
+class _Kept:
+    """The first row of a problem."""
+
+    where: str
+    prompt: str
+    answer: str
+    other_answers: set[str] = dataclasses.field(default_factory=set)
+
+
+def prepare(
+    sources: Sequence[str],
+    out: Path,
+    *,
+    tokenizer: Any,
+    verifier: MathVerifier,
+    template: Template = "answer",
+    max_prompt_tokens: int = 2048,
+    choose: Choose | None = None,
+    drop_unparsable: bool = False,
+    overwrite: bool = False,
+) -> Summary:
+    """Write a parquet file with the columns `prompt` and `answer`.
+
+    Args:
+        sources: files or hub ids, see prepare_rows.find_file; duplicates are found over all.
+        out: ends in .parquet; it appears under its name when it is whole.
+        tokenizer: of the model that will be trained: transformers'.
+        verifier: reads the answers.
+        template: answer: the problem between DAPO's instructions, as text; chat: the same as a
+            user's message in the tokenizer's chat template; none: prompts as they are. The first
+            two take off the instructions of prepare_shapes.INSTRUCTIONS before.
+        max_prompt_tokens: problems with longer prompts are left out.
+        choose: finds each file's shape; None: the one that fits.
+        drop_unparsable: leave out problems whose answer cannot be read instead of refusing them.
+        overwrite: replace out.
+
+    Raises:
+        DataError: names file, line or row, what is wrong and the remedy.
+    """
+    if out.suffix != ".parquet":
+        raise DataError(f"--out={out} must end in .parquet")
+    if max_prompt_tokens < 1:
+        raise DataError(f"--max-prompt-tokens={max_prompt_tokens} must be at least 1")
+    if out.exists() and not overwrite:
+        raise DataError(f"--out={out} exists; give another file, or --overwrite")
+    render = make_template(template, tokenizer)
+    choose = choose or (lambda columns, where: choose_shape(columns, None, where))
+    summary = Summary([], template, max_prompt_tokens)
+    kept = _read([find_file(source) for source in sources], template, choose, summary)
+    kept = _readable(kept, verifier, drop_unparsable, summary)
+    kept = _unanimous(kept, verifier, summary)
+    problems = list(_rendered(kept, render, tokenizer.encode, summary))
+    if not problems:
+        raise DataError(
+            f"nothing is left to write: of {summary.rows - summary.duplicates:,} problems "
+            f"{summary.conflicting:,} have rows with different answers, {summary.unparsable:,} an "
+            f"answer that the verifier cannot read, {summary.too_long:,} more than "
+            f"{max_prompt_tokens:,} prompt tokens; give other --data, or raise --max-prompt-tokens"
+        )
+    summary.written = len(problems)
+    _write(out, problems, summary)
+    return summary
+
+
+def make_template(name: Template, tokenizer: Any) -> Callable[[str], str]:
+    """Return the function from a problem to its prompt's text.
+
+    Training encodes that text with the tokenizer's special tokens around it, so a begin token that
+    both would write is written by the tokenizer alone.
+
+    Args:
+        name: see prepare.
+        tokenizer: transformers'; used by chat alone.
+
+    Raises:
+        DataError: the tokenizer has no chat template, or one whose text it encodes to other ids.
+    """
+    if name == "none":
+        return lambda problem: problem
+    if name == "answer":
+        return lambda problem: f"{ANSWER_PREFIX}{problem}{ANSWER_SUFFIX}\n"
+    if not tokenizer.chat_template:
+        raise DataError(
+            "--template=chat: the tokenizer has no chat template; give --template answer, or the "
+            "tokenizer of a chat model"
+        )
+    begin = tokenizer.bos_token if tokenizer.encode("") == [tokenizer.bos_token_id] else None
+
+    def render(problem: str) -> str:
+        message = {"role": "user", "content": f"{ANSWER_PREFIX}{problem}{ANSWER_SUFFIX}"}
+        text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        return text.removeprefix(begin) if begin else text
+
+    probe = render("1 + 1")
+    whole = begin + probe if begin else probe
+    if tokenizer.encode(probe) != tokenizer.encode(whole, add_special_tokens=False):
+        raise DataError(
+            "--template=chat: the tokenizer encodes its chat template's text with other special "
+            "tokens around it; give --template answer"
+        )
+    return render
+
+
+def _read(
+    paths: Sequence[Path],
+    template: Template,
+    choose: Choose,
+    summary: Summary,
+) -> list[_Kept]:
+    """Return each problem's first row, in order, with the other answers that it came with."""
+    first: dict[bytes, _Kept] = {}
+    for path in paths:
+        name, shape, rows = read_rows(path, choose)
+        count = 0
+        with ProgressBar(f"rows of {path.name}", count_rows(path)) as bar:
+            for where, row in rows:
+                count += 1
+                problem = read_problem(name, shape, row, where)
+                bare = strip_instructions(problem.prompt)
+                shown = problem.prompt if template == "none" else bare
+                new = _Kept(where, shown, problem.answer)
+                known = first.setdefault(_key(bare), new)
+                if known is not new and known.answer != new.answer:
+                    known.other_answers.add(new.answer)
+                if count % _CHUNK == 0:
+                    bar.show(count)
+            bar.show(count)
+        if not count:
+            raise DataError(f"data file {path} holds no rows; give a file with at least one")
+        summary.files.append({"file": str(path), "shape": name, "rows": count})
+        summary.rows += count
+    summary.duplicates = summary.rows - len(first)
+    return list(first.values())
+
+
+def _key(problem: str) -> bytes:
+    """Identify a problem, however its words are spaced."""
+    return hashlib.blake2b(" ".join(problem.split()).encode(), digest_size=16).digest()
+
+
+def _readable(
+    kept: list[_Kept], verifier: MathVerifier, drop: bool, summary: Summary
+) -> list[_Kept]:
+    """Leave out, or refuse, problems whose answer the verifier cannot read."""
+    bad: set[int] = set()
+    for start, part in _chunks("answers read", kept):
+        bad |= {start + i for i in verifier.unparsable_answers([k.answer for k in part])}
+    if bad and not drop:
+        named = ", ".join(f"{kept[i].where}: {kept[i].answer[:60]!r}" for i in sorted(bad)[:5])
+        raise DataError(
+            f"the verifier cannot read {len(bad)} of {len(kept)} answers ({named}); correct the "
+            "rows, or leave them out with --drop-unparsable"
+        )
+    summary.unparsable = len(bad)
+    return [k for i, k in enumerate(kept) if i not in bad]
+
+
+def _unanimous(kept: list[_Kept], verifier: MathVerifier, summary: Summary) -> list[_Kept]:
+    """Leave out problems that came with answers that differ in value."""
+    pairs = [(k, other) for k in kept for other in sorted(k.other_answers)]
+    verdicts = verifier.score(
+        [f"\\boxed{{{ground_truth(other)}}}" for _, other in pairs], [k.answer for k, _ in pairs]
+    )
+    conflicting = {id(k) for (k, _), v in zip(pairs, verdicts) if not v.is_correct}
+    summary.conflicting = len(conflicting)
+    return [k for k in kept if id(k) not in conflicting]
+
+
+def _rendered(
+    kept: list[_Kept],
+    render: Callable[[str], str],
+    encode: Callable[[str], Sequence[int]],
+    summary: Summary,
+) -> Iterator[Problem]:
+    """Yield the problems in the template, those that are too long left out."""
+    for _, part in _chunks("prompts", kept):
+        for k in part:
+            prompt = render(k.prompt)
+            length = len(encode(prompt))
+            if not length:
+                raise DataError(
+                    f"{k.where}: the tokenizer makes no token of {prompt[:60]!r}; remove the row, "
+                    "or give the model's own --tokenizer"
+                )
+            if length > summary.max_prompt_tokens:
+                summary.too_long += 1
+                continue
+            summary.longest_prompt_tokens = max(summary.longest_prompt_tokens, length)
+            yield Problem(prompt, k.answer)
+
+
+def _chunks(title: str, kept: list[_Kept]) -> Iterator[tuple[int, list[_Kept]]]:
+    with ProgressBar(title, len(kept)) as bar:
+        for start in range(0, len(kept), _CHUNK):
+            part = kept[start : start + _CHUNK]
+            yield start, part
+            bar.show(start + len(part))
+
+
+def _write(out: Path, problems: Sequence[Problem], summary: Summary) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table(
+        {"prompt": [p.prompt for p in problems], "answer": [p.answer for p in problems]}
+    )
+    about = json.dumps(dataclasses.asdict(summary)).encode()
+    table = table.replace_schema_metadata({METADATA_KEY: about})
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out) as file:
+        pyarrow.parquet.write_table(table, file)

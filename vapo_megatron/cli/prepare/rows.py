@@ -1,0 +1,165 @@
+"""Rows of JSONL, CSV and parquet files, on this machine or on the Hugging Face hub, one by one."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from vapo_megatron.cli.prepare.columns import Shape
+from vapo_megatron.data.problems import jsonl_rows, parquet_file, parquet_rows
+from vapo_megatron.errors import DataError
+
+ENDINGS = (".jsonl", ".csv", ".parquet")
+_HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<file>[\w./ -]+))?")
+
+Row = tuple[str, dict[str, Any]]
+"""The file and its line or row, for messages; columns and values."""
+Choose = Callable[[Sequence[str], str], tuple[str, Shape]]
+"""(columns, file) -> the shape's name and columns."""
+
+
+def find_file(source: str) -> Path:
+    """Return a local file, or the local copy of a file of a data set on the Hugging Face hub.
+
+    Args:
+        source: a path, OWNER/NAME or OWNER/NAME:PATH/IN/IT.
+
+    Raises:
+        DataError: it does not exist, has another ending, or cannot be fetched; names the data set's
+            files where several could be meant.
+    """
+    path = Path(source)
+    if path.is_file():
+        if path.suffix not in ENDINGS:
+            raise DataError(
+                f"data file {path}: files end in {', '.join(ENDINGS)}, found {path.suffix!r}; "
+                "convert or rename it"
+            )
+        return path
+    hub_id = _HUB_ID.fullmatch(source)
+    if path.exists() or hub_id is None or (path.suffix in ENDINGS and hub_id["file"] is None):
+        raise DataError(
+            f"data file {source} does not exist; give an existing file, or OWNER/NAME of a data "
+            "set on the Hugging Face hub"
+        )
+    return _fetch(hub_id["id"], hub_id["file"])
+
+
+def _fetch(hub_id: str, file: str | None) -> Path:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise DataError(
+            f"--data={hub_id}: a data set on the hub needs the package huggingface_hub; install "
+            "it, or give a local file"
+        ) from None
+    try:
+        if file is None:
+            names = huggingface_hub.list_repo_files(hub_id, repo_type="dataset")
+            file = only_data_file(hub_id, names)
+        return Path(huggingface_hub.hf_hub_download(hub_id, file, repo_type="dataset"))
+    except DataError:
+        raise
+    except Exception as error:  # Of its own, of its HTTP library, of the system.
+        raise DataError(
+            f"--data={hub_id} cannot be fetched from the Hugging Face hub: "
+            f"{' '.join(str(error).split())[:300]}; check the name and the network, or give a "
+            "local file"
+        ) from None
+
+
+def only_data_file(hub_id: str, names: Sequence[str]) -> str:
+    """Return the one file of a data set that can be read; DataError names several, or none."""
+    files = [name for name in names if name.endswith(ENDINGS)]
+    if len(files) != 1:
+        found = ", ".join(files[:20]) or "none"
+        raise DataError(
+            f"--data={hub_id} must have one file that ends in {', '.join(ENDINGS)}, found {found}; "
+            f"name it: --data {hub_id}:{files[0] if files else 'FILE'}"
+        )
+    return files[0]
+
+
+def count_rows(path: Path) -> int:
+    """Return a file's rows; of a text file its lines, which may be a few more."""
+    if path.suffix == ".parquet":
+        with parquet_file(path) as file:
+            return file.metadata.num_rows
+    with path.open("rb") as text:
+        return sum(block.count(b"\n") for block in iter(lambda: text.read(1 << 20), b""))
+
+
+def read_rows(path: Path, choose: Choose) -> tuple[str, Shape, Iterator[Row]]:
+    """Open a file and choose its shape.
+
+    Args:
+        path: of the file.
+        choose: finds the shape.
+
+    Returns:
+        The shape's name and columns, and the rows, of which only some are in memory at a time; of a
+        parquet file with the shape's columns alone.
+
+    Raises:
+        DataError: from here or from the rows: the file and its line or row, and the remedy.
+    """
+    if path.suffix == ".parquet":
+        with parquet_file(path) as file:
+            name, shape = choose(file.schema_arrow.names, str(path))
+        return name, shape, _parquet(path, shape)
+    rows = _jsonl(path) if path.suffix == ".jsonl" else _csv(path)
+    first = next(rows, None)
+    if first is None:
+        raise DataError(f"data file {path} holds no rows; give a file with at least one")
+    name, shape = choose(list(first[1]), str(path))
+    return name, shape, itertools.chain([first], rows)
+
+
+def _parquet(path: Path, shape: Shape) -> Iterator[Row]:
+    with parquet_file(path) as file:
+        for number, row in parquet_rows(file, [shape.prompt_column, shape.answer_column]):
+            yield f"{path}, row {number}", row
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    for number, row in jsonl_rows(path):
+        yield f"{path}, line {number}", row
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    """Fields in quotes may hold line ends: a row is named by the line on which it ends."""
+    csv.field_size_limit(sys.maxsize)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        try:
+            header = next(reader, None)
+            if not header or len(set(header)) != len(header):
+                raise DataError(
+                    f"{path}, line 1 must name each column once, found {header or 'nothing'}; "
+                    "write a header"
+                )
+            for values in reader:
+                where = f"{path}, line {reader.line_num}"
+                if not values:
+                    continue
+                if len(values) != len(header):
+                    raise DataError(
+                        f"{where} has {len(values)} fields, the header {len(header)}; fields with "
+                        "commas, quotes or line ends stand in double quotes"
+                    )
+                yield where, dict(zip(header, values))
+        except csv.Error as error:
+            raise DataError(
+                f"{path}, line {reader.line_num} is not CSV ({error}); fields with commas, quotes "
+                "or line ends stand in double quotes"
+            ) from None
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path} is not UTF-8 behind line {reader.line_num} ({error.reason}); save it as "
+                "UTF-8"
+            ) from None

@@ -1,0 +1,40 @@
+"""Fields, rules and technique names of a run's configuration."""
+
+from vapo_megatron.config.help import describe_fields
+from vapo_megatron.config.load import load_config, read_config
+from vapo_megatron.config.rules import check_together
+from vapo_megatron.config.schema import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RewardConfig,
+    RolloutConfig,
+    TimeoutsConfig,
+    VapoConfig,
+)
+from vapo_megatron.errors import ConfigError
+
+__all__ = [
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "EvaluationConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "TimeoutsConfig",
+    "VapoConfig",
+    "check_together",
+    "describe_fields",
+    "load_config",
+    "read_config",
+]

@@ -1,0 +1,147 @@
+"""Reads and checks the configuration.
+
+Imports neither torch nor megatron: `--help` and `--dry-run` are quick.
+
+Order: defaults < YAML files (later ones win) < `section.field=value`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from vapo_megatron.config.help import explain_errors
+from vapo_megatron.config.rules import check_together
+from vapo_megatron.config.schema import (
+    VapoConfig,
+)
+from vapo_megatron.errors import ConfigError
+
+
+def load_config(
+    path: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()
+) -> VapoConfig:
+    """Read YAML files (later ones win), apply overrides, check everything.
+
+    Args:
+        path: one file or several.
+        overrides: strings `section.field=value`; the value is read as YAML.
+
+    Raises:
+        ConfigError: names the field, its value, the rule and the remedy.
+    """
+    config = read_config(path, overrides)
+    check_together(config)
+    return config
+
+
+def read_config(
+    path: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()
+) -> VapoConfig:
+    """As load_config, but fields are not checked against each other: for who changes some first."""
+    tree: dict[str, Any] = {}
+    for file in [path] if isinstance(path, str | Path) else path:
+        _merge(tree, _read_yaml(Path(file)), str(file))
+    for override in overrides:
+        _merge(tree, _parse_override(override), f"override {override!r}")
+    _suggest_unknown(VapoConfig, tree, "")
+    try:
+        return VapoConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain_errors(error.errors()))) from None
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """SafeLoader that refuses a key which stands twice: the first would be lost in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # which SafeLoader refuses
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.load(file.read_text(), Loader=_UniqueKeys)
+        _copy({"": tree})  # An alias may stand inside what it names, without end.
+    except OSError as error:
+        raise ConfigError(
+            f"config file {file}: {error.strerror}; give an existing YAML file"
+        ) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"config file {file} is not good YAML: {' '.join(str(error).split())}; mend it there"
+        ) from None
+    if not isinstance(tree, dict | None):
+        raise ConfigError(
+            f"config file {file} must hold sections such as 'algorithm:', found "
+            f"{type(tree).__name__}; give the path of a configuration file"
+        )
+    return tree or {}
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator or not name.strip():
+        raise ConfigError(
+            f"override {text!r} must read section.field=value, for example algorithm.gamma=0.99"
+        )
+    try:
+        parsed: Any = yaml.safe_load(value) if value.strip() else None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        parsed = value
+    for part in reversed(name.strip().split(".")):
+        parsed = {part: parsed}
+    return parsed
+
+
+def _merge(into: dict[str, Any], tree: dict[str, Any], where: str) -> None:
+    for key, value in tree.items():
+        if isinstance(into.get(key), dict):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{where}: {key} is a section; set {key}.FIELD=VALUE")
+            _merge(into[key], value, where)
+        else:
+            into[key] = value if not isinstance(value, dict) else _copy(value)
+
+
+def _copy(tree: dict[str, Any]) -> dict[str, Any]:
+    return {k: _copy(v) if isinstance(v, dict) else v for k, v in tree.items()}
+
+
+def _suggest_unknown(section: type[BaseModel], tree: dict[str, Any], prefix: str) -> None:
+    for key, value in tree.items():
+        field = section.model_fields.get(key)
+        if field is None:
+            raise ConfigError(f"unknown field {prefix}{key}; {_hint(section, str(key), prefix)}")
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            if not isinstance(value, dict):
+                raise ConfigError(
+                    f"{prefix}{key} is a section, found {value!r}; set {key}.FIELD=VALUE"
+                )
+            _suggest_unknown(kind, value, f"{prefix}{key}.")
+
+
+def _hint(section: type[BaseModel], key: str, prefix: str) -> str:
+    """The nearest name in the section, else the same name in another one, else all names."""
+    names = list(section.model_fields)
+    close = difflib.get_close_matches(key, names, n=1)
+    if close:
+        return f"did you mean {prefix}{close[0]}?"
+    for name, top in VapoConfig.model_fields.items():
+        if key in getattr(top.annotation, "model_fields", ()):
+            return f"did you mean {name}.{key}?"
+    return f"known: {', '.join(names)}"

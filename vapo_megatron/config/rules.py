@@ -1,0 +1,241 @@
+"""Rules between fields of the configuration; schema.py has those of single fields.
+
+Each returns what is wrong, with field, value, rule and remedy, or None.
+"""
+
+from __future__ import annotations
+
+from vapo_megatron.config.schema import VapoConfig
+from vapo_megatron.errors import ConfigError
+
+
+def check_together(config: VapoConfig) -> None:
+    """Check fields against each other.
+
+    Raises:
+        ConfigError: names the fields, their values, the rule and the remedy.
+    """
+    for check in _RULES:
+        problem = check(config)
+        if problem:
+            raise ConfigError(problem)
+
+
+def _divides(name: str, value: int, divisor_name: str, divisor: int) -> str | None:
+    if value % divisor:
+        return f"{name}={value} must be divisible by {divisor_name}={divisor}; change one of them"
+    return None
+
+
+def _layout_rule(c: VapoConfig) -> str | None:
+    p = c.parallel
+    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    if p.context_parallel_size != 1:
+        return (
+            f"parallel.context_parallel_size={p.context_parallel_size}: only 1 is supported; "
+            "shard long sequences with sequence_parallel and recompute=full instead"
+        )
+    if p.world_size % p.model_parallel_size:
+        return (
+            f"parallel.world_size={p.world_size} must be divisible by "
+            f"tensor_model_parallel_size({tp}) * pipeline_model_parallel_size({pp}) = {tp * pp}; "
+            "change one of them"
+        )
+    if p.sequence_parallel and tp == 1:
+        return (
+            "parallel.sequence_parallel=true needs parallel.tensor_model_parallel_size > 1, "
+            "found 1; set sequence_parallel=false"
+        )
+    if p.overlap_param_gather and not (p.use_distributed_optimizer and p.overlap_grad_reduce):
+        return (
+            "parallel.overlap_param_gather=true needs use_distributed_optimizer=true and "
+            "overlap_grad_reduce=true; set them, or overlap_param_gather=false"
+        )
+    return _divides(
+        "parallel.world_size", p.world_size,
+        "rollout.tensor_model_parallel_size", c.rollout.tensor_model_parallel_size,
+    )  # fmt: skip
+
+
+def _pipeline_rule(c: VapoConfig) -> str | None:
+    p = c.parallel
+    pp, vpp = p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size
+    if vpp is None or vpp == 1:
+        return None
+    if pp == 1:
+        return (
+            f"parallel.virtual_pipeline_model_parallel_size={vpp} needs "
+            "parallel.pipeline_model_parallel_size > 1, found 1; set it to null"
+        )
+    if p.batch_p2p_comm:
+        # The previous and the next of two stages are one process, whose two messages then take
+        # each other's place. More stages deadlock with as few micro-batches as stages.
+        return (
+            "parallel.batch_p2p_comm=true must not be combined with "
+            f"parallel.virtual_pipeline_model_parallel_size={vpp}: two stages would mix up their "
+            "messages in silence, more could wait for each other forever; set "
+            "batch_p2p_comm=null, or virtual_pipeline_model_parallel_size=null"
+        )
+    return None
+
+
+def _batch_rule(c: VapoConfig) -> str | None:
+    a = c.algorithm
+    for part in ("group_size", "mini_batch_size"):
+        whole = "responses_per_step"
+        problem = _divides(f"algorithm.{whole}", a.responses_per_step, part, getattr(a, part))
+        if problem:
+            return problem
+    return _at_least_data_parallel(c)
+
+
+def _at_least_data_parallel(c: VapoConfig) -> str | None:
+    size, dp_size = c.algorithm.mini_batch_size, c.parallel.data_parallel_size
+    if size < dp_size:
+        return (
+            f"algorithm.mini_batch_size={size} must be at least the data-parallel size {dp_size} "
+            "(world_size / (TP * PP)); raise it or lower parallel.world_size"
+        )
+    return None
+
+
+def _lambda_rule(c: VapoConfig) -> str | None:
+    for name in ("lambda_actor", "lambda_critic"):
+        value = getattr(c.algorithm, name)
+        if not isinstance(value, str) and not 0 <= value <= 1:
+            word = "adaptive" if name == "lambda_actor" else "same_as_actor"
+            return f"algorithm.{name}={value} must lie in [0, 1]; set such a number, or {word}"
+    return None
+
+
+def _estimator_rule(c: VapoConfig) -> str | None:
+    a = c.algorithm
+    if "critic" in a.trained_roles:
+        return None
+    if a.value_pretraining_steps:
+        return (
+            f"algorithm.value_pretraining_steps={a.value_pretraining_steps} must be 0 with "
+            f"algorithm.advantage_estimator={a.advantage_estimator}, which trains no critic; set "
+            "algorithm.value_pretraining_steps=0, or advantage_estimator=gae"
+        )
+    if a.group_size == 1:
+        return (
+            "algorithm.group_size=1 must be at least 2 with algorithm.advantage_estimator="
+            f"{a.advantage_estimator}: a response alone in its group has no advantage; raise it"
+        )
+    return None
+
+
+def _stage_rule(c: VapoConfig) -> str | None:
+    a = c.algorithm
+    if c.model.critic_checkpoint is not None and "critic" not in a.trained_roles:
+        return (
+            f"model.critic_checkpoint={c.model.critic_checkpoint} needs a critic, which "
+            f"algorithm.advantage_estimator={a.advantage_estimator} does not train; set "
+            "critic_checkpoint=null, or advantage_estimator=gae"
+        )
+    if a.stage == "all":
+        if a.value_pretraining_patience is None:
+            return None
+        return (
+            f"algorithm.value_pretraining_patience={a.value_pretraining_patience} needs "
+            "algorithm.stage=value_pretraining: with stage=all the number of steps is fixed; set "
+            "it to null, or pretrain values as a stage and go on with model.critic_checkpoint"
+        )
+    if a.advantage_estimator != "gae" or a.lambda_critic != 1:
+        return (
+            "algorithm.stage=value_pretraining regresses V on Monte-Carlo returns: it needs "
+            "advantage_estimator=gae and lambda_critic=1, found "
+            f"{a.advantage_estimator} and {a.lambda_critic}; set them"
+        )
+    if a.value_pretraining_steps <= (a.value_pretraining_patience or 0):
+        return (
+            f"algorithm.value_pretraining_steps={a.value_pretraining_steps} must exceed "
+            f"value_pretraining_patience ({a.value_pretraining_patience or 0}) with "
+            "stage=value_pretraining, which is over after that many steps; raise it"
+        )
+    return None
+
+
+def _dynamic_sampling_rule(c: VapoConfig) -> str | None:
+    a = c.algorithm
+    if a.dynamic_sampling and a.group_size == 1:
+        return (
+            "algorithm.dynamic_sampling=true needs algorithm.group_size above 1, found 1: one "
+            "response is always all of its group; raise group_size, or set dynamic_sampling=false"
+        )
+    return None
+
+
+def _sampling_rule(c: VapoConfig) -> str | None:
+    if c.rollout.top_p != 1:
+        return (
+            f"rollout.top_p={c.rollout.top_p} must be 1: training needs the log-probabilities of "
+            "the distribution that was sampled from; set it to 1 (evaluation.top_p is free)"
+        )
+    if c.rollout.top_k != -1:
+        return (
+            f"rollout.top_k={c.rollout.top_k} must be -1: training needs the log-probabilities of "
+            "the distribution that was sampled from; set it to -1 (evaluation.top_k is free)"
+        )
+    return None
+
+
+def _reward_rule(c: VapoConfig) -> str | None:
+    if c.reward.overlong_buffer_tokens > c.rollout.max_response_tokens:
+        return (
+            f"reward.overlong_buffer_tokens={c.reward.overlong_buffer_tokens} must not exceed "
+            f"rollout.max_response_tokens={c.rollout.max_response_tokens}; lower it"
+        )
+    return None
+
+
+def _value_bound_rule(c: VapoConfig) -> str | None:
+    r, bound = c.reward, c.algorithm.value_bound
+    rewards = (r.correct, r.incorrect, r.truncated_correct)
+    lowest = min(rewards) - (r.overlong_penalty if r.overlong_buffer_tokens else 0.0)
+    largest = max(abs(lowest), *map(abs, rewards))
+    if bound is not None and bound < largest:
+        return (
+            f"algorithm.value_bound={bound:g} must be at least the largest |reward|, {largest:g}: "
+            "no value could come near such a return; raise it, or set it to null"
+        )
+    return None
+
+
+def _timeouts_rule(c: VapoConfig) -> str | None:
+    longest = max(dict(c.timeouts).items(), key=lambda field: field[1])
+    if c.parallel.timeout_seconds < longest[1]:
+        return (
+            f"parallel.timeout_seconds={c.parallel.timeout_seconds:g} must be at least "
+            f"timeouts.{longest[0]}={longest[1]:g}: processes that are done with a phase wait in "
+            "a collective for the others; raise it"
+        )
+    return None
+
+
+def _precision_rule(c: VapoConfig) -> str | None:
+    m = c.model
+    if m.fp8 is not None and m.dtype != "bfloat16":
+        return (
+            f"model.fp8={m.fp8} needs model.dtype=bfloat16, found {m.dtype}; set "
+            "model.dtype=bfloat16, or model.fp8=null"
+        )
+    if m.fp8 is not None and m.layer_spec == "local":
+        return (
+            f"model.fp8={m.fp8} needs Transformer Engine's layers, found model.layer_spec=local; "
+            "set model.layer_spec=auto, or model.fp8=null"
+        )
+    if m.layer_spec == "transformer_engine" and m.dtype == "float32":
+        return (
+            "model.layer_spec=transformer_engine needs model.dtype=bfloat16, found float32, which "
+            "its fused attention lacks; set model.dtype=bfloat16, or model.layer_spec=local"
+        )
+    return None
+
+
+_RULES = (
+    _layout_rule, _pipeline_rule, _batch_rule, _lambda_rule, _estimator_rule, _stage_rule,
+    _sampling_rule, _reward_rule, _value_bound_rule, _timeouts_rule, _precision_rule,
+    _dynamic_sampling_rule,
+)  # fmt: skip

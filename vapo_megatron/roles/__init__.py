@@ -1,0 +1,1 @@
+"""Actor, critic and reference policy, their advantages, and who holds the GPU when."""

@@ -1,0 +1,94 @@
+"""From rewards, and values where there are any, to what one data-parallel rank trains on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithm.gae import (
+    decoupled_gae,
+    masked_sums,
+    mean_and_std,
+    resolve_lambdas,
+    whiten,
+)
+from vapo_megatron.algorithm.group_advantages import group_advantages, group_sums
+from vapo_megatron.algorithm.overlong_filtering import without_truncated
+from vapo_megatron.config import AlgorithmConfig
+from vapo_megatron.data.batch import RolloutBatch, StepSummary
+from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.reduce import sum_over_data_parallel
+
+
+def with_loss_mask(batch: RolloutBatch, algorithm: AlgorithmConfig) -> RolloutBatch:
+    """Return the batch with only those tokens in `loss_mask` that the algorithm trains on."""
+    if not algorithm.overlong_filtering:
+        return batch
+    mask = without_truncated(batch.loss_mask, batch.truncated, batch.cu_seqlens)
+    return batch.replace(loss_mask=mask)
+
+
+def with_advantages(
+    summary: StepSummary, batch: RolloutBatch, algorithm: AlgorithmConfig, groups: ParallelGroups
+) -> RolloutBatch:
+    """Return the batch with `advantages` [T] set, and `returns` [T] where it has `values`.
+
+    With values the whole reward stands on a response's last token; without them every token has its
+    response's advantage, against all responses of its group, trained on or not. Local to a
+    data-parallel rank, except that whitening, when on, uses the mean and standard deviation over
+    all ranks' trained tokens.
+    """
+    if algorithm.advantage_estimator == "gae":
+        batch = _from_values(batch, algorithm)
+    else:
+        batch = _from_groups(summary, batch, algorithm)
+    if algorithm.advantage_whitening:
+        assert batch.advantages is not None
+        sums = sum_over_data_parallel(masked_sums(batch.advantages, batch.loss_mask), groups)
+        mean, std = mean_and_std(sums)
+        batch = batch.replace(advantages=whiten(batch.advantages, mean=mean, std=std))
+    return batch
+
+
+def _from_values(batch: RolloutBatch, algorithm: AlgorithmConfig) -> RolloutBatch:
+    assert batch.values is not None
+    lambda_actor, lambda_critic = lambdas(batch.response_lengths, algorithm)
+    advantages, returns = decoupled_gae(
+        token_rewards(batch),
+        batch.values,
+        batch.cu_seqlens,
+        lambda_actor=lambda_actor,
+        lambda_critic=lambda_critic,
+        gamma=algorithm.gamma,
+    )
+    return batch.replace(advantages=advantages, returns=returns)
+
+
+def _from_groups(
+    summary: StepSummary, batch: RolloutBatch, algorithm: AlgorithmConfig
+) -> RolloutBatch:
+    """Every rank has the rewards of all groups, by position, and groups lie side by side."""
+    size, positions = algorithm.group_size, torch.arange(len(summary.rewards))
+    sums = group_sums(summary.rewards, positions // size, len(positions) // size)
+    of_responses = group_advantages(
+        batch.rewards, batch.positions // size, sums, algorithm.advantage_estimator
+    )
+    return batch.replace(advantages=batch.per_token(of_responses))
+
+
+def lambdas(lengths: Tensor, algorithm: AlgorithmConfig) -> tuple[float | Tensor, float | Tensor]:
+    """(lambda_actor, lambda_critic) of responses of these lengths [B], as configured."""
+    return resolve_lambdas(
+        lengths,
+        lambda_actor=algorithm.lambda_actor,
+        lambda_critic=algorithm.lambda_critic,
+        length_adaptive_alpha=algorithm.length_adaptive_alpha,
+    )
+
+
+def token_rewards(batch: RolloutBatch) -> Tensor:
+    """Put each response's reward on its last token: float32 [T]."""
+    rewards = torch.zeros(int(batch.cu_seqlens[-1]))
+    some = batch.response_lengths > 0
+    rewards[batch.cu_seqlens[1:].long()[some] - 1] = batch.rewards[some]
+    return rewards

@@ -1,0 +1,82 @@
+"""The critic: V of the state before each response token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithm.value_loss import bounded_values, value_loss
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.data.batch import MicroBatch
+from vapo_megatron.models.build import values_of
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.minibatches import MiniBatch
+from vapo_megatron.parallel.optimizer import critic_learning_rate
+from vapo_megatron.parallel.schedule import forward_only
+from vapo_megatron.roles.model import TrainedModel, mean_of_updates
+
+
+class Critic:
+    """Value model with its optimizer; `trained.num_updates` counts its updates."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        config: VapoConfig,
+        groups: ParallelGroups,
+        hf_path: str | None,
+    ) -> None:
+        """Build it; hf_path: weights to begin with, None: a checkpoint brings them."""
+        self.config, self.groups = config, groups
+        self.trained = TrainedModel(shape, config, groups, "critic", hf_path)
+
+    def compute_values(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Return V before each response token, no gradient; float32 [T], CPU."""
+        return torch.cat(forward_only(self.trained.chunks, micro_batches, self._values)).cpu()
+
+    def update(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+        """Pass over the mini-batches critic_updates_per_step times, one update each.
+
+        Returns:
+            Metrics averaged over the updates, see mean_of_updates.
+
+        Raises:
+            UpdatesSkipped: on every rank.
+        """
+        updates = []
+        for mini_batch in list(mini_batches) * self.config.algorithm.critic_updates_per_step:
+            rate = critic_learning_rate(self.trained.num_updates, self.config)
+            loss_function = partial(self._loss, mini_batch)
+            updates.append(self.trained.update(mini_batch, loss_function, rate))
+        totals = mean_of_updates(updates)
+        totals["learning_rate"] = torch.tensor(rate, dtype=torch.float64)
+        return {f"critic/{name}": float(value) for name, value in totals.items()}
+
+    def compute_gradients(self, mini_batch: MiniBatch) -> dict[str, Tensor]:
+        """Leave the finished gradient of one mini-batch's loss in the buffers; return metrics."""
+        return self.trained.compute_gradients(mini_batch, partial(self._loss, mini_batch))
+
+    def _loss(
+        self, mini_batch: MiniBatch, output: Tensor, micro_batch: MicroBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        batch = micro_batch.batch
+        assert batch.returns is not None
+        loss, metrics = value_loss(
+            self._values(output, micro_batch),
+            batch.returns,
+            batch.loss_mask,
+            num_tokens=mini_batch.num_tokens,
+            old_values=batch.values,
+            clip=self.config.algorithm.value_clip,
+        )
+        return loss, {**metrics, "loss": loss.detach()}
+
+    def _values(self, output: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """V at the positions that predict the response tokens, never scaled by a temperature."""
+        values = values_of(output)[micro_batch.predicting]
+        bound = self.config.algorithm.value_bound
+        return values if bound is None else bounded_values(values, bound)

@@ -1,0 +1,40 @@
+"""The frozen reference policy: what the actor started from, to tell how far it has gone.
+
+Before: the process groups exist. After: this rank holds the shards of model.hf_path that the actor
+has, and nothing else: no optimizer, no gradient buffers, no DDP. No checkpoint holds it, for a run
+that resumes reads it from model.hf_path again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.data.batch import MicroBatch
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.schedule import forward_only
+from vapo_megatron.roles.actor import policy_logprobs
+from vapo_megatron.roles.model import FrozenModel
+
+
+class Reference:
+    """Policy model that never learns."""
+
+    def __init__(self, shape: ModelShape, config: VapoConfig, groups: ParallelGroups) -> None:
+        self.shape, self.config = shape, config
+        self.frozen = FrozenModel(shape, config, groups, "actor", config.model.hf_path)
+
+    def compute_logprobs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Return logprobs of the response tokens at the rollout's temperature; float32 [T], CPU."""
+
+        def head(output: Tensor, micro_batch: MicroBatch) -> Tensor:
+            logprobs, _ = policy_logprobs(
+                self.frozen, output, micro_batch, self.shape, self.config, with_entropy=False
+            )
+            return logprobs
+
+        return torch.cat(forward_only(self.frozen.model, micro_batches, head)).cpu()

@@ -1,0 +1,272 @@
+"""Scored rollouts in binary files, from which a run can train again without a sampler.
+
+    RUN/replay/step_000001/rank_00000.safetensors
+
+Each rank that sampled writes its own file; the directory gets its name when all of them are there,
+and the directories before the last `logging.dump_steps` are deleted. A file takes 8 bytes per
+response token (int32 id, float32 log-probability), the responses' text (about 4 bytes a token), and
+each prompt once: 8192 responses of 5,000 tokens take 0.5 GB a step, over all files.
+
+Positions are global, so any number of ranks may read what any other number wrote.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from vapo_megatron.data.batch import STATUSES, Prompt, Rollout, ScoredRollout
+from vapo_megatron.data.storage import replace_directory, writing
+from vapo_megatron.errors import DataError
+
+_FORMAT = "vapo_megatron rollouts 1"
+_STEP = re.compile(r"step_(\d{6,})")
+
+
+@dataclasses.dataclass(frozen=True)
+class FileHeader:
+    """What a file says of itself; the numbers that the rest of the step's files share come last."""
+
+    first_position: int
+    responses: int
+    longest_sequence: int
+    """Prompt and response together, in tokens."""
+    largest_token_id: int
+    crc32: int
+    """Of all arrays."""
+    step: int
+    """From 1, as in metrics.jsonl."""
+    num_responses: int
+    """Of the whole step."""
+    group_size: int
+
+
+def write_step(
+    root: Path,
+    step: int,
+    scored: Sequence[ScoredRollout],
+    *,
+    num_responses: int,
+    group_size: int,
+    keep_last: int,
+) -> None:
+    """Write one step and delete what is not among the last `keep_last`. Collective over all ranks.
+
+    Args:
+        root: the run's replay directory, on a file system that all ranks share.
+        step: from 1.
+        scored: this rank's; empty: it writes nothing.
+        num_responses: of the step, over all ranks.
+        group_size: G.
+        keep_last: steps kept, this one included. Steps after this one are of a run that was
+            resumed before them; they go too.
+
+    Raises:
+        UserError: on the rank that cannot write; see hashed_file.writing.
+    """
+    is_main = dist.get_rank() == 0
+    final = root / f"step_{step:06d}"
+    partial = final.with_suffix(".partial")
+    if is_main:
+        shutil.rmtree(partial, ignore_errors=True)
+        with writing(partial):
+            partial.mkdir(parents=True)
+    dist.barrier()
+    if scored:
+        file = partial / f"rank_{dist.get_rank():05d}.safetensors"
+        with writing(file):
+            _write_file(file, scored, step, num_responses, group_size)
+    dist.barrier()
+    if is_main:
+        with writing(final):
+            replace_directory(partial, final)
+        kept = {f"step_{s:06d}" for s in range(step - keep_last + 1, step + 1)}
+        for old in root.glob("step_*"):
+            if old.name not in kept:
+                with writing(old):
+                    shutil.rmtree(old)
+
+
+def held_steps(root: Path) -> list[int]:
+    """Return the steps that a replay directory holds, in order."""
+    matches = (_STEP.fullmatch(path.name) for path in root.glob("step_*"))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def read_headers(root: Path, step: int) -> list[tuple[Path, FileHeader]]:
+    """Return the files of a step by position, after checking that they belong together.
+
+    Raises:
+        DataError: a file is damaged or foreign, or the step is not whole.
+    """
+    directory = root / f"step_{step:06d}"
+    files = [(path, _read_header(path)) for path in sorted(directory.glob("*.safetensors"))]
+    files.sort(key=lambda item: item[1].first_position)
+    whole = files[0][1].num_responses if files else 0
+    found = sum(header.responses for _, header in files)
+    if not files or found != whole:
+        raise DataError(
+            f"{directory} holds {found} of {whole or 'unknown'} responses in {len(files)} files; "
+            "copy it again from the run that dumped it"
+        )
+    for path, header in files:
+        if (header.step, header.num_responses) != (step, whole):
+            raise DataError(
+                f"{path} belongs to step {header.step} of {header.num_responses} responses, the "
+                f"others to step {step} of {whole}; copy it again from the run that dumped it"
+            )
+    return files
+
+
+def read_file(path: Path) -> list[ScoredRollout]:
+    """Return a file's rollouts, in the order in which they were written.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    header = _read_header(path)
+    try:
+        with safe_open(path, framework="np") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, error) from None
+    if _checksum(arrays) != header.crc32:
+        raise _damaged(path, "its checksum differs")
+    return _unpack(arrays)
+
+
+def _write_file(
+    path: Path, scored: Sequence[ScoredRollout], step: int, num_responses: int, group_size: int
+) -> None:
+    arrays = _pack(scored)
+    rollouts = [item.rollout for item in scored]
+    header = FileHeader(
+        first_position=rollouts[0].position,
+        responses=len(rollouts),
+        longest_sequence=max(len(r.prompt.token_ids) + len(r.token_ids) for r in rollouts),
+        largest_token_id=int(max(arrays["prompt_tokens"].max(), arrays["tokens"].max(initial=0))),
+        crc32=_checksum(arrays),
+        step=step,
+        num_responses=num_responses,
+        group_size=group_size,
+    )
+    metadata = {name: str(value) for name, value in dataclasses.asdict(header).items()}
+    path.write_bytes(save(arrays, metadata={"format": _FORMAT, **metadata}))
+
+
+def _read_header(path: Path) -> FileHeader:
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, error) from None
+    if metadata.get("format") != _FORMAT:
+        raise _damaged(path, f"its format is {metadata.get('format')!r}, not {_FORMAT!r}")
+    try:
+        return FileHeader(**{f.name: int(metadata[f.name]) for f in dataclasses.fields(FileHeader)})
+    except (KeyError, ValueError) as error:
+        raise _damaged(path, f"its header: {error}") from None
+
+
+def _damaged(path: Path, why: object) -> DataError:
+    return DataError(
+        f"{path} cannot be read ({' '.join(str(why).split())}); copy it again from the run that "
+        "dumped it"
+    )
+
+
+def _checksum(arrays: Mapping[str, np.ndarray]) -> int:
+    checksum = 0
+    for name in sorted(arrays):
+        checksum = zlib.crc32(arrays[name].view(np.uint8).data, checksum)
+    return checksum
+
+
+def _pack(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
+    """Arrays of one entry per prompt or response, and concatenated ones with their lengths."""
+    rollouts = [item.rollout for item in scored]
+    number: dict[Prompt, int] = {}
+    prompt = [number.setdefault(r.prompt, len(number)) for r in rollouts]
+    return {
+        "prompt_index": np.array([p.index for p in number], np.int64),
+        **_joined("prompt_tokens", (np.array(p.token_ids, np.int32) for p in number)),
+        **_joined("prompt_text", (_to_bytes(p.text) for p in number)),
+        **_joined("answer", (_to_bytes(p.answer) for p in number)),
+        "prompt": np.array(prompt, np.int32),
+        "sample": np.array([r.sample for r in rollouts], np.int32),
+        "position": np.array([r.position for r in rollouts], np.int32),
+        "policy_version": np.array([r.policy_version for r in rollouts], np.int32),
+        "truncated": np.array([r.truncated for r in rollouts], np.bool_),
+        "status": np.array([STATUSES.index(item.status) for item in scored], np.uint8),
+        "reward": np.array([item.reward for item in scored], np.float64),
+        **_joined("tokens", (np.array(r.token_ids, np.int32) for r in rollouts)),
+        **_joined("logprobs", (np.array(r.logprobs, np.float32) for r in rollouts)),
+        **_joined("text", (_to_bytes(r.text) for r in rollouts)),
+    }
+
+
+def _unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
+    prompts = [
+        Prompt(index, text, tokens, answer)
+        for index, text, tokens, answer in zip(
+            arrays["prompt_index"].tolist(),
+            map(_to_text, _split(arrays, "prompt_text")),
+            map(_to_tuple, _split(arrays, "prompt_tokens")),
+            map(_to_text, _split(arrays, "answer")),
+            strict=True,
+        )
+    ]
+    rollouts = [
+        Rollout(prompts[prompt], sample, position, tokens, logprobs, truncated, text, version)
+        for prompt, sample, position, tokens, logprobs, truncated, text, version in zip(
+            arrays["prompt"].tolist(),
+            arrays["sample"].tolist(),
+            arrays["position"].tolist(),
+            map(_to_tuple, _split(arrays, "tokens")),
+            map(_to_tuple, _split(arrays, "logprobs")),
+            arrays["truncated"].tolist(),
+            map(_to_text, _split(arrays, "text")),
+            arrays["policy_version"].tolist(),
+            strict=True,
+        )
+    ]
+    verdicts = zip(arrays["status"].tolist(), arrays["reward"].tolist(), strict=True)
+    return [
+        ScoredRollout(rollout, STATUSES[status], reward)
+        for rollout, (status, reward) in zip(rollouts, verdicts, strict=True)
+    ]
+
+
+def _joined(name: str, parts: Iterator[np.ndarray]) -> dict[str, np.ndarray]:
+    arrays = list(parts)
+    lengths = np.array([len(a) for a in arrays], np.int64)
+    return {name: np.concatenate(arrays), f"{name}_lengths": lengths}
+
+
+def _split(arrays: Mapping[str, np.ndarray], name: str) -> Iterator[np.ndarray]:
+    ends = arrays[f"{name}_lengths"].cumsum().tolist()
+    return (arrays[name][a:b] for a, b in itertools.pairwise([0, *ends]))
+
+
+def _to_tuple(array: np.ndarray) -> tuple[Any, ...]:
+    return tuple(array.tolist())
+
+
+def _to_bytes(text: str) -> np.ndarray:
+    """UTF-8; a lone surrogate, which JSON can hold, as itself."""
+    return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
+
+
+def _to_text(array: np.ndarray) -> str:
+    return array.tobytes().decode("utf-8", "surrogatepass")

@@ -1,0 +1,119 @@
+"""Dynamic sampling, round by round, until enough groups are neither all right nor all wrong.
+
+Before and after each round: every rank holds the responses that it sampled itself of the groups
+kept so far, and knows of each of those groups how many responses are correct. What moves is one
+pair of numbers per sampled group, in one all-reduce a round; the responses stay where they were
+sampled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithm.dynamic_sampling import next_round_size, select_groups
+from vapo_megatron.data.batch import ScoredRollout
+from vapo_megatron.parallel.reduce import sum_over_world
+from vapo_megatron.rollout.source import Phase
+
+
+def sample_mixed_groups(
+    sample: Callable[[int, int], Sequence[ScoredRollout]],
+    phase: Phase,
+    *,
+    num_groups: int,
+    group_size: int,
+    max_rounds: int,
+) -> tuple[list[ScoredRollout], dict[str, float]]:
+    """Sample rounds of prompts; keep num_groups groups, mixed ones as far as there are. Collective.
+
+    Args:
+        sample: called with a round (from 0) and a number of prompts; samples a group of responses
+            to each of the next prompts and returns this rank's share by position, judged.
+        phase: times the wait for the other ranks' verdicts.
+        num_groups: P, groups that are returned, over all ranks.
+        group_size: G.
+        max_rounds: no more rounds than these; what is still missing is filled up.
+
+    Returns:
+        (this rank's responses of the kept groups by position, which are renumbered 0 .. P*G-1 in
+        the order of sampling; metrics, the same on every rank).
+
+    Raises:
+        RuntimeError: on every rank, when the sampler left out responses of a group.
+    """
+    held: list[ScoredRollout] = []
+    of_held = of_all = torch.zeros(0, dtype=torch.long)
+    missing, rounds = num_groups, 0
+    while missing and rounds < max_rounds:
+        num_mixed = int(((of_all > 0) & (of_all < group_size)).sum())
+        asked = next_round_size(missing, num_mixed, len(of_all), num_groups)
+        scored = sample(rounds, asked)
+        with phase("reward"):
+            of_round = _correct_by_group(scored, asked, group_size)
+        of_all, candidates = torch.cat([of_all, of_round]), torch.cat([of_held, of_round])
+        rows, missing = select_groups(candidates, group_size, num_groups)
+        places = {row: place for place, row in enumerate(rows.tolist())}
+        held = [
+            *_placed(held, 0, places, group_size),
+            *_placed(scored, len(of_held), places, group_size),
+        ]
+        of_held = candidates[rows]
+        rounds += 1
+    return held, {"rollout/sampling_rounds": rounds, **_metrics(of_all, of_held, group_size)}
+
+
+def _correct_by_group(scored: Sequence[ScoredRollout], num_groups: int, group_size: int) -> Tensor:
+    """int64 [num_groups]: correct responses of each group over all ranks. Collective."""
+    counts = []
+    for part in (scored, [s for s in scored if s.is_correct]):
+        groups = torch.tensor([s.rollout.position // group_size for s in part]).long()
+        counts.append(groups.bincount(minlength=num_groups))
+    given, correct = sum_over_world(torch.stack(counts))
+    wrong = (given != group_size).nonzero().flatten().tolist()
+    if wrong:
+        asked, group = num_groups * group_size, wrong[0]
+        raise RuntimeError(
+            f"the sampler left out {asked - int(given.sum())} of {asked} responses: group {group} "
+            f"(from 0) has {int(given[group])} of {group_size}; start the run again: it goes on "
+            "from its latest checkpoint"
+        )
+    return correct
+
+
+def _placed(
+    scored: Sequence[ScoredRollout], first: int, places: Mapping[int, int], group_size: int
+) -> Iterator[ScoredRollout]:
+    """Yield the responses whose group is kept, at its new place; group 0 of them is `first`."""
+    for item in scored:
+        group, sample = divmod(item.rollout.position, group_size)
+        if first + group in places:
+            position = places[first + group] * group_size + sample
+            moved = dataclasses.replace(item.rollout, position=position)
+            yield dataclasses.replace(item, rollout=moved)
+
+
+def _metrics(of_all: Tensor, of_held: Tensor, group_size: int) -> dict[str, float]:
+    """Count groups: sampled = trained on + dropped_all_correct + dropped_all_wrong + surplus.
+
+    Args:
+        of_all, of_held: int64, correct responses of each group sampled, and of each trained on.
+        group_size: G.
+    """
+
+    def unmixed(counts: Tensor) -> Tensor:
+        return torch.stack([(counts == group_size).sum(), (counts == 0).sum()])
+
+    all_correct, all_wrong = (unmixed(of_all) - unmixed(of_held)).tolist()
+    dropped = len(of_all) - len(of_held)
+    return {
+        "rollout/groups_sampled": len(of_all),
+        "rollout/groups_dropped_all_correct": all_correct,
+        "rollout/groups_dropped_all_wrong": all_wrong,
+        "rollout/groups_dropped_surplus": dropped - all_correct - all_wrong,
+        "rollout/groups_filled": int(unmixed(of_held).sum()),
+        "rollout/sampled_correct_fraction": float(of_all.sum()) / (len(of_all) * group_size),
+    }

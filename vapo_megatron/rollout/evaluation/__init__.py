@@ -1,0 +1,1 @@
+"""Accuracy on held-out problems, in training and on its own."""

@@ -1,0 +1,171 @@
+"""Accuracy on held-out problems: the same code for training and for tools/evaluate.py.
+
+Before: every rank has the same problems, the sampler holds the weights. After: the first rank of
+each replica has judged all samples of its share of the problems and counted their votes, so that
+responses stay where they were sampled; `evaluate` then sums a few numbers per problem over ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from vapo_megatron.algorithm.group_sampling import repeat_for_group
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.data.batch import Prompt, ScoredRollout
+from vapo_megatron.errors import Stopped
+from vapo_megatron.parallel.reduce import sum_over_world
+from vapo_megatron.reward.extraction import MAX_ANSWER_CHARACTERS, final_answer
+from vapo_megatron.reward.math_verifier import MathVerifier
+from vapo_megatron.reward.scoring import score_rollouts
+from vapo_megatron.rollout.evaluation.statistics import means, problem_values, value_names
+from vapo_megatron.rollout.evaluation.votes import Response, count_votes
+from vapo_megatron.rollout.requests import SamplingSettings
+
+Judged = list[tuple[Prompt, list[Response]]]
+"""Problems, each with its K responses in order."""
+
+
+def evaluate(
+    engine: Any,
+    verifier: MathVerifier | None,
+    config: VapoConfig,
+    problems: Sequence[Prompt],
+    *,
+    policy_version: int,
+    on_progress: Callable[[int, int], None] | None = None,
+    has_time: Callable[[], bool] | None = None,
+) -> tuple[dict[str, float], list[int]]:
+    """Sample `evaluation.samples` responses per problem and judge them. Collective over the world.
+
+    The seeds do not depend on the training step: every evaluation of a run draws the same noise, so
+    that differences come from the weights.
+
+    Returns:
+        On every rank (metrics, correct): evaluation/avg@K, pass@K, majority@K, response_length_mean
+        and truncated_fraction over all problems; of each problem how many of its K are right.
+
+    Raises:
+        Stopped: on one rank there was no time left; on every rank.
+    """
+    samples = config.evaluation.samples
+    names = value_names(samples)
+    rows = {prompt.index: row for row, prompt in enumerate(problems)}
+    table = torch.zeros(len(problems), 1 + len(names), dtype=torch.float64)
+    try:
+        for judged in judge_problems(
+            engine,
+            verifier,
+            config,
+            problems,
+            policy_version=policy_version,
+            on_progress=on_progress,
+            has_time=has_time,
+        ):
+            for prompt, responses in judged:
+                row = [1.0, *problem_values(responses).values()]
+                table[rows[prompt.index]] += torch.tensor(row, dtype=torch.float64)
+    except Stopped:
+        table.fill_(-math.inf)
+    # One rank has a problem's numbers and all others zeros: the sum is exact.
+    count, *columns = sum_over_world(table).T.tolist()
+    if -math.inf in count:
+        raise Stopped
+    assert count == [1.0] * len(problems), "every problem was judged on one rank"
+    found = means([dict(zip(names, row)) for row in zip(*columns)])
+    shown = [f"{what}@{samples}" for what in ("avg", "pass", "majority")]
+    shown += ["response_length_mean", "truncated_fraction"]
+    correct = [round(samples * share) for share in columns[names.index(f"avg@{samples}")]]
+    return {f"evaluation/{name}": found[name] for name in shown}, correct
+
+
+def sampling_settings(config: VapoConfig) -> SamplingSettings:
+    """Return how evaluation samples; ConfigError where no sampler can."""
+    return SamplingSettings(
+        temperature=config.evaluation.temperature,
+        top_p=config.evaluation.top_p,
+        top_k=config.evaluation.top_k,
+        max_response_tokens=config.rollout.max_response_tokens,
+        seed_role="evaluation",
+        whole_groups=True,
+    )
+
+
+def judge_problems(
+    engine: Any,
+    verifier: MathVerifier | None,
+    config: VapoConfig,
+    problems: Sequence[Prompt],
+    *,
+    policy_version: int,
+    on_progress: Callable[[int, int], None] | None = None,
+    has_time: Callable[[], bool] | None = None,
+    keep_text: bool = False,
+    problems_per_batch: int | None = None,
+) -> Iterator[Judged]:
+    """Sample, judge and count votes, batch by batch: what is in memory does not grow with problems.
+
+    The ranks of a replica iterate together; replicas do not wait for each other. What a response is
+    depends on its problem and sample number alone: neither on the number of replicas, nor on which
+    other problems are asked beside it.
+
+    Args:
+        engine: this rank's sampler.
+        verifier: on the first rank of each replica, None elsewhere.
+        config: evaluation, rollout and reward are used.
+        problems: the same on every rank.
+        policy_version: of the sampler's weights.
+        on_progress: called with (done, total) responses of all replicas, as this one's suggest.
+        has_time: see RolloutEngine.generate.
+        keep_text: responses hold their text.
+        problems_per_batch: over all replicas; None: for each replica enough for two responses for
+            each that it samples at once.
+
+    Yields:
+        For each batch this replica's problems, in order, on its first rank; nothing elsewhere.
+    """
+    samples, sampling = config.evaluation.samples, sampling_settings(config)
+    if problems_per_batch is None:
+        share = max(1, 2 * config.rollout.max_num_sequences // samples)
+        problems_per_batch = share * engine.num_replicas
+    for start in range(0, len(problems), problems_per_batch):
+        part = problems[start : start + problems_per_batch]
+
+        def show(done: int, total: int, start: int = start, size: int = len(part)) -> None:
+            if on_progress is not None:
+                on_progress(round((start + size * done / total) * samples), len(problems) * samples)
+
+        rollouts = engine.generate(
+            repeat_for_group(list(part), samples), samples, 0, sampling, policy_version,
+            show, has_time,
+        )  # fmt: skip
+        if not all(math.isfinite(x) for rollout in rollouts for x in rollout.logprobs):
+            raise RuntimeError("a log-probability is not finite; look for NaN weights")
+        scored = score_rollouts(verifier, rollouts, config.reward, sampling.max_response_tokens)
+        groups = [scored[i : i + samples] for i in range(0, len(scored), samples)]
+        judged = [[_response(s, keep_text) for s in group] for group in groups]
+        if verifier is not None:
+            for responses, votes in zip(judged, count_votes(verifier, judged)):
+                assert [r["sample"] for r in responses] == list(range(samples)), "a whole group"
+                for response, vote in zip(responses, votes):
+                    response["vote"] = vote
+        yield [(group[0].rollout.prompt, r) for group, r in zip(groups, judged)]
+
+
+def _response(scored: ScoredRollout, keep_text: bool) -> Response:
+    rollout = scored.rollout
+    answer = final_answer(rollout.text)
+    if answer is not None and len(answer) > MAX_ANSWER_CHARACTERS:
+        answer = None
+    response = {
+        "sample": rollout.sample,
+        "status": scored.status,
+        "answer": answer,
+        "vote": None,
+        "num_tokens": len(rollout.token_ids),
+        "truncated": rollout.truncated,
+    }
+    return {**response, "text": rollout.text} if keep_text else response

@@ -1,0 +1,166 @@
+"""The JSONL file of an evaluation: which one it is, then a problem with its samples on each line.
+
+    {"evaluation": 1, "checkpoint": ..., "weights": ..., "problems": ..., "samples": 32, ...}
+    {"prompt_index": 0, "prompt": ..., "answer": ..., "responses": [{"sample": 0, ...}, ...]}
+
+While it goes on, the first rank of each replica appends whole problems to a part beside it,
+FILE.part0000 and so on, which begins as the file does. `collect` makes one file of all, ordered by
+problem, at the end, and before a killed evaluation goes on, with whatever number of replicas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vapo_megatron.data.file_lock import locked
+from vapo_megatron.data.storage import replacing, to_line
+from vapo_megatron.errors import DataError
+from vapo_megatron.rollout.evaluation.statistics import problem_values
+
+FORMAT = 1
+_FOR_PEOPLE = ("checkpoint", "data")
+"""Paths: the same weights and problems may lie elsewhere when the evaluation goes on."""
+_PIECES, _PIECE_BYTES = 64, 4096
+
+
+def lock_file(out: Path) -> contextlib.AbstractContextManager[None]:
+    """Keep other evaluations away from a file; its directory is made.
+
+    Raises:
+        DataError: another process has it.
+    """
+    return locked(
+        out.with_name(f".{out.name}.lock"),
+        f"{out} is being written by another evaluation; wait for it, or give another --out",
+    )
+
+
+def collect(out: Path, header: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+    """Make one whole file of it and its parts, which are removed; one that is whole is left alone.
+
+    A line that a kill has left unfinished is dropped. One line at a time is in memory.
+
+    Args:
+        out: may be missing: then it is begun.
+        header: what identifies the evaluation; JSON values.
+
+    Returns:
+        prompt_index -> problem_values of its samples, in the order of the problems.
+
+    Raises:
+        DataError: the file or a part holds something else.
+    """
+    header = {"evaluation": FORMAT, **header}
+    parts = sorted(out.parent.glob(f"{glob.escape(out.name)}.part*"))
+    found: dict[int, tuple[Path, int]] = {}
+    values: dict[int, dict[str, float]] = {}
+    is_whole = out.exists() and not parts
+    for path in [out, *parts] if out.exists() else parts:
+        end = _read(path, header, found, values)
+        is_whole = is_whole and 0 < end == path.stat().st_size
+    if not is_whole:
+        _write(out, header, [found[index] for index in sorted(found)])
+        for part in parts:
+            part.unlink()
+    return {index: values[index] for index in sorted(values)}
+
+
+def begin_parts(out: Path, header: Mapping[str, Any], count: int) -> None:
+    """Write the beginning of each replica's part."""
+    for number in range(count):
+        part_of(out, number).write_bytes(to_line({"evaluation": FORMAT, **header}).encode())
+
+
+def part_of(out: Path, replica: int) -> Path:
+    """Return where a replica writes."""
+    return out.with_name(f"{out.name}.part{replica:04}")
+
+
+def _read(
+    path: Path,
+    header: dict[str, Any],
+    found: dict[int, tuple[Path, int]],
+    values: dict[int, dict[str, float]],
+) -> int:
+    """Add where each problem's line begins, and its values; return where the last whole line ends.
+
+    Raises:
+        DataError: a line is not as an evaluation with this header writes it.
+    """
+    end = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                if number == 1 and not to_line(header).encode().startswith(line):
+                    raise _foreign(path)
+                break
+            begin, end = end, end + len(line)
+            try:
+                content = json.loads(line)
+                if number == 1:
+                    _compare(path, content, header)
+                    continue
+                index = content["prompt_index"]
+                assert isinstance(index, int)
+                assert len(content["responses"]) == header["samples"]
+                values[index] = problem_values(content["responses"])
+                found[index] = path, begin
+            except DataError:
+                raise
+            except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
+                raise DataError(
+                    f"{path}, line {number} is not as an evaluation writes it; give another --out, "
+                    "or remove the line"
+                ) from None
+    return end
+
+
+def _foreign(path: Path) -> DataError:
+    return DataError(f"{path} is no evaluation's file; give another --out")
+
+
+def _compare(path: Path, found: Any, header: dict[str, Any]) -> None:
+    if not isinstance(found, dict) or "evaluation" not in found:
+        raise _foreign(path)
+    for name, value in header.items():
+        if name not in _FOR_PEOPLE and found.get(name) != value:
+            raise DataError(
+                f"{path} holds another evaluation: its {name} is {found.get(name)!r}, here it is "
+                f"{value!r}; give another --out, or remove the file to start again"
+            )
+
+
+def _write(out: Path, header: dict[str, Any], lines: Sequence[tuple[Path, int]]) -> None:
+    """Replace the file by the header and the lines that begin there, whole or not at all."""
+    with contextlib.ExitStack() as stack:
+        sources = {path: stack.enter_context(path.open("rb")) for path in {p for p, _ in lines}}
+        target = stack.enter_context(replacing(out))
+        target.write(to_line(header).encode())
+        for path, begin in lines:
+            sources[path].seek(begin)
+            target.write(sources[path].readline())
+
+
+def weights_digest(hf_path: Path) -> str:
+    """Identify the weights, configuration and tokenizer of an HF directory by their contents.
+
+    Of each file the size and 64 evenly spread pieces of 4 KiB count: an optimizer step changes them
+    all, and a directory of any size takes no time.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(hf_path.iterdir()):
+        if path.suffix in (".safetensors", ".json", ".model", ".txt", ".jinja"):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            step = max(_PIECE_BYTES, -(-size // _PIECES))
+            with path.open("rb") as file:
+                for start in range(0, size, step):
+                    file.seek(start)
+                    digest.update(file.read(_PIECE_BYTES))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,160 @@
+"""Rollouts from an earlier run's dump: neither vLLM nor the verifier is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.data.batch import ScoredRollout
+from vapo_megatron.errors import DataError
+from vapo_megatron.parallel.reduce import gather_objects
+from vapo_megatron.rollout.dump import held_steps, read_file, read_headers
+from vapo_megatron.rollout.requests import assign, max_model_len
+from vapo_megatron.rollout.source import Decode, HasTime, Phase
+
+if TYPE_CHECKING:
+    from vapo_megatron.models.hf_config import ModelShape
+    from vapo_megatron.parallel.groups import ParallelGroups
+
+
+class Replay:
+    """One process's part of a replay: a RolloutSource. Step s is trained on the dump's step s."""
+
+    def __init__(self, directory: Path, groups: ParallelGroups) -> None:
+        """Find the dump.
+
+        Args:
+            directory: a run directory, or its replay directory; check_dump has found it to fit.
+            groups: this rank's place.
+        """
+        self._root, self._groups = replay_directory(directory), groups
+        self.decode: Decode | None = None
+        self.note = f"replay of {self._root}: nothing is sampled, published or evaluated"
+
+    def rollouts(
+        self,
+        step: int,
+        policy_version: int,
+        phase: Phase,
+        *,
+        trains_actor: bool,
+        has_time: HasTime | None = None,
+    ) -> tuple[list[ScoredRollout], dict[str, float]]:
+        """Read this rank's share of the files: consecutive ones, so that groups stay together."""
+        with phase("replay"):
+            files = read_headers(self._root, step + 1)
+            share = assign(len(files), self._groups.world_size)[self._groups.rank]
+            scored: list[ScoredRollout] = []
+            problem = None
+            try:
+                for index in share:
+                    scored += read_file(files[index][0])
+            except DataError as error:
+                problem = str(error)
+            problems = gather_objects(problem)
+        for found in problems:
+            if found:
+                raise DataError(found)
+        # After dynamic sampling a rank holds groups from anywhere in the step.
+        return sorted(scored, key=lambda s: s.rollout.position), {}
+
+    def holds(self, policy_version: int) -> bool:
+        """Nothing samples."""
+        return True
+
+    def leave_device(self) -> None:
+        """It is not there."""
+
+    def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
+        """Nothing samples."""
+        return {}
+
+    def evaluate(
+        self, policy_version: int, phase: Phase, has_time: HasTime | None = None
+    ) -> tuple[dict[str, float], list[int]]:
+        """Nothing samples."""
+        return {}, []
+
+    def state_dict(self) -> dict[str, Any]:
+        """A replay has no place in the data."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The step says which files come next."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def check_dump(directory: Path, config: VapoConfig, shape: ModelShape, steps: range) -> None:
+    """Refuse a dump that lacks a step, is damaged, or does not fit the configuration.
+
+    Reads the files' headers alone.
+
+    Args:
+        directory: a run directory, or its replay directory.
+        config: algorithm and rollout are used.
+        shape: of the model that will be trained.
+        steps: that will be, from 0.
+
+    Raises:
+        DataError: names the file or the steps.
+    """
+    root = replay_directory(directory)
+    held = held_steps(root)
+    missing = [step + 1 for step in steps if step + 1 not in held]
+    if missing:
+        raise DataError(
+            f"{root} holds {_listed(held)}, but the run needs {_listed(missing)} too; lower "
+            f"algorithm.policy_steps (value-pretraining and policy steps together are {steps.stop} "
+            "now), or dump more with logging.dump_steps"
+        )
+    longest, sizes = max_model_len(shape, config.rollout), config.algorithm
+    for path, header in [file for step in steps for file in read_headers(root, step + 1)]:
+        for name, dumped, wanted in (
+            ("responses_per_step", header.num_responses, sizes.responses_per_step),
+            ("group_size", header.group_size, sizes.group_size),
+        ):
+            if dumped != wanted:
+                raise DataError(
+                    f"{path} was dumped with {dumped}, but algorithm.{name}={wanted}; set "
+                    f"algorithm.{name}={dumped}"
+                )
+        if header.longest_sequence > longest:
+            raise DataError(
+                f"{path} holds a prompt and response of {header.longest_sequence} tokens, more "
+                f"than rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}; raise "
+                "them as far as the model's positions reach"
+            )
+        if header.largest_token_id >= shape.vocab_size:
+            raise DataError(
+                f"{path} holds token id {header.largest_token_id}, outside the vocabulary of "
+                f"{shape.vocab_size}; set model.hf_path to the model that sampled"
+            )
+
+
+def replay_directory(directory: Path) -> Path:
+    """Return the replay directory that a run directory, or the directory itself, holds.
+
+    Raises:
+        DataError: there is no dumped step.
+    """
+    for root in (directory / "replay", directory):
+        if held_steps(root):
+            return root
+    raise DataError(
+        f"--replay {directory} holds no dumped steps; give a run directory whose run had "
+        "logging.dump_steps above 0"
+    )
+
+
+def _listed(steps: Sequence[int]) -> str:
+    """Name steps: "step 3", "steps 1, 2, 3" or, of many, the first and the last."""
+    shown = [str(s) for s in steps]
+    if len(shown) > 6:
+        shown = [*shown[:3], "...", shown[-1]]
+    return ("step " if len(steps) == 1 else "steps ") + ", ".join(shown)

@@ -1,0 +1,190 @@
+"""Rollouts from vLLM: prompts, responses from the actor's weights, verdicts, and the evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vapo_megatron.algorithm.group_sampling import repeat_for_group
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.data.batch import ScoredRollout
+from vapo_megatron.data.prompts import read_prompts
+from vapo_megatron.errors import Stopped
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.reduce import any_rank
+from vapo_megatron.reward.math_verifier import MathVerifier
+from vapo_megatron.reward.scoring import check_answers, score_rollouts
+from vapo_megatron.rollout.dump import write_step
+from vapo_megatron.rollout.dynamic_sampling import sample_mixed_groups
+from vapo_megatron.rollout.evaluation.judging import evaluate
+from vapo_megatron.rollout.requests import SamplingSettings
+from vapo_megatron.rollout.source import Decode, HasTime, Phase
+from vapo_megatron.rollout.tokenizer import load_tokenizer
+from vapo_megatron.weights.reshard.sync import WeightSync
+
+
+class Sampling:
+    """One process's part of sampling: a RolloutSource."""
+
+    note = ""
+
+    def __init__(self, config: VapoConfig, shape: ModelShape, groups: ParallelGroups) -> None:
+        self._config = config
+        hf_path = str(config.model.hf_path)
+        tokenizer = load_tokenizer(hf_path)
+        self.decode: Decode | None = functools.lru_cache(65536)(
+            functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        )
+        data, held_out = config.data, config.evaluation.path
+        self._dataset = read_prompts(
+            str(data.train_path), config, tokenizer.encode, shuffle=data.shuffle
+        )
+        self.held_out = read_prompts(held_out, config, tokenizer.encode) if held_out else None
+        rank, world_size = groups.rank, groups.world_size
+        tp_size = config.rollout.tensor_model_parallel_size
+        with contextlib.ExitStack() as unfinished:
+            self._verifier = None
+            if rank % tp_size == 0:
+                reward = config.reward
+                self._verifier = MathVerifier(reward.num_workers, reward.timeout_seconds)
+                unfinished.enter_context(self._verifier).start()
+            self._check_answers(rank // tp_size, world_size // tp_size)
+            # Here, because loading vLLM takes longer than finding a mistake in the data.
+            from vapo_megatron.rollout.vllm.engine import RolloutEngine
+
+            self.engine = RolloutEngine(hf_path, config, rank=rank, world_size=world_size)
+            unfinished.pop_all()
+        self._sync = WeightSync(shape, groups, config, self.engine)
+        rollout = config.rollout
+        self._settings = SamplingSettings(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_response_tokens=rollout.max_response_tokens,
+            seed_role="train",
+            # Where groups are dropped, what is left of a rank's share is whole groups.
+            whole_groups=config.algorithm.dynamic_sampling,
+        )
+
+    def _check_answers(self, replica: int, num_replicas: int) -> None:
+        """Refuse ground truths that the verifier cannot read."""
+        for path, dataset in (
+            (self._config.data.train_path, self._dataset),
+            (self._config.evaluation.path, self.held_out),
+        ):
+            answers = dataset.answers if dataset else []
+            check_answers(self._verifier, str(path), answers, replica, num_replicas)
+
+    def rollouts(
+        self,
+        step: int,
+        policy_version: int,
+        phase: Phase,
+        *,
+        trains_actor: bool,
+        has_time: HasTime | None = None,
+    ) -> tuple[list[ScoredRollout], dict[str, float]]:
+        """Sample a group of responses to each prompt, and judge them where they were sampled."""
+        config, algorithm = self._config, self._config.algorithm
+        sample = functools.partial(self._sample, step, policy_version, phase, has_time)
+        if algorithm.dynamic_sampling and trains_actor:
+            scored, metrics = sample_mixed_groups(
+                sample,
+                phase,
+                num_groups=algorithm.num_prompts,
+                group_size=algorithm.group_size,
+                max_rounds=algorithm.dynamic_sampling_max_rounds,
+            )
+        else:
+            scored, metrics = sample(0, algorithm.num_prompts), {}
+        if config.logging.dump_steps:
+            with phase("dump"):
+                write_step(
+                    Path(config.logging.run_dir) / "replay",
+                    step + 1,
+                    scored,
+                    num_responses=algorithm.responses_per_step,
+                    group_size=algorithm.group_size,
+                    keep_last=config.logging.dump_steps,
+                )
+        return scored, metrics
+
+    def _sample(
+        self,
+        step: int,
+        policy_version: int,
+        phase: Phase,
+        has_time: HasTime | None,
+        round: int,
+        num_prompts: int,
+    ) -> list[ScoredRollout]:
+        """Sample and judge one round of a step: this rank's share, by position."""
+        group_size = self._config.algorithm.group_size
+        prompts = repeat_for_group(self._dataset.next(num_prompts), group_size)
+        settings = dataclasses.replace(self._settings, round=round)
+        scored = None
+        with contextlib.suppress(Stopped):
+            with phase("generation") as show:
+                on_progress = functools.partial(show, part=f"round {round + 1}" if round else "")
+                rollouts = self.engine.generate(
+                    prompts, group_size, step, settings, policy_version, on_progress, has_time
+                )
+            with phase("reward"):
+                scored = score_rollouts(
+                    self._verifier, rollouts, self._config.reward, settings.max_response_tokens
+                )
+        # Other replicas may have been done before the time was over.
+        if any_rank(scored is None):
+            raise Stopped
+        assert scored is not None
+        return scored
+
+    def holds(self, policy_version: int) -> bool:
+        """Compare with the version that vLLM was given last; a sleeping engine has none."""
+        return self.engine.policy_version == policy_version
+
+    def leave_device(self) -> None:
+        """Let vLLM sleep."""
+        self.engine.sleep()
+
+    def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
+        """Give vLLM the actor's weights; return the sync's metrics."""
+        return self._sync.publish(chunks, policy_version)
+
+    def evaluate(
+        self, policy_version: int, phase: Phase, has_time: HasTime | None = None
+    ) -> tuple[dict[str, float], list[int]]:
+        """Sample and judge the held-out problems."""
+        if self.held_out is None:
+            return {}, []
+        with phase("evaluation") as on_progress:
+            return evaluate(
+                self.engine,
+                self._verifier,
+                self._config,
+                self.held_out.problems,
+                policy_version=policy_version,
+                on_progress=on_progress,
+                has_time=has_time,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the next prompt stands."""
+        return self._dataset.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the prompt that comes next."""
+        self._dataset.load_state_dict(state)
+
+    def close(self) -> None:
+        """End the verifier's workers and vLLM."""
+        if self._verifier is not None:
+            self._verifier.close()
+        self.engine.shutdown()

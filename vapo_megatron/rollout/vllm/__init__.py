@@ -1,0 +1,1 @@
+"""vLLM in the trainer's processes; nothing else imports vllm."""

@@ -1,0 +1,399 @@
+"""vLLM inside the trainer's processes: the only file that imports vllm.
+
+Every rank holds one vLLM worker. `rollout.tensor_model_parallel_size` consecutive ranks form a
+replica, which samples its own share of each step; replicas never talk to each other while they
+sample. All ranks of a replica run the same scheduler over the same requests in the same order, so
+that their collectives meet; after `generate` each of them holds the replica's rollouts.
+
+With parallel.offload it sleeps while the trainer computes: `sleep` drops weights and KV cache,
+`weights_replaced` wakes the weights, and the next `generate` the cache, before which the trainer's
+own weights can leave.
+
+What vLLM does to a process that is not its own is undone or kept out: to its random numbers,
+environment, thread and matmul settings (process_state.py), to the trainer's process groups, and on
+a CPU to the weights, which it would repack out of reach of any update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.data.batch import Prompt, Rollout
+from vapo_megatron.errors import ConfigError, Stopped
+from vapo_megatron.models.hf_config import ModelShape, read_model_shape
+from vapo_megatron.rollout.requests import (
+    TOKENS_BETWEEN_QUESTIONS,
+    SamplingSettings,
+    assign,
+    check_prompts,
+    max_model_len,
+    request_seeds,
+)
+from vapo_megatron.rollout.tokenizer import decode_responses, find_stop_token_ids, load_tokenizer
+from vapo_megatron.rollout.vllm.arguments import engine_arguments
+from vapo_megatron.rollout.vllm.live_weights import live_weights, load_hf_tensors
+from vapo_megatron.rollout.vllm.process_state import (
+    name_run,
+    process_state_kept,
+    random_state_kept,
+    unlink_shared_memory,
+)
+from vapo_megatron.weights.reshard.coverage import LiveWeight
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+for _name, _value in {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
+# vLLM logs while it is imported, before it reads the level itself.
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import vllm.distributed.parallel_state as vllm_groups
+    import vllm.model_executor.layers.utils as vllm_layers
+    import vllm.v1.executor.uniproc_executor as vllm_executor
+    import vllm.v1.sample.sampler as vllm_sampler
+    from vllm import LLM, RequestOutput, SamplingParams
+    from vllm.inputs.engine import tokens_input
+    from vllm.platforms import current_platform
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+
+class RolloutEngine:
+    """One rank of a vLLM replica, sampling from weights that the trainer publishes."""
+
+    def __init__(self, hf_path: str, config: VapoConfig, *, rank: int, world_size: int) -> None:
+        """Build the engine with random weights; they are replaced before the first `generate`.
+
+        A collective over the world: torch.distributed is initialised, and every rank calls this.
+
+        Args:
+            hf_path: Hugging Face directory; its config and tokenizer are read, its weights are not.
+            config: rollout, model.dtype and seed are used.
+            rank: of this process in the world.
+            world_size: divisible by rollout.tensor_model_parallel_size.
+
+        Raises:
+            ConfigError: no stop token is known, the lengths exceed the model's, or vLLM refuses the
+                model.
+        """
+        tp_size = config.rollout.tensor_model_parallel_size
+        assert dist.is_initialized(), "torch.distributed must be initialised before the engine"
+        assert world_size % tp_size == 0, (
+            f"world size {world_size} must divide by vLLM TP {tp_size}"
+        )
+        shape = read_model_shape(hf_path)
+        self._config = config
+        self._tokenizer = load_tokenizer(hf_path)
+        self._vocab_size = shape.vocab_size
+        self.replica = rank // tp_size
+        self.num_replicas = world_size // tp_size
+        self.is_leader = rank % tp_size == 0
+        """The first rank of the replica."""
+        self.stop_token_ids = find_stop_token_ids(
+            hf_path, self._tokenizer, config.rollout.stop_token_ids, shape.vocab_size
+        )
+        self.max_model_len = max_model_len(shape, config.rollout)
+        _check_head_dim(shape)
+        self.policy_version: int | None = None
+        """The version of the weights that the engine holds; None: none that can be sampled from."""
+        run_name = name_run()
+        _adapt_vllm(rank, run_name)
+        with process_state_kept(), random_state_kept(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                on_cpu = current_platform.is_cpu()
+                arguments = engine_arguments(hf_path, config, self.max_model_len, on_cpu=on_cpu)
+                self._llm = LLM(**arguments)
+            except ValueError as error:
+                raise ConfigError(
+                    f"vLLM cannot serve model.hf_path={hf_path} with these rollout settings: "
+                    f"{' '.join(str(error).split())}"
+                ) from error
+        # At interpreter exit the process groups that it would destroy may be gone.
+        self._llm.llm_engine.engine_core._finalizer.atexit = False  # type: ignore[attr-defined]
+        unlink_shared_memory(run_name, self.replica * tp_size, tp_size)
+        self._closed = False
+        self._asleep: set[str] = set()
+
+    def sleep(self) -> None:
+        """Leave the GPU: weights and KV cache are dropped, and `generate` refuses every version.
+
+        Every rank of a replica calls this. CUDA graphs stay, and will find weights and cache at
+        their old addresses, as whoever keeps a tensor of `live_weights` does. On a CPU vLLM goes
+        through the same states and keeps its memory.
+        """
+        if "weights" not in self._asleep:
+            self.policy_version = None
+            self._llm.sleep(level=2)
+            self._asleep = {"weights", "kv_cache"}
+
+    def _wake(self, *parts: str) -> None:
+        """Map memory again; what it holds is anything."""
+        for part in parts:
+            if part in self._asleep:
+                self._llm.wake_up(tags=[part])
+                self._asleep.remove(part)
+
+    def live_weights(self) -> dict[str, LiveWeight]:
+        """Return every weight of this rank's shard by vLLM's name, where it lies."""
+        return live_weights(self._model())
+
+    @contextlib.contextmanager
+    def weights_replaced(self, policy_version: int) -> Iterator[None]:
+        """Let the body overwrite all live weights; it may communicate.
+
+        Before: nothing samples. After: `generate` takes this version and no other, and nothing that
+        was computed with older weights is left. After an error in the body it refuses every one.
+        """
+        self.policy_version = None
+        self._wake("weights")
+        yield
+        self._forget_prefixes()
+        self.policy_version = policy_version
+
+    def load_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int
+    ) -> None:
+        """Replace the weights by those of a Hugging Face directory.
+
+        Args:
+            named_tensors: (Hugging Face name, full tensor); every rank of the replica gets the same
+                ones in the same order and keeps its shard. Consumed to the end: it may communicate.
+            policy_version: what `generate` will be asked for.
+
+        Raises:
+            RuntimeError: a parameter was not covered, or was given twice. The engine then refuses
+                to sample.
+        """
+        with self.weights_replaced(policy_version):
+            load_hf_tensors(self._model(), named_tensors)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        step: int,
+        sampling: SamplingSettings,
+        policy_version: int,
+        on_progress: Callable[[int, int], None] | None = None,
+        has_time: Callable[[], bool] | None = None,
+    ) -> list[Rollout]:
+        """Sample this replica's share of a step.
+
+        Args:
+            prompts: the whole step's repeated list, the same on every rank of the world: group i
+                occupies [i*group_size, (i+1)*group_size).
+            group_size: G.
+            step: enters the seeds.
+            sampling: temperature, limits and, of a step that samples in several rounds, which.
+            policy_version: must be the version that was loaded.
+            on_progress: called with (finished, all) of this replica's responses as they finish.
+            has_time: asked now and then; None: there always is.
+
+        Returns:
+            This replica's rollouts by position, on every rank of the replica, without those that
+            vLLM gave up. Their log-probabilities are those of the distribution sampled from:
+            temperature, top-p and top-k included.
+
+        Raises:
+            DataError: a prompt is empty, too long, or foreign to the vocabulary.
+            RuntimeError: other weights are loaded than asked for.
+            Stopped: there was no time left on one of the replica's ranks; on each of them.
+        """
+        if policy_version != self.policy_version:
+            raise RuntimeError(
+                f"asked for policy version {policy_version}, but the sampler holds "
+                f"{self.policy_version}"
+            )
+        limit = self._config.rollout.max_response_tokens
+        assert sampling.max_response_tokens <= limit, (
+            f"{sampling} exceeds the engine's limit {limit}"
+        )
+        check_prompts(prompts, self._config.rollout.max_prompt_tokens, self._vocab_size)
+        self._wake("kv_cache")
+        seeds = request_seeds(
+            prompts,
+            group_size,
+            seed=self._config.seed,
+            step=step,
+            role=sampling.seed_role,
+            round=sampling.round,
+        )
+        unit = group_size if sampling.whole_groups else 1
+        positions = assign(len(prompts), self.num_replicas, unit)[self.replica]
+        requests = [
+            (p, prompts[p].token_ids, _request(sampling, self.stop_token_ids, seeds[p]))
+            for p in positions
+        ]
+        with random_state_kept():
+            completions = self._complete(requests, on_progress, has_time)
+        given = [p for p in positions if _is_finished(completions.get(p))]
+        texts = decode_responses(self._tokenizer, [completions[p].token_ids for p in given])
+        return [
+            self._rollout(prompts[p], p, group_size, completions[p], text)
+            for p, text in zip(given, texts)
+        ]
+
+    def shutdown(self) -> None:
+        """Free what vLLM holds; the trainer's process groups stay. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self.policy_version = None
+            # vLLM unmaps what it frees, mapped or not.
+            self._wake("weights", "kv_cache")
+            self._llm.llm_engine.engine_core.shutdown()
+            del self._llm
+
+    def _model(self) -> Any:
+        """The module whose parameters are updated in place."""
+        executor: Any = self._llm.llm_engine.model_executor
+        return executor.driver_worker.worker.model_runner.model
+
+    def _forget_prefixes(self) -> None:
+        """Stale keys and values would give wrong output."""
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM's prefix cache is in use between two calls of generate")
+
+    def _complete(
+        self,
+        requests: Sequence[tuple[int, Sequence[int], SamplingParams]],
+        on_progress: Callable[[int, int], None] | None,
+        has_time: Callable[[], bool] | None,
+    ) -> dict[int, Any]:
+        """Run requests (position, prompt, parameters) -> vLLM's completions by position."""
+        engine = self._llm.llm_engine
+        # A resumed run starts without any, too.
+        self._forget_prefixes()
+        names = []
+        completions: dict[int, Any] = {}
+        try:
+            for position, token_ids, parameters in requests:
+                names.append(str(position))
+                engine.add_request(names[-1], tokens_input(list(token_ids)), parameters)
+            tokens = itertools.count()
+            while engine.has_unfinished_requests():
+                if has_time is not None and next(tokens) % TOKENS_BETWEEN_QUESTIONS == 0:
+                    self._stop_unless(has_time())
+                before = len(completions)
+                for output in engine.step():
+                    assert isinstance(output, RequestOutput)
+                    completions[int(output.request_id)] = output.outputs[0]
+                if on_progress is not None and len(completions) > before:
+                    on_progress(len(completions), len(requests))
+        except BaseException:
+            engine.abort_request(names)
+            raise
+        return completions
+
+    def _stop_unless(self, has_time: bool) -> None:
+        """Raise Stopped on all ranks of the replica, whose collectives must go on meeting."""
+        lacks_time = torch.tensor(not has_time, dtype=torch.int32)
+        dist.all_reduce(lacks_time, dist.ReduceOp.MAX, group=vllm_groups.get_tp_group().cpu_group)
+        if lacks_time:
+            raise Stopped
+
+    def _rollout(
+        self, prompt: Prompt, position: int, group_size: int, completion: Any, text: str
+    ) -> Rollout:
+        token_ids = tuple(completion.token_ids)
+        logprobs = tuple(c[t].logprob for c, t in zip(completion.logprobs or (), token_ids))
+        assert len(logprobs) == len(token_ids), f"{len(logprobs)} logprobs of {token_ids}"
+        truncated = not token_ids or token_ids[-1] not in self.stop_token_ids
+        assert not token_ids or completion.finish_reason == ("length" if truncated else "stop"), (
+            f"a response ending in {token_ids[-1]} finished with {completion.finish_reason}"
+        )
+        assert self.policy_version is not None
+        return Rollout(
+            prompt=prompt,
+            sample=position % group_size,
+            position=position,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            truncated=truncated,
+            text=text,
+            policy_version=self.policy_version,
+        )
+
+
+def _is_finished(completion: Any) -> bool:
+    """Whether a response came to its end; vLLM may have given it up."""
+    return completion is not None and completion.finish_reason in ("length", "stop")
+
+
+def _check_head_dim(shape: ModelShape) -> None:
+    """vLLM itself would fail at the first token, or compute with another width than the trainer."""
+    derived = shape.hidden_size // shape.num_attention_heads
+    if shape.family == "qwen2" and shape.head_dim != derived:
+        raise ConfigError(
+            f"model.hf_path: head_dim={shape.head_dim} must be hidden_size / num_attention_heads = "
+            f"{derived}, which vLLM takes for Qwen2 whatever config.json says; use another model"
+        )
+    supported = CPUAttentionBackend.get_supported_head_sizes()
+    if current_platform.is_cpu() and shape.head_dim not in supported:
+        raise ConfigError(
+            f"model.hf_path: head_dim={shape.head_dim} must be one of "
+            f"{', '.join(map(str, supported))} for vLLM on a CPU; use another model or a GPU"
+        )
+
+
+def _request(sampling: SamplingSettings, stop: Sequence[int], seed: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_response_tokens,
+        seed=seed,
+        stop_token_ids=list(stop),
+        ignore_eos=True,  # The stop tokens above and no others.
+        logprobs=0,  # Of the sampled token alone.
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _adapt_vllm(rank: int, run_name: str) -> None:
+    """Replace the parts of vLLM that do not fit a process owned by a trainer."""
+    vllm_groups.destroy_distributed_environment = _destroy_own_world
+    place = (f"vapo:{run_name}", rank, int(os.environ.get("LOCAL_RANK", rank)))
+    vllm_executor.ExecutorWithExternalLauncher._distributed_args = (  # type: ignore[method-assign]
+        lambda self: place
+    )
+    if current_platform.is_cpu():
+        vllm_layers.dispatch_cpu_unquantized_gemm = _keep_weight_unpacked
+        vllm_sampler.batched_count_greater_than = _count_at_least
+        # vLLM's own moves and binds the memory of the whole process to one NUMA node.
+        torch.ops._C.init_cpu_memory_env = lambda nodes: None  # type: ignore[attr-defined]
+
+
+def _destroy_own_world() -> None:
+    """vLLM's own calls torch.distributed.destroy_process_group(): the trainer's groups go too."""
+    if vllm_groups._WORLD:
+        vllm_groups._WORLD.destroy()
+    vllm_groups._WORLD = None
+    vllm_groups._NODE_COUNT = None
+
+
+def _keep_weight_unpacked(layer: Any, remove_weight: bool) -> None:
+    """vLLM's own repacks each weight and leaves shape (0,), which no update can reach."""
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def _count_at_least(x: Tensor, values: Tensor) -> Tensor:
+    """Rank of the sampled token, which nobody reads; vLLM's own is compiled by a C++ compiler."""
+    return (x >= values).sum(-1)

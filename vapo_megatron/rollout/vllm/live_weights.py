@@ -1,0 +1,79 @@
+"""The weights of a vLLM model where they lie, and Hugging Face tensors put into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.weights.reshard.coverage import LiveWeight
+
+
+def live_weights(model: Any) -> dict[str, LiveWeight]:
+    """Return every parameter and stored buffer of this rank by name; tied ones once.
+
+    Buffers without a dimension are left out: they are scales of a quantised cache, which vLLM sets.
+
+    Args:
+        model: vLLM's; its vocabularies are padded, and know how far.
+    """
+    padding = {
+        f"{name}.weight": module.weight.shape[0] - module.shard_indices.num_org_elements
+        for name, module in model.named_modules()
+        if hasattr(module, "shard_indices")
+    }
+    found: dict[str, LiveWeight] = {}
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in model.state_dict().items():
+        place = (tensor.data_ptr(), tensor.shape)
+        if tensor.dim() > 0 and place not in seen:
+            seen.add(place)
+            found[name] = LiveWeight(tensor, padding.get(name, 0))
+    return found
+
+
+def load_hf_tensors(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Replace all weights by vLLM's own loaders.
+
+    Args:
+        model: vLLM's.
+        named_tensors: (Hugging Face name, full tensor).
+
+    Raises:
+        RuntimeError: a parameter was not covered, or was given twice.
+    """
+    given: set[str] = set()
+
+    def watched() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in named_tensors:
+            if name in given:
+                raise RuntimeError(f"weight {name} was given to the sampler twice")
+            given.add(name)
+            yield name, tensor
+
+    with torch.no_grad():
+        loaded = model.load_weights(watched())
+    missing = _missing_weights(model, given, loaded or set())
+    if missing:
+        raise RuntimeError(
+            f"{len(missing)} of the sampler's weights were not given: {', '.join(missing[:5])}"
+        )
+
+
+def _missing_weights(model: Any, given: set[str], loaded: set[str]) -> list[str]:
+    """Names that the model needs and did not get.
+
+    `loaded` alone does not tell: it names a fused parameter as soon as one of its parts has come.
+    """
+    fused = getattr(model, "packed_modules_mapping", {})
+    missing = set()
+    for name, _ in model.named_parameters():
+        parts = {name}
+        for whole, pieces in fused.items():
+            if f".{whole}." in name:
+                parts = {name.replace(f".{whole}.", f".{piece}.") for piece in pieces}
+        missing |= parts - given
+        missing |= {name} - loaded
+    return sorted(missing)

@@ -1,0 +1,1 @@
+"""What a run writes, and reads back: rows, token records, checkpoints, its report."""

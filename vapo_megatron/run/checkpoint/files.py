@@ -1,0 +1,245 @@
+"""The directories of a run's checkpoints: their names, the sign that one is whole, which are kept.
+
+    latest                        name of the newest whole checkpoint, replaced atomically;
+                                  step_000000: a run begins anew, whatever lies here
+    step_000010/checksums.json    SHA-256 of every other file of it, written last of all
+    step_000010.partial           what is being written, or was when the run died
+    step_000005.old               what is being deleted
+
+A directory gets its name when everything of it is on disk, and loses it before anything of it goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from vapo_megatron.data.storage import replacing, sha256_of, sync
+from vapo_megatron.errors import CheckpointError, tell
+from vapo_megatron.parallel.reduce import gather_objects
+
+T = TypeVar("T")
+LATEST, SUMS, STATE = "latest", "checksums.json", "state.json"
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
+
+def directory_name(step: int) -> str:
+    """Return the name of a step's checkpoint."""
+    return f"step_{step:06d}"
+
+
+def step_directories(root: Path) -> dict[int, Path]:
+    """Return the checkpoints that have their names, by step, oldest first."""
+    found = [(re.fullmatch(r"step_(\d{6,})", path.name), path) for path in root.glob("step_*")]
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def candidates(root: Path) -> list[Path]:
+    """Return what a run may go on from, best first: what `latest` names, and all before it.
+
+    Without a `latest`, all. What it names need not be there; what comes after it was given up, by
+    the run or by someone who wrote an older name into it.
+    """
+    steps = step_directories(root)
+    latest = root / LATEST
+    named = latest.read_text(errors="replace").strip() if latest.is_file() else ""
+    if match := re.fullmatch(r"step_(\d{6,})", named):
+        steps = {step: path for step, path in steps.items() if step <= int(match[1])}
+        if int(match[1]):
+            steps[int(match[1])] = root / named
+    return [steps[step] for step in sorted(steps, reverse=True)]
+
+
+def goes_on(resume: bool) -> bool:
+    """Does a run go on from its checkpoints? Restarted by torchrun or Slurm it always does.
+
+    Args:
+        resume: checkpoint.resume, which is meant for the first start.
+    """
+    counts = (os.environ.get(name, "") for name in RESTART_COUNTS)
+    return resume or any(count.isdecimal() and int(count) for count in counts)
+
+
+def begin_anew(root: Path) -> None:
+    """Give up the checkpoints that are there, so that a restart does not go on from them either."""
+    if candidates(root):
+        _set_latest(root, directory_name(0))
+
+
+def read_sums(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file that the checkpoint consists of.
+
+    Raises:
+        ValueError: it has no such list, or not all of it: what is missing, in a few words.
+    """
+    path = directory / SUMS
+    try:
+        sums = json.loads(path.read_text())
+    except OSError as error:
+        what = f"no {SUMS}" if directory.is_dir() else "no such directory"
+        raise ValueError(what if isinstance(error, FileNotFoundError) else str(error)) from None
+    except ValueError as error:
+        raise ValueError(f"{SUMS} is damaged: {error}") from None
+    names = sums if isinstance(sums, dict) else {}
+    if STATE not in names or any(Path(n).is_absolute() or ".." in Path(n).parts for n in names):
+        raise ValueError(f"{SUMS} is damaged: it does not list a checkpoint's files")
+    return sums
+
+
+def newest_whole(root: Path, role: str | None = None) -> Path | None:
+    """Find the newest checkpoint that can be loaded, and say which newer ones cannot.
+
+    Collective: the ranks share the reading of all files. One process without groups reads them all.
+
+    Args:
+        root: directory of a run's checkpoints.
+        role: whose files are read; None: all.
+
+    Returns:
+        None: there are none.
+
+    Raises:
+        CheckpointError: there are some, and none is whole; nothing was changed.
+    """
+    damage: list[str] = []
+    for directory in _of_main_rank(candidates(root)):
+        problems = find_problems(directory, role)
+        if not problems:
+            if damage and _rank() == 0:
+                tell(f"skipped what is not whole: {'; '.join(damage)}; {directory} is used")
+            return directory
+        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+        damage.append(f"{directory} ({problems[0]}{more})")
+    if damage:
+        raise CheckpointError(
+            f"no checkpoint is whole: {'; '.join(damage)}; fetch one again, or begin anew with "
+            "another logging.run_dir or checkpoint.resume=false"
+        )
+    return None
+
+
+def find_problems(directory: Path, role: str | None) -> list[str]:
+    """Compare a checkpoint's files with their checksums; collective, see newest_whole.
+
+    Returns:
+        What is wrong, the same on every rank; empty: it is whole.
+    """
+    try:
+        sums: dict[str, str] = read_sums(directory)
+        problems = []
+    except ValueError as error:
+        sums, problems = {}, [str(error)]
+    sums, problems = _of_main_rank((sums, problems))
+    wanted = [name for name in sums if role is None or name.split("/")[0] in (role, STATE)]
+    mine = wanted[_rank() :: dist.get_world_size() if dist.is_initialized() else 1]
+    of_ranks = gather_objects(_damage(directory, {name: sums[name] for name in mine}))
+    return sorted(itertools.chain(problems, *of_ranks))
+
+
+def _damage(directory: Path, sums: Mapping[str, str]) -> list[str]:
+    """Read files; say of each that is not what was written what is wrong with it."""
+    problems = []
+    for name, expected in sums.items():
+        try:
+            found = sha256_of(directory / name)
+        except OSError as error:
+            problems.append(f"{name}: {error.strerror}")
+            continue
+        if found != expected:
+            problems.append(f"{name} is damaged: its SHA-256 is not the one in {SUMS}")
+    return problems
+
+
+def _of_main_rank(value: T) -> T:
+    """Return what the main rank has: others may see a directory a moment later."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def publish(root: Path, step: int, sums: Mapping[str, str]) -> None:
+    """Make `latest` of a partial checkpoint, of which all other files are on disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    final = root / directory_name(step)
+    partial = partial_directory(root, step)
+    with replacing(partial / SUMS) as out:
+        out.write(json.dumps(dict(sorted(sums.items())), indent=1).encode())
+    for directory in {(partial / name).parent for name in sums}:
+        sync(directory)
+    if final.exists():  # of a run that was set back, or damaged
+        final.rename(_unnamed(final))
+    partial.rename(final)
+    sync(root)
+    _set_latest(root, final.name)
+
+
+def _set_latest(root: Path, name: str) -> None:
+    with replacing(root / LATEST) as out:
+        out.write(name.encode())
+    sync(root)
+
+
+def partial_directory(root: Path, step: int) -> Path:
+    """Return where a step's checkpoint is written before it gets its name."""
+    return root / f"{directory_name(step)}.partial"
+
+
+def delete_unkept(root: Path, step: int, *, keep_last: int, keep_every: int) -> None:
+    """Delete old checkpoints after `step` has become the latest; says what it cannot delete.
+
+    Args:
+        root: directory of the run's checkpoints.
+        step: of the latest; later ones are of steps that are being made again.
+        keep_last: checkpoints kept, this one included.
+        keep_every: those of every so many steps are kept besides; 0: none.
+    """
+    directories = step_directories(root)
+    upto = [s for s in directories if s <= step]
+    kept = set(upto[-keep_last:]) | {s for s in upto if keep_every and s % keep_every == 0}
+    for old in directories.keys() - kept:
+        with _bearing_with(directories[old]):
+            directories[old].rename(_unnamed(directories[old]))
+    for path in root.glob("step_*.old"):
+        with _bearing_with(path):
+            shutil.rmtree(path)
+
+
+def delete_unfinished(root: Path) -> None:
+    """Delete what a run left that died while it wrote or deleted a checkpoint."""
+    for path in [*root.glob("step_*.partial"), *root.glob("step_*.old")]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _unnamed(directory: Path) -> Path:
+    """Return what a checkpoint is called until it is deleted; nothing is there."""
+    old = directory.with_name(f"{directory.name}.old")
+    return _unnamed(old) if old.exists() else old
+
+
+@contextlib.contextmanager
+def _bearing_with(directory: Path) -> Iterator[None]:
+    """Say what cannot be deleted, and leave it for the next time: the run has what it needs."""
+    try:
+        yield
+    except FileNotFoundError:  # somebody else deletes it
+        pass
+    except OSError as error:
+        why = error.strerror or error
+        tell(f"warning: {directory} cannot be deleted: {why}; the next checkpoint tries it again")

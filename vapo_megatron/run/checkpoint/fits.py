@@ -1,0 +1,67 @@
+"""Does a checkpoint fit a configuration? Asked before a run starts, and as it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.errors import CheckpointError
+from vapo_megatron.weights.convert.sharded_files import ShardedReader
+
+
+def check_roles(directory: Path, held: Collection[str], trained: Collection[str]) -> None:
+    """Refuse a checkpoint that holds other roles than those that the run trains.
+
+    Raises:
+        CheckpointError: names both.
+    """
+    if set(held) != set(trained):
+        raise CheckpointError(
+            f"{directory} holds {' and '.join(held)}, but this configuration trains "
+            f"{' and '.join(trained)} (algorithm.stage, advantage_estimator); go on with the run's "
+            "own configuration, or start another run with logging.run_dir, to which "
+            "model.critic_checkpoint can hand a critic"
+        )
+
+
+def check_optimizer(
+    directory: Path, config: VapoConfig, role: str, field: str, remedy: str
+) -> None:
+    """Refuse the state of another kind of optimizer than the configuration asks for.
+
+    The distributed optimizer has main parameters of every type, the other one of bfloat16 alone,
+    each under a name of its own.
+
+    Args:
+        directory: of the role's distributed checkpoint.
+        config: of the run.
+        role: whose optimizer it is.
+        field: that names the checkpoint, with its value.
+        remedy: in place of the settings of the run that wrote it.
+
+    Raises:
+        CheckpointError: names the settings on which the state depends.
+    """
+    keys = [key for key in ShardedReader(directory).tensors if key.startswith("optimizer.state.")]
+    kinds = {key.split(".")[2] for key in keys}
+    is_distributed = config.parallel.use_distributed_optimizer
+    has_main = config.model.dtype == "bfloat16" and not is_distributed
+    learns_attention = any(".self_attention.linear_proj." in key for key in keys)
+    is_frozen = role == "critic" and config.algorithm.freeze_critic_attention
+    if (
+        ("param" in kinds) != is_distributed
+        or ("fp32_param" in kinds) != has_main
+        or learns_attention == is_frozen
+    ):
+        frozen = config.algorithm.freeze_critic_attention
+        raise CheckpointError(
+            f"{field}: the state of its {role}'s optimizer does not fit this run's "
+            f"parallel.use_distributed_optimizer={is_distributed}, model.dtype="
+            f"{config.model.dtype} and algorithm.freeze_critic_attention={frozen}; use the "
+            f"settings of the run that wrote it, or {remedy}"
+        )
+
+
+CRITIC_REMEDY = "take its weights alone with model.critic_checkpoint_optimizer=false"
+"""Of check_optimizer for model.critic_checkpoint."""

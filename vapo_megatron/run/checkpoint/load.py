@@ -1,0 +1,138 @@
+"""A run goes on from its newest whole checkpoint; a critic starts from another run's.
+
+    checkpoints/latest                      name of the newest whole checkpoint
+    checkpoints/step_000010/actor/          megatron-core distributed checkpoint: model, optimizer
+    checkpoints/step_000010/critic/
+    checkpoints/step_000010/state.json      step, data position, update counters, policy version
+    checkpoints/step_000010/checksums.json  of every other file: see files.py
+
+writer.py writes them. Every file is compared with its checksum before it is loaded, and
+loading works for any layout and runs no code that a checkpoint may hold.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.data.storage import writing
+from vapo_megatron.errors import CheckpointError, tell
+from vapo_megatron.parallel.reduce import any_rank
+from vapo_megatron.parallel.sharded_state import load_sharded
+from vapo_megatron.roles.model import TrainedModel
+from vapo_megatron.run.checkpoint import files as checkpoint_files
+from vapo_megatron.run.checkpoint.fits import CRITIC_REMEDY, check_optimizer, check_roles
+
+
+class Start(NamedTuple):
+    """The checkpoint that a run's models come from; what is in none has a path in model."""
+
+    own: Path | None = None
+    """The run's own checkpoint that it goes on from."""
+    critic: tuple[Path, int] | None = None
+    """Of a new run: see find_critic."""
+
+    def path(self, role: str, config: VapoConfig) -> str | None:
+        """Return where a role's weights are read as it is built; None: they are loaded later."""
+        model = config.model
+        if self.own is not None and role in config.algorithm.trained_roles:
+            return None
+        if role != "critic":
+            return model.hf_path
+        if self.critic is not None:
+            return None if model.critic_checkpoint_optimizer else str(self.critic[0])
+        return model.critic_hf_path or model.hf_path
+
+
+def find_start(config: VapoConfig) -> Start:
+    """Find the checkpoint that a run goes on from, else the critic that it takes over; collective.
+
+    A run that resumes has a critic of its own: model.critic_checkpoint may be gone by then. A run
+    that begins anew gives up what checkpoints it finds.
+
+    Raises:
+        CheckpointError: see newest_whole and find_critic.
+        UserError: on the main rank, that gives them up; see writing.
+    """
+    own, resume = Path(config.logging.run_dir, "checkpoints"), config.checkpoint.resume
+    # torchrun's count may differ between nodes.
+    if any_rank(checkpoint_files.goes_on(resume)):
+        directory = checkpoint_files.newest_whole(own)
+        if directory is not None:
+            if not resume and dist.get_rank() == 0:
+                tell(f"restarted: goes on from {directory}, in spite of checkpoint.resume=false")
+            return Start(own=directory)
+    elif dist.get_rank() == 0:
+        with writing(own):
+            checkpoint_files.begin_anew(own)
+    path = config.model.critic_checkpoint
+    return Start(critic=None if path is None else find_critic(Path(path)))
+
+
+def load_run(directory: Path, models: Mapping[str, TrainedModel]) -> tuple[int, dict[str, Any]]:
+    """Load a whole checkpoint into the models; collective.
+
+    Returns:
+        (steps done, state given to save).
+
+    Raises:
+        CheckpointError: it is one of other roles, of another model, or of an optimizer with other
+            settings.
+    """
+    content = json.loads((directory / checkpoint_files.STATE).read_text())
+    held = content["num_updates"]
+    check_roles(directory, held, models)
+    for role, model in models.items():
+        with model.held("state"):
+            load_sharded(model.model, model.optimizer, directory / role)
+        model.num_updates = held[role]
+    return content["step"], content["run"]
+
+
+def find_critic(path: Path) -> tuple[Path, int]:
+    """Find the critic of a checkpoint, or of a run directory's newest whole one; collective.
+
+    Returns:
+        (its distributed checkpoint, the updates it has had).
+
+    Raises:
+        CheckpointError: there is no whole checkpoint, or no critic in it.
+    """
+    directory = checkpoint_files.newest_whole(path / "checkpoints", "critic") or path
+    if directory == path and (problems := checkpoint_files.find_problems(path, "critic")):
+        raise CheckpointError(
+            f"model.critic_checkpoint={path} is no whole checkpoint ({problems[0]}); set it to a "
+            "run directory that has one, or to one of its checkpoints/step_*"
+        )
+    updates = json.loads((directory / checkpoint_files.STATE).read_text())["num_updates"]
+    if "critic" not in updates:
+        raise CheckpointError(
+            f"model.critic_checkpoint={path}: {directory.name} holds no critic, only "
+            f"{', '.join(updates)}; set it to a run with algorithm.advantage_estimator=gae"
+        )
+    return directory / "critic", updates["critic"]
+
+
+def load_critic(directory: Path, updates: int, config: VapoConfig, critic: TrainedModel) -> None:
+    """Give a new run's critic what model.critic_checkpoint's has: weights, optimizer, updates.
+
+    Collective; works for any layout.
+
+    Args:
+        directory, updates: from find_critic.
+        config: of the new run.
+        critic: its.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model or kind of optimizer.
+    """
+    field = f"model.critic_checkpoint={config.model.critic_checkpoint}"
+    check_optimizer(directory, config, "critic", field, CRITIC_REMEDY)
+    with critic.held("state"):
+        load_sharded(critic.model, critic.optimizer, directory)
+    critic.num_updates = updates

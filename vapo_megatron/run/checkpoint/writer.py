@@ -1,0 +1,248 @@
+"""Writes a run's checkpoints while the run goes on.
+
+`save` takes what this rank has to write, a thread writes it, and the checkpoint gets its name when
+all ranks have written theirs and met: in a `poll` after a later step, or in `wait`. Until then it
+is nothing that anybody would load. The thread makes no collective and starts no process.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from vapo_megatron.config import CheckpointConfig
+from vapo_megatron.data.storage import NO_ROOM, HashedFile, free_bytes, sha256_of
+from vapo_megatron.errors import CheckpointError
+from vapo_megatron.parallel import backend
+from vapo_megatron.parallel.checkpoint_metadata import METADATA_FILE
+from vapo_megatron.parallel.reduce import any_rank
+from vapo_megatron.parallel.sharded_state import take_snapshot
+from vapo_megatron.roles.model import TrainedModel
+from vapo_megatron.run.checkpoint import files as checkpoint_files
+from vapo_megatron.weights.convert.sharded_files import format_files, serialized, write_chunks
+from vapo_megatron.weights.mapping import wait_for_parameters
+
+Content: TypeAlias = bytes | list[tuple[MetadataIndex, Tensor]]
+"""Of a file: its bytes, or chunks of tensors."""
+
+
+class Written(NamedTuple):
+    """A file that is on disk."""
+
+    sha256: str
+    results: list[WriteResult]
+    """Where in it each chunk is."""
+
+
+class CheckpointWriter:
+    """One checkpoint at a time; every rank calls the same methods in the same order."""
+
+    def __init__(self, root: Path, settings: CheckpointConfig) -> None:
+        """Write nothing yet.
+
+        Args:
+            root: directory of the run's checkpoints.
+            settings: keep_last, keep_every and asynchronous are used.
+        """
+        self._root, self._settings = root, settings
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        self._stop = threading.Event()
+        self._step: int | None = None
+        self._futures: list[concurrent.futures.Future[dict[str, Written]]] = []
+        self._metadata: dict[str, Metadata] = {}
+        self._num_bytes = 0
+        self.seconds: float | None = None
+        """Of the latest one, from the beginning of save until all is on disk; None: of none."""
+
+    def save(self, step: int, models: Mapping[str, TrainedModel], state: Mapping[str, Any]) -> None:
+        """Begin checkpoint `step`, and end the one before it; collective.
+
+        Args:
+            step: steps that are done.
+            models: by role; they may change as soon as this returns.
+            state: what else the run needs to go on; JSON values, the same on every rank.
+
+        Raises:
+            CheckpointError: the one before, or without `asynchronous` this one, cannot be written.
+        """
+        self.wait()
+        rank = dist.get_rank()
+        if rank == 0 and not self._futures:  # The thread may still delete what is old.
+            checkpoint_files.delete_unfinished(self._root)
+        dist.barrier()
+        self._step, self._num_bytes = step, 0
+        begun = time.monotonic()
+        updates = {role: model.num_updates for role, model in models.items()}
+        content = {"step": step, "num_updates": updates, "run": state}
+        if rank == 0:
+            self._write({checkpoint_files.STATE: json.dumps(content, indent=1).encode()})
+        for role, model in models.items():
+            with model.held("state"):
+                self._write(self._files_of(role, model))
+                if not self._settings.asynchronous:
+                    concurrent.futures.wait(self._futures)
+        self._futures.append(self._thread.submit(self._note_seconds, begun))
+        if not self._settings.asynchronous:
+            self.wait()
+
+    def poll(self) -> None:
+        """Give a checkpoint its name if it is all written; collective.
+
+        Raises:
+            CheckpointError: it cannot be written; the same on every rank.
+        """
+        if self._step is None:
+            return
+        is_busy = not all(future.done() for future in self._futures)
+        if not any_rank(is_busy):
+            self._complete()
+
+    def wait(self) -> None:
+        """Have it written, and give it its name; collective.
+
+        Raises:
+            CheckpointError: see poll.
+        """
+        if self._step is not None:
+            concurrent.futures.wait(self._futures)
+            self._complete()
+
+    def _files_of(self, role: str, model: TrainedModel) -> dict[str, Content]:
+        """Take what this rank has to write of a model: files in the checkpoint."""
+        wait_for_parameters(model.chunks)
+        copy, rank = self._settings.asynchronous, dist.get_rank()
+        snapshot = take_snapshot(model.model, model.optimizer, copy=copy)
+        files: dict[str, Content] = {}
+        if snapshot.metadata is not None:
+            self._metadata[role] = snapshot.metadata
+            files |= format_files(serialized(snapshot.common))
+        if snapshot.items:
+            files[f"__{rank}_0.distcp"] = snapshot.items
+        return {f"{role}/{name}": content for name, content in files.items()}
+
+    def _write(self, files: dict[str, Content]) -> None:
+        assert self._step is not None
+        self._num_bytes += sum(map(_size, files.values()))
+        directory = checkpoint_files.partial_directory(self._root, self._step)
+        self._futures.append(self._thread.submit(_write_files, directory, files, self._stop))
+
+    def _complete(self) -> None:
+        """Meet; the main rank makes one checkpoint of what all have written."""
+        step, futures = self._step, self._futures
+        assert step is not None
+        self._step, self._futures = None, []
+        error = next((e for f in futures if (e := f.exception()) is not None), None)
+        if error is not None and not isinstance(error, OSError):
+            raise error  # not a user's
+        written = {} if error else {k: v for f in futures for k, v in f.result().items()}
+        is_main, outcome = dist.get_rank() == 0, [""]
+        of_ranks: list[Any] | None = [None] * dist.get_world_size() if is_main else None
+        dist.gather_object((error, self._num_bytes, written), of_ranks)
+        if of_ranks is not None:
+            outcome = [self._publish(step, of_ranks)]
+        self._metadata = {}
+        dist.broadcast_object_list(outcome, device=backend.device())
+        if outcome[0]:
+            raise CheckpointError(outcome[0])
+
+    def _publish(
+        self, step: int, of_ranks: Iterable[tuple[OSError | None, int, dict[str, Written]]]
+    ) -> str:
+        """Return why there is no checkpoint, or nothing."""
+        errors, sizes, written = zip(*of_ranks, strict=True)
+        error = next((e for e in errors if e is not None), None)
+        try:
+            if error is None:
+                files = {name: file for of_rank in written for name, file in of_rank.items()}
+                sums = {name: file.sha256 for name, file in files.items()}
+                sums |= self._write_metadata(step, files)
+                checkpoint_files.publish(self._root, step, sums)
+                # Looked at with what is written next.
+                self._futures.append(self._thread.submit(self._delete_unkept, step))
+                return ""
+        except OSError as own:
+            error = own
+        return _describe(self._root, step, error, sum(sizes))
+
+    def _write_metadata(self, step: int, files: Mapping[str, Written]) -> dict[str, str]:
+        """Say of each role which chunk is where; return the checksums."""
+        partial = checkpoint_files.partial_directory(self._root, step)
+        sums = {}
+        for role, metadata in self._metadata.items():
+            results = [f.results for name, f in files.items() if name.startswith(f"{role}/")]
+            FileSystemWriter(partial / role).finish(metadata, results)
+            name = f"{role}/{METADATA_FILE}"
+            sums[name] = sha256_of(partial / name)
+        return sums
+
+    def _note_seconds(self, begun: float) -> dict[str, Written]:
+        self.seconds = time.monotonic() - begun
+        return {}
+
+    def _delete_unkept(self, step: int) -> dict[str, Written]:
+        keep = self._settings
+        checkpoint_files.delete_unkept(
+            self._root, step, keep_last=keep.keep_last, keep_every=keep.keep_every
+        )
+        return {}
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Finish; after an error, when the ranks may no longer meet, give up what is begun."""
+        try:
+            if kind is None:
+                self.wait()
+        finally:
+            self._stop.set()
+            self._thread.shutdown()
+
+
+def _write_files(
+    directory: Path, files: dict[str, Content], stop: threading.Event
+) -> dict[str, Written]:
+    written = {}
+    for name, content in files.items():
+        results: list[WriteResult] = []
+        with HashedFile(directory / name, stop) as out:
+            if isinstance(content, list):
+                results = write_chunks(out, Path(name).name, content)
+            else:
+                out.write(content)
+        written[name] = Written(out.sha256, results)
+    return written
+
+
+def _size(content: Content) -> int:
+    if isinstance(content, list):
+        return sum(tensor.nbytes for _, tensor in content)
+    return len(content)
+
+
+def _describe(root: Path, step: int, error: OSError, num_bytes: int) -> str:
+    """Say what went wrong in a line, and make room, so that the run can say it."""
+    what = error.strerror or str(error)
+    shutil.rmtree(checkpoint_files.partial_directory(root, step), ignore_errors=True)
+    remedy = "put that right"
+    if error.errno in NO_ROOM:
+        free = free_bytes(root)
+        what += f" (it takes {num_bytes / 1e9:.3g} GB, {free / 1e9:.3g} GB are free)"
+        remedy = "make room there, or lower checkpoint.keep_last or keep_every"
+    left = next((path.name for path in checkpoint_files.candidates(root)), "the beginning")
+    return (
+        f"{root / checkpoint_files.directory_name(step)} cannot be written: {what}; {remedy}, and "
+        f"start the run again: it goes on from {left}"
+    )

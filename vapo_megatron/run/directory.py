@@ -1,0 +1,172 @@
+"""The files of a run directory that people and the report read.
+
+config.yaml (resolved), metrics.jsonl (one row a step), problems.jsonl (one row a step: its problems
+and how many responses to each were right), held_out.jsonl (the same of an evaluation),
+rollouts/step_*.jsonl (one group of responses a line). A file is replaced as a whole or grows by
+whole lines, so it can be read while the run goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from vapo_megatron.errors import DataError
+
+if TYPE_CHECKING:
+    from vapo_megatron.data.batch import Rollout
+
+METRICS_FILE, PROBLEMS_FILE, HELD_OUT_FILE = "metrics.jsonl", "problems.jsonl", "held_out.jsonl"
+"""Of rows, each with its step."""
+
+_ROLLOUT_FILE = re.compile(r"step_(\d+)\.jsonl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run directory holds so far."""
+
+    run_dir: Path
+    config: dict[str, Any]
+    """config.yaml as sections of fields; empty when there is none."""
+    rows: list[dict[str, Any]]
+    """Rows of metrics.jsonl, in order."""
+    rollout_steps: list[int]
+    """Steps of which some responses were kept."""
+
+    def section(self, name: str) -> dict[str, Any]:
+        """Return a section of config.yaml; empty where it has none."""
+        return self.config.get(name) or {}
+
+    def rollouts(self, step: int) -> list[dict[str, Any]]:
+        """Return the groups kept of one step, as `group_record` made them."""
+        return _read_lines(rollout_file(self.run_dir, step))
+
+    def problems(self) -> list[dict[str, Any]]:
+        """Return each step's problems and how many of their responses were right."""
+        return _rows_of(self.run_dir / PROBLEMS_FILE)
+
+    def held_out(self) -> list[dict[str, Any]]:
+        """Return the same of each evaluation."""
+        return _rows_of(self.run_dir / HELD_OUT_FILE)
+
+
+def read_run(run_dir: str | Path) -> Run:
+    """Read a run directory, finished or not.
+
+    Raises:
+        DataError: it is no run directory, or a file in it cannot be read.
+    """
+    run_dir = Path(run_dir)
+    config_file, metrics_file = run_dir / "config.yaml", run_dir / METRICS_FILE
+    if not (config_file.exists() or metrics_file.exists()):
+        raise DataError(
+            f"{run_dir} is not a run directory: it has neither config.yaml nor metrics.jsonl; "
+            "give the directory that logging.run_dir named"
+        )
+    rows = _rows_of(metrics_file)
+    return Run(run_dir, _read_config(config_file), rows, rollout_steps(run_dir))
+
+
+def _rows_of(file: Path) -> list[dict[str, Any]]:
+    return read_rows(file) if file.exists() else []
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{file} cannot be read: {' '.join(str(error).split())}; restore it"
+        ) from None
+    if not isinstance(config, dict):
+        raise DataError(f"{file} must hold sections, found {type(config).__name__}; restore it")
+    return config
+
+
+def rollout_file(run_dir: Path, step: int) -> Path:
+    """Return where some groups of a step's responses are kept."""
+    return run_dir / "rollouts" / f"step_{step:06d}.jsonl"
+
+
+def rollout_steps(run_dir: Path) -> list[int]:
+    """Return the steps of which some responses were kept, in order."""
+    names = (file.name for file in (run_dir / "rollouts").glob("step_*.jsonl"))
+    return sorted(int(match[1]) for match in map(_ROLLOUT_FILE.fullmatch, names) if match)
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file that has one a step; DataError names a line that is none."""
+    rows = _read_lines(file)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get("step"), int):
+            raise DataError(f'{file} line {number} has no whole number "step"; remove the line')
+    return rows
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    """Objects of a JSONL file; a last line that a killed run left unfinished is passed over."""
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}") from None
+    objects = []
+    # What follows the last newline is empty or unfinished.
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            found = json.loads(line, parse_constant=lambda _: None)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{file} line {number} is not JSON ({error.msg}); remove the line"
+            ) from None
+        if not isinstance(found, dict):
+            raise DataError(f"{file} line {number} is not a JSON object; remove the line")
+        objects.append(found)
+    return objects
+
+
+def group_record(
+    rollouts: Sequence[Rollout],
+    statuses: Sequence[str],
+    rewards: Sequence[float],
+    tokens: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """Return one group of responses as people read it: one line of rollouts/step_*.jsonl.
+
+    Args:
+        rollouts: samples of one prompt.
+        statuses: `Verdict.status` of each.
+        rewards: shaped reward of each.
+        tokens: of each, its kept tokens' `pieces`, `values` (of a critic), `advantages` and
+            `entropy`, as `shown_tokens` makes them; empty: nothing is known token by token.
+    """
+    prompt = rollouts[0].prompt
+    assert all(r.prompt.index == prompt.index for r in rollouts), "a group has one prompt"
+    responses = [
+        {
+            "sample": rollout.sample,
+            "status": status,
+            "reward": float(reward),
+            "num_tokens": len(rollout.token_ids),
+            "truncated": rollout.truncated,
+            "text": rollout.text,
+        }
+        for rollout, status, reward in zip(rollouts, statuses, rewards, strict=True)
+    ]
+    if tokens:
+        responses = [r | {"tokens": dict(t)} for r, t in zip(responses, tokens, strict=True)]
+    return {
+        "prompt_index": prompt.index,
+        "prompt": prompt.text,
+        "answer": prompt.answer,
+        "policy_version": rollouts[0].policy_version,
+        "responses": responses,
+    }

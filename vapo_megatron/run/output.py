@@ -1,0 +1,146 @@
+"""What a run shows and writes while it goes on: phases, a row a step, some responses for people."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.techniques import algorithm_name
+from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
+from vapo_megatron.data.file_lock import lock_run
+from vapo_megatron.data.storage import replace_file, writing
+from vapo_megatron.parallel import backend
+from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.memory import PeakMemory
+from vapo_megatron.parallel.reduce import max_over_world, sum_over_world
+from vapo_megatron.rollout.source import Decode, OnProgress
+from vapo_megatron.run.metrics import MetricsWriter
+from vapo_megatron.run.phase_timer import PhaseTimer, tokens_per_second
+from vapo_megatron.run.progress import Progress
+from vapo_megatron.run.token_records import gather_shown, group_records
+
+
+class RunOutput:
+    """Every rank calls the same methods in the same order; the main rank alone shows and writes."""
+
+    def __init__(self, config: VapoConfig, groups: ParallelGroups) -> None:
+        """Show and write nothing but times until `opened`."""
+        self._config, self._groups = config, groups
+        self._writer: MetricsWriter | None = None
+        self._progress = Progress("off", config.algorithm.num_steps, 0)
+        self._memory = PeakMemory()
+        self._timer = PhaseTimer(
+            lambda name: self._progress.phase(name), backend.synchronize, self._memory
+        )
+
+    @contextlib.contextmanager
+    def opened(self, start: int, *, is_unevaluated: bool = False) -> Iterator[None]:
+        """Have the run's files and display open in the body.
+
+        Args:
+            start: steps that are done.
+            is_unevaluated: the last of them lacks its evaluation, and so its row.
+
+        Raises:
+            UserError: on the main rank; see lock_run and writing.
+        """
+        algorithm, log = self._config.algorithm, self._config.logging
+        run_dir, is_main = Path(log.run_dir), self._groups.rank == 0
+        with contextlib.ExitStack() as stack:
+            if is_main:
+                with writing(run_dir):
+                    stack.enter_context(lock_run(run_dir))
+                replace_file(run_dir / "config.yaml", self._config.to_yaml())
+                first = start + 1 if start else 0
+                writer = MetricsWriter(run_dir, log.tensorboard, first, is_unevaluated)
+                self._writer = stack.enter_context(writer)
+            self._progress = stack.enter_context(
+                Progress(
+                    log.progress,
+                    algorithm.num_steps,
+                    algorithm.value_pretraining_steps,
+                    title=f"{algorithm_name(self._config.model_dump())} {run_dir}",
+                    is_leader=is_main,
+                    first_step=start + 1,
+                    log_path=run_dir / "log.txt",
+                )
+            )
+            if start:
+                # What came before, the checkpoint's loading too, belongs to no step.
+                self._timer.take()
+                self._timer.take_peaks()
+                self.note(f"resumed {run_dir} after step {start}")
+            yield
+
+    def note(self, text: str) -> None:
+        """Show a line."""
+        self._progress.note(text)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[OnProgress]:
+        """Time a phase and show it; yields a callback for (done, total, part of the phase)."""
+        with self._timer(name):
+            yield lambda done, total, part="": self._progress.phase(
+                f"{name} {part}".rstrip(), done, total
+            )
+
+    def step(self, done: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Write the row of a step, with its times and memory; num_tokens becomes a speed.
+
+        Returns:
+            The times.
+        """
+        times, peaks = self._timer.take(), self._timer.take_peaks()
+        row = {name: value for name, value in metrics.items() if name != "num_tokens"}
+        if peaks:
+            largest = max_over_world(torch.tensor(list(peaks.values()), dtype=torch.float64))
+            row |= dict(zip(peaks, largest.tolist(), strict=True))
+        highest = torch.tensor(self._memory.highest_bytes(), dtype=torch.float64)
+        row["memory/peak_bytes"] = float(sum_over_world(highest))
+        if "num_tokens" in metrics:
+            row["tokens_per_second"] = tokens_per_second(metrics["num_tokens"], times)
+        if self._writer is not None:
+            self._progress.step(done, self._writer.write(done, row | times))
+        return times
+
+    def evaluation(self, done: int, correct: Sequence[int]) -> None:
+        """Write how many responses to each held-out problem were right; empty: nothing."""
+        if self._writer is not None and correct:
+            problems, samples = range(len(correct)), self._config.evaluation.samples
+            self._writer.write_problems(done, problems, correct, samples, held_out=True)
+
+    def rollouts(
+        self,
+        step: int,
+        scored: Sequence[ScoredRollout],
+        summary: StepSummary,
+        batch: RolloutBatch,
+        entropy: torch.Tensor,
+        decode: Decode | None,
+    ) -> None:
+        """Write how the problems went, and the first groups that the main rank sampled itself.
+
+        Args:
+            step: counts from 0.
+            scored: what this rank sampled.
+            summary: of all ranks' responses.
+            batch: what this data-parallel rank trained on.
+            entropy: float32 [T] of the batch, nats.
+            decode: see RolloutSource.
+        """
+        size = self._config.algorithm.group_size
+        most = self._config.logging.rollout_groups * size
+        shown = (summary.sources == 0).nonzero().flatten()[:most].tolist()
+        tokens = {}
+        if shown and decode is not None:
+            tokens = gather_shown(batch, entropy, shown, summary, self._groups)
+        if self._writer is not None:
+            problems, correct = summary.prompt_indices[::size], summary.is_correct.view(-1, size)
+            self._writer.write_problems(step + 1, problems.tolist(), correct.sum(1).tolist(), size)
+            own = {s.rollout.position: s for s in scored}
+            records = group_records([own[p] for p in shown], size, tokens, decode)
+            self._writer.write_rollouts(step + 1, records)

@@ -1,0 +1,99 @@
+"""Seconds and peak memory of each phase of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+from vapo_megatron.run.metrics import PHASES
+
+
+class Memory(Protocol):
+    """What a PhaseTimer asks for the memory of a phase (parallel/memory.py)."""
+
+    def restart(self) -> None:
+        """Begin a phase."""
+
+    def peak_bytes(self) -> int:
+        """Return the most since then."""
+
+
+class PhaseTimer:
+    """Seconds and peak memory per phase of a step: `with timer("generation"): ...`.
+
+    A phase inside another counts to the outer one alone, so the phases' sum never exceeds the step.
+    """
+
+    def __init__(
+        self,
+        on_start: Callable[[str], None] | None = None,
+        synchronize: Callable[[], None] | None = None,
+        memory: Memory | None = None,
+    ):
+        """Start the step's clock.
+
+        Args:
+            on_start: called with each (outer) phase's name, such as `Progress.phase`.
+            synchronize: waits for the accelerator, so that a phase pays for its own work.
+            memory: of this process; None: peaks are not measured.
+        """
+        self._on_start = on_start
+        self._synchronize = synchronize or (lambda: None)
+        self._memory = memory
+        self._seconds: dict[str, float] = {}
+        self._peaks: dict[str, int] = {}
+        self._inside = False
+        self._step_start = time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the block's seconds to a phase of `PHASES`."""
+        assert phase in PHASES, f"unknown phase {phase!r}: add it to metrics.PHASES"
+        if self._inside:
+            yield
+            return
+        self._inside = True
+        if self._on_start:
+            self._on_start(phase)
+        if self._memory:
+            self._memory.restart()
+        start = time.perf_counter()
+        try:
+            yield
+            self._synchronize()
+        finally:
+            self._inside = False
+            elapsed = time.perf_counter() - start
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + elapsed
+            if self._memory:
+                peak = self._memory.peak_bytes()
+                self._peaks[phase] = max(self._peaks.get(phase, 0), peak)
+
+    def take(self) -> dict[str, float]:
+        """Return `time/*_seconds` of the step that ends here, and start the next step's clock."""
+        now = time.perf_counter()
+        times = {f"time/{p}_seconds": self._seconds[p] for p in PHASES if p in self._seconds}
+        times["time/step_seconds"] = now - self._step_start
+        self._seconds, self._step_start = {}, now
+        return times
+
+    def take_peaks(self) -> dict[str, int]:
+        """Return this process's `memory/*_peak_bytes` of the phases since the last call."""
+        peaks = {f"memory/{p}_peak_bytes": self._peaks[p] for p in PHASES if p in self._peaks}
+        self._peaks = {}
+        return peaks
+
+
+def tokens_per_second(num_tokens: float, times: Mapping[str, float]) -> float:
+    """Return num_tokens per second of a step, evaluation and checkpoint apart.
+
+    Args:
+        num_tokens: response tokens of the step, summed over all processes.
+        times: what `PhaseTimer.take` returned.
+    """
+    apart = ("time/evaluation_seconds", "time/checkpoint_seconds")
+    seconds = times["time/step_seconds"] - sum(times[name] for name in apart if name in times)
+    return num_tokens / seconds if seconds > 0 else math.nan

@@ -1,0 +1,93 @@
+"""Which curves the report shows, and their points."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vapo_megatron.run.directory import Run
+from vapo_megatron.run.metrics import PHASES, accuracy_name, describe
+
+
+def _chart(title: str, *series: tuple[str, str], **options: Any) -> dict[str, Any]:
+    return {"title": title, "series": [list(s) for s in series], **options}
+
+
+_CHARTS = (
+    _chart(
+        "Accuracy", ("evaluation/avg@K", "held-out, {K}"), ("reward/correct_fraction", "training"),
+        ("rollout/sampled_correct_fraction", "all that was sampled"), low=0, high=1,
+    ),
+    _chart("Reward", ("reward/mean", "mean")),
+    _chart(
+        "Response length", ("rollout/response_length_mean", "mean"),
+        ("rollout/response_length_max", "longest"), low=0,
+    ),
+    _chart("Entropy", ("actor/entropy", "policy"), low=0),
+    _chart("Explained variance", ("critic/explained_variance", "critic"), high=1, floor=-1),
+    _chart("Value loss", ("critic/loss", "critic"), low=0),
+    _chart(
+        "Difference to the sampler", ("rollout/logprob_diff_mean", "mean"),
+        ("rollout/logprob_diff_max", "max"), log=True,
+    ),
+    _chart(
+        "Clip fractions", ("actor/clip_fraction_low", "low"), ("actor/clip_fraction_high", "high"),
+        low=0,
+    ),
+    _chart("Gradient norm", ("actor/grad_norm", "actor"), ("critic/grad_norm", "critic"), log=True),
+    _chart("Lambda of the actor", ("algorithm/lambda_actor_mean", "mean"), high=1),
+    _chart("Positive-example LM loss", ("actor/positive_lm_loss", "NLL"), low=0),
+    _chart("Tokens per second", ("tokens_per_second", "all processes"), low=0),
+)  # fmt: skip
+"""Title and (metric, label) of each curve; its axis shows low and high, nothing below floor."""
+
+
+def chart_data(run: Run) -> dict[str, Any]:
+    """Return what the page's script draws: a point is [step, value or null]."""
+    rows = run.rows
+    names = dict.fromkeys(name for row in rows for name in row if name != "step")
+    phases = [p for p in PHASES if f"time/{p}_seconds" in names]
+    shown = {name for chart in _CHARTS for name, _ in chart["series"]}
+    shown |= {"time/step_seconds"} | {f"time/{p}_seconds" for p in phases}
+    charts = [_fill(chart, rows) for chart in _CHARTS]
+    others = [n for n in names if n not in shown and describe(n) and not accuracy_name({n: 0})]
+    more = [_fill(_chart(name, (name, "")), rows) for name in others]
+    return {
+        "pretraining": run.section("algorithm").get("value_pretraining_steps", 0),
+        "charts": [chart for chart in charts if chart["series"]],
+        "more": [chart for chart in more if chart["series"]],
+        "phases": [
+            {
+                "label": p.replace("_", " "),
+                "about": PHASES[p],
+                "points": _points(rows, f"time/{p}_seconds"),
+            }
+            for p in phases
+        ],
+    }
+
+
+def _fill(chart: Mapping[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a chart with its points in place of the metrics' names, and its note."""
+    filled, units = [], []
+    for name, label in chart["series"]:
+        if name == "evaluation/avg@K":
+            name = next((n for row in rows if (n := accuracy_name(row))), name)
+            label = label.replace("{K}", name.removeprefix("evaluation/"))
+        points = _points(rows, name)
+        if points:
+            metric = describe(name)
+            assert metric, f"{name} is in metrics.METRICS"
+            unit = metric.unit
+            if unit == "bytes":
+                points = [[step, value and value / 2**30] for step, value in points]
+                unit = "GiB"
+            units.append(unit)
+            role = name.split("/")[0] if name.startswith(("actor/", "critic/")) else "run"
+            about = metric.description
+            filled.append({"label": label, "role": role, "points": points, "about": about})
+    return {**chart, "series": filled, "unit": units[0] if units else ""}
+
+
+def _points(rows: list[dict[str, Any]], name: str) -> list[list[float | None]]:
+    return [[row["step"], row[name]] for row in rows if name in row]

@@ -1,0 +1,113 @@
+"""report.html: one self-contained page that shows a run, finished or not.
+
+Numbers go into the page as JSON and its script draws them; text (configuration, prompts, responses)
+goes in escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from vapo_megatron.config.techniques import algorithm_name
+from vapo_megatron.run.directory import Run, read_run
+from vapo_megatron.run.metrics import accuracy_name
+from vapo_megatron.run.progress_view import format_seconds
+from vapo_megatron.run.report.charts import chart_data
+from vapo_megatron.run.report.diagnostics import plots
+from vapo_megatron.run.report.html import escape, script_json, write_page
+from vapo_megatron.run.report.responses import rollouts
+from vapo_megatron.run.report.sections import configuration, techniques
+
+
+def build_report(run_dir: str | Path) -> Path:
+    """Write run_dir/report.html from what the run has written so far and return its path.
+
+    Raises:
+        DataError: run_dir is no run directory, or a file in it cannot be read.
+    """
+    run = read_run(run_dir)
+    return write_page(run.run_dir / "report.html", "report_run.html", _slots(run))
+
+
+def _slots(run: Run) -> dict[str, str]:
+    responses, tokens = rollouts(run)
+    return {
+        "kind": escape(f"{algorithm_name(run.config)} run" if run.config else "Run"),
+        "title": escape(run.run_dir.resolve().name),
+        "subtitle": _subtitle(run),
+        "headline": "".join(_card(*figure) for figure in _headline(run)),
+        "data": script_json({**chart_data(run), "tokens": tokens, "plots": plots(run)}),
+        "techniques": techniques(run.config),
+        "rollouts": responses,
+        "config": configuration(run.config),
+    }
+
+
+def _subtitle(run: Run) -> str:
+    if not run.config:
+        return "config.yaml not found"
+    model, parallel = run.section("model"), run.section("parallel")
+    tp = parallel.get("tensor_model_parallel_size", 1)
+    pp = parallel.get("pipeline_model_parallel_size", 1)
+    world = parallel.get("world_size", 1)
+    parts = [
+        Path(str(model.get("hf_path") or "model")).name,
+        model.get("dtype", ""),
+        f"{world} process{'es' if world != 1 else ''}",
+        f"TP {tp} x PP {pp} x DP {world // max(1, tp * pp)}",
+        f"seed {run.config.get('seed', 0)}",
+    ]
+    return " &middot; ".join(escape(part) for part in parts if part)
+
+
+def _card(label: str, value: str, note: str) -> str:
+    return (
+        f'<div class="figure"><div class="label">{escape(label)}</div>'
+        f'<div class="value">{value}</div><div class="note">{escape(note)}</div></div>'
+    )
+
+
+def _headline(run: Run) -> Iterable[tuple[str, str, str]]:
+    """Label, value (HTML) and note of each headline number."""
+    rows = run.rows
+    evaluated = [(row, name) for row in rows if (name := accuracy_name(row))]
+    accuracies = [row[name] for row, name in evaluated if row[name] is not None]
+    rewards = _column(rows, "reward/mean")
+    if accuracies:
+        k = evaluated[0][1].removeprefix("evaluation/")
+        steps = sorted({evaluated[0][0]["step"], evaluated[-1][0]["step"]})
+        when = f"step{'s' if len(steps) > 1 else ''} {' and '.join(map(str, steps))}"
+        yield "Accuracy", _first_to_last(accuracies, ".3f"), f"{k}, {when}"
+    elif rewards:
+        yield "Reward", _first_to_last(rewards, "+.2f"), "mean, first and last step"
+    done = rows[-1]["step"] if rows else 0
+    algorithm = run.section("algorithm")
+    pretraining = algorithm.get("value_pretraining_steps", 0)
+    is_stage = algorithm.get("stage") == "value_pretraining"
+    total = pretraining + (0 if is_stage else algorithm.get("policy_steps", 0))
+    of_total = f"<small> of {total}</small>" if total > done else ""
+    note = f"{min(done, pretraining)} value pretraining, {max(0, done - pretraining)} policy"
+    yield "Steps", f"{done}{of_total}", note
+    lengths = _column(rows, "rollout/response_length_mean")
+    if lengths:
+        yield "Response length", _first_to_last(lengths, ",.0f"), "mean tokens, first and last step"
+    seconds = sum(_column(rows, "time/step_seconds"))
+    if seconds:
+        yield "Time", escape(format_seconds(seconds)), "evaluation and checkpoints included"
+    speeds = sorted(_column(rows, "tokens_per_second"))
+    if speeds:
+        yield "Tokens per second", f"{speeds[len(speeds) // 2]:,.0f}", "median step, all processes"
+    memory = _column(rows, "memory/peak_bytes")
+    if memory:
+        yield "Peak memory", f"{max(memory) / 2**30:.2f} GiB", "summed over processes"
+
+
+def _first_to_last(values: list[float], form: str) -> str:
+    first, last = format(values[0], form), format(values[-1], form)
+    return f"{first}<i>&rarr;</i>{last}" if len(values) > 1 else last
+
+
+def _column(rows: list[dict[str, Any]], name: str) -> list[float]:
+    return [row[name] for row in rows if row.get(name) is not None]

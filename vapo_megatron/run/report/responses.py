@@ -1,0 +1,102 @@
+"""The report's responses with their verdicts, and what is known of their tokens.
+
+The HTML holds the text, escaped; the page's script shades it by the numbers beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vapo_megatron.run.directory import Run
+from vapo_megatron.run.report.html import escape, spread, visible
+
+_MAX_CHARACTERS = 8000
+_MAX_STEPS = 12
+_MAX_TOKENS = 120_000
+"""Of the whole page; each response has its share."""
+_STATUSES = ("correct", "wrong", "unparsable", "timed_out")
+
+
+def rollouts(run: Run) -> tuple[str, list[dict[str, Any] | None]]:
+    """Return the groups kept of up to 12 steps, spread from the first to the last.
+
+    Returns:
+        (HTML, tokens): tokens of each response in the order of the page; None: not known.
+    """
+    parts: list[str] = []
+    responses: list[Mapping[str, Any]] = []
+    for step in spread(run.rollout_steps, _MAX_STEPS):
+        groups = ""
+        for group in run.rollouts(step):
+            groups += _group(group, len(responses))
+            responses += group["responses"]
+        parts.append(
+            f'<section class="step" data-step="{step}"><h3>Step {step}</h3>{groups}</section>'
+        )
+    tokens = [_tokens(r.get("tokens"), r, _MAX_TOKENS // len(responses)) for r in responses]
+    return "".join(parts) or '<p class="empty">No responses were kept.</p>', tokens
+
+
+def _tokens(
+    known: Mapping[str, Sequence[Any]] | None, response: Mapping[str, Any], most: int
+) -> dict[str, Any] | None:
+    """Both ends of what was kept, at most `most` tokens; `gap` is [where, how many] lack there."""
+    if known is None:
+        return None
+    shown = {n: known[n] for n in ("values", "advantages", "entropy") if n in known}
+    shown["pieces"] = [visible(piece) for piece in known["pieces"]]
+    held = len(shown["pieces"])
+    half = min(held, most) // 2
+    if held == response["num_tokens"] and held <= most:
+        return shown | {"gap": None}
+    ends = {name: [*kept[:half], *kept[held - half :]] for name, kept in shown.items()}
+    return ends | {"gap": [half, response["num_tokens"] - 2 * half]}
+
+
+def _group(group: Mapping[str, Any], number: int) -> str:
+    """The group's first response is the page's response `number`."""
+    responses = group["responses"]
+    correct = sum(r["status"] == "correct" for r in responses)
+    marks = "".join(f'<i class="{_status(r)}" title="{_status(r)}"></i>' for r in responses)
+    inside = "".join(_response(r, n) for n, r in enumerate(responses, number))
+    return (
+        f'<details class="group"><summary><span class="prompt">{escape(_preview(group["prompt"]))}'
+        f'</span><span class="marks">{marks}</span>'
+        f'<span class="count">{correct}/{len(responses)}</span></summary>'
+        f'<div class="inside"><div class="caption">Prompt</div><pre>{_long(group["prompt"])}</pre>'
+        f'<div class="caption">Answer</div><pre>{_long(group["answer"])}</pre>'
+        f'<div class="caption">Responses</div>{inside}</div></details>'
+    )
+
+
+def _response(response: Mapping[str, Any], number: int) -> str:
+    status = _status(response)
+    cut = '<span class="truncated">truncated</span>' if response["truncated"] else ""
+    return (
+        f'<details class="response {status}"><summary>'
+        f'<span class="status">{status.replace("_", " ")}</span>'
+        f'<span class="reward">{response["reward"]:+.2f}</span>'
+        f'<span class="length">{response["num_tokens"]:,} tokens</span>{cut}'
+        f'<span class="preview">{escape(_preview(response["text"]))}</span></summary>'
+        f'<pre data-response="{number}">{_long(response["text"])}</pre></details>'
+    )
+
+
+def _status(response: Mapping[str, Any]) -> str:
+    return response["status"] if response["status"] in _STATUSES else "wrong"
+
+
+def _preview(text: str) -> str:
+    return visible(" ".join(text[:400].split()))[:200]
+
+
+def _long(text: str) -> str:
+    """Escape a text; of a very long one the beginning and the end."""
+    text = visible(text)
+    left_out = len(text) - _MAX_CHARACTERS
+    if left_out <= 0:
+        return escape(text)
+    half = _MAX_CHARACTERS // 2
+    note = f"<span class='gap'>{left_out:,} characters are in rollouts/ alone</span>"
+    return escape(text[:half]) + note + escape(text[-half:])

@@ -1,0 +1,104 @@
+"""The numbers that describe a training step, over all ranks' responses."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithm.gae import (
+    explained_variance_from_moments,
+    masked_sums,
+    mean_and_std,
+    moments,
+)
+from vapo_megatron.config import AlgorithmConfig
+from vapo_megatron.data.batch import STATUSES, RolloutBatch, StepSummary
+from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.reduce import max_over_world, sum_over_data_parallel
+from vapo_megatron.roles.advantages import lambdas
+
+
+def sampler_difference(
+    batch: RolloutBatch, limit: float | None, groups: ParallelGroups
+) -> dict[str, float]:
+    """Compare the sampler's log-probabilities with the trainer's, before anything is updated.
+
+    They are of the same tokens under the same weights: what is left is rounding. A stale or
+    mis-sharded weight shows here at once.
+
+    Args:
+        batch: this data-parallel rank's, with old_logprobs.
+        limit: largest |difference| of a token in nats; None: any.
+        groups: this rank's place.
+
+    Returns:
+        rollout/logprob_diff_mean and _max, over all ranks' response tokens; not finite where one of
+        the log-probabilities is not, on which no limit is needed: no update is made with it.
+
+    Raises:
+        RuntimeError: on every rank, when a token exceeds the limit.
+    """
+    assert batch.old_logprobs is not None
+    difference = (batch.rollout_logprobs - batch.old_logprobs).abs()
+    everything = torch.ones_like(difference, dtype=torch.bool)
+    mean, _ = mean_and_std(sum_over_data_parallel(masked_sums(difference, everything), groups))
+    largest = float(max_over_world(torch.cat([difference, torch.zeros(1)]).max()))
+    if limit is not None and math.isfinite(largest) and largest > limit:
+        raise RuntimeError(
+            f"sampler and trainer differ by {largest:.3g} nat on a token, more than "
+            f"rollout.max_logprob_difference={limit:g}: the sampler holds stale or mis-sharded "
+            "weights, or the limit is too tight for the dtype"
+        )
+    return {"rollout/logprob_diff_mean": float(mean), "rollout/logprob_diff_max": largest}
+
+
+def step_metrics(
+    summary: StepSummary,
+    batch: RolloutBatch,
+    entropy: Tensor,
+    algorithm: AlgorithmConfig,
+    groups: ParallelGroups,
+) -> dict[str, float]:
+    """Name and reduce a step's metrics, the updates' own apart; two small all-reduces.
+
+    Args:
+        summary: of all ranks' responses.
+        batch: this data-parallel rank's, complete; without a critic it has no values.
+        entropy: float32 [T], nats, of the policy that sampled.
+        algorithm: for lambda.
+        groups: this rank's place.
+    """
+    assert batch.advantages is not None
+    everything = torch.ones_like(batch.loss_mask, dtype=torch.bool)
+    parts = [masked_sums(entropy, everything), masked_sums(batch.advantages, batch.loss_mask)]
+    if batch.values is not None and batch.returns is not None:
+        parts.append(moments(batch.values, batch.returns, batch.loss_mask))
+    of_entropy, of_advantages, *of_values = sum_over_data_parallel(torch.cat(parts), groups).split(
+        [len(part) for part in parts]
+    )
+    advantage_mean, advantage_std = mean_and_std(of_advantages)
+    lengths = summary.response_lengths
+    of_status = dict(
+        zip(STATUSES, summary.statuses.bincount(minlength=len(STATUSES)) / len(lengths))
+    )
+    result = {
+        "num_tokens": lengths.sum(),
+        "reward/mean": summary.rewards.mean(),
+        "reward/correct_fraction": of_status["correct"],
+        "reward/unparsable_fraction": of_status["unparsable"],
+        "reward/timed_out_fraction": of_status["timed_out"],
+        "rollout/response_length_mean": lengths.float().mean(),
+        "rollout/response_length_max": lengths.max(),
+        "rollout/truncated_fraction": summary.truncated.float().mean(),
+        "actor/entropy": mean_and_std(of_entropy)[0],
+        "algorithm/advantage_mean": advantage_mean,
+        "algorithm/advantage_std": advantage_std,
+    }
+    if of_values:
+        result |= {
+            "critic/explained_variance": explained_variance_from_moments(of_values[0]),
+            "algorithm/lambda_actor_mean": torch.as_tensor(lambdas(lengths, algorithm)[0]).mean(),
+        }
+    return {name: float(value) for name, value in result.items()}

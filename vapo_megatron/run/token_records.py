@@ -1,0 +1,136 @@
+"""Values, advantages, entropies of the few responses that a run keeps for people, by token.
+
+Before: each data-parallel rank holds those of the responses that it trains on, wherever they were
+sampled. After: every rank holds those of the shown ones, in one all-reduce a step of at most
+3 * 1024 numbers for each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
+from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.reduce import sum_over_data_parallel
+from vapo_megatron.rollout.source import Decode
+from vapo_megatron.run.directory import group_record
+
+_HALF = 512
+"""Of a response longer than twice this, as many tokens at either end are kept."""
+
+_DIGITS = 3
+
+_PENDING = "\ufffd"
+"""What a decoder writes for bytes that are not yet a character."""
+
+
+def kept(length: int) -> list[int]:
+    """Return which tokens of a response of this length are kept, in order."""
+    if length <= 2 * _HALF:
+        return list(range(length))
+    return [*range(_HALF), *range(length - _HALF, length)]
+
+
+def gather_shown(
+    batch: RolloutBatch,
+    entropy: Tensor,
+    shown: Sequence[int],
+    summary: StepSummary,
+    groups: ParallelGroups,
+) -> dict[int, dict[str, list[float | None]]]:
+    """Bring together what each rank knows of the tokens of the shown responses. A collective.
+
+    Args:
+        batch: this data-parallel rank's, complete.
+        entropy: float32 [T], nats.
+        shown: positions of responses, the same on every rank.
+        summary: of all ranks' responses.
+        groups: this rank's place.
+
+    Returns:
+        By position `values`, where there is a critic, `advantages` and `entropy` of its kept
+        tokens; None: not finite.
+    """
+    known = {"values": batch.values, "advantages": batch.advantages, "entropy": entropy}
+    held = {name: numbers for name, numbers in known.items() if numbers is not None}
+    tokens = [kept(int(summary.response_lengths[p])) for p in shown]
+    sizes = list(map(len, tokens))
+    starts = dict(zip(batch.positions.tolist(), batch.cu_seqlens.tolist()))
+    out = torch.zeros(len(held), sum(sizes))
+    for position, index, part in zip(shown, tokens, out.split(sizes, dim=1)):
+        if position in starts:
+            at = torch.tensor(index, dtype=torch.long) + starts[position]
+            for row, numbers in zip(part, held.values()):
+                row.copy_(numbers[at])
+    out = sum_over_data_parallel(out, groups)
+    return {
+        position: dict(zip(held, map(_rounded, part)))
+        for position, part in zip(shown, out.split(sizes, dim=1))
+    }
+
+
+def _rounded(numbers: Tensor) -> list[float | None]:
+    finite = numbers.isfinite().tolist()
+    return [
+        round(n, _DIGITS) + 0.0 if ok else None for n, ok in zip(numbers.double().tolist(), finite)
+    ]
+
+
+def token_pieces(token_ids: Sequence[int], decode: Decode) -> list[str]:
+    """Return the text of each kept token; together they are the response where none is left out.
+
+    A character that takes several tokens stands at its last one.
+
+    Args:
+        token_ids: the whole response.
+        decode: ids to text, special tokens as they are written.
+    """
+    pieces: list[str] = []
+    before: tuple[int, ...] = ()
+    pending: tuple[int, ...] = ()
+    for at in kept(len(token_ids)):
+        pending += (token_ids[at],)
+        text = decode(before + pending).removeprefix(decode(before))
+        # No character has more than four bytes, and a token at least one.
+        unfinished = text.endswith(_PENDING) and len(pending) < 4
+        if unfinished and len(pieces) + 1 < min(len(token_ids), 2 * _HALF):
+            pieces.append("")
+        else:
+            pieces.append(text)
+            # Some tokenizers write a space between two tokens and none before the first.
+            before, pending = pending, ()
+    return pieces
+
+
+def group_records(
+    shown: Sequence[ScoredRollout],
+    group_size: int,
+    tokens: Mapping[int, Mapping[str, Any]],
+    decode: Decode | None,
+) -> list[dict[str, Any]]:
+    """Return the records of responses by group, the parts of groups that are there.
+
+    Args:
+        shown: responses by position.
+        group_size: G.
+        tokens: from gather_shown.
+        decode: as token_pieces takes it; None: the records say nothing token by token.
+    """
+    records = []
+    for _, members in itertools.groupby(shown, lambda s: s.rollout.position // group_size):
+        group = list(members)
+        rollouts = [s.rollout for s in group]
+        known = []
+        if decode is not None:
+            known = [
+                {"pieces": token_pieces(r.token_ids, decode), **tokens[r.position]}
+                for r in rollouts
+            ]
+        statuses, rewards = [s.status for s in group], [s.reward for s in group]
+        records.append(group_record(rollouts, statuses, rewards, known))
+    return records

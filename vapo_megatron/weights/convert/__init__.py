@@ -1,0 +1,1 @@
+"""Conversion between Hugging Face and megatron-core checkpoints, streamed."""

@@ -1,0 +1,262 @@
+"""megatron-core distributed checkpoint -> Hugging Face directory, a block of rows at a time.
+
+It takes what to_megatron.py writes and what a run's checkpoints hold (checkpoints/step_*/actor and
+critic, without their optimizers), of any layout. No model is built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from vapo_megatron.errors import CheckpointError
+from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.weights.convert.sharded_files import ShardedReader
+from vapo_megatron.weights.convert.sharded_tensors import (
+    ShardedTensor,
+    is_of_model,
+    sharded_tensors,
+)
+from vapo_megatron.weights.convert.team import ByteProgress, Team, making
+from vapo_megatron.weights.copying import Blocks, row_blocks, write_exactly
+from vapo_megatron.weights.export_hf import MAX_FILE_BYTES
+from vapo_megatron.weights.hf_directory import (
+    CONVERSION_FILE,
+    TensorPlan,
+    architecture,
+    carry,
+    read_config,
+    safetensors_header,
+    write_config,
+    write_index,
+)
+from vapo_megatron.weights.hf_reader import DTYPES, SINGLE_FILE
+from vapo_megatron.weights.mapping import EMBEDDING, OUTPUT, VALUE_HEAD_BIAS
+
+if TYPE_CHECKING:
+    from vapo_megatron.models.hf_config import ModelShape
+
+_EMBEDDING_KEY, _HEAD_KEY = "embedding.word_embeddings.weight", "output_layer.weight"
+_BIAS_KEY = "output_layer.bias"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """An HF tensor, and which part of which Megatron tensor it is; None: zeros."""
+
+    plan: TensorPlan
+    tensor: ShardedTensor | None
+    part: int = 0
+
+
+def convert_to_hf(
+    megatron: str | Path,
+    out: str | Path,
+    hf: str | Path | None = None,
+    *,
+    overwrite: bool = False,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Path:
+    """Convert a checkpoint; called by every process that torchrun started, or by one.
+
+    A critic gets the class with one label that its config.json names, or ...ForTokenClassification.
+
+    Args:
+        megatron: directory of a distributed checkpoint.
+        out: where the Hugging Face directory goes.
+        hf: directory whose config.json, generation settings and tokenizer are carried along;
+            None: the checkpoint's own.
+        overwrite: replace an earlier export.
+        max_file_bytes: a file holds at most this many bytes, and at least one tensor.
+
+    Returns:
+        out.
+
+    Raises:
+        UserError: before anything is written, naming what was expected and what was found.
+    """
+    team, out, megatron = Team(), Path(out).absolute(), Path(megatron)
+    source = megatron if hf is None else Path(hf)
+    reader = ShardedReader(megatron)
+    if not (source / "config.json").is_file():
+        raise CheckpointError(
+            f"{source} has no config.json; give the model's Hugging Face directory with --hf"
+        )
+    shape = read_model_shape(source)
+    role = checkpoint_role(reader)
+    tensors = check_checkpoint(reader, shape, role)
+    info = _conversion(megatron)
+    items = _items(reader, tensors)
+    if role == "critic" and _BIAS_KEY not in reader.tensors:
+        class_name = architecture(read_config(source), shape.family, role)
+        if class_name.endswith("TokenClassification"):
+            plan = TensorPlan(VALUE_HEAD_BIAS, (1,), reader.dtype(_HEAD_KEY))
+            items.append(_Item(plan, None))
+    if info.get("tied_output"):
+        (embedding,) = [i for i in items if i.plan.name == EMBEDDING]
+        items.append(dataclasses.replace(embedding, plan=_renamed(embedding.plan, OUTPUT)))
+    # Wider types first: the safetensors reader needs each tensor aligned to its type.
+    items.sort(key=lambda item: -item.plan.dtype.itemsize)
+    files = _divide(items, max_file_bytes)
+
+    with making(out, source, team, overwrite=overwrite) as partial:
+        team.together(lambda: _write(files, partial, reader, team))
+
+        def finish() -> None:
+            carry(source, partial)
+            dtype = None if info and hf is None else reader.dtype(_EMBEDDING_KEY)
+            write_config(source, partial, shape.family, role, dtype)
+            weight_map = {i.plan.name: name for name, file in files.items() for i in file}
+            write_index(partial, weight_map, sum(i.plan.num_bytes for i in items))
+
+        team.together(finish, alone=True)
+    return out
+
+
+def checkpoint_role(reader: ShardedReader) -> str:
+    """Tell a critic's checkpoint, whose output has one row, from an actor's."""
+    has_head = _HEAD_KEY in reader.tensors
+    return "critic" if has_head and reader.shape(_HEAD_KEY)[0] == 1 else "actor"
+
+
+def check_checkpoint(reader: ShardedReader, shape: ModelShape, role: str) -> list[ShardedTensor]:
+    """Do the same as check_tensors, and see that all of the tensors is in files."""
+    expected = check_tensors(reader, shape, role)
+    reader.check_files({tensor.key for tensor in expected})
+    return expected
+
+
+def check_tensors(reader: ShardedReader, shape: ModelShape, role: str) -> list[ShardedTensor]:
+    """Compare names, shapes and types of a checkpoint's tensors with the model's.
+
+    Args:
+        reader: of the checkpoint. Optimizer state in it is left alone.
+        shape: of the model.
+        role: "actor" or "critic". A critic also starts from an actor's checkpoint, whose output
+            layer is then not in the result.
+
+    Returns:
+        The model's tensors in the checkpoint.
+
+    Raises:
+        CheckpointError: names tensors with what was expected and found.
+    """
+    found = {key for key in reader.tensors if is_of_model(key)}
+    if role == "critic" and checkpoint_role(reader) == "actor":
+        found.discard(_HEAD_KEY)
+    padded = shape.vocab_size
+    if _EMBEDDING_KEY in found:
+        padded = max(padded, reader.shape(_EMBEDDING_KEY)[0])
+    expected = sharded_tensors(shape, role, padded, value_bias=_BIAS_KEY in found)
+    if role == "critic" and _HEAD_KEY not in found:
+        expected = [tensor for tensor in expected if tensor.key != _HEAD_KEY]
+    problems = []
+    for tensor in {tensor.key: tensor for tensor in expected}.values():
+        key, size = tensor.key, list(tensor.global_shape)
+        if key not in found:
+            problems.append(f"{key} is missing (expected shape {size})")
+        elif list(reader.shape(key)) != size:
+            problems.append(f"{key}: expected shape {size}, found {list(reader.shape(key))}")
+        elif reader.dtype(key) not in DTYPES.values():
+            types = " or ".join(map(str, DTYPES.values()))
+            problems.append(f"{key}: expected {types}, found {reader.dtype(key)}")
+    known = {tensor.key for tensor in expected}
+    problems += [f"{key} is unknown" for key in sorted(found - known)]
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(
+            f"{reader.directory} does not hold the {role} that config.json describes: "
+            f"{'; '.join(problems[:5])}{more}"
+        )
+    return expected
+
+
+def _conversion(directory: Path) -> dict:
+    """Return what to_megatron.py noted; nothing of a run's checkpoint."""
+    file = directory / CONVERSION_FILE
+    if not file.is_file():
+        return {}
+    try:
+        noted = json.loads(file.read_bytes())
+    except ValueError:
+        noted = None
+    if not isinstance(noted, dict):
+        raise CheckpointError(f"{file} is damaged, not a JSON object; convert the checkpoint again")
+    return noted
+
+
+def _renamed(plan: TensorPlan, name: str) -> TensorPlan:
+    return dataclasses.replace(plan, name=name)
+
+
+def _items(reader: ShardedReader, tensors: list[ShardedTensor]) -> list[_Item]:
+    return [
+        _Item(TensorPlan(name, size, reader.dtype(tensor.key)), tensor, part)
+        for tensor in tensors
+        for part, (name, size) in enumerate(zip(tensor.hf_names, tensor.hf_shapes, strict=True))
+    ]
+
+
+def _divide(items: list[_Item], max_file_bytes: int) -> dict[str, list[_Item]]:
+    """Return file name -> what it holds."""
+    files: list[list[_Item]] = []
+    used = 0
+    for item in items:
+        if not files or used + item.plan.num_bytes > max_file_bytes:
+            files.append([])
+            used = 0
+        files[-1].append(item)
+        used += item.plan.num_bytes
+    count = len(files)
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    return dict(zip([SINGLE_FILE] if count == 1 else names, files, strict=True))
+
+
+def _write(
+    files: dict[str, list[_Item]], directory: Path, reader: ShardedReader, team: Team
+) -> None:
+    """Write this process's files."""
+    names = list(files)
+    sizes = [sum(item.plan.num_bytes for item in files[name]) for name in names]
+    mine = team.divide(sizes)
+    progress = ByteProgress(sum(sizes[i] for i in mine), shown=team.rank == 0)
+    blocks = Blocks()
+    for name in (names[i] for i in mine):
+        with open(directory / name, "wb") as file:
+            place = file.write(safetensors_header([item.plan for item in files[name]]))
+            file.truncate(place + sum(item.plan.num_bytes for item in files[name]))
+            file.flush()
+            for item in files[name]:
+                row_bytes = item.plan.num_bytes // item.plan.shape[0]
+                for start, count in row_blocks(item.plan.shape[0], row_bytes):
+                    _write_rows(item, start, count, reader, blocks, file, place)
+                    place += count * row_bytes
+                    progress.add(count * row_bytes)
+
+
+def _write_rows(
+    item: _Item,
+    start: int,
+    count: int,
+    reader: ShardedReader,
+    blocks: Blocks,
+    file: BinaryIO,
+    place: int,
+) -> None:
+    """Write rows of an HF tensor into a file, to `place` and after it; a new bias stays zero."""
+    tensor, plan = item.tensor, item.plan
+    if tensor is None:
+        return
+    for run in tensor.runs:
+        first, last = max(start, run.first), min(start + count, run.first + run.num_rows)
+        if run.tensor == item.part and first < last:
+            key, layer, row = tensor.key, tensor.layer, run.start + first - run.first
+            to = place + (first - start) * (plan.num_bytes // plan.shape[0])
+            if reader.has_whole_rows(key, layer):
+                reader.copy_rows(key, layer, row, last - first, file, to)
+                continue
+            rows = blocks.get((last - first, *plan.shape[1:]), plan.dtype)
+            reader.read_rows(key, layer, row, rows)
+            write_exactly(file, to, rows)

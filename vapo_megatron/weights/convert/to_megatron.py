@@ -1,0 +1,265 @@
+"""Hugging Face directory -> megatron-core distributed checkpoint, a block of rows at a time.
+
+Each HF tensor is read once, front to back, and cut over the tensor-parallel ranks' files; nothing
+larger than a block is ever in memory, and no model is built. The checkpoint holds config.json and
+the tokenizer too, so that training takes it where it takes a Hugging Face directory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.errors import CheckpointError
+from vapo_megatron.models.hf_config import check_layout, padded_vocab_size, read_model_shape
+from vapo_megatron.parallel.reduce import gather_objects
+from vapo_megatron.weights.convert.sharded_files import (
+    Written,
+    append_chunk,
+    append_empty_objects,
+    finish_checkpoint,
+)
+from vapo_megatron.weights.convert.sharded_tensors import (
+    EXTRA_STATES,
+    ShardedTensor,
+    sharded_tensors,
+    stage_of,
+)
+from vapo_megatron.weights.convert.team import ByteProgress, Team, making
+from vapo_megatron.weights.copying import Blocks, row_blocks, write_exactly
+from vapo_megatron.weights.hf_directory import CONVERSION_FILE, carry, write_config
+from vapo_megatron.weights.hf_reader import DTYPES, HfReader
+from vapo_megatron.weights.load_hf import check_hf_tensors
+from vapo_megatron.weights.mapping import EMBEDDING, OUTPUT, VALUE_HEAD, VALUE_HEAD_BIAS
+
+if TYPE_CHECKING:
+    from vapo_megatron.config import ParallelConfig
+
+
+def convert_to_megatron(
+    hf: str | Path,
+    out: str | Path,
+    parallel: ParallelConfig,
+    role: str = "actor",
+    *,
+    make_vocab_size_divisible_by: int = 128,
+    value_head_init_std: float = 0.0,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> Path:
+    """Convert a directory; called by every process that torchrun started, or by one.
+
+    Args:
+        hf: Hugging Face directory; a critic is made of a policy or of a reward model.
+        out: where the checkpoint goes.
+        parallel: tensor, pipeline and virtual pipeline size decide which file holds what. Any
+            layout loads any checkpoint; the same one reads each rank's own files alone.
+        role: "actor" or "critic".
+        make_vocab_size_divisible_by: with the tensor-parallel size, the vocabulary's padding.
+        value_head_init_std, seed: weights of a critic's new value head.
+        overwrite: replace an earlier conversion.
+
+    Returns:
+        out.
+
+    Raises:
+        UserError: before anything is written, naming what was expected and what was found.
+    """
+    team, out, hf = Team(), Path(out).absolute(), Path(hf)
+    shape = read_model_shape(hf)
+    check_layout(shape, parallel)
+    reader = HfReader(hf)
+    check_hf_tensors(reader, shape, role)
+    present = set(reader.names())
+    tp_size = parallel.tensor_model_parallel_size
+    tensors = sharded_tensors(
+        shape,
+        role,
+        padded_vocab_size(shape, make_vocab_size_divisible_by, tp_size),
+        value_bias=role == "critic" and VALUE_HEAD_BIAS in present,
+    )
+    dtypes = _dtypes(reader, tensors)
+    tied_output = shape.tied and role == "actor" and OUTPUT in present
+    if tied_output:
+        _check_equal(reader)
+    head = torch.randn(1, shape.hidden_size, generator=torch.Generator().manual_seed(seed))
+    head = (value_head_init_std * head).to(dtypes["embedding.word_embeddings.weight"])
+
+    with making(out, hf, team, overwrite=overwrite) as partial:
+        worker = _Worker(partial, reader, parallel, team, None if VALUE_HEAD in present else head)
+        written = team.together(lambda: worker.write(tensors, dtypes))
+        everything = list(itertools.chain(*gather_objects(written or [])))
+
+        def finish() -> None:
+            finish_checkpoint(partial, [*_extra_states(partial, tensors, parallel), *everything])
+            carry(hf, partial)
+            write_config(hf, partial, shape.family, role, None)
+            content = {"producer": "vapo_megatron", "role": role, "tied_output": tied_output}
+            (partial / CONVERSION_FILE).write_text(json.dumps(content, indent=1) + "\n")
+
+        team.together(finish, alone=True)
+    return out
+
+
+def read_rows(tensor: ShardedTensor, start: int, out: Tensor, reader: HfReader) -> None:
+    """Fill `out` with rows of a Megatron tensor from `start` on, from its HF tensors."""
+    for name, row, at, count in _sources(tensor, start, len(out)):
+        reader.read_rows(name, row, out[at : at + count])
+    unpadded = sum(size[0] for size in tensor.hf_shapes)
+    out[max(0, unpadded - start) :].zero_()
+
+
+def copy_rows(
+    tensor: ShardedTensor, start: int, count: int, reader: HfReader, out: BinaryIO, place: int
+) -> None:
+    """Copy rows of a Megatron tensor into a file, to `place` and after it.
+
+    The vocabulary's padding is left as it is: a hole, zeros.
+    """
+    row_bytes = tensor.num_columns * DTYPES[reader.dtype(tensor.hf_names[0])].itemsize
+    for name, row, at, num_rows in _sources(tensor, start, count):
+        reader.copy_rows(name, row, num_rows, out, place + at * row_bytes)
+
+
+def _sources(tensor: ShardedTensor, start: int, count: int) -> Iterator[tuple[str, int, int, int]]:
+    """Yield (HF tensor, its first row, that row's place among the wanted ones, rows)."""
+    for run in tensor.runs:
+        first, last = max(start, run.start), min(start + count, run.start + run.num_rows)
+        if first < last:
+            name = tensor.hf_names[run.tensor]
+            yield name, run.first + first - run.start, first - start, last - first
+
+
+class _Worker:
+    """One process's part of the work."""
+
+    def __init__(
+        self,
+        directory: Path,
+        reader: HfReader,
+        parallel: ParallelConfig,
+        team: Team,
+        new_head: Tensor | None,
+    ) -> None:
+        self.directory, self.reader, self.team = directory, reader, team
+        self.tp_size = parallel.tensor_model_parallel_size
+        self.pp_size = parallel.pipeline_model_parallel_size
+        self.vpp_size = parallel.virtual_pipeline_model_parallel_size or 1
+        self.new_head = new_head
+        self.rows, self.cut = Blocks(), Blocks()
+
+    def write(self, tensors: list[ShardedTensor], dtypes: dict[str, torch.dtype]) -> list[Written]:
+        """Write this process's tensors into every rank's files."""
+        sizes = [torch.Size(t.part(1, t.num_rows, t.num_columns)).numel() for t in tensors]
+        mine = self.team.divide(sizes)
+        total = sum(sizes[i] * dtypes[tensors[i].key].itemsize for i in mine)
+        progress = ByteProgress(total, shown=self.team.rank == 0)
+        written = []
+        for i in mine:
+            written += self._write_tensor(tensors[i], dtypes[tensors[i].key], progress)
+        return written
+
+    def _write_tensor(
+        self, tensor: ShardedTensor, dtype: torch.dtype, progress: ByteProgress
+    ) -> list[Written]:
+        written = []
+        first_rank = stage_of(tensor, self.pp_size, self.vpp_size) * self.tp_size
+        of_rows = defaultdict(list)  # columns are cut from the same rows, which are read once
+        for box in tensor.boxes(self.tp_size):
+            of_rows[box.first_row, box.num_rows].append(box)
+        for (first_row, num_rows), boxes in of_rows.items():
+            for start, count in row_blocks(num_rows, tensor.num_columns * dtype.itemsize):
+                row, rows = first_row + start, None
+                if boxes[0].num_columns < tensor.num_columns:
+                    rows = self.rows.get((count, tensor.num_columns), dtype)
+                    read_rows(tensor, row, rows, self.reader)
+                for box in boxes:
+                    with self._file(first_rank + box.tp_rank) as file:
+                        chunk, place = append_chunk(
+                            file,
+                            tensor.key,
+                            tensor.global_shape,
+                            tensor.part(tensor.layer or 0, row, box.first_column),
+                            tensor.part(1, count, box.num_columns),
+                            dtype,
+                        )
+                        if rows is not None:
+                            stop = box.first_column + box.num_columns
+                            cut = self.cut.get((count, box.num_columns), dtype)
+                            write_exactly(file, place, cut.copy_(rows[:, box.first_column : stop]))
+                        elif tensor.hf_names == (VALUE_HEAD,) and self.new_head is not None:
+                            write_exactly(file, place, self.new_head)
+                        else:
+                            copy_rows(tensor, row, count, self.reader, file, place)
+                    written.append(chunk)
+                    progress.add(math.prod(chunk.sizes) * dtype.itemsize)
+        return written
+
+    def _file(self, rank: int) -> BinaryIO:
+        """Open a rank's file, for reading too: append_chunk looks where the data goes."""
+        path = self.directory / f"__{rank}_{self.team.rank}.distcp"
+        path.touch()
+        return cast(BinaryIO, open(path, "r+b", buffering=0))
+
+
+def _extra_states(
+    directory: Path, tensors: list[ShardedTensor], parallel: ParallelConfig
+) -> list[Written]:
+    """Write the empty extra states of every layer into its stage's first file."""
+    written = []
+    pp_size, vpp_size = (
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size or 1,
+    )
+    ranks = {
+        t.layer: stage_of(t, pp_size, vpp_size) * parallel.tensor_model_parallel_size
+        for t in tensors
+        if t.layer is not None
+    }
+    for layer, rank in ranks.items():
+        keys = [f"{key}/shard_{layer}_{len(ranks)}" for key in EXTRA_STATES]
+        written += append_empty_objects(directory, f"__{rank}_0.distcp", keys)
+    return written
+
+
+def _dtypes(reader: HfReader, tensors: list[ShardedTensor]) -> dict[str, torch.dtype]:
+    """Return each checkpoint tensor's type, which all of its HF tensors must share."""
+    first: dict[str, str] = {}
+    present = set(reader.names())
+    for tensor in tensors:
+        for name in tensor.hf_names if tensor.hf_names[0] in present else (EMBEDDING,):
+            of = first.setdefault(tensor.key, name)
+            if reader.dtype(name) != reader.dtype(of):
+                raise CheckpointError(
+                    f"{reader.directory}: {name}: expected {reader.dtype(of)} as {of}, with which "
+                    f"it forms one tensor, found {reader.dtype(name)}"
+                )
+    return {key: DTYPES[reader.dtype(name)] for key, name in first.items()}
+
+
+def _check_equal(reader: HfReader) -> None:
+    """Refuse a tied model whose file holds an output matrix of its own."""
+    sides = [f"{list(reader.shape(n))} {reader.dtype(n)}" for n in (EMBEDDING, OUTPUT)]
+    if sides[0] != sides[1]:
+        raise CheckpointError(
+            f"{reader.directory}: {OUTPUT}: expected {sides[0]} as {EMBEDDING}, found {sides[1]}"
+        )
+    (num_rows, columns), dtype = reader.shape(EMBEDDING), DTYPES[reader.dtype(EMBEDDING)]
+    blocks = Blocks(), Blocks()
+    for start, count in row_blocks(num_rows, columns * dtype.itemsize):
+        embedding, output = (b.get((count, columns), dtype) for b in blocks)
+        reader.read_rows(EMBEDDING, start, embedding)
+        reader.read_rows(OUTPUT, start, output)
+        if not torch.equal(embedding, output):
+            raise CheckpointError(
+                f"{reader.directory}: config.json says tie_word_embeddings=true, but {OUTPUT} "
+                f"differs from {EMBEDDING}; set it to false"
+            )

@@ -1,0 +1,206 @@
+"""Loads HF directories: each rank reads its own slices of the safetensors files and nothing else.
+
+Before: every rank holds built model chunks with any weights. After: each rank's parameters hold its
+part of the checkpoint, and no rank has held more than one parameter's parts at a time. Nothing is
+sent between ranks, and no code from the checkpoint is run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.errors import CheckpointError
+from vapo_megatron.weights import layout
+from vapo_megatron.weights.convert.sharded_files import ShardedReader, is_distributed_checkpoint
+from vapo_megatron.weights.convert.to_hf import check_checkpoint
+from vapo_megatron.weights.export_hf import export_hf
+from vapo_megatron.weights.hf_reader import DTYPES, HfReader
+from vapo_megatron.weights.mapping import (
+    EMBEDDING,
+    OUTPUT,
+    VALUE_HEAD,
+    VALUE_HEAD_BIAS,
+    LocalParameter,
+    hf_tensors,
+    local_parameters,
+    unwrap,
+)
+
+if TYPE_CHECKING:
+    from vapo_megatron.models.hf_config import ModelShape
+    from vapo_megatron.parallel.groups import ParallelGroups
+
+__all__ = ["HfReader", "check_hf_tensors", "check_weights", "export_hf", "load_hf_weights"]
+
+
+def check_weights(hf_path: str | Path, shape: ModelShape, role: str) -> None:
+    """Compare what load_hf_weights would load with the model's sizes, by the files' headers.
+
+    Raises:
+        CheckpointError: see check_hf_tensors.
+    """
+    if is_distributed_checkpoint(hf_path):
+        check_checkpoint(ShardedReader(hf_path), shape, role)
+    else:
+        check_hf_tensors(HfReader(hf_path), shape, role)
+
+
+def check_hf_tensors(reader: HfReader, shape: ModelShape, role: str) -> None:
+    """Compare names, shapes and types of all tensors with the model's.
+
+    A critic also starts from a policy (no score.weight: the head keeps its initial weights, lm_head
+    is left out) or from a reward model with one label (score.weight is the value head).
+
+    Raises:
+        CheckpointError: names tensors with what was expected and found.
+    """
+    expected = hf_tensors(shape, role)
+    present = set(reader.names())
+    optional, ignored = set(), set()
+    if role == "critic":
+        optional.add(VALUE_HEAD)
+        ignored.add(OUTPUT)
+        if VALUE_HEAD in present:
+            expected[VALUE_HEAD_BIAS] = (1,)
+            optional.add(VALUE_HEAD_BIAS)
+    elif shape.tied:
+        ignored.add(OUTPUT)
+    problems = []
+    for name, size in expected.items():
+        if name not in present:
+            if name not in optional:
+                problems.append(f"{name} is missing (expected shape {list(size)})")
+        elif reader.shape(name) != size:
+            problems.append(
+                f"{name}: expected shape {list(size)}, found {list(reader.shape(name))}"
+            )
+        elif reader.dtype(name) not in DTYPES:
+            problems.append(f"{name}: expected {' or '.join(DTYPES)}, found {reader.dtype(name)}")
+    problems += [
+        f"{name} is unknown"
+        for name in reader.names()
+        if name not in expected and name not in ignored and not name.endswith("rotary_emb.inv_freq")
+    ]
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(
+            f"{reader.directory} does not hold the {role} that config.json describes: "
+            f"{'; '.join(problems[:5])}{more}"
+        )
+
+
+def load_hf_weights(
+    chunks: Sequence[torch.nn.Module],
+    shape: ModelShape,
+    hf_path: str | Path,
+    groups: ParallelGroups,
+    role: str,
+) -> int:
+    """Copy this rank's part of an HF directory into its chunks, before the optimizer is built.
+
+    Collective where hf_path is a converted checkpoint.
+
+    Args:
+        chunks: from build_model, one for each virtual pipeline stage.
+        shape: of the model that was built.
+        hf_path: directory with safetensors files, or one that convert_hf_to_megatron.py wrote.
+        groups: this rank's place.
+        role: a critic takes a policy or a reward model; see check_hf_tensors.
+
+    Returns:
+        Bytes of tensors that this rank has read.
+
+    Raises:
+        CheckpointError: before anything is copied, naming tensor, expected and found.
+    """
+    if is_distributed_checkpoint(hf_path):
+        return _load_converted(chunks, shape, Path(hf_path), role)
+    reader = HfReader(hf_path)
+    check_hf_tensors(reader, shape, role)
+    parameters = local_parameters(chunks, shape, role)
+    present = set(reader.names())
+    if role == "actor" and shape.tied and OUTPUT in present:
+        _check_really_tied(reader, parameters, shape, groups)
+    head = getattr(unwrap(chunks[-1]), "output_layer", None)
+    if role == "critic" and head is not None and VALUE_HEAD_BIAS in present:
+        head.set_bias(reader.read(VALUE_HEAD_BIAS))
+    for parameter in parameters:
+        if parameter.hf_names == (VALUE_HEAD,) and VALUE_HEAD not in present:
+            continue
+        shard = layout.merge(
+            parameter.row.kind,
+            list(_parts(reader, parameter, shape, groups)),
+            num_groups=shape.num_key_value_heads,
+            tp_size=groups.tp_size,
+            num_rows=parameter.data.shape[0],
+        )
+        assert shard.shape == parameter.data.shape, (
+            f"{parameter.name}: built as {list(parameter.data.shape)}, loaded {list(shard.shape)}"
+        )
+        parameter.data.copy_(shard)
+    return reader.bytes_read
+
+
+def _load_converted(
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, directory: Path, role: str
+) -> int:
+    """Load a distributed checkpoint; a critic's head keeps its weights where it has none."""
+    from vapo_megatron.parallel.sharded_state import load_model_weights  # brings megatron-core
+
+    reader = ShardedReader(directory)
+    present = {tensor.key for tensor in check_checkpoint(reader, shape, role)}
+    leave_out = {"output_layer.weight"} - present if role == "critic" else set()
+    load_model_weights(chunks, directory, leave_out)
+    return sum(reader.dtype(key).itemsize * math.prod(reader.shape(key)) for key in present)
+
+
+def _parts(
+    reader: HfReader, parameter: LocalParameter, shape: ModelShape, groups: ParallelGroups
+) -> Iterator[Tensor]:
+    """Yield this rank's parts of the HF tensors of one parameter."""
+    dim = layout.shard_dim(parameter.row.kind)
+    if dim is None:
+        yield from map(reader.read, parameter.hf_names)
+        return
+    all_bounds = layout.part_bounds(
+        parameter.row.kind,
+        [size[dim] for size in parameter.row.shapes(shape)],
+        groups.tp_rank,
+        groups.tp_size,
+        num_groups=shape.num_key_value_heads,
+        padded_rows=parameter.data.shape[0] * groups.tp_size,
+    )
+    for name, (start, stop) in zip(parameter.hf_names, all_bounds, strict=True):
+        yield reader.read(name, dim, start, stop)
+
+
+def _check_really_tied(
+    reader: HfReader,
+    parameters: list[LocalParameter],
+    shape: ModelShape,
+    groups: ParallelGroups,
+) -> None:
+    """Refuse a tied model whose file holds an output matrix of its own."""
+    expected, found = (f"{list(reader.shape(n))} {reader.dtype(n)}" for n in (EMBEDDING, OUTPUT))
+    if expected != found:
+        raise CheckpointError(
+            f"{reader.directory}: {OUTPUT}: expected {expected} as {EMBEDDING}, found {found}"
+        )
+    for parameter in parameters:
+        if parameter.hf_names != (EMBEDDING,):
+            continue
+        as_output = dataclasses.replace(parameter, hf_names=(OUTPUT,))
+        (embedding,) = _parts(reader, parameter, shape, groups)
+        (output,) = _parts(reader, as_output, shape, groups)
+        if not torch.equal(embedding, output):
+            raise CheckpointError(
+                f"{reader.directory}: config.json says tie_word_embeddings=true, but {OUTPUT} "
+                f"differs from {EMBEDDING}; set it to false"
+            )

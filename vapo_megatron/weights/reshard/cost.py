@@ -1,0 +1,172 @@
+"""What a resharding plan and a full gather move over which wires, and how long that should take.
+
+A prediction from bandwidths alone: no latency, no contention between nodes, no overlap of one
+bucket with the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vapo_megatron.weights.mapping import rows
+from vapo_megatron.weights.reshard.plan import Plan
+from vapo_megatron.weights.reshard.shards import TrainerLayout, trainer_pieces
+from vapo_megatron.weights.reshard.steps import BUCKET_BYTES, buckets
+
+if TYPE_CHECKING:
+    from vapo_megatron.models.hf_config import ModelShape
+
+LINK_CLASSES = ("same GPU", "same node", "across nodes")
+GB = 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Nodes and wires. The defaults are those of 8 H100 with one 400 Gb/s adapter each."""
+
+    gpus_per_node: int = 8
+    nvlink_gb_per_second: float = 900.0
+    """Of one GPU, both directions together, as NVIDIA counts it: half of it each way."""
+    network_gb_per_second: float = 50.0
+    """Of one GPU, each way."""
+    memory_gb_per_second: float = 3350.0
+    """Of one GPU's memory, reads and writes together."""
+
+    def link_seconds(self, sent: np.ndarray, received: np.ndarray) -> np.ndarray:
+        """Return how long each rank's wires are busy, both directions and both kinds at once.
+
+        Args:
+            sent, received: bytes [2, ranks], within the node and across nodes.
+        """
+        speeds = np.array([self.nvlink_gb_per_second / 2, self.network_gb_per_second]) * GB
+        return (np.maximum(sent, received) / speeds[:, None]).max(0)
+
+    def memory_seconds(self, num_bytes: np.ndarray) -> np.ndarray:
+        """Return how long each rank takes to read and write bytes once."""
+        return 2 * num_bytes / (self.memory_gb_per_second * GB)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Bytes by link class (LINK_CLASSES) and rank, and the predicted time of all ranks together."""
+
+    sent: np.ndarray
+    """[3, ranks]."""
+    received: np.ndarray
+    """[3, ranks]."""
+    seconds: float
+
+
+def plan_cost(plan: Plan, cluster: Cluster, bucket_bytes: int = BUCKET_BYTES) -> Cost:
+    """Predict a plan's execution, bucket after bucket.
+
+    A bucket takes as long as its slowest rank: its wires, then packing what it sends, unpacking
+    what it receives and copying what it has.
+    """
+    assert plan.gpus_per_node == cluster.gpus_per_node, "the plan is for other nodes"
+    sent, received = (np.zeros((3, plan.world_size)) for _ in range(2))
+    seconds = 0.0
+    for bucket in buckets(plan, bucket_bytes):
+        through_memory = bucket.copied + bucket.sent.sum(0) + bucket.received.sum(0)
+        seconds += float(
+            (
+                cluster.link_seconds(bucket.sent, bucket.received)
+                + cluster.memory_seconds(through_memory)
+            ).max()
+        )
+        for total, on_links in ((sent, bucket.sent), (received, bucket.received)):
+            total[0] += bucket.copied
+            total[1:] += on_links
+    return Cost(sent, received, seconds)
+
+
+def full_gather_cost(
+    shape: ModelShape,
+    trainer: TrainerLayout,
+    sampler_tp_size: int,
+    cluster: Cluster,
+    *,
+    bytes_per_element: int = 2,
+) -> Cost:
+    """Predict gather.gather_hf_tensors: every rank receives every tensor in full.
+
+    Stage after stage, its shards are broadcast along the pipeline (from rank to rank, in the order
+    of the stages), then gathered around each tensor-parallel group, then joined into full tensors,
+    of which vLLM's loader copies its shard.
+    """
+    world, tp_size = trainer.world_size, trainer.tp_size
+    ranks = np.arange(world)
+    stride = tp_size * trainer.dp_size
+    stage_of = ranks // stride
+    around_tp = ranks - ranks % tp_size + (ranks + 1) % tp_size
+    around_pp = (ranks + stride) % world
+    sent, received = (np.zeros((3, world)) for _ in range(2))
+    seconds = 0.0
+    for stage, num_bytes in enumerate(_stage_bytes(shape, trainer, bytes_per_element)):
+        held = np.where(stage_of == stage, num_bytes, 0)
+        sent[0] += held
+        received[0] += held
+        # The rank before the sender in the ring does not pass anything on.
+        passes_on = (stage_of + 1) % trainer.pp_size != stage
+        for next_rank, amounts in (
+            (around_pp, np.where(passes_on, num_bytes, 0)),
+            (around_tp, np.full(world, (tp_size - 1) * num_bytes)),
+        ):
+            across = ranks // cluster.gpus_per_node != next_rank // cluster.gpus_per_node
+            out, into = np.zeros((2, world)), np.zeros((2, world))
+            np.add.at(out, (across.astype(int), ranks), amounts)
+            np.add.at(into, (across.astype(int), next_rank), amounts)
+            sent[1:] += out
+            received[1:] += into
+            seconds += float(cluster.link_seconds(out, into).max())
+        through_memory = tp_size * num_bytes * (1 + 1 / sampler_tp_size)
+        seconds += float(cluster.memory_seconds(np.array(through_memory)))
+    return Cost(sent, received, seconds)
+
+
+def _stage_bytes(shape: ModelShape, trainer: TrainerLayout, bytes_per_element: int) -> list[int]:
+    """Sum each stage's shard of one tensor-parallel rank, a vocabulary's padding included."""
+    found = []
+    for stage, chunks in enumerate(trainer.layers):
+        num_layers = sum(stop - first for first, stop in chunks)
+        elements = 0
+        for row in rows(shape, "actor"):
+            if row.is_copy:
+                continue
+            # Of the ranks' equal shards the first has no padding in it, unless it has nothing else.
+            pieces = trainer_pieces(row, shape, trainer, tp_rank=0)
+            size = sum(piece.rows * piece.columns for piece in pieces)
+            if "{}" in row.hf[0]:
+                elements += num_layers * size
+            elif stage == trainer.stage_of(row):
+                elements += size
+        found.append(elements * bytes_per_element)
+    return found
+
+
+def describe(costs: dict[str, Cost], *, per_rank: bool = False) -> str:
+    """Return a table for people: GB of each rank by link class, and predicted seconds.
+
+    Args:
+        costs: by title.
+        per_rank: what every rank sends and receives, too.
+    """
+
+    def line(title: str, what: str, values: np.ndarray, end: str = "") -> str:
+        cells = "".join(f"{value / GB:14.3f}" for value in values)
+        return f"{title:<16}{what:<20}{cells}{end}"
+
+    names = "".join(f"{name:>14}" for name in LINK_CLASSES)
+    lines = [f"{'GB (1e9 bytes)':<16}{'':<20}{names}{'seconds':>11}"]
+    for title, cost in costs.items():
+        lines.append(line(title, "received, mean", cost.received.mean(1), f"{cost.seconds:11.3f}"))
+        lines.append(line("", "received, largest", cost.received.max(1)))
+        lines.append(line("", "sent, largest", cost.sent.max(1)))
+    for title, cost in costs.items() if per_rank else ():
+        for rank, (sent, received) in enumerate(zip(cost.sent.T, cost.received.T, strict=True)):
+            lines.append(line(title, f"rank {rank}: sent", sent))
+            lines.append(line("", "received", received))
+    return "\n".join(lines)

@@ -1,0 +1,158 @@
+"""A resharding plan as data: moves of rectangles between ranks, and the steps that carry them out.
+
+whole_plan.py makes a plan, steps.py cuts it into steps that fit a buffer; whoever executes it needs
+nothing but these classes. All are immutable, hold integers and strings, and pickle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+SAMPLER = -1
+"""In the place of a model chunk: the parameter is the sampler's."""
+
+
+class Slice(NamedTuple):
+    """A rectangle of one parameter of one rank, in elements; a bias or a norm is one column."""
+
+    chunk: int
+    """Index of the trainer's model chunk (virtual stage), or SAMPLER."""
+    parameter: str
+    """Name within that chunk, or vLLM's name (`model.layers.3.self_attn.qkv_proj.weight`)."""
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+
+class Move(NamedTuple):
+    """One rectangle on its way into a sampler's parameter.
+
+    It comes from the trainer's parameter that owns it or, relayed, from the sampler's parameter of
+    a rank on the same node that has received it before (source.chunk is SAMPLER).
+    """
+
+    destination_rank: int
+    source_rank: int
+    """destination_rank itself: a copy within the process."""
+    source: Slice
+    destination: Slice
+    """As many rows and columns as the source."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements moved."""
+        return self.source.rows * self.source.columns
+
+    def part(self, first: int, rows: int) -> Move:
+        """Return the move of some of the rows, counted from the rectangle's first."""
+        if rows == self.source.rows:
+            return self
+        source, destination = (
+            x._replace(row=x.row + first, rows=rows) for x in (self.source, self.destination)
+        )
+        return self._replace(source=source, destination=destination)
+
+
+class Layer(NamedTuple):
+    """A layer that repeats a block."""
+
+    number: int
+    """In the whole model, from 0."""
+    chunk: int
+    """The model chunk that holds it on its stage."""
+    local_number: int
+    """Within that chunk."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Moves of one layer, for all layers that a stage holds; or of one parameter outside them."""
+
+    moves: tuple[Move, ...]
+    """From the trainer's parameters; sorted. Of layers, names hold `{}` for the layer's number, and
+    the trainer's chunk is 0."""
+    relays: tuple[Move, ...] = ()
+    """From the sampler's parameters, once all of `moves` have arrived; sorted."""
+    layers: tuple[Layer, ...] = ()
+    """Empty outside the layers: the moves are then meant as they stand."""
+
+    def at(self, layer: Layer | None, moves: Iterable[Move]) -> Iterator[Move]:
+        """Yield some of the moves or relays with a layer's names filled in."""
+        for move in moves:
+            if layer is None:
+                yield move
+                continue
+            yield move._replace(
+                source=_at(layer, move.source), destination=_at(layer, move.destination)
+            )
+
+
+def _at(layer: Layer, part: Slice) -> Slice:
+    if part.chunk == SAMPLER:
+        return part._replace(parameter=part.parameter.format(layer.number))
+    return part._replace(chunk=layer.chunk, parameter=part.parameter.format(layer.local_number))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything that has to move so that every rank holds its shard of the sampler."""
+
+    world_size: int
+    gpus_per_node: int
+    """Ranks [n * gpus_per_node, (n + 1) * gpus_per_node) share node n."""
+    bytes_per_element: int
+    blocks: tuple[Block, ...]
+
+    def received(self, rank: int) -> list[Move]:
+        """List the moves into a rank's shard, copies within the process among them.
+
+        They write every element once.
+        """
+        return [m for m in self._of(rank) if m.destination_rank == rank]
+
+    def sent(self, rank: int) -> list[Move]:
+        """List the moves out of a rank's parameters, relays among them, to other ranks."""
+        return [m for m in self._of(rank) if m.destination_rank != rank]
+
+    def _of(self, rank: int) -> Iterator[Move]:
+        for block in self.blocks:
+            everything = (*block.moves, *block.relays)
+            mine = [m for m in everything if rank in (m.source_rank, m.destination_rank)]
+            for layer in block.layers or (None,):
+                yield from block.at(layer, mine)
+
+
+RELAY_LAG = 2
+
+
+class Transfer(NamedTuple):
+    """What goes between this rank and one other in one step: one flat buffer."""
+
+    peer: int
+    slices: tuple[Slice, ...]
+    """Of this rank's own parameters: the trainer's when sending, but for relays, and the sampler's
+    when receiving. Each is flattened row by row, one behind the other; both ends list them in the
+    same order."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the buffer."""
+        return sum(s.rows * s.columns for s in self.slices)
+
+
+class Step(NamedTuple):
+    """One rank's part of one bucket. Every rank has as many steps, and they match by index.
+
+    What a step relays was received RELAY_LAG steps before, or earlier: one step may be packed while
+    the one before it is still on its way.
+    """
+
+    copies: tuple[Move, ...]
+    """Within the process."""
+    sends: tuple[Transfer, ...]
+    """By peer, ascending; never to this rank itself, never empty."""
+    receives: tuple[Transfer, ...]
+    """By peer, ascending."""

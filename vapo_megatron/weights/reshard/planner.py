@@ -1,0 +1,289 @@
+"""Plans one block of a resharding plan: for all ranks, who sends what they lack.
+
+Two divisions make it. Ranks of one node that need the same elements from elsewhere divide them
+among themselves, if relaying is allowed: each receives a part across nodes and hands it on. Ranks
+that hold the same elements and are equally near divide what they send. Both hand out stretches of a
+row of rectangles, so that few rectangles are cut, and those between matrix rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from vapo_megatron.weights.mapping import Row
+from vapo_megatron.weights.reshard.plan import SAMPLER, Block, Layer, Move, Slice
+from vapo_megatron.weights.reshard.shards import (
+    Piece,
+    TrainerLayout,
+    sampler_pieces,
+    trainer_pieces,
+)
+
+if TYPE_CHECKING:
+    from vapo_megatron.models.hf_config import ModelShape
+
+Home = tuple[int, str | None]
+"""Chunk and, where it is not the piece's, name of the parameter in which a stage keeps a piece."""
+
+
+class Demand(NamedTuple):
+    """What a rank of the sampler needs of a rank of the trainer."""
+
+    rank: int
+    """Who needs it."""
+    source: Slice
+    destination: Slice
+    tp_rank: int | None
+    """Of the trainer; None: every tensor-parallel rank holds it."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the rectangle."""
+        return self.source.rows * self.source.columns
+
+    def part(self, first: int, num_rows: int) -> Demand:
+        """Return some of its rows."""
+        if num_rows == self.source.rows:
+            return self
+        source, destination = (
+            x._replace(row=x.row + first, rows=num_rows) for x in (self.source, self.destination)
+        )
+        return self._replace(source=source, destination=destination)
+
+
+class _Candidates(NamedTuple):
+    """Ranks of which any one could meet a demand."""
+
+    near: bool
+    """They share the destination's node."""
+    ranks: tuple[int, ...]
+
+
+class BlockPlanner:
+    """Plans block after block, knowing what every rank sends so far."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        trainer: TrainerLayout,
+        sampler_tp_size: int,
+        gpus_per_node: int,
+        relay: bool,
+    ) -> None:
+        self.shape = shape
+        self.trainer = trainer
+        self.sampler_tp_size = sampler_tp_size
+        self.gpus_per_node = gpus_per_node
+        self.relay = relay
+        self.loads = {near: [0] * trainer.world_size for near in (True, False)}
+        """Elements that each rank sends from the trainer, in its node (True) and across nodes."""
+        self._found: dict[tuple[int, int | None, tuple[int, ...]], _Candidates] = {}
+
+    def block(
+        self, some: list[Row], homes: dict[int, Home], layers: tuple[Layer, ...] = ()
+    ) -> Block:
+        """Plan some rows of the table for all destinations.
+
+        Args:
+            some: rows that the same stages hold.
+            homes: those stages, and where they keep them.
+            layers: that repeat this block; none outside the layers.
+        """
+        # A layer is balanced by itself, so that any few of them are.
+        loads = {near: [0] * len(x) for near, x in self.loads.items()} if layers else self.loads
+        demands = self._demands(some)
+        moves: list[Move] = []
+        missing: list[Demand] = []
+        far: list[Demand] = []
+        for demand in demands:
+            candidates = self._candidates(demand, homes)
+            if demand.rank in candidates.ranks:
+                moves.append(self._move(demand, demand.rank, homes))
+            else:
+                (missing if candidates.near else far).append(demand)
+        relays: list[Move] = []
+        if self.relay:
+            far, relays = self._divide(far)
+        moves += self._assign(missing + far, loads, homes)
+        if layers:
+            for near, total in self.loads.items():
+                total[:] = (t + len(layers) * x for t, x in zip(total, loads[near], strict=True))
+        return Block(tuple(sorted(moves)), tuple(sorted(relays)), layers)
+
+    def _demands(self, some: list[Row]) -> list[Demand]:
+        """List what each rank's sampler shard has in common with each trainer shard."""
+        by_tp_rank: list[list[Demand]] = [[] for _ in range(self.sampler_tp_size)]
+        for row in some:
+            tp_ranks = [None] if row.kind == "replicated" else range(self.trainer.tp_size)
+            for tp_rank in tp_ranks:
+                held = trainer_pieces(row, self.shape, self.trainer, tp_rank or 0)
+                for sampler_tp_rank, found in enumerate(by_tp_rank):
+                    wanted = sampler_pieces(row, self.shape, self.sampler_tp_size, sampler_tp_rank)
+                    found += [
+                        Demand(sampler_tp_rank, *both, tp_rank)
+                        for there in held
+                        for here in wanted
+                        if (both := _overlap(there, here))
+                    ]
+        return [
+            demand._replace(rank=rank)
+            for rank in range(self.trainer.world_size)
+            for demand in by_tp_rank[rank % self.sampler_tp_size]
+        ]
+
+    def _candidates(self, demand: Demand, homes: dict[int, Home]) -> _Candidates:
+        """Find the nearest ranks that hold what is needed."""
+        trainer, tp_rank, stages = self.trainer, demand.tp_rank, tuple(homes)
+        node = demand.rank // self.gpus_per_node
+        found = self._found.get((node, tp_rank, stages))
+        if found is None:
+            holders = tuple(
+                trainer.rank(stage, dp_rank, t)
+                for stage in stages
+                for dp_rank in range(trainer.dp_size)
+                for t in (range(trainer.tp_size) if tp_rank is None else (tp_rank,))
+            )
+            near = tuple(holder for holder in holders if holder // self.gpus_per_node == node)
+            found = _Candidates(bool(near), near or holders)
+            self._found[node, tp_rank, stages] = found
+        return found
+
+    def _divide(self, far: list[Demand]) -> tuple[list[Demand], list[Move]]:
+        """Let a node receive what several of its ranks need once.
+
+        Returns:
+            What each rank still receives across nodes, and the relays that do the rest.
+        """
+        same: dict[tuple[int, Slice, int | None], list[Demand]] = {}
+        for demand in far:
+            node = demand.rank // self.gpus_per_node
+            same.setdefault((node, demand.source, demand.tp_rank), []).append(demand)
+        shared: dict[tuple[int, ...], list[list[Demand]]] = {}
+        for alike in same.values():
+            shared.setdefault(tuple(demand.rank for demand in alike), []).append(alike)
+        received: list[Demand] = []
+        relays: list[Move] = []
+        for ranks, everything in shared.items():
+            # What every trainer rank holds is small: it stays whole.
+            cut = [alike for alike in everything if alike[0].tp_rank is not None]
+            whole = [alike for alike in everything if alike[0].tp_rank is None]
+            total = sum(alike[0].num_elements for alike in cut)
+            turns = [
+                (cut[index], place, first, num_rows)
+                for index, place, first, num_rows in _stretches(
+                    [alike[0].source for alike in cut], [total / len(ranks)] * len(ranks)
+                )
+            ]
+            turns += [
+                (alike, index % len(ranks), 0, alike[0].source.rows)
+                for index, alike in enumerate(whole)
+            ]
+            for alike, place, first, num_rows in turns:
+                parts = [demand.part(first, num_rows) for demand in alike]
+                receiver = parts.pop(place)
+                received.append(receiver)
+                relays += [
+                    Move(part.rank, receiver.rank, receiver.destination, part.destination)
+                    for part in parts
+                ]
+        return received, relays
+
+    def _assign(
+        self, demands: list[Demand], loads: dict[bool, list[int]], homes: dict[int, Home]
+    ) -> list[Move]:
+        """Choose senders, and add to their loads."""
+        moves: list[Move] = []
+        cut: dict[_Candidates, list[Demand]] = {}
+        for demand in demands:
+            if demand.tp_rank is not None:
+                cut.setdefault(self._candidates(demand, homes), []).append(demand)
+        for (near, ranks), some in cut.items():
+            quotas = _quotas([loads[near][rank] for rank in ranks], [x.num_elements for x in some])
+            for index, turn, first, num_rows in _stretches([x.source for x in some], quotas):
+                part = some[index].part(first, num_rows)
+                loads[near][ranks[turn]] += part.num_elements
+                moves.append(self._move(part, ranks[turn], homes))
+        # What every tensor-parallel rank holds, norms, is too small to be worth a message of its
+        # own or to unbalance a sender: it travels with what its destination gets anyway.
+        traffic: dict[int, dict[int, int]] = {}
+        for move in moves:
+            sources = traffic.setdefault(move.destination_rank, {})
+            sources[move.source_rank] = sources.get(move.source_rank, 0) + move.num_elements
+        for demand in demands:
+            if demand.tp_rank is None:
+                near, ranks = self._candidates(demand, homes)
+                sources = {r: n for r, n in traffic.get(demand.rank, {}).items() if r in ranks}
+                load = loads[near]
+                source = max(sources or ranks, key=lambda r: (sources.get(r, 0), -load[r], -r))
+                load[source] += demand.num_elements
+                moves.append(self._move(demand, source, homes))
+        return moves
+
+    def _move(self, demand: Demand, source_rank: int, homes: dict[int, Home]) -> Move:
+        """Build the move that meets a demand from one rank's trainer."""
+        chunk, name = homes[source_rank // (self.trainer.tp_size * self.trainer.dp_size)]
+        source = demand.source
+        if chunk or name:
+            source = source._replace(chunk=chunk, parameter=name or source.parameter)
+        return Move(demand.rank, source_rank, source, demand.destination)
+
+
+def _overlap(there: Piece, here: Piece) -> tuple[Slice, Slice] | None:
+    """Intersect what trainer and sampler hold, in the coordinates of the HF tensor."""
+    if there.tensor != here.tensor:
+        return None
+    row, column = max(there.row, here.row), max(there.column, here.column)
+    num_rows = min(there.row + there.rows, here.row + here.rows) - row
+    num_columns = min(there.column + there.columns, here.column + here.columns) - column
+    if num_rows <= 0 or num_columns <= 0:
+        return None
+    source, destination = (
+        Slice(
+            chunk,
+            piece.parameter,
+            piece.local_row + row - piece.row,
+            piece.local_column + column - piece.column,
+            num_rows,
+            num_columns,
+        )
+        for piece, chunk in ((there, 0), (here, SAMPLER))
+    )
+    return source, destination
+
+
+def _stretches(
+    rectangles: Sequence[Slice], quotas: Sequence[float]
+) -> Iterator[tuple[int, int, int, int]]:
+    """Hand out rectangles in order: each turn takes the next of them until its quota is full.
+
+    Yields:
+        (index of the rectangle, turn, first row, number of rows).
+    """
+    turns = [turn for turn, quota in enumerate(quotas) if quota > 0]
+    place, left = 0, quotas[turns[0]] if turns else 0.0
+    for index, rectangle in enumerate(rectangles):
+        first = 0
+        while first < rectangle.rows:
+            fitting = rectangle.rows - first
+            if place + 1 < len(turns):
+                fitting = min(fitting, round(left / rectangle.columns))
+            if fitting > 0:
+                yield index, turns[place], first, fitting
+                first += fitting
+                left -= fitting * rectangle.columns
+            else:
+                # What rounding gave too much or too little, the next turn makes up for.
+                place += 1
+                left += quotas[turns[place]]
+
+
+def _quotas(loads: list[int], sizes: list[int]) -> list[float]:
+    """Divide a sum so that the largest load becomes as small as possible: the lowest rise."""
+    ascending, total = sorted(loads), sum(sizes)
+    level = 0.0
+    for count in range(1, len(loads) + 1):
+        level = (total + sum(ascending[:count])) / count
+        if count == len(loads) or level <= ascending[count]:
+            break
+    return [max(0.0, level - load) for load in loads]

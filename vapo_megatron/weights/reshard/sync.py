@@ -1,0 +1,207 @@
+"""Sends the actor's weights to the sampler in the same processes, and checks that they arrived.
+
+Before: every rank holds its shard of the actor, and of the sampler with older weights. During: what
+a rank's sampler shard lacks comes from ranks that hold it, by a plan that is made once; see
+whole_plan.py and transfer.py. After: the sampler holds the actor's weights, and their version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.parallel.reduce import gather_objects
+from vapo_megatron.weights.mapping import local_parameters, unwrap, wait_for_parameters
+from vapo_megatron.weights.reshard.coverage import LiveWeight, destination_problems, source_problems
+from vapo_megatron.weights.reshard.plan import SAMPLER, Plan, Step
+from vapo_megatron.weights.reshard.shards import TrainerLayout, trainer_layout
+from vapo_megatron.weights.reshard.steps import steps_of
+from vapo_megatron.weights.reshard.transfer import Weights, carry_out
+from vapo_megatron.weights.reshard.verify import differences
+from vapo_megatron.weights.reshard.whole_plan import make_plan
+
+if TYPE_CHECKING:
+    from vapo_megatron.config import VapoConfig
+    from vapo_megatron.models.hf_config import ModelShape
+    from vapo_megatron.parallel.groups import ParallelGroups
+
+
+class Engine(Protocol):
+    """What a sync needs of the sampler (rollout/vllm/engine.py)."""
+
+    def live_weights(self) -> dict[str, LiveWeight]:
+        """Return every weight of this rank's shard by name, where it lies."""
+
+    def weights_replaced(self, policy_version: int) -> AbstractContextManager[None]:
+        """Let the body overwrite them; afterwards they have this version."""
+
+
+class _Prepared(NamedTuple):
+    """What the first sync works out."""
+
+    plan: Plan
+    steps: list[Step]
+    """This rank's."""
+    weights: Weights
+    """Both sides' parameters: updated in place between syncs, never replaced."""
+    live: dict[str, LiveWeight]
+    """The sampler's among them."""
+    dtype: torch.dtype
+    """Of the sampler's weights."""
+    device: torch.device
+    received_bytes: int
+    """By all ranks together in each sync."""
+
+
+class WeightSync:
+    """One rank's end of the way from the actor to the sampler."""
+
+    def __init__(
+        self, shape: ModelShape, groups: ParallelGroups, config: VapoConfig, engine: Engine
+    ) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            shape: of the model.
+            groups: this rank's place.
+            config: model, parallel and rollout are used.
+            engine: this rank's sampler.
+        """
+        self._shape, self._groups, self._config = shape, groups, config
+        self._engine = engine
+        self._prepared: _Prepared | None = None
+        self.received_bytes = 0
+        """What this rank got from others in the latest publication."""
+
+    def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
+        """Give the sampler the actor's weights. Collective over all ranks.
+
+        Args:
+            chunks: this rank's model chunks; with DDP around them, parameters that
+                overlap_param_gather has not fetched yet are fetched first.
+            policy_version: number of this publication.
+
+        Returns:
+            "sync/received_bytes": what crossed between ranks, summed over them.
+
+        Raises:
+            ConfigError: the sampler's layout does not divide the model, or a bucket is too small.
+            RuntimeError: the plan does not cover the sampler's weights exactly, or, where
+                rollout.verify_sync_every asks, they differ from the actor's afterwards. The engine
+                then refuses to sample. The same on every rank.
+        """
+        wait_for_parameters(chunks)
+        is_first = self._prepared is None
+        if self._prepared is None:
+            self._prepared = self._prepare(chunks)
+        ready = self._prepared
+        for index, chunk in enumerate(chunks):
+            name, parameter = next(unwrap(chunk).named_parameters())
+            assert ready.weights[index, name] is parameter, "another model than at first"
+        with self._engine.weights_replaced(policy_version):
+            self.received_bytes = carry_out(ready.steps, ready.weights, ready.dtype, ready.device)
+            for weight in ready.live.values():
+                if weight.padding_rows:
+                    weight.tensor[-weight.padding_rows :].zero_()
+            every = self._config.rollout.verify_sync_every
+            if every and (is_first or policy_version % every == 0):
+                self.verify(chunks)
+        return {"sync/received_bytes": float(ready.received_bytes)}
+
+    def verify(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Compare checksums of the sampler's live weights with the actor's. Collective.
+
+        Args:
+            chunks: those that were published last.
+
+        Raises:
+            RuntimeError: they differ; names rank, parameter and rectangle. The same on every rank.
+        """
+        assert self._prepared is not None, "nothing has been published"
+        # Looked up afresh: what the sampler computes with, not what was written to.
+        weights = all_weights(chunks, self._engine.live_weights())
+        ready = self._prepared
+        found = differences(ready.plan, self._groups.rank, weights, ready.dtype, ready.device)
+        _raise_together(found, "the sampler's weights differ from the trainer's")
+
+    def _prepare(self, chunks: Sequence[torch.nn.Module]) -> _Prepared:
+        """Make the plan, and refuse one that does not fit on all ranks."""
+        config, rank = self._config, self._groups.rank
+        live = self._engine.live_weights()
+        weights = all_weights(chunks, live)
+        first = next(iter(live.values())).tensor
+        trainer = self._trainer_layout(chunks)
+        of_nodes = gather_objects(int(os.environ.get("LOCAL_WORLD_SIZE", trainer.world_size)))
+        plan = make_plan(
+            self._shape,
+            trainer,
+            config.rollout.tensor_model_parallel_size,
+            gpus_per_node=of_nodes[0],
+            bytes_per_element=first.element_size(),
+            relay=True,
+        )
+        received, sent = plan.received(rank), plan.sent(rank)
+        problems = destination_problems(received, live, first.dtype)
+        problems += source_problems([m for m in received if m.source_rank == rank] + sent, weights)
+        problems += self._vocabulary_problems(chunks, trainer)
+        _raise_together(problems, "the plan does not fit the live weights")
+        identity = (hashlib.sha256(repr(plan).encode()).hexdigest(), first.dtype)
+        assert len(set(gather_objects(identity))) == 1, "ranks have made different plans"
+        steps = steps_of(plan, rank, config.rollout.sync_bucket_bytes)
+        elements = sum(m.num_elements for m in received if m.source_rank != rank)
+        num_bytes = sum(gather_objects(elements)) * first.element_size()
+        return _Prepared(plan, steps, weights, live, first.dtype, first.device, num_bytes)
+
+    def _trainer_layout(self, chunks: Sequence[torch.nn.Module]) -> TrainerLayout:
+        groups = self._groups
+        parameters = local_parameters(chunks, self._shape, "actor")
+        return trainer_layout(
+            self._shape,
+            tp_size=groups.tp_size,
+            pp_size=groups.pp_size,
+            vpp_size=groups.vpp_size,
+            dp_size=groups.dp_size,
+            make_vocab_size_divisible_by=self._config.model.make_vocab_size_divisible_by,
+            transformer_engine=any(p.name.endswith("layer_norm_weight") for p in parameters),
+        )
+
+    def _vocabulary_problems(
+        self, chunks: Sequence[torch.nn.Module], trainer: TrainerLayout
+    ) -> list[str]:
+        """A shard's first row depends on how far the whole vocabulary is padded."""
+        rows = trainer.vocab_rows // trainer.tp_size
+        return [
+            f"{p.name} has {p.data.shape[0]} rows, not {rows}"
+            for p in local_parameters(chunks, self._shape, "actor")
+            if p.row.kind == "vocabulary" and p.data.shape[0] != rows
+        ]
+
+
+def all_weights(
+    chunks: Sequence[torch.nn.Module], live: Mapping[str, LiveWeight]
+) -> dict[tuple[int, str], Tensor]:
+    """Return what transfer.carry_out reads and writes: both sides' parameters, where they lie."""
+    found = {(SAMPLER, name): weight.tensor for name, weight in live.items()}
+    for index, chunk in enumerate(chunks):
+        for name, parameter in unwrap(chunk).named_parameters():
+            found[index, name] = parameter
+    return found
+
+
+def _raise_together(problems: list[str], what: str) -> None:
+    """Raise on all ranks what any of them found.
+
+    Raises:
+        RuntimeError: names the first few, with their ranks.
+    """
+    everyone = gather_objects((len(problems), problems[:5]))
+    named = [f"rank {rank}: {p}" for rank, (_, some) in enumerate(everyone) for p in some]
+    if named:
+        count = sum(number for number, _ in everyone)
+        raise RuntimeError(f"{what} in {count} places: {'; '.join(named[:5])}")

@@ -1,0 +1,134 @@
+"""Carries out a resharding plan: from the trainer's live weights into the sampler's.
+
+Before: every rank holds its shard of the trainer, and a shard of the sampler with older weights.
+During: a step at a time, a rank packs the rectangles that each other rank lacks into one message,
+in the sampler's type, and unpacks those that it gets; what it holds itself is copied. Two pairs of
+buffers take turns, so that one step is unpacked and the next packed while messages travel. After:
+every rank holds its shard of the sampler, and the buffers are gone. No tensor is ever whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vapo_megatron.weights.reshard.plan import Slice, Step, Transfer
+
+Weights = Mapping[tuple[int, str], Tensor]
+"""This rank's parameters by a slice's (chunk, parameter): the trainer's and the sampler's."""
+
+
+class _Posted(NamedTuple):
+    """Messages on their way."""
+
+    step: Step
+    works: list[dist.Work]
+    received: list[Tensor]
+    """For each of step.receives, the buffer that it arrives in."""
+
+
+def rectangle(weights: Weights, part: Slice) -> Tensor:
+    """Return the view [rows, columns] of a slice of a parameter of one or two dimensions."""
+    matrix = weights[part.chunk, part.parameter].detach()
+    if matrix.dim() == 1:
+        matrix = matrix.unsqueeze(1)
+    return matrix.narrow(0, part.row, part.rows).narrow(1, part.column, part.columns)
+
+
+@torch.no_grad()
+def carry_out(
+    steps: Sequence[Step],
+    weights: Weights,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Fill this rank's sampler shard. Collective over all ranks, each with its own steps.
+
+    Every message of a step is posted before any is waited for, and steps are posted in order, so
+    no order of arrival blocks. While a step is packed the one before it is on its way and all
+    earlier ones have been unpacked, as relays need (plan.RELAY_LAG). Memory: two steps' messages,
+    sent and received.
+
+    Args:
+        steps: from steps.steps_of.
+        weights: the trainer's are read and the sampler's written where they lie.
+        dtype: of the sampler's weights and of the messages; others are rounded to it.
+        device: of all tensors.
+
+    Returns:
+        Bytes received from other ranks.
+    """
+    buffers = [_Buffers.of(steps[turn::2], dtype, device) for turn in range(2)]
+    posted: _Posted | None = None
+    num_bytes = 0
+    for turn, step in enumerate(steps):
+        pair = buffers[turn % 2]
+        sent = pair.split(pair.send, step.sends)
+        for message, transfer in zip(sent, step.sends, strict=True):
+            _pack(message, transfer, weights)
+        current = _post(step, sent, pair.split(pair.receive, step.receives))
+        for move in step.copies:
+            rectangle(weights, move.destination).copy_(rectangle(weights, move.source))
+        num_bytes += _finish(posted, weights)
+        posted = current
+    return num_bytes + _finish(posted, weights)
+
+
+class _Buffers(NamedTuple):
+    """What one step sends and receives, behind each other in the order of the peers."""
+
+    send: Tensor
+    receive: Tensor
+
+    @staticmethod
+    def of(steps: Sequence[Step], dtype: torch.dtype, device: torch.device) -> _Buffers:
+        """Allocate what the largest of the steps needs."""
+        sizes = [
+            max((sum(t.num_elements for t in transfers) for transfers in side), default=0)
+            for side in ([s.sends for s in steps], [s.receives for s in steps])
+        ]
+        return _Buffers(*(torch.empty(size, dtype=dtype, device=device) for size in sizes))
+
+    @staticmethod
+    def split(buffer: Tensor, transfers: Sequence[Transfer]) -> list[Tensor]:
+        """Cut a buffer's head into one message for each transfer."""
+        sizes = [t.num_elements for t in transfers]
+        return list(buffer[: sum(sizes)].split(sizes)) if sizes else []
+
+
+def _pack(message: Tensor, transfer: Transfer, weights: Weights) -> None:
+    for flat, part in zip(_flat_parts(message, transfer), transfer.slices, strict=True):
+        flat.view(part.rows, part.columns).copy_(rectangle(weights, part))
+
+
+def _post(step: Step, sent: list[Tensor], received: list[Tensor]) -> _Posted:
+    operations = [
+        dist.P2POp(operation, message, transfer.peer)
+        for operation, messages, transfers in (
+            (dist.isend, sent, step.sends),
+            (dist.irecv, received, step.receives),
+        )
+        for message, transfer in zip(messages, transfers, strict=True)
+    ]
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return _Posted(step, works, received)
+
+
+def _finish(posted: _Posted | None, weights: Weights) -> int:
+    """Wait for a step's messages and unpack those received; return their bytes."""
+    if posted is None:
+        return 0
+    for work in posted.works:
+        work.wait()
+    for message, transfer in zip(posted.received, posted.step.receives, strict=True):
+        for flat, part in zip(_flat_parts(message, transfer), transfer.slices, strict=True):
+            rectangle(weights, part).copy_(flat.view(part.rows, part.columns))
+    return sum(message.nbytes for message in posted.received)
+
+
+def _flat_parts(message: Tensor, transfer: Transfer) -> tuple[Tensor, ...]:
+    return message.split([part.rows * part.columns for part in transfer.slices])
