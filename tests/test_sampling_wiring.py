@@ -105,7 +105,7 @@ def lines(file):
 
 def fit(hf, tmp, name, policy_steps, port):
     """Make the steps that the run of this name lacks; a worker's function."""
-    from vapo_megatron import sampling
+    from vapo_megatron.rollout import sampling
     from vapo_megatron.trainer import VapoTrainer
 
     dist.destroy_process_group()

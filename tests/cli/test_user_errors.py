@@ -431,7 +431,7 @@ def test_two_runs_do_not_share_a_directory(place, monkeypatch, capsys):
 
 def test_the_lock_of_a_killed_run_is_free_at_once_for_all_ranks(tmp_path, monkeypatch):
     code = (
-        "import sys, vapo_megatron.file_lock as f\n"
+        "import sys, vapo_megatron.data.file_lock as f\n"
         "with f.lock_run(f.Path(sys.argv[1])): print(flush=True), sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

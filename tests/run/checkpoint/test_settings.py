@@ -1,7 +1,7 @@
 """Which settings, counters and times a checkpoint's writer and finder use; without models.
 
-What a checkpoint holds is in tests/test_checkpoint.py, what becomes of damage and full disks in
-tests/test_checkpoint_files.py and tests/test_checkpoint_writer.py.
+What a checkpoint holds is in tests/run/checkpoint/test_load.py, what becomes of damage and full
+disks in tests/run/checkpoint/test_files.py and tests/run/checkpoint/test_writer.py.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 
+from tests.run.checkpoint.test_writer import limited, settings
 from tests.sealed import seal
-from tests.test_checkpoint_writer import limited, settings
 
 SLOW = 0.3
 """Seconds."""
@@ -22,7 +22,7 @@ SLOW = 0.3
 
 def kept(root, keep_last, keep_every):
     """Make checkpoints 1 to 7; those that are left."""
-    from vapo_megatron.checkpoint_writer import CheckpointWriter
+    from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
     with CheckpointWriter(root, settings(keep_last=keep_last, keep_every=keep_every)) as writer:
         for step in range(1, 8):
@@ -37,8 +37,8 @@ def test_the_last_ones_and_one_of_so_many_are_kept(workers, tmp_path):
 
 def told_of_the_second(root):
     """What is said when a small checkpoint after a large one cannot be written."""
-    from vapo_megatron.checkpoint_writer import CheckpointWriter
     from vapo_megatron.errors import CheckpointError
+    from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
     with CheckpointWriter(root, settings()) as writer:
         writer.save(1, {}, {"much": "x" * 600_000})
@@ -57,7 +57,7 @@ def test_the_bytes_that_are_told_are_those_of_one_checkpoint(workers, tmp_path):
 
 def timed(root):
     """(seconds that the writer knows, seconds around it) of a slow copy, a slow disk, and both."""
-    from vapo_megatron.checkpoint_writer import CheckpointWriter
+    from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
     model = SimpleNamespace(num_updates=0, held=lambda part: contextlib.nullcontext())
     found = []
@@ -88,7 +88,7 @@ def test_the_seconds_are_from_the_copy_to_the_disk(workers, tmp_path):
 
 
 def test_a_critic_comes_with_its_own_updates(tmp_path):
-    from vapo_megatron.checkpoint import find_critic
+    from vapo_megatron.run.checkpoint.load import find_critic
 
     for step, updates in {1: {"actor": 1, "critic": 8}, 2: {"actor": 3, "critic": 16}}.items():
         directory = tmp_path / f"checkpoints/step_{step:06d}"
