@@ -25,7 +25,7 @@ setup(
     version="0.1.0",
     description="VAPO (arXiv 2504.05118) on megatron-core, with vLLM in the same processes",
     packages=find_packages(include=["vapo_megatron", "vapo_megatron.*"]),
-    package_data={"vapo_megatron.run.report": ["*.html", "*.css", "*.js"]},
+    package_data={"vapo_megatron.run.report": ["*.html", "*.css", "*.js", "uplot/*"]},
     python_requires=">=3.11",
     install_requires=RUNTIME,
     extras_require={

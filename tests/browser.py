@@ -79,12 +79,18 @@ class Browser:
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=phone,
         )  # fmt: skip
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._send("Emulation.setEmulatedMedia", features=[scheme])
+        self.prefer(dark)
         self._send("Page.navigate", url=file.resolve().as_uri())
         deadline = time.monotonic() + 60
         while not any(e.get("method") == "Page.loadEventFired" for e in self.events):
             assert time.monotonic() < deadline, "the page does not load"
+            self.settle()
+
+    def prefer(self, dark: bool) -> None:
+        """Prefer a dark page, or a light one, from now on."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._send("Emulation.setEmulatedMedia", features=[scheme])
+        if self._session and self.events:
             self.settle()
 
     def settle(self) -> None:
@@ -113,6 +119,24 @@ class Browser:
                 button="none" if kind == "mouseMoved" else "left",
             )  # fmt: skip
         self.settle()
+
+    def drag(self, selector: str, start: float, end: float, clicks: int = 1) -> None:
+        """Press the button at a part of an element's width, let it go at another."""
+        left, top, width, height = self.run(
+            f"(() => {{ const node = document.querySelector({json.dumps(selector)});"
+            " node.scrollIntoView({block: 'center'}); const r = node.getClientRects()[0];"
+            " return [r.x, r.y, r.width, r.height]; })()"
+        )
+        for count in range(1, clicks + 1):
+            for kind, at in (
+                ("mouseMoved", start), ("mousePressed", start), ("mouseMoved", end),
+                ("mouseReleased", end),
+            ):  # fmt: skip
+                self._send(
+                    "Input.dispatchMouseEvent", type=kind, x=left + at * width, y=top + height / 2,
+                    clickCount=count, button="left", buttons=1,
+                )  # fmt: skip
+                self.settle()
 
     def choose(self, selector: str, text: str) -> None:
         """Choose a select's option by its text, as a person's choice is told to the page."""

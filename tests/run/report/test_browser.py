@@ -172,46 +172,163 @@ def test_shades_follow_the_numbers(page):
     assert len(set(shades())) == 1, "every advantage is the same"
 
 
-def test_pointing_at_charts_and_plots_shows_numbers(page):
-    def legend(title: str) -> str:
-        return page.run(
-            f"[...document.querySelectorAll('figure')].find(f => f.querySelector('h3')."
-            f"textContent.startsWith({json.dumps(title)})).innerText"
-        )
+def chart(title: str) -> str:
+    """The chart of that title, as JavaScript."""
+    return f"charts.find(u => u.root.ariaLabel.startsWith({json.dumps(title)}))"
 
-    chart = "#charts figure:nth-of-type(2) svg[role=img]"
-    page.point(chart)
-    step = page.run(f"document.querySelector('{chart} .hover').textContent").split()[1]
-    assert 5 < int(step) < 15, "the middle of 20"
-    value = f"data.charts[1].series[0].points.find(p => p[0] === {step})[1]"
-    assert page.run(f"format({value})") in legend("Reward")
+
+def legend(page, title: str) -> str:
+    """What stands beside a chart: its title, names and numbers."""
+    figure = "[...document.querySelectorAll('figure')].find(f => f.querySelector('h3').textContent"
+    told = page.run(f"{figure}.startsWith({json.dumps(title)})).innerText")
+    return " ".join(told.split())
+
+
+READ = (
+    "((u, x, y, width, height) => { const { canvas } = u.ctx,"
+    " copy = new OffscreenCanvas(canvas.width, canvas.height).getContext('2d',"
+    " { willReadFrequently: true }); copy.drawImage(canvas, 0, 0);"
+    " return [...copy.getImageData(x, y, width, height).data]; })"
+)
+"""A chart's pixels, of a copy: chromium complains of a canvas that is read again and again."""
+
+
+def painted(page, title: str, color: str, first: float = 0, last: float = 99, opacity=255) -> int:
+    """How many pixels between two steps have a colour of the page's style."""
+    red, green, blue = bytes.fromhex(page.run(f"paint('var(--{color})')").strip("# "))
+    data = page.run(
+        f"(u => {{ const {{ min, max }} = u.scales.x,"
+        " at = x => Math.round(u.valToPos(x, 'x', true)),"
+        f" from = at(Math.max(min, {first})), to = at(Math.min(max, {last}));"
+        f" return {READ}(u, from, 0, to - from, u.ctx.canvas.height); }})({chart(title)})"
+    )
+    # What is nearly clear has few shades of a colour.
+    far = 0 if opacity == 255 else 8
+    return sum(
+        data[i + 3] == opacity
+        and max(abs(data[i] - red), abs(data[i + 1] - green), abs(data[i + 2] - blue)) <= far
+        for i in range(0, len(data), 4)
+    )
+
+
+def test_pointing_at_charts_and_plots_shows_numbers(page):
+    last = page.run("data.charts[1].series[0].points.at(-1)[1]")
+    assert legend(page, "Reward") == f"Reward mean {last:.3g}"
+    page.point("#charts figure:nth-of-type(2) .u-over")
+    step = int(re.search(r"step (\d+)", legend(page, "Reward"))[1])
+    assert 5 < step < 15, "the middle of 20"
+    value = page.run(f"data.charts[1].series[0].points.find(p => p[0] === {step})[1]")
+    assert f"mean {value:.3g}" in legend(page, "Reward")
+    # Every chart by step shows it, and nothing where nothing was measured.
+    assert page.run(f"charts.filter(u => u.cursor.idx !== null)"
+        f".every(u => u.data[0][u.cursor.idx] === {step})")  # fmt: skip
+    training = page.run(f"data.charts[0].series[1].points.find(p => p[0] === {step})[1]")
+    assert f"held-out, avg@8 training {training:.3g}" in legend(page, "Accuracy")
+    seconds = page.run(f"data.phases.series[0].seconds[data.phases.steps.indexOf({step})]")
+    assert f"generation {seconds:.3g} s" in legend(page, "Seconds per phase")
+    u = chart("Reward")
+    page.run(
+        f"(u => {{ const r = u.over.getBoundingClientRect(), event = {{ pointerType: 'touch',"
+        " clientX: r.right - 1, clientY: r.y + 9 }; u.over.dispatchEvent("
+        f"new PointerEvent('pointermove', event)); }})({u})"
+    )
+    page.settle()
+    assert "step 20" in legend(page, "Reward") and "step 20" in legend(page, "Entropy"), "touched"
     plots = page.run("[...document.querySelectorAll('#plots h3')].map(h => h.textContent)")
     assert len(plots) == 11 and all(title.endswith("?") for title in plots)
-    page.point("#plots figure:nth-of-type(8) svg[role=img]")
+    page.point("#plots figure:nth-of-type(8) .u-over")
+    assert "step" not in legend(page, "Reward") and f"mean {last:.3g}" in legend(page, "Reward")
     # One problem of three never has a right response; problem 1 has none at every fifth step.
-    step = int(re.search(r"step: (\d+)", legend(plots[7]))[1])
-    assert f"none right {0.333 if step % 5 else 0.667}" in " ".join(legend(plots[7]).split())
-    page.point("#plots figure:nth-of-type(9) svg rect")
-    assert "problem 1, step 1: 1 of 4 right" in legend(plots[8])
-    page.point("#plots figure:nth-of-type(11) svg rect:nth-of-type(6)")
-    assert "problem 1, step 20: 2 of 2 right" in legend(plots[10])
+    told = legend(page, plots[7])
+    step = int(re.search(r"\? step (\d+) ", told)[1])
+    assert f"none right {0.333 if step % 5 else 0.667}" in told
+    page.point("#plots figure:nth-of-type(9) .cells i")
+    assert "problem 1, step 1: 1 of 4 right" in legend(page, plots[8])
+    page.point("#plots figure:nth-of-type(11) .cells div:nth-of-type(2) i:nth-of-type(3)")
+    assert "problem 1, step 20: 2 of 2 right" in legend(page, plots[10])
+
+
+def test_curves_are_drawn_in_their_colours_dark_or_light(page):
+    counts = [painted(page, "Value loss", "critic0"), painted(page, "Value loss", "run0")]
+    assert counts[0] > 100 and counts[1] == 0
+    light = page.run("paint('var(--critic0)')")
+    page.prefer(dark=True)
+    assert page.run("paint('var(--critic0)')") != light
+    assert painted(page, "Value loss", "critic0") > 100, "drawn anew"
+
+
+def test_a_drag_zooms_all_charts_and_a_name_hides_its_curve(page):
+    whole = page.run("charts.map(u => [u.scales.x.min, u.scales.x.max])")
+    page.drag("#charts figure:nth-of-type(2) .u-over", 0.25, 0.75)
+    by_step = "charts.filter(u => u.cursor.sync.key === 'steps')"
+    zoomed = page.run(f"{by_step}.map(u => [u.scales.x.min, u.scales.x.max])")
+    assert len(zoomed) > 12 and {(round(a), round(b)) for a, b in zoomed[:10]} == {(5, 15)}
+    assert all(4 < a < 6 and 14 < b < 16 for a, b in zoomed), "the bars' edges too"
+    page.drag("#charts figure:nth-of-type(2) .u-over", 0.5, 0.5, clicks=2)
+    assert page.run("charts.map(u => [u.scales.x.min, u.scales.x.max])") == whole
+    before = painted(page, "Response length", "run0"), painted(page, "Response length", "run1")
+    page.point("#charts figure:nth-of-type(3) .legend tr:nth-of-type(2) .u-label", click=True)
+    after = painted(page, "Response length", "run0"), painted(page, "Response length", "run1")
+    assert before[0] > 100 and after[0] == 0 and after[1] > 100
+
+
+def test_what_is_not_finite_breaks_the_curve_and_is_marked(browser, tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in range(1, 21):
+            row = {"reward/mean": 0.5, "critic/explained_variance": -9.0 if step == 3 else 0.5}
+            row |= {"critic/grad_norm": 0.0 if step > 10 else 0.5}
+            if step % 4 == 0:
+                row |= {"critic/loss": 0.5 if step != 12 else float("nan")}
+            writer.write(step, row)
+    browser.open(build_report(tmp_path))
+    for first, last, color in ((8, 12, "wrong"), (12, 16, "wrong"), (4, 8, "critic0")):
+        assert painted(browser, "Value loss", color, first, last) > 0
+    assert painted(browser, "Value loss", "critic0", 9, 15) == 0, "from 8 to 16"
+    assert painted(browser, "Reward", "run0", 9, 15) > 100
+    assert "below -1 cut off" in legend(browser, "Explained variance")
+    assert "cut off" not in legend(browser, "Reward")
+    low = browser.run(f"{chart('Explained variance')}.scales.y.min")
+    assert low == -1
+    # Zero has no logarithm: it lies on the lower edge.
+    assert painted(browser, "Gradient norm", "critic0", 12, 18) > 20
+    u = chart("Value loss")
+    browser.run(f"{u}.setCursor({{ left: {u}.valToPos(12, 'x'), top: 9 }})")
+    browser.settle()
+    assert legend(browser, "Value loss") == "Value loss step 12 critic not finite"
+    assert browser.complaints() == []
 
 
 def test_arms_are_picked(browser, tmp_path):
-    runs = [write_run(tmp_path / arm / f"seed_{s}", 6) for arm in "ab" for s in range(2)]
+    runs = [
+        write_run(tmp_path / arm / f"seed_{s}", 6, pretraining=0) for arm in "ab" for s in range(2)
+    ]
+    for metrics in tmp_path.glob("b/*/metrics.jsonl"):
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        for row in rows[1:]:
+            row["reward/mean"] += 0.1 if "seed_0" in str(metrics) else 0.5
+        metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     browser.open(build_comparison(runs, by_arm=True))
-    paths = "document.querySelectorAll('#charts figure:nth-of-type(2) g[data-arm=\"{}\"] path')"
-    assert [browser.run(f"{paths.format(arm)}.length") for arm in (0, 1)] == [1, 1]
-    assert browser.run("document.querySelectorAll('#charts figure .band').length") > 2
+    browser.point("h1")
+
+    def counts() -> list[int]:
+        return [painted(browser, "Reward", f"series{arm}") for arm in (0, 1)]
+
+    both = counts()
+    assert min(both) > 20
+    bands = [painted(browser, "Reward", f"series{arm}", opacity=0x22) for arm in (0, 1)]
+    assert bands[0] < 10 < 100 < bands[1], "the runs of a are alike"
     browser.point("#arms button:nth-of-type(2)", click=True)
-    assert [browser.run(f"{paths.format(arm)}.length") for arm in (0, 1)] == [0, 1]
-    assert browser.run("document.querySelectorAll('.legend span:not([hidden]) .name').length") == (
-        browser.run("document.querySelectorAll('#charts figure').length")
+    assert counts()[0] == 0 and counts()[1] > 20
+    assert browser.run(
+        "charts.every(u => u.series.every((s, i) => !i || s.show === (s.arm === 1)))"
     )
     browser.point("#arms button:nth-of-type(2)", click=True)
-    assert [browser.run(f"{paths.format(arm)}.length") for arm in (0, 1)] == [1, 1]
-    assert browser.run("document.querySelectorAll('.pale').length") > 0, "the others turn pale"
-    assert browser.complaints() == []
+    assert counts()[0] == 0 and counts()[1] > 20, "the other turns pale"
+    browser.point("h1")
+    assert counts() == both
+    browser.point("#charts figure:nth-of-type(3) .legend tr:last-of-type .u-label", click=True)
+    assert painted(browser, "Reward", "series1", opacity=0x22) < 10, "the band goes with its curve"
+    assert counts()[1] == 0 and browser.complaints() == []
 
 
 @pytest.mark.parametrize("width", [360, 800, 1400])
@@ -232,8 +349,14 @@ def test_nothing_is_wider_than_the_window(browser, report, tmp_path, width, dark
             " c.getBoundingClientRect().right > c.closest('li').getBoundingClientRect().right)"
             ".map(c => c.textContent)")  # fmt: skip
         assert outside == [], "settings stay in their cards"
-        sides = browser.run("[...document.querySelectorAll('svg text')].map(t => {"
-            " const a = t.getBoundingClientRect(), b = t.ownerSVGElement.getBoundingClientRect();"
-            " return Math.max(b.left - a.left, a.right - b.right); })")  # fmt: skip
-        assert sides and max(sides) <= 1, "no label is cut off"
+        browser.run("document.querySelector('main').style.width = '340px'")
+        browser.settle()
+        assert browser.run(
+            "charts.every(u => u.width < 340 && u.width === u.root.parentNode.clientWidth)"
+        ), "charts follow the width"
+        edges = browser.run("charts.map(u => { const { width, height } = u.ctx.canvas;"
+            f" const side = (...area) => {READ}(u, ...area).some(v => v);"
+            " return [side(0, 0, 1, height), side(width - 1, 0, 1, height),"
+            " side(0, 0, width, 1), side(0, height - 1, width, 1)]; })")  # fmt: skip
+        assert edges and not any(map(any, edges)), "no label is cut off"
         assert browser.complaints() == []

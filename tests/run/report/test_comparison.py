@@ -198,7 +198,7 @@ def test_the_page_is_whole_and_inert(text):
     page = Page(text)
     assert not {"link", "img", "u"} & set(page.tags) and page.tags.count("script") == 2
     assert not {"src", "href"} & {name for name, _ in page.attributes}
-    assert set(re.findall(r"https?://[^\s\"'<>]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert set(re.findall(r"https?://[^\s\"'<>]+", text)) == {"https://github.com/leeoniya/uPlot"}
     assert not re.search(r"\{\{\w+\}\}", text) and "a/<u>vapo" in page.visible
 
 

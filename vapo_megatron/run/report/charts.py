@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vapo_megatron.run.directory import Run
@@ -41,6 +41,8 @@ _CHARTS = (
 )  # fmt: skip
 """Title and (metric, label) of each curve; its axis shows low and high, nothing below floor."""
 
+_MAX_BARS = 160
+
 
 def chart_data(run: Run) -> dict[str, Any]:
     """Return what the page's script draws: a point is [step, value or null]."""
@@ -56,13 +58,33 @@ def chart_data(run: Run) -> dict[str, Any]:
         "pretraining": run.section("algorithm").get("value_pretraining_steps", 0),
         "charts": [chart for chart in charts if chart["series"]],
         "more": [chart for chart in more if chart["series"]],
-        "phases": [
+        "steps": [row["step"] for row in rows],
+        "phases": _phases(phases, rows) if phases else None,
+    }
+
+
+def _phases(phases: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the phases' seconds as bars, which of many steps show the mean of several."""
+    per = -(-len(rows) // _MAX_BARS)
+    groups = [rows[i : i + per] for i in range(0, len(rows), per)]
+
+    def seconds(phase: str, some: Iterable[Mapping[str, Any]]) -> float:
+        return sum(row.get(f"time/{phase}_seconds") or 0.0 for row in some)
+
+    total = sum(seconds(p, rows) for p in phases) or 1.0
+    shares = {p: seconds(p, rows) / total for p in phases}
+    return {
+        "title": "Seconds per phase" + (f", mean of {per} steps" if per > 1 else ""),
+        "steps": [sum(row["step"] for row in group) / len(group) for group in groups],
+        "room": per / 2,
+        "series": [
             {
                 "label": p.replace("_", " "),
                 "about": PHASES[p],
-                "points": _points(rows, f"time/{p}_seconds"),
+                "share": f"{share:.{1 if share < 0.1 else 0}%}".replace("%", " %"),
+                "seconds": [seconds(p, group) / len(group) for group in groups],
             }
-            for p in phases
+            for p, share in shares.items()
         ],
     }
 

@@ -163,7 +163,8 @@ def _chart_data(arms: Sequence[Arm]) -> dict[str, Any]:
         for run in arm.runs
     }
     same = pretraining.pop() if len(pretraining) == 1 else 0
-    return {"pretraining": same, "charts": charts, "more": [], "phases": []}
+    steps = sorted({row["step"] for arm in arms for run in arm.runs for row in run.rows})
+    return {"pretraining": same, "steps": steps, "charts": charts, "more": [], "phases": None}
 
 
 def _values(arms: Sequence[Arm]) -> Iterable[tuple[str, list[str]]]:

@@ -19,7 +19,15 @@ from vapo_megatron.data.storage import replace_file
 
 _T = TypeVar("_T")
 
-_SCRIPTS = ("report_curves.js", "report_arms.js", "report_rollouts.js", "report_plots.js")
+_SCRIPTS = (
+    "report_page.js",
+    "uplot/uPlot.iife.min.js",
+    "report_curves.js",
+    "report_arms.js",
+    "report_rollouts.js",
+    "report_plots.js",
+)
+_STYLES = ("uplot/uPlot.min.css", "report.css")
 
 
 def write_page(out: Path, content: str, slots: Mapping[str, str]) -> Path:
@@ -31,9 +39,11 @@ def write_page(out: Path, content: str, slots: Mapping[str, str]) -> Path:
         slots: HTML, in which text of a run is escaped; of the frame `kind`, `title`, `subtitle` and
             `data`, and those of the content.
     """
-    script = "\n" + "".join(map(_read, _SCRIPTS))
+    # The licence asks that its text goes along with every copy.
+    licence = f"\n/*! {_read('uplot/LICENSE')}*/\n"
+    script = licence + "".join(map(_read, _SCRIPTS))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    given = {"style": _read("report.css"), "script": script, "hash": f"sha256-{digest}"}
+    given = {"style": "\n".join(map(_read, _STYLES)), "script": script, "hash": f"sha256-{digest}"}
     given["content"] = _fill(_read(content), slots)
     page = _fill(_read("report_frame.html"), {**given, **slots})
     # Text from a model may hold lone surrogates, which UTF-8 cannot.
