@@ -127,6 +127,14 @@ def test_steps_that_are_not_finite_are_kept_until_the_run_stops(run):
         assert repr(read_file(file)) == repr(odd(kinds[step - 1]))
 
 
+def test_updates_that_were_skipped_count_after_a_restart(run):
+    kinds = ["plain", "not finite", "not finite"]
+    root, rows, stopped, _ = run("run", kinds, 2, every_steps=0)
+    assert not stopped and skipped(rows, "critic") == [0, 2]
+    *_, stopped, _ = run("run", root / "given", 3, every_steps=0)
+    assert "step 3: 3 updates of the critic in a row were skipped" in stopped
+
+
 @pytest.mark.slow
 def test_such_a_step_can_be_made_again_and_counts_after_a_restart(run, tmp_path):
     kinds = ["plain", "one not finite", "plain", "not finite", "not finite"]

@@ -8,18 +8,21 @@ the weight sync itself (tests/weights), vLLM (tests/rollout/vllm/test_engine.py)
 
 import json
 import os
+from statistics import fmean
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from tests import reference
 from tests.dumped import MODEL, config
 from tests.rollout.test_dynamic_sampling import vllm_replaced_by
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
 from vapo_megatron.data.batch import Rollout
+from vapo_megatron.parallel.health.early_stop import EarlyStop
 from vapo_megatron.rollout.requests import SamplingSettings, request_seeds
 
 PROBLEMS, HELD_OUT = 6, 2
@@ -37,6 +40,8 @@ class Asked(NamedTuple):
     seeds: list[int]
     has_time: str
     """Which question it may ask now and then."""
+    begun: int
+    """How often the clock was started that the answer depends on."""
 
 
 class Engine:
@@ -44,7 +49,7 @@ class Engine:
 
     def __init__(self, hf_path, config, *, rank, world_size):
         self.replica, self.num_replicas, self.seed = rank, world_size, config.seed
-        self.policy_version = None
+        self.policy_version: int | None = None
         self.asked: list[Asked] = []
 
     def generate(self, prompts, group_size, step, sampling, policy_version, on_progress, has_time):
@@ -54,7 +59,10 @@ class Engine:
             prompts, group_size, seed=self.seed, step=step, role=role, round=round
         )
         problems = [p.index for p in prompts[::group_size]]
-        self.asked.append(Asked(step, sampling, policy_version, problems, seeds, has_time.__name__))
+        begun = EarlyStop.begin.call_count
+        self.asked.append(
+            Asked(step, sampling, policy_version, problems, seeds, has_time.__name__, begun)
+        )
         on_progress(len(prompts), len(prompts))
         right = {p: 1 + p % 2 for p in problems}
         return [
@@ -97,6 +105,8 @@ class Done(NamedTuple):
     published: list[tuple[int, float]]
     rows: list[dict[str, Any]]
     problems: list[dict[str, Any]]
+    records: list[list[dict[str, Any]]]
+    """Of each step its responses, with their tokens."""
 
 
 def lines(file):
@@ -123,19 +133,26 @@ def fit(hf, tmp, name, policy_steps, port):
             "path": str(tmp / "test.jsonl"), "every_steps": 2, "samples": SAMPLES,
             "temperature": 0.6, "top_p": 0.9, "top_k": 5,
         },
-        reward={"num_workers": 1},
+        reward={"num_workers": 1, "overlong_buffer_tokens": 9},
         checkpoint={"hf_export": False},
-        logging={"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
+        logging={
+            "run_dir": str(run_dir), "tensorboard": False, "progress": "off", "rollout_groups": 9,
+        },
     )  # fmt: skip
     settings = settings.model_copy(update={"seed": SEED})
     with (
         vllm_replaced_by(Engine),
+        mock.patch.object(EarlyStop, "begin", autospec=True, side_effect=EarlyStop.begin),
         mock.patch.object(sampling, "WeightSync", Sync),
         VapoTrainer(settings) as trainer,
     ):
         trainer.fit()
         source = trainer.source
-    found = lines(run_dir / "metrics.jsonl"), lines(run_dir / "problems.jsonl")
+    records = [
+        [response for group in lines(file) for response in group["responses"]]
+        for file in sorted(run_dir.glob("rollouts/*.jsonl"))
+    ]
+    found = lines(run_dir / "metrics.jsonl"), lines(run_dir / "problems.jsonl"), records
     return Done(source.engine.asked, source._sync.published, *found)
 
 
@@ -164,16 +181,20 @@ EVALUATION = SamplingSettings(0.6, 0.9, 5, 12, "evaluation", whole_groups=True)
 
 def test_each_kind_of_sampling_has_its_own_settings(straight):
     """In the order of the run, at the policy's version and with the problems that come next."""
-    found = [asked._replace(seeds=[]) for asked in straight.asked]
-    evaluation = Asked(0, EVALUATION, 0, [0, 1], [], "has_time_to_evaluate")
-    first = Asked(0, TRAINING, 0, [0, 1, 2, 3], [], "has_time_to_finish")
-    assert found == [
-        evaluation,
-        first,
-        first._replace(step=1, problems=[4, 5, 0, 1]),
-        evaluation._replace(policy_version=1),
-        first._replace(step=2, policy_version=1, problems=[2, 3, 4, 5]),
-        evaluation._replace(policy_version=2),
+
+    def training(step, version, problems, begun):
+        return Asked(step, TRAINING, version, problems, [], "has_time_to_finish", begun)
+
+    def evaluation(version, begun):
+        return Asked(0, EVALUATION, version, [0, 1], [], "has_time_to_evaluate", begun)
+
+    assert [asked._replace(seeds=[]) for asked in straight.asked] == [
+        evaluation(0, 1),
+        training(0, 0, [0, 1, 2, 3], 2),
+        training(1, 0, [4, 5, 0, 1], 3),
+        evaluation(1, 4),
+        training(2, 1, [2, 3, 4, 5], 5),
+        evaluation(2, 6),
     ]
 
 
@@ -205,16 +226,40 @@ def test_rows_hold_what_was_sampled_and_evaluated(straight):
     assert right == [None, 6 / 16, 6 / 16, 6 / 16]
     problems = [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
     assert [row["problems"] for row in straight.problems] == problems
+    assert [row["step"] for row in straight.problems] == [1, 2, 3]
     assert all(row["correct"] == [1, 2, 1, 2] for row in straight.problems)
+
+
+def test_responses_for_people_have_the_numbers_that_were_trained_on(straight):
+    # Lengths 1 2 3 4 5 1 ...: of nine tokens before the limit of 12 the fifth one reaches the
+    # second, and costs 2/9; the fourth one costs 1/9.
+    for row, records in zip(straight.rows[1:], straight.records, strict=True):
+        assert len(records) == 16
+        for response in records:
+            base = 1.0 if response["status"] == "correct" else -1.0
+            punishment = max(0, response["num_tokens"] - 3) / 9
+            assert response["reward"] == pytest.approx(base - punishment)
+        tokens = [response["tokens"] for response in records]
+        for name, metric in (
+            ("entropy", "actor/entropy"), ("advantages", "algorithm/advantage_mean"),
+        ):  # fmt: skip
+            numbers = [x for one in tokens for x in one[name]]
+            assert fmean(numbers) == pytest.approx(row[metric], abs=1e-3), name
+        values = [v for one in tokens for v in one["values"]]
+        # lambda is 1 for the critic: each token's return is its response's reward.
+        returns = [r["reward"] for r in records for _ in r["tokens"]["values"]]
+        explained = reference.explained_variance(values, returns)
+        assert explained == pytest.approx(row["critic/explained_variance"], abs=2e-3)
 
 
 def test_a_resumed_run_asks_for_what_is_left(straight, workers, inputs):
     (before,) = workers.run(1, fit, *inputs, "resumed", 1, free_port())
     (after,) = workers.run(1, fit, *inputs, "resumed", 2, free_port())
-    assert [*before.asked, *after.asked] == straight.asked
+    clocks = [asked._replace(begun=0) for asked in straight.asked]
+    assert [asked._replace(begun=0) for asked in (*before.asked, *after.asked)] == clocks
     # A new sampler holds nothing.
     assert after.published == straight.published[1:]
-    assert after.problems == straight.problems
+    assert after.problems == straight.problems and after.records == straight.records
     varying = ("time/", "memory/", "tokens_per_second")
     for again, row in zip(after.rows, straight.rows, strict=True):
         assert again.keys() == row.keys()

@@ -96,8 +96,8 @@ def trained(hf, dumped, run_dir, port, algorithm, seed):
         algorithm=algorithm,
         parallel={"world_size": world_size, "max_tokens_per_microbatch": 24},
         optimizer={
-            "actor_learning_rate": 1e-2, "actor_warmup_updates": 0,
-            "critic_learning_rate": 1e-2, "critic_warmup_updates": 0,
+            "actor_learning_rate": 3e-2, "actor_warmup_updates": 8,
+            "critic_learning_rate": 2e-2, "critic_warmup_updates": 4,
         },
         logging={"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
     )  # fmt: skip
@@ -271,12 +271,15 @@ def test_a_steps_metrics_are_of_that_step(vapo, step):
         "critic/explained_variance": reference.explained_variance(
             trained_on(expected, "values"), trained_on(expected, "returns")
         ),
+        # Of the step's second update; the actor's first step is the critic's second.
+        "critic/learning_rate": 2e-2 * min(1, (2 * step + 2) / 4),
+        **({"actor/learning_rate": 3e-2 * 2 * step / 8} if step else {}),
     }
     for _, steps in vapo:
         _, given, learned, metrics, version = steps[step]
         assert version == step, "the actor's updates are a new policy, the critic's are not"
         assert {f"{role}/grad_norm" for role in given} <= learned.keys()
-        assert metrics == pytest.approx({**found, **learned}, rel=1e-4, abs=2e-5)
+        assert metrics == pytest.approx({**learned, **found}, rel=1e-4, abs=2e-5)
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -159,10 +159,13 @@ def test_every_case_is_told_apart(workers, tmp_path):
     assert min(gaps) > 1e-3, "the tolerance of the test above could not tell these fields apart"
 
 
+@pytest.mark.parametrize("correction", ["none", "icepop"])
 @pytest.mark.parametrize("clip", [None, 0.05])
-def test_the_critics_loss(workers, tmp_path, clip):
+def test_the_critics_loss(workers, tmp_path, clip, correction):
+    """Over every token: what the sampler did to the policy's weights is nothing to the critic."""
     hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
-    *_, values, _, _, metrics = workers.run(1, update_once, hf, {"value_clip": clip})[0]
+    algorithm = {"value_clip": clip, "sampler_correction": correction}
+    *_, values, _, _, metrics = workers.run(1, update_once, hf, algorithm)[0]
     data = batch()
     loss = reference.value_loss(
         values.tolist(),

@@ -1,0 +1,104 @@
+"""Who is on the device in each phase of a step, and where a step that lacks time ends.
+
+A whole trainer on two data-parallel ranks, by turns. What a turn moves is in
+tests/roles/test_device_schedule.py, when there is time in tests/parallel/health/test_early_stop.py.
+Not exercised: a GPU's memory.
+"""
+
+import os
+
+import pytest
+import torch.distributed as dist
+
+from tests.dumped import MODEL, config, dump
+from tests.roles.test_device_schedule import there
+from tests.weights.tiny_hf import write_tiny_hf
+from tests.workers import free_port
+from vapo_megatron.errors import Stopped
+
+CALLS = (
+    ("critic", "compute_values"), ("actor", "compute_logprobs"),
+    ("reference", "compute_logprobs"), ("critic", "update"), ("actor", "update"),
+)  # fmt: skip
+
+
+def watched(trainer):
+    """A list that grows with each call: (role, function, what of each role is on the device)."""
+    seen = []
+    models = {
+        "actor": trainer.actor.trained,
+        "critic": trainer.critic.trained,
+        "reference": trainer.reference.frozen,
+    }
+
+    def watch(role, name):
+        part = getattr(trainer, role)
+        function = getattr(part, name)
+
+        def called(*arguments):
+            seen.append((role, name, {r: there(model) for r, model in models.items()}))
+            return function(*arguments)
+
+        setattr(part, name, called)
+
+    for role, name in CALLS:
+        watch(role, name)
+    return seen
+
+
+def steps(hf, dumped, run_dir, port):
+    """What was called in a step that the second rank has no time for, and in the same with time."""
+    from vapo_megatron.trainer import VapoTrainer
+
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    settings = config(
+        hf,
+        parallel={"world_size": 2, "offload": True},
+        algorithm={"policy_steps": 1, "kl_coef": 0.1},
+        logging={"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
+    )
+    with VapoTrainer(settings, dumped) as trainer:
+        seen = watched(trainer)
+        has_time = trainer.early_stop.has_time_to_finish
+        trainer.early_stop.has_time_to_finish = lambda: rank == 0
+        with pytest.raises(Stopped):
+            trainer.train_step(0)
+        stopped = list(seen), trainer.policy_version
+        trainer.early_stop.has_time_to_finish = has_time
+        seen.clear()
+        trainer.train_step(0)
+        return *stopped, seen, trainer.policy_version
+
+
+def test_a_step_by_turns_and_one_that_lacks_time(workers, tmp_path):
+    hf = write_tiny_hf(tmp_path / "hf", **MODEL)
+    workers.run(2, dump, tmp_path / "replay", [1], 2)
+    expected = []
+    for role, name in CALLS:
+        held = dict.fromkeys(("actor", "critic", "reference"), "nothing")
+        held[role] = "training" if name == "update" else "parameters"
+        expected.append((role, name, held))
+    ranks = workers.run(2, steps, hf, tmp_path, tmp_path / "run", free_port())
+    for without_time, version, whole, after in ranks:
+        assert without_time == expected[:3] and version == 0, "no update was begun"
+        assert whole == expected and after == 1
+
+
+def kept(run_dir):
+    """The lines that tell of a step's skipped updates; a worker's function."""
+    from tests.dumped import rollouts
+    from vapo_megatron.run.skipped_updates import kept_if_skipped
+
+    settings, notes = config(run_dir, logging={"run_dir": str(run_dir)}), []
+    for step, metrics in enumerate(({"critic": 2.0, "actor": 1.0}, {"critic": 1.0}, {}), 1):
+        with kept_if_skipped(settings, step, rollouts(), notes.append) as learned:
+            learned |= {f"{role}/skipped_updates": count for role, count in metrics.items()}
+    return notes
+
+
+def test_a_line_tells_whose_updates_were_skipped(workers, tmp_path):
+    ((both, critic),) = workers.run(1, kept, tmp_path)
+    assert both.startswith("step 1: updates skipped, 2 of the critic and 1 of the actor: not fin")
+    assert critic.startswith("step 2: updates skipped, 1 of the critic: not finite; its responses")
