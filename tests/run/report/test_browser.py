@@ -317,8 +317,10 @@ def test_arms_are_picked(browser, tmp_path):
     assert min(both) > 20
     bands = [painted(browser, "Reward", f"series{arm}", opacity=0x22) for arm in (0, 1)]
     assert bands[0] < 10 < 100 < bands[1], "the runs of a are alike"
+    assert all(f" {arm} " in legend(browser, "Reward") for arm in "ab")
     browser.point("#arms button:nth-of-type(2)", click=True)
     assert counts()[0] == 0 and counts()[1] > 20
+    assert " a " not in legend(browser, "Reward") and " b " in legend(browser, "Reward")
     assert browser.run(
         "charts.every(u => u.series.every((s, i) => !i || s.show === (s.arm === 1)))"
     )

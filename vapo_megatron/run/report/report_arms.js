@@ -6,10 +6,15 @@
   const arm = button => Number(button.dataset.arm), isPicked = button => button.getAttribute("aria-pressed") === "true";
   function update() {
     const picked = buttons.filter(isPicked).map(arm);
-    for (const u of charts) u.batch(() => u.series.forEach((s, i) => {
-      const show = !picked.length || picked.includes(s.arm);
-      if (i && s.show !== show) u.setSeries(i, { show }, false);
-    }));
+    for (const u of charts) {
+      const rows = u.root.closest("figure").querySelectorAll(".legend tr");
+      u.series.forEach((s, i) => {
+        if (!i) return;
+        const show = !picked.length || picked.includes(s.arm);
+        rows[i].hidden = !show;
+        if (s.show !== show) u.setSeries(i, { show }, false);
+      });
+    }
     // Where names would fill the charts, these buttons alone tell them.
     document.getElementById("charts").classList.toggle("crowded", (picked.length || buttons.length) > 6);
   }
