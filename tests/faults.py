@@ -83,7 +83,7 @@ def train(
             @contextlib.contextmanager
             def meeting(name):
                 with inner(name) as show:
-                    if fault and fault[1:] == (name, trainer.watchdog.step, trainer.groups.rank):
+                    if fault and fault[1:] == (name, trainer.watchdog.step, trainer.ranks.rank):
                         FAULTS[fault[0]]()
                     yield show
 

@@ -115,7 +115,7 @@ def fit(hf, run_dir, layout, sections, port, resumes=False):
     }  # fmt: skip
     read = trained_model.load_hf_weights
     with (
-        mock.patch.object(VapoTrainer, "_source", lambda t, _: source(t.config, t.groups)),
+        mock.patch.object(VapoTrainer, "_source", lambda t, _: source(t.config, t.ranks)),
         mock.patch.object(trained_model, "load_hf_weights", side_effect=read) as reading,
         VapoTrainer(config(hf, **tree)) as trainer,
     ):

@@ -72,7 +72,7 @@ class VapoTrainer:
 
     def _build(self, replay: Path | None) -> None:
         config = self.config
-        self.groups = groups.initialize(config.parallel, config.seed)
+        self.ranks = groups.initialize(config.parallel, config.seed)
         self.shape = read_model_shape(str(config.model.hf_path))
         self._start = checkpoint.find_start(config)
         # First, for vLLM measures what is free on the device; it leaves before the models come.
@@ -82,20 +82,20 @@ class VapoTrainer:
         # Once vLLM has left, for it keeps some of itself in host memory while it sleeps.
         self._check_host_memory(is_offloaded=offloads)
         hf_path = partial(self._start.path, config=config)
-        self.actor = Actor(self.shape, config, self.groups, hf_path("actor"))
+        self.actor = Actor(self.shape, config, self.ranks, hf_path("actor"))
         self.turns.join("actor", self.actor.trained)
         self.critic: Critic | None = None
         if "critic" in config.algorithm.trained_roles:
-            self.critic = Critic(self.shape, config, self.groups, hf_path("critic"))
+            self.critic = Critic(self.shape, config, self.ranks, hf_path("critic"))
             self.turns.join("critic", self.critic.trained)
         self.reference: Reference | None = None
         if "reference" in config.algorithm.roles:
-            self.reference = Reference(self.shape, config, self.groups)
+            self.reference = Reference(self.shape, config, self.ranks)
             self.turns.join("reference", self.reference.frozen)
         self.policy_version = 0
         self.explained_variances: list[float] = []
         self.watchdog.progress = lambda: sum(m.num_tried for m in self._models.values())
-        self.output = RunOutput(config, self.groups)
+        self.output = RunOutput(config, self.ranks)
         self._kept: tuple[int, dict[str, Any]] = (0, {})
         """Steps done, and the state that a checkpoint of them has."""
         self._saved = 0
@@ -113,8 +113,8 @@ class VapoTrainer:
         needed = host_bytes(
             self.shape,
             config,
-            pp_rank=self.groups.pp_rank,
-            is_first_replica=self.groups.dp_rank == 0,
+            pp_rank=self.ranks.pp_rank,
+            is_first_replica=self.ranks.dp_rank == 0,
             is_offloaded=is_offloaded,
         )
         remedies = ["checkpoint.asynchronous=false"] * config.checkpoint.asynchronous
@@ -152,9 +152,9 @@ class VapoTrainer:
             old_logprobs, entropy = self.actor.compute_logprobs(micro_batches)
             batch = batch.replace(old_logprobs=old_logprobs)
             difference = sampler_difference(
-                batch, config.rollout.max_logprob_difference, self.groups
+                batch, config.rollout.max_logprob_difference, self.ranks
             )
-            batch, of_mask = with_policy_mask(batch, config.algorithm, self.groups)
+            batch, of_mask = with_policy_mask(batch, config.algorithm, self.ranks)
         if self.reference is not None and trains_actor:
             with self._phase("reference_logprobs"):
                 reference_logprobs = self.reference.compute_logprobs(micro_batches)
@@ -162,8 +162,8 @@ class VapoTrainer:
 
         # Decoupled, length-adaptive GAE; without a critic, each response against its group.
         with self._phase("advantages"):
-            batch = with_advantages(summary, batch, config.algorithm, self.groups)
-            mini_batches = make_mini_batches(batch, plan, self.groups, multiple_of=self._multiple)
+            batch = with_advantages(summary, batch, config.algorithm, self.ranks)
+            mini_batches = make_mini_batches(batch, plan, self.ranks, multiple_of=self._multiple)
 
         # From here on the step cannot be taken back.
         self._stop_unless(self.early_stop.has_time_to_finish())
@@ -181,7 +181,7 @@ class VapoTrainer:
             learned |= self._publish()
 
         self.output.rollouts(step, scored, summary, batch, entropy, self.source.decode)
-        metrics = step_metrics(summary, batch, entropy, config.algorithm, self.groups)
+        metrics = step_metrics(summary, batch, entropy, config.algorithm, self.ranks)
         metrics |= sampling_metrics | difference | of_mask
         return {**metrics, **learned}
 
@@ -277,8 +277,8 @@ class VapoTrainer:
             self.output.note(f"exporting the actor to {export}")
             with self.watchdog.phase("export"), self.turns("export"):
                 chunks = self.actor.trained.chunks
-                export_hf(chunks, self.shape, self.groups, export, copy_from=source)
-        if self.groups.rank == 0:
+                export_hf(chunks, self.shape, self.ranks, export, copy_from=source)
+        if self.ranks.rank == 0:
             report = build_report(self.run_dir)
             self.output.note(f"done: {report}" + (f" and {export}" if export.exists() else ""))
 
@@ -318,11 +318,11 @@ class VapoTrainer:
 
     def _source(self, replay: Path | None) -> RolloutSource:
         if replay is not None:
-            return Replay(replay, self.groups)
+            return Replay(replay, self.ranks)
         # Here, because a replay must not load vLLM.
         from vapo_megatron.rollout.sampling import Sampling
 
-        return Sampling(self.config, self.shape, self.groups)
+        return Sampling(self.config, self.shape, self.ranks)
 
     def _distribute(
         self, scored: Sequence[ScoredRollout], step: int
@@ -332,15 +332,15 @@ class VapoTrainer:
         plans = plan_mini_batches(
             summary.sequence_lengths,
             mini_batch_size=self.config.algorithm.mini_batch_size,
-            dp_size=self.groups.dp_size,
+            dp_size=self.ranks.dp_size,
             max_tokens_per_microbatch=self.config.parallel.max_tokens_per_microbatch,
             seed=self.config.seed * 1_000_003 + step,
             attention_tokens=attention_tokens(self.shape.hidden_size),
         )
-        by_rank = [[plan.micro_batches[r] for plan in plans] for r in range(self.groups.dp_size)]
+        by_rank = [[plan.micro_batches[r] for plan in plans] for r in range(self.ranks.dp_size)]
         wanted = [[p for mini in rank for micro in mini for p in micro] for rank in by_rank]
-        batch = exchange(scored, summary, wanted, self.groups)
-        return summary, batch, local_plan(by_rank[self.groups.dp_rank])
+        batch = exchange(scored, summary, wanted, self.ranks)
+        return summary, batch, local_plan(by_rank[self.ranks.dp_rank])
 
     def _publish(self) -> dict[str, float]:
         """Give the sampler the actor's weights, unless it holds them."""

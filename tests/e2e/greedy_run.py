@@ -47,7 +47,7 @@ def train_and_answer(out: str, num_configs: str, *arguments: str) -> int:
         problems = trainer.source.held_out.problems[:16]
         rollouts = trainer.source.engine.generate(problems, 1, 0, greedy, trainer.policy_version)
         answers = {r.position: (r.prompt.token_ids, r.token_ids) for r in rollouts}
-        mine = f"{out}.{trainer.groups.rank}"
+        mine = f"{out}.{trainer.ranks.rank}"
         Path(mine).write_text(json.dumps(answers))
     sys.audit("socket.getaddrinfo", "would.be.seen")
     Path(f"{mine}.hosts").write_text(json.dumps(hosts))

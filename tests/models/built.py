@@ -15,7 +15,7 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.build import build_model
 from vapo_megatron.models.hf_config import ModelShape, read_model_shape
 from vapo_megatron.parallel import groups as parallel_groups
-from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.groups import Ranks
 
 # isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -36,7 +36,7 @@ class Built(NamedTuple):
     chunks: list[Any]
     shape: ModelShape
     config: VapoConfig
-    groups: ParallelGroups
+    groups: Ranks
 
 
 def make_config(layout: Layout, world_size: int, recompute: str, **model: Any) -> VapoConfig:

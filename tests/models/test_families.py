@@ -104,12 +104,12 @@ def measure(hf_paths, layout):
         def logits(output, micro_batch, model=model, local_logits=local_logits):
             local = local_logits(output, micro_batch).contiguous()
             parts = [torch.empty_like(local) for _ in range(layout.tp)]
-            dist.all_gather(parts, local, group=model.groups.tp_group)
+            dist.all_gather(parts, local, group=model.ranks.tp_group)
             return torch.cat(parts, -1)[:, :VOCAB].contiguous()
 
         def loss(output, micro_batch, model=model, local_logits=local_logits):
             local = local_logits(output, micro_batch)
-            first = model.groups.tp_rank * local.size(1)
+            first = model.ranks.tp_rank * local.size(1)
             mine = weights_of(micro_batch.batch.advantages)[:, first : first + local.size(1)]
             return (local[:, : mine.size(1)] * mine).sum(), {}
 

@@ -51,12 +51,12 @@ def run(hf_path, layout, packed=True, with_gradients=False):
     rows = local.size(1)
     gradients = {}
     if with_gradients:
-        first = model.groups.tp_rank * rows
+        first = model.ranks.tp_rank * rows
         mine = logit_weights()[:, first : first + rows]
         (local[:, : mine.size(1)] * mine).sum().backward()
         gradients = gradients_of(model, layout)
     parts = [torch.empty_like(local) for _ in range(layout.tp)]
-    dist.all_gather(parts, local.detach().contiguous(), group=model.groups.tp_group)
+    dist.all_gather(parts, local.detach().contiguous(), group=model.ranks.tp_group)
     return torch.cat(parts, -1)[:, :VOCAB], gradients
 
 
@@ -77,7 +77,7 @@ def gradients_of(model, layout):
         if "layernorm" in name:
             if layout.sp:
                 assert parameter.sequence_parallel
-                dist.all_reduce(parameter.grad, group=model.groups.tp_group)
+                dist.all_reduce(parameter.grad, group=model.ranks.tp_group)
             gradients[name] = parameter.grad
         elif "self_attention" in name:
             gradients[name] = parameter.grad

@@ -107,7 +107,7 @@ def _pipeline(hf_path, layout, batched=None):
     from vapo_megatron.parallel.schedule import forward_backward, forward_only
 
     trained = _start(hf_path, layout, parallel={"batch_p2p_comm": batched})
-    last = trained.groups.is_last_stage
+    last = trained.ranks.is_last_stage
     seen = []
 
     def head(output, micro_batch):

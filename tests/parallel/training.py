@@ -137,16 +137,16 @@ class Trained:
         from vapo_megatron.weights.load_hf import load_hf_weights
 
         self.role, self.layout = role, layout
-        self.groups = groups.current()
+        self.ranks = groups.current()
         self.shape = read_model_shape(hf_path)
-        self.model = build_model(self.shape, config, self.groups, role)
-        load_hf_weights(self.model, self.shape, hf_path, self.groups, role)
+        self.model = build_model(self.shape, config, self.ranks, role)
+        load_hf_weights(self.model, self.shape, hf_path, self.ranks, role)
         self.chunks = build_ddp(self.model, config, self.model[0].config)
         self.optimizer = build_optimizer(self.chunks, config, role)
         batch = make_batch(self.shape.vocab_size)
         self.micro_batches = [
             make_micro_batch(batch.select(part), multiple_of=layout.tp if layout.sp else 1)
-            for part in layout.split[self.groups.dp_rank]
+            for part in layout.split[self.ranks.dp_rank]
         ]
 
     def head(self, output, micro_batch):
@@ -160,7 +160,7 @@ class Trained:
             hidden[micro_batch.predicting],
             output_weight(self.model[-1]),
             micro_batch.targets,
-            self.groups.tp_group,
+            self.ranks.tp_group,
             vocab_size=self.shape.vocab_size,
             temperature=TEMPERATURE,
             with_entropy=True,
@@ -180,20 +180,20 @@ class Trained:
         from vapo_megatron.parallel.schedule import forward_backward
 
         metrics = forward_backward(self.chunks, self.micro_batches, self.loss)
-        return sum_over_data_parallel(metrics, self.groups)
+        return sum_over_data_parallel(metrics, self.ranks)
 
     def full_tensors(self) -> dict[str, Tensor]:
         """Parameters by HF name, in full."""
         from vapo_megatron.weights.gather import gather_hf_tensors
 
-        named = gather_hf_tensors(self.chunks, self.shape, self.groups, role=self.role)
+        named = gather_hf_tensors(self.chunks, self.shape, self.ranks, role=self.role)
         return {name: tensor.clone() for name, tensor in named}
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Gradients by HF name, in full."""
         from vapo_megatron.weights.gradients import full_gradients
 
-        named = full_gradients(self.chunks, self.shape, self.groups, self.role)
+        named = full_gradients(self.chunks, self.shape, self.ranks, self.role)
         return {name: gradient.clone() for name, gradient in named}
 
 

@@ -161,7 +161,7 @@ def kept(hf, parallel, dtype, root):
         writer.save(1, {role: models[role] for role in ("actor", "critic")}, {})
         real = HostBytes(offloaded, sum(copied))
     turns.close()
-    return predicted(hf, settings, models["actor"].groups), real, max(gathered)
+    return predicted(hf, settings, models["actor"].ranks), real, max(gathered)
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,9 @@ def mini_batch_of(critic):
     from vapo_megatron.parallel.minibatches import make_mini_batches, packed_multiple
 
     data = make_batch(60)
-    data = data.select([[0, 1, 3], [2, 5, 6]][critic.groups.dp_rank])
+    data = data.select([[0, 1, 3], [2, 5, 6]][critic.ranks.dp_rank])
     (found,) = make_mini_batches(
-        data, [[[0, 1], [2]]], critic.groups, multiple_of=packed_multiple(critic.config)
+        data, [[[0, 1], [2]]], critic.ranks, multiple_of=packed_multiple(critic.config)
     )
     return found
 
@@ -55,7 +55,7 @@ def gradients(critic):
 
     critic.compute_gradients(mini_batch_of(critic))
     shape = read_model_shape(critic.config.model.hf_path)
-    named = full_gradients(critic.trained.chunks, shape, critic.groups, "critic")
+    named = full_gradients(critic.trained.chunks, shape, critic.ranks, "critic")
     return {name: gradient.clone() for name, gradient in named}
 
 

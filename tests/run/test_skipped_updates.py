@@ -44,7 +44,7 @@ def mini_batch_of(model, logprobs=None, **faulty):
     """A mini-batch; faulty numbers stand on the last data-parallel rank alone."""
     from vapo_megatron.parallel.minibatches import make_mini_batches
 
-    place, data = model.groups, make_batch(60)
+    place, data = model.ranks, make_batch(60)
     share = [[0, 1, 3], [2, 5, 6]][place.dp_rank] if place.dp_size == 2 else [0, 1, 2, 3, 5, 6]
     data = data.select(share)
     data = data.replace(values=torch.zeros_like(data.returns), old_logprobs=logprobs)

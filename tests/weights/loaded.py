@@ -12,7 +12,7 @@ from vapo_megatron.data.batch import MicroBatch, RolloutBatch, make_micro_batch
 from vapo_megatron.models.build import build_model
 from vapo_megatron.models.hf_config import ModelShape, read_model_shape
 from vapo_megatron.parallel import groups as parallel_groups
-from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.weights.load_hf import load_hf_weights
 
 # isort: split
@@ -36,7 +36,7 @@ FEW_HEADS = [(Layout(2, 1), 1), (Layout(2, 2), 1), (Layout(4, 1), 1), (Layout(4,
 class Loaded(NamedTuple):
     chunks: list[torch.nn.Module]
     shape: ModelShape
-    groups: ParallelGroups
+    groups: Ranks
     num_bytes: int
     config: VapoConfig
 

@@ -180,7 +180,7 @@ def _try_export(path, layout, out, broken_rank=None):
         next(data)
         raise OSError(28, "No space left on device")
 
-    if loaded.groups.rank == broken_rank:
+    if loaded.ranks.rank == broken_rank:
         writer.write_safetensors = failing
     try:
         export_hf(loaded.chunks, loaded.shape, loaded.groups, out, path)

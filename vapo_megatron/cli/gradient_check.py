@@ -141,11 +141,11 @@ def _write_first(
     trainer: VapoTrainer, role: str, out: Path, step: int, mini_batches: Sequence[MiniBatch]
 ) -> dict[str, float]:
     """Write the first mini-batch's gradients, in the place of a role's update."""
-    model, groups = getattr(trainer, role), trainer.groups
+    model, ranks = getattr(trainer, role), trainer.ranks
     metrics = model.compute_gradients(mini_batches[0])
-    gradients = full_gradients(model.trained.chunks, trainer.shape, groups, role)
-    if groups.rank == 0:
-        layout = f"TP{groups.tp_size} PP{groups.pp_size} VPP{groups.vpp_size} DP{groups.dp_size}"
+    gradients = full_gradients(model.trained.chunks, trainer.shape, ranks, role)
+    if ranks.rank == 0:
+        layout = f"TP{ranks.tp_size} PP{ranks.pp_size} VPP{ranks.vpp_size} DP{ranks.dp_size}"
         metadata = {"layout": layout, "step": str(step), "loss": f"{float(metrics['loss']):.9g}"}
         out.mkdir(parents=True, exist_ok=True)
         path = out / f"{role}.safetensors"

@@ -37,7 +37,7 @@ from vapo_megatron.models.rope import Rotary, rope_frequencies, softmax_scale
 from vapo_megatron.models.value_head import ValueHead, values_of
 from vapo_megatron.parallel.backend import check_launch_order
 from vapo_megatron.parallel.backend import device as this_device
-from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.groups import Ranks
 
 __all__ = ["build_model", "gather_hidden", "output_weight", "transformer_config", "values_of"]
 
@@ -151,7 +151,7 @@ def _fp8(fp8: str | None) -> dict[str, Any]:
 def build_model(
     shape: ModelShape,
     config: VapoConfig,
-    groups: ParallelGroups,
+    ranks: Ranks,
     role: Role,
     *,
     device: torch.device | str | None = None,
@@ -163,7 +163,7 @@ def build_model(
     Args:
         shape: the architecture, as its HF directory says.
         config: the run's configuration.
-        groups: of this rank, from groups.initialize.
+        ranks: of this rank, from groups.initialize.
         role: what the last stage returns.
         device: "meta" builds shapes without memory; None: the device of this process.
 
@@ -179,8 +179,8 @@ def build_model(
         settings.init_model_with_meta_device = True
     with where:
         chunks = [
-            _build_chunk(shape, config, groups, role, settings, stage)
-            for stage in range(groups.vpp_size)
+            _build_chunk(shape, config, ranks, role, settings, stage)
+            for stage in range(ranks.vpp_size)
         ]
     if role == "critic" and config.algorithm.freeze_critic_attention:
         _freeze_attention(chunks)
@@ -202,14 +202,14 @@ def _freeze_attention(chunks: list[GPTModel]) -> None:
 def _build_chunk(
     shape: ModelShape,
     config: VapoConfig,
-    groups: ParallelGroups,
+    ranks: Ranks,
     role: Role,
     settings: TransformerConfig,
     stage: int,
 ) -> GPTModel:
     """Build one virtual stage."""
-    vp_stage = stage if groups.vpp_size > 1 else None
-    last = groups.is_last_stage and stage == groups.vpp_size - 1
+    vp_stage = stage if ranks.vpp_size > 1 else None
+    last = ranks.is_last_stage and stage == ranks.vpp_size - 1
     model = config.model
     transformer_engine = uses_transformer_engine(model)
     frequencies = rope_frequencies(shape)
@@ -221,9 +221,9 @@ def _build_chunk(
             transformer_engine=transformer_engine,
             vp_stage=vp_stage,
         ),
-        vocab_size=padded_vocab_size(shape, model.make_vocab_size_divisible_by, groups.tp_size),
+        vocab_size=padded_vocab_size(shape, model.make_vocab_size_divisible_by, ranks.tp_size),
         max_sequence_length=shape.max_position_embeddings,
-        pre_process=groups.is_first_stage and stage == 0,
+        pre_process=ranks.is_first_stage and stage == 0,
         post_process=last,
         share_embeddings_and_output_weights=shape.tied and role == "actor",
         position_embedding_type="rope" if transformer_engine else "none",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vapo_megatron.data.batch import STATUSES, RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.parallel import backend
-from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.groups import Ranks
 
 _COLUMNS = 7
 """Position, prompt length, response length, status, truncated, reward, prompt index."""
@@ -87,7 +87,7 @@ def exchange(
     local: Sequence[ScoredRollout],
     summary: StepSummary,
     wanted: Sequence[Sequence[int]],
-    groups: ParallelGroups,
+    ranks: Ranks,
 ) -> RolloutBatch:
     """Send each response to the ranks that train on it.
 
@@ -96,12 +96,12 @@ def exchange(
         summary: from gather_summary.
         wanted: per data-parallel rank, the positions that it trains on, in the order that its batch
             shall have.
-        groups: this rank's place.
+        ranks: this rank's place.
 
     Returns:
-        The batch of wanted[groups.dp_rank], on the CPU.
+        The batch of wanted[ranks.dp_rank], on the CPU.
     """
-    dp_ranks = _all_gather(torch.tensor([groups.dp_rank]), groups.world_size).flatten().tolist()
+    dp_ranks = _all_gather(torch.tensor([ranks.dp_rank]), ranks.world_size).flatten().tolist()
     sources = summary.sources.tolist()
     sizes = (summary.prompt_lengths + 2 * summary.response_lengths).tolist()
     mine = {item.rollout.position: _pack(item) for item in local}
@@ -112,7 +112,7 @@ def exchange(
         pieces += outgoing
         send_sizes.append(sum(map(len, outgoing)))
     arriving = [
-        [p for p in wanted[groups.dp_rank] if sources[p] == r] for r in range(groups.world_size)
+        [p for p in wanted[ranks.dp_rank] if sources[p] == r] for r in range(ranks.world_size)
     ]
     receive_sizes = [sum(sizes[p] for p in part) for part in arriving]
     sent = torch.from_numpy(np.concatenate([*pieces, np.empty(0, np.int32)]))
@@ -121,7 +121,7 @@ def exchange(
     dist.all_to_all_single(received, sent, receive_sizes, send_sizes)
     order = [p for part in arriving for p in part]
     payload = dict(zip(order, received.cpu().split([sizes[p] for p in order])))
-    return _unpack(payload, summary, wanted[groups.dp_rank])
+    return _unpack(payload, summary, wanted[ranks.dp_rank])
 
 
 def _pack(item: ScoredRollout) -> np.ndarray:

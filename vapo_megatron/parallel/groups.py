@@ -21,7 +21,7 @@ from vapo_megatron.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
-class ParallelGroups:
+class Ranks:
     """Where this rank stands on each axis; tp_rank, pp_rank, dp_rank are ranks in that group."""
 
     rank: int
@@ -55,10 +55,10 @@ class ParallelGroups:
         return self.pp_rank == self.pp_size - 1
 
 
-_current: ParallelGroups | None = None
+_current: Ranks | None = None
 
 
-def initialize(parallel: ParallelConfig, seed: int = 0) -> ParallelGroups:
+def initialize(parallel: ParallelConfig, seed: int = 0) -> Ranks:
     """Build every process group and seed megatron-core's RNG tracker. Collective over all ranks.
 
     Args:
@@ -88,12 +88,12 @@ def initialize(parallel: ParallelConfig, seed: int = 0) -> ParallelGroups:
     return _current
 
 
-def _read(vpp_size: int) -> ParallelGroups:
+def _read(vpp_size: int) -> Ranks:
     tp_group = parallel_state.get_tensor_model_parallel_group()
     pp_group = parallel_state.get_pipeline_model_parallel_group()
     dp_group = parallel_state.get_data_parallel_group()
     stages = dist.get_process_group_ranks(pp_group)
-    return ParallelGroups(
+    return Ranks(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         tp_size=tp_group.size(),
@@ -112,7 +112,7 @@ def _read(vpp_size: int) -> ParallelGroups:
     )
 
 
-def current() -> ParallelGroups:
+def current() -> Ranks:
     """Return the groups that `initialize` built."""
     assert _current is not None, "groups.initialize has not been called"
     return _current

@@ -16,7 +16,7 @@ from vapo_megatron.algorithm.policy_loss import loss_count
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import MicroBatch, RolloutBatch, make_micro_batch
 from vapo_megatron.parallel import backend
-from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import sum_over_data_parallel
 
 FP8_MULTIPLE = 16
@@ -74,7 +74,7 @@ def make_micro_batches(
 def make_mini_batches(
     batch: RolloutBatch,
     plan: Sequence[Sequence[Sequence[int]]],
-    groups: ParallelGroups,
+    ranks: Ranks,
     *,
     multiple_of: int,
 ) -> list[MiniBatch]:
@@ -83,14 +83,14 @@ def make_mini_batches(
     Args:
         batch: this data-parallel rank's, complete with advantages and returns.
         plan: [mini-batch][micro-batch][response] local indices.
-        groups: this rank's place.
+        ranks: this rank's place.
         multiple_of: from packed_multiple.
     """
     mini_batches = [make_micro_batches(batch, part, multiple_of=multiple_of) for part in plan]
     counts = torch.stack(
         [torch.stack([_counts(m.batch) for m in part]).sum(0) for part in mini_batches]
     )
-    counts = sum_over_data_parallel(counts.to(backend.device()), groups).float()
+    counts = sum_over_data_parallel(counts.to(backend.device()), ranks).float()
     return [MiniBatch(part, *count.unbind()) for part, count in zip(mini_batches, counts)]
 
 

@@ -17,30 +17,30 @@ from torch import Tensor
 from vapo_megatron.parallel import backend
 
 if TYPE_CHECKING:
-    from vapo_megatron.parallel.groups import ParallelGroups
+    from vapo_megatron.parallel.groups import Ranks
 
 T = TypeVar("T")
 Metrics = TypeVar("Metrics", Tensor, dict[str, Tensor])
 
 
-def sum_over_data_parallel(value: Metrics, groups: ParallelGroups) -> Metrics:
+def sum_over_data_parallel(value: Metrics, ranks: Ranks) -> Metrics:
     """Sum a tensor, or each 0-d tensor of a dict, over the data-parallel ranks.
 
     Args:
         value: a tensor of any shape, or a dict with the same keys on all data-parallel ranks, which
             travels as one float64 all-reduce, in the order of its sorted keys.
-        groups: this rank's place.
+        ranks: this rank's place.
 
     Returns:
         A new tensor or dict, the same on all data-parallel ranks.
     """
     if isinstance(value, Tensor):
-        return _all_reduce(value, dist.ReduceOp.SUM, groups.dp_group)
-    if groups.dp_size == 1 or not value:
+        return _all_reduce(value, dist.ReduceOp.SUM, ranks.dp_group)
+    if ranks.dp_size == 1 or not value:
         return dict(value)
     names = sorted(value)
     stacked = torch.stack([value[name].detach().double() for name in names])
-    sums = _all_reduce(stacked, dist.ReduceOp.SUM, groups.dp_group)
+    sums = _all_reduce(stacked, dist.ReduceOp.SUM, ranks.dp_group)
     return {name: total.to(value[name].dtype) for name, total in zip(names, sums.unbind())}
 
 
@@ -74,7 +74,7 @@ def gather_objects(value: T) -> list[T]:
 
 
 def broadcast_from_last_stage(
-    results: Sequence[Tensor], lengths: Sequence[int], groups: ParallelGroups
+    results: Sequence[Tensor], lengths: Sequence[int], ranks: Ranks
 ) -> list[Tensor]:
     """Send the last pipeline stage's results to the other stages of the same pipeline.
 
@@ -84,41 +84,41 @@ def broadcast_from_last_stage(
         results: on the last stage one float32 tensor [length] or [length, width] for each length,
             all of the same width; ignored elsewhere.
         lengths: first size of each result, known on every stage.
-        groups: this rank's place.
+        ranks: this rank's place.
 
     Returns:
         The results, on the device.
     """
-    if groups.is_last_stage:
+    if ranks.is_last_stage:
         assert [len(r) for r in results] == list(lengths), "one row for each response token"
-    if groups.pp_size == 1 or not lengths:
+    if ranks.pp_size == 1 or not lengths:
         return list(results)
     shape = torch.zeros(1, dtype=torch.long, device=backend.device())
-    if groups.is_last_stage and results[0].dim() == 2:
+    if ranks.is_last_stage and results[0].dim() == 2:
         shape.fill_(results[0].shape[1])
-    dist.broadcast(shape, groups.last_stage_rank, group=groups.pp_group)
+    dist.broadcast(shape, ranks.last_stage_rank, group=ranks.pp_group)
     width = int(shape)
-    if groups.is_last_stage:
+    if ranks.is_last_stage:
         flat = torch.cat(list(results))
     else:
         size = (sum(lengths), width) if width else (sum(lengths),)
         flat = torch.empty(size, dtype=torch.float32, device=backend.device())
-    dist.broadcast(flat, groups.last_stage_rank, group=groups.pp_group)
+    dist.broadcast(flat, ranks.last_stage_rank, group=ranks.pp_group)
     return list(flat.split(list(lengths)))
 
 
 def broadcast_metrics_from_last_stage(
-    metrics: dict[str, Tensor], groups: ParallelGroups
+    metrics: dict[str, Tensor], ranks: Ranks
 ) -> dict[str, Tensor]:
     """Send a dict of 0-d tensors from the last pipeline stage to the other stages, float64.
 
     Nothing is sent, and nothing converted, without a pipeline.
     """
-    if groups.pp_size == 1:
+    if ranks.pp_size == 1:
         return metrics
     payload = [{name: float(value) for name, value in metrics.items()}]
     dist.broadcast_object_list(
-        payload, groups.last_stage_rank, group=groups.pp_group, device=backend.device()
+        payload, ranks.last_stage_rank, group=ranks.pp_group, device=backend.device()
     )
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in payload[0].items()}
 

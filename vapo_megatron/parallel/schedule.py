@@ -157,7 +157,7 @@ def _run(
     )
 
 
-def _filled(micro_batches: Sequence[MicroBatch], here: groups.ParallelGroups) -> list[MicroBatch]:
+def _filled(micro_batches: Sequence[MicroBatch], here: groups.Ranks) -> list[MicroBatch]:
     """Fill up the last group: the virtual pipeline runs micro-batches in groups of pp_size.
 
     What is added holds no response, and padding that sequence parallelism and FP8 can divide.

@@ -15,7 +15,7 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import MicroBatch
 from vapo_megatron.models.build import gather_hidden, output_weight
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.logprobs import linear_logprobs
 from vapo_megatron.parallel.minibatches import MiniBatch
 from vapo_megatron.parallel.optimizer import actor_learning_rate
@@ -56,7 +56,7 @@ def policy_logprobs(
         hidden[micro_batch.predicting],
         output_weight(policy.model[-1]),
         micro_batch.targets,
-        policy.groups.tp_group,
+        policy.ranks.tp_group,
         vocab_size=shape.vocab_size,
         temperature=config.rollout.temperature,
         with_entropy=with_entropy,
@@ -73,13 +73,13 @@ class Actor:
         self,
         shape: ModelShape,
         config: VapoConfig,
-        groups: ParallelGroups,
+        ranks: Ranks,
         hf_path: str | None,
     ) -> None:
         """Build it; hf_path: weights to begin with, None: a checkpoint brings them."""
-        self.shape, self.config, self.groups = shape, config, groups
+        self.shape, self.config, self.ranks = shape, config, ranks
         kind = TrainedModel if "actor" in config.algorithm.trained_roles else FrozenModel
-        self.trained = kind(shape, config, groups, "actor", hf_path)
+        self.trained = kind(shape, config, ranks, "actor", hf_path)
 
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
         """Return (logprobs, entropy) of the response tokens, no gradient; both float32 [T], CPU.

@@ -16,7 +16,7 @@ from vapo_megatron.algorithm.group_advantages import group_advantages, group_sum
 from vapo_megatron.algorithm.overlong_filtering import without_truncated
 from vapo_megatron.config import AlgorithmConfig
 from vapo_megatron.data.batch import RolloutBatch, StepSummary
-from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import sum_over_data_parallel
 
 
@@ -29,7 +29,7 @@ def with_loss_mask(batch: RolloutBatch, algorithm: AlgorithmConfig) -> RolloutBa
 
 
 def with_advantages(
-    summary: StepSummary, batch: RolloutBatch, algorithm: AlgorithmConfig, groups: ParallelGroups
+    summary: StepSummary, batch: RolloutBatch, algorithm: AlgorithmConfig, ranks: Ranks
 ) -> RolloutBatch:
     """Return the batch with `advantages` [T] set, and `returns` [T] where it has `values`.
 
@@ -44,7 +44,7 @@ def with_advantages(
         batch = _from_groups(summary, batch, algorithm)
     if algorithm.advantage_whitening:
         assert batch.advantages is not None
-        sums = sum_over_data_parallel(masked_sums(batch.advantages, batch.loss_mask), groups)
+        sums = sum_over_data_parallel(masked_sums(batch.advantages, batch.loss_mask), ranks)
         mean, std = mean_and_std(sums)
         batch = batch.replace(advantages=whiten(batch.advantages, mean=mean, std=std))
     return batch

@@ -13,7 +13,7 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import MicroBatch
 from vapo_megatron.models.build import values_of
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.minibatches import MiniBatch
 from vapo_megatron.parallel.optimizer import critic_learning_rate
 from vapo_megatron.parallel.schedule import forward_only
@@ -27,12 +27,12 @@ class Critic:
         self,
         shape: ModelShape,
         config: VapoConfig,
-        groups: ParallelGroups,
+        ranks: Ranks,
         hf_path: str | None,
     ) -> None:
         """Build it; hf_path: weights to begin with, None: a checkpoint brings them."""
-        self.config, self.groups = config, groups
-        self.trained = TrainedModel(shape, config, groups, "critic", hf_path)
+        self.config, self.ranks = config, ranks
+        self.trained = TrainedModel(shape, config, ranks, "critic", hf_path)
 
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Return V before each response token, no gradient; float32 [T], CPU."""

@@ -14,7 +14,7 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import MicroBatch
 from vapo_megatron.models.build import Role, build_model
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.minibatches import MiniBatch
 from vapo_megatron.parallel.offload import ORDER, Held, Offload
 from vapo_megatron.parallel.optimizer import (
@@ -53,14 +53,14 @@ class PlacedModel:
         self,
         shape: ModelShape,
         config: VapoConfig,
-        groups: ParallelGroups,
+        ranks: Ranks,
         role: Role,
         hf_path: str | None,
     ) -> None:
-        self.groups = groups
-        self._model = build_model(shape, config, groups, role)
+        self.ranks = ranks
+        self._model = build_model(shape, config, ranks, role)
         if hf_path is not None:
-            load_hf_weights(self._model, shape, hf_path, groups, role)
+            load_hf_weights(self._model, shape, hf_path, ranks, role)
         self._chunks = self._model
         self._offload: Offload | None = None
         self._prepare(config, role)
@@ -176,7 +176,7 @@ class TrainedModel(PlacedModel):
         found += [torch.tensor(m.batch.is_finite) for m in mini_batch.micro_batches]
         broken = [(~ok).to(loss.device, torch.float64) for ok in found]
         metrics["not_finite"] = torch.stack(broken).sum()
-        return sum_over_data_parallel(metrics, self.groups)
+        return sum_over_data_parallel(metrics, self.ranks)
 
     def update(
         self, mini_batch: MiniBatch, loss_function: LossFunction, learning_rate: float

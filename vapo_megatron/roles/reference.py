@@ -15,7 +15,7 @@ from torch import Tensor
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import MicroBatch
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.schedule import forward_only
 from vapo_megatron.roles.actor import policy_logprobs
 from vapo_megatron.roles.model import FrozenModel
@@ -24,9 +24,9 @@ from vapo_megatron.roles.model import FrozenModel
 class Reference:
     """Policy model that never learns."""
 
-    def __init__(self, shape: ModelShape, config: VapoConfig, groups: ParallelGroups) -> None:
+    def __init__(self, shape: ModelShape, config: VapoConfig, ranks: Ranks) -> None:
         self.shape, self.config = shape, config
-        self.frozen = FrozenModel(shape, config, groups, "actor", config.model.hf_path)
+        self.frozen = FrozenModel(shape, config, ranks, "actor", config.model.hf_path)
 
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Return logprobs of the response tokens at the rollout's temperature; float32 [T], CPU."""

@@ -18,20 +18,20 @@ from vapo_megatron.rollout.source import Decode, HasTime, Phase
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
-    from vapo_megatron.parallel.groups import ParallelGroups
+    from vapo_megatron.parallel.groups import Ranks
 
 
 class Replay:
     """One process's part of a replay: a RolloutSource. Step s is trained on the dump's step s."""
 
-    def __init__(self, directory: Path, groups: ParallelGroups) -> None:
+    def __init__(self, directory: Path, ranks: Ranks) -> None:
         """Find the dump.
 
         Args:
             directory: a run directory, or its replay directory; check_dump has found it to fit.
-            groups: this rank's place.
+            ranks: this rank's place.
         """
-        self._root, self._groups = replay_directory(directory), groups
+        self._root, self._ranks = replay_directory(directory), ranks
         self.decode: Decode | None = None
         self.note = f"replay of {self._root}: nothing is sampled, published or evaluated"
 
@@ -47,7 +47,7 @@ class Replay:
         """Read this rank's share of the files: consecutive ones, so that groups stay together."""
         with phase("replay"):
             files = read_headers(self._root, step + 1)
-            share = assign(len(files), self._groups.world_size)[self._groups.rank]
+            share = assign(len(files), self._ranks.world_size)[self._ranks.rank]
             scored: list[ScoredRollout] = []
             problem = None
             try:

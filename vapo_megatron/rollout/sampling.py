@@ -17,7 +17,7 @@ from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.data.prompts import read_prompts
 from vapo_megatron.errors import Stopped
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.scoring import check_answers, score_rollouts
@@ -35,7 +35,7 @@ class Sampling:
 
     note = ""
 
-    def __init__(self, config: VapoConfig, shape: ModelShape, groups: ParallelGroups) -> None:
+    def __init__(self, config: VapoConfig, shape: ModelShape, ranks: Ranks) -> None:
         self._config = config
         hf_path = str(config.model.hf_path)
         tokenizer = load_tokenizer(hf_path)
@@ -47,7 +47,7 @@ class Sampling:
             str(data.train_path), config, tokenizer.encode, shuffle=data.shuffle
         )
         self.held_out = read_prompts(held_out, config, tokenizer.encode) if held_out else None
-        rank, world_size = groups.rank, groups.world_size
+        rank, world_size = ranks.rank, ranks.world_size
         tp_size = config.rollout.tensor_model_parallel_size
         with contextlib.ExitStack() as unfinished:
             self._verifier = None
@@ -61,7 +61,7 @@ class Sampling:
 
             self.engine = RolloutEngine(hf_path, config, rank=rank, world_size=world_size)
             unfinished.pop_all()
-        self._sync = WeightSync(shape, groups, config, self.engine)
+        self._sync = WeightSync(shape, ranks, config, self.engine)
         rollout = config.rollout
         self._settings = SamplingSettings(
             temperature=rollout.temperature,

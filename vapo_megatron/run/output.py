@@ -14,7 +14,7 @@ from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.data.file_lock import lock_run
 from vapo_megatron.data.storage import replace_file, writing
 from vapo_megatron.parallel import backend
-from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.memory import PeakMemory
 from vapo_megatron.parallel.reduce import max_over_world, sum_over_world
 from vapo_megatron.rollout.source import Decode, OnProgress
@@ -27,9 +27,9 @@ from vapo_megatron.run.token_records import gather_shown, group_records
 class RunOutput:
     """Every rank calls the same methods in the same order; the main rank alone shows and writes."""
 
-    def __init__(self, config: VapoConfig, groups: ParallelGroups) -> None:
+    def __init__(self, config: VapoConfig, ranks: Ranks) -> None:
         """Show and write nothing but times until `opened`."""
-        self._config, self._groups = config, groups
+        self._config, self._ranks = config, ranks
         self._writer: MetricsWriter | None = None
         self._progress = Progress("off", config.algorithm.num_steps, 0)
         self._memory = PeakMemory()
@@ -49,7 +49,7 @@ class RunOutput:
             UserError: on the main rank; see lock_run and writing.
         """
         algorithm, log = self._config.algorithm, self._config.logging
-        run_dir, is_main = Path(log.run_dir), self._groups.rank == 0
+        run_dir, is_main = Path(log.run_dir), self._ranks.rank == 0
         with contextlib.ExitStack() as stack:
             if is_main:
                 with writing(run_dir):
@@ -137,7 +137,7 @@ class RunOutput:
         shown = (summary.sources == 0).nonzero().flatten()[:most].tolist()
         tokens = {}
         if shown and decode is not None:
-            tokens = gather_shown(batch, entropy, shown, summary, self._groups)
+            tokens = gather_shown(batch, entropy, shown, summary, self._ranks)
         if self._writer is not None:
             problems, correct = summary.prompt_indices[::size], summary.is_correct.view(-1, size)
             self._writer.write_problems(step + 1, problems.tolist(), correct.sum(1).tolist(), size)

@@ -15,14 +15,12 @@ from vapo_megatron.algorithm.gae import (
 )
 from vapo_megatron.config import AlgorithmConfig
 from vapo_megatron.data.batch import STATUSES, RolloutBatch, StepSummary
-from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import max_over_world, sum_over_data_parallel
 from vapo_megatron.roles.advantages import lambdas
 
 
-def sampler_difference(
-    batch: RolloutBatch, limit: float | None, groups: ParallelGroups
-) -> dict[str, float]:
+def sampler_difference(batch: RolloutBatch, limit: float | None, ranks: Ranks) -> dict[str, float]:
     """Compare the sampler's log-probabilities with the trainer's, before anything is updated.
 
     They are of the same tokens under the same weights: what is left is rounding. A stale or
@@ -31,7 +29,7 @@ def sampler_difference(
     Args:
         batch: this data-parallel rank's, with old_logprobs.
         limit: largest |difference| of a token in nats; None: any.
-        groups: this rank's place.
+        ranks: this rank's place.
 
     Returns:
         rollout/logprob_diff_mean and _max, over all ranks' response tokens; not finite where one of
@@ -43,7 +41,7 @@ def sampler_difference(
     assert batch.old_logprobs is not None
     difference = (batch.rollout_logprobs - batch.old_logprobs).abs()
     everything = torch.ones_like(difference, dtype=torch.bool)
-    mean, _ = mean_and_std(sum_over_data_parallel(masked_sums(difference, everything), groups))
+    mean, _ = mean_and_std(sum_over_data_parallel(masked_sums(difference, everything), ranks))
     largest = float(max_over_world(torch.cat([difference, torch.zeros(1)]).max()))
     if limit is not None and math.isfinite(largest) and largest > limit:
         raise RuntimeError(
@@ -59,7 +57,7 @@ def step_metrics(
     batch: RolloutBatch,
     entropy: Tensor,
     algorithm: AlgorithmConfig,
-    groups: ParallelGroups,
+    ranks: Ranks,
 ) -> dict[str, float]:
     """Name and reduce a step's metrics, the updates' own apart; two small all-reduces.
 
@@ -68,14 +66,14 @@ def step_metrics(
         batch: this data-parallel rank's, complete; without a critic it has no values.
         entropy: float32 [T], nats, of the policy that sampled.
         algorithm: for lambda.
-        groups: this rank's place.
+        ranks: this rank's place.
     """
     assert batch.advantages is not None
     everything = torch.ones_like(batch.loss_mask, dtype=torch.bool)
     parts = [masked_sums(entropy, everything), masked_sums(batch.advantages, batch.loss_mask)]
     if batch.values is not None and batch.returns is not None:
         parts.append(moments(batch.values, batch.returns, batch.loss_mask))
-    of_entropy, of_advantages, *of_values = sum_over_data_parallel(torch.cat(parts), groups).split(
+    of_entropy, of_advantages, *of_values = sum_over_data_parallel(torch.cat(parts), ranks).split(
         [len(part) for part in parts]
     )
     advantage_mean, advantage_std = mean_and_std(of_advantages)

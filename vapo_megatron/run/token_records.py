@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
-from vapo_megatron.parallel.groups import ParallelGroups
+from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import sum_over_data_parallel
 from vapo_megatron.rollout.source import Decode
 from vapo_megatron.run.directory import group_record
@@ -41,7 +41,7 @@ def gather_shown(
     entropy: Tensor,
     shown: Sequence[int],
     summary: StepSummary,
-    groups: ParallelGroups,
+    ranks: Ranks,
 ) -> dict[int, dict[str, list[float | None]]]:
     """Bring together what each rank knows of the tokens of the shown responses. A collective.
 
@@ -50,7 +50,7 @@ def gather_shown(
         entropy: float32 [T], nats.
         shown: positions of responses, the same on every rank.
         summary: of all ranks' responses.
-        groups: this rank's place.
+        ranks: this rank's place.
 
     Returns:
         By position `values`, where there is a critic, `advantages` and `entropy` of its kept
@@ -67,7 +67,7 @@ def gather_shown(
             at = torch.tensor(index, dtype=torch.long) + starts[position]
             for row, numbers in zip(part, held.values()):
                 row.copy_(numbers[at])
-    out = sum_over_data_parallel(out, groups)
+    out = sum_over_data_parallel(out, ranks)
     return {
         position: dict(zip(held, map(_rounded, part)))
         for position, part in zip(shown, out.split(sizes, dim=1))

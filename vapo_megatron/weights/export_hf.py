@@ -45,7 +45,7 @@ from vapo_megatron.weights.mapping import (
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
-    from vapo_megatron.parallel.groups import ParallelGroups
+    from vapo_megatron.parallel.groups import Ranks
 
 MAX_FILE_BYTES = 4 << 30
 
@@ -61,7 +61,7 @@ class _File:
 def export_hf(
     chunks: Sequence[torch.nn.Module],
     shape: ModelShape,
-    groups: ParallelGroups,
+    ranks: Ranks,
     out_dir: str | Path,
     copy_from: str | Path,
     role: str = "actor",
@@ -76,7 +76,7 @@ def export_hf(
     Args:
         chunks: this rank's model chunks, with or without DDP.
         shape: of the model.
-        groups: this rank's place.
+        ranks: this rank's place.
         out_dir: replaced as a whole if it is an earlier export.
         copy_from: directory whose config.json, generation settings and tokenizer are carried along.
         role: "actor" or "critic".
@@ -90,11 +90,11 @@ def export_hf(
     """
     out_dir, source = Path(out_dir).absolute(), Path(copy_from)
     partial = partial_of(out_dir)
-    is_main = groups.rank == 0
+    is_main = ranks.rank == 0
     _agree(_problem_of(lambda: prepare(out_dir, source)) if is_main else None)
 
     try:
-        _export(chunks, shape, groups, partial, source, role, max_file_bytes)
+        _export(chunks, shape, ranks, partial, source, role, max_file_bytes)
         _agree(_problem_of(lambda: replace_directory(partial, out_dir)) if is_main else None)
     except CheckpointError:
         if is_main:
@@ -106,7 +106,7 @@ def export_hf(
 def _export(
     chunks: Sequence[torch.nn.Module],
     shape: ModelShape,
-    groups: ParallelGroups,
+    ranks: Ranks,
     partial: Path,
     source: Path,
     role: str,
@@ -122,16 +122,16 @@ def _export(
     if role == "critic":
         bias = _value_bias(chunks[-1], architecture(read_config(source), shape.family, role))
     files = _plan(parameters, shape, max_file_bytes, bias is not None)
-    stage_names, weight_map, total_bytes = _name_files(files, groups)
+    stage_names, weight_map, total_bytes = _name_files(files, ranks)
     paths = [partial / name for name in stage_names]
-    _agree(_write_stage(files, paths, shape, groups, bias) if groups.dp_rank == 0 else None)
+    _agree(_write_stage(files, paths, shape, ranks, bias) if ranks.dp_rank == 0 else None)
 
     def finish() -> None:
         carry(source, partial)
         write_config(source, partial, shape.family, role, dtype)
         write_index(partial, weight_map, total_bytes)
 
-    _agree(_problem_of(finish) if groups.rank == 0 else None)
+    _agree(_problem_of(finish) if ranks.rank == 0 else None)
 
 
 def _value_bias(last_chunk: torch.nn.Module, class_name: str) -> Tensor | None:
@@ -181,12 +181,10 @@ def _plan(
     return files
 
 
-def _name_files(
-    files: list[_File], groups: ParallelGroups
-) -> tuple[list[str], dict[str, str], int]:
+def _name_files(files: list[_File], ranks: Ranks) -> tuple[list[str], dict[str, str], int]:
     """Return this stage's file names, and for all stages tensor name -> file name and the bytes."""
-    leads = groups.tp_rank == 0 and groups.dp_rank == 0
-    mine = (groups.pp_rank, [[(t.name, t.num_bytes) for t in f.tensors] for f in files])
+    leads = ranks.tp_rank == 0 and ranks.dp_rank == 0
+    mine = (ranks.pp_rank, [[(t.name, t.num_bytes) for t in f.tensors] for f in files])
     plans = gather_objects(mine if leads else None)
     stages = [stage for _, stage in sorted(p for p in plans if p is not None)]
     count = sum(map(len, stages))
@@ -195,7 +193,7 @@ def _name_files(
         names = [SINGLE_FILE]
     contents = [file for stage in stages for file in stage]
     weight_map = {t: name for name, file in zip(names, contents, strict=True) for t, _ in file}
-    first = sum(map(len, stages[: groups.pp_rank]))
+    first = sum(map(len, stages[: ranks.pp_rank]))
     total_bytes = sum(size for file in contents for _, size in file)
     return names[first : first + len(files)], weight_map, total_bytes
 
@@ -204,14 +202,14 @@ def _write_stage(
     files: list[_File],
     paths: list[Path],
     shape: ModelShape,
-    groups: ParallelGroups,
+    ranks: Ranks,
     bias: Tensor | None,
 ) -> str | None:
     """Gather this stage's parameters and, on its leader, write them; returns what went wrong."""
     problem = None
     for file, path in zip(files, paths, strict=True):
-        tensors = (t for p in file.parameters for t in _gather(p, shape, groups, bias))
-        if groups.tp_rank == 0:
+        tensors = (t for p in file.parameters for t in _gather(p, shape, ranks, bias))
+        if ranks.tp_rank == 0:
             try:
                 write_safetensors(path, file.tensors, tensors)
             except OSError as error:
@@ -223,16 +221,16 @@ def _write_stage(
 
 
 def _gather(
-    parameter: LocalParameter, shape: ModelShape, groups: ParallelGroups, bias: Tensor | None
+    parameter: LocalParameter, shape: ModelShape, ranks: Ranks, bias: Tensor | None
 ) -> Iterator[Tensor]:
     """Yield the full HF tensors of one parameter on tensor-parallel rank 0, nothing elsewhere."""
     shard, kind = parameter.data.contiguous(), parameter.row.kind
     shards = [shard]
-    if groups.tp_size > 1 and layout.shard_dim(kind) is not None:
-        is_leader = groups.tp_rank == 0
-        shards = [torch.empty_like(shard) for _ in range(groups.tp_size)] if is_leader else []
-        dist.gather(shard, shards or None, group=groups.tp_group, group_dst=0)
-    if groups.tp_rank == 0:
+    if ranks.tp_size > 1 and layout.shard_dim(kind) is not None:
+        is_leader = ranks.tp_rank == 0
+        shards = [torch.empty_like(shard) for _ in range(ranks.tp_size)] if is_leader else []
+        dist.gather(shard, shards or None, group=ranks.tp_group, group_dst=0)
+    if ranks.tp_rank == 0:
         yield from layout.join(
             kind,
             shards,

@@ -27,7 +27,7 @@ from vapo_megatron.weights.mapping import (
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
-    from vapo_megatron.parallel.groups import ParallelGroups
+    from vapo_megatron.parallel.groups import Ranks
 
 BUCKET_BYTES = 512 << 20
 
@@ -49,7 +49,7 @@ class _Shard:
 def gather_hf_tensors(
     chunks: Sequence[torch.nn.Module],
     shape: ModelShape,
-    groups: ParallelGroups,
+    ranks: Ranks,
     *,
     role: str = "actor",
     bucket_bytes: int = BUCKET_BYTES,
@@ -63,7 +63,7 @@ def gather_hf_tensors(
         chunks: this rank's model chunks; with DDP around them, parameters that overlap_param_gather
             has not fetched yet are fetched first.
         shape: of the model.
-        groups: this rank's place.
+        ranks: this rank's place.
         role: "actor" or "critic".
         bucket_bytes: a gathered bucket is at most this large, or one parameter. Peak memory is
             about one bucket, its shards and one parameter.
@@ -73,14 +73,14 @@ def gather_hf_tensors(
     """
     wait_for_parameters(chunks)
     parameters = [p for p in local_parameters(chunks, shape, role) if not p.row.is_copy]
-    stages = _all_stages([_describe(p) for p in parameters], groups)
+    stages = _all_stages([_describe(p) for p in parameters], ranks)
     found = sorted(name for stage in stages for shard in stage for name in shard.hf_names)
     assert found == sorted(hf_tensors(shape, role)), "the stages do not add up to the model"
     for stage, shards in enumerate(stages):
-        for start, stop in _buckets(shards, bucket_bytes // groups.tp_size):
+        for start, stop in _buckets(shards, bucket_bytes // ranks.tp_size):
             bucket = shards[start:stop]
-            local = [p.data for p in parameters[start:stop]] if stage == groups.pp_rank else []
-            per_rank = _gather(bucket, local, stage, groups, parameters[0].data.device)
+            local = [p.data for p in parameters[start:stop]] if stage == ranks.pp_rank else []
+            per_rank = _gather(bucket, local, stage, ranks, parameters[0].data.device)
             for shard, parts in zip(bucket, zip(*per_rank, strict=True), strict=True):
                 full = layout.join(
                     shard.kind,
@@ -97,12 +97,12 @@ def _describe(parameter: LocalParameter) -> _Shard:
     return _Shard(parameter.hf_names, parameter.row.kind, tuple(data.shape), data.dtype)
 
 
-def _all_stages(mine: list[_Shard], groups: ParallelGroups) -> list[list[_Shard]]:
+def _all_stages(mine: list[_Shard], ranks: Ranks) -> list[list[_Shard]]:
     """Return what every pipeline stage holds, in stage order."""
-    if groups.pp_size == 1:
+    if ranks.pp_size == 1:
         return [mine]
-    stages: list[Any] = [None] * groups.pp_size
-    dist.all_gather_object(stages, mine, group=groups.pp_group)
+    stages: list[Any] = [None] * ranks.pp_size
+    dist.all_gather_object(stages, mine, group=ranks.pp_group)
     return stages
 
 
@@ -123,23 +123,23 @@ def _gather(
     bucket: list[_Shard],
     local: list[Tensor],
     stage: int,
-    groups: ParallelGroups,
+    ranks: Ranks,
     device: torch.device,
 ) -> list[list[Tensor]]:
     """Return the bucket's shards per tensor-parallel rank; `local`: this rank's, on `stage`."""
-    if groups.tp_size == groups.pp_size == 1:
+    if ranks.tp_size == ranks.pp_size == 1:
         return [local]
     sizes = [s.num_elements for s in bucket]
     buffer = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=device)
     for target, source in zip(buffer.split(sizes), local, strict=False):
         target.copy_(source.reshape(-1))
-    if groups.pp_size > 1:
-        dist.broadcast(buffer, group=groups.pp_group, group_src=stage)
+    if ranks.pp_size > 1:
+        dist.broadcast(buffer, group=ranks.pp_group, group_src=stage)
     everyone = buffer
-    if groups.tp_size > 1:
-        everyone = buffer.new_empty(groups.tp_size * buffer.numel())
-        dist.all_gather_into_tensor(everyone, buffer, group=groups.tp_group)
+    if ranks.tp_size > 1:
+        everyone = buffer.new_empty(ranks.tp_size * buffer.numel())
+        dist.all_gather_into_tensor(everyone, buffer, group=ranks.tp_group)
     return [
         [flat.view(s.shape) for flat, s in zip(row.split(sizes), bucket, strict=True)]
-        for row in everyone.chunk(groups.tp_size)
+        for row in everyone.chunk(ranks.tp_size)
     ]

@@ -21,13 +21,13 @@ from vapo_megatron.weights.mapping import unwrap
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
-    from vapo_megatron.parallel.groups import ParallelGroups
+    from vapo_megatron.parallel.groups import Ranks
 
 
 def full_gradients(
     chunks: Sequence[torch.nn.Module],
     shape: ModelShape,
-    groups: ParallelGroups,
+    ranks: Ranks,
     role: str,
     *,
     bucket_bytes: int = BUCKET_BYTES,
@@ -41,7 +41,7 @@ def full_gradients(
     Args:
         chunks: this rank's, with DDP around them.
         shape: of the model.
-        groups: this rank's place.
+        ranks: this rank's place.
         role: "actor" or "critic".
         bucket_bytes: a gathered bucket is at most this large, or one parameter: the memory that
             this takes, with one parameter more.
@@ -52,17 +52,17 @@ def full_gradients(
     """
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer:  # type: ignore[union-attr]
-            _complete_buckets(chunk, groups)
+            _complete_buckets(chunk, ranks)
     lent: Any = [_ChunkOfGradients(chunk) for chunk in chunks]
-    yield from gather_hf_tensors(lent, shape, groups, role=role, bucket_bytes=bucket_bytes)
+    yield from gather_hf_tensors(lent, shape, ranks, role=role, bucket_bytes=bucket_bytes)
 
 
-def _complete_buckets(chunk: Any, groups: ParallelGroups) -> None:
+def _complete_buckets(chunk: Any, ranks: Ranks) -> None:
     """Fetch the other data-parallel ranks' shares of each bucket, into their places."""
     for buffer in chunk.buffers:
         for bucket in buffer.buckets:
-            own = bucket.grad_data.chunk(groups.dp_size)[groups.dp_rank]
-            dist.all_gather_into_tensor(bucket.grad_data, own, group=groups.dp_group)
+            own = bucket.grad_data.chunk(ranks.dp_size)[ranks.dp_rank]
+            dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks.dp_group)
 
 
 class _ChunkOfGradients:

@@ -35,7 +35,7 @@ from vapo_megatron.weights.mapping import (
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
-    from vapo_megatron.parallel.groups import ParallelGroups
+    from vapo_megatron.parallel.groups import Ranks
 
 __all__ = ["HfReader", "check_hf_tensors", "check_weights", "export_hf", "load_hf_weights"]
 
@@ -100,7 +100,7 @@ def load_hf_weights(
     chunks: Sequence[torch.nn.Module],
     shape: ModelShape,
     hf_path: str | Path,
-    groups: ParallelGroups,
+    ranks: Ranks,
     role: str,
 ) -> int:
     """Copy this rank's part of an HF directory into its chunks, before the optimizer is built.
@@ -111,7 +111,7 @@ def load_hf_weights(
         chunks: from build_model, one for each virtual pipeline stage.
         shape: of the model that was built.
         hf_path: directory with safetensors files, or one that convert_hf_to_megatron.py wrote.
-        groups: this rank's place.
+        ranks: this rank's place.
         role: a critic takes a policy or a reward model; see check_hf_tensors.
 
     Returns:
@@ -127,7 +127,7 @@ def load_hf_weights(
     parameters = local_parameters(chunks, shape, role)
     present = set(reader.names())
     if role == "actor" and shape.tied and OUTPUT in present:
-        _check_really_tied(reader, parameters, shape, groups)
+        _check_really_tied(reader, parameters, shape, ranks)
     head = getattr(unwrap(chunks[-1]), "output_layer", None)
     if role == "critic" and head is not None and VALUE_HEAD_BIAS in present:
         head.set_bias(reader.read(VALUE_HEAD_BIAS))
@@ -136,9 +136,9 @@ def load_hf_weights(
             continue
         shard = layout.merge(
             parameter.row.kind,
-            list(_parts(reader, parameter, shape, groups)),
+            list(_parts(reader, parameter, shape, ranks)),
             num_groups=shape.num_key_value_heads,
-            tp_size=groups.tp_size,
+            tp_size=ranks.tp_size,
             num_rows=parameter.data.shape[0],
         )
         assert shard.shape == parameter.data.shape, (
@@ -162,7 +162,7 @@ def _load_converted(
 
 
 def _parts(
-    reader: HfReader, parameter: LocalParameter, shape: ModelShape, groups: ParallelGroups
+    reader: HfReader, parameter: LocalParameter, shape: ModelShape, ranks: Ranks
 ) -> Iterator[Tensor]:
     """Yield this rank's parts of the HF tensors of one parameter."""
     dim = layout.shard_dim(parameter.row.kind)
@@ -172,10 +172,10 @@ def _parts(
     all_bounds = layout.part_bounds(
         parameter.row.kind,
         [size[dim] for size in parameter.row.shapes(shape)],
-        groups.tp_rank,
-        groups.tp_size,
+        ranks.tp_rank,
+        ranks.tp_size,
         num_groups=shape.num_key_value_heads,
-        padded_rows=parameter.data.shape[0] * groups.tp_size,
+        padded_rows=parameter.data.shape[0] * ranks.tp_size,
     )
     for name, (start, stop) in zip(parameter.hf_names, all_bounds, strict=True):
         yield reader.read(name, dim, start, stop)
@@ -185,7 +185,7 @@ def _check_really_tied(
     reader: HfReader,
     parameters: list[LocalParameter],
     shape: ModelShape,
-    groups: ParallelGroups,
+    ranks: Ranks,
 ) -> None:
     """Refuse a tied model whose file holds an output matrix of its own."""
     expected, found = (f"{list(reader.shape(n))} {reader.dtype(n)}" for n in (EMBEDDING, OUTPUT))
@@ -197,8 +197,8 @@ def _check_really_tied(
         if parameter.hf_names != (EMBEDDING,):
             continue
         as_output = dataclasses.replace(parameter, hf_names=(OUTPUT,))
-        (embedding,) = _parts(reader, parameter, shape, groups)
-        (output,) = _parts(reader, as_output, shape, groups)
+        (embedding,) = _parts(reader, parameter, shape, ranks)
+        (output,) = _parts(reader, as_output, shape, ranks)
         if not torch.equal(embedding, output):
             raise CheckpointError(
                 f"{reader.directory}: config.json says tie_word_embeddings=true, but {OUTPUT} "

@@ -29,7 +29,7 @@ from vapo_megatron.weights.reshard.whole_plan import make_plan
 if TYPE_CHECKING:
     from vapo_megatron.config import VapoConfig
     from vapo_megatron.models.hf_config import ModelShape
-    from vapo_megatron.parallel.groups import ParallelGroups
+    from vapo_megatron.parallel.groups import Ranks
 
 
 class Engine(Protocol):
@@ -62,18 +62,16 @@ class _Prepared(NamedTuple):
 class WeightSync:
     """One rank's end of the way from the actor to the sampler."""
 
-    def __init__(
-        self, shape: ModelShape, groups: ParallelGroups, config: VapoConfig, engine: Engine
-    ) -> None:
+    def __init__(self, shape: ModelShape, ranks: Ranks, config: VapoConfig, engine: Engine) -> None:
         """Nothing is sent yet.
 
         Args:
             shape: of the model.
-            groups: this rank's place.
+            ranks: this rank's place.
             config: model, parallel and rollout are used.
             engine: this rank's sampler.
         """
-        self._shape, self._groups, self._config = shape, groups, config
+        self._shape, self._ranks, self._config = shape, ranks, config
         self._engine = engine
         self._prepared: _Prepared | None = None
         self.received_bytes = 0
@@ -127,12 +125,12 @@ class WeightSync:
         # Looked up afresh: what the sampler computes with, not what was written to.
         weights = all_weights(chunks, self._engine.live_weights())
         ready = self._prepared
-        found = differences(ready.plan, self._groups.rank, weights, ready.dtype, ready.device)
+        found = differences(ready.plan, self._ranks.rank, weights, ready.dtype, ready.device)
         _raise_together(found, "the sampler's weights differ from the trainer's")
 
     def _prepare(self, chunks: Sequence[torch.nn.Module]) -> _Prepared:
         """Make the plan, and refuse one that does not fit on all ranks."""
-        config, rank = self._config, self._groups.rank
+        config, rank = self._config, self._ranks.rank
         live = self._engine.live_weights()
         weights = all_weights(chunks, live)
         first = next(iter(live.values())).tensor
@@ -159,14 +157,14 @@ class WeightSync:
         return _Prepared(plan, steps, weights, live, first.dtype, first.device, num_bytes)
 
     def _trainer_layout(self, chunks: Sequence[torch.nn.Module]) -> TrainerLayout:
-        groups = self._groups
+        ranks = self._ranks
         parameters = local_parameters(chunks, self._shape, "actor")
         return trainer_layout(
             self._shape,
-            tp_size=groups.tp_size,
-            pp_size=groups.pp_size,
-            vpp_size=groups.vpp_size,
-            dp_size=groups.dp_size,
+            tp_size=ranks.tp_size,
+            pp_size=ranks.pp_size,
+            vpp_size=ranks.vpp_size,
+            dp_size=ranks.dp_size,
             make_vocab_size_divisible_by=self._config.model.make_vocab_size_divisible_by,
             transformer_engine=any(p.name.endswith("layer_norm_weight") for p in parameters),
         )
