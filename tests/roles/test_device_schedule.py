@@ -193,13 +193,13 @@ def test_host_bytes_are_known_beforehand(workers, tmp_path, dtype, parallel):
         assert waiting.offloaded == copying.offloaded
 
 
-def refused(hf, run_dir, port):
+def refused(hf, run_dir, port, parallel):
     from vapo_megatron.parallel import groups
     from vapo_megatron.trainer import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    settings, source = config(hf, host_memory_gb=1e-4), Source()
+    settings, source = config(hf, host_memory_gb=1e-4, **parallel), Source()
     built = mock.patch("vapo_megatron.trainer.Actor", side_effect=AssertionError("it is built"))
     sampler = mock.patch.object(VapoTrainer, "_source", lambda *_: source)
     logging = settings.logging.model_copy(update={"run_dir": str(run_dir)})
@@ -212,9 +212,19 @@ def refused(hf, run_dir, port):
     return str(error.value), needed
 
 
-def test_a_node_without_the_memory_is_refused_before_the_models_are_built(workers, tmp_path):
+@pytest.mark.parametrize(
+    "parallel",
+    [{}, {"world_size": 2, "pipeline_model_parallel_size": 2}, {"world_size": 2}],
+    ids=["one process", "PP2", "DP2"],
+)
+def test_a_node_without_the_memory_is_refused_before_the_models_are_built(
+    workers, tmp_path, parallel
+):
     hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
-    ((message, needed),) = workers.run(1, refused, hf, tmp_path / "run", free_port())
+    size, given = parallel.get("world_size", 1), (hf, tmp_path / "run", free_port(), parallel)
+    messages, of_ranks = zip(*workers.run(size, refused, *given), strict=True)
+    assert len(set(messages)) == 1 and len(set(of_ranks)) == size, "each holds something else"
+    message, needed = messages[0], HostBytes(*map(sum, zip(*of_ranks)))
     assert f"this run needs {needed.total / 1e9:.3g} GB of host memory on the node of" in message
     parts = [f"{n / 1e9:.3g} for {what}" for n, what in zip(needed, ("what is offloaded", "a che"))]
     assert f"({parts[0]}, {parts[1]}ckpoint), but 0.0001 GB are allowed by parallel.hos" in message

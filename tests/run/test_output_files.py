@@ -1,7 +1,7 @@
 """What a step leaves in a run's files: under which step, of which ranks, and once it is made again.
 
 Two real processes; how much memory they hold is a stand-in's. Rows by themselves are in
-tests/test_metrics.py, tokens of shown responses in tests/test_shown_tokens.py.
+tests/run/test_metrics.py, tokens of shown responses in tests/run/test_token_records.py.
 """
 
 import json
@@ -42,9 +42,9 @@ def written(run_dir):
 
 def write(run_dir):
     """A first step; its evaluation and row made again; a second step. The files after each."""
-    from vapo_megatron import run_output
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.exchange import gather_summary
+    from vapo_megatron.run import output as run_output
 
     settings = config(
         Path("/nowhere"),
