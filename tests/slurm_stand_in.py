@@ -13,29 +13,16 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples/slurm/run_vapo_qwen32b.sbatch"
 
 SRUN = '''
-import json, os, signal, subprocess, sys, time
+import contextlib, json, os, signal, subprocess, sys, time
 from pathlib import Path
 
-def family(pid):
-    """The process and all that came from it, whatever their sessions and groups."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, rest = stat.read_text().rsplit(")", 1)
-        except OSError:
-            continue
-        parents.setdefault(int(rest.split()[1]), []).append(int(name.split()[0]))
-    found = [pid]
-    for one in found:
-        found += parents.get(one, [])
-    return found
+import psutil
 
 def carry(number, frame):
-    for pid in [pid for task in tasks for pid in family(task.pid)]:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            pass
+    """To the tasks and all that came of them, whatever their sessions and groups."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 program = sys.argv.index("bash")
 options, command = sys.argv[1:program], sys.argv[program:]

@@ -19,10 +19,11 @@ import threading
 import time
 from typing import Any, NoReturn
 
+import psutil
+
 from tests.e2e.moments import KINDS, Moment, halves
 from vapo_megatron.cli.train import main
 from vapo_megatron.parallel.health import early_stop
-from vapo_megatron.parallel.health.processes import descendants
 
 LOADED = ("vapo_megatron.trainer", "vapo_megatron.rollout.vllm.engine")
 """What a run loads, in its order: the first brings megatron-core, the second vLLM."""
@@ -82,16 +83,16 @@ class Watch:
 
     def _kill(self) -> NoReturn:
         """Nobody can answer: torchrun is the first, this process the last."""
-        watchdog, launcher = self._watchdog, os.getppid()
+        watchdog, launcher = self._watchdog, psutil.Process().parent()
         found = {"phase": watchdog._phase, "step": watchdog.step, "rank": self._moment.rank}
-        family = [launcher, *descendants(launcher)]
+        family = [launcher, *launcher.children(recursive=True)]
         line = json.dumps({**self._moment._asdict(), **found, "killed": len(family)})
         with open(self._records, "a") as file:
             file.write(line + "\n")
         for process in family:
-            if process != os.getpid():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
+            if process.pid != os.getpid():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
         raise AssertionError("it lives")

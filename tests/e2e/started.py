@@ -6,10 +6,10 @@ import contextlib
 import json
 import subprocess
 import time
-from pathlib import Path
+
+import psutil
 
 from tests.e2e.test_run import ROOT, environment
-from vapo_megatron.parallel.health.processes import descendants
 from vapo_megatron.run.checkpoint.files import LATEST, STATE
 
 
@@ -35,7 +35,7 @@ class Started:
 
     def look(self):
         """Note every process."""
-        self.seen |= set(descendants(self.launcher.pid))
+        self.seen |= set(psutil.Process(self.launcher.pid).children(recursive=True))
 
     def rows(self):
         """How many have been written."""
@@ -44,14 +44,10 @@ class Started:
     def ranks(self):
         """The processes that torchrun has started, by rank."""
         found = {}
-        for process in descendants(self.launcher.pid):
-            with contextlib.suppress(OSError):  # It may have ended.
-                stat = Path(f"/proc/{process}/stat").read_bytes()
-                environment = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-                is_child = int(stat.rpartition(b")")[2].split()[1]) == self.launcher.pid
-                numbers = [int(v[5:]) for v in environment if v.startswith(b"RANK=")]
-                if is_child and numbers:
-                    found[numbers[0]] = process
+        for process in psutil.Process(self.launcher.pid).children():
+            with contextlib.suppress(psutil.Error):  # It may have ended.
+                if rank := process.environ().get("RANK"):
+                    found[int(rank)] = process.pid
         return found
 
     def end(self):
@@ -75,8 +71,8 @@ class Started:
 def lives(process):
     """False also of one that has ended and that nobody has asked for yet, its parent being dead."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 

@@ -5,8 +5,8 @@ Not exercised: what one bad answer does to the others' time (test_math_verifier.
 
 import os
 import resource
-from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.reward.hostile import GOLDS, KINDS, hostile_responses
@@ -33,11 +33,10 @@ def judged(corpus, limit_seconds):
         verdicts = verifier.score(responses, golds)
         workers = verifier.process_ids
         for process_id in workers:
-            limits = Path(f"/proc/{process_id}/limits").read_text()
-            bound = limits.split("Max address space")[1].split()[0]
-            assert bound in (str(MEMORY_LIMIT), "unlimited")  # the latter while it starts
+            bound, _ = psutil.Process(process_id).rlimit(psutil.RLIMIT_AS)
+            assert bound in (MEMORY_LIMIT, psutil.RLIM_INFINITY)  # the latter while it starts
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - own_peak < 64 << 10  # KiB
-    assert not any(Path(f"/proc/{process_id}").exists() for process_id in workers)
+    assert not any(map(psutil.pid_exists, workers))
     assert [verdicts[i].status for i in probes] == ["correct"] * len(probes)
     hostile = [verdict for i, verdict in enumerate(verdicts) if i not in set(probes)]
     correct = [item for item, verdict in zip(corpus, hostile) if verdict.is_correct]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from tests import faults
@@ -153,7 +154,8 @@ def test_what_a_process_has_started_ends_with_it():
         "print(child.pid, child.stdout.readline().decode(), flush=True);"
         "tree.end_children(); child.wait(); tree.end_children = None; tree.end_now(3)"
     )
-    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True)
+    command = [sys.executable, "-c", parent]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert done.returncode == 3, done.stderr
     child, grandchild = map(int, done.stdout.split())
     for process in (child, grandchild):
@@ -164,9 +166,9 @@ def has_ended(process):
     """Within some seconds; what has no parent any more may stay as a zombie for a while."""
     for _ in range(100):
         try:
-            if open(f"/proc/{process}/stat").read().rpartition(")")[2][1] == "Z":
+            if psutil.Process(process).status() == psutil.STATUS_ZOMBIE:
                 return True
-        except FileNotFoundError:
+        except psutil.NoSuchProcess:
             return True
         time.sleep(0.05)
     return False
