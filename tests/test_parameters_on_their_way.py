@@ -39,7 +39,7 @@ def write(hf, role, overlap, root):
     def updated():
         logprobs = None
         if role == "actor":
-            logprobs, _ = model.compute_logprobs(mini_batch_of(model).micro_batches)
+            logprobs, _ = model.compute_logprobs(mini_batch_of(model).microbatches)
         model.update([mini_batch_of(model, logprobs)])
         return [p.detach().clone() for p in trained.model[0].parameters()]
 

@@ -42,13 +42,13 @@ COUNTS = ("num_tokens", "num_positive_tokens", "num_policy_tokens", "num_policy_
 
 
 def alone(scored):
-    """Micro-batches of one response each, built here."""
-    from vapo_megatron.data.batch import RolloutBatch, make_micro_batch
+    """Microbatches of one response each, built here."""
+    from vapo_megatron.data.batch import RolloutBatch, make_microbatch
 
     for item in scored:
         prompt, response = item.rollout.prompt.token_ids, item.rollout.token_ids
         length, one = len(response), torch.zeros(1)
-        yield make_micro_batch(
+        yield make_microbatch(
             RolloutBatch(
                 tokens=torch.tensor(prompt + response),
                 sequence_cu_seqlens=torch.tensor([0, len(prompt) + length]).int(),
@@ -62,10 +62,10 @@ def alone(scored):
 def models_say(trainer, step):
     """[response] -> logprobs, entropy and values of its tokens, from the models as they are now."""
     found = []
-    for micro_batch in alone(rollouts(step + 1)):
-        logprobs, entropy = trainer.actor.compute_logprobs([micro_batch])
+    for microbatch in alone(rollouts(step + 1)):
+        logprobs, entropy = trainer.actor.compute_logprobs([microbatch])
         critic = trainer.critic
-        values = critic and critic.compute_values([micro_batch]).tolist()
+        values = critic and critic.compute_values([microbatch]).tolist()
         found.append({"logprobs": logprobs.tolist(), "entropy": entropy.tolist(), "values": values})
     return found
 
@@ -73,8 +73,8 @@ def models_say(trainer, step):
 def as_lists(mini_batch):
     """(its counts, position -> fields of the response)."""
     responses = {}
-    for micro_batch in mini_batch.micro_batches:
-        batch = micro_batch.batch
+    for microbatch in mini_batch.microbatches:
+        batch = microbatch.batch
         for i, position in enumerate(batch.positions.tolist()):
             one = batch.select([i])
             fields = {n: getattr(one, n) for n in PER_TOKEN}

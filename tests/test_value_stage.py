@@ -73,7 +73,7 @@ def values(trainer):
     scored, _ = trainer.source.rollouts(0, 0, trainer._phase, trains_actor=False)
     _, batch, plan = trainer._distribute(scored, 0)
     found = trainer.critic.compute_values(
-        [m for part in plan for m in trainer._micro_batches(batch, part)]
+        [m for part in plan for m in trainer._microbatches(batch, part)]
     )
     ends = batch.cu_seqlens.tolist()
     return torch.cat([found[ends[i] : ends[i + 1]] for i in batch.positions.argsort().tolist()])

@@ -177,7 +177,7 @@ def add_layout(group: argparse._ArgumentGroup) -> None:
         ("--pp", "the trainer's pipeline parallelism"),
         ("--vpp", "model chunks of each rank (1, 2, 4)"),
         ("--vllm-tp", "ranks of one vLLM replica (powers of two within a node)"),
-        ("--max-tokens", "budget of a micro-batch (half, once and twice the longest sequence)"),
+        ("--max-tokens", "budget of a microbatch (half, once and twice the longest sequence)"),
     ):
         group.add_argument(option, type=positive, metavar="N", help=what)
     group.add_argument("--recompute", choices=RECOMPUTE, help="activations computed again")

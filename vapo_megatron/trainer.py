@@ -23,7 +23,7 @@ from vapo_megatron.parallel.health.early_stop import EarlyStop
 from vapo_megatron.parallel.health.watchdog import Watchdog
 from vapo_megatron.parallel.minibatches import (
     local_plan,
-    make_micro_batches,
+    make_microbatches,
     make_mini_batches,
     packed_multiple,
 )
@@ -144,12 +144,12 @@ class VapoTrainer:
             batch = with_loss_mask(batch, config.algorithm)
 
         # V and log pi of what was sampled, before anything is updated.
-        micro_batches = [m for part in plan for m in self._micro_batches(batch, part)]
+        microbatches = [m for part in plan for m in self._microbatches(batch, part)]
         if self.critic is not None:
             with self._phase("values"):
-                batch = batch.replace(values=self.critic.compute_values(micro_batches))
+                batch = batch.replace(values=self.critic.compute_values(microbatches))
         with self._phase("logprobs"):
-            old_logprobs, entropy = self.actor.compute_logprobs(micro_batches)
+            old_logprobs, entropy = self.actor.compute_logprobs(microbatches)
             batch = batch.replace(old_logprobs=old_logprobs)
             difference = sampler_difference(
                 batch, config.rollout.max_logprob_difference, self.ranks
@@ -157,7 +157,7 @@ class VapoTrainer:
             batch, of_mask = with_policy_mask(batch, config.algorithm, self.ranks)
         if self.reference is not None and trains_actor:
             with self._phase("reference_logprobs"):
-                reference_logprobs = self.reference.compute_logprobs(micro_batches)
+                reference_logprobs = self.reference.compute_logprobs(microbatches)
                 batch = batch.replace(reference_logprobs=reference_logprobs)
 
         # Decoupled, length-adaptive GAE; without a critic, each response against its group.
@@ -337,7 +337,7 @@ class VapoTrainer:
             seed=self.config.seed * 1_000_003 + step,
             attention_tokens=attention_tokens(self.shape.hidden_size),
         )
-        by_rank = [[plan.micro_batches[r] for plan in plans] for r in range(self.ranks.dp_size)]
+        by_rank = [[plan.microbatches[r] for plan in plans] for r in range(self.ranks.dp_size)]
         wanted = [[p for mini in rank for micro in mini for p in micro] for rank in by_rank]
         batch = exchange(scored, summary, wanted, self.ranks)
         return summary, batch, local_plan(by_rank[self.ranks.dp_rank])
@@ -357,8 +357,8 @@ class VapoTrainer:
         self.output.evaluation(done, correct)
         return metrics
 
-    def _micro_batches(self, batch: RolloutBatch, part: Sequence[Sequence[int]]) -> list[Any]:
-        return make_micro_batches(batch, part, multiple_of=self._multiple)
+    def _microbatches(self, batch: RolloutBatch, part: Sequence[Sequence[int]]) -> list[Any]:
+        return make_microbatches(batch, part, multiple_of=self._multiple)
 
     @property
     def _multiple(self) -> int:

@@ -128,7 +128,7 @@ def test_small_kl_keeps_its_digits_in_float32():
 
 
 @pytest.mark.parametrize("num_tokens", [160, torch.tensor(160), torch.tensor(160.0)])
-def test_micro_batches_with_the_global_count_add_up(num_tokens):
+def test_microbatches_with_the_global_count_add_up(num_tokens):
     new, old, advantages, mask = batch()
     new.requires_grad_()
     whole, whole_metrics = clipped_policy_loss(

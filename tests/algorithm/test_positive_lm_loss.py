@@ -27,7 +27,7 @@ def test_golden_numbers():
     assert logprobs.grad.tolist() == [-0.125, 0.0, 0.0, -0.125]
 
 
-def test_equals_the_loop_and_adds_up_over_micro_batches():
+def test_equals_the_loop_and_adds_up_over_microbatches():
     logprobs = -torch.rand(50, dtype=torch.float64)
     weights = torch.rand(50, dtype=torch.float64) * (torch.rand(50) < 0.8)
     correct = torch.rand(50) < 0.5

@@ -112,7 +112,7 @@ def test_what_is_masked_out_does_not_matter():
 
 
 @pytest.mark.parametrize("count", [80, torch.tensor(80)])
-def test_micro_batches_with_the_global_count_add_up(count):
+def test_microbatches_with_the_global_count_add_up(count):
     policy, other, mask = batch()
     other[3] += 50
     whole, metrics = reference_kl(policy, other, mask, num_tokens=count)

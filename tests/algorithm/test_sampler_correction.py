@@ -107,7 +107,7 @@ def test_masked_tokens_do_not_matter(correct, bad):
 
 @pytest.mark.parametrize("correct", [tis, icepop])
 @pytest.mark.parametrize("num_tokens", [4, torch.tensor(4)])
-def test_micro_batches_with_the_global_count_add_up(correct, num_tokens):
+def test_microbatches_with_the_global_count_add_up(correct, num_tokens):
     whole, metrics = correct(RATIOS, MASK, num_tokens=num_tokens)
     parts = [
         correct(RATIOS[part], MASK[part], num_tokens=num_tokens)

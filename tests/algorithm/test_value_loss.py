@@ -77,7 +77,7 @@ def test_a_wide_clip_changes_nothing():
     assert plain.item() == pytest.approx(clipped.item(), abs=1e-14)
 
 
-def test_micro_batches_with_the_global_count_add_up():
+def test_microbatches_with_the_global_count_add_up():
     values, returns, mask, old = batch()
     for count in (80, torch.tensor(80)):
         whole, metrics = value_loss(values, returns, mask, num_tokens=count)

@@ -119,7 +119,7 @@ def test_two_layouts_have_the_same_gradients(collect, one, capsys):
     assert main(["compare", str(one), str(two), "--tolerance", "1e-9"]) == 1
 
 
-def test_data_parallel_ranks_with_their_own_micro_batches(collect, one):
+def test_data_parallel_ranks_with_their_own_microbatches(collect, one):
     two = collect(2, "parallel.max_tokens_per_microbatch=20")
     assert main(["compare", str(one), str(two)]) == 0
 

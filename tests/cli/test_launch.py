@@ -128,7 +128,7 @@ def test_the_base_sets_only_what_differs_from_the_defaults():
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_recipes_longest_response_fits_a_micro_batch(size):
+def test_a_recipes_longest_response_fits_a_microbatch(size):
     c = load_config([BASE, overlay(size)])
     longest = c.rollout.max_prompt_tokens + c.rollout.max_response_tokens
     assert longest <= c.parallel.max_tokens_per_microbatch

@@ -6,7 +6,7 @@ Not exercised: a GPU (the device test stands in for it), the model that reads th
 import pytest
 import torch
 
-from vapo_megatron.data.batch import RolloutBatch, make_micro_batch
+from vapo_megatron.data.batch import RolloutBatch, make_microbatch
 
 PROMPTS = [2, 1, 3, 1]
 RESPONSES = [3, 4, 0, 2]
@@ -81,9 +81,9 @@ def test_selecting_twice_is_selecting_once():
 
 
 @pytest.mark.parametrize("multiple_of", [1, 2, 8, 16, 32])
-def test_a_micro_batch_predicts_each_response_token_from_the_position_before(multiple_of):
+def test_a_microbatch_predicts_each_response_token_from_the_position_before(multiple_of):
     batch = make_batch()
-    micro = make_micro_batch(batch, multiple_of=multiple_of)
+    micro = make_microbatch(batch, multiple_of=multiple_of)
     size = 16  # 5 + 5 + 3 + 3
     padded = -(-size // multiple_of) * multiple_of
     assert micro.tokens.numel() == micro.position_ids.numel() == padded
@@ -100,8 +100,8 @@ def test_a_micro_batch_predicts_each_response_token_from_the_position_before(mul
 
 
 @pytest.mark.parametrize("multiple_of", [1, 4])
-def test_an_empty_micro_batch_is_padding_alone(multiple_of):
-    micro = make_micro_batch(make_batch().select([]), multiple_of=multiple_of)
+def test_an_empty_microbatch_is_padding_alone(multiple_of):
+    micro = make_microbatch(make_batch().select([]), multiple_of=multiple_of)
     assert micro.tokens.numel() == micro.max_seqlen == multiple_of
     assert micro.predicting.numel() == micro.targets.numel() == 0
     assert micro.model_cu_seqlens.tolist() == [0, multiple_of]
@@ -111,6 +111,6 @@ def test_everything_stays_on_the_batchs_device():
     """Under another default device, an index made without naming one would not meet its data."""
     batch = make_batch()
     with torch.device("meta"):
-        micro = make_micro_batch(batch.select([1, 3]), multiple_of=8)
+        micro = make_microbatch(batch.select([1, 3]), multiple_of=8)
         assert micro.targets.tolist() == [150, 151, 152, 153, 350, 351]
         assert micro.position_ids.device.type == micro.tokens.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Mini-batches, their balance over ranks, and micro-batches: properties over many random steps.
+"""Mini-batches, their balance over ranks, and microbatches: properties over many random steps.
 
 Not exercised: the time that a forward pass really takes.
 """
@@ -37,8 +37,8 @@ def random_case(seed):
 CASES = [random_case(seed) for seed in range(300)]
 
 
-def micro_batches(plans):
-    return [micro for plan in plans for rank in plan.micro_batches for micro in rank]
+def microbatches(plans):
+    return [micro for plan in plans for rank in plan.microbatches for micro in rank]
 
 
 def test_nothing_is_dropped_or_doubled():
@@ -53,7 +53,7 @@ def test_nothing_is_dropped_or_doubled():
 
 def test_the_budget_holds_and_long_responses_stand_alone():
     for lengths, options in CASES:
-        for micro in micro_batches(plan_mini_batches(lengths, **options)):
+        for micro in microbatches(plan_mini_batches(lengths, **options)):
             tokens = sum(lengths[p] for p in micro)
             assert len(micro) <= 1 or tokens <= options["max_tokens_per_microbatch"]
 
@@ -61,17 +61,17 @@ def test_the_budget_holds_and_long_responses_stand_alone():
 def test_every_rank_makes_the_same_number_of_passes():
     for lengths, options in CASES:
         for plan in plan_mini_batches(lengths, **options):
-            assert len(plan.micro_batches) == options["dp_size"]
-            assert {len(rank) for rank in plan.micro_batches} == {plan.num_micro_batches}
+            assert len(plan.microbatches) == options["dp_size"]
+            assert {len(rank) for rank in plan.microbatches} == {plan.num_microbatches}
 
 
 def test_empty_passes_only_where_responses_run_out():
     for lengths, options in CASES:
         for plan in plan_mini_batches(lengths, **options):
-            for rank in plan.micro_batches:
+            for rank in plan.microbatches:
                 responses = sum(map(len, rank))
                 filled = sum(1 for micro in rank if micro)
-                assert filled == min(responses, plan.num_micro_batches)
+                assert filled == min(responses, plan.num_microbatches)
 
 
 def test_passes_are_as_few_as_first_fit_finds():
@@ -80,14 +80,14 @@ def test_passes_are_as_few_as_first_fit_finds():
         budget = options["max_tokens_per_microbatch"]
         for plan in plan_mini_batches(lengths, **options):
             least = 0
-            for rank in plan.micro_batches:
+            for rank in plan.microbatches:
                 members = [lengths[p] for micro in rank for p in micro]
                 alone = sum(1 for length in members if length > budget)
                 fitting = sum(length for length in members if length <= budget)
                 # Two halves of the budget never share a pass with a third.
                 large = sum(1 for length in members if budget / 2 < length <= budget)
                 least = max(least, alone + max(-(-fitting // budget), large))
-            assert plan.num_micro_batches <= 2 * least  # first-fit leaves each pass half full
+            assert plan.num_microbatches <= 2 * least  # first-fit leaves each pass half full
 
 
 def test_which_responses_form_a_mini_batch_depends_on_the_seed_alone():
@@ -142,11 +142,11 @@ def test_ranks_are_balanced_on_heavy_tailed_lengths(attention_tokens):
                 attention_tokens=attention_tokens,
             )
             costs = [cost(length, attention_tokens=attention_tokens) for length in lengths]
-            loads = [sum(costs[p] for micro in rank for p in micro) for rank in plan.micro_batches]
+            loads = [sum(costs[p] for micro in rank for p in micro) for rank in plan.microbatches]
             assert max(loads) < 1.03 * sum(loads) / 8
             assert plan.positions == list(range(512))
-            assert {len(rank) for rank in plan.micro_batches} == {plan.num_micro_batches}
-            for micro in micro_batches([plan]):
+            assert {len(rank) for rank in plan.microbatches} == {plan.num_microbatches}
+            for micro in microbatches([plan]):
                 assert len(micro) == 1 or 0 < sum(lengths[p] for p in micro) <= budget
             dealt_worst.append(max(sum(costs[rank::8]) for rank in range(8)) / (sum(costs) / 8))
     # Dealing the same responses out in turn misses that every time.
@@ -173,7 +173,7 @@ def test_the_quadratic_term_counts():
         seed=0,
         attention_tokens=100,
     )
-    ranks = [sorted(p for micro in rank for p in micro) for rank in plan.micro_batches]
+    ranks = [sorted(p for micro in rank for p in micro) for rank in plan.microbatches]
     assert sorted(ranks) == [[0], list(range(1, 12))]
 
 
@@ -182,7 +182,7 @@ def test_one_rank_and_room_for_all_is_one_pass_longest_first():
     (plan,) = plan_mini_batches(
         lengths, mini_batch_size=5, dp_size=1, max_tokens_per_microbatch=27, seed=3
     )
-    assert plan.micro_batches == [[[1, 3, 2, 0, 4]]]
+    assert plan.microbatches == [[[1, 3, 2, 0, 4]]]
 
 
 def test_passes_are_evened_out_where_the_budget_allows():
@@ -191,7 +191,7 @@ def test_passes_are_evened_out_where_the_budget_allows():
     (plan,) = plan_mini_batches(
         [50, 40, 10, 10], mini_batch_size=4, dp_size=1, max_tokens_per_microbatch=100, seed=0
     )
-    assert plan.micro_batches == [[[1, 2, 3], [0]]]
+    assert plan.microbatches == [[[1, 2, 3], [0]]]
 
 
 def test_without_room_to_even_out_first_fit_stands():
@@ -200,7 +200,7 @@ def test_without_room_to_even_out_first_fit_stands():
     (plan,) = plan_mini_batches(
         [70, 60, 40, 30], mini_batch_size=4, dp_size=1, max_tokens_per_microbatch=100, seed=0
     )
-    assert sorted(sorted(micro) for micro in plan.micro_batches[0]) == [[0, 3], [1, 2]]
+    assert sorted(sorted(micro) for micro in plan.microbatches[0]) == [[0, 3], [1, 2]]
 
 
 def test_first_fits_passes_are_split_where_evening_out_cannot_add_one():
@@ -222,7 +222,7 @@ def test_a_rank_without_enough_responses_has_empty_passes():
     (plan,) = plan_mini_batches(
         [90, 30, 30, 30, 5], mini_batch_size=5, dp_size=2, max_tokens_per_microbatch=60, seed=0
     )
-    shapes = sorted([sorted(map(len, rank)) for rank in plan.micro_batches])
+    shapes = sorted([sorted(map(len, rank)) for rank in plan.microbatches])
     assert shapes == [[0, 1], [2, 2]]
 
 

@@ -1,6 +1,6 @@
 """Which layouts the matrix holds.
 
-ALL crosses every layout up to four ranks (and three of eight) with the micro-batch split, packing
+ALL crosses every layout up to four ranks (and three of eight) with the microbatch split, packing
 on and off, and the distributed optimizer with overlapped communication on and off. CI is the part
 of it that each run of the tests takes: every layout for one of the roles, so that each role meets
 every axis, split and optimizer.
@@ -94,7 +94,7 @@ BFLOAT16_REST = tuple(zip(("actor", "actor", "critic", "critic"), _BFLOAT16, str
 
 
 def name(layout: Layout) -> str:
-    """For people: `TP2 PP2 SP distributed, small micro-batches`."""
+    """For people: `TP2 PP2 SP distributed, small microbatches`."""
     words = [
         f"TP{layout.tp}" * (layout.tp > 1),
         f"PP{layout.pp}" * (layout.pp > 1),
@@ -106,5 +106,5 @@ def name(layout: Layout) -> str:
         f"{layout.recompute} recompute" * (layout.recompute != "none"),
         layout.dtype * (layout.dtype != "float32"),
     ]
-    split = {PACKED: "packed", SMALL: "small micro-batches", UNPACKED: "not packed"}
+    split = {PACKED: "packed", SMALL: "small microbatches", UNPACKED: "not packed"}
     return f"{' '.join(filter(None, words)) or 'one process'}, {split[layout.budget]}"

@@ -1,7 +1,7 @@
 """Inside a worker: the actor and the critic of the package, through one update.
 
 Nothing of the training step is replaced. The problem's responses go through the package's plan
-(which rank, which micro-batch), its counts, its schedule and its losses; every parameter's gradient
+(which rank, which microbatch), its counts, its schedule and its losses; every parameter's gradient
 is gathered in full and compared with the float64 reference on every rank.
 """
 
@@ -27,7 +27,7 @@ from tests.parallel.training import parallel_fields
 from vapo_megatron.config import VapoConfig
 
 PACKED, SMALL, UNPACKED = 2000, 250, 1
-"""Token budgets: one or two micro-batches on a rank, several, one for each response."""
+"""Token budgets: one or two microbatches on a rank, several, one for each response."""
 
 
 class Layout(NamedTuple):
@@ -60,7 +60,7 @@ class Measured(NamedTuple):
     updates: dict[str, float]
     """[HF name]: of what one optimizer update adds to the parameter."""
     tokens: list[list[int]]
-    """[data-parallel rank][micro-batch]: tokens of its sequences."""
+    """[data-parallel rank][microbatch]: tokens of its sequences."""
     num_correct: list[int]
     """[data-parallel rank]: correct responses."""
 
@@ -147,7 +147,7 @@ def _largest(errors: Tensor) -> list[float]:
 
 
 def _plan(layout: Layout) -> list[list[list[int]]]:
-    """[data-parallel rank][micro-batch] -> responses, as the trainer plans a mini-batch."""
+    """[data-parallel rank][microbatch] -> responses, as the trainer plans a mini-batch."""
     from vapo_megatron.data.packing import plan_mini_batches
 
     (plan,) = plan_mini_batches(
@@ -157,7 +157,7 @@ def _plan(layout: Layout) -> list[list[list[int]]]:
         max_tokens_per_microbatch=layout.budget,
         seed=0,
     )
-    return plan.micro_batches
+    return plan.microbatches
 
 
 def _rows(mine: list[list[int]]) -> list[int]:
@@ -178,16 +178,16 @@ def _build(hf_path: str, role: str, layout: Layout, here: Any) -> Any:
 def _outputs(model: Any, role: str, problem: Problem, mine: list[list[int]]) -> Tensor:
     from vapo_megatron.parallel.minibatches import (
         local_plan,
-        make_micro_batches,
+        make_microbatches,
         packed_multiple,
     )
 
     batch = problem.batch().select([p for m in mine for p in m])
     multiple = packed_multiple(model.config)
-    micro_batches = make_micro_batches(batch, local_plan([mine])[0], multiple_of=multiple)
+    microbatches = make_microbatches(batch, local_plan([mine])[0], multiple_of=multiple)
     if role == "critic":
-        return model.compute_values(micro_batches)
-    return torch.stack(model.compute_logprobs(micro_batches), -1)
+        return model.compute_values(microbatches)
+    return torch.stack(model.compute_logprobs(microbatches), -1)
 
 
 def _gradients(

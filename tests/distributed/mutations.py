@@ -16,7 +16,7 @@ Patches = list[tuple[object, str, Callable]]
 
 
 def _own_count_of_positives() -> Patches:
-    """The NLL is divided by the micro-batch's own correct tokens."""
+    """The NLL is divided by the microbatch's own correct tokens."""
     from vapo_megatron.roles import actor
 
     honest = actor.positive_lm_loss
@@ -29,28 +29,28 @@ def _own_count_of_positives() -> Patches:
 
 
 def _mean_of_means() -> Patches:
-    """Each micro-batch takes its own mean; the means are averaged over micro-batches and ranks."""
+    """Each microbatch takes its own mean; the means are averaged over microbatches and ranks."""
     from vapo_megatron.parallel import minibatches
 
     honest = minibatches.make_mini_batches
 
     def wrong(batch, plan, groups, *, multiple_of):
         (mini_batch,) = honest(batch, plan, groups, multiple_of=multiple_of)
-        means = len(mini_batch.micro_batches) * groups.dp_size
+        means = len(mini_batch.microbatches) * groups.dp_size
         return [_OwnCounts(mini_batch, means)]
 
     return [(minibatches, "make_mini_batches", wrong)]
 
 
 class _OwnCounts:
-    """A mini-batch whose num_tokens is that of the micro-batch at hand, times all of them.
+    """A mini-batch whose num_tokens is that of the microbatch at hand, times all of them.
 
-    The schedule asks for one micro-batch after the other, so the count follows.
+    The schedule asks for one microbatch after the other, so the count follows.
     """
 
     def __init__(self, mini_batch, means):
         self._mini_batch, self._means = mini_batch, means
-        self._tokens = iter([m.batch.loss_mask.sum() for m in mini_batch.micro_batches])
+        self._tokens = iter([m.batch.loss_mask.sum() for m in mini_batch.microbatches])
 
     def __getattr__(self, name):
         return getattr(self._mini_batch, name)
@@ -71,8 +71,8 @@ def _value_of_the_next_state() -> Patches:
     """V is read at the response token and not at the position before it."""
     from vapo_megatron.roles import critic
 
-    def wrong(self, output, micro_batch):
-        return critic.values_of(output)[micro_batch.predicting + 1]
+    def wrong(self, output, microbatch):
+        return critic.values_of(output)[microbatch.predicting + 1]
 
     return [(critic.Critic, "_values", wrong)]
 
@@ -99,8 +99,8 @@ def _unmarked_head() -> Patches:
 
 
 MUTATIONS = {
-    "NLL over the micro-batch's own count": _own_count_of_positives,
-    "mean of micro-batch means": _mean_of_means,
+    "NLL over the microbatch's own count": _own_count_of_positives,
+    "mean of microbatch means": _mean_of_means,
     "counts of one data-parallel rank": _local_counts,
     "V shifted by one token": _value_of_the_next_state,
     "values scaled by the temperature": _value_over_temperature,

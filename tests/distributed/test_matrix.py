@@ -132,7 +132,7 @@ def test_bfloat16_with_float32_gradients(workers, references, record, role, layo
 
 
 def test_correct_responses_are_rare_and_uneven(workers, references, record):
-    # Some ranks and micro-batches have none; the NLL is still divided by all correct tokens.
+    # Some ranks and microbatches have none; the NLL is still divided by all correct tokens.
     measured = check(workers, references, record, "actor", Layout(dp=2, budget=SMALL))
     assert sorted(measured.num_correct) == [0, 2]
     assert len(measured.tokens[0]) > 2
@@ -141,13 +141,13 @@ def test_correct_responses_are_rare_and_uneven(workers, references, record):
 
 
 @pytest.mark.parametrize("role", ["actor", pytest.param("critic", marks=pytest.mark.slow)])
-def test_padding_and_empty_micro_batches_change_nothing(workers, references, record, role):
+def test_padding_and_empty_microbatches_change_nothing(workers, references, record, role):
     layout = Layout(tp=2, sp=True, budget=SMALL)
     measured = check(workers, references, record, role, layout)
     assert any(tokens % 2 for tokens in measured.tokens[0]), "nothing had to be padded"
     layout = Layout(pp=2, vpp=2, budget=PACKED)
     measured = check(workers, references, record, role, layout)
-    assert len(measured.tokens[0]) % 2, "no micro-batch had to be added"
+    assert len(measured.tokens[0]) % 2, "no microbatch had to be added"
     layout = Layout(dp=2, budget=UNPACKED)
     measured = check(workers, references, record, role, layout)
     assert any(0 in rank for rank in measured.tokens), "no rank ran out of responses"
@@ -155,8 +155,8 @@ def test_padding_and_empty_micro_batches_change_nothing(workers, references, rec
 
 # Role and layout in which each mistake shows, and what must differ there.
 WHERE_IT_SHOWS = {
-    "NLL over the micro-batch's own count": ("actor", Layout(budget=SMALL), "loss 'positive NLL'"),
-    "mean of micro-batch means": ("critic", Layout(budget=SMALL), "loss 'value'"),
+    "NLL over the microbatch's own count": ("actor", Layout(budget=SMALL), "loss 'positive NLL'"),
+    "mean of microbatch means": ("critic", Layout(budget=SMALL), "loss 'value'"),
     "counts of one data-parallel rank": ("actor", Layout(dp=2), "loss 'policy'"),
     "V shifted by one token": ("critic", Layout(), "output"),
     "values scaled by the temperature": ("critic", Layout(), "output"),

@@ -97,7 +97,7 @@ def critic_values(base, reward_model, some):
     from itertools import accumulate
 
     from vapo_megatron.config import VapoConfig
-    from vapo_megatron.data.batch import RolloutBatch, make_micro_batch
+    from vapo_megatron.data.batch import RolloutBatch, make_microbatch
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
     from vapo_megatron.roles.critic import Critic
@@ -119,7 +119,7 @@ def critic_values(base, reward_model, some):
         rollout_logprobs=torch.zeros(sum(tokens)),
         loss_mask=torch.ones(sum(tokens), dtype=torch.bool),
     )
-    return critic.compute_values([make_micro_batch(batch)])
+    return critic.compute_values([make_microbatch(batch)])
 
 
 def test_only_last_tokens_are_scored_in_training(base):

@@ -244,7 +244,7 @@ def batch_of(config):
 
 
 def computed(files, overrides):
-    """A worker's: advantages, returns and losses of one mini-batch of two micro-batches."""
+    """A worker's: advantages, returns and losses of one mini-batch of two microbatches."""
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.minibatches import make_mini_batches
     from vapo_megatron.roles.actor import Actor
@@ -263,17 +263,17 @@ def computed(files, overrides):
     def losses(model, outputs, *between):
         """Of a role whose model returns what it is given."""
         model.config, model.shape, model.trained = config, None, None
-        model._values = lambda output, micro_batch: output
+        model._values = lambda output, microbatch: output
         found = []
-        for micro_batch in mini_batch.micro_batches:
-            output = torch.tensor(sum((outputs[i] for i in micro_batch.batch.positions), []))
-            loss, metrics = model._loss(mini_batch, *between, output, micro_batch)
+        for microbatch in mini_batch.microbatches:
+            output = torch.tensor(sum((outputs[i] for i in microbatch.batch.positions), []))
+            loss, metrics = model._loss(mini_batch, *between, output, microbatch)
             found.append([float(loss), float(metrics.get("policy_loss", 0))])
         return [sum(one) for one in zip(*found)]
 
     logprobs = [[OLD_LOGPROB + float(torch.tensor(r).log()) for r in some] for some in RATIOS]
 
-    def policy_logprobs(policy, output, micro_batch, shape, config, *, with_entropy):
+    def policy_logprobs(policy, output, microbatch, shape, config, *, with_entropy):
         return output, None
 
     with mock.patch("vapo_megatron.roles.actor.policy_logprobs", policy_logprobs):

@@ -78,7 +78,7 @@ def weights_of(advantages):
 
 def measure(hf_paths, layout):
     """Return for each model its logits before every response token [T, V], and its gradients."""
-    from vapo_megatron.data.batch import make_micro_batch
+    from vapo_megatron.data.batch import make_microbatch
     from vapo_megatron.models.build import gather_hidden, output_weight
     from vapo_megatron.parallel.optimizer import build_ddp
     from vapo_megatron.parallel.schedule import forward_backward, forward_only
@@ -88,8 +88,8 @@ def measure(hf_paths, layout):
     # A tied model's copy of the embedding and every other parameter must come from the file.
     torch.manual_seed(dist.get_rank())
     multiple = layout.tp if layout.sp else 1
-    micro_batches = [
-        make_micro_batch(batch().select(part), multiple_of=multiple) for part in ([0, 4, 2], [3, 1])
+    microbatches = [
+        make_microbatch(batch().select(part), multiple_of=multiple) for part in ([0, 4, 2], [3, 1])
     ]
     found = {}
     for name, hf_path in hf_paths.items():
@@ -97,24 +97,24 @@ def measure(hf_paths, layout):
         load_hf_weights(model.chunks, model.shape, hf_path, model.groups, "actor")
         chunks = build_ddp(model.chunks, model.config, model.chunks[0].config)
 
-        def local_logits(output, micro_batch, model=model):
+        def local_logits(output, microbatch, model=model):
             hidden = gather_hidden(output, sequence_parallel=layout.sp)
-            return hidden[micro_batch.predicting] @ output_weight(model.chunks[-1]).t()
+            return hidden[microbatch.predicting] @ output_weight(model.chunks[-1]).t()
 
-        def logits(output, micro_batch, model=model, local_logits=local_logits):
-            local = local_logits(output, micro_batch).contiguous()
+        def logits(output, microbatch, model=model, local_logits=local_logits):
+            local = local_logits(output, microbatch).contiguous()
             parts = [torch.empty_like(local) for _ in range(layout.tp)]
             dist.all_gather(parts, local, group=model.ranks.tp_group)
             return torch.cat(parts, -1)[:, :VOCAB].contiguous()
 
-        def loss(output, micro_batch, model=model, local_logits=local_logits):
-            local = local_logits(output, micro_batch)
+        def loss(output, microbatch, model=model, local_logits=local_logits):
+            local = local_logits(output, microbatch)
             first = model.ranks.tp_rank * local.size(1)
-            mine = weights_of(micro_batch.batch.advantages)[:, first : first + local.size(1)]
+            mine = weights_of(microbatch.batch.advantages)[:, first : first + local.size(1)]
             return (local[:, : mine.size(1)] * mine).sum(), {}
 
-        outputs = torch.cat(forward_only(chunks, micro_batches, logits))
-        forward_backward(chunks, micro_batches, loss)
+        outputs = torch.cat(forward_only(chunks, microbatches, logits))
+        forward_backward(chunks, microbatches, loss)
         named = full_gradients(chunks, model.shape, model.groups, "actor")
         gradients = {name: gradient.clone() for name, gradient in named}
         assert_same_on_all_ranks(model, gradients)

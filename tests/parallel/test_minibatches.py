@@ -5,7 +5,7 @@ import pytest
 
 from tests.data.test_batch import make_batch
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.parallel.minibatches import make_micro_batches, packed_multiple
+from vapo_megatron.parallel.minibatches import make_microbatches, packed_multiple
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,7 @@ def test_padding(tp_size, sequence_parallel, fp8, multiple):
     assert packed_multiple(config) == multiple
     batch = make_batch()
     plan = [[0], list(range(batch.num_responses)), []]
-    for micro, part in zip(
-        make_micro_batches(batch, plan, multiple_of=multiple), plan, strict=True
-    ):
+    for micro, part in zip(make_microbatches(batch, plan, multiple_of=multiple), plan, strict=True):
         size = int(batch.sequence_lengths[part].sum())
         padded = max(-(-size // multiple), 1) * multiple
         assert micro.tokens.numel() == int(micro.model_cu_seqlens[-1]) == padded

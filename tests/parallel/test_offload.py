@@ -65,7 +65,7 @@ def _bits(model):
 
 def _learn(hf_path, layout, dtype, offload):
     """Two steps of a critic: values, then an update. All that came of it, and its model."""
-    from vapo_megatron.data.batch import make_micro_batch
+    from vapo_megatron.data.batch import make_microbatch
     from vapo_megatron.models.build import values_of
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
@@ -83,17 +83,17 @@ def _learn(hf_path, layout, dtype, offload):
     one = torch.ones(())
     mini_batch = MiniBatch(
         [
-            make_micro_batch(batch.select(part), multiple_of=layout.tp if layout.sp else 1)
+            make_microbatch(batch.select(part), multiple_of=layout.tp if layout.sp else 1)
             for part in layout.split[place.dp_rank]
         ],
         one, one, one, one,
     )  # fmt: skip
 
-    def head(output, micro_batch):
-        return values_of(output)[micro_batch.predicting]
+    def head(output, microbatch):
+        return values_of(output)[microbatch.predicting]
 
-    def loss(output, micro_batch):
-        found = critic_loss(head(output, micro_batch), micro_batch.batch)
+    def loss(output, microbatch):
+        found = critic_loss(head(output, microbatch), microbatch.batch)
         return found, {"loss": found.detach()}
 
     if offload:
@@ -101,7 +101,7 @@ def _learn(hf_path, layout, dtype, offload):
     results = []
     for _ in range(2):
         with model.held("parameters"):
-            results += forward_only(model.chunks, mini_batch.micro_batches, head)
+            results += forward_only(model.chunks, mini_batch.microbatches, head)
         with model.held("training"):
             results += model.update(mini_batch, loss, 1e-2).values()
     results += _bits(model).values()

@@ -1,7 +1,7 @@
 """What forward_only and forward_backward promise, on one process and on a pipeline of two.
 
 That layouts agree with each other and with float64 is in tests/distributed/test_matrix.py. Not
-exercised: CUDA, where micro-batches move to the device one at a time.
+exercised: CUDA, where microbatches move to the device one at a time.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from tests.parallel.training import (
     make_config,
 )
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron.data.batch import make_micro_batch
+from vapo_megatron.data.batch import make_microbatch
 
 PP2 = Layout(pp=2, split=((ALL[:3], ALL[3:]),))
 VIRTUAL = Layout(pp=2, vpp=2, split=((ALL,),))
@@ -43,46 +43,46 @@ def _one_process(hf_path):
     from vapo_megatron.parallel.schedule import forward_backward, forward_only
 
     trained = _start(hf_path, Layout(split=((ALL[:3], (), ALL[3:]),)))
-    chunks, micro_batches = trained.chunks, trained.micro_batches
+    chunks, microbatches = trained.chunks, trained.microbatches
     facts = {}
     sizes = []
     chunks[0].register_forward_pre_hook(
         lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
 
-    outputs = forward_only(chunks, micro_batches, trained.head)
+    outputs = forward_only(chunks, microbatches, trained.head)
     facts["lengths"] = [list(x.shape) for x in outputs]
     facts["smallest_forward_pass"] = min(sizes)
     facts["forward_only_has_graph"] = any(x.requires_grad for x in outputs)
-    facts["no_micro_batches"] = forward_only(chunks, [], trained.head)
-    first = forward_only(chunks, micro_batches[:1], trained.head)
+    facts["no_microbatches"] = forward_only(chunks, [], trained.head)
+    first = forward_only(chunks, microbatches[:1], trained.head)
     facts["order"] = torch.equal(first[0], outputs[0])
 
     def gradient(batches, loss=trained.loss):
         metrics = forward_backward(chunks, batches, loss)
         return metrics, torch.cat([p.main_grad.flatten().clone() for p in chunks[0].parameters()])
 
-    facts["metrics"], whole = gradient(micro_batches)
-    facts["again"] = torch.equal(gradient(micro_batches)[1], whole)
+    facts["metrics"], whole = gradient(microbatches)
+    facts["again"] = torch.equal(gradient(microbatches)[1], whole)
     # As after an update, when the optimizer has lent main_grad as .grad.
     for p in chunks[0].parameters():
         p.grad = p.main_grad
-    facts["after_an_update"] = torch.equal(gradient(micro_batches)[1], whole)
-    parts = [gradient([m])[1] for m in micro_batches]
+    facts["after_an_update"] = torch.equal(gradient(microbatches)[1], whole)
+    parts = [gradient([m])[1] for m in microbatches]
     facts["sum_error"] = float((sum(parts) - whole).abs().max() / whole.abs().max())
     facts["empty_gradient"] = float(parts[1].abs().max())
-    facts["empty_loss"] = float(gradient(micro_batches[1:2])[0]["loss"])
+    facts["empty_loss"] = float(gradient(microbatches[1:2])[0]["loss"])
 
-    def doubled(output, micro_batch):
-        loss, metrics = trained.loss(output, micro_batch)
+    def doubled(output, microbatch):
+        loss, metrics = trained.loss(output, microbatch)
         return 2 * loss, metrics
 
-    twice = gradient(micro_batches, doubled)[1]
+    twice = gradient(microbatches, doubled)[1]
     facts["scale_error"] = float((twice - 2 * whole).abs().max() / whole.abs().max())
     buffer = chunks[0].buffers[0]
     buffer.gradient_scaling_factor = 0.5
     with pytest.raises(AssertionError, match="gradients would be scaled"):
-        gradient(micro_batches)
+        gradient(microbatches)
     return facts
 
 
@@ -92,7 +92,7 @@ def test_one_process(hf_path, workers):
     assert facts["lengths"] == [[size, 2] for size in sizes]
     assert facts["smallest_forward_pass"] == 1  # the empty one has a token of padding
     assert not facts["forward_only_has_graph"]
-    assert facts["no_micro_batches"] == []
+    assert facts["no_microbatches"] == []
     assert facts["order"]
     assert int(facts["metrics"]["tokens"]) == NUM_TOKENS - 3
     assert not facts["metrics"]["loss"].requires_grad
@@ -110,14 +110,14 @@ def _pipeline(hf_path, layout, batched=None):
     last = trained.ranks.is_last_stage
     seen = []
 
-    def head(output, micro_batch):
+    def head(output, microbatch):
         assert last, "head runs on the last stage"
         seen.append(output.requires_grad)
-        return trained.head(output, micro_batch)
+        return trained.head(output, microbatch)
 
-    outputs = forward_only(trained.chunks, trained.micro_batches, head)
-    values = forward_only(trained.chunks, trained.micro_batches, lambda o, m: head(o, m)[:, 0])
-    metrics = forward_backward(trained.chunks, trained.micro_batches, trained.loss)
+    outputs = forward_only(trained.chunks, trained.microbatches, head)
+    values = forward_only(trained.chunks, trained.microbatches, lambda o, m: head(o, m)[:, 0])
+    metrics = forward_backward(trained.chunks, trained.microbatches, trained.loss)
     return outputs, values, {k: float(v) for k, v in metrics.items()}, seen
 
 
@@ -136,22 +136,22 @@ def test_every_stage_gets_the_results(layout, batched, hf_path, workers):
     assert torch.equal(torch.cat(ranks[0][0]), torch.cat(ranks[1][0]))
 
 
-def _four_micro_batches(hf_path, layout, batched):
-    """Loss of four micro-batches of 16 tokens: wrong sends would be of the right size."""
+def _four_microbatches(hf_path, layout, batched):
+    """Loss of four microbatches of 16 tokens: wrong sends would be of the right size."""
     from vapo_megatron.parallel.schedule import forward_backward
 
     trained = _start(hf_path, layout, parallel={"batch_p2p_comm": batched})
     batch = make_batch(trained.shape.vocab_size)
     parts = ((0, 2), (5, 6), (3,), (1, 4))  # 8 + 7, 8 + 7, 16, 11 + 5 tokens
-    micro_batches = [make_micro_batch(batch.select(part), multiple_of=16) for part in parts]
-    return float(forward_backward(trained.chunks, micro_batches, trained.loss)["loss"])
+    microbatches = [make_microbatch(batch.select(part), multiple_of=16) for part in parts]
+    return float(forward_backward(trained.chunks, microbatches, trained.loss)["loss"])
 
 
 def test_batched_sends_of_virtual_stages_are_wrong(hf_path, workers):
     """Why load_config refuses them, which `make_config` here does not."""
-    (expected,) = workers.run(1, _four_micro_batches, hf_path, Layout(), None)
-    right = workers.run(2, _four_micro_batches, hf_path, VIRTUAL, None)
-    wrong = workers.run(2, _four_micro_batches, hf_path, VIRTUAL, True)
+    (expected,) = workers.run(1, _four_microbatches, hf_path, Layout(), None)
+    right = workers.run(2, _four_microbatches, hf_path, VIRTUAL, None)
+    wrong = workers.run(2, _four_microbatches, hf_path, VIRTUAL, True)
     assert right == pytest.approx([expected] * 2, rel=1e-5)
     assert all(abs(loss / expected - 1) > 0.05 for loss in wrong)
 

@@ -1,7 +1,7 @@
 """A fixed batch, an actor-like and a critic-like loss, and a few updates of them, inside a worker.
 
 The responses and everything that the losses need are the same in every layout; only which rank and
-micro-batch sees them differs.
+microbatch sees them differs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.batch import RolloutBatch, make_micro_batch
+from vapo_megatron.data.batch import RolloutBatch, make_microbatch
 
 # (prompt, response) tokens; the empty response is a prompt that no loss reads.
 LENGTHS = ((3, 5), (2, 9), (6, 1), (4, 12), (5, 0), (1, 7), (3, 4))
@@ -34,7 +34,7 @@ class Layout(NamedTuple):
     overlap: bool = False
     recompute: str = "none"
     split: tuple = ((ALL,),)
-    """[data-parallel rank][micro-batch][response]"""
+    """[data-parallel rank][microbatch][response]"""
 
     @property
     def world_size(self) -> int:
@@ -50,7 +50,7 @@ class Result(NamedTuple):
     """By HF name, after the first update."""
     outputs: Tensor
     """Before the first update: log-probabilities and entropies [T, 2], or values [T], of this
-    data-parallel rank's responses in the order of its micro-batches."""
+    data-parallel rank's responses in the order of its microbatches."""
 
 
 def parallel_fields(layout: Any) -> dict[str, Any]:
@@ -144,22 +144,22 @@ class Trained:
         self.chunks = build_ddp(self.model, config, self.model[0].config)
         self.optimizer = build_optimizer(self.chunks, config, role)
         batch = make_batch(self.shape.vocab_size)
-        self.micro_batches = [
-            make_micro_batch(batch.select(part), multiple_of=layout.tp if layout.sp else 1)
+        self.microbatches = [
+            make_microbatch(batch.select(part), multiple_of=layout.tp if layout.sp else 1)
             for part in layout.split[self.ranks.dp_rank]
         ]
 
-    def head(self, output, micro_batch):
+    def head(self, output, microbatch):
         from vapo_megatron.models.build import gather_hidden, output_weight, values_of
         from vapo_megatron.parallel.logprobs import linear_logprobs
 
         if self.role == "critic":
-            return values_of(output)[micro_batch.predicting]
+            return values_of(output)[microbatch.predicting]
         hidden = gather_hidden(output, sequence_parallel=self.layout.sp)
         outputs = linear_logprobs(
-            hidden[micro_batch.predicting],
+            hidden[microbatch.predicting],
             output_weight(self.model[-1]),
-            micro_batch.targets,
+            microbatch.targets,
             self.ranks.tp_group,
             vocab_size=self.shape.vocab_size,
             temperature=TEMPERATURE,
@@ -167,8 +167,8 @@ class Trained:
         )
         return torch.stack(outputs, -1)
 
-    def loss(self, output, micro_batch):
-        outputs, batch = self.head(output, micro_batch), micro_batch.batch
+    def loss(self, output, microbatch):
+        outputs, batch = self.head(output, microbatch), microbatch.batch
         if self.role == "critic":
             loss = critic_loss(outputs, batch)
         else:
@@ -179,7 +179,7 @@ class Trained:
         from vapo_megatron.parallel.reduce import sum_over_data_parallel
         from vapo_megatron.parallel.schedule import forward_backward
 
-        metrics = forward_backward(self.chunks, self.micro_batches, self.loss)
+        metrics = forward_backward(self.chunks, self.microbatches, self.loss)
         return sum_over_data_parallel(metrics, self.ranks)
 
     def full_tensors(self) -> dict[str, Tensor]:
@@ -215,7 +215,7 @@ def _train(trained: Trained, num_updates: int) -> Result:
     from vapo_megatron.parallel.optimizer import optimizer_step, set_learning_rate
     from vapo_megatron.parallel.schedule import forward_only
 
-    outputs = torch.cat(forward_only(trained.chunks, trained.micro_batches, trained.head))
+    outputs = torch.cat(forward_only(trained.chunks, trained.microbatches, trained.head))
     losses, norms, gradients, weights = [], [], {}, {}
     for update in range(num_updates):
         set_learning_rate(trained.optimizer, LEARNING_RATE)

@@ -47,7 +47,7 @@ TOKEN, PAIR, OUTPUT = 248e-12, 16e-12, 56e-12
 
 
 def config(world_size: int = 8, **parallel: Any) -> VapoConfig:
-    """Micro-batches of 8 tokens, everything on the GPU."""
+    """Microbatches of 8 tokens, everything on the GPU."""
     given = {"world_size": world_size, "max_tokens_per_microbatch": 8, "offload": False, **parallel}
     base = VapoConfig()
     return base.model_copy(update={"parallel": base.parallel.model_copy(update=given)})

@@ -15,7 +15,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.batch import RolloutBatch, make_micro_batch
+from vapo_megatron.data.batch import RolloutBatch, make_microbatch
 from vapo_megatron.models.hf_config import ModelShape
 
 PROMPT_TOKENS = 2
@@ -30,7 +30,7 @@ class Measured(NamedTuple):
     gradients: int
     optimizer: int
     training: int
-    """Peak of a forward and backward pass over all micro-batches, above what was there before."""
+    """Peak of a forward and backward pass over all microbatches, above what was there before."""
     inference: int
     """Peak of a forward pass without gradients."""
 
@@ -109,7 +109,7 @@ def pausing() -> Iterator[None]:
 
 
 def measure(shape: ModelShape, config: VapoConfig, role: str, responses: int) -> Measured:
-    """Build one role, train it once on `responses` micro-batches, each of one response.
+    """Build one role, train it once on `responses` microbatches, each of one response.
 
     Each is as long as planning's microbatch_tokens says.
     """
@@ -120,7 +120,7 @@ def measure(shape: ModelShape, config: VapoConfig, role: str, responses: int) ->
 
     here = groups.initialize(config.parallel)
     size = config.parallel.max_tokens_per_microbatch
-    micro_batches = [make_micro_batch(_response(size, shape.vocab_size)) for _ in range(responses)]
+    microbatches = [make_microbatch(_response(size, shape.vocab_size)) for _ in range(responses)]
     with Allocations() as built:
         model = build_model(shape, config, here, role)
         chunks = build_ddp(model, config, model[0].config)
@@ -130,12 +130,12 @@ def measure(shape: ModelShape, config: VapoConfig, role: str, responses: int) ->
     head = _head(shape, config, role, model, here)
     with Allocations() as trained, pausing():
         forward_backward(
-            chunks, micro_batches, lambda o, m: (head(o, m, with_entropy=False).sum(), {})
+            chunks, microbatches, lambda o, m: (head(o, m, with_entropy=False).sum(), {})
         )
     with Allocations() as stepped:
         optimizer_step(optimizer)
     with Allocations() as inferred, pausing():
-        forward_only(chunks, micro_batches, head)
+        forward_only(chunks, microbatches, head)
     return Measured(
         pp_rank=here.pp_rank,
         parameters=built.kept - gradients,
@@ -164,15 +164,15 @@ def _head(shape: ModelShape, config: VapoConfig, role: str, model: Any, here: An
     from vapo_megatron.models.build import gather_hidden, output_weight, values_of
     from vapo_megatron.parallel.logprobs import linear_logprobs
 
-    def values(output, micro_batch, *, with_entropy=False):
-        return values_of(output)[micro_batch.predicting]
+    def values(output, microbatch, *, with_entropy=False):
+        return values_of(output)[microbatch.predicting]
 
-    def logprobs(output, micro_batch, *, with_entropy=True):
+    def logprobs(output, microbatch, *, with_entropy=True):
         hidden = gather_hidden(output, sequence_parallel=config.parallel.sequence_parallel)
         found, _ = linear_logprobs(
-            hidden[micro_batch.predicting],
+            hidden[microbatch.predicting],
             output_weight(model[-1]),
-            micro_batch.targets,
+            microbatch.targets,
             here.tp_group,
             vocab_size=shape.vocab_size,
             with_entropy=with_entropy,

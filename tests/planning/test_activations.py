@@ -67,13 +67,13 @@ def test_chunks_in_flight(pp, vpp, expected):
     assert found == expected
 
 
-def test_no_more_micro_batches_fly_than_there_are():
+def test_no_more_microbatches_fly_than_there_are():
     tree = make_config(1, 4, 4).model_dump()
     tree["algorithm"] |= {"mini_batch_size": 8, "responses_per_step": 8, "group_size": 8}
     config = VapoConfig.model_validate(tree)
-    # 8 responses over 4 ranks: two micro-batches at most.
+    # 8 responses over 4 ranks: two microbatches at most.
     assert [activations.chunks_in_flight(config, pp_rank=r) for r in range(4)] == [2, 2, 2, 1]
-    # A virtual pipeline fills them up to a multiple of 4 stages: 4 micro-batches of 2 chunks.
+    # A virtual pipeline fills them up to a multiple of 4 stages: 4 microbatches of 2 chunks.
     tree["parallel"]["virtual_pipeline_model_parallel_size"] = 2
     config = VapoConfig.model_validate(tree)
     assert [activations.chunks_in_flight(config, pp_rank=r) for r in range(4)] == [8, 8, 7, 5]
@@ -81,7 +81,7 @@ def test_no_more_micro_batches_fly_than_there_are():
 
 def test_update_of_the_first_stage_of_32b(shape):
     # S = 24576 tokens, which is more than 2048 + 20480; 30484 bytes of a layer, 1280 of its input.
-    # in flight   4 micro-batches * 16 layers * 1280 S                      2013265920
+    # in flight   4 microbatches * 16 layers * 1280 S                      2013265920
     # gathered    5120 * 2 S                                                 251658240
     # received    2 * 1280 S                                                  62914560
     # one layer   (30484 - 1280) S                                           717717504
@@ -104,7 +104,7 @@ def test_update_of_the_last_stage_of_32b(shape):
     assert phases["actor_update"].logits == logits
     # Old log-probabilities have the entropy, too: two tiles.
     assert phases["logprobs"].logits == 19072 * (2639 * 2 + 2 * 329 * 4)
-    # One micro-batch in flight; the final norm keeps 1280 S, the hidden states take 2 * 5120 S;
+    # One microbatch in flight; the final norm keeps 1280 S, the hidden states take 2 * 5120 S;
     # what a layer adds in its backward pass comes after the logits are gone.
     s = 24576
     held = 16 * 1280 * s + 251_658_240 + 62_914_560 + 1280 * s + 10240 * s

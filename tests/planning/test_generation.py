@@ -87,7 +87,7 @@ def test_loads_add_up():
     assert (found.tokens[4:] == found.tokens[:4]).all() and len(set(found.tokens[:, 0])) == 4
     assert found.tokens.sum() == pytest.approx(256 * 52, rel=0.02)
     assert found.outputs.sum() == found.tokens.sum() - 256 * 2
-    assert (found.micro_batches == found.micro_batches[:, :1]).all()
+    assert (found.microbatches == found.microbatches[:, :1]).all()
     assert isinstance(found, Loads)
 
 

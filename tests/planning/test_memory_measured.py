@@ -19,7 +19,7 @@ from vapo_megatron.planning.host_memory import checkpoint_bytes
 from vapo_megatron.planning.model_bytes import state_bytes
 
 TOKENS = 512
-MICRO_BATCHES = 4
+MICROBATCHES = 4
 STATE_TOLERANCE = 0.02
 ACTIVATION_TOLERANCE = 0.2
 
@@ -58,7 +58,7 @@ def _shape(**differences):
 
 def _config(layout, recompute, dtype):
     dp_size = 2 if layout in (DP2, DP2_WHOLE) else 1
-    batch = MICRO_BATCHES * dp_size
+    batch = MICROBATCHES * dp_size
     return VapoConfig.model_validate(
         {
             "model": {
@@ -85,7 +85,7 @@ def _config(layout, recompute, dtype):
 
 def _check(workers, layout, recompute, dtype, role, differences):
     shape, config = _shape(**differences), _config(layout, recompute, dtype)
-    arguments = (shape, config, role, MICRO_BATCHES)
+    arguments = (shape, config, role, MICROBATCHES)
     everywhere = workers.run(2, measure, *arguments, timeout_seconds=400)
     for rank, found in enumerate(everywhere):
         stage = {"pp_rank": found.pp_rank}

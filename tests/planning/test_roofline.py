@@ -57,13 +57,13 @@ def test_latencies_by_hand():
         FAST_MEMORY, peak_tflops=1e12, nvlink_gb_per_second=1e12, network_gb_per_second=1e12,
         collective_seconds=1e-3,
     )  # fmt: skip
-    # 8 micro-batches, 4 layers with 2 collectives each.
+    # 8 microbatches, 4 layers with 2 collectives each.
     phase = roofline.scoring(
         SHAPE, config(2, tensor_model_parallel_size=2), late, WORKLOAD, "critic"
     )
     assert phase.seconds == pytest.approx(8 * 4 * 2 * 1e-3, rel=1e-3)
-    # One message for each of 8 micro-batches, and one to fill; there and back in an update, whose
-    # 2 mini-batches have 4 micro-batches each.
+    # One message for each of 8 microbatches, and one to fill; there and back in an update, whose
+    # 2 mini-batches have 4 microbatches each.
     split = config(2, pipeline_model_parallel_size=2)
     phase = roofline.scoring(SHAPE, split, late, WORKLOAD, "critic")
     assert phase.seconds == pytest.approx((8 + 1) * 1e-3, rel=1e-3)
@@ -110,7 +110,7 @@ def test_gradients_of_ranks_in_different_nodes_go_by_their_own_adapter():
 def test_stages_of_one_node_send_by_nvlink():
     fast = dataclasses.replace(FAST_MEMORY, peak_tflops=1e12, nvlink_gb_per_second=1e12)
     # PP 2 x DP 2: stages are 2 apart, 4 GPUs. Nodes of 4: NVLink. Nodes of 2: the network, 1 GB/s,
-    # 8 tokens of 4 elements of 2 bytes for 4 micro-batches of a rank and one to fill.
+    # 8 tokens of 4 elements of 2 bytes for 4 microbatches of a rank and one to fill.
     split = config(4, pipeline_model_parallel_size=2)
     for per_node, expected in ((4, 0.0), (2, 5 * 8 * 8e-9)):
         cluster = dataclasses.replace(fast, gpus_per_node=per_node)
@@ -143,8 +143,8 @@ def test_a_pipeline_fills_and_drains(vpp_size, bubble):
     shape = dataclasses.replace(SHAPE, num_layers=8)
     split = config(4, pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=vpp_size)
     fast = dataclasses.replace(FAST_MEMORY, network_gb_per_second=1e12, nvlink_gb_per_second=1e12)
-    # 2 mini-batches of 4 micro-batches of one sequence; a stage has 2 layers: each mini-batch takes
-    # 4 + (p - 1) / v of a micro-batch's time.
+    # 2 mini-batches of 4 microbatches of one sequence; a stage has 2 layers: each mini-batch takes
+    # 4 + (p - 1) / v of a microbatch's time.
     phase = roofline.update(shape, split, fast, WORKLOAD, "critic")
     one = 2 * (3 * 8 * TOKEN + 3.5 * 36 * PAIR)
     assert phase.seconds == pytest.approx(2 * (4 + bubble) * one, rel=1e-6)
@@ -157,7 +157,7 @@ def test_a_pipeline_fills_and_drains(vpp_size, bubble):
 def test_the_last_stage_has_the_output():
     split = config(2, pipeline_model_parallel_size=2)
     phase = roofline.scoring(SHAPE, split, FAST_MEMORY, WORKLOAD, "actor")
-    sends = 8 * 4 * 2 / 1e9  # a micro-batch: 8 tokens of 4 elements of 2 bytes at 1 GB/s
+    sends = 8 * 4 * 2 / 1e9  # a microbatch: 8 tokens of 4 elements of 2 bytes at 1 GB/s
     stage = 2 * (8 * TOKEN + 36 * PAIR) + sends
     assert phase.stages == pytest.approx(6 * OUTPUT / stage, rel=1e-3)
     assert phase.seconds == pytest.approx(8 * (stage + 6 * OUTPUT) + stage, rel=1e-3)
@@ -180,7 +180,7 @@ def test_data_parallel_wires_by_hand():
 def test_an_updates_memory_by_hand():
     slow = dataclasses.replace(ROUND, peak_tflops=1e12)
     phase = roofline.update(SHAPE, config(1), slow, WORKLOAD, "critic")
-    # 71 elements of 2 bytes a token and layer, forward and twice backward; 8 micro-batches add
+    # 71 elements of 2 bytes a token and layer, forward and twice backward; 8 microbatches add
     # gradients of 10 bytes; 2 updates read and write 42 + 4 bytes of the same parameters.
     held = 512 + 4 * (124 + 12 + 8) + 4 + 4
     passes = 3 * 4 * 64 * 71 * 2e-9
@@ -228,7 +228,7 @@ def test_overlap_hides_what_the_passes_take():
     slow = dataclasses.replace(FAST_MEMORY, peak_tflops=1e-6)
     phase = roofline.update(SHAPE, hidden, slow, WORKLOAD, "critic")
     assert phase.between_seconds == pytest.approx(0, abs=1e-15)
-    # Half of a micro-batch's pass hides that much: a pass over 8 tokens and 36 pairs in 4 layers,
+    # Half of a microbatch's pass hides that much: a pass over 8 tokens and 36 pairs in 4 layers,
     # for each of reducing (4 bytes) and gathering (2 bytes).
     fast = dataclasses.replace(FAST_MEMORY, peak_tflops=1.0)
     held = 512 + 4 * (124 + 12 + 8) + 4 + 4

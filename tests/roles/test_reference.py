@@ -16,7 +16,7 @@ def drift(hf, parallel):
     from vapo_megatron.config import VapoConfig
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
-    from vapo_megatron.parallel.minibatches import make_micro_batches, make_mini_batches
+    from vapo_megatron.parallel.minibatches import make_microbatches, make_mini_batches
     from vapo_megatron.roles.actor import Actor
     from vapo_megatron.roles.reference import Reference
     from vapo_megatron.weights.gradients import full_gradients
@@ -37,21 +37,21 @@ def drift(hf, parallel):
 
     def measured():
         """KL and the norm of its gradient, where the policy loss has none."""
-        found = batch(actor.compute_logprobs(micro_batches)[0])
+        found = batch(actor.compute_logprobs(microbatches)[0])
         found = found.replace(reference_logprobs=frozen, advantages=torch.zeros_like(frozen))
         (mini_batch,) = make_mini_batches(found, [plan], place, multiple_of=1)
         metrics = actor.compute_gradients(mini_batch)
         gradients = full_gradients(actor.trained.chunks, shape, place, "actor")
         return float(metrics["reference_kl"]), sum(float(g.abs().sum()) for _, g in gradients)
 
-    micro_batches = make_micro_batches(batch(), plan, multiple_of=1)
-    logprobs, _ = actor.compute_logprobs(micro_batches)
-    frozen = reference.compute_logprobs(micro_batches)
+    microbatches = make_microbatches(batch(), plan, multiple_of=1)
+    logprobs, _ = actor.compute_logprobs(microbatches)
+    frozen = reference.compute_logprobs(microbatches)
     before = measured()
     learning = batch(logprobs).replace(reference_logprobs=frozen)
     actor.update(make_mini_batches(learning, [plan], place, multiple_of=1))
     after = measured()
-    assert torch.equal(reference.compute_logprobs(micro_batches), frozen), "it stands still"
+    assert torch.equal(reference.compute_logprobs(microbatches), frozen), "it stands still"
     for parameter in reference.frozen.model[0].parameters():
         assert not parameter.requires_grad and not hasattr(parameter, "main_grad")
     return logprobs, frozen, before, after

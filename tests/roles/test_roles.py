@@ -53,7 +53,7 @@ def update_once(hf, algorithm):
     from vapo_megatron.config import VapoConfig
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
-    from vapo_megatron.parallel.minibatches import make_micro_batches, make_mini_batches
+    from vapo_megatron.parallel.minibatches import make_microbatches, make_mini_batches
     from vapo_megatron.roles.actor import Actor
     from vapo_megatron.roles.critic import Critic
     from vapo_megatron.roles.policy_mask import with_policy_mask
@@ -71,10 +71,10 @@ def update_once(hf, algorithm):
     shape = read_model_shape(hf)
     actor = Actor(shape, config, place, config.model.hf_path)
     critic = Critic(shape, config, place, config.model.hf_path)
-    plan = [[0, 1], [2, 3]]  # two micro-batches: counts must be the mini-batch's
-    micro_batches = make_micro_batches(batch(), plan, multiple_of=1)
-    logprobs, entropy = actor.compute_logprobs(micro_batches)
-    values = critic.compute_values(micro_batches)
+    plan = [[0, 1], [2, 3]]  # two microbatches: counts must be the mini-batch's
+    microbatches = make_microbatches(batch(), plan, multiple_of=1)
+    logprobs, entropy = actor.compute_logprobs(microbatches)
+    values = critic.compute_values(microbatches)
     shift = torch.tensor([SHIFT[t % 3] for t in range(len(logprobs))])
     same, shifted = (
         with_policy_mask(batch(old), config.algorithm, place)[0]

@@ -122,12 +122,12 @@ def judge(hf, role, layout, dtype):
     for each in (straight, model):
         logprobs = None
         if role == "actor":
-            logprobs, _ = each.compute_logprobs(mini_batch_of(each).micro_batches)
+            logprobs, _ = each.compute_logprobs(mini_batch_of(each).microbatches)
         good = mini_batch_of(each, logprobs)
         metrics = each.update([good])
         assert metrics[f"{role}/skipped_updates"] == 0
         if role == "actor":
-            logprobs, _ = each.compute_logprobs(good.micro_batches)
+            logprobs, _ = each.compute_logprobs(good.microbatches)
             good = mini_batch_of(each, logprobs)
     bad = {
         "rollout_logprobs": mini_batch_of(model, logprobs, rollout_logprobs=-math.inf),

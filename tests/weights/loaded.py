@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.batch import MicroBatch, RolloutBatch, make_micro_batch
+from vapo_megatron.data.batch import Microbatch, RolloutBatch, make_microbatch
 from vapo_megatron.models.build import build_model
 from vapo_megatron.models.hf_config import ModelShape, read_model_shape
 from vapo_megatron.parallel import groups as parallel_groups
@@ -109,10 +109,10 @@ def forward(chunk: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
         )
 
 
-def micro_batch() -> MicroBatch:
+def microbatch() -> Microbatch:
     """One response of 4 tokens after a prompt of 3."""
     empty = torch.zeros(1)
-    return make_micro_batch(
+    return make_microbatch(
         RolloutBatch(
             tokens=torch.tensor([5, 9, 17, 33, 65, 129, 2]),
             sequence_cu_seqlens=torch.tensor([0, 7], dtype=torch.int32),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.weights.loaded import FEW_HEADS, Layout, load, micro_batch, widen
+from tests.weights.loaded import FEW_HEADS, Layout, load, microbatch, widen
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.parallel import groups as parallel_groups
 from vapo_megatron.parallel.optimizer import (
@@ -144,7 +144,7 @@ def _updates(path, overlap, wrapped):
     set_learning_rate(optimizer, 0.01)
     synced = []
     for _ in range(2):
-        forward_backward(chunks, [micro_batch()], lambda out, _: (out.float().square().sum(), {}))
+        forward_backward(chunks, [microbatch()], lambda out, _: (out.float().square().sum(), {}))
         optimizer_step(optimizer)
         source = chunks if wrapped else loaded.chunks
         synced.append(_digest(gather_hf_tensors(source, loaded.shape, loaded.groups)))

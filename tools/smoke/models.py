@@ -80,7 +80,7 @@ def random_batch(lengths: Sequence[tuple[int, int]], vocab_size: int, seed: int)
 
 
 def whole_mini_batch(batch: RolloutBatch, plan: Sequence[Sequence[int]]) -> MiniBatch:
-    """Return one mini-batch of all responses. plan: [micro-batch] -> positions, in batch order."""
+    """Return one mini-batch of all responses. plan: [microbatch] -> positions, in batch order."""
     (mini_batch,) = make_mini_batches(batch, local_plan([plan]), groups.current(), multiple_of=1)
     return mini_batch
 

@@ -104,12 +104,12 @@ def compute(
     model = build_role(role, shape, make_config(dtype, hf_path=str(directory / role)))
     batch = random_batch(lengths, shape.vocab_size, seed=2)
     plan = [list(range(len(lengths)))] if packed else [[i] for i in range(len(lengths))]
-    micro_batches = whole_mini_batch(batch, plan).micro_batches
+    microbatches = whole_mini_batch(batch, plan).microbatches
     if isinstance(model, Actor):
-        outputs = torch.stack(model.compute_logprobs(micro_batches), -1)
+        outputs = torch.stack(model.compute_logprobs(microbatches), -1)
         batch = batch.replace(old_logprobs=outputs[:, 0] if old is None else old)
     else:
-        outputs = model.compute_values(micro_batches)[:, None]
+        outputs = model.compute_values(microbatches)[:, None]
     model.compute_gradients(whole_mini_batch(batch, plan))
     named = full_gradients(model.trained.chunks, shape, groups.current(), role)
     return Numbers(outputs, {name: gradient.float().cpu().clone() for name, gradient in named})

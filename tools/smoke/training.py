@@ -87,7 +87,7 @@ def planned(sizes: Sizes, shape: ModelShape) -> tuple[RolloutBatch, list[list[in
         max_tokens_per_microbatch=sizes.load.tokens_per_microbatch,
         seed=0,
     )
-    (mine,) = plan.micro_batches
+    (mine,) = plan.microbatches
     return batch.select([position for micro in mine for position in micro]), mine
 
 
@@ -127,11 +127,11 @@ def forward(
     model: Actor | Critic, batch: RolloutBatch, plan: list[list[int]]
 ) -> tuple[float, RolloutBatch]:
     """Return (seconds, the batch with what was computed): old_logprobs, or values."""
-    micro_batches = whole_mini_batch(batch, plan).micro_batches
+    microbatches = whole_mini_batch(batch, plan).microbatches
     if isinstance(model, Actor):
-        seconds, (logprobs, _) = timed(lambda: model.compute_logprobs(micro_batches))
+        seconds, (logprobs, _) = timed(lambda: model.compute_logprobs(microbatches))
         return seconds, batch.replace(old_logprobs=logprobs)
-    seconds, values = timed(lambda: model.compute_values(micro_batches))
+    seconds, values = timed(lambda: model.compute_values(microbatches))
     return seconds, batch.replace(values=values)
 
 

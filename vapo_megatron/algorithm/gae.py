@@ -183,7 +183,7 @@ def moments(values: Tensor, returns: Tensor, loss_mask: Tensor) -> Tensor:
         loss_mask: [T] bool, or float weights: any weight but 0 counts once.
 
     Returns:
-        float64 [6]; add them up over micro-batches and data-parallel ranks.
+        float64 [6]; add them up over microbatches and data-parallel ranks.
     """
     require_wide(values=values, returns=returns)
     error = returns.double() - values.double()
@@ -194,7 +194,7 @@ def explained_variance_from_moments(sums: Tensor) -> Tensor:
     """Explained variance over everything that was added up.
 
     Args:
-        sums: float64 [6] from moments, summed over micro-batches and ranks.
+        sums: float64 [6] from moments, summed over microbatches and ranks.
 
     Returns:
         float64 0-d tensor; see explained_variance.

@@ -41,14 +41,14 @@ def clipped_policy_loss(
         loss_mask: [T] bool, or float weights (see token_weights).
         clip_low: in [0, 1]; ratios below 1 - clip_low earn nothing more.
         clip_high: at least 0; ratios above 1 + clip_high earn nothing more.
-        num_tokens: N, int or 0-d tensor: loss_count summed over all micro-batches and data-parallel
+        num_tokens: N, int or 0-d tensor: loss_count summed over all microbatches and data-parallel
             ranks of the mini-batch.
         num_trained_tokens: tokens whose mask is not 0, summed likewise; None: N, which it is unless
             loss_mask holds weights.
 
     Returns:
         The loss, a 0-d tensor: this call's addend of the global mean, exactly 0 with its graph
-        intact where N is 0. Metrics, detached 0-d tensors, whose sums over micro-batches and ranks
+        intact where N is 0. Metrics, detached 0-d tensors, whose sums over microbatches and ranks
         are means over the trained tokens, whatever the weights: approx_kl, KL(old || new) by
         the k3 estimator ratio - 1 - log(ratio); clip_fraction_low and clip_fraction_high, tokens
         whose gradient the lower and the upper clip removes.
@@ -89,7 +89,7 @@ def ratio_deviation(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -
 
         max_t |exp(logprobs_t - old_logprobs_t) - 1|,   0 without tokens
 
-    Reduce it over micro-batches and ranks by the maximum, never by a sum.
+    Reduce it over microbatches and ranks by the maximum, never by a sum.
 
     Args:
         logprobs, old_logprobs: [T] float32 or float64.
@@ -159,8 +159,8 @@ def loss_count(loss_mask: Tensor, cu_seqlens: Tensor, loss_aggregation: str) -> 
         token:  tokens whose mask is not 0
         sample, constant:  responses with at least one such token
 
-    Sum it over all micro-batches and data-parallel ranks of the mini-batch, once, before the first
-    micro-batch.
+    Sum it over all microbatches and data-parallel ranks of the mini-batch, once, before the first
+    microbatch.
 
     Args:
         loss_mask: [T] bool, or float weights, before token_weights.

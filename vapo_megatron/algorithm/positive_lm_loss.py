@@ -28,7 +28,7 @@ def positive_lm_loss(
         is_correct: bool [T], the verifier's verdict (not the shaped reward) spread over each
             response's tokens.
         num_positive_tokens: N, int or 0-d tensor: tokens with a mask in correct responses, summed
-            over all micro-batches and data-parallel ranks of the mini-batch; a count of its own,
+            over all microbatches and data-parallel ranks of the mini-batch; a count of its own,
             not num_tokens.
 
     Returns:

@@ -52,14 +52,14 @@ def keep(x: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def global_mean(terms: Tensor, loss_mask: Tensor, count: int | float | Tensor) -> Tensor:
-    """One addend of a mean whose denominator spans micro-batches and ranks.
+    """One addend of a mean whose denominator spans microbatches and ranks.
 
         sum_t mask_t * terms_t / count;   exactly 0, graph intact, where count is 0
 
     Args:
         terms: [T], 0 where the mask is 0 (see keep).
         loss_mask: [T], bool or float weights.
-        count: number or 0-d tensor, summed over all micro-batches and data-parallel ranks of the
+        count: number or 0-d tensor, summed over all microbatches and data-parallel ranks of the
             mini-batch.
 
     Returns:

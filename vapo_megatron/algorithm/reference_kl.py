@@ -44,7 +44,7 @@ def reference_kl(
         logprobs: [T] float32 or float64, of the policy being trained; carries the gradient.
         reference_logprobs: [T], of the frozen reference; no gradient passes into it.
         loss_mask: [T] bool, or float weights (see token_weights).
-        num_tokens: N, int or 0-d tensor: loss_count summed over all micro-batches and data-parallel
+        num_tokens: N, int or 0-d tensor: loss_count summed over all microbatches and data-parallel
             ranks of the mini-batch.
         num_trained_tokens: tokens whose mask is not 0, summed likewise; None: N, which it is unless
             loss_mask holds weights.
@@ -53,7 +53,7 @@ def reference_kl(
         The loss, a 0-d tensor: this call's addend of the global mean, exactly 0 with its graph
         intact where N is 0. It is at least 0, and infinite where the reference holds a token to be
         impossible (d = -inf): that is not hidden. Metrics, detached 0-d tensors, whose
-        sums over micro-batches and ranks are means over the trained tokens, whatever the weights:
+        sums over microbatches and ranks are means over the trained tokens, whatever the weights:
         reference_kl, of exp(d_t) - d_t - 1; reference_kl_tangent_fraction, tokens beyond d = 20.
 
     Raises:

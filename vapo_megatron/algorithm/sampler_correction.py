@@ -40,13 +40,13 @@ def truncated_importance_mask(
         rollout_logprobs: [T], of the sampler, with the same weights.
         loss_mask: [T] bool, or float weights.
         cap: C, above 0.
-        num_tokens: N, int or 0-d tensor: tokens whose loss_mask is not 0, summed over all micro-
-            batches and data-parallel ranks that the metrics are a mean over.
+        num_tokens: N, int or 0-d tensor: tokens whose loss_mask is not 0, summed over all
+            microbatches and data-parallel ranks that the metrics are a mean over.
 
     Returns:
         policy_mask, float32 [T], without gradient: a weight for token_weights. It is above 0
         wherever loss_mask is (no k counts as less than exp(-80)), so that loss_count stays what it
-        was. Metrics, 0-d tensors divided by N, so that sums over micro-batches and ranks are global
+        was. Metrics, 0-d tensors divided by N, so that sums over microbatches and ranks are global
         means: sampler_ratio, k before the cap (at most exp(80)); sampler_corrected_fraction, tokens
         that the cap holds.
 
@@ -85,12 +85,12 @@ def icepop_mask(
         low: above 0 and at most 1.
         high: at least 1.
         num_tokens: N, int or 0-d tensor: tokens whose loss_mask is not 0, before any is dropped,
-            summed over all micro-batches and data-parallel ranks that the metrics are a mean over.
+            summed over all microbatches and data-parallel ranks that the metrics are a mean over.
 
     Returns:
         policy_mask, float32 [T], without gradient: a weight for token_weights. A dropped token's is
         0, and loss_count of it leaves the token out of the denominator. Metrics, 0-d tensors
-        divided by N, so that sums over micro-batches and ranks are global means: sampler_ratio, k
+        divided by N, so that sums over microbatches and ranks are global means: sampler_ratio, k
         of all tokens (at most exp(80)); sampler_corrected_fraction, tokens that are dropped.
 
     Raises:

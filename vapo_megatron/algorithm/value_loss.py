@@ -60,7 +60,7 @@ def value_loss(
             gradient.
         returns: [T], regression targets R.
         loss_mask: [T] bool, or float weights.
-        num_tokens: N, int or 0-d tensor: the tokens with a mask, summed over all micro-batches and
+        num_tokens: N, int or 0-d tensor: the tokens with a mask, summed over all microbatches and
             data-parallel ranks of the mini-batch (or the responses, for weights that average within
             each response).
         old_values: [T], V before this step's updates; read only with a clip.
@@ -68,9 +68,9 @@ def value_loss(
 
     Returns:
         The loss, a 0-d tensor: this call's addend of the global mean, exactly 0 with its graph
-        intact where N is 0. Metrics, detached 0-d tensors divided by N, so that sums over micro-
-        batches and ranks are global means: value_mean, return_mean, value_clip_fraction (tokens
-        whose gradient the clip removes).
+        intact where N is 0. Metrics, detached 0-d tensors divided by N, so that sums over
+        microbatches and ranks are global means: value_mean, return_mean, value_clip_fraction
+        (tokens whose gradient the clip removes).
 
     Raises:
         ValueError: a dtype below float32, or a clip without old_values.

@@ -4,7 +4,7 @@
                                                      (only of roles that the run trains)
 
 A step is made as training makes it: this layout's own values, log-probabilities and advantages, its
-own mini-batches, micro-batches and losses. Only the updates are left out.
+own mini-batches, microbatches and losses. Only the updates are left out.
 """
 
 from __future__ import annotations

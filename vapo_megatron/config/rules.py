@@ -69,7 +69,7 @@ def _pipeline_rule(c: VapoConfig) -> str | None:
         )
     if p.batch_p2p_comm:
         # The previous and the next of two stages are one process, whose two messages then take
-        # each other's place. More stages deadlock with as few micro-batches as stages.
+        # each other's place. More stages deadlock with as few microbatches as stages.
         return (
             "parallel.batch_p2p_comm=true must not be combined with "
             f"parallel.virtual_pipeline_model_parallel_size={vpp}: two stages would mix up their "

@@ -1,7 +1,7 @@
 """The data that moves between generation, scoring, the critic and the actor, and the shape legend.
 
 Shape legend, used by every docstring of the package:
-    B  responses           (of this data-parallel rank, mini-batch or micro-batch, as the text says)
+    B  responses           (of this data-parallel rank, mini-batch or microbatch, as the text says)
     T  response tokens     of the same B responses, concatenated
     S  prompt + response tokens of the same B responses, packed as the model sees them
     P  prompts of a step   G  samples of one prompt (group size)
@@ -199,7 +199,7 @@ _PER_TOKEN = (
 
 
 @dataclasses.dataclass(frozen=True)
-class MicroBatch:
+class Microbatch:
     """What one forward pass sees: a RolloutBatch and the index tensors that the model needs.
 
     S here may exceed the batch's token count: sequence parallelism pads the end, and the padding is
@@ -224,11 +224,11 @@ class MicroBatch:
         return self.tokens[self.predicting + 1]
 
 
-def make_micro_batch(batch: RolloutBatch, *, multiple_of: int = 1) -> MicroBatch:
+def make_microbatch(batch: RolloutBatch, *, multiple_of: int = 1) -> Microbatch:
     """Build the index tensors of a packed forward pass.
 
     Args:
-        batch: the responses of this micro-batch.
+        batch: the responses of this microbatch.
         multiple_of: S is padded at its end to a multiple of this (tensor-parallel size under
             sequence parallelism).
     """
@@ -247,7 +247,7 @@ def make_micro_batch(batch: RolloutBatch, *, multiple_of: int = 1) -> MicroBatch
     shift = cu_s[1:].long() - batch.cu_seqlens[1:].long()
     num_tokens = int(batch.cu_seqlens[-1])
     predicting = torch.arange(num_tokens, device=tokens.device) + batch.per_token(shift) - 1
-    return MicroBatch(
+    return Microbatch(
         batch, tokens, position_ids, cu_model, int(lengths.max()) if total else 0, predicting
     )
 

@@ -31,22 +31,22 @@ ATTENTION_TOKENS = attention_tokens(4096)
 class MiniBatchPlan:
     """One optimizer update: who computes what."""
 
-    micro_batches: list[list[list[int]]]
-    """[data-parallel rank][micro-batch] -> positions of responses in the step, longest first.
+    microbatches: list[list[list[int]]]
+    """[data-parallel rank][microbatch] -> positions of responses in the step, longest first.
 
-    Every rank has the same number of micro-batches; some are empty where a rank has fewer
+    Every rank has the same number of microbatches; some are empty where a rank has fewer
     responses.
     """
 
     @property
-    def num_micro_batches(self) -> int:
+    def num_microbatches(self) -> int:
         """Forward passes of each rank."""
-        return len(self.micro_batches[0])
+        return len(self.microbatches[0])
 
     @property
     def positions(self) -> list[int]:
         """The mini-batch's responses, ordered by position."""
-        return sorted(p for rank in self.micro_batches for micro in rank for p in micro)
+        return sorted(p for rank in self.microbatches for micro in rank for p in micro)
 
 
 def cost(length: int, *, attention_tokens: int = ATTENTION_TOKENS) -> float:
@@ -63,7 +63,7 @@ def plan_mini_batches(
     seed: int,
     attention_tokens: int = ATTENTION_TOKENS,
 ) -> list[MiniBatchPlan]:
-    """Plan a step's optimizer updates. Every response is in exactly one micro-batch.
+    """Plan a step's optimizer updates. Every response is in exactly one microbatch.
 
     Which responses form a mini-batch depends on the seed and their number alone, never on dp_size
     or on lengths: the update is the same in every layout.
@@ -85,9 +85,7 @@ def plan_mini_batches(
     for start in range(0, len(order), mini_batch_size):
         members = order[start : start + mini_batch_size]
         ranks = balanced_partition({p: costs[p] for p in members}, dp_size)
-        plans.append(
-            MiniBatchPlan(_micro_batches(ranks, lengths, costs, max_tokens_per_microbatch))
-        )
+        plans.append(MiniBatchPlan(_microbatches(ranks, lengths, costs, max_tokens_per_microbatch)))
     return plans
 
 
@@ -111,10 +109,10 @@ def balanced_partition(costs: dict[int, float], parts: int) -> list[list[int]]:
     return split
 
 
-def _micro_batches(
+def _microbatches(
     ranks: list[list[int]], lengths: list[int], costs: list[float], budget: int
 ) -> list[list[list[int]]]:
-    """Each rank's responses in micro-batches within the budget, as many on every rank."""
+    """Each rank's responses in microbatches within the budget, as many on every rank."""
     first_fit = [_first_fit(rank, lengths, budget) for rank in ranks]
     count = max(len(bins) for bins in first_fit)
     return [
@@ -131,7 +129,7 @@ def _in_equal_parts(
     costs: list[float],
     budget: int,
 ) -> list[list[int]]:
-    """Micro-batches of similar cost where the budget allows it, else first-fit's, split further."""
+    """Microbatches of similar cost where the budget allows it, else first-fit's, split further."""
     bins = balanced_partition({p: costs[p] for p in rank}, count)
     if not all(_fits(b, lengths, budget) for b in bins):
         bins = list(first_fit)
@@ -142,12 +140,12 @@ def _in_equal_parts(
     return sorted(bins, key=lambda b: (-sum(costs[p] for p in b), b))
 
 
-def _fits(micro_batch: list[int], lengths: list[int], budget: int) -> bool:
-    return len(micro_batch) < 2 or sum(lengths[p] for p in micro_batch) <= budget
+def _fits(microbatch: list[int], lengths: list[int], budget: int) -> bool:
+    return len(microbatch) < 2 or sum(lengths[p] for p in microbatch) <= budget
 
 
 def _first_fit(rank: list[int], lengths: list[int], budget: int) -> list[list[int]]:
-    """First-fit decreasing: at most 11/9 of the fewest micro-batches possible, plus one."""
+    """First-fit decreasing: at most 11/9 of the fewest microbatches possible, plus one."""
     bins: list[list[int]] = []
     room: list[int] = []
     for position in sorted(rank, key=lambda p: (-lengths[p], p)):

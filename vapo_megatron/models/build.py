@@ -88,7 +88,7 @@ def transformer_config(shape: ModelShape, config: VapoConfig) -> TransformerConf
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=vpp_size if virtual else None,
         sequence_parallel=parallel.sequence_parallel,
-        # Packed batches: the lengths differ between micro-batches, and a dense model still has to
+        # Packed batches: the lengths differ between microbatches, and a dense model still has to
         # name a dispatcher that allows it.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
@@ -140,7 +140,7 @@ def _fp8(fp8: str | None) -> dict[str, Any]:
 
     Each tensor is scaled by its own largest value. Delayed scaling would keep a history of those:
     the same weights would give other log-probabilities in the update than before it, and a resumed
-    run other ones than the run it resumes. Weights are cast anew for each micro-batch: Transformer
+    run other ones than the run it resumes. Weights are cast anew for each microbatch: Transformer
     Engine would keep the casts on the GPU while the model is away from it.
     """
     if fp8 is None:

@@ -1,7 +1,7 @@
-"""Cuts a rank's batch into mini-batches and micro-batches, and counts over all ranks.
+"""Cuts a rank's batch into mini-batches and microbatches, and counts over all ranks.
 
 Before: every data-parallel rank holds its own batch, in the order of the plan. After: it holds its
-micro-batches of every mini-batch, and every rank knows each mini-batch's global counts.
+microbatches of every mini-batch, and every rank knows each mini-batch's global counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vapo_megatron.algorithm.policy_loss import loss_count
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.batch import MicroBatch, RolloutBatch, make_micro_batch
+from vapo_megatron.data.batch import Microbatch, RolloutBatch, make_microbatch
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import sum_over_data_parallel
@@ -26,9 +26,9 @@ get_fp8_align_size)."""
 
 @dataclasses.dataclass(frozen=True)
 class MiniBatch:
-    """One optimizer update. Counts are over all its micro-batches and all data-parallel ranks."""
+    """One optimizer update. Counts are over all its microbatches and all data-parallel ranks."""
 
-    micro_batches: Sequence[MicroBatch]
+    microbatches: Sequence[Microbatch]
     num_tokens: Tensor
     """0-d float32: tokens that loss_mask keeps."""
     num_positive_tokens: Tensor
@@ -39,14 +39,14 @@ class MiniBatch:
     """0-d float32: responses with such a token."""
 
 
-def local_plan(micro_batches: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
-    """Renumber a rank's plan: [mini-batch][micro-batch] of step positions -> of local indices.
+def local_plan(microbatches: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
+    """Renumber a rank's plan: [mini-batch][microbatch] of step positions -> of local indices.
 
     The local batch holds the responses in the order of the plan, so the indices count up.
     """
     plan: list[list[list[int]]] = []
     start = 0
-    for mini_batch in micro_batches:
+    for mini_batch in microbatches:
         plan.append([])
         for positions in mini_batch:
             plan[-1].append(list(range(start, start + len(positions))))
@@ -64,11 +64,11 @@ def packed_multiple(config: VapoConfig) -> int:
     return ranks * (FP8_MULTIPLE if config.model.fp8 else 1)
 
 
-def make_micro_batches(
+def make_microbatches(
     batch: RolloutBatch, plan: Sequence[Sequence[int]], *, multiple_of: int
-) -> list[MicroBatch]:
-    """Build packed micro-batches of local indices, padded to packed_multiple."""
-    return [make_micro_batch(batch.select(part), multiple_of=multiple_of) for part in plan]
+) -> list[Microbatch]:
+    """Build packed microbatches of local indices, padded to packed_multiple."""
+    return [make_microbatch(batch.select(part), multiple_of=multiple_of) for part in plan]
 
 
 def make_mini_batches(
@@ -82,11 +82,11 @@ def make_mini_batches(
 
     Args:
         batch: this data-parallel rank's, complete with advantages and returns.
-        plan: [mini-batch][micro-batch][response] local indices.
+        plan: [mini-batch][microbatch][response] local indices.
         ranks: this rank's place.
         multiple_of: from packed_multiple.
     """
-    mini_batches = [make_micro_batches(batch, part, multiple_of=multiple_of) for part in plan]
+    mini_batches = [make_microbatches(batch, part, multiple_of=multiple_of) for part in plan]
     counts = torch.stack(
         [torch.stack([_counts(m.batch) for m in part]).sum(0) for part in mini_batches]
     )

@@ -1,8 +1,8 @@
-"""Forward and backward passes over micro-batches, with any pipeline.
+"""Forward and backward passes over microbatches, with any pipeline.
 
 Before: every rank of a model-parallel group (the TP x PP ranks of one replica) holds the same
-micro-batches. After `forward_only`: it holds the results for all of them. After `forward_backward`:
-its gradient buffers hold the sum over all micro-batches and all data-parallel ranks, and it holds
+microbatches. After `forward_only`: it holds the results for all of them. After `forward_backward`:
+its gradient buffers hold the sum over all microbatches and all data-parallel ranks, and it holds
 the metrics.
 """
 
@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from vapo_megatron.data.batch import MicroBatch, make_micro_batch
+from vapo_megatron.data.batch import Microbatch, make_microbatch
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.minibatches import FP8_MULTIPLE
 from vapo_megatron.parallel.reduce import (
@@ -28,51 +28,51 @@ from vapo_megatron.parallel.reduce import (
     broadcast_metrics_from_last_stage,
 )
 
-Head = Callable[[Tensor, MicroBatch], Tensor]
-LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+Head = Callable[[Tensor, Microbatch], Tensor]
+LossFunction = Callable[[Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 def forward_only(
-    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], head: Head
+    chunks: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch], head: Head
 ) -> list[Tensor]:
     """Run the pipeline forward without gradients.
 
     Args:
         chunks: this rank's model chunks, DDP-wrapped or not.
-        micro_batches: on any device; some or all of them may be empty.
-        head: (last stage's output, micro-batch on the device) -> [T] or [T, width], with T the
-            micro-batch's response tokens; called on the last stage only.
+        microbatches: on any device; some or all of them may be empty.
+        head: (last stage's output, microbatch on the device) -> [T] or [T, width], with T the
+            microbatch's response tokens; called on the last stage only.
 
     Returns:
-        What head returned, float32, on the device, in the order of the micro-batches, on every rank
+        What head returned, float32, on the device, in the order of the microbatches, on every rank
         of the model-parallel group. One broadcast carries all of them.
     """
     here = groups.current()
 
-    def collect(micro_batch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> Tensor:
-        return head(output, micro_batch).float()
+    def collect(microbatch: Microbatch, output: Tensor, non_loss_data: bool = True) -> Tensor:
+        return head(output, microbatch).float()
 
     with torch.no_grad():
-        results = _run(chunks, micro_batches, collect, forward_only=True)
-    lengths = [m.predicting.numel() for m in micro_batches]
+        results = _run(chunks, microbatches, collect, forward_only=True)
+    lengths = [m.predicting.numel() for m in microbatches]
     return broadcast_from_last_stage(results[: len(lengths)], lengths, here)
 
 
 def forward_backward(
     chunks: Sequence[DistributedDataParallel],
-    micro_batches: Sequence[MicroBatch],
+    microbatches: Sequence[Microbatch],
     loss_function: LossFunction,
 ) -> dict[str, Tensor]:
     """Leave the gradient of the sum of all losses in the chunks' gradient buffers.
 
-    Each loss is a sum over tokens divided by a count over the whole mini-batch: all micro-batches
+    Each loss is a sum over tokens divided by a count over the whole mini-batch: all microbatches
     of all data-parallel ranks. This is the place that knows what megatron-core does with it:
 
     1. loss function   returns (loss, 0, metrics). Of a pair (loss, metrics) megatron-core divides
-                       the loss by the number of micro-batches; of a triple it does not, when
+                       the loss by the number of microbatches; of a triple it does not, when
                        calculate_per_token_loss is set.                                       x 1
     2. backward        there is no gradient scaler in float32 and bfloat16.                   x 1
-    3. micro-batches   DDP adds each parameter's gradient to its main_grad, float32.          sum
+    3. microbatches   DDP adds each parameter's gradient to its main_grad, float32.          sum
     4. data parallel   all-reduce or reduce-scatter with SUM; the factor before it is 1 when
                        calculate_per_token_loss was set as DDP was built (else 1/dp).         sum
     5. finalize        partial gradients (norms under sequence parallelism, the tied embedding's
@@ -80,33 +80,33 @@ def forward_backward(
                        tokens is left out, as build_ddp's finalize passes none.               x 1
     6. optimizer       clips; nothing else.
 
-    So each parameter's gradient is the plain sum of all losses' gradients, whatever the micro-batch
+    So each parameter's gradient is the plain sum of all losses' gradients, whatever the microbatch
     split, packing, DP, TP, PP or SP.
 
     Args:
         chunks: this rank's, from build_ddp.
-        micro_batches: at least one. Where the virtual pipeline needs more, empty ones are added.
-        loss_function: (last stage's output, micro-batch on the device) -> (loss, detached 0-d
-            metrics); called on the last stage only. For a micro-batch without response tokens its
+        microbatches: at least one. Where the virtual pipeline needs more, empty ones are added.
+        loss_function: (last stage's output, microbatch on the device) -> (loss, detached 0-d
+            metrics); called on the last stage only. For a microbatch without response tokens its
             loss is 0 with the graph intact.
 
     Returns:
-        Each metric summed over this data-parallel rank's micro-batches, on every rank of the
+        Each metric summed over this data-parallel rank's microbatches, on every rank of the
         model-parallel group.
     """
-    assert micro_batches, "a mini-batch needs a micro-batch on every data-parallel rank"
+    assert microbatches, "a mini-batch needs a microbatch on every data-parallel rank"
     _assert_nothing_divides(chunks)
     for chunk in chunks:
         chunk.zero_grad_buffer()
         # The optimizer lends main_grad as .grad; left there, backward would add into it twice.
         chunk.zero_grad(set_to_none=True)
 
-    def evaluate(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict]:
-        loss, metrics = loss_function(output, micro_batch)
+    def evaluate(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, dict]:
+        loss, metrics = loss_function(output, microbatch)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), metrics
 
     totals: dict[str, Tensor] = {}
-    for metrics in _run(chunks, micro_batches, evaluate, forward_only=False):
+    for metrics in _run(chunks, microbatches, evaluate, forward_only=False):
         for name, value in metrics.items():
             totals[name] = totals[name] + value if name in totals else value
     return broadcast_metrics_from_last_stage(totals, groups.current())
@@ -122,26 +122,26 @@ def _assert_nothing_divides(chunks: Sequence[Any]) -> None:
 
 def _run(
     chunks: Sequence[torch.nn.Module],
-    micro_batches: Sequence[MicroBatch],
+    microbatches: Sequence[Microbatch],
     after: Callable[..., Any],
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """Call megatron-core's schedule; returns, on the last stage, `after` of each micro-batch."""
-    if not micro_batches:
+    """Call megatron-core's schedule; returns, on the last stage, `after` of each microbatch."""
+    if not microbatches:
         return []
     here = groups.current()
-    padded = _filled(micro_batches, here)
+    padded = _filled(microbatches, here)
 
-    def forward_step(data: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
-        micro_batch = next(data)
+    def forward_step(data: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
+        microbatch = next(data)
         output = chunk(
-            input_ids=micro_batch.tokens[None],
-            position_ids=micro_batch.position_ids[None],
+            input_ids=microbatch.tokens[None],
+            position_ids=microbatch.position_ids[None],
             attention_mask=None,
-            packed_seq_params=_packing(micro_batch),
+            packed_seq_params=_packing(microbatch),
         )
-        return output, partial(after, micro_batch)
+        return output, partial(after, microbatch)
 
     iterators = [_on_device(padded) for _ in chunks]
     return get_forward_backward_func()(
@@ -157,33 +157,33 @@ def _run(
     )
 
 
-def _filled(micro_batches: Sequence[MicroBatch], here: groups.Ranks) -> list[MicroBatch]:
-    """Fill up the last group: the virtual pipeline runs micro-batches in groups of pp_size.
+def _filled(microbatches: Sequence[Microbatch], here: groups.Ranks) -> list[Microbatch]:
+    """Fill up the last group: the virtual pipeline runs microbatches in groups of pp_size.
 
     What is added holds no response, and padding that sequence parallelism and FP8 can divide.
     """
     if here.vpp_size == 1:
-        return list(micro_batches)
-    nothing = micro_batches[0].batch.select([])
-    empty = make_micro_batch(nothing, multiple_of=here.tp_size * FP8_MULTIPLE)
-    return [*micro_batches, *[empty] * (-len(micro_batches) % here.pp_size)]
+        return list(microbatches)
+    nothing = microbatches[0].batch.select([])
+    empty = make_microbatch(nothing, multiple_of=here.tp_size * FP8_MULTIPLE)
+    return [*microbatches, *[empty] * (-len(microbatches) % here.pp_size)]
 
 
-def _packing(micro_batch: MicroBatch) -> PackedSeqParams:
+def _packing(microbatch: Microbatch) -> PackedSeqParams:
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=micro_batch.model_cu_seqlens,
-        cu_seqlens_kv=micro_batch.model_cu_seqlens,
-        max_seqlen_q=micro_batch.max_seqlen,
-        max_seqlen_kv=micro_batch.max_seqlen,
+        cu_seqlens_q=microbatch.model_cu_seqlens,
+        cu_seqlens_kv=microbatch.model_cu_seqlens,
+        max_seqlen_q=microbatch.max_seqlen,
+        max_seqlen_kv=microbatch.max_seqlen,
     )
 
 
-def _on_device(micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
-    """Move one micro-batch at a time, when its forward pass begins."""
+def _on_device(microbatches: Sequence[Microbatch]) -> Iterator[Microbatch]:
+    """Move one microbatch at a time, when its forward pass begins."""
     device = backend.device()
-    for micro_batch in micro_batches:
-        yield _moved(micro_batch, device)
+    for microbatch in microbatches:
+        yield _moved(microbatch, device)
 
 
 def _moved(data: Any, device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""What forward and backward passes hold, per packed micro-batch of S tokens on one GPU.
+"""What forward and backward passes hold, per packed microbatch of S tokens on one GPU.
 
 Saved for the backward pass by one layer, in elements for each of the S tokens. t is the
 tensor-parallel size, q, k and F the widths of this rank's query heads, key heads and gated linear
@@ -62,7 +62,7 @@ SLAB_BYTES = 32 * 2**20
 
 
 def microbatch_tokens(config: VapoConfig) -> int:
-    """Most tokens of a packed micro-batch: a single sequence may exceed the budget."""
+    """Most tokens of a packed microbatch: a single sequence may exceed the budget."""
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     return max(config.parallel.max_tokens_per_microbatch, longest)
@@ -71,9 +71,9 @@ def microbatch_tokens(config: VapoConfig) -> int:
 def chunks_in_flight(config: VapoConfig, *, pp_rank: int) -> int:
     """Forward passes of one model chunk whose backward pass has yet to come, at most.
 
-    One forward, one backward (1F1B): a stage runs pp - rank - 1 micro-batches ahead. Interleaved,
+    One forward, one backward (1F1B): a stage runs pp - rank - 1 microbatches ahead. Interleaved,
     it runs 2 (pp - rank - 1) + (vpp - 1) pp chunks ahead (get_pp_rank_microbatches of
-    schedules.py; arXiv 2104.04473, section 2.2). Fewer, where a mini-batch has fewer micro-batches:
+    schedules.py; arXiv 2104.04473, section 2.2). Fewer, where a mini-batch has fewer microbatches:
     it has one response in each at least.
     """
     parallel = config.parallel
@@ -95,7 +95,7 @@ def layer_bytes(
     Args:
         shape: of the model.
         config: model.dtype, and the tensor and sequence parallelism.
-        tokens: of the packed micro-batch, S, all tensor-parallel ranks together.
+        tokens: of the packed microbatch, S, all tensor-parallel ranks together.
         recompute: as parallel.recompute.
         kernels: whose column; "cpu" is for tests.
     """
@@ -233,7 +233,7 @@ def inference_bytes(
     """Largest part of a forward pass without gradients on one GPU, in bytes.
 
     In a layer: the stage's input, the layer's input, the residual stream, the norm's output and the
-    previous micro-batch's output, with gate, up and product (a CPU has gate and up once more); or
+    previous microbatch's output, with gate, up and product (a CPU has gate and up once more); or
     without the residual stream, with the projection, its query once more, rotated query and key,
     and attention's output. After the layers: the hidden states, the same gathered, those of the
     predicting tokens, and the scores.

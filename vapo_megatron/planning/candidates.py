@@ -69,10 +69,10 @@ def trainer_layouts(
 
 
 def variants(shape: ModelShape, layout: VapoConfig, fixed: Fixed) -> Iterator[VapoConfig]:
-    """Yield a layout with every number of chunks, recomputation and micro-batch worth trying.
+    """Yield a layout with every number of chunks, recomputation and microbatch worth trying.
 
     Budgets are the longest sequence, half and twice of it: a shorter budget fills a pipeline with
-    more micro-batches, and a response that exceeds it stands alone.
+    more microbatches, and a response that exceeds it stands alone.
     """
     pp_size = layout.parallel.pipeline_model_parallel_size
     per_stage = shape.num_layers // pp_size

@@ -29,7 +29,7 @@ from vapo_megatron.planning.workload import Workload
 NOT_MODELLED = (
     "kernels smaller than their shapes' best, launches, and stragglers: seconds are a roofline's, "
     "so that a run is rather slower than faster",
-    "micro-batches of unequal length in a pipeline, whose stages then wait for each other",
+    "microbatches of unequal length in a pipeline, whose stages then wait for each other",
     "preemption by vLLM; lengths of responses (log-normal, as long as you say they are)",
     "frozen attention of a critic: its products backward and saved inputs count as if it learned",
     "rounds of dynamic sampling: a step samples its responses once",
@@ -39,7 +39,7 @@ NOT_MODELLED = (
 )
 
 LEGEND = """\
-vLLM: ranks of a replica; share: of a GPU for it; budget: tokens of a micro-batch; copies: offload
+vLLM: ranks of a replica; share: of a GPU for it; budget: tokens of a microbatch; copies: offload
 bubble: of the trainer's seconds, filling and draining; uneven: slowest rank over the mean
 tok/s/GPU: of responses; all tok: with prompts; peak: of the fullest GPU, in the phase named"""
 

@@ -239,7 +239,7 @@ def kv_cache_tokens(shape: ModelShape, config: VapoConfig, *, gpu_bytes: int) ->
 def outer_stages(config: VapoConfig) -> set[int]:
     """Return the first pipeline stage and the last: one of them is the fullest.
 
-    Those between have the layers of the first, fewer micro-batches in flight, and neither the
+    Those between have the layers of the first, fewer microbatches in flight, and neither the
     embedding nor the output.
     """
     return {0, config.parallel.pipeline_model_parallel_size - 1}

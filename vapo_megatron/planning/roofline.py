@@ -1,9 +1,9 @@
 """Seconds of the trainer's phases, from FLOPs, bytes through memory and bytes on the wires.
 
 Kernels follow each other: what products, memory and wires take is added up, and nothing hides
-behind anything else but what the configuration overlaps. One stage's pass over one micro-batch is
+behind anything else but what the configuration overlaps. One stage's pass over one microbatch is
 linear in its tokens, attended pairs and outputs (`Rates`); a pipeline of p stages and v chunks each
-takes its slowest stage's time for every micro-batch, and (p - 1) / v of a stage's mean time to fill
+takes its slowest stage's time for every microbatch, and (p - 1) / v of a stage's mean time to fill
 and drain (arXiv 2104.04473, section 2.2). A mini-batch takes as long as its slowest data-parallel
 rank.
 
@@ -47,24 +47,24 @@ gradient, scaling and copying back)."""
 OWNED_BYTES, HELD_BYTES, ACCUMULATED_BYTES = 42, 4, 10
 """Through memory for each parameter: in an update, of those that this rank owns (gradient for the
 norm, clipped, read; main parameter and two moments read and written; bfloat16 written) and of those
-that it holds (gradient buffer zeroed); and for each micro-batch, its gradient added in float32."""
+that it holds (gradient buffer zeroed); and for each microbatch, its gradient added in float32."""
 
 
 class Rates(NamedTuple):
-    """Seconds of a pass: of each token, pair, output and micro-batch."""
+    """Seconds of a pass: of each token, pair, output and microbatch."""
 
     token: float
     pair: float
     output: float
-    micro_batch: float
+    microbatch: float
 
     def seconds(self, work: Loads) -> Any:
-        """Sum over the micro-batches; float64, shaped as the loads."""
+        """Sum over the microbatches; float64, shaped as the loads."""
         return (
             self.token * work.tokens
             + self.pair * work.pairs
             + self.output * work.outputs
-            + self.micro_batch * work.micro_batches
+            + self.microbatch * work.microbatches
         )
 
     def plus(self, other: Rates, factor: float = 1.0) -> Rates:
@@ -154,7 +154,7 @@ def scoring(
     work = loads(
         workload, shape.hidden_size, trainer.dp_size, config.parallel.max_tokens_per_microbatch
     )
-    # One pipeline pass carries all mini-batches' micro-batches.
+    # One pipeline pass carries all mini-batches' microbatches.
     whole = Loads(*(part.sum(0, keepdims=True) for part in work))
     return _pipeline(trainer, stage, stage.plus(output), whole, 0.0)
 
@@ -179,7 +179,7 @@ def update(
     score_bytes = SCORE_BYTES_FORWARD + SCORE_BYTES_BACKWARD
     output = trainer.output(role, products=2 + BACKWARD_PRODUCTS, score_bytes=score_bytes)
     work = loads(workload, shape.hidden_size, trainer.dp_size, parallel.max_tokens_per_microbatch)
-    count = float(work.micro_batches[:, 0].sum())
+    count = float(work.microbatches[:, 0].sum())
     shortest = float(stage.seconds(work).mean(1).sum()) / count
     wires = _gradient_seconds(trainer, held, backward_seconds=shortest / 2)
     owned = held / (trainer.dp_size if parallel.use_distributed_optimizer else 1)
@@ -194,12 +194,12 @@ def update(
 
 
 def _gradient_seconds(trainer: _Trainer, held: int, *, backward_seconds: float) -> float:
-    """Time of one update's data-parallel collectives, less what passes of a micro-batch hide.
+    """Time of one update's data-parallel collectives, less what passes of a microbatch hide.
 
     Args:
         trainer: the layout.
         held: parameters of one rank.
-        backward_seconds: of half of a micro-batch's pass: at least its forward, and about its
+        backward_seconds: of half of a microbatch's pass: at least its forward, and about its
             backward pass; what is overlapped is hidden behind the last or the first of them.
     """
     parallel, cluster = trainer.config.parallel, trainer.cluster
@@ -221,13 +221,13 @@ def _pipeline(trainer: _Trainer, stage: Rates, last: Rates, work: Loads, after: 
 
     Args:
         trainer: the layout.
-        stage: any stage's pass over a micro-batch.
+        stage: any stage's pass over a microbatch.
         last: the last stage's; no faster.
         work: [mini-batches, ranks].
         after: seconds that follow each mini-batch.
     """
     middle, slowest = stage.seconds(work), last.seconds(work)
-    fill = (trainer.pp_size - 1) / trainer.vpp_size * middle / work.micro_batches
+    fill = (trainer.pp_size - 1) / trainer.vpp_size * middle / work.microbatches
     computed = (slowest + fill).max(1)
     total = float(computed.sum()) + len(computed) * after
     return Phase(

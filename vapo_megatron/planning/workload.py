@@ -136,7 +136,7 @@ class Loads(NamedTuple):
     """Of a query and a key at or before it in the same sequence."""
     outputs: NDArray[np.float64]
     """Response tokens."""
-    micro_batches: NDArray[np.float64]
+    microbatches: NDArray[np.float64]
     """The same number on all ranks of a mini-batch."""
 
 
@@ -165,9 +165,9 @@ def loads(workload: Workload, hidden_size: int, dp_size: int, max_tokens: int) -
     )
     found = np.zeros((4, packed, dp_size))
     for index, plan in enumerate(plans):
-        found[3, index] = plan.num_micro_batches
-        for rank, micro_batches in enumerate(plan.micro_batches):
-            mine = [position for micro in micro_batches for position in micro]
+        found[3, index] = plan.num_microbatches
+        for rank, microbatches in enumerate(plan.microbatches):
+            mine = [position for micro in microbatches for position in micro]
             of_rank = lengths[mine]
             found[:3, index, rank] = (
                 of_rank.sum(),

@@ -12,7 +12,7 @@ from vapo_megatron.algorithm.policy_loss import clipped_policy_loss, ratio_devia
 from vapo_megatron.algorithm.positive_lm_loss import positive_lm_loss
 from vapo_megatron.algorithm.reference_kl import reference_kl
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.batch import MicroBatch
+from vapo_megatron.data.batch import Microbatch
 from vapo_megatron.models.build import gather_hidden, output_weight
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import Ranks
@@ -29,14 +29,14 @@ from vapo_megatron.roles.model import (
 )
 
 # Before the first update of a step nothing has changed since old_logprobs were computed with the
-# same micro-batches, so that the ratio can differ from 1 by rounding alone.
+# same microbatches, so that the ratio can differ from 1 by rounding alone.
 RATIO_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
 def policy_logprobs(
     policy: PlacedModel,
     output: Tensor,
-    micro_batch: MicroBatch,
+    microbatch: Microbatch,
     shape: ModelShape,
     config: VapoConfig,
     *,
@@ -47,15 +47,15 @@ def policy_logprobs(
     Args:
         policy: the model.
         output: what it returned.
-        micro_batch: that it saw.
+        microbatch: that it saw.
         shape, config: of the policy.
         with_entropy: False: None in its place.
     """
     hidden = gather_hidden(output, sequence_parallel=config.parallel.sequence_parallel)
     return linear_logprobs(
-        hidden[micro_batch.predicting],
+        hidden[microbatch.predicting],
         output_weight(policy.model[-1]),
-        micro_batch.targets,
+        microbatch.targets,
         policy.ranks.tp_group,
         vocab_size=shape.vocab_size,
         temperature=config.rollout.temperature,
@@ -81,21 +81,21 @@ class Actor:
         kind = TrainedModel if "actor" in config.algorithm.trained_roles else FrozenModel
         self.trained = kind(shape, config, ranks, "actor", hf_path)
 
-    def compute_logprobs(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
+    def compute_logprobs(self, microbatches: Sequence[Microbatch]) -> tuple[Tensor, Tensor]:
         """Return (logprobs, entropy) of the response tokens, no gradient; both float32 [T], CPU.
 
-        T counts the micro-batches' response tokens in order. Both are of the distribution at the
+        T counts the microbatches' response tokens in order. Both are of the distribution at the
         rollout's temperature; entropy is in nats.
         """
 
-        def head(output: Tensor, micro_batch: MicroBatch) -> Tensor:
+        def head(output: Tensor, microbatch: Microbatch) -> Tensor:
             logprobs, entropy = policy_logprobs(
-                self.trained, output, micro_batch, self.shape, self.config, with_entropy=True
+                self.trained, output, microbatch, self.shape, self.config, with_entropy=True
             )
             assert entropy is not None
             return torch.stack([logprobs, entropy], dim=-1)
 
-        both = torch.cat(forward_only(self.trained.chunks, micro_batches, head)).cpu()
+        both = torch.cat(forward_only(self.trained.chunks, microbatches, head)).cpu()
         return both[:, 0].contiguous(), both[:, 1].contiguous()
 
     def update(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
@@ -140,9 +140,9 @@ class Actor:
         mini_batch: MiniBatch,
         deviation: list[Tensor],
         output: Tensor,
-        micro_batch: MicroBatch,
+        microbatch: Microbatch,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        algorithm, batch = self.config.algorithm, micro_batch.batch
+        algorithm, batch = self.config.algorithm, microbatch.batch
         assert batch.old_logprobs is not None and batch.advantages is not None
         by_token = algorithm.loss_aggregation == "token"
         count = mini_batch.num_policy_tokens if by_token else mini_batch.num_policy_responses
@@ -155,7 +155,7 @@ class Actor:
         logprobs, entropy = policy_logprobs(
             self.trained,
             output,
-            micro_batch,
+            microbatch,
             self.shape,
             self.config,
             with_entropy=algorithm.entropy_coef > 0,

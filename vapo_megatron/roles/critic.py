@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vapo_megatron.algorithm.value_loss import bounded_values, value_loss
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.batch import MicroBatch
+from vapo_megatron.data.batch import Microbatch
 from vapo_megatron.models.build import values_of
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import Ranks
@@ -34,9 +34,9 @@ class Critic:
         self.config, self.ranks = config, ranks
         self.trained = TrainedModel(shape, config, ranks, "critic", hf_path)
 
-    def compute_values(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def compute_values(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Return V before each response token, no gradient; float32 [T], CPU."""
-        return torch.cat(forward_only(self.trained.chunks, micro_batches, self._values)).cpu()
+        return torch.cat(forward_only(self.trained.chunks, microbatches, self._values)).cpu()
 
     def update(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Pass over the mini-batches critic_updates_per_step times, one update each.
@@ -61,12 +61,12 @@ class Critic:
         return self.trained.compute_gradients(mini_batch, partial(self._loss, mini_batch))
 
     def _loss(
-        self, mini_batch: MiniBatch, output: Tensor, micro_batch: MicroBatch
+        self, mini_batch: MiniBatch, output: Tensor, microbatch: Microbatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        batch = micro_batch.batch
+        batch = microbatch.batch
         assert batch.returns is not None
         loss, metrics = value_loss(
-            self._values(output, micro_batch),
+            self._values(output, microbatch),
             batch.returns,
             batch.loss_mask,
             num_tokens=mini_batch.num_tokens,
@@ -75,8 +75,8 @@ class Critic:
         )
         return loss, {**metrics, "loss": loss.detach()}
 
-    def _values(self, output: Tensor, micro_batch: MicroBatch) -> Tensor:
+    def _values(self, output: Tensor, microbatch: Microbatch) -> Tensor:
         """V at the positions that predict the response tokens, never scaled by a temperature."""
-        values = values_of(output)[micro_batch.predicting]
+        values = values_of(output)[microbatch.predicting]
         bound = self.config.algorithm.value_bound
         return values if bound is None else bounded_values(values, bound)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.batch import MicroBatch
+from vapo_megatron.data.batch import Microbatch
 from vapo_megatron.models.build import Role, build_model
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import Ranks
@@ -32,7 +32,7 @@ from vapo_megatron.parallel.schedule import forward_backward
 from vapo_megatron.weights.load_hf import load_hf_weights
 from vapo_megatron.weights.mapping import wait_for_parameters
 
-LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+LossFunction = Callable[[Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 class UpdatesSkipped(FloatingPointError):
@@ -165,15 +165,15 @@ class TrainedModel(PlacedModel):
             mini_batch, loss_function: see update.
 
         Returns:
-            The metrics summed over micro-batches and data-parallel ranks; 0-d, on every rank. And
+            The metrics summed over microbatches and data-parallel ranks; 0-d, on every rank. And
             not_finite: 0 where the loss, the gradient, and what the mini-batch brought of
             log-probabilities, values, advantages and returns are finite on all of these ranks.
         """
         self._check("training")
-        metrics = forward_backward(self.chunks, mini_batch.micro_batches, loss_function)
+        metrics = forward_backward(self.chunks, mini_batch.microbatches, loss_function)
         loss = metrics["loss"]
         found = [loss.isfinite(), gradients_are_finite(self.chunks)]
-        found += [torch.tensor(m.batch.is_finite) for m in mini_batch.micro_batches]
+        found += [torch.tensor(m.batch.is_finite) for m in mini_batch.microbatches]
         broken = [(~ok).to(loss.device, torch.float64) for ok in found]
         metrics["not_finite"] = torch.stack(broken).sum()
         return sum_over_data_parallel(metrics, self.ranks)
@@ -186,12 +186,12 @@ class TrainedModel(PlacedModel):
         Every rank decides alike: what one of them finds spoils the norm of the gradient for all.
 
         Args:
-            mini_batch: this data-parallel rank's micro-batches and the global counts.
-            loss_function: (model output, micro-batch) -> (loss divided by a global count, metrics).
+            mini_batch: this data-parallel rank's microbatches and the global counts.
+            loss_function: (model output, microbatch) -> (loss divided by a global count, metrics).
             learning_rate: of this update.
 
         Returns:
-            The metrics summed over micro-batches and data-parallel ranks, and grad_norm, which is
+            The metrics summed over microbatches and data-parallel ranks, and grad_norm, which is
             not finite where the update was skipped; 0-d, on every rank.
 
         Raises:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.batch import MicroBatch
+from vapo_megatron.data.batch import Microbatch
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.schedule import forward_only
@@ -28,13 +28,13 @@ class Reference:
         self.shape, self.config = shape, config
         self.frozen = FrozenModel(shape, config, ranks, "actor", config.model.hf_path)
 
-    def compute_logprobs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def compute_logprobs(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Return logprobs of the response tokens at the rollout's temperature; float32 [T], CPU."""
 
-        def head(output: Tensor, micro_batch: MicroBatch) -> Tensor:
+        def head(output: Tensor, microbatch: Microbatch) -> Tensor:
             logprobs, _ = policy_logprobs(
-                self.frozen, output, micro_batch, self.shape, self.config, with_entropy=False
+                self.frozen, output, microbatch, self.shape, self.config, with_entropy=False
             )
             return logprobs
 
-        return torch.cat(forward_only(self.frozen.model, micro_batches, head)).cpu()
+        return torch.cat(forward_only(self.frozen.model, microbatches, head)).cpu()

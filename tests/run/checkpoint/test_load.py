@@ -29,7 +29,7 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
     import torch.distributed as dist
 
     from vapo_megatron.config import VapoConfig
-    from vapo_megatron.data.batch import RolloutBatch, make_micro_batch
+    from vapo_megatron.data.batch import RolloutBatch, make_microbatch
     from vapo_megatron.models.build import values_of
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
@@ -68,10 +68,10 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
         loss_mask=torch.ones(30, dtype=torch.bool),
     )
     count = torch.tensor(30.0 * place.dp_size)
-    mini_batch = MiniBatch([make_micro_batch(batch)], count, count, count, count)
+    mini_batch = MiniBatch([make_microbatch(batch)], count, count, count, count)
 
-    def loss_function(output, micro_batch):
-        loss = (values_of(output)[micro_batch.predicting] - 1).square().sum() / count
+    def loss_function(output, microbatch):
+        loss = (values_of(output)[microbatch.predicting] - 1).square().sum() / count
         return loss, {"loss": loss.detach()}
 
     start = 0

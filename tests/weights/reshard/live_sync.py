@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.rollout.vllm import engine_jobs
-from tests.weights.loaded import Layout, all_parameters, load, micro_batch
+from tests.weights.loaded import Layout, all_parameters, load, microbatch
 from vapo_megatron.parallel import groups as parallel_groups
 from vapo_megatron.parallel.optimizer import (
     build_ddp,
@@ -223,7 +223,7 @@ def updates(path: Path, overlap: bool) -> list[dict[str, str]]:
     sync = WeightSync(loaded.shape, loaded.groups, loaded.config, engine)
     synced = []
     for version in range(2):
-        forward_backward(chunks, [micro_batch()], lambda out, _: (out.float().square().sum(), {}))
+        forward_backward(chunks, [microbatch()], lambda out, _: (out.float().square().sum(), {}))
         optimizer_step(optimizer)
         sync.publish(chunks, version)
         synced.append(_hashes(engine.live))
