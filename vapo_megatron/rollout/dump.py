@@ -73,7 +73,7 @@ def write_step(
             resumed before them; they go too.
 
     Raises:
-        UserError: on the rank that cannot write; see hashed_file.writing.
+        UserError: on the rank that cannot write; see storage.writing.
     """
     is_main = dist.get_rank() == 0
     final = root / f"step_{step:06d}"

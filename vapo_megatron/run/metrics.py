@@ -191,7 +191,7 @@ class MetricsWriter:
 
         Raises:
             DataError: a file of rows holds a line that is none.
-            UserError: here and below, a file cannot be written; see hashed_file.writing.
+            UserError: here and below, a file cannot be written; see storage.writing.
         """
         self.run_dir = Path(run_dir)
         self._events_dir = self.run_dir / "tensorboard"
