@@ -362,7 +362,7 @@ class VapoTrainer:
 
     @property
     def _multiple(self) -> int:
-        return packed_multiple(self.config)
+        return packed_multiple(self.config.parallel, self.config.model.fp8)
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[OnProgress]:

@@ -183,7 +183,7 @@ def _outputs(model: Any, role: str, problem: Problem, mine: list[list[int]]) -> 
     )
 
     batch = problem.batch().select([p for m in mine for p in m])
-    multiple = packed_multiple(model.config)
+    multiple = packed_multiple(model.config.parallel, model.config.model.fp8)
     microbatches = make_microbatches(batch, local_plan([mine])[0], multiple_of=multiple)
     if role == "critic":
         return model.compute_values(microbatches)
@@ -209,7 +209,7 @@ def _gradients(
     tree = model.config.model_dump()
     model.config = VapoConfig.model_validate({**tree, "algorithm": algorithm})
     batch, _ = with_policy_mask(batch, model.config.algorithm, here)
-    multiple = packed_multiple(model.config)
+    multiple = packed_multiple(model.config.parallel, model.config.model.fp8)
     (mini_batch,) = make_mini_batches(batch, local_plan([mine]), here, multiple_of=multiple)
     metrics = model.compute_gradients(mini_batch)
     shape = read_model_shape(tree["model"]["hf_path"])

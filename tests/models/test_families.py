@@ -95,7 +95,7 @@ def measure(hf_paths, layout):
     for name, hf_path in hf_paths.items():
         model = build(hf_path, layout)
         load_hf_weights(model.chunks, model.shape, hf_path, model.groups, "actor")
-        chunks = build_ddp(model.chunks, model.config, model.chunks[0].config)
+        chunks = build_ddp(model.chunks, model.config.parallel, model.chunks[0].config)
 
         def local_logits(output, microbatch, model=model):
             hidden = gather_hidden(output, sequence_parallel=layout.sp)

@@ -37,7 +37,7 @@ def values_and_gradient(hf_path, layout, marked=True):
     head = chunk.output_layer
     if not marked:
         head.weight.sequence_parallel = False
-    (wrapped,) = build_ddp(model.chunks, model.config, chunk.config)
+    (wrapped,) = build_ddp(model.chunks, model.config.parallel, chunk.config)
     values = values_of(call(wrapped, token_ids()))
     (values * targets()).sum().backward()
     chunk.config.finalize_model_grads_func([wrapped])

@@ -35,20 +35,20 @@ def test_warmup_is_linear_and_then_constant():
 def test_defaults_are_the_papers():
     # 320 updates of warm-up, then 1e-6 and 2e-6.
     config = VapoConfig()
-    assert actor_learning_rate(159, config) == pytest.approx(0.5e-6)
-    assert critic_learning_rate(159, config) == pytest.approx(1e-6)
-    assert actor_learning_rate(5000, config) == 1e-6
-    assert critic_learning_rate(5000, config) == 2e-6
+    assert actor_learning_rate(159, config.optimizer) == pytest.approx(0.5e-6)
+    assert critic_learning_rate(159, config.optimizer) == pytest.approx(1e-6)
+    assert actor_learning_rate(5000, config.optimizer) == 1e-6
+    assert critic_learning_rate(5000, config.optimizer) == 2e-6
 
 
 def test_actor_warms_up_from_its_own_first_update():
     config = _config(actor_learning_rate=1.0, actor_warmup_updates=2)
-    assert [actor_learning_rate(u, config) for u in range(3)] == [0.5, 1.0, 1.0]
+    assert [actor_learning_rate(u, config.optimizer) for u in range(3)] == [0.5, 1.0, 1.0]
 
 
 def test_critic_warms_up_from_the_start_of_value_pretraining():
     config = _config(critic_learning_rate=6.0, critic_warmup_updates=3)
-    assert [critic_learning_rate(u, config) for u in range(4)] == [2.0, 4.0, 6.0, 6.0]
+    assert [critic_learning_rate(u, config.optimizer) for u in range(4)] == [2.0, 4.0, 6.0, 6.0]
 
 
 @pytest.fixture(scope="module")

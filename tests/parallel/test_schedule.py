@@ -165,7 +165,7 @@ def _without_per_token_loss(hf_path):
     settings = transformer_config(trained.shape, config)
     settings = dataclasses.replace(settings, calculate_per_token_loss=False)
     with pytest.raises(AssertionError, match="set calculate_per_token_loss before DDP"):
-        build_ddp(trained.model, config, settings)
+        build_ddp(trained.model, config.parallel, settings)
 
 
 def test_averaging_over_data_parallel_ranks_is_refused(hf_path, workers):

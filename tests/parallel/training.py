@@ -141,8 +141,8 @@ class Trained:
         self.shape = read_model_shape(hf_path)
         self.model = build_model(self.shape, config, self.ranks, role)
         load_hf_weights(self.model, self.shape, hf_path, self.ranks, role)
-        self.chunks = build_ddp(self.model, config, self.model[0].config)
-        self.optimizer = build_optimizer(self.chunks, config, role)
+        self.chunks = build_ddp(self.model, config.parallel, self.model[0].config)
+        self.optimizer = build_optimizer(self.chunks, config.optimizer, role)
         batch = make_batch(self.shape.vocab_size)
         self.microbatches = [
             make_microbatch(batch.select(part), multiple_of=layout.tp if layout.sp else 1)

@@ -123,10 +123,10 @@ def measure(shape: ModelShape, config: VapoConfig, role: str, responses: int) ->
     microbatches = [make_microbatch(_response(size, shape.vocab_size)) for _ in range(responses)]
     with Allocations() as built:
         model = build_model(shape, config, here, role)
-        chunks = build_ddp(model, config, model[0].config)
+        chunks = build_ddp(model, config.parallel, model[0].config)
     gradients = sum(b.grad_data.untyped_storage().nbytes() for c in chunks for b in c.buffers)
     with Allocations() as optimized:
-        optimizer = build_optimizer(chunks, config, role)
+        optimizer = build_optimizer(chunks, config.optimizer, role)
     head = _head(shape, config, role, model, here)
     with Allocations() as trained, pausing():
         forward_backward(

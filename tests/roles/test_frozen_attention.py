@@ -39,7 +39,10 @@ def mini_batch_of(critic):
     data = make_batch(60)
     data = data.select([[0, 1, 3], [2, 5, 6]][critic.ranks.dp_rank])
     (found,) = make_mini_batches(
-        data, [[[0, 1], [2]]], critic.ranks, multiple_of=packed_multiple(critic.config)
+        data,
+        [[[0, 1], [2]]],
+        critic.ranks,
+        multiple_of=packed_multiple(critic.config.parallel, critic.config.model.fp8),
     )
     return found
 

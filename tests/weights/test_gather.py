@@ -139,8 +139,8 @@ def test_buckets_are_bounded():
 def _updates(path, overlap, wrapped):
     """Two optimizer updates on 2 data-parallel ranks, each followed by a gathering."""
     loaded = load(path, Layout(), overlap=overlap)
-    chunks = build_ddp(loaded.chunks, loaded.config, loaded.chunks[0].config)
-    optimizer = build_optimizer(chunks, loaded.config, "actor")
+    chunks = build_ddp(loaded.chunks, loaded.config.parallel, loaded.chunks[0].config)
+    optimizer = build_optimizer(chunks, loaded.config.optimizer, "actor")
     set_learning_rate(optimizer, 0.01)
     synced = []
     for _ in range(2):

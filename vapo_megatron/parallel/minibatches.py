@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithm.policy_loss import loss_count
-from vapo_megatron.config import VapoConfig
+from vapo_megatron.config import ParallelConfig
 from vapo_megatron.data.batch import Microbatch, RolloutBatch, make_microbatch
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import Ranks
@@ -54,14 +54,13 @@ def local_plan(microbatches: Sequence[Sequence[Sequence[int]]]) -> list[list[lis
     return plan
 
 
-def packed_multiple(config: VapoConfig) -> int:
+def packed_multiple(parallel: ParallelConfig, fp8: str | None) -> int:
     """Return what S, the tokens of a packed forward pass, must be a multiple of.
 
     Sequence parallelism gives each of TP ranks S / TP tokens; FP8 multiplies what a rank has.
     """
-    parallel = config.parallel
     ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    return ranks * (FP8_MULTIPLE if config.model.fp8 else 1)
+    return ranks * (FP8_MULTIPLE if fp8 else 1)
 
 
 def make_microbatches(

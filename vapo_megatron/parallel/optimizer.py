@@ -17,19 +17,18 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import (
-    MegatronOptimizer,
-    OptimizerConfig,
-    get_megatron_optimizer,
-)
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from vapo_megatron.config import VapoConfig
+from vapo_megatron.config import OptimizerConfig, ParallelConfig
 
 
 def build_ddp(
-    chunks: Sequence[torch.nn.Module], config: VapoConfig, transformer_config: TransformerConfig
+    chunks: Sequence[torch.nn.Module],
+    parallel: ParallelConfig,
+    transformer_config: TransformerConfig,
 ) -> list[DistributedDataParallel]:
     """Wrap each chunk so that its gradients are summed, never averaged, over data-parallel ranks.
 
@@ -38,13 +37,12 @@ def build_ddp(
 
     Args:
         chunks: this rank's, one for each virtual stage, with their initial weights loaded.
-        config: for the layout.
+        parallel: use_distributed_optimizer and what overlaps.
         transformer_config: of these chunks; each model (actor, critic) needs one of its own.
     """
     assert transformer_config.calculate_per_token_loss, (
         "set calculate_per_token_loss before DDP is built, or gradients are divided by dp_size"
     )
-    parallel = config.parallel
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
@@ -70,21 +68,21 @@ def _finalize(
 
 
 def build_optimizer(
-    ddp_chunks: Sequence[DistributedDataParallel], config: VapoConfig, role: str
+    ddp_chunks: Sequence[DistributedDataParallel], optimizer: OptimizerConfig, role: str
 ) -> MegatronOptimizer:
     """Build AdamW over all parameters; biases and norms (1-d parameters) get no weight decay.
 
     Args:
-        ddp_chunks: from build_ddp.
-        config: for betas, epsilon, weight decay and gradient clipping.
+        ddp_chunks: from build_ddp; they say the parameters' type and what is sharded.
+        optimizer: betas, epsilon, weight decay, gradient clipping.
         role: "actor" or "critic": whose gradient clip and, until the first update, learning rate.
     """
-    o, bf16 = config.optimizer, config.model.dtype == "bfloat16"
+    o, ddp, bf16 = optimizer, ddp_chunks[0].ddp_config, ddp_chunks[0].config.bf16
     if role == "actor":
         rate, clip_grad = o.actor_learning_rate, o.actor_clip_grad
     else:
         rate, clip_grad = o.critic_learning_rate, o.critic_clip_grad
-    settings = OptimizerConfig(
+    settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=rate,
         min_lr=0.0,
@@ -95,13 +93,13 @@ def build_optimizer(
         clip_grad=clip_grad,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-        overlap_param_gather=config.parallel.overlap_param_gather,
+        use_distributed_optimizer=ddp.use_distributed_optimizer,
+        overlap_param_gather=ddp.overlap_param_gather,
     )
-    optimizer = get_megatron_optimizer(settings, list(ddp_chunks))
-    _guard(optimizer)
-    set_learning_rate(optimizer, rate)
-    return optimizer
+    built = get_megatron_optimizer(settings, list(ddp_chunks))
+    _guard(built)
+    set_learning_rate(built, rate)
+    return built
 
 
 def _guard(optimizer: MegatronOptimizer) -> None:
@@ -202,15 +200,19 @@ def learning_rate(update: int, *, peak: float, warmup_updates: int) -> float:
     return peak * min(1.0, (update + 1) / warmup_updates) if warmup_updates else peak
 
 
-def actor_learning_rate(update: int, config: VapoConfig) -> float:
+def actor_learning_rate(update: int, optimizer: OptimizerConfig) -> float:
     """Rate of the actor's update number `update`, counted from its own first update."""
-    o = config.optimizer
-    return learning_rate(update, peak=o.actor_learning_rate, warmup_updates=o.actor_warmup_updates)
-
-
-def critic_learning_rate(update: int, config: VapoConfig) -> float:
-    """Rate of the critic's update number `update`, counted from the start of value pretraining."""
-    o = config.optimizer
     return learning_rate(
-        update, peak=o.critic_learning_rate, warmup_updates=o.critic_warmup_updates
+        update,
+        peak=optimizer.actor_learning_rate,
+        warmup_updates=optimizer.actor_warmup_updates,
+    )
+
+
+def critic_learning_rate(update: int, optimizer: OptimizerConfig) -> float:
+    """Rate of the critic's update number `update`, counted from the start of value pretraining."""
+    return learning_rate(
+        update,
+        peak=optimizer.critic_learning_rate,
+        warmup_updates=optimizer.critic_warmup_updates,
     )

@@ -117,7 +117,7 @@ class Actor:
         for mini_batch in mini_batches:
             deviation: list[Tensor] = []
             loss_function = partial(self._loss, mini_batch, deviation)
-            rate = actor_learning_rate(self.trained.num_updates, self.config)
+            rate = actor_learning_rate(self.trained.num_updates, self.config.optimizer)
             learned = self.trained.update(mini_batch, loss_function, rate)
             if not mini_batch.num_positive_tokens:
                 # It has no mean, and a 0 would pull that of the other updates down.

@@ -49,7 +49,7 @@ class Critic:
         """
         updates = []
         for mini_batch in list(mini_batches) * self.config.algorithm.critic_updates_per_step:
-            rate = critic_learning_rate(self.trained.num_updates, self.config)
+            rate = critic_learning_rate(self.trained.num_updates, self.config.optimizer)
             loss_function = partial(self._loss, mini_batch)
             updates.append(self.trained.update(mini_batch, loss_function, rate))
         totals = mean_of_updates(updates)

@@ -134,8 +134,8 @@ class TrainedModel(PlacedModel):
     """A model that learns: `model`; `chunks`, the same with DDP; `optimizer`."""
 
     def _prepare(self, config: VapoConfig, role: Role) -> None:
-        self._chunks = build_ddp(self._model, config, self._model[0].config)
-        self._optimizer = build_optimizer(self._chunks, config, role)
+        self._chunks = build_ddp(self._model, config.parallel, self._model[0].config)
+        self._optimizer = build_optimizer(self._chunks, config.optimizer, role)
         self._role, self._max_skipped = role, config.optimizer.max_skipped_updates
         self.num_updates = 0
         self.num_tried = 0

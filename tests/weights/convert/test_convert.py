@@ -212,8 +212,8 @@ def save_run(hf, out, layout, role):
     from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
     loaded = load(hf, layout, role, value_head_init_std=0.3)
-    chunks = build_ddp(loaded.chunks, loaded.config, loaded.chunks[0].config)
-    optimizer = build_optimizer(chunks, loaded.config, role)
+    chunks = build_ddp(loaded.chunks, loaded.config.parallel, loaded.chunks[0].config)
+    optimizer = build_optimizer(chunks, loaded.config.optimizer, role)
     model = SimpleNamespace(
         model=loaded.chunks,
         chunks=chunks,

@@ -216,8 +216,8 @@ def verified_versions(tmp: Path, path: Path) -> tuple[list[int], str, Any, float
 def updates(path: Path, overlap: bool) -> list[dict[str, str]]:
     """Two optimizer updates on 2 data-parallel ranks, each followed by a sync."""
     loaded = load(str(path), Layout(), overlap=overlap)
-    chunks = build_ddp(loaded.chunks, loaded.config, loaded.chunks[0].config)
-    optimizer = build_optimizer(chunks, loaded.config, "actor")
+    chunks = build_ddp(loaded.chunks, loaded.config.parallel, loaded.chunks[0].config)
+    optimizer = build_optimizer(chunks, loaded.config.optimizer, "actor")
     set_learning_rate(optimizer, 0.01)
     engine = _small_engine()
     sync = WeightSync(loaded.shape, loaded.groups, loaded.config, engine)
