@@ -11,11 +11,13 @@ sampling (tests/test_sampling_wiring.py), tensor and pipeline parallelism, offlo
 import itertools
 import math
 import os
+from pathlib import Path
 from statistics import fmean, pstdev, stdev
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 
 from tests import reference
 from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES, config, dump, rollouts
@@ -84,8 +86,27 @@ def as_lists(mini_batch):
     return [float(getattr(mini_batch, name)) for name in COUNTS], responses
 
 
+def files_of(trainer):
+    """Role -> name of the directory that its weights are from, told by its embedding."""
+    found = {}
+    for name in ("hf_path", "critic_hf_path"):
+        directory = Path(getattr(trainer.config.model, name))
+        with safe_open(directory / "model.safetensors", framework="pt") as file:
+            embedding = file.get_tensor("model.embed_tokens.weight")
+        for role in trainer.config.algorithm.roles:
+            part = getattr(trainer, role)
+            (model,) = part.frozen.model if role == "reference" else part.trained.model
+            rows = model.state_dict()["embedding.word_embeddings.weight"][: len(embedding)]
+            if torch.equal(rows, embedding):
+                found[role] = name
+    return found
+
+
 def trained(hf, dumped, run_dir, port, algorithm, seed):
-    """Of each step what the models said before it, what updates were given, and its metrics."""
+    """Of each step what the models said before it, what updates were given, and its metrics.
+
+    Before them, what the first policy says, and the files that the models are from.
+    """
     from vapo_megatron.trainer import VapoTrainer
 
     world_size = dist.get_world_size()
@@ -93,6 +114,7 @@ def trained(hf, dumped, run_dir, port, algorithm, seed):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     settings = config(
         hf,
+        model={"critic_hf_path": str(hf.parent / "critic")},
         algorithm=algorithm,
         parallel={"world_size": world_size, "max_tokens_per_microbatch": 24},
         optimizer={
@@ -119,6 +141,7 @@ def trained(hf, dumped, run_dir, port, algorithm, seed):
         if trainer.critic is not None:
             watch("critic", trainer.critic)
         first = [[r["logprobs"] for r in models_say(trainer, step)] for step in STEPS]
+        files = files_of(trainer)
         found = []
         for step in STEPS:
             given.clear()
@@ -126,18 +149,19 @@ def trained(hf, dumped, run_dir, port, algorithm, seed):
             before = models_say(trainer, step)
             metrics = trainer.train_step(step)
             found.append((before, dict(given), dict(learned), metrics, trainer.policy_version))
-    return first, found
+    return first, found, files
 
 
 def run(workers, tmp, algorithm, seed):
     hf = write_tiny_hf(tmp / "hf", **MODEL)
+    write_tiny_hf(tmp / "critic", **MODEL, seed=1)
     workers.run(2, dump, tmp / "replay", [step + 1 for step in STEPS], 2)
     return workers.run(2, trained, hf, tmp, tmp / "run", free_port(), algorithm, seed)
 
 
 @pytest.fixture(scope="module")
 def vapo(workers, tmp_path_factory):
-    """By rank (the first policy's log-probabilities, each step)."""
+    """By rank (the first policy's log-probabilities, each step, each role's files)."""
     return run(workers, tmp_path_factory.mktemp("vapo"), VAPO, 0)
 
 
@@ -151,7 +175,7 @@ def whole(ranks, step, role):
     """[mini-batch] -> (counts, position -> fields) of a step, over both ranks."""
     mini_batches = []
     for (counts, first), (same, second) in zip(
-        *(steps[step][1][role] for _, steps in ranks), strict=True
+        *(steps[step][1][role] for _, steps, _ in ranks), strict=True
     ):
         assert counts == same and not set(first) & set(second)
         mini_batches.append((counts, {**first, **second}))
@@ -159,7 +183,7 @@ def whole(ranks, step, role):
 
 
 def before(ranks, step):
-    (_, steps), _ = ranks
+    (_, steps, _), _ = ranks
     return steps[step][0]
 
 
@@ -170,7 +194,7 @@ def gae(rewards, values, lam):
 
 def by_hand(ranks, step):
     """[response] -> every field that a VAPO step's updates are given."""
-    (first, _), _ = ranks
+    (first, _, _), _ = ranks
     found = []
     for item, said, frozen in zip(
         rollouts(step + 1), before(ranks, step), first[step], strict=True
@@ -207,11 +231,21 @@ def trained_on(responses, name):
     return [x for r in responses for x, on in zip(r[name], r["loss_mask"], strict=True) if on]
 
 
+def test_each_role_begins_with_its_own_weights(vapo, grpo):
+    own = {"actor": "hf_path", "critic": "critic_hf_path", "reference": "hf_path"}
+    assert [files for *_, files in (*vapo, *grpo)] == [
+        own,
+        own,
+        {"actor": "hf_path"},
+        {"actor": "hf_path"},
+    ]
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_updates_are_given_what_the_step_computed(vapo, step):
     expected = by_hand(vapo, step)
     roles = ("critic", "actor") if step else ("critic",)
-    assert [set(steps[step][1]) for _, steps in vapo] == [set(roles)] * 2
+    assert [set(steps[step][1]) for _, steps, _ in vapo] == [set(roles)] * 2
     for role in roles:
         mini_batches = whole(vapo, step, role)
         assert [len(responses) for _, responses in mini_batches] == [8, 8]
@@ -275,7 +309,7 @@ def test_a_steps_metrics_are_of_that_step(vapo, step):
         "critic/learning_rate": 2e-2 * min(1, (2 * step + 2) / 4),
         **({"actor/learning_rate": 3e-2 * 2 * step / 8} if step else {}),
     }
-    for _, steps in vapo:
+    for _, steps, _ in vapo:
         _, given, learned, metrics, version = steps[step]
         assert version == step, "the actor's updates are a new policy, the critic's are not"
         assert {f"{role}/grad_norm" for role in given} <= learned.keys()
@@ -299,7 +333,7 @@ def test_groups_are_compared_wherever_they_are_trained_on(grpo, step):
     for start in range(0, NUM_RESPONSES, GROUP_SIZE):
         held = [
             {p for _, some in steps[step][1]["actor"] for p in some} & set(range(start, start + 4))
-            for _, steps in grpo
+            for _, steps, _ in grpo
         ]
         apart += all(held)
     assert apart >= 2, "groups whose members are trained on by both ranks"
