@@ -98,7 +98,7 @@ def measure(
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=sizes)})
     groups = parallel_groups.initialize(config.parallel)
     shape = read_model_shape(directory)
-    chunks = build_model(shape, config, groups, "actor")
+    chunks = build_model(shape, config.model, config.parallel, groups, "actor", seed=config.seed)
     load_hf_weights(chunks, shape, directory, groups, "actor")
     held = _elements([p.data for chunk in chunks for p in chunk.parameters()], count)
 

@@ -72,7 +72,10 @@ def build(
     except AssertionError:
         groups = parallel_groups.initialize(config.parallel)
     shape = read_model_shape(hf_path)
-    return Built(build_model(shape, config, groups, role, device=device), shape, config, groups)
+    chunks = build_model(
+        shape, config.model, config.parallel, groups, role, seed=config.seed, device=device
+    )
+    return Built(chunks, shape, config, groups)
 
 
 def write_hf(directory: Path, changes: dict[str, Any] | None = None, **shape: Any) -> str:

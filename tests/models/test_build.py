@@ -179,7 +179,8 @@ def test_recompute_changes_no_gradient(tmp_path, workers):
 
 def test_settings(tmp_path):
     shape = read_model_shape(write_hf(tmp_path, {"rms_norm_eps": 1e-5}))
-    settings = transformer_config(shape, make_config(Layout(), 1, "none"))
+    config = make_config(Layout(), 1, "none")
+    settings = transformer_config(shape, config.model, config.parallel)
     assert settings.hidden_dropout == settings.attention_dropout == 0
     assert settings.layernorm_epsilon == 1e-5 and settings.normalization == "RMSNorm"
     assert settings.calculate_per_token_loss and settings.variable_seq_lengths
@@ -193,7 +194,7 @@ def test_settings(tmp_path):
 def test_settings_of_a_virtual_pipeline_in_bfloat16(tmp_path):
     shape = read_model_shape(write_hf(tmp_path))
     config = make_config(Layout(pp=2, vpp=2), 2, "full", dtype="bfloat16")
-    settings = transformer_config(shape, config)
+    settings = transformer_config(shape, config.model, config.parallel)
     assert (settings.overlap_p2p_comm, settings.batch_p2p_comm) == (True, False)
     assert settings.virtual_pipeline_model_parallel_size == 2
     assert settings.bf16 and settings.params_dtype is settings.pipeline_dtype is torch.bfloat16
@@ -203,7 +204,7 @@ def test_settings_of_a_virtual_pipeline_in_bfloat16(tmp_path):
 def test_a_virtual_pipeline_of_one_chunk_is_none(tmp_path):
     shape = read_model_shape(write_hf(tmp_path))
     config = make_config(Layout(pp=2, vpp=1), 2, "none")
-    settings = transformer_config(shape, config)
+    settings = transformer_config(shape, config.model, config.parallel)
     assert settings.virtual_pipeline_model_parallel_size is None
     assert not settings.overlap_p2p_comm
 
@@ -222,7 +223,7 @@ def test_sends_between_stages(tmp_path, vpp, batched, expected):
     shape = read_model_shape(write_hf(tmp_path))
     config = make_config(Layout(pp=2, vpp=vpp), 2, "none")
     parallel = config.parallel.model_copy(update={"batch_p2p_comm": batched})
-    settings = transformer_config(shape, config.model_copy(update={"parallel": parallel}))
+    settings = transformer_config(shape, config.model, parallel)
     assert (settings.overlap_p2p_comm, settings.batch_p2p_comm) == expected
 
 
@@ -230,4 +231,4 @@ def test_transformer_engine_must_be_there(tmp_path):
     shape = read_model_shape(write_hf(tmp_path))
     config = make_config(Layout(), 1, "none", layer_spec="transformer_engine")
     with pytest.raises(ConfigError, match="model.layer_spec=transformer_engine, but it is not"):
-        transformer_config(shape, config)
+        transformer_config(shape, config.model, config.parallel)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.models.test_rope import SHAPE
-from vapo_megatron.config import ModelConfig, VapoConfig
+from vapo_megatron.config import ModelConfig, ParallelConfig
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models import build, layer_spec
 from vapo_megatron.models.layer_spec import check_fp8, uses_transformer_engine
@@ -99,7 +99,7 @@ def test_fp8_multiplies_what_megatron_core_says():
 def test_fp8_settings(monkeypatch, fp8):
     """No history of scales, no casts kept, and parameters that stay in bfloat16."""
     monkeypatch.setattr(build, "check_fp8", lambda *_: None)
-    settings = build.transformer_config(SHAPE, VapoConfig(model=ModelConfig(fp8=fp8)))
+    settings = build.transformer_config(SHAPE, ModelConfig(fp8=fp8), ParallelConfig())
     assert settings.fp8 == fp8 and not settings.fp8_param
     assert fp8 is None or settings.fp8_recipe == Fp8Recipe.tensorwise
     assert settings.disable_parameter_transpose_cache == (fp8 is not None)
@@ -108,13 +108,13 @@ def test_fp8_settings(monkeypatch, fp8):
 
 def test_a_gpus_flash_attention_must_have_the_models_width(monkeypatch):
     shape = dataclasses.replace(SHAPE, head_dim=36)
-    build.transformer_config(shape, VapoConfig())
+    build.transformer_config(shape, ModelConfig(), ParallelConfig())
     monkeypatch.setattr(build, "uses_flash_attention", lambda dtype: dtype != torch.float32)
     with pytest.raises(ConfigError, match="head_dim=36 must be a multiple of 8"):
-        build.transformer_config(shape, VapoConfig())
-    build.transformer_config(shape, VapoConfig(model=ModelConfig(dtype="float32")))
+        build.transformer_config(shape, ModelConfig(), ParallelConfig())
+    build.transformer_config(shape, ModelConfig(dtype="float32"), ParallelConfig())
     monkeypatch.setattr(build, "uses_transformer_engine", lambda model: True)
-    build.transformer_config(shape, VapoConfig())
+    build.transformer_config(shape, ModelConfig(), ParallelConfig())
 
 
 def test_compiled_fusions_need_a_compiler(monkeypatch, tmp_path):

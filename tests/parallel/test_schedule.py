@@ -162,7 +162,7 @@ def _without_per_token_loss(hf_path):
 
     config = make_config(Layout())
     trained = _start(hf_path, Layout())
-    settings = transformer_config(trained.shape, config)
+    settings = transformer_config(trained.shape, config.model, config.parallel)
     settings = dataclasses.replace(settings, calculate_per_token_loss=False)
     with pytest.raises(AssertionError, match="set calculate_per_token_loss before DDP"):
         build_ddp(trained.model, config.parallel, settings)

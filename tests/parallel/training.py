@@ -139,7 +139,9 @@ class Trained:
         self.role, self.layout = role, layout
         self.ranks = groups.current()
         self.shape = read_model_shape(hf_path)
-        self.model = build_model(self.shape, config, self.ranks, role)
+        self.model = build_model(
+            self.shape, config.model, config.parallel, self.ranks, role, seed=config.seed
+        )
         load_hf_weights(self.model, self.shape, hf_path, self.ranks, role)
         self.chunks = build_ddp(self.model, config.parallel, self.model[0].config)
         self.optimizer = build_optimizer(self.chunks, config.optimizer, role)

@@ -122,7 +122,7 @@ def measure(shape: ModelShape, config: VapoConfig, role: str, responses: int) ->
     size = config.parallel.max_tokens_per_microbatch
     microbatches = [make_microbatch(_response(size, shape.vocab_size)) for _ in range(responses)]
     with Allocations() as built:
-        model = build_model(shape, config, here, role)
+        model = build_model(shape, config.model, config.parallel, here, role, seed=config.seed)
         chunks = build_ddp(model, config.parallel, model[0].config)
     gradients = sum(b.grad_data.untyped_storage().nbytes() for c in chunks for b in c.buffers)
     with Allocations() as optimized:

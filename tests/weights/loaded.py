@@ -70,7 +70,7 @@ def load(
     config = make_config(layout, **settings)
     groups = parallel_groups.initialize(config.parallel)
     shape = read_model_shape(built_as or hf_path)
-    chunks = build_model(shape, config, groups, role)
+    chunks = build_model(shape, config.model, config.parallel, groups, role, seed=config.seed)
     for name, parameter in all_parameters(chunks):
         if role == "actor" or name != "output_layer.weight":
             parameter.data.fill_(torch.nan)

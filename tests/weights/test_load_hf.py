@@ -205,7 +205,7 @@ def _try_load(path, built_as, role="actor"):
     config = make_config(Layout())
     groups = parallel_groups.initialize(config.parallel)
     shape = read_model_shape(built_as)
-    chunks = build_model(shape, config, groups, role)
+    chunks = build_model(shape, config.model, config.parallel, groups, role, seed=config.seed)
     before = [p.clone() for _, p in all_parameters(chunks)]
     try:
         load_hf_weights(chunks, shape, path, groups, role)

@@ -104,8 +104,9 @@ def _random(case: AttentionCase) -> Tensors:
 def _layer(case: AttentionCase, dtype: str) -> tuple[PackedAttention, Any]:
     """The attention of a layer whose rotation turns nothing, and the bounds of its sequences."""
     shape = known_shape("Qwen2.5-0.5B")
+    config = make_config(dtype)
     layer = PackedAttention(
-        transformer_config(shape, make_config(dtype)),
+        transformer_config(shape, config.model, config.parallel),
         1,
         AttnMaskType.causal,
         "self",

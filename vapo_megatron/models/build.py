@@ -29,7 +29,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from vapo_megatron.config import VapoConfig
+from vapo_megatron.config import ModelConfig, ParallelConfig
 from vapo_megatron.models.attention import check_flash_attention, uses_flash_attention
 from vapo_megatron.models.hf_config import ModelShape, check_layout, padded_vocab_size
 from vapo_megatron.models.layer_spec import block_spec, check_fp8, uses_transformer_engine
@@ -39,28 +39,36 @@ from vapo_megatron.parallel.backend import check_launch_order
 from vapo_megatron.parallel.backend import device as this_device
 from vapo_megatron.parallel.groups import Ranks
 
-__all__ = ["build_model", "gather_hidden", "output_weight", "transformer_config", "values_of"]
+__all__ = [
+    "build_model",
+    "freeze_attention",
+    "gather_hidden",
+    "output_weight",
+    "transformer_config",
+    "values_of",
+]
 
 Role = Literal["actor", "critic"]
 
 
-def transformer_config(shape: ModelShape, config: VapoConfig) -> TransformerConfig:
+def transformer_config(
+    shape: ModelShape, model: ModelConfig, parallel: ParallelConfig
+) -> TransformerConfig:
     """Translate an HF architecture and the run's layout into megatron-core's configuration.
 
     Raises:
         ConfigError: the layout does not divide the model, or the layer implementation is missing or
             cannot compute it.
     """
-    parallel = config.parallel
     check_layout(shape, parallel)
     check_launch_order(parallel.tensor_model_parallel_size)
-    check_fp8(shape, config.model, parallel.tensor_model_parallel_size)
+    check_fp8(shape, model, parallel.tensor_model_parallel_size)
     vpp_size = parallel.virtual_pipeline_model_parallel_size or 1
     virtual = vpp_size > 1
     batched = not virtual if parallel.batch_p2p_comm is None else parallel.batch_p2p_comm
-    dtype = getattr(torch, config.model.dtype)
+    dtype = getattr(torch, model.dtype)
     on_gpu = this_device().type == "cuda"
-    transformer_engine = uses_transformer_engine(config.model)
+    transformer_engine = uses_transformer_engine(model)
     if uses_flash_attention(dtype) and not transformer_engine:
         check_flash_attention(shape.head_dim)
     return TransformerConfig(
@@ -101,7 +109,7 @@ def transformer_config(shape: ModelShape, config: VapoConfig) -> TransformerConf
         calculate_per_token_loss=True,
         **_recompute(parallel.recompute),
         **_fusions(on_gpu, transformer_engine),
-        **_fp8(config.model.fp8),
+        **_fp8(model.fp8),
     )
 
 
@@ -150,27 +158,29 @@ def _fp8(fp8: str | None) -> dict[str, Any]:
 
 def build_model(
     shape: ModelShape,
-    config: VapoConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
     ranks: Ranks,
     role: Role,
     *,
+    seed: int,
     device: torch.device | str | None = None,
 ) -> list[GPTModel]:
     """Build this rank's chunks, one per virtual stage: random weights, not yet wrapped in DDP.
 
-    What shall not learn (algorithm.freeze_critic_attention) is marked by requires_grad=False.
-
     Args:
         shape: the architecture, as its HF directory says.
-        config: the run's configuration.
-        ranks: of this rank, from groups.initialize.
+        model: types, kernels, the value head's spread.
+        parallel: the layout.
+        ranks: from groups.initialize.
         role: what the last stage returns.
+        seed: of a critic's value head.
         device: "meta" builds shapes without memory; None: the device of this process.
 
     Raises:
         ConfigError: see transformer_config.
     """
-    settings = transformer_config(shape, config)
+    settings = transformer_config(shape, model, parallel)
     where = this_device() if device is None else torch.device(device)
     assert device is None or where.type == "meta", f"device={device} must be None or meta"
     if where.type == "meta":
@@ -178,17 +188,14 @@ def build_model(
         settings.use_cpu_initialization = True
         settings.init_model_with_meta_device = True
     with where:
-        chunks = [
-            _build_chunk(shape, config, ranks, role, settings, stage)
+        return [
+            _build_chunk(shape, model, ranks, role, settings, stage, seed)
             for stage in range(ranks.vpp_size)
         ]
-    if role == "critic" and config.algorithm.freeze_critic_attention:
-        _freeze_attention(chunks)
-    return chunks
 
 
-def _freeze_attention(chunks: list[GPTModel]) -> None:
-    """Take the attention's parameters (self_attn of an HF model) out of training.
+def freeze_attention(chunks: list[GPTModel]) -> None:
+    """Take the attention's parameters (self_attn of an HF model) out of training, before DDP.
 
     Source: SAO (arXiv 2607.07508), whose critic trains with its attention frozen.
     """
@@ -201,16 +208,16 @@ def _freeze_attention(chunks: list[GPTModel]) -> None:
 
 def _build_chunk(
     shape: ModelShape,
-    config: VapoConfig,
+    model: ModelConfig,
     ranks: Ranks,
     role: Role,
     settings: TransformerConfig,
     stage: int,
+    seed: int,
 ) -> GPTModel:
     """Build one virtual stage."""
     vp_stage = stage if ranks.vpp_size > 1 else None
     last = ranks.is_last_stage and stage == ranks.vpp_size - 1
-    model = config.model
     transformer_engine = uses_transformer_engine(model)
     frequencies = rope_frequencies(shape)
     chunk = GPTModel(
@@ -235,7 +242,7 @@ def _build_chunk(
     if last and role == "actor":
         chunk.output_layer.forward = _pass_hidden_states
     elif last:
-        chunk.output_layer = ValueHead(settings, model.value_head_init_std, config.seed)
+        chunk.output_layer = ValueHead(settings, model.value_head_init_std, seed)
     return chunk
 
 

@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import Microbatch
-from vapo_megatron.models.build import Role, build_model
+from vapo_megatron.models.build import Role, build_model, freeze_attention
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.minibatches import MiniBatch
@@ -58,7 +58,11 @@ class PlacedModel:
         hf_path: str | None,
     ) -> None:
         self.ranks = ranks
-        self._model = build_model(shape, config, ranks, role)
+        self._model = build_model(
+            shape, config.model, config.parallel, ranks, role, seed=config.seed
+        )
+        if role == "critic" and config.algorithm.freeze_critic_attention:
+            freeze_attention(self._model)
         if hf_path is not None:
             load_hf_weights(self._model, shape, hf_path, ranks, role)
         self._chunks = self._model
