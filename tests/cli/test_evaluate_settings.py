@@ -1,0 +1,100 @@
+"""Which settings an evaluation on its own uses, and which ranks check the ground truths.
+
+Two real processes that hold one sampler, or one each, which is a stand-in; the verifier is real.
+With vLLM it is in tests/e2e/test_evaluate.py.
+"""
+
+import json
+import os
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from tests.rollout.evaluation.test_judging import SAMPLES, Sampler
+from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
+from tests.weights.tiny_hf import write_tiny_hf
+from tests.workers import free_port
+from vapo_megatron.rollout.evaluation.statistics import estimates, problem_values
+
+SEED, NUM_PROBLEMS = 20, 7
+"""With which the intervals are others than with seed 0."""
+OVERRIDES = [
+    "rollout.dtype=float32", "model.dtype=bfloat16",
+    "rollout.max_prompt_tokens=16", "rollout.max_response_tokens=24",
+    "rollout.stop_token_ids=[7,9]", f"seed={SEED}", f"evaluation.samples={SAMPLES}",
+    "evaluation.temperature=0.5", "evaluation.top_p=0.9", "evaluation.top_k=8",
+    "reward.num_workers=3", "reward.timeout_seconds=47",
+]  # fmt: skip
+
+
+class OneSampler(Sampler):
+    """Of both processes."""
+
+    replica = 0
+
+    def shutdown(self):
+        pass
+
+
+def evaluate(hf, data, out, port, tp_size):
+    """What a rank is told, or the verifiers that it starts; a worker's function."""
+    from vapo_megatron.cli import evaluate as module
+    from vapo_megatron.errors import UserError
+
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    config = module.evaluation_config(
+        hf, [*OVERRIDES, f"rollout.tensor_model_parallel_size={tp_size}"]
+    )
+    verifiers, verifier = [], module.MathVerifier
+
+    def noted(*arguments):
+        verifiers.append(arguments)
+        return verifier(*arguments)
+
+    with (
+        mock.patch.object(module, "_engine", lambda *_: OneSampler(0, 1)),
+        mock.patch.object(module, "MathVerifier", noted),
+    ):
+        try:
+            module.evaluate_checkpoint(hf, data, config, out)
+        except UserError as error:
+            return str(error)
+    return verifiers
+
+
+def written(tmp_path, answers):
+    """(model, data file) with these ground truths."""
+    hf, data = write_tiny_hf(tmp_path / "hf", num_layers=1, vocab=64), tmp_path / "held_out.jsonl"
+    write_tiny_tokenizer(hf)
+    rows = [{"prompt": f"w{3 + i} w9", "answer": answer} for i, answer in enumerate(answers)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return hf, data
+
+
+def test_settings_reach_the_header_the_statistics_and_the_verifier(workers, tmp_path):
+    paths, out = written(tmp_path, list(map(str, range(NUM_PROBLEMS)))), tmp_path / "out.jsonl"
+    first, second = workers.run(2, evaluate, *paths, out, free_port(), 2)
+    assert first == [(3, 47.0)] and second == [], "one verifier for each sampler"
+    header, *lines = map(json.loads, out.read_text().splitlines())
+    expected = {
+        "samples": SAMPLES, "temperature": 0.5, "top_p": 0.9, "top_k": 8, "seed": SEED,
+        "max_response_tokens": 24, "stop_token_ids": [7, 9], "dtype": "float32",
+    }  # fmt: skip
+    assert {name: header[name] for name in expected} == expected
+    assert len(lines) == header["num_problems"] == NUM_PROBLEMS
+    values = [problem_values(line["responses"]) for line in lines]
+    found = json.loads(out.with_suffix(".json").read_text())["statistics"]
+
+    def intervals(seed):
+        return {name: vars(estimate) for name, estimate in estimates(values, seed).items()}
+
+    assert found == intervals(SEED) != intervals(0)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_every_ground_truth_is_checked_on_one_rank(workers, tmp_path, tp_size):
+    paths = written(tmp_path, ["1", "2", "3", "??"])
+    told = workers.run(2, evaluate, *paths, tmp_path / "out.jsonl", free_port(), tp_size)
+    assert told[0] == told[1] and "row 3 (from 0) has the answer '??'" in told[0]
