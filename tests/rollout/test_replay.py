@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.dumped import MODEL, config, dump, rollouts
+from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES, config, dump, rollouts
 from tests.run.checkpoint.test_writer import limited
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
 from vapo_megatron.errors import ConfigError, DataError, UserError
 from vapo_megatron.models.hf_config import read_model_shape
-from vapo_megatron.rollout.dump import read_file, read_headers
+from vapo_megatron.rollout.dump import read_file, read_headers, write_step
 from vapo_megatron.rollout.replay import check_dump
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,6 +159,22 @@ def test_any_number_of_ranks_makes_the_same_step(root, hf, workers):
     assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == list(map(sorted, plan))
     assert set(same) == set(metrics)
     assert same == pytest.approx({name: metrics[name] for name in same}, rel=1e-5, abs=1e-7)
+
+
+def _of_dynamic_sampling(root, hf):
+    """What two ranks that kept groups from anywhere in the step dump, as they read it again."""
+    mine = {0: (1, 3), 1: (0, 2)}[dist.get_rank()]
+    kept = [s for s in rollouts() if s.rollout.position // GROUP_SIZE in mine]
+    sizes = {"num_responses": NUM_RESPONSES, "group_size": GROUP_SIZE}
+    write_step(root, 1, kept, keep_last=1, **sizes)
+    return _replay(hf, root, {"parallel": {"world_size": 2}}, 0)
+
+
+def test_responses_are_read_in_order_wherever_they_were_kept(hf, workers, tmp_path):
+    groups = [list(range(first, first + GROUP_SIZE)) for first in range(0, 16, GROUP_SIZE)]
+    even, odd = groups[0] + groups[2], groups[1] + groups[3]
+    assert workers.run(2, _of_dynamic_sampling, tmp_path, hf) == [even, odd]
+    assert workers.run(1, _replay, hf, tmp_path, {}, 0) == [sum(groups, [])]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def write(run_dir):
     # The main rank has sampled the second group and the last.
     groups_of = {0: (1, 3), 1: (0, 2)}[place.rank]
     mine = [s for s in rollouts() if s.rollout.position // GROUP_SIZE in groups_of]
-    summary, found = gather_summary(mine, len(rollouts())), []
+    summary, found, shown = gather_summary(mine, len(rollouts())), [], []
 
     def opened(start, **how):
         with mock.patch.object(run_output, "PeakMemory", Memory):
@@ -71,6 +71,7 @@ def write(run_dir):
 
     output, files = opened(0)
     with files:
+        shown.append(output._progress._state.next_step)
         output.step(0, {})
         with output.phase("values"):
             pass
@@ -80,19 +81,22 @@ def write(run_dir):
     note()
     output, files = opened(1, is_unevaluated=True)
     with files:
+        shown.append(output._progress._state.next_step)
         output.evaluation(1, [3, 1])
         output.step(1, {"reward/mean": 0.5})
     note()
     output, files = opened(1)
     with files:
+        shown.append(output._progress._state.next_step)
         output.rollouts(1, mine, summary, None, None, None)
         output.step(2, {})
     note()
-    return found, times
+    return found, times, shown
 
 
 def test_a_step_is_written_once_with_what_all_ranks_have(workers, tmp_path):
-    (first, again, second), times = workers.run(2, write, tmp_path)[0]
+    (first, again, second), times, shown = workers.run(2, write, tmp_path)[0]
+    assert shown == [1, 2, 2], "what a resumed run shows begins after its checkpoint"
     assert [row["step"] for row in first["metrics"]] == [0, 1]
     row = first["metrics"][1]
     assert row["memory/peak_bytes"] == 100 + 200 and row["memory/values_peak_bytes"] == 8
@@ -105,8 +109,8 @@ def test_a_step_is_written_once_with_what_all_ranks_have(workers, tmp_path):
     problems = {"group_size": GROUP_SIZE, "problems": [0, 1, 2, 0], "correct": correct}
     assert first["problems"] == [{"step": 1, **problems}]
     (group,) = first.pop("rollouts/step_000001")
-    shown = [s.rollout.text for s in rollouts()[GROUP_SIZE : 2 * GROUP_SIZE]]
-    assert [response["text"] for response in group["responses"]] == shown
+    texts = [s.rollout.text for s in rollouts()[GROUP_SIZE : 2 * GROUP_SIZE]]
+    assert [response["text"] for response in group["responses"]] == texts
     assert first.keys() == {"metrics", "held_out", "problems"}
 
     # The row lacked its evaluation; the step itself is not made again.

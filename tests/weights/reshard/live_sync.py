@@ -228,3 +228,15 @@ def updates(path: Path, overlap: bool) -> list[dict[str, str]]:
         sync.publish(chunks, version)
         synced.append(_hashes(engine.live))
     return synced
+
+
+def looked_up_afresh(tmp: Path, path: Path) -> str:
+    """What a comparison says once the sampler computes with other tensors than were written to."""
+    loaded = load(str(path), Layout(2, 1))
+    engine = _small_engine()
+    sync = _sync_between(loaded, engine, _config(tmp))
+    sync.publish(loaded.chunks, 1)
+    sync.verify(loaded.chunks)
+    name = "model.norm.weight"
+    engine.live[name] = LiveWeight(engine.live[name].tensor + 1, 0)
+    return engine_jobs.error_of(sync.verify, loaded.chunks)

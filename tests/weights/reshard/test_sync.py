@@ -94,3 +94,8 @@ def test_parameters_still_on_their_way_are_waited_for(workers, small):
     expected = workers.run(2, jobs.updates, small, False)
     assert expected[0] == expected[1] and expected[0][0] != expected[0][1]
     assert workers.run(2, jobs.updates, small, True) == expected
+
+
+def test_what_is_compared_is_what_the_sampler_computes_with(workers, tmp_path, small):
+    for error in workers.run(2, jobs.looked_up_afresh, tmp_path, small):
+        assert "weights differ from the trainer's in 2 places: rank 0: model.norm.weight" in error
