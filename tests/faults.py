@@ -109,9 +109,8 @@ def run_phases(run_dir: Path, limits: dict[str, float], fault: Fault | None) -> 
     dist.barrier()  # Else the machine's load decides who comes late.
     if fault and fault[1:] == ("start", 0, rank):
         FAULTS[fault[0]]()
-    watchdog = Watchdog(
-        settings(run_dir, run_dir, timeouts=limits), rank, dist.get_world_size(), EarlyStop(9).look
-    )
+    timeouts = settings(run_dir, run_dir, timeouts=limits).timeouts
+    watchdog = Watchdog(timeouts, run_dir, rank, dist.get_world_size(), EarlyStop(9).look)
 
     def train_step(step: int) -> None:
         watchdog.step = step

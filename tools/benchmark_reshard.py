@@ -102,7 +102,7 @@ def measure(
     load_hf_weights(chunks, shape, directory, groups, "actor")
     held = _elements([p.data for chunk in chunks for p in chunk.parameters()], count)
 
-    sync = WeightSync(shape, groups, config, engine)
+    sync = WeightSync(shape, groups, config.model, config.rollout, engine)
     sync.publish(chunks, 0)
     live = {name: weight.tensor for name, weight in engine.live_weights().items()}
     needed = _elements(list(live.values()), count)

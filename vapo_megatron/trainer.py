@@ -66,7 +66,9 @@ class VapoTrainer:
         backend.initialize_distributed(config.parallel.timeout_seconds)
         self.early_stop = EarlyStop(config.checkpoint.grace_seconds)
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        self.watchdog = Watchdog(config, rank, world_size, self.early_stop.look)
+        self.watchdog = Watchdog(
+            config.timeouts, self.run_dir, rank, world_size, self.early_stop.look
+        )
         with self.watchdog.reporting():
             self._build(replay)
 
@@ -94,7 +96,7 @@ class VapoTrainer:
             self.turns.join("reference", self.reference.frozen)
         self.policy_version = 0
         self.explained_variances: list[float] = []
-        self.watchdog.progress = lambda: sum(m.num_tried for m in self._models.values())
+        self.watchdog.report_progress(lambda: sum(m.num_tried for m in self._models.values()))
         self.output = RunOutput(config, self.ranks)
         self._kept: tuple[int, dict[str, Any]] = (0, {})
         """Steps done, and the state that a checkpoint of them has."""

@@ -61,7 +61,7 @@ class Sampling:
 
             self.engine = RolloutEngine(hf_path, config, rank=rank, world_size=world_size)
             unfinished.pop_all()
-        self._sync = WeightSync(shape, ranks, config, self.engine)
+        self._sync = WeightSync(shape, ranks, config.model, config.rollout, self.engine)
         rollout = config.rollout
         self._settings = SamplingSettings(
             temperature=rollout.temperature,

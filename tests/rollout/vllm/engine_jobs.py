@@ -375,8 +375,7 @@ def of_family(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:
     ask = prompts(8)
     found = {"first": engine.generate(ask, 1, 1, settings(0), 0)}
     load_hf_weights(chunks, shape, second_path, groups, "actor")
-    both = trainer.model_copy(update={"rollout": config(tmp, 2).rollout})
-    WeightSync(shape, groups, both, engine).publish(chunks, 1)
+    WeightSync(shape, groups, trainer.model, config(tmp, 2).rollout, engine).publish(chunks, 1)
     found["second"] = engine.generate(ask, 1, 1, settings(0), 1)
     engine.shutdown()
     dist.barrier()

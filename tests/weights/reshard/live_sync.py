@@ -75,8 +75,7 @@ def _updated(path: Path, layout: Layout) -> Any:
 
 
 def _sync_between(loaded: Any, engine: Any, config: Any) -> WeightSync:
-    both = loaded.config.model_copy(update={"rollout": config.rollout})
-    return WeightSync(loaded.shape, loaded.groups, both, engine)
+    return WeightSync(loaded.shape, loaded.groups, loaded.config.model, config.rollout, engine)
 
 
 def layouts_into_vllm(
@@ -168,8 +167,7 @@ def plans_that_do_not_fit(tmp: Path, path: Path) -> dict[str, str]:
 
     def error(engine: TensorEngine, **model: Any) -> str:
         sync = _sync_between(loaded, engine, config)
-        settings = sync._config.model.model_copy(update=model)
-        sync._config = sync._config.model_copy(update={"model": settings})
+        sync._model = sync._model.model_copy(update=model)
         return engine_jobs.error_of(sync.publish, loaded.chunks, 1) + f" {engine.version}"
 
     engine = _small_engine()
@@ -220,7 +218,8 @@ def updates(path: Path, overlap: bool) -> list[dict[str, str]]:
     optimizer = build_optimizer(chunks, loaded.config.optimizer, "actor")
     set_learning_rate(optimizer, 0.01)
     engine = _small_engine()
-    sync = WeightSync(loaded.shape, loaded.groups, loaded.config, engine)
+    config = loaded.config
+    sync = WeightSync(loaded.shape, loaded.groups, config.model, config.rollout, engine)
     synced = []
     for version in range(2):
         forward_backward(chunks, [microbatch()], lambda out, _: (out.float().square().sum(), {}))

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from vapo_megatron.config import VapoConfig
+from vapo_megatron.config import TimeoutsConfig
 from vapo_megatron.errors import UserError, tell
 from vapo_megatron.parallel import store
 from vapo_megatron.parallel.health.heartbeat import LIMITS, Observer, Standing, where
@@ -46,24 +46,29 @@ class Watchdog:
     """This rank's; it works from its construction to `close`."""
 
     def __init__(
-        self, config: VapoConfig, rank: int, world_size: int, on_beat: Callable[[], bool]
+        self,
+        timeouts: TimeoutsConfig,
+        run_dir: Path,
+        rank: int,
+        world_size: int,
+        on_beat: Callable[[], bool],
     ) -> None:
         """Begin to watch, in the phase "start"; collective, after parallel.store.join.
 
         Args:
-            config: timeouts and logging.run_dir are used.
+            timeouts: each phase's limit.
+            run_dir: where the stacks are written.
             rank: of this process.
             world_size: number of processes.
             on_beat: called about every second by another thread; has an early signal come?
         """
         self.step = 0
         """For messages: the step that is being made."""
-        self.progress: Callable[[], int] = lambda: 0
-        """Updates tried so far, the same sequence on all ranks."""
-        self._timeouts, self._rank, self._world_size = config.timeouts, rank, world_size
+        self._progress: Callable[[], int] = lambda: 0
+        self._timeouts, self._rank, self._world_size = timeouts, rank, world_size
         self._on_beat = on_beat
-        self._interval = min(1.0, *(limit / 8 for limit in dict(config.timeouts).values()))
-        self._stacks_path = Path(config.logging.run_dir, "stacks", f"rank_{rank:04d}.txt")
+        self._interval = min(1.0, *(limit / 8 for limit in dict(timeouts).values()))
+        self._stacks_path = Path(run_dir, "stacks", f"rank_{rank:04d}.txt")
         # The display may send standard error to a file later.
         self._stderr = os.fdopen(os.dup(2), "w", errors="backslashreplace")
         self._stacks: TextIO | None = None
@@ -77,7 +82,7 @@ class Watchdog:
         self._is_signalled = False
         self._verdict: dict[str, Any] | None = None
         # When rank 0 has to have answered; how late it may begin is a matter of its start.
-        self._answer_due = time.monotonic() + config.timeouts.start_seconds
+        self._answer_due = time.monotonic() + timeouts.start_seconds
         self._is_lost = False
         self._closed, self._told, self._wake = (threading.Event() for _ in range(3))
         self._threads = [
@@ -86,6 +91,10 @@ class Watchdog:
         ]
         for thread in self._threads:
             thread.start()
+
+    def report_progress(self, counter: Callable[[], int]) -> None:
+        """Send with every heartbeat what counter returns: a sequence that is alike on all ranks."""
+        self._progress = counter
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -144,7 +153,7 @@ class Watchdog:
         return Standing(
             place=self._place,
             beat=self._beat,
-            position=(self._count, self.progress()),
+            position=(self._count, self._progress()),
             phase=self._phase,
             step=self.step,
             limit_seconds=getattr(self._timeouts, LIMITS.get(self._phase, "other_seconds")),

@@ -27,7 +27,7 @@ from vapo_megatron.weights.reshard.verify import differences
 from vapo_megatron.weights.reshard.whole_plan import make_plan
 
 if TYPE_CHECKING:
-    from vapo_megatron.config import VapoConfig
+    from vapo_megatron.config import ModelConfig, RolloutConfig
     from vapo_megatron.models.hf_config import ModelShape
     from vapo_megatron.parallel.groups import Ranks
 
@@ -62,17 +62,25 @@ class _Prepared(NamedTuple):
 class WeightSync:
     """One rank's end of the way from the actor to the sampler."""
 
-    def __init__(self, shape: ModelShape, ranks: Ranks, config: VapoConfig, engine: Engine) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        ranks: Ranks,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        engine: Engine,
+    ) -> None:
         """Nothing is sent yet.
 
         Args:
             shape: of the model.
             ranks: this rank's place.
-            config: model, parallel and rollout are used.
+            model: make_vocab_size_divisible_by is used.
+            rollout: the sampler's layout, bucket size, verification.
             engine: this rank's sampler.
         """
-        self._shape, self._ranks, self._config = shape, ranks, config
-        self._engine = engine
+        self._shape, self._ranks = shape, ranks
+        self._model, self._rollout, self._engine = model, rollout, engine
         self._prepared: _Prepared | None = None
         self.received_bytes = 0
         """What this rank got from others in the latest publication."""
@@ -107,7 +115,7 @@ class WeightSync:
             for weight in ready.live.values():
                 if weight.padding_rows:
                     weight.tensor[-weight.padding_rows :].zero_()
-            every = self._config.rollout.verify_sync_every
+            every = self._rollout.verify_sync_every
             if every and (is_first or policy_version % every == 0):
                 self.verify(chunks)
         return {"sync/received_bytes": float(ready.received_bytes)}
@@ -130,7 +138,7 @@ class WeightSync:
 
     def _prepare(self, chunks: Sequence[torch.nn.Module]) -> _Prepared:
         """Make the plan, and refuse one that does not fit on all ranks."""
-        config, rank = self._config, self._ranks.rank
+        rollout, rank = self._rollout, self._ranks.rank
         live = self._engine.live_weights()
         weights = all_weights(chunks, live)
         first = next(iter(live.values())).tensor
@@ -139,7 +147,7 @@ class WeightSync:
         plan = make_plan(
             self._shape,
             trainer,
-            config.rollout.tensor_model_parallel_size,
+            rollout.tensor_model_parallel_size,
             gpus_per_node=of_nodes[0],
             bytes_per_element=first.element_size(),
             relay=True,
@@ -151,7 +159,7 @@ class WeightSync:
         _raise_together(problems, "the plan does not fit the live weights")
         identity = (hashlib.sha256(repr(plan).encode()).hexdigest(), first.dtype)
         assert len(set(gather_objects(identity))) == 1, "ranks have made different plans"
-        steps = steps_of(plan, rank, config.rollout.sync_bucket_bytes)
+        steps = steps_of(plan, rank, rollout.sync_bucket_bytes)
         elements = sum(m.num_elements for m in received if m.source_rank != rank)
         num_bytes = sum(gather_objects(elements)) * first.element_size()
         return _Prepared(plan, steps, weights, live, first.dtype, first.device, num_bytes)
@@ -165,7 +173,7 @@ class WeightSync:
             pp_size=ranks.pp_size,
             vpp_size=ranks.vpp_size,
             dp_size=ranks.dp_size,
-            make_vocab_size_divisible_by=self._config.model.make_vocab_size_divisible_by,
+            make_vocab_size_divisible_by=self._model.make_vocab_size_divisible_by,
             transformer_engine=any(p.name.endswith("layer_norm_weight") for p in parameters),
         )
 
