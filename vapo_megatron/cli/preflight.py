@@ -216,7 +216,15 @@ def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
                 f"another {remedy}"
             ) from None
         if with_optimizer:
-            check_optimizer(found[0] / role, config, role, field, other)
+            check_optimizer(
+                found[0] / role,
+                role,
+                config.model,
+                config.parallel,
+                config.algorithm,
+                field=field,
+                remedy=other,
+            )
 
 
 def _steps_done(config: VapoConfig) -> int:

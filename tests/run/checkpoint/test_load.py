@@ -76,7 +76,15 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
 
     start = 0
     if load:
-        check_optimizer(newest_whole(root) / "critic", config, "critic", "", "")
+        check_optimizer(
+            newest_whole(root) / "critic",
+            "critic",
+            config.model,
+            config.parallel,
+            config.algorithm,
+            field="",
+            remedy="",
+        )
         start, state = load_run(newest_whole(root), {"critic": model})
         assert (start, state) == (saved_at, {"position": 7})
     losses, over = [], threading.Event()

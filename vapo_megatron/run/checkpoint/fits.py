@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from vapo_megatron.config import VapoConfig
+from vapo_megatron.config import AlgorithmConfig, ModelConfig, ParallelConfig
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.weights.convert.sharded_files import ShardedReader
 
@@ -26,7 +26,14 @@ def check_roles(directory: Path, held: Collection[str], trained: Collection[str]
 
 
 def check_optimizer(
-    directory: Path, config: VapoConfig, role: str, field: str, remedy: str
+    directory: Path,
+    role: str,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    algorithm: AlgorithmConfig,
+    *,
+    field: str,
+    remedy: str,
 ) -> None:
     """Refuse the state of another kind of optimizer than the configuration asks for.
 
@@ -35,8 +42,8 @@ def check_optimizer(
 
     Args:
         directory: of the role's distributed checkpoint.
-        config: of the run.
         role: whose optimizer it is.
+        model, parallel, algorithm: the run's.
         field: that names the checkpoint, with its value.
         remedy: in place of the settings of the run that wrote it.
 
@@ -45,20 +52,19 @@ def check_optimizer(
     """
     keys = [key for key in ShardedReader(directory).tensors if key.startswith("optimizer.state.")]
     kinds = {key.split(".")[2] for key in keys}
-    is_distributed = config.parallel.use_distributed_optimizer
-    has_main = config.model.dtype == "bfloat16" and not is_distributed
+    is_distributed = parallel.use_distributed_optimizer
+    has_main = model.dtype == "bfloat16" and not is_distributed
     learns_attention = any(".self_attention.linear_proj." in key for key in keys)
-    is_frozen = role == "critic" and config.algorithm.freeze_critic_attention
+    is_frozen = role == "critic" and algorithm.freeze_critic_attention
     if (
         ("param" in kinds) != is_distributed
         or ("fp32_param" in kinds) != has_main
         or learns_attention == is_frozen
     ):
-        frozen = config.algorithm.freeze_critic_attention
         raise CheckpointError(
             f"{field}: the state of its {role}'s optimizer does not fit this run's "
-            f"parallel.use_distributed_optimizer={is_distributed}, model.dtype="
-            f"{config.model.dtype} and algorithm.freeze_critic_attention={frozen}; use the "
+            f"parallel.use_distributed_optimizer={is_distributed}, model.dtype={model.dtype} and "
+            f"algorithm.freeze_critic_attention={algorithm.freeze_critic_attention}; use the "
             f"settings of the run that wrote it, or {remedy}"
         )
 

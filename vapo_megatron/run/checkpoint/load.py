@@ -132,7 +132,15 @@ def load_critic(directory: Path, updates: int, config: VapoConfig, critic: Train
         CheckpointError: the checkpoint is of another model or kind of optimizer.
     """
     field = f"model.critic_checkpoint={config.model.critic_checkpoint}"
-    check_optimizer(directory, config, "critic", field, CRITIC_REMEDY)
+    check_optimizer(
+        directory,
+        "critic",
+        config.model,
+        config.parallel,
+        config.algorithm,
+        field=field,
+        remedy=CRITIC_REMEDY,
+    )
     with critic.held("state"):
         load_sharded(critic.model, critic.optimizer, directory)
     critic.num_updates = updates
