@@ -13,6 +13,18 @@ import torch.distributed as dist
 
 from vapo_megatron.algorithm.value_pretraining import actor_is_trained, critic_has_settled
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.phases import (
+    ACTOR_UPDATE,
+    ADVANTAGES,
+    CHECKPOINT,
+    CRITIC_UPDATE,
+    EXCHANGE,
+    EXPORT,
+    LOGPROBS,
+    REFERENCE_LOGPROBS,
+    SYNC,
+    VALUES,
+)
 from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.data.packing import attention_tokens, plan_mini_batches
 from vapo_megatron.errors import Stopped
@@ -33,7 +45,7 @@ from vapo_megatron.planning.host_memory import host_bytes
 from vapo_megatron.roles.actor import Actor
 from vapo_megatron.roles.advantages import with_advantages, with_loss_mask
 from vapo_megatron.roles.critic import Critic
-from vapo_megatron.roles.device_schedule import Turns
+from vapo_megatron.roles.device_schedule import DeviceSchedule
 from vapo_megatron.roles.model import TrainedModel
 from vapo_megatron.roles.policy_mask import with_policy_mask
 from vapo_megatron.roles.reference import Reference
@@ -80,20 +92,20 @@ class VapoTrainer:
         # First, for vLLM measures what is free on the device; it leaves before the models come.
         self.source = self._source(replay)
         offloads = is_on(config.parallel)
-        self.turns = Turns(self.source.leave_device, is_on=offloads)
+        self.device_schedule = DeviceSchedule(self.source.leave_device, is_on=offloads)
         # Once vLLM has left, for it keeps some of itself in host memory while it sleeps.
         self._check_host_memory(is_offloaded=offloads)
         hf_path = partial(self._start.path, config=config)
         self.actor = Actor(self.shape, config, self.ranks, hf_path("actor"))
-        self.turns.join("actor", self.actor.trained)
+        self.device_schedule.join("actor", self.actor.trained)
         self.critic: Critic | None = None
         if "critic" in config.algorithm.trained_roles:
             self.critic = Critic(self.shape, config, self.ranks, hf_path("critic"))
-            self.turns.join("critic", self.critic.trained)
+            self.device_schedule.join("critic", self.critic.trained)
         self.reference: Reference | None = None
         if "reference" in config.algorithm.roles:
             self.reference = Reference(self.shape, config, self.ranks)
-            self.turns.join("reference", self.reference.frozen)
+            self.device_schedule.join("reference", self.reference.frozen)
         self.policy_version = 0
         self.explained_variances: list[float] = []
         self.watchdog.report_progress(lambda: sum(m.num_tried for m in self._models.values()))
@@ -141,16 +153,16 @@ class VapoTrainer:
             trains_actor=trains_actor,
             has_time=self.early_stop.has_time_to_finish,
         )
-        with self._phase("exchange"):
+        with self._phase(EXCHANGE):
             summary, batch, plan = self._distribute(scored, step)
             batch = with_loss_mask(batch, config.algorithm)
 
         # V and log pi of what was sampled, before anything is updated.
         microbatches = [m for part in plan for m in self._microbatches(batch, part)]
         if self.critic is not None:
-            with self._phase("values"):
+            with self._phase(VALUES):
                 batch = batch.replace(values=self.critic.compute_values(microbatches))
-        with self._phase("logprobs"):
+        with self._phase(LOGPROBS):
             old_logprobs, entropy = self.actor.compute_logprobs(microbatches)
             batch = batch.replace(old_logprobs=old_logprobs)
             difference = sampler_difference(
@@ -158,12 +170,12 @@ class VapoTrainer:
             )
             batch, of_mask = with_policy_mask(batch, config.algorithm, self.ranks)
         if self.reference is not None and trains_actor:
-            with self._phase("reference_logprobs"):
+            with self._phase(REFERENCE_LOGPROBS):
                 reference_logprobs = self.reference.compute_logprobs(microbatches)
                 batch = batch.replace(reference_logprobs=reference_logprobs)
 
         # Decoupled, length-adaptive GAE; without a critic, each response against its group.
-        with self._phase("advantages"):
+        with self._phase(ADVANTAGES):
             batch = with_advantages(summary, batch, config.algorithm, self.ranks)
             mini_batches = make_mini_batches(batch, plan, self.ranks, multiple_of=self._multiple)
 
@@ -173,10 +185,10 @@ class VapoTrainer:
         # Learn: the critic always, the actor once value pretraining is over.
         with kept_if_skipped(config, step + 1, scored, self.output.note) as learned:
             if self.critic is not None:
-                with self._phase("critic_update"):
+                with self._phase(CRITIC_UPDATE):
                     learned |= self.critic.update(mini_batches)
             if trains_actor:
-                with self._phase("actor_update"):
+                with self._phase(ACTOR_UPDATE):
                     learned |= self.actor.update(mini_batches)
         if trains_actor:
             self.policy_version += 1
@@ -247,7 +259,7 @@ class VapoTrainer:
     def _save(self, writer: CheckpointWriter, *, waits: bool) -> None:
         """Begin the checkpoint of what was kept, unless there is one; waits: have it on disk."""
         done, state = self._kept
-        with self._phase("checkpoint"):
+        with self._phase(CHECKPOINT):
             if done > self._saved:
                 writer.save(done, self._models, state)
                 self._saved = done
@@ -277,7 +289,7 @@ class VapoTrainer:
         if self.config.checkpoint.hf_export and "actor" in self._models:
             source = str(self.config.model.hf_path)
             self.output.note(f"exporting the actor to {export}")
-            with self.watchdog.phase("export"), self.turns("export"):
+            with self.watchdog.phase(EXPORT), self.device_schedule(EXPORT):
                 chunks = self.actor.trained.chunks
                 export_hf(chunks, self.shape, self.ranks, export, copy_from=source)
         if self.ranks.rank == 0:
@@ -348,7 +360,7 @@ class VapoTrainer:
         """Give the sampler the actor's weights, unless it holds them."""
         if self.source.holds(self.policy_version):
             return {}
-        with self._phase("sync"):
+        with self._phase(SYNC):
             return self.source.publish(self.actor.trained.chunks, self.policy_version)
 
     def _evaluate(self, done: int) -> dict[str, float]:
@@ -369,7 +381,11 @@ class VapoTrainer:
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[OnProgress]:
         """Take the phase's turn, time it and show it; yields a callback for (done, total)."""
-        with self.watchdog.phase(name), self.output.phase(name) as on_progress, self.turns(name):
+        with (
+            self.watchdog.phase(name),
+            self.output.phase(name) as on_progress,
+            self.device_schedule(name),
+        ):
             yield on_progress
 
     def __enter__(self) -> VapoTrainer:
@@ -380,7 +396,7 @@ class VapoTrainer:
             self.watchdog.fail(error)
         with self.watchdog.reporting():
             # First, for vLLM needs room to wake up in, and an error may have ended a model's turn.
-            self.turns.close()
+            self.device_schedule.close()
             self.source.close()
             if error is None:
                 # Nobody leaves while others may still need it.

@@ -19,11 +19,11 @@ from tests.dumped import config as of_replay
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
 from vapo_megatron.config import CheckpointConfig, VapoConfig
+from vapo_megatron.config.phases import PHASES
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.planning.host_memory import HostBytes, host_bytes
-from vapo_megatron.roles.device_schedule import TURNS, Turns
+from vapo_megatron.roles.device_schedule import DeviceSchedule
 from vapo_megatron.run.checkpoint.writer import CheckpointWriter
-from vapo_megatron.run.metrics import PHASES
 
 ROLES = ("actor", "critic", "reference")
 
@@ -57,7 +57,7 @@ def built(hf, settings):
 
     place, shape = groups.initialize(settings.parallel), read_model_shape(hf)
     source = Source()
-    turns = Turns(source.leave_device, is_on=bool(settings.parallel.offload))
+    turns = DeviceSchedule(source.leave_device, is_on=bool(settings.parallel.offload))
     assert source.left == int(turns.is_on), "it leaves before the models come"
     models = {
         "actor": Actor(shape, settings, place, str(hf)).trained,
@@ -77,7 +77,7 @@ def there(model):
 def phases(hf, offload):
     turns, source, models = built(hf, config(hf, offload))
     found, left = {}, source.left
-    for phase in (*PHASES, "export"):
+    for phase in PHASES:
         with turns(phase):
             found[phase] = [there(models[role]) for role in ROLES], source.left - left
         left = source.left
@@ -99,7 +99,7 @@ def test_each_phase_has_what_it_needs_and_no_more(workers, tmp_path):
         "checkpoint": ["nothing", "nothing", "nothing"],
         "export": ["parameters", "nothing", "nothing"],
     }
-    assert set(TURNS) <= set(found)
+    assert set(away) <= set(found)
     for phase, (roles, left) in found.items():
         assert roles == away.get(phase, ["nothing"] * 3), phase
         assert left == (phase in away), phase
@@ -335,11 +335,11 @@ def test_the_models_leave_before_vllm_is_closed(monkeypatch):
     from vapo_megatron import trainer
 
     closed = []
-    names = ("turns", "source", "watchdog")
+    names = ("device_schedule", "source", "watchdog")
     parts = {n: SimpleNamespace(close=lambda n=n: closed.append(n)) for n in names}
     parts["watchdog"].fail, parts["watchdog"].reporting = closed.append, contextlib.nullcontext
     error = RuntimeError("it ended a turn")
     monkeypatch.setattr(trainer.groups, "destroy", lambda: None)
     monkeypatch.setattr(trainer.dist, "destroy_process_group", lambda: closed.append("world"))
     trainer.VapoTrainer.__exit__(SimpleNamespace(**parts), RuntimeError, error, None)
-    assert closed == [error, "turns", "source", "world", "watchdog"]
+    assert closed == [error, "device_schedule", "source", "world", "watchdog"]

@@ -22,20 +22,20 @@ import contextlib
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from vapo_megatron.config import ParallelConfig
+from vapo_megatron.config.phases import Held
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.memory import available_host_bytes
 from vapo_megatron.parallel.optimizer import inner_optimizers, make_optimizer_state
 from vapo_megatron.parallel.reduce import gather_objects
 
-Held = Literal["nothing", "parameters", "state", "training"]
-ORDER: tuple[Held, ...] = ("nothing", "parameters", "state", "training")
+ORDER: tuple[Held, ...] = get_args(Held)
 GB = 1e9
 _EXPANDABLE = "expandable_segments"
 

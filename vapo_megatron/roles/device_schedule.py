@@ -1,37 +1,21 @@
-"""Who has the device in which phase: the actor, the critic, the reference policy, or vLLM.
+"""Who holds the device in which phase: the actor, the critic, the reference policy, or vLLM.
 
-    generation, evaluation   vLLM, with its weights and KV cache
-    sync                     the actor's parameters, and vLLM's weights
-    the others in TURNS      what they name of each role, and nothing of vLLM
-    any other phase          whoever had it before
-
-Without parallel.offload all of them are there all the time.
+config/phases.py says what each phase holds. In generation and evaluation vLLM has its weights and
+KV cache there, in the weight sync its weights beside the actor's parameters. Without
+parallel.offload everything is on the device all the time.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Literal
 
-from vapo_megatron.parallel.offload import Held, expandable_segments
+from vapo_megatron.config.phases import PHASES, Role
+from vapo_megatron.parallel.offload import expandable_segments
 from vapo_megatron.roles.model import PlacedModel
 
-Role = Literal["actor", "critic", "reference"]
 
-TURNS: dict[str, dict[Role, Held]] = {
-    "values": {"critic": "parameters"},
-    "logprobs": {"actor": "parameters"},
-    "reference_logprobs": {"reference": "parameters"},
-    "critic_update": {"critic": "training"},
-    "actor_update": {"actor": "training"},
-    "sync": {"actor": "parameters"},
-    "checkpoint": {},  # One role after the other: run/checkpoint/load.py.
-    "export": {"actor": "parameters"},
-}
-
-
-class Turns:
+class DeviceSchedule:
     """Moves models and vLLM between the device and the host."""
 
     def __init__(self, leave_sampler: Callable[[], None], *, is_on: bool) -> None:
@@ -56,14 +40,15 @@ class Turns:
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Give the device to whom the phase needs, and take it back."""
-        if phase not in TURNS:
+        held = PHASES[phase].device
+        if held is None:
             yield
             return
         if self.is_on:
             self._leave_sampler()
         with contextlib.ExitStack() as stack:
             stack.enter_context(expandable_segments())
-            for role, part in TURNS[phase].items():
+            for role, part in held.items():
                 stack.enter_context(self._models[role].held(part))
             yield
 

@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.phases import Held
 from vapo_megatron.data.batch import Microbatch
 from vapo_megatron.models.build import Role, build_model, freeze_attention
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.minibatches import MiniBatch
-from vapo_megatron.parallel.offload import ORDER, Held, Offload
+from vapo_megatron.parallel.offload import ORDER, Offload
 from vapo_megatron.parallel.optimizer import (
     DistributedDataParallel,
     MegatronOptimizer,

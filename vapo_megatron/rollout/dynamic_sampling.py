@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithm.dynamic_sampling import next_round_size, select_groups
+from vapo_megatron.config.phases import REWARD
 from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.parallel.reduce import sum_over_world
 from vapo_megatron.rollout.source import Phase
@@ -52,7 +53,7 @@ def sample_mixed_groups(
         num_mixed = int(((of_all > 0) & (of_all < group_size)).sum())
         asked = next_round_size(missing, num_mixed, len(of_all), num_groups)
         scored = sample(rounds, asked)
-        with phase("reward"):
+        with phase(REWARD):
             of_round = _correct_by_group(scored, asked, group_size)
         of_all, candidates = torch.cat([of_all, of_round]), torch.cat([of_held, of_round])
         rows, missing = select_groups(candidates, group_size, num_groups)

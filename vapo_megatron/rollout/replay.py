@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.phases import REPLAY
 from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.errors import DataError
 from vapo_megatron.parallel.reduce import gather_objects
@@ -45,7 +46,7 @@ class Replay:
         has_time: HasTime | None = None,
     ) -> tuple[list[ScoredRollout], dict[str, float]]:
         """Read this rank's share of the files: consecutive ones, so that groups stay together."""
-        with phase("replay"):
+        with phase(REPLAY):
             files = read_headers(self._root, step + 1)
             share = assign(len(files), self._ranks.world_size)[self._ranks.rank]
             scored: list[ScoredRollout] = []

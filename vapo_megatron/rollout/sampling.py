@@ -13,6 +13,7 @@ import torch
 
 from vapo_megatron.algorithm.group_sampling import repeat_for_group
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.phases import DUMP, EVALUATION, GENERATION, REWARD
 from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.data.prompts import read_prompts
 from vapo_megatron.errors import Stopped
@@ -105,7 +106,7 @@ class Sampling:
         else:
             scored, metrics = sample(0, algorithm.num_prompts), {}
         if config.logging.dump_steps:
-            with phase("dump"):
+            with phase(DUMP):
                 write_step(
                     Path(config.logging.run_dir) / "replay",
                     step + 1,
@@ -131,12 +132,12 @@ class Sampling:
         settings = dataclasses.replace(self._settings, round=round)
         scored = None
         with contextlib.suppress(Stopped):
-            with phase("generation") as show:
+            with phase(GENERATION) as show:
                 on_progress = functools.partial(show, part=f"round {round + 1}" if round else "")
                 rollouts = self.engine.generate(
                     prompts, group_size, step, settings, policy_version, on_progress, has_time
                 )
-            with phase("reward"):
+            with phase(REWARD):
                 scored = score_rollouts(
                     self._verifier, rollouts, self._config.reward, settings.max_response_tokens
                 )
@@ -164,7 +165,7 @@ class Sampling:
         """Sample and judge the held-out problems."""
         if self.held_out is None:
             return {}, []
-        with phase("evaluation") as on_progress:
+        with phase(EVALUATION) as on_progress:
             return evaluate(
                 self.engine,
                 self._verifier,

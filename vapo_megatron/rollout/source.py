@@ -21,7 +21,7 @@ class OnProgress(Protocol):
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text as it was sampled."""
 Phase = Callable[[str], AbstractContextManager[OnProgress]]
-"""Times and shows one of metrics.PHASES."""
+"""Times and shows one of phases.PHASES."""
 HasTime = Callable[[], bool]
 """Is there time to go on? Asked now and then; None: there always is."""
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vapo_megatron.config.phases import PHASES, TIMED
 from vapo_megatron.data.storage import append, replace_file, to_line, writing
 from vapo_megatron.run.directory import (
     HELD_OUT_FILE,
@@ -122,25 +123,7 @@ METRICS: dict[str, Metric] = {
     "time/*_seconds": Metric("s", "Seconds in one phase of the step, as rank 0 saw it."),
     "time/step_seconds": Metric("s", "The whole step, what lies between the phases included."),
 }
-"""Every name that a row may hold; K and * stand for a number and a phase of `PHASES`."""
-
-PHASES: dict[str, str] = {
-    "generation": "vLLM samples the responses",
-    "reward": "responses are verified",
-    "dump": "responses are kept for a replay",
-    "replay": "responses are read from a dump",
-    "exchange": "responses move to the ranks that train on them",
-    "values": "critic's forward pass",
-    "logprobs": "actor's forward pass before the update",
-    "reference_logprobs": "reference policy's forward pass",
-    "advantages": "generalised advantage estimation",
-    "critic_update": "critic's updates",
-    "actor_update": "actor's updates",
-    "sync": "new weights go to vLLM",
-    "checkpoint": "state is saved",
-    "evaluation": "held-out problems are sampled and judged",
-}
-"""Phases of a step, in order; their seconds do not overlap."""
+"""Every name that a row may hold; K and * stand for a number and one of phases.TIMED."""
 
 _AVG_AT_K = re.compile(r"evaluation/avg@[1-9]\d*")
 _AT_K = re.compile(r"evaluation/(avg|pass|majority)@[1-9]\d*")
@@ -154,13 +137,12 @@ def describe(name: str) -> Metric | None:
     if at_k:
         return METRICS[f"evaluation/{at_k[1]}@K"]
     phase = _PHASE_SECONDS.fullmatch(name)
-    if phase and phase[1] in PHASES:
-        return Metric("s", f"Seconds in which {PHASES[phase[1]]}.")
+    if phase and phase[1] in TIMED:
+        return Metric("s", f"Seconds in which {PHASES[phase[1]].sentence}.")
     phase = _PHASE_PEAK.fullmatch(name)
-    if phase and phase[1] in PHASES:
-        what = (
-            f"Peak memory of the fullest process (its GPU's, or resident) while {PHASES[phase[1]]}."
-        )
+    if phase and phase[1] in TIMED:
+        happens = PHASES[phase[1]].sentence
+        what = f"Peak memory of the fullest process (its GPU's, or resident) while {happens}."
         return Metric("bytes", what)
     return METRICS.get(name)
 

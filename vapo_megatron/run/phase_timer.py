@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
-from vapo_megatron.run.metrics import PHASES
+from vapo_megatron.config.phases import TIMED
 
 
 class Memory(Protocol):
@@ -50,8 +50,8 @@ class PhaseTimer:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Add the block's seconds to a phase of `PHASES`."""
-        assert phase in PHASES, f"unknown phase {phase!r}: add it to metrics.PHASES"
+        """Add the block's seconds to one of phases.TIMED."""
+        assert phase in TIMED, f"unknown phase {phase!r}: add it to config/phases.py"
         if self._inside:
             yield
             return
@@ -75,14 +75,14 @@ class PhaseTimer:
     def take(self) -> dict[str, float]:
         """Return `time/*_seconds` of the step that ends here, and start the next step's clock."""
         now = time.perf_counter()
-        times = {f"time/{p}_seconds": self._seconds[p] for p in PHASES if p in self._seconds}
+        times = {f"time/{p}_seconds": self._seconds[p] for p in TIMED if p in self._seconds}
         times["time/step_seconds"] = now - self._step_start
         self._seconds, self._step_start = {}, now
         return times
 
     def take_peaks(self) -> dict[str, int]:
         """Return this process's `memory/*_peak_bytes` of the phases since the last call."""
-        peaks = {f"memory/{p}_peak_bytes": self._peaks[p] for p in PHASES if p in self._peaks}
+        peaks = {f"memory/{p}_peak_bytes": self._peaks[p] for p in TIMED if p in self._peaks}
         self._peaks = {}
         return peaks
 

@@ -12,16 +12,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-LIMITS = {
-    "start": "start_seconds",
-    "generation": "generation_seconds",
-    "evaluation": "generation_seconds",
-    "critic_update": "update_seconds",
-    "actor_update": "update_seconds",
-    "checkpoint": "checkpoint_seconds",
-    "export": "checkpoint_seconds",
-}
-"""The field of `timeouts` that limits a phase; of those not named here, other_seconds."""
+from vapo_megatron.config.phases import PHASES, START
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +25,7 @@ class Standing:
     """Grows as long as it lives."""
     position: tuple[int, int] = (0, 0)
     """Phases begun or ended, and updates made; the same sequence on all ranks."""
-    phase: str = "start"
+    phase: str = START
     step: int = 0
     limit_seconds: float = 0.0
     """Of its phase."""
@@ -98,6 +89,6 @@ class Observer:
         culprits = {rank: s for rank, s in last.items() if not s.waits} or last
         return "; ".join(
             f"{where(rank, s)} has made no progress for {seconds:.0f} s, longer than "
-            f"timeouts.{LIMITS.get(s.phase, 'other_seconds')}={s.limit_seconds:g}"
+            f"timeouts.{PHASES[s.phase].limit}={s.limit_seconds:g}"
             for rank, s in culprits.items()
         )

@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vapo_megatron.config import TimeoutsConfig
+from vapo_megatron.config.phases import BETWEEN, PHASES, START
 from vapo_megatron.errors import UserError, tell
 from vapo_megatron.parallel import store
-from vapo_megatron.parallel.health.heartbeat import LIMITS, Observer, Standing, where
+from vapo_megatron.parallel.health.heartbeat import Observer, Standing, where
 from vapo_megatron.parallel.health.processes import end_now
 
 # Beats in which a rank that lives is heard of, for sure.
@@ -75,7 +76,7 @@ class Watchdog:
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._store, self._mouth = store.own_connection(), store.own_connection()
         self._speaks, self._beat = threading.Lock(), 0
-        self._phase, self._count = "start", 0
+        self._phase, self._count = START, 0
         self._place = f"{socket.gethostname()}, process {os.getpid()}"
         self._main = threading.main_thread().ident
         self._failure: BaseException | None = None
@@ -102,7 +103,7 @@ class Watchdog:
         outer = self._phase
         self._enter(name)
         yield
-        self._enter("the work between phases" if outer == "start" else outer)
+        self._enter(BETWEEN if outer == START else outer)
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
@@ -156,7 +157,7 @@ class Watchdog:
             position=(self._count, self._progress()),
             phase=self._phase,
             step=self.step,
-            limit_seconds=getattr(self._timeouts, LIMITS.get(self._phase, "other_seconds")),
+            limit_seconds=getattr(self._timeouts, PHASES[self._phase].limit),
             waits=_is_in_collective(self._main),
             failure="" if error is None else _words(error),
             is_over=self._closed.is_set(),

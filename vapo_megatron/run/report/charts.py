@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from vapo_megatron.config.phases import PHASES, TIMED
 from vapo_megatron.run.directory import Run
-from vapo_megatron.run.metrics import PHASES, accuracy_name, describe
+from vapo_megatron.run.metrics import accuracy_name, describe
 
 
 def _chart(title: str, *series: tuple[str, str], **options: Any) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def chart_data(run: Run) -> dict[str, Any]:
     """Return what the page's script draws: a point is [step, value or null]."""
     rows = run.rows
     names = dict.fromkeys(name for row in rows for name in row if name != "step")
-    phases = [p for p in PHASES if f"time/{p}_seconds" in names]
+    phases = [p for p in TIMED if f"time/{p}_seconds" in names]
     shown = {name for chart in _CHARTS for name, _ in chart["series"]}
     shown |= {"time/step_seconds"} | {f"time/{p}_seconds" for p in phases}
     charts = [_fill(chart, rows) for chart in _CHARTS]
@@ -80,7 +81,7 @@ def _phases(phases: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[st
         "series": [
             {
                 "label": p.replace("_", " "),
-                "about": PHASES[p],
+                "about": PHASES[p].sentence,
                 "share": f"{share:.{1 if share < 0.1 else 0}%}".replace("%", " %"),
                 "seconds": [seconds(p, group) / len(group) for group in groups],
             }
