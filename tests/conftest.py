@@ -55,7 +55,7 @@ def pytest_collection_finish(session):
     option = session.config.option
     asked = {name for item in session.items for name in item.fixturenames}
     with_vllm = asked & {"vllm_workers", "launch"}
-    modules = ["vapo_megatron.trainer"] if with_vllm or "workers" in asked else []
+    modules = ["vapo_megatron.loop"] if with_vllm or "workers" in asked else []
     modules += ["vapo_megatron.rollout.vllm.engine"] if with_vllm else []
     prepare([] if option.collectonly else modules, each_by_itself=option.markexpr == "slow")
 

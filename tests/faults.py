@@ -71,14 +71,14 @@ def train(
     hf: Path, dump: Path, run_dir: Path, sections: dict[str, Any], fault: Fault | None
 ) -> int:
     """Train on a dump; a command's function."""
+    from vapo_megatron.loop import VapoTrainer
     from vapo_megatron.parallel.health import early_stop
-    from vapo_megatron.trainer import VapoTrainer
 
     early_stop.hold_back()
 
     def run() -> None:
         with VapoTrainer(settings(hf, run_dir, **sections), dump) as trainer:
-            inner = trainer._phase
+            inner = trainer.phase
 
             @contextlib.contextmanager
             def meeting(name):
@@ -92,7 +92,7 @@ def train(
                     raise Stopped
                 return {}, []
 
-            trainer._phase, trainer.source.evaluate = meeting, evaluate
+            trainer.phase, trainer.source.evaluate = meeting, evaluate
             trainer.fit()
 
     return _told(run)

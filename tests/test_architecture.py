@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "vapo_megatron"
 
 ROOMS = (
-    "train", "cli", "trainer", "planning", "run", "roles", "rollout", "weights", "models",
+    "train", "cli", "loop", "trainer", "planning", "run", "roles", "rollout", "weights", "models",
     "reward", "parallel", "data", "config", "algorithm", "errors",
 )  # fmt: skip
 """From the top floor to the ground: a room imports from itself and from those after it."""

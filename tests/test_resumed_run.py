@@ -52,7 +52,7 @@ def sampler(settings, place, told):
 
 def fit(hf, run_dir, port, seeds):
     """Make the run's steps that are missing; every phase begins with other random states."""
-    from vapo_megatron.trainer import VapoTrainer
+    from vapo_megatron.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -64,7 +64,7 @@ def fit(hf, run_dir, port, seeds):
         optimizer={"actor_learning_rate": 1e-2, "critic_learning_rate": 1e-2},
         parallel={"recompute": "full"},
     )
-    told, seeds, phase = [], itertools.count(seeds), VapoTrainer._phase
+    told, seeds, phase = [], itertools.count(seeds), VapoTrainer.phase
 
     def disturbed(trainer, name):
         seed = next(seeds)
@@ -75,7 +75,7 @@ def fit(hf, run_dir, port, seeds):
 
     with (
         mock.patch.object(VapoTrainer, "_source", lambda t, _: sampler(t.config, t.ranks, told)),
-        mock.patch.object(VapoTrainer, "_phase", disturbed),
+        mock.patch.object(VapoTrainer, "phase", disturbed),
         VapoTrainer(settings) as trainer,
     ):
         trainer.fit()

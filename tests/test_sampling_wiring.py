@@ -115,8 +115,8 @@ def lines(file):
 
 def fit(hf, tmp, name, policy_steps, port):
     """Make the steps that the run of this name lacks; a worker's function."""
+    from vapo_megatron.loop import VapoTrainer
     from vapo_megatron.rollout import sampling
-    from vapo_megatron.trainer import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

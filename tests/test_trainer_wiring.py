@@ -107,7 +107,7 @@ def trained(hf, dumped, run_dir, port, algorithm, seed):
 
     Before them, what the first policy says, and the files that the models are from.
     """
-    from vapo_megatron.trainer import VapoTrainer
+    from vapo_megatron.loop import VapoTrainer
 
     world_size = dist.get_world_size()
     dist.destroy_process_group()

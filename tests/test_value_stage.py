@@ -3,6 +3,7 @@
 Not exercised: the stage with a sampler, which it shares with every run, and a GPU.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -44,7 +45,7 @@ def fit(paths, run_dir, port, algorithm, sections):
 
     A worker's function, in a world of the trainer's.
     """
-    from vapo_megatron.trainer import VapoTrainer
+    from vapo_megatron.loop import VapoTrainer
 
     size = dist.get_world_size()
     dist.destroy_process_group()
@@ -70,11 +71,12 @@ def fit(paths, run_dir, port, algorithm, sections):
 
 def values(trainer):
     """V of every response of the first step, in the order of the dump."""
-    scored, _ = trainer.source.rollouts(0, 0, trainer._phase, trains_actor=False)
+    from vapo_megatron.parallel.minibatches import make_microbatches
+
+    scored, _ = trainer.source.rollouts(0, 0, trainer.phase, trains_actor=False)
     _, batch, plan = trainer._distribute(scored, 0)
-    found = trainer.critic.compute_values(
-        [m for part in plan for m in trainer._microbatches(batch, part)]
-    )
+    sizes = itertools.chain(*plan.microbatch_sizes(trainer.ranks.dp_rank))
+    found = trainer.critic.compute_values(make_microbatches(batch, sizes, multiple_of=1))
     ends = batch.cu_seqlens.tolist()
     return torch.cat([found[ends[i] : ends[i + 1]] for i in batch.positions.argsort().tolist()])
 

@@ -1,32 +1,32 @@
-"""VAPO's loop. `train_step` is the algorithm; everything else here prepares, resumes or saves."""
+"""One step, as the paper has it: `train_step`. Everything else here builds what a step needs."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from vapo_megatron.algorithm.value_pretraining import actor_is_trained, critic_has_settled
+from vapo_megatron.algorithm.value_pretraining import actor_is_trained
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import (
     ACTOR_UPDATE,
     ADVANTAGES,
-    CHECKPOINT,
     CRITIC_UPDATE,
     EXCHANGE,
-    EXPORT,
     LOGPROBS,
     REFERENCE_LOGPROBS,
     SYNC,
     VALUES,
 )
 from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
-from vapo_megatron.data.packing import attention_tokens, plan_mini_batches
+from vapo_megatron.data.packing import StepPlan, attention_tokens, plan_step
 from vapo_megatron.errors import Stopped
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend, groups
@@ -34,7 +34,8 @@ from vapo_megatron.parallel.exchange import exchange, gather_summary
 from vapo_megatron.parallel.health.early_stop import EarlyStop
 from vapo_megatron.parallel.health.watchdog import Watchdog
 from vapo_megatron.parallel.minibatches import (
-    local_plan,
+    MiniBatch,
+    filled_in,
     make_microbatches,
     make_mini_batches,
     packed_multiple,
@@ -42,28 +43,36 @@ from vapo_megatron.parallel.minibatches import (
 from vapo_megatron.parallel.offload import check_host_memory, is_on
 from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.planning.host_memory import host_bytes
-from vapo_megatron.roles.actor import Actor
-from vapo_megatron.roles.advantages import with_advantages, with_loss_mask
+from vapo_megatron.roles.actor import Actor, Reference
+from vapo_megatron.roles.advantages import with_advantages, with_loss_mask, with_policy_mask
 from vapo_megatron.roles.critic import Critic
 from vapo_megatron.roles.device_schedule import DeviceSchedule
 from vapo_megatron.roles.model import TrainedModel
-from vapo_megatron.roles.policy_mask import with_policy_mask
-from vapo_megatron.roles.reference import Reference
 from vapo_megatron.rollout.replay import Replay
 from vapo_megatron.rollout.source import OnProgress, RolloutSource
 from vapo_megatron.run.checkpoint import load as checkpoint
-from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 from vapo_megatron.run.output import RunOutput
-from vapo_megatron.run.report.page import build_report
 from vapo_megatron.run.skipped_updates import kept_if_skipped
 from vapo_megatron.run.step_metrics import sampler_difference, step_metrics
-from vapo_megatron.weights.load_hf import export_hf
-
-Plan = Sequence[Sequence[Sequence[int]]]
 
 
-class VapoTrainer:
-    """One process's part of a run; every rank calls the same methods in the same order."""
+class StepData(NamedTuple):
+    """What a step learns from, and what its row and records tell of it."""
+
+    scored: list[ScoredRollout]
+    """What this rank sampled, judged."""
+    summary: StepSummary
+    """Of all ranks' responses."""
+    batch: RolloutBatch
+    """What this data-parallel rank trains on, complete."""
+    entropy: Tensor
+    """float32 [T] of the batch, nats, of the policy that sampled."""
+    mini_batches: list[MiniBatch]
+    metrics: dict[str, float]
+
+
+class StepTrainer:
+    """One process's part of a step; every rank calls the same methods in the same order."""
 
     def __init__(self, config: VapoConfig, replay: Path | None = None) -> None:
         """Build everything that a run needs.
@@ -107,15 +116,8 @@ class VapoTrainer:
             self.reference = Reference(self.shape, config, self.ranks)
             self.device_schedule.join("reference", self.reference.frozen)
         self.policy_version = 0
-        self.explained_variances: list[float] = []
         self.watchdog.report_progress(lambda: sum(m.num_tried for m in self._models.values()))
         self.output = RunOutput(config, self.ranks)
-        self._kept: tuple[int, dict[str, Any]] = (0, {})
-        """Steps done, and the state that a checkpoint of them has."""
-        self._saved = 0
-        """Steps of the latest checkpoint."""
-        self._unevaluated: dict[str, float] | None = None
-        """The last step's row, where the run was stopped before its evaluation had ended."""
 
     def _check_host_memory(self, *, is_offloaded: bool) -> None:
         """Refuse a node without room for what is offloaded and for a checkpoint; collective.
@@ -140,190 +142,83 @@ class VapoTrainer:
     def train_step(self, step: int) -> dict[str, float]:
         """Make one step of VAPO (arXiv 2504.05118); return its metrics. step counts from 0."""
         config = self.config
-        trains_actor = actor_is_trained(step, config.algorithm.value_pretraining_steps)
         self.watchdog.step = step + 1
         self.early_stop.begin()
-
-        # Sample a group of responses to each prompt, and judge them where they were sampled.
-        self._publish()
-        scored, sampling_metrics = self.source.rollouts(
-            step,
-            self.policy_version,
-            self._phase,
-            trains_actor=trains_actor,
-            has_time=self.early_stop.has_time_to_finish,
-        )
-        with self._phase(EXCHANGE):
-            summary, batch, plan = self._distribute(scored, step)
-            batch = with_loss_mask(batch, config.algorithm)
-
-        # V and log pi of what was sampled, before anything is updated.
-        microbatches = [m for part in plan for m in self._microbatches(batch, part)]
-        if self.critic is not None:
-            with self._phase(VALUES):
-                batch = batch.replace(values=self.critic.compute_values(microbatches))
-        with self._phase(LOGPROBS):
-            old_logprobs, entropy = self.actor.compute_logprobs(microbatches)
-            batch = batch.replace(old_logprobs=old_logprobs)
-            difference = sampler_difference(
-                batch, config.rollout.max_logprob_difference, self.ranks
-            )
-            batch, of_mask = with_policy_mask(batch, config.algorithm, self.ranks)
-        if self.reference is not None and trains_actor:
-            with self._phase(REFERENCE_LOGPROBS):
-                reference_logprobs = self.reference.compute_logprobs(microbatches)
-                batch = batch.replace(reference_logprobs=reference_logprobs)
-
-        # Decoupled, length-adaptive GAE; without a critic, each response against its group.
-        with self._phase(ADVANTAGES):
-            batch = with_advantages(summary, batch, config.algorithm, self.ranks)
-            mini_batches = make_mini_batches(batch, plan, self.ranks, multiple_of=self._multiple)
+        data = self.prepare(step)
 
         # From here on the step cannot be taken back.
-        self._stop_unless(self.early_stop.has_time_to_finish())
+        if any_rank(not self.early_stop.has_time_to_finish()):
+            raise Stopped
 
         # Learn: the critic always, the actor once value pretraining is over.
-        with kept_if_skipped(config, step + 1, scored, self.output.note) as learned:
+        with kept_if_skipped(config, step + 1, data.scored, self.output.note) as learned:
             if self.critic is not None:
-                with self._phase(CRITIC_UPDATE):
-                    learned |= self.critic.update(mini_batches)
-            if trains_actor:
-                with self._phase(ACTOR_UPDATE):
-                    learned |= self.actor.update(mini_batches)
-        if trains_actor:
+                with self.phase(CRITIC_UPDATE):
+                    learned |= self.critic.update(data.mini_batches)
+            if self._trains_actor(step):
+                with self.phase(ACTOR_UPDATE):
+                    learned |= self.actor.update(data.mini_batches)
+        if self._trains_actor(step):
             self.policy_version += 1
             learned |= self._publish()
 
-        self.output.rollouts(step, scored, summary, batch, entropy, self.source.decode)
+        _, summary, batch, entropy, *_ = data
+        self.output.rollouts(step, data.scored, summary, batch, entropy, self.source.decode)
         metrics = step_metrics(summary, batch, entropy, config.algorithm, self.ranks)
-        metrics |= sampling_metrics | difference | of_mask
-        return {**metrics, **learned}
+        return {**metrics, **data.metrics, **learned}
 
-    def fit(self) -> None:
-        """Resume or start, run every step, and leave a checkpoint, an HF export and a report."""
-        config, start = self.config, self._resume()
-        self._publish()
-        writer = CheckpointWriter(self._checkpoints, config.checkpoint)
-        with self.output.opened(start, is_unevaluated=self._unevaluated is not None), writer:
-            if self.source.note:
-                self.output.note(self.source.note)
-            self._keep(start)
-            try:
-                self._run(start, writer)
-                self._finish()
-            except Stopped:
-                self._stop(writer)
-
-    def _run(self, done: int, writer: CheckpointWriter) -> None:
-        """Make the steps after the first `done` ones.
+    def prepare(self, step: int) -> StepData:
+        """Sample, judge and value a step's responses: all that comes before its updates.
 
         Raises:
-            Stopped: an early signal has come; what was kept last can be saved.
+            Stopped: on every rank, once one of them has no time left.
         """
-        config, learns = self.config, self.config.algorithm.trained_roles
-        if done == 0 or self._unevaluated is not None:
-            self._row(done, self._unevaluated or {}, is_evaluated=True)
-        while not self._is_over(done):
-            metrics = self.train_step(done)
-            done += 1
-            if learns == ("critic",):
-                self.explained_variances.append(metrics["critic/explained_variance"])
-            is_over = self._is_over(done)
-            is_due = is_over or _due(done, config.evaluation.every_steps)
-            # The row first: a resume drops rows after its checkpoint, but cannot make one up.
-            self._row(done, metrics, is_evaluated="actor" in learns and is_due)
-            stops = any_rank(self.early_stop.look())
-            if stops and not is_over:
-                raise Stopped
-            if is_over or _due(done, config.checkpoint.every_steps):
-                self._save(writer, waits=is_over)
-            else:
-                writer.poll()
-            self.early_stop.save_seconds = writer.seconds
+        config = self.config
 
-    def _row(self, done: int, metrics: dict[str, float], *, is_evaluated: bool) -> None:
-        """Write the row of a step, after its evaluation where there is one."""
-        if is_evaluated:
-            # Another process could not tell the speed of these tokens.
-            known = {name: metrics[name] for name in metrics if name != "num_tokens"}
-            self._keep(done, unevaluated=known)
-            self.early_stop.begin()
-            metrics |= self._evaluate(done)
-        self.early_stop.learn(self.output.step(done, metrics))
-        self._keep(done)
+        # Sample a group of responses to each prompt, and judge them where they were sampled.
+        self._publish()
+        scored, metrics = self.source.rollouts(
+            step,
+            self.policy_version,
+            self.phase,
+            trains_actor=self._trains_actor(step),
+            has_time=self.early_stop.has_time_to_finish,
+        )
+        with self.phase(EXCHANGE):
+            summary, batch, plan = self._distribute(scored, step)
+            batch = with_loss_mask(batch, config.algorithm)
+        sizes = plan.microbatch_sizes(self.ranks.dp_rank)
+        microbatches = make_microbatches(
+            batch,
+            itertools.chain(*sizes),
+            multiple_of=packed_multiple(config.parallel, config.model.fp8),
+        )
 
-    def _keep(self, done: int, unevaluated: dict[str, float] | None = None) -> None:
-        """Remember what belongs to the models as they are now."""
-        self._kept = done, {**self._state(), "unevaluated": unevaluated and dict(unevaluated)}
+        # V and log pi of what was sampled, before anything is updated.
+        if self.critic is not None:
+            with self.phase(VALUES):
+                batch = batch.replace(values=self.critic.compute_values(microbatches))
+        with self.phase(LOGPROBS):
+            old_logprobs, entropy = self.actor.compute_logprobs(microbatches)
+            batch = batch.replace(old_logprobs=old_logprobs)
+            limit = config.rollout.max_logprob_difference
+            difference = sampler_difference(batch, limit, self.ranks)
+            batch, of_mask = with_policy_mask(batch, config.algorithm, self.ranks)
+        if self.reference is not None and self._trains_actor(step):
+            with self.phase(REFERENCE_LOGPROBS):
+                logprobs = self.reference.compute_logprobs(microbatches)
+                batch = batch.replace(reference_logprobs=logprobs)
 
-    def _save(self, writer: CheckpointWriter, *, waits: bool) -> None:
-        """Begin the checkpoint of what was kept, unless there is one; waits: have it on disk."""
-        done, state = self._kept
-        with self._phase(CHECKPOINT):
-            if done > self._saved:
-                writer.save(done, self._models, state)
-                self._saved = done
-            if waits:
-                writer.wait()
+        # Decoupled, length-adaptive GAE; without a critic, each response against its group.
+        with self.phase(ADVANTAGES):
+            batch = with_advantages(summary, batch, config.algorithm, self.ranks)
+            microbatches = filled_in(microbatches, batch)
+            mini_batches = make_mini_batches(microbatches, map(len, sizes), self.ranks)
+        metrics = {**metrics, **difference, **of_mask}
+        return StepData(scored, summary, batch, entropy, mini_batches, metrics)
 
-    def _stop_unless(self, has_time: bool) -> None:
-        """Raise Stopped on every rank if one of them lacks time."""
-        if any_rank(not has_time):
-            raise Stopped
-
-    def _stop(self, writer: CheckpointWriter) -> None:
-        """Leave a checkpoint of the last whole step."""
-        self._save(writer, waits=True)
-        name = self.early_stop.signal_name or "an early signal"
-        self.output.note(f"stopped by {name} after step {self._kept[0]}; start it again")
-
-    def _is_over(self, done: int) -> bool:
-        """Have all steps been made, or has the critic settled before, where that is asked for?"""
-        algorithm = self.config.algorithm
-        patience = algorithm.value_pretraining_patience
-        settled = patience is not None and critic_has_settled(self.explained_variances, patience)
-        return done >= algorithm.num_steps or settled
-
-    def _finish(self) -> None:
-        export = self.run_dir / "hf_export"
-        if self.config.checkpoint.hf_export and "actor" in self._models:
-            source = str(self.config.model.hf_path)
-            self.output.note(f"exporting the actor to {export}")
-            with self.watchdog.phase(EXPORT), self.device_schedule(EXPORT):
-                chunks = self.actor.trained.chunks
-                export_hf(chunks, self.shape, self.ranks, export, copy_from=source)
-        if self.ranks.rank == 0:
-            report = build_report(self.run_dir)
-            self.output.note(f"done: {report}" + (f" and {export}" if export.exists() else ""))
-
-    def _resume(self) -> int:
-        """Load the run's own checkpoint, or the critic that a new run starts from."""
-        if self._start.critic is not None and self.config.model.critic_checkpoint_optimizer:
-            assert self.critic is not None, "a configuration without a critic is refused"
-            checkpoint.load_critic(*self._start.critic, self.config, self.critic.trained)
-        if self._start.own is None:
-            return 0
-        done, state = checkpoint.load_run(self._start.own, self._models)
-        self.source.load_state_dict(state["data"])
-        self.policy_version = state["policy_version"]
-        self.explained_variances = state.get("explained_variances", [])
-        for role, skipped in state.get("skipped_in_a_row", {}).items():
-            self._models[role].skipped_in_a_row = skipped
-        self._unevaluated = state.get("unevaluated")
-        self._saved = done
-        return done
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "data": self.source.state_dict(),
-            "policy_version": self.policy_version,
-            "explained_variances": self.explained_variances,
-            "skipped_in_a_row": {r: m.skipped_in_a_row for r, m in self._models.items()},
-        }
-
-    @property
-    def _checkpoints(self) -> Path:
-        return self.run_dir / "checkpoints"
+    def _trains_actor(self, step: int) -> bool:
+        return actor_is_trained(step, self.config.algorithm.value_pretraining_steps)
 
     @property
     def _models(self) -> dict[str, TrainedModel]:
@@ -340,10 +235,10 @@ class VapoTrainer:
 
     def _distribute(
         self, scored: Sequence[ScoredRollout], step: int
-    ) -> tuple[StepSummary, RolloutBatch, Plan]:
+    ) -> tuple[StepSummary, RolloutBatch, StepPlan]:
         """Plan the step's mini-batches from all lengths, then move each response once."""
         summary = gather_summary(scored, self.config.algorithm.responses_per_step)
-        plans = plan_mini_batches(
+        plan = plan_step(
             summary.sequence_lengths,
             mini_batch_size=self.config.algorithm.mini_batch_size,
             dp_size=self.ranks.dp_size,
@@ -351,35 +246,18 @@ class VapoTrainer:
             seed=self.config.seed * 1_000_003 + step,
             attention_tokens=attention_tokens(self.shape.hidden_size),
         )
-        by_rank = [[plan.microbatches[r] for plan in plans] for r in range(self.ranks.dp_size)]
-        wanted = [[p for mini in rank for micro in mini for p in micro] for rank in by_rank]
-        batch = exchange(scored, summary, wanted, self.ranks)
-        return summary, batch, local_plan(by_rank[self.ranks.dp_rank])
+        wanted = [plan.positions(dp_rank) for dp_rank in range(self.ranks.dp_size)]
+        return summary, exchange(scored, summary, wanted, self.ranks), plan
 
     def _publish(self) -> dict[str, float]:
         """Give the sampler the actor's weights, unless it holds them."""
         if self.source.holds(self.policy_version):
             return {}
-        with self._phase(SYNC):
+        with self.phase(SYNC):
             return self.source.publish(self.actor.trained.chunks, self.policy_version)
 
-    def _evaluate(self, done: int) -> dict[str, float]:
-        self._publish()
-        metrics, correct = self.source.evaluate(
-            self.policy_version, self._phase, self.early_stop.has_time_to_evaluate
-        )
-        self.output.evaluation(done, correct)
-        return metrics
-
-    def _microbatches(self, batch: RolloutBatch, part: Sequence[Sequence[int]]) -> list[Any]:
-        return make_microbatches(batch, part, multiple_of=self._multiple)
-
-    @property
-    def _multiple(self) -> int:
-        return packed_multiple(self.config.parallel, self.config.model.fp8)
-
     @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[OnProgress]:
+    def phase(self, name: str) -> Iterator[OnProgress]:
         """Take the phase's turn, time it and show it; yields a callback for (done, total)."""
         with (
             self.watchdog.phase(name),
@@ -388,7 +266,7 @@ class VapoTrainer:
         ):
             yield on_progress
 
-    def __enter__(self) -> VapoTrainer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
@@ -404,7 +282,3 @@ class VapoTrainer:
             groups.destroy()
             dist.destroy_process_group()
         self.watchdog.close()
-
-
-def _due(done: int, every: int) -> bool:
-    return every > 0 and done % every == 0

@@ -5,16 +5,7 @@ Not exercised: numbers on a GPU. Meta tensors hold no data, so that reading any 
 
 import torch
 
-from vapo_megatron.algorithm.gae import (
-    decoupled_gae,
-    explained_variance,
-    explained_variance_from_moments,
-    length_adaptive_lambda,
-    masked_sums,
-    mean_and_std,
-    moments,
-    whiten,
-)
+from vapo_megatron.algorithm.gae import decoupled_gae, length_adaptive_lambda
 from vapo_megatron.algorithm.group_advantages import group_advantages, group_sums
 from vapo_megatron.algorithm.overlong_filtering import without_truncated
 from vapo_megatron.algorithm.policy_loss import (
@@ -26,6 +17,14 @@ from vapo_megatron.algorithm.policy_loss import (
 from vapo_megatron.algorithm.positive_lm_loss import positive_lm_loss
 from vapo_megatron.algorithm.reference_kl import reference_kl
 from vapo_megatron.algorithm.sampler_correction import icepop_mask, truncated_importance_mask
+from vapo_megatron.algorithm.statistics import (
+    explained_variance,
+    explained_variance_from_moments,
+    masked_sums,
+    mean_and_std,
+    moments,
+    whiten,
+)
 from vapo_megatron.algorithm.value_loss import bounded_values, value_loss
 
 META = torch.device("meta")

@@ -10,11 +10,7 @@ import pytest
 import torch
 
 from tests import reference
-from vapo_megatron.algorithm.gae import (
-    decoupled_gae,
-    length_adaptive_lambda,
-    resolve_lambdas,
-)
+from vapo_megatron.algorithm.gae import decoupled_gae, length_adaptive_lambda, resolve_lambdas
 from vapo_megatron.algorithm.segmented_scan import CPU_SLICE_TOKENS, ROW, SMALLEST_DECAY
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import reference
-from vapo_megatron.algorithm.gae import (
+from vapo_megatron.algorithm.statistics import (
     explained_variance,
     explained_variance_from_moments,
     masked_sums,

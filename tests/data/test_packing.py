@@ -17,7 +17,7 @@ from vapo_megatron.data.packing import (
     _in_equal_parts,
     balanced_partition,
     cost,
-    plan_mini_batches,
+    plan_step,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,38 +37,46 @@ def random_case(seed):
 CASES = [random_case(seed) for seed in range(300)]
 
 
+def by_rank(plan):
+    return [share.microbatches for share in plan.ranks]
+
+
+def positions(plan):
+    return sorted(p for share in plan.ranks for p in share.positions)
+
+
 def microbatches(plans):
-    return [micro for plan in plans for rank in plan.microbatches for micro in rank]
+    return [micro for plan in plans for rank in plan.ranks for micro in rank.microbatches]
 
 
 def test_nothing_is_dropped_or_doubled():
     for lengths, options in CASES:
-        plans = plan_mini_batches(lengths, **options)
-        positions = [p for plan in plans for p in plan.positions]
-        assert sorted(positions) == list(range(len(lengths)))
-        sizes = [len(plan.positions) for plan in plans]
+        plans = plan_step(lengths, **options).mini_batches
+        found = [p for plan in plans for p in positions(plan)]
+        assert sorted(found) == list(range(len(lengths)))
+        sizes = [len(positions(plan)) for plan in plans]
         assert all(size == options["mini_batch_size"] for size in sizes[:-1])
         assert 0 < sizes[-1] <= options["mini_batch_size"]
 
 
 def test_the_budget_holds_and_long_responses_stand_alone():
     for lengths, options in CASES:
-        for micro in microbatches(plan_mini_batches(lengths, **options)):
+        for micro in microbatches(plan_step(lengths, **options).mini_batches):
             tokens = sum(lengths[p] for p in micro)
             assert len(micro) <= 1 or tokens <= options["max_tokens_per_microbatch"]
 
 
 def test_every_rank_makes_the_same_number_of_passes():
     for lengths, options in CASES:
-        for plan in plan_mini_batches(lengths, **options):
-            assert len(plan.microbatches) == options["dp_size"]
-            assert {len(rank) for rank in plan.microbatches} == {plan.num_microbatches}
+        for plan in plan_step(lengths, **options).mini_batches:
+            assert len(plan.ranks) == options["dp_size"]
+            assert {len(rank.microbatches) for rank in plan.ranks} == {plan.num_microbatches}
 
 
 def test_empty_passes_only_where_responses_run_out():
     for lengths, options in CASES:
-        for plan in plan_mini_batches(lengths, **options):
-            for rank in plan.microbatches:
+        for plan in plan_step(lengths, **options).mini_batches:
+            for rank in (share.microbatches for share in plan.ranks):
                 responses = sum(map(len, rank))
                 filled = sum(1 for micro in rank if micro)
                 assert filled == min(responses, plan.num_microbatches)
@@ -78,9 +86,9 @@ def test_passes_are_as_few_as_first_fit_finds():
     """At most 11/9 of the fewest possible, plus one, on the rank that needs most."""
     for lengths, options in CASES:
         budget = options["max_tokens_per_microbatch"]
-        for plan in plan_mini_batches(lengths, **options):
+        for plan in plan_step(lengths, **options).mini_batches:
             least = 0
-            for rank in plan.microbatches:
+            for rank in (share.microbatches for share in plan.ranks):
                 members = [lengths[p] for micro in rank for p in micro]
                 alone = sum(1 for length in members if length > budget)
                 fitting = sum(length for length in members if length <= budget)
@@ -96,14 +104,14 @@ def test_which_responses_form_a_mini_batch_depends_on_the_seed_alone():
     other_lengths = [rng.randint(1, 500) for _ in range(96)]
 
     def members(lengths, dp_size=1, budget=1000, seed=5):
-        plans = plan_mini_batches(
+        plan = plan_step(
             lengths,
             mini_batch_size=32,
             dp_size=dp_size,
             max_tokens_per_microbatch=budget,
             seed=seed,
         )
-        return [plan.positions for plan in plans]
+        return [positions(mini_batch) for mini_batch in plan.mini_batches]
 
     reference = members(lengths)
     assert members(lengths, dp_size=4) == reference
@@ -114,9 +122,9 @@ def test_which_responses_form_a_mini_batch_depends_on_the_seed_alone():
 
 def test_plans_are_deterministic():
     for lengths, options in CASES[:50]:
-        first, second = (plan_mini_batches(lengths, **options) for _ in range(2))
+        first, second = (plan_step(lengths, **options) for _ in range(2))
         assert first == second
-        as_array = plan_mini_batches(np.array(lengths), **options)
+        as_array = plan_step(np.array(lengths), **options)
         assert as_array == first
 
 
@@ -133,19 +141,19 @@ def test_ranks_are_balanced_on_heavy_tailed_lengths(attention_tokens):
         rng = np.random.default_rng(seed)
         for mean, deviation in HEAVY_TAILS:
             lengths = np.clip(rng.lognormal(mean, deviation, 512), 50, 20000).astype(int).tolist()
-            (plan,) = plan_mini_batches(
+            (plan,) = plan_step(
                 lengths,
                 mini_batch_size=512,
                 dp_size=8,
                 max_tokens_per_microbatch=budget,
                 seed=seed,
                 attention_tokens=attention_tokens,
-            )
+            ).mini_batches
             costs = [cost(length, attention_tokens=attention_tokens) for length in lengths]
-            loads = [sum(costs[p] for micro in rank for p in micro) for rank in plan.microbatches]
+            loads = [sum(costs[p] for micro in rank for p in micro) for rank in by_rank(plan)]
             assert max(loads) < 1.03 * sum(loads) / 8
-            assert plan.positions == list(range(512))
-            assert {len(rank) for rank in plan.microbatches} == {plan.num_microbatches}
+            assert positions(plan) == list(range(512))
+            assert {len(rank.microbatches) for rank in plan.ranks} == {plan.num_microbatches}
             for micro in microbatches([plan]):
                 assert len(micro) == 1 or 0 < sum(lengths[p] for p in micro) <= budget
             dealt_worst.append(max(sum(costs[rank::8]) for rank in range(8)) / (sum(costs) / 8))
@@ -165,42 +173,42 @@ def test_the_quadratic_term_counts():
     # tokens the two ranks would get one and ten, by cost the long one leaves the others together,
     # and the eleventh of 900 (900 + 8100 = 9000) meets the ten.
     lengths = [1000] + [100] * 10 + [900]
-    (plan,) = plan_mini_batches(
+    (plan,) = plan_step(
         lengths,
         mini_batch_size=12,
         dp_size=2,
         max_tokens_per_microbatch=10**6,
         seed=0,
         attention_tokens=100,
-    )
-    ranks = [sorted(p for micro in rank for p in micro) for rank in plan.microbatches]
+    ).mini_batches
+    ranks = [sorted(p for micro in rank for p in micro) for rank in by_rank(plan)]
     assert sorted(ranks) == [[0], list(range(1, 12))]
 
 
 def test_one_rank_and_room_for_all_is_one_pass_longest_first():
     lengths = [3, 9, 5, 9, 1]
-    (plan,) = plan_mini_batches(
+    (plan,) = plan_step(
         lengths, mini_batch_size=5, dp_size=1, max_tokens_per_microbatch=27, seed=3
-    )
-    assert plan.microbatches == [[[1, 3, 2, 0, 4]]]
+    ).mini_batches
+    assert by_rank(plan) == [[[1, 3, 2, 0, 4]]]
 
 
 def test_passes_are_evened_out_where_the_budget_allows():
     # First-fit would fill 50 + 40 + 10 and leave 10. Evened out: 50; 40; the first 10 to the 40;
     # the second too, as 50 in one piece costs more than 40 + 10.
-    (plan,) = plan_mini_batches(
+    (plan,) = plan_step(
         [50, 40, 10, 10], mini_batch_size=4, dp_size=1, max_tokens_per_microbatch=100, seed=0
-    )
-    assert plan.microbatches == [[[1, 2, 3], [0]]]
+    ).mini_batches
+    assert by_rank(plan) == [[[1, 2, 3], [0]]]
 
 
 def test_without_room_to_even_out_first_fit_stands():
     # 60 + 40 and 50 + 50 fill two passes of 100; by cost the 60 would have stood with 40 as well,
     # but 70 + 30, 60 + 40 leave no choice: evened out they would be 70 + 40 > 100.
-    (plan,) = plan_mini_batches(
+    (plan,) = plan_step(
         [70, 60, 40, 30], mini_batch_size=4, dp_size=1, max_tokens_per_microbatch=100, seed=0
-    )
-    assert sorted(sorted(micro) for micro in plan.microbatches[0]) == [[0, 3], [1, 2]]
+    ).mini_batches
+    assert sorted(sorted(micro) for micro in by_rank(plan)[0]) == [[0, 3], [1, 2]]
 
 
 def test_first_fits_passes_are_split_where_evening_out_cannot_add_one():
@@ -219,10 +227,10 @@ def test_first_fits_passes_are_split_where_evening_out_cannot_add_one():
 def test_a_rank_without_enough_responses_has_empty_passes():
     # Costs put 90 on one rank and 30, 30, 30, 5 on the other, which needs 2 passes of at most 60
     # beside the 90 that stands alone in its one: that rank's second pass is empty.
-    (plan,) = plan_mini_batches(
+    (plan,) = plan_step(
         [90, 30, 30, 30, 5], mini_batch_size=5, dp_size=2, max_tokens_per_microbatch=60, seed=0
-    )
-    shapes = sorted([sorted(map(len, rank)) for rank in plan.microbatches])
+    ).mini_batches
+    shapes = sorted([sorted(map(len, rank)) for rank in by_rank(plan)])
     assert shapes == [[0, 1], [2, 2]]
 
 

@@ -148,16 +148,16 @@ def _largest(errors: Tensor) -> list[float]:
 
 def _plan(layout: Layout) -> list[list[list[int]]]:
     """[data-parallel rank][microbatch] -> responses, as the trainer plans a mini-batch."""
-    from vapo_megatron.data.packing import plan_mini_batches
+    from vapo_megatron.data.packing import plan_step
 
-    (plan,) = plan_mini_batches(
+    plan = plan_step(
         [prompt + response for prompt, response in LENGTHS],
         mini_batch_size=len(LENGTHS),
         dp_size=layout.dp,
         max_tokens_per_microbatch=layout.budget,
         seed=0,
     )
-    return plan.microbatches
+    return [rank.microbatches for rank in plan.mini_batches[0].ranks]
 
 
 def _rows(mine: list[list[int]]) -> list[int]:
@@ -172,19 +172,15 @@ def _build(hf_path: str, role: str, layout: Layout, here: Any) -> Any:
     from vapo_megatron.roles.critic import Critic
 
     make = {"actor": Actor, "critic": Critic}[role]
-    return make(read_model_shape(hf_path), make_config(layout, hf_path, {}), here)
+    return make(read_model_shape(hf_path), make_config(layout, hf_path, {}), here, hf_path)
 
 
 def _outputs(model: Any, role: str, problem: Problem, mine: list[list[int]]) -> Tensor:
-    from vapo_megatron.parallel.minibatches import (
-        local_plan,
-        make_microbatches,
-        packed_multiple,
-    )
+    from vapo_megatron.parallel.minibatches import make_microbatches, packed_multiple
 
     batch = problem.batch().select([p for m in mine for p in m])
     multiple = packed_multiple(model.config.parallel, model.config.model.fp8)
-    microbatches = make_microbatches(batch, local_plan([mine])[0], multiple_of=multiple)
+    microbatches = make_microbatches(batch, map(len, mine), multiple_of=multiple)
     if role == "critic":
         return model.compute_values(microbatches)
     return torch.stack(model.compute_logprobs(microbatches), -1)
@@ -195,12 +191,8 @@ def _gradients(
 ) -> tuple[float, dict[str, Tensor]]:
     """(loss over all ranks, its finished gradients)."""
     from vapo_megatron.models.hf_config import read_model_shape
-    from vapo_megatron.parallel.minibatches import (
-        local_plan,
-        make_mini_batches,
-        packed_multiple,
-    )
-    from vapo_megatron.roles.policy_mask import with_policy_mask
+    from vapo_megatron.parallel import minibatches
+    from vapo_megatron.roles.advantages import with_policy_mask
     from vapo_megatron.weights.gradients import full_gradients
 
     algorithm = settings._asdict()
@@ -209,8 +201,9 @@ def _gradients(
     tree = model.config.model_dump()
     model.config = VapoConfig.model_validate({**tree, "algorithm": algorithm})
     batch, _ = with_policy_mask(batch, model.config.algorithm, here)
-    multiple = packed_multiple(model.config.parallel, model.config.model.fp8)
-    (mini_batch,) = make_mini_batches(batch, local_plan([mine]), here, multiple_of=multiple)
+    multiple = minibatches.packed_multiple(model.config.parallel, model.config.model.fp8)
+    microbatches = minibatches.make_microbatches(batch, map(len, mine), multiple_of=multiple)
+    (mini_batch,) = minibatches.make_mini_batches(microbatches, [len(mine)], here)
     metrics = model.compute_gradients(mini_batch)
     shape = read_model_shape(tree["model"]["hf_path"])
     named = full_gradients(model.trained.chunks, shape, here, role)

@@ -17,15 +17,15 @@ Patches = list[tuple[object, str, Callable]]
 
 def _own_count_of_positives() -> Patches:
     """The NLL is divided by the microbatch's own correct tokens."""
-    from vapo_megatron.roles import actor
+    from vapo_megatron.algorithm import actor_loss
 
-    honest = actor.positive_lm_loss
+    honest = actor_loss.positive_lm_loss
 
     def wrong(logprobs, loss_mask, is_correct, *, num_positive_tokens):
         own = (loss_mask & is_correct).sum()
         return honest(logprobs, loss_mask, is_correct, num_positive_tokens=own)
 
-    return [(actor, "positive_lm_loss", wrong)]
+    return [(actor_loss, "positive_lm_loss", wrong)]
 
 
 def _mean_of_means() -> Patches:
@@ -34,9 +34,9 @@ def _mean_of_means() -> Patches:
 
     honest = minibatches.make_mini_batches
 
-    def wrong(batch, plan, groups, *, multiple_of):
-        (mini_batch,) = honest(batch, plan, groups, multiple_of=multiple_of)
-        means = len(mini_batch.microbatches) * groups.dp_size
+    def wrong(microbatches, counts, ranks):
+        (mini_batch,) = honest(microbatches, counts, ranks)
+        means = len(mini_batch.microbatches) * ranks.dp_size
         return [_OwnCounts(mini_batch, means)]
 
     return [(minibatches, "make_mini_batches", wrong)]

@@ -34,8 +34,8 @@ def train_and_answer(out: str, num_configs: str, *arguments: str) -> int:
         num_configs: how many of the arguments are configuration files; the others are overrides.
     """
     from vapo_megatron.config import load_config
+    from vapo_megatron.loop import VapoTrainer
     from vapo_megatron.rollout.requests import SamplingSettings
-    from vapo_megatron.trainer import VapoTrainer
 
     hosts = watch_hosts()
     configs, overrides = arguments[: int(num_configs)], arguments[int(num_configs) :]

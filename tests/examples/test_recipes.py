@@ -245,8 +245,8 @@ def batch_of(config):
 
 def computed(files, overrides):
     """A worker's: advantages, returns and losses of one mini-batch of two microbatches."""
+    from tests.cut import mini_batches
     from vapo_megatron.parallel import groups
-    from vapo_megatron.parallel.minibatches import make_mini_batches
     from vapo_megatron.roles.actor import Actor
     from vapo_megatron.roles.advantages import with_advantages, with_loss_mask
     from vapo_megatron.roles.critic import Critic
@@ -257,7 +257,7 @@ def computed(files, overrides):
     summary, batch = batch_of(config)
     batch = with_loss_mask(batch, config.algorithm)
     batch = with_advantages(summary, batch, config.algorithm, place)
-    (mini_batch,) = make_mini_batches(batch, [[[0, 4, 2], [5, 1, 3]]], place, multiple_of=1)
+    (mini_batch,) = mini_batches(batch, [[[0, 4, 2], [5, 1, 3]]], place)
     metrics = step_metrics(summary, batch, batch.old_logprobs, config.algorithm, place)
 
     def losses(model, outputs, *between):
@@ -344,7 +344,7 @@ def test_no_two_recipes_compute_the_same():
 def trained(files, overrides, dumped, ports):
     """A whole run from a dump, then the gradients of its first step; a worker's function."""
     from vapo_megatron.cli.gradient_check import collect_gradients, describe_gradients
-    from vapo_megatron.trainer import VapoTrainer
+    from vapo_megatron.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]))

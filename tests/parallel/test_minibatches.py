@@ -27,7 +27,9 @@ def test_padding(tp_size, sequence_parallel, fp8, multiple):
     assert packed_multiple(config.parallel, config.model.fp8) == multiple
     batch = make_batch()
     plan = [[0], list(range(batch.num_responses)), []]
-    for micro, part in zip(make_microbatches(batch, plan, multiple_of=multiple), plan, strict=True):
+    for micro, part in zip(
+        make_microbatches(batch, map(len, plan), multiple_of=multiple), plan, strict=True
+    ):
         size = int(batch.sequence_lengths[part].sum())
         padded = max(-(-size // multiple), 1) * multiple
         assert micro.tokens.numel() == int(micro.model_cu_seqlens[-1]) == padded

@@ -305,7 +305,7 @@ def test_a_run_asks_its_gpu(monkeypatch, tmp_path, capsys, gigabytes, refused):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda rank: [Gpu][rank])
     trainer = types.SimpleNamespace(VapoTrainer=stop)
-    monkeypatch.setitem(sys.modules, "vapo_megatron.trainer", trainer)
+    monkeypatch.setitem(sys.modules, "vapo_megatron.loop", trainer)
     # There are neither weights nor data.
     monkeypatch.setattr(train, "check_inputs", lambda config, _: known_shape("Qwen2.5-7B"))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):

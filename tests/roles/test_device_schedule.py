@@ -51,9 +51,8 @@ class Source:
 def built(hf, settings):
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
-    from vapo_megatron.roles.actor import Actor
+    from vapo_megatron.roles.actor import Actor, Reference
     from vapo_megatron.roles.critic import Critic
-    from vapo_megatron.roles.reference import Reference
 
     place, shape = groups.initialize(settings.parallel), read_model_shape(hf)
     source = Source()
@@ -194,8 +193,8 @@ def test_host_bytes_are_known_beforehand(workers, tmp_path, dtype, parallel):
 
 
 def refused(hf, run_dir, port, parallel):
+    from vapo_megatron.loop import VapoTrainer
     from vapo_megatron.parallel import groups
-    from vapo_megatron.trainer import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -233,7 +232,7 @@ def test_a_node_without_the_memory_is_refused_before_the_models_are_built(
 
 def replayed(hf, dumped, run_dir, offload, steps, port, every_steps=1):
     """A whole run from a dump; a worker's function, in a world of the test's."""
-    from vapo_megatron.trainer import VapoTrainer
+    from vapo_megatron.loop import VapoTrainer
 
     size = dist.get_world_size()
     dist.destroy_process_group()
@@ -294,7 +293,7 @@ def test_a_run_by_turns_is_the_run_without_bit_by_bit(workers, tmp_path):
 
 def test_the_last_checkpoint_is_waited_for_in_its_phase(monkeypatch):
     """That is, within its limit, and not that of what lies between the phases."""
-    from vapo_megatron.trainer import VapoTrainer
+    from vapo_megatron.loop import VapoTrainer
 
     phases, seen = [], []
 
@@ -309,7 +308,7 @@ def test_the_last_checkpoint_is_waited_for_in_its_phase(monkeypatch):
 
     writer = SimpleNamespace(save=noted("save"), wait=noted("wait"))
     trainer = SimpleNamespace(
-        _phase=phase, _models={}, _kept=(3, {}), _saved=0, _unevaluated=None,
+        phase=phase, _models={}, _kept=(3, {}), _saved=0, _unevaluated=None,
         output=SimpleNamespace(note=len), early_stop=SimpleNamespace(signal_name="SIGTERM"),
     )  # fmt: skip
     trainer._save = lambda writer, **how: VapoTrainer._save(trainer, writer, **how)
@@ -320,7 +319,7 @@ def test_the_last_checkpoint_is_waited_for_in_its_phase(monkeypatch):
     assert seen[2:] == [("wait", "checkpoint")]
     # At the end of a run of one rank, whose every second step is saved.
     del seen[:]
-    monkeypatch.setattr("vapo_megatron.trainer.any_rank", lambda flag: flag)
+    monkeypatch.setattr("vapo_megatron.loop.any_rank", lambda flag: flag)
     trainer.config = VapoConfig.model_validate({"checkpoint": {"every_steps": 2}})
     trainer.early_stop.look, trainer._is_over = bool, lambda done: done == 6
     trainer._row, writer.poll, writer.seconds = mock.Mock(), noted("poll"), None
@@ -341,5 +340,5 @@ def test_the_models_leave_before_vllm_is_closed(monkeypatch):
     error = RuntimeError("it ended a turn")
     monkeypatch.setattr(trainer.groups, "destroy", lambda: None)
     monkeypatch.setattr(trainer.dist, "destroy_process_group", lambda: closed.append("world"))
-    trainer.VapoTrainer.__exit__(SimpleNamespace(**parts), RuntimeError, error, None)
+    trainer.StepTrainer.__exit__(SimpleNamespace(**parts), RuntimeError, error, None)
     assert closed == [error, "device_schedule", "source", "world", "watchdog"]

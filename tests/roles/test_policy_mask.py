@@ -8,6 +8,7 @@ import math
 
 import pytest
 
+from tests.cut import mini_batches
 from tests.run.test_step_metrics import SHARES, batch_of
 
 # k = exp(DIFFERENCES) of tests/run/test_step_metrics.py: of six tokens the third, in the second
@@ -21,15 +22,14 @@ def on_rank(correction):
 
     from vapo_megatron.config import AlgorithmConfig, ParallelConfig
     from vapo_megatron.parallel import groups
-    from vapo_megatron.parallel.minibatches import make_mini_batches
-    from vapo_megatron.roles.policy_mask import with_policy_mask
+    from vapo_megatron.roles.advantages import with_policy_mask
 
     place = groups.initialize(ParallelConfig(world_size=dist.get_world_size()))
     share = SHARES[place.world_size][place.rank]
     algorithm = AlgorithmConfig(sampler_correction=correction, **FIELDS)
     batch, metrics = with_policy_mask(batch_of(share), algorithm, place)
     plan = [[[i] for i in range(len(share))]]
-    (mini_batch,) = make_mini_batches(batch, plan, place, multiple_of=1)
+    (mini_batch,) = mini_batches(batch, plan, place)
     counts = [
         int(mini_batch.num_tokens),
         int(mini_batch.num_positive_tokens),

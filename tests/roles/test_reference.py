@@ -7,6 +7,7 @@ layout in tests/distributed. Not exercised: its checkpoint, for it has none.
 import pytest
 import torch
 
+from tests.cut import mini_batches
 from tests.roles.test_roles import batch
 from tests.weights.tiny_hf import write_tiny_hf
 
@@ -16,9 +17,8 @@ def drift(hf, parallel):
     from vapo_megatron.config import VapoConfig
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
-    from vapo_megatron.parallel.minibatches import make_microbatches, make_mini_batches
-    from vapo_megatron.roles.actor import Actor
-    from vapo_megatron.roles.reference import Reference
+    from vapo_megatron.parallel.minibatches import make_microbatches
+    from vapo_megatron.roles.actor import Actor, Reference
     from vapo_megatron.weights.gradients import full_gradients
 
     config = VapoConfig.model_validate(
@@ -39,17 +39,17 @@ def drift(hf, parallel):
         """KL and the norm of its gradient, where the policy loss has none."""
         found = batch(actor.compute_logprobs(microbatches)[0])
         found = found.replace(reference_logprobs=frozen, advantages=torch.zeros_like(frozen))
-        (mini_batch,) = make_mini_batches(found, [plan], place, multiple_of=1)
+        (mini_batch,) = mini_batches(found, [plan], place)
         metrics = actor.compute_gradients(mini_batch)
         gradients = full_gradients(actor.trained.chunks, shape, place, "actor")
         return float(metrics["reference_kl"]), sum(float(g.abs().sum()) for _, g in gradients)
 
-    microbatches = make_microbatches(batch(), plan, multiple_of=1)
+    microbatches = make_microbatches(batch(), map(len, plan), multiple_of=1)
     logprobs, _ = actor.compute_logprobs(microbatches)
     frozen = reference.compute_logprobs(microbatches)
     before = measured()
     learning = batch(logprobs).replace(reference_logprobs=frozen)
-    actor.update(make_mini_batches(learning, [plan], place, multiple_of=1))
+    actor.update(mini_batches(learning, [plan], place))
     after = measured()
     assert torch.equal(reference.compute_logprobs(microbatches), frozen), "it stands still"
     for parameter in reference.frozen.model[0].parameters():

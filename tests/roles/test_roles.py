@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests import reference
+from tests.cut import mini_batches
 from tests.weights.tiny_hf import write_tiny_hf
 
 LENGTHS = [3, 5, 2, 4]
@@ -53,10 +54,10 @@ def update_once(hf, algorithm):
     from vapo_megatron.config import VapoConfig
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
-    from vapo_megatron.parallel.minibatches import make_microbatches, make_mini_batches
+    from vapo_megatron.parallel.minibatches import make_microbatches
     from vapo_megatron.roles.actor import Actor
+    from vapo_megatron.roles.advantages import with_policy_mask
     from vapo_megatron.roles.critic import Critic
-    from vapo_megatron.roles.policy_mask import with_policy_mask
 
     config = VapoConfig.model_validate(
         {
@@ -72,7 +73,7 @@ def update_once(hf, algorithm):
     actor = Actor(shape, config, place, config.model.hf_path)
     critic = Critic(shape, config, place, config.model.hf_path)
     plan = [[0, 1], [2, 3]]  # two microbatches: counts must be the mini-batch's
-    microbatches = make_microbatches(batch(), plan, multiple_of=1)
+    microbatches = make_microbatches(batch(), map(len, plan), multiple_of=1)
     logprobs, entropy = actor.compute_logprobs(microbatches)
     values = critic.compute_values(microbatches)
     shift = torch.tensor([SHIFT[t % 3] for t in range(len(logprobs))])
@@ -80,8 +81,8 @@ def update_once(hf, algorithm):
         with_policy_mask(batch(old), config.algorithm, place)[0]
         for old in (logprobs, logprobs - shift)
     )
-    first = make_mini_batches(same, [plan], place, multiple_of=1)
-    second = make_mini_batches(shifted, [plan], place, multiple_of=1)
+    first = mini_batches(same, [plan], place)
+    second = mini_batches(shifted, [plan], place)
     alone = actor.update(first)
     both = actor.update([*first, *second])
     of_critic = critic.update(first)
@@ -197,7 +198,6 @@ def changed_between(hf):
     from vapo_megatron.config import VapoConfig
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
-    from vapo_megatron.parallel.minibatches import make_mini_batches
     from vapo_megatron.roles.actor import Actor
 
     config = VapoConfig.model_validate({"model": {"hf_path": str(hf), "dtype": "float32"}})
@@ -205,7 +205,7 @@ def changed_between(hf):
     actor = Actor(read_model_shape(hf), config, place, str(hf))
     stale = batch(torch.full((sum(LENGTHS),), -4.0))
     try:
-        actor.update(make_mini_batches(stale, [[[0, 1, 2, 3]]], place, multiple_of=1))
+        actor.update(mini_batches(stale, [[[0, 1, 2, 3]]], place))
     except AssertionError as error:
         return str(error)
     return ""

@@ -131,7 +131,7 @@ def test_ranks_read_consecutive_files(root, hf, workers):
 
 def _plan(hf, root, sections, port):
     """[mini-batch][response] positions that this rank trains on in step 1, and its metrics."""
-    from vapo_megatron.trainer import VapoTrainer
+    from vapo_megatron.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -141,11 +141,13 @@ def _plan(hf, root, sections, port):
 
 def _first_step(trainer):
     assert trainer.reference is None, "kl_coef 0 needs none"
-    scored, _ = trainer.source.rollouts(0, 0, trainer._phase, trains_actor=True)
+    scored, _ = trainer.source.rollouts(0, 0, trainer.phase, trains_actor=True)
     _, batch, plan = trainer._distribute(scored, 0)
-    positions = [[int(batch.positions[i]) for part in mini for i in part] for mini in plan]
+    rank = trainer.ranks.dp_rank
+    positions = [mini_batch.ranks[rank].positions for mini_batch in plan.mini_batches]
+    assert batch.positions.tolist() == sum(positions, [])
     metrics = trainer.train_step(0)
-    with trainer._phase("generation") as show:
+    with trainer.phase("generation") as show:
         show(3, 8, "round 2")
     assert trainer.output._progress._state._activity == ("generation round 2", 3, 8)
     return positions, metrics

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.cut import mini_batches
 from tests.parallel.training import Layout, make_batch, make_config
 from tests.weights.tiny_hf import write_tiny_hf
 
@@ -42,7 +43,6 @@ def build(hf, role, layout, dtype):
 
 def mini_batch_of(model, logprobs=None, **faulty):
     """A mini-batch; faulty numbers stand on the last data-parallel rank alone."""
-    from vapo_megatron.parallel.minibatches import make_mini_batches
 
     place, data = model.ranks, make_batch(60)
     share = [[0, 1, 3], [2, 5, 6]][place.dp_rank] if place.dp_size == 2 else [0, 1, 2, 3, 5, 6]
@@ -54,7 +54,7 @@ def mini_batch_of(model, logprobs=None, **faulty):
             numbers[-1] = number
             data = data.replace(**{name: numbers})
     plan = [[[0, 1], list(range(2, len(share)))]]
-    (found,) = make_mini_batches(data, plan, place, multiple_of=1)
+    (found,) = mini_batches(data, plan, place)
     return found
 
 

@@ -15,7 +15,7 @@ from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.models.build import Role
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel import backend, groups
-from vapo_megatron.parallel.minibatches import MiniBatch, local_plan, make_mini_batches
+from vapo_megatron.parallel.minibatches import MiniBatch, make_microbatches, make_mini_batches
 from vapo_megatron.roles.actor import Actor
 from vapo_megatron.roles.critic import Critic
 from vapo_megatron.weights.mapping import hf_tensors
@@ -81,7 +81,8 @@ def random_batch(lengths: Sequence[tuple[int, int]], vocab_size: int, seed: int)
 
 def whole_mini_batch(batch: RolloutBatch, plan: Sequence[Sequence[int]]) -> MiniBatch:
     """Return one mini-batch of all responses. plan: [microbatch] -> positions, in batch order."""
-    (mini_batch,) = make_mini_batches(batch, local_plan([plan]), groups.current(), multiple_of=1)
+    microbatches = make_microbatches(batch, map(len, plan), multiple_of=1)
+    (mini_batch,) = make_mini_batches(microbatches, [len(plan)], groups.current())
     return mini_batch
 
 

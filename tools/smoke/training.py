@@ -22,7 +22,7 @@ from tools.smoke.models import build_role, make_config, random_batch, whole_mini
 from tools.smoke.report import Row, judged
 from tools.smoke.sizes import Sizes
 from vapo_megatron.data.batch import RolloutBatch
-from vapo_megatron.data.packing import plan_mini_batches
+from vapo_megatron.data.packing import plan_step
 from vapo_megatron.models.build import Role
 from vapo_megatron.models.hf_config import ModelShape, parameter_count
 from vapo_megatron.parallel import backend
@@ -80,15 +80,14 @@ def described_shape(title: str, shape: ModelShape, role: Role) -> str:
 def planned(sizes: Sizes, shape: ModelShape) -> tuple[RolloutBatch, list[list[int]]]:
     """Return a batch in the order of its plan, and the plan: one mini-batch, as the trainer's."""
     batch = random_batch(sizes.load.lengths, shape.vocab_size, seed=0)
-    (plan,) = plan_mini_batches(
+    plan = plan_step(
         batch.sequence_lengths.tolist(),
         mini_batch_size=batch.num_responses,
         dp_size=1,
         max_tokens_per_microbatch=sizes.load.tokens_per_microbatch,
         seed=0,
     )
-    (mine,) = plan.microbatches
-    return batch.select([position for micro in mine for position in micro]), mine
+    return batch.select(plan.positions(0)), plan.mini_batches[0].ranks[0].microbatches
 
 
 def logprobs(sizes: Sizes, directory: Path) -> list[Row]:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from vapo_megatron.weights.mapping import hf_tensors
 
 if TYPE_CHECKING:
     from vapo_megatron.parallel.minibatches import MiniBatch
-    from vapo_megatron.trainer import VapoTrainer
+    from vapo_megatron.trainer import StepTrainer
 
 ROLES = ("critic", "actor")
 
@@ -63,7 +62,7 @@ def collect_gradients(config: VapoConfig, replay: Path, step: int, out: Path) ->
     Raises:
         UserError: the dump, the paths or the number of processes do not fit.
     """
-    from vapo_megatron.trainer import VapoTrainer
+    from vapo_megatron.trainer import StepTrainer
 
     config = _changed(config, "algorithm", value_pretraining_steps=0, stage="all")
     # A layout that is wrong shall show its gradients.
@@ -72,11 +71,11 @@ def collect_gradients(config: VapoConfig, replay: Path, step: int, out: Path) ->
     config = _changed(config, "logging", run_dir=str(out))
     config = _changed(config, "model", critic_checkpoint_optimizer=False)
     check_dump(replay, config, read_model_shape(str(config.model.hf_path)), range(step - 1, step))
-    with VapoTrainer(config, replay) as trainer:
+    with StepTrainer(config, replay) as trainer:
+        (first, *_) = trainer.prepare(step - 1).mini_batches
         for role in config.algorithm.trained_roles:
-            write = partial(_write_first, trainer, role, out, step)
-            getattr(trainer, role).update = write
-        trainer.train_step(step - 1)
+            with trainer.phase(f"{role}_update"):
+                _write(trainer, role, out, step, first)
 
 
 def compare_gradients(a: Path, b: Path) -> list[Difference]:
@@ -137,12 +136,10 @@ def _changed(config: VapoConfig, section: str, **fields: Any) -> VapoConfig:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=fields)})
 
 
-def _write_first(
-    trainer: VapoTrainer, role: str, out: Path, step: int, mini_batches: Sequence[MiniBatch]
-) -> dict[str, float]:
-    """Write the first mini-batch's gradients, in the place of a role's update."""
+def _write(trainer: StepTrainer, role: str, out: Path, step: int, mini_batch: MiniBatch) -> None:
+    """Write the gradients of a role's loss over a mini-batch."""
     model, ranks = getattr(trainer, role), trainer.ranks
-    metrics = model.compute_gradients(mini_batches[0])
+    metrics = model.compute_gradients(mini_batch)
     gradients = full_gradients(model.trained.chunks, trainer.shape, ranks, role)
     if ranks.rank == 0:
         layout = f"TP{ranks.tp_size} PP{ranks.pp_size} VPP{ranks.vpp_size} DP{ranks.dp_size}"
@@ -152,7 +149,6 @@ def _write_first(
         _write_streamed(path, hf_tensors(trainer.shape, role), gradients, metadata)
     for _ in gradients:  # every rank takes all of them
         pass
-    return {}
 
 
 def _write_streamed(

@@ -120,7 +120,7 @@ def _train(config: VapoConfig, replay: Path | None) -> None:
     check_not_in_use(Path(config.logging.run_dir))
 
     # Heavy imports come after the checks, so that a mistake is reported at once.
-    from vapo_megatron.trainer import VapoTrainer
+    from vapo_megatron.loop import VapoTrainer
 
     if replay is None:
         _check_memory(config, shape)

@@ -178,8 +178,25 @@ class RolloutBatch:
         in_t, cu_t = _ranges(self.cu_seqlens, index)
         in_s, cu_s = _ranges(self.sequence_cu_seqlens, index)
         picked: dict[str, Tensor | None] = {"sequence_cu_seqlens": cu_s, "cu_seqlens": cu_t}
-        for name in ("positions", "rewards", "is_correct", "truncated"):
+        for name in _PER_RESPONSE:
             picked[name] = getattr(self, name)[index]
+        for name in _PER_TOKEN:
+            value = getattr(self, name)
+            picked[name] = None if value is None else value[in_t]
+        return RolloutBatch(tokens=self.tokens[in_s], **picked)  # type: ignore[arg-type]
+
+    def narrow(self, first: int, count: int) -> RolloutBatch:
+        """Return the batch of consecutive responses; its tensors are views of this one's."""
+        end = first + count
+        bounds, sequence_bounds = self.cu_seqlens, self.sequence_cu_seqlens
+        in_t = slice(int(bounds[first]), int(bounds[end]))
+        in_s = slice(int(sequence_bounds[first]), int(sequence_bounds[end]))
+        picked: dict[str, Tensor | None] = {
+            "sequence_cu_seqlens": sequence_bounds[first : end + 1] - sequence_bounds[first],
+            "cu_seqlens": bounds[first : end + 1] - bounds[first],
+        }
+        for name in _PER_RESPONSE:
+            picked[name] = getattr(self, name)[first:end]
         for name in _PER_TOKEN:
             value = getattr(self, name)
             picked[name] = None if value is None else value[in_t]
@@ -192,6 +209,7 @@ class RolloutBatch:
         )
 
 
+_PER_RESPONSE = ("positions", "rewards", "is_correct", "truncated")
 _PER_TOKEN = (
     "rollout_logprobs", "loss_mask", "policy_mask", "old_logprobs", "reference_logprobs", "values",
     "advantages", "returns",

@@ -28,25 +28,45 @@ ATTENTION_TOKENS = attention_tokens(4096)
 
 
 @dataclasses.dataclass(frozen=True)
+class RankPlan:
+    """What one data-parallel rank computes for an optimizer update."""
+
+    microbatches: list[list[int]]
+    """Positions of responses in the step, longest first, for each forward pass."""
+
+    @property
+    def positions(self) -> list[int]:
+        """All of them, in the order of the passes."""
+        return [position for microbatch in self.microbatches for position in microbatch]
+
+
+@dataclasses.dataclass(frozen=True)
 class MiniBatchPlan:
-    """One optimizer update: who computes what."""
+    """One optimizer update."""
 
-    microbatches: list[list[list[int]]]
-    """[data-parallel rank][microbatch] -> positions of responses in the step, longest first.
-
-    Every rank has the same number of microbatches; some are empty where a rank has fewer
-    responses.
-    """
+    ranks: list[RankPlan]
+    """By data-parallel rank. All have the same number of microbatches; some are empty where a rank
+    has fewer responses."""
 
     @property
     def num_microbatches(self) -> int:
         """Forward passes of each rank."""
-        return len(self.microbatches[0])
+        return len(self.ranks[0].microbatches)
 
-    @property
-    def positions(self) -> list[int]:
-        """The mini-batch's responses, ordered by position."""
-        return sorted(p for rank in self.microbatches for micro in rank for p in micro)
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """A step's optimizer updates: who computes what, in which forward passes."""
+
+    mini_batches: list[MiniBatchPlan]
+
+    def positions(self, dp_rank: int) -> list[int]:
+        """Return the responses of a rank in the order of its batch: that of its forward passes."""
+        return [p for plan in self.mini_batches for p in plan.ranks[dp_rank].positions]
+
+    def microbatch_sizes(self, dp_rank: int) -> list[list[int]]:
+        """Return how many responses each microbatch of each mini-batch takes of a rank's batch."""
+        return [list(map(len, plan.ranks[dp_rank].microbatches)) for plan in self.mini_batches]
 
 
 def cost(length: int, *, attention_tokens: int = ATTENTION_TOKENS) -> float:
@@ -54,7 +74,7 @@ def cost(length: int, *, attention_tokens: int = ATTENTION_TOKENS) -> float:
     return length + length * length / attention_tokens
 
 
-def plan_mini_batches(
+def plan_step(
     sequence_lengths: Sequence[int],
     *,
     mini_batch_size: int,
@@ -62,7 +82,7 @@ def plan_mini_batches(
     max_tokens_per_microbatch: int,
     seed: int,
     attention_tokens: int = ATTENTION_TOKENS,
-) -> list[MiniBatchPlan]:
+) -> StepPlan:
     """Plan a step's optimizer updates. Every response is in exactly one microbatch.
 
     Which responses form a mini-batch depends on the seed and their number alone, never on dp_size
@@ -86,7 +106,7 @@ def plan_mini_batches(
         members = order[start : start + mini_batch_size]
         ranks = balanced_partition({p: costs[p] for p in members}, dp_size)
         plans.append(MiniBatchPlan(_microbatches(ranks, lengths, costs, max_tokens_per_microbatch)))
-    return plans
+    return StepPlan(plans)
 
 
 def balanced_partition(costs: dict[int, float], parts: int) -> list[list[int]]:
@@ -111,12 +131,12 @@ def balanced_partition(costs: dict[int, float], parts: int) -> list[list[int]]:
 
 def _microbatches(
     ranks: list[list[int]], lengths: list[int], costs: list[float], budget: int
-) -> list[list[list[int]]]:
+) -> list[RankPlan]:
     """Each rank's responses in microbatches within the budget, as many on every rank."""
     first_fit = [_first_fit(rank, lengths, budget) for rank in ranks]
     count = max(len(bins) for bins in first_fit)
     return [
-        _in_equal_parts(rank, bins, count, lengths, costs, budget)
+        RankPlan(_in_equal_parts(rank, bins, count, lengths, costs, budget))
         for rank, bins in zip(ranks, first_fit)
     ]
 

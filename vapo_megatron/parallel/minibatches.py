@@ -7,7 +7,8 @@ microbatches of every mini-batch, and every rank knows each mini-batch's global 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -39,21 +40,6 @@ class MiniBatch:
     """0-d float32: responses with such a token."""
 
 
-def local_plan(microbatches: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
-    """Renumber a rank's plan: [mini-batch][microbatch] of step positions -> of local indices.
-
-    The local batch holds the responses in the order of the plan, so the indices count up.
-    """
-    plan: list[list[list[int]]] = []
-    start = 0
-    for mini_batch in microbatches:
-        plan.append([])
-        for positions in mini_batch:
-            plan[-1].append(list(range(start, start + len(positions))))
-            start += len(positions)
-    return plan
-
-
 def packed_multiple(parallel: ParallelConfig, fp8: str | None) -> int:
     """Return what S, the tokens of a packed forward pass, must be a multiple of.
 
@@ -64,33 +50,53 @@ def packed_multiple(parallel: ParallelConfig, fp8: str | None) -> int:
 
 
 def make_microbatches(
-    batch: RolloutBatch, plan: Sequence[Sequence[int]], *, multiple_of: int
+    batch: RolloutBatch, sizes: Iterable[int], *, multiple_of: int
 ) -> list[Microbatch]:
-    """Build packed microbatches of local indices, padded to packed_multiple."""
-    return [make_microbatch(batch.select(part), multiple_of=multiple_of) for part in plan]
+    """Cut a batch into packed forward passes, each of the next so many responses.
+
+    Args:
+        batch: this data-parallel rank's.
+        sizes: responses of each pass.
+        multiple_of: from packed_multiple.
+    """
+    parts = _consecutive(batch, sizes)
+    return [make_microbatch(part, multiple_of=multiple_of) for part in parts]
+
+
+def filled_in(microbatches: Sequence[Microbatch], batch: RolloutBatch) -> list[Microbatch]:
+    """Return the same forward passes with the fields that their batch has by now.
+
+    Args:
+        microbatches: all that were cut from the batch, in order.
+        batch: the same responses, with more fields.
+    """
+    parts = _consecutive(batch, (m.batch.num_responses for m in microbatches))
+    return [dataclasses.replace(m, batch=part) for m, part in zip(microbatches, parts)]
 
 
 def make_mini_batches(
-    batch: RolloutBatch,
-    plan: Sequence[Sequence[Sequence[int]]],
-    ranks: Ranks,
-    *,
-    multiple_of: int,
+    microbatches: Sequence[Microbatch], counts: Iterable[int], ranks: Ranks
 ) -> list[MiniBatch]:
-    """Build every mini-batch of a step; one all-reduce for all their counts.
+    """Put a step's microbatches into mini-batches; one all-reduce for all their token counts.
 
     Args:
-        batch: this data-parallel rank's, complete with advantages and returns.
-        plan: [mini-batch][microbatch][response] local indices.
+        microbatches: of all mini-batches, complete with advantages and returns.
+        counts: microbatches of each mini-batch.
         ranks: this rank's place.
-        multiple_of: from packed_multiple.
     """
-    mini_batches = [make_microbatches(batch, part, multiple_of=multiple_of) for part in plan]
-    counts = torch.stack(
-        [torch.stack([_counts(m.batch) for m in part]).sum(0) for part in mini_batches]
-    )
-    counts = sum_over_data_parallel(counts.to(backend.device()), ranks).float()
-    return [MiniBatch(part, *count.unbind()) for part, count in zip(mini_batches, counts)]
+    rest = iter(microbatches)
+    parts = [list(itertools.islice(rest, count)) for count in counts]
+    tokens = torch.stack([torch.stack([_counts(m.batch) for m in part]).sum(0) for part in parts])
+    tokens = sum_over_data_parallel(tokens.to(backend.device()), ranks).float()
+    return [MiniBatch(part, *count.unbind()) for part, count in zip(parts, tokens)]
+
+
+def _consecutive(batch: RolloutBatch, sizes: Iterable[int]) -> Iterator[RolloutBatch]:
+    first = 0
+    for size in sizes:
+        yield batch.narrow(first, size)
+        first += size
+    assert first == batch.num_responses, f"{first} of {batch.num_responses} responses are cut"
 
 
 def _counts(batch: RolloutBatch) -> Tensor:

@@ -91,8 +91,8 @@ def forward_backward(
             loss is 0 with the graph intact.
 
     Returns:
-        Each metric summed over this data-parallel rank's microbatches, on every rank of the
-        model-parallel group.
+        Each metric summed over this data-parallel rank's microbatches, or the maximum of one whose
+        name ends in _max, on every rank of the model-parallel group.
     """
     assert microbatches, "a mini-batch needs a microbatch on every data-parallel rank"
     _assert_nothing_divides(chunks)
@@ -108,7 +108,8 @@ def forward_backward(
     totals: dict[str, Tensor] = {}
     for metrics in _run(chunks, microbatches, evaluate, forward_only=False):
         for name, value in metrics.items():
-            totals[name] = totals[name] + value if name in totals else value
+            reduce = torch.maximum if name.endswith("_max") else torch.add
+            totals[name] = reduce(totals[name], value) if name in totals else value
     return broadcast_metrics_from_last_stage(totals, groups.current())
 
 
@@ -164,7 +165,7 @@ def _filled(microbatches: Sequence[Microbatch], here: groups.Ranks) -> list[Micr
     """
     if here.vpp_size == 1:
         return list(microbatches)
-    nothing = microbatches[0].batch.select([])
+    nothing = microbatches[0].batch.narrow(0, 0)
     empty = make_microbatch(nothing, multiple_of=here.tp_size * FP8_MULTIPLE)
     return [*microbatches, *[empty] * (-len(microbatches) % here.pp_size)]
 

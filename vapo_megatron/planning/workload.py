@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.order import seeded_permutation
-from vapo_megatron.data.packing import attention_tokens, plan_mini_batches
+from vapo_megatron.data.packing import attention_tokens, plan_step
 from vapo_megatron.errors import ConfigError
 
 SPREAD = 0.5
@@ -155,7 +155,7 @@ def loads(workload: Workload, hidden_size: int, dp_size: int, max_tokens: int) -
     packed = min(count, PACKED_MINI_BATCHES)
     responses = _sample(workload, packed * size)
     lengths = responses + workload.prompt_tokens
-    plans = plan_mini_batches(
+    plan = plan_step(
         lengths.tolist(),
         mini_batch_size=size,
         dp_size=dp_size,
@@ -164,10 +164,10 @@ def loads(workload: Workload, hidden_size: int, dp_size: int, max_tokens: int) -
         attention_tokens=attention_tokens(hidden_size),
     )
     found = np.zeros((4, packed, dp_size))
-    for index, plan in enumerate(plans):
-        found[3, index] = plan.num_microbatches
-        for rank, microbatches in enumerate(plan.microbatches):
-            mine = [position for micro in microbatches for position in micro]
+    for index, mini_batch in enumerate(plan.mini_batches):
+        found[3, index] = mini_batch.num_microbatches
+        for rank, share in enumerate(mini_batch.ranks):
+            mine = share.positions
             of_rank = lengths[mine]
             found[:3, index, rank] = (
                 of_rank.sum(),

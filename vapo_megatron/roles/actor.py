@@ -1,4 +1,4 @@
-"""The actor: the policy that is trained and sampled from."""
+"""The actor, the policy that is trained and sampled from, and its frozen reference."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithm.policy_loss import clipped_policy_loss, ratio_deviation, token_weights
-from vapo_megatron.algorithm.positive_lm_loss import positive_lm_loss
-from vapo_megatron.algorithm.reference_kl import reference_kl
+from vapo_megatron.algorithm.actor_loss import (
+    LossCounts,
+    LossSettings,
+    LossTokens,
+    actor_loss,
+)
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import Microbatch
 from vapo_megatron.models.build import gather_hidden, output_weight
@@ -115,17 +118,17 @@ class Actor:
         assert isinstance(self.trained, TrainedModel)
         updates: list[dict[str, Tensor]] = []
         for mini_batch in mini_batches:
-            deviation: list[Tensor] = []
-            loss_function = partial(self._loss, mini_batch, deviation)
+            loss_function = partial(self._loss, mini_batch)
             rate = actor_learning_rate(self.trained.num_updates, self.config.optimizer)
             learned = self.trained.update(mini_batch, loss_function, rate)
             if not mini_batch.num_positive_tokens:
                 # It has no mean, and a 0 would pull that of the other updates down.
                 del learned["positive_lm_loss"]
             updates.append(learned)
+            ratio_diff_max = learned.pop("ratio_diff_max")
             if len(updates) == 1:
-                is_made = bool(updates[0]["grad_norm"].isfinite())
-                first = self._check_ratio(deviation, is_made=is_made)
+                is_made = bool(learned["grad_norm"].isfinite())
+                first = self._check_ratio(ratio_diff_max, is_made=is_made)
         totals = {"first_ratio_diff_max": first, **mean_of_updates(updates)}
         totals["learning_rate"] = torch.tensor(rate, dtype=torch.float64)
         return {f"actor/{name}": float(value) for name, value in totals.items()}
@@ -133,25 +136,13 @@ class Actor:
     def compute_gradients(self, mini_batch: MiniBatch) -> dict[str, Tensor]:
         """Leave the finished gradient of one mini-batch's loss in the buffers; return metrics."""
         assert isinstance(self.trained, TrainedModel)
-        return self.trained.compute_gradients(mini_batch, partial(self._loss, mini_batch, []))
+        return self.trained.compute_gradients(mini_batch, partial(self._loss, mini_batch))
 
     def _loss(
-        self,
-        mini_batch: MiniBatch,
-        deviation: list[Tensor],
-        output: Tensor,
-        microbatch: Microbatch,
+        self, mini_batch: MiniBatch, output: Tensor, microbatch: Microbatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         algorithm, batch = self.config.algorithm, microbatch.batch
         assert batch.old_logprobs is not None and batch.advantages is not None
-        by_token = algorithm.loss_aggregation == "token"
-        count = mini_batch.num_policy_tokens if by_token else mini_batch.num_policy_responses
-        weights = token_weights(
-            batch.policy_weights,
-            batch.cu_seqlens,
-            algorithm.loss_aggregation,
-            max_response_tokens=self.config.rollout.max_response_tokens,
-        )
         logprobs, entropy = policy_logprobs(
             self.trained,
             output,
@@ -160,55 +151,64 @@ class Actor:
             self.config,
             with_entropy=algorithm.entropy_coef > 0,
         )
-        policy_loss, metrics = clipped_policy_loss(
-            logprobs,
-            batch.old_logprobs,
-            batch.advantages,
-            weights,
+        assert algorithm.kl_coef == 0 or batch.reference_logprobs is not None
+        tokens = LossTokens(
+            old_logprobs=batch.old_logprobs,
+            advantages=batch.advantages,
+            reference_logprobs=batch.reference_logprobs if algorithm.kl_coef > 0 else None,
+            cu_seqlens=batch.cu_seqlens,
+            loss_mask=batch.loss_mask,
+            policy_weights=batch.policy_weights,
+            is_correct=batch.per_token(batch.is_correct),
+        )
+        counts = LossCounts(
+            policy_tokens=mini_batch.num_policy_tokens,
+            policy_responses=mini_batch.num_policy_responses,
+            positive_tokens=mini_batch.num_positive_tokens,
+        )
+        settings = LossSettings(
+            loss_aggregation=algorithm.loss_aggregation,
+            max_response_tokens=self.config.rollout.max_response_tokens,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
-            num_tokens=count,
-            num_trained_tokens=mini_batch.num_policy_tokens,
+            positive_lm_coef=algorithm.positive_lm_coef,
+            kl_coef=algorithm.kl_coef,
+            entropy_coef=algorithm.entropy_coef,
         )
-        positive = positive_lm_loss(
-            logprobs,
-            batch.loss_mask,
-            batch.per_token(batch.is_correct),
-            num_positive_tokens=mini_batch.num_positive_tokens,
-        )
-        loss = policy_loss + algorithm.positive_lm_coef * positive
-        if entropy is not None:
-            loss = loss - algorithm.entropy_coef * (entropy * weights).sum() / count.clamp(min=1)
-        if algorithm.kl_coef > 0:
-            assert batch.reference_logprobs is not None
-            distance, of_distance = reference_kl(
-                logprobs,
-                batch.reference_logprobs,
-                weights,
-                num_tokens=count,
-                num_trained_tokens=mini_batch.num_policy_tokens,
-            )
-            loss = loss + algorithm.kl_coef * distance
-            metrics |= of_distance
-        deviation.append(ratio_deviation(logprobs, batch.old_logprobs, batch.loss_mask))
-        metrics = {
-            **metrics,
-            "policy_loss": policy_loss.detach(),
-            "positive_lm_loss": positive.detach(),
-            "loss": loss.detach(),
-        }
-        return loss, metrics
+        return actor_loss(logprobs, entropy, tokens, counts, settings)
 
-    def _check_ratio(self, deviation: list[Tensor], *, is_made: bool) -> Tensor:
+    def _check_ratio(self, largest: Tensor, *, is_made: bool) -> Tensor:
         """Largest |ratio - 1| over all ranks, before anything was updated (RATIO_TOLERANCE).
 
         An update that was skipped, for a number that is not finite, may have any.
         """
-        largest = torch.stack([torch.zeros(()), *(d.cpu() for d in deviation)]).max()
-        largest = max_over_world(largest)
+        largest = max_over_world(largest.cpu())
         limit = RATIO_TOLERANCE[self.config.model.dtype]
         assert not is_made or float(largest) <= limit, (
             f"the ratio at the step's first mini-batch differs from 1 by {float(largest):.3g} "
             f"(limit {limit:g}): the update does not see what old_logprobs were computed from"
         )
         return largest
+
+
+class Reference:
+    """The frozen reference policy: what the actor started from, to tell how far it has gone.
+
+    This rank holds the shards of model.hf_path that the actor has, and nothing else: no optimizer,
+    no gradient buffers, no DDP. No checkpoint holds it: a run that resumes reads it again.
+    """
+
+    def __init__(self, shape: ModelShape, config: VapoConfig, ranks: Ranks) -> None:
+        self.shape, self.config = shape, config
+        self.frozen = FrozenModel(shape, config, ranks, "actor", config.model.hf_path)
+
+    def compute_logprobs(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """Return logprobs of the response tokens at the rollout's temperature; float32 [T], CPU."""
+
+        def head(output: Tensor, microbatch: Microbatch) -> Tensor:
+            logprobs, _ = policy_logprobs(
+                self.frozen, output, microbatch, self.shape, self.config, with_entropy=False
+            )
+            return logprobs
+
+        return torch.cat(forward_only(self.frozen.model, microbatches, head)).cpu()

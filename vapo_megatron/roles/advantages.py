@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithm.gae import (
-    decoupled_gae,
-    masked_sums,
-    mean_and_std,
-    resolve_lambdas,
-    whiten,
-)
+from vapo_megatron.algorithm.gae import decoupled_gae
 from vapo_megatron.algorithm.group_advantages import group_advantages, group_sums
+from vapo_megatron.algorithm.lambdas import resolve_lambdas
 from vapo_megatron.algorithm.overlong_filtering import without_truncated
+from vapo_megatron.algorithm.policy_loss import loss_count
+from vapo_megatron.algorithm.sampler_correction import icepop_mask, truncated_importance_mask
+from vapo_megatron.algorithm.statistics import masked_sums, mean_and_std, whiten
 from vapo_megatron.config import AlgorithmConfig
 from vapo_megatron.data.batch import RolloutBatch, StepSummary
 from vapo_megatron.parallel.groups import Ranks
@@ -26,6 +24,37 @@ def with_loss_mask(batch: RolloutBatch, algorithm: AlgorithmConfig) -> RolloutBa
         return batch
     mask = without_truncated(batch.loss_mask, batch.truncated, batch.cu_seqlens)
     return batch.replace(loss_mask=mask)
+
+
+def with_policy_mask(
+    batch: RolloutBatch, algorithm: AlgorithmConfig, ranks: Ranks
+) -> tuple[RolloutBatch, dict[str, float]]:
+    """Return the batch with `policy_mask` set as algorithm.sampler_correction says; and metrics.
+
+    Needs `old_logprobs`. Two small all-reduces; without a correction neither they nor metrics.
+    """
+    if algorithm.sampler_correction == "none":
+        return batch, {}
+    assert batch.old_logprobs is not None
+    logprobs = batch.old_logprobs, batch.rollout_logprobs
+    count = sum_over_data_parallel(loss_count(batch.loss_mask, batch.cu_seqlens, "token"), ranks)
+    if algorithm.sampler_correction == "tis":
+        mask, metrics = truncated_importance_mask(
+            *logprobs, batch.loss_mask, cap=algorithm.sampler_tis_cap, num_tokens=count
+        )
+    else:
+        mask, metrics = icepop_mask(
+            *logprobs,
+            batch.loss_mask,
+            low=algorithm.sampler_icepop_low,
+            high=algorithm.sampler_icepop_high,
+            num_tokens=count,
+        )
+    sums = sum_over_data_parallel(metrics, ranks)
+    return batch.replace(policy_mask=mask), {
+        "rollout/sampler_ratio_mean": float(sums["sampler_ratio"]),
+        "rollout/sampler_corrected_fraction": float(sums["sampler_corrected_fraction"]),
+    }
 
 
 def with_advantages(
@@ -52,7 +81,12 @@ def with_advantages(
 
 def _from_values(batch: RolloutBatch, algorithm: AlgorithmConfig) -> RolloutBatch:
     assert batch.values is not None
-    lambda_actor, lambda_critic = lambdas(batch.response_lengths, algorithm)
+    lambda_actor, lambda_critic = resolve_lambdas(
+        batch.response_lengths,
+        lambda_actor=algorithm.lambda_actor,
+        lambda_critic=algorithm.lambda_critic,
+        length_adaptive_alpha=algorithm.length_adaptive_alpha,
+    )
     advantages, returns = decoupled_gae(
         token_rewards(batch),
         batch.values,
@@ -74,16 +108,6 @@ def _from_groups(
         batch.rewards, batch.positions // size, sums, algorithm.advantage_estimator
     )
     return batch.replace(advantages=batch.per_token(of_responses))
-
-
-def lambdas(lengths: Tensor, algorithm: AlgorithmConfig) -> tuple[float | Tensor, float | Tensor]:
-    """(lambda_actor, lambda_critic) of responses of these lengths [B], as configured."""
-    return resolve_lambdas(
-        lengths,
-        lambda_actor=algorithm.lambda_actor,
-        lambda_critic=algorithm.lambda_critic,
-        length_adaptive_alpha=algorithm.length_adaptive_alpha,
-    )
 
 
 def token_rewards(batch: RolloutBatch) -> Tensor:

@@ -170,7 +170,8 @@ class TrainedModel(PlacedModel):
             mini_batch, loss_function: see update.
 
         Returns:
-            The metrics summed over microbatches and data-parallel ranks; 0-d, on every rank. And
+            The metrics summed over microbatches and data-parallel ranks; 0-d, on every rank. One
+            whose name ends in _max is this data-parallel rank's own maximum. And
             not_finite: 0 where the loss, the gradient, and what the mini-batch brought of
             log-probabilities, values, advantages and returns are finite on all of these ranks.
         """
@@ -181,7 +182,8 @@ class TrainedModel(PlacedModel):
         found += [torch.tensor(m.batch.is_finite) for m in mini_batch.microbatches]
         broken = [(~ok).to(loss.device, torch.float64) for ok in found]
         metrics["not_finite"] = torch.stack(broken).sum()
-        return sum_over_data_parallel(metrics, self.ranks)
+        largest = {name: metrics.pop(name) for name in list(metrics) if name.endswith("_max")}
+        return {**sum_over_data_parallel(metrics, self.ranks), **largest}
 
     def update(
         self, mini_batch: MiniBatch, loss_function: LossFunction, learning_rate: float

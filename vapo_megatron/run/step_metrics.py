@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithm.gae import (
+from vapo_megatron.algorithm.lambdas import resolve_lambdas
+from vapo_megatron.algorithm.statistics import (
     explained_variance_from_moments,
     masked_sums,
     mean_and_std,
@@ -17,7 +18,6 @@ from vapo_megatron.config import AlgorithmConfig
 from vapo_megatron.data.batch import STATUSES, RolloutBatch, StepSummary
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import max_over_world, sum_over_data_parallel
-from vapo_megatron.roles.advantages import lambdas
 
 
 def sampler_difference(batch: RolloutBatch, limit: float | None, ranks: Ranks) -> dict[str, float]:
@@ -95,8 +95,14 @@ def step_metrics(
         "algorithm/advantage_std": advantage_std,
     }
     if of_values:
+        lambda_actor, _ = resolve_lambdas(
+            lengths,
+            lambda_actor=algorithm.lambda_actor,
+            lambda_critic=algorithm.lambda_critic,
+            length_adaptive_alpha=algorithm.length_adaptive_alpha,
+        )
         result |= {
             "critic/explained_variance": explained_variance_from_moments(of_values[0]),
-            "algorithm/lambda_actor_mean": torch.as_tensor(lambdas(lengths, algorithm)[0]).mean(),
+            "algorithm/lambda_actor_mean": torch.as_tensor(lambda_actor).mean(),
         }
     return {name: float(value) for name, value in result.items()}

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from vapo_megatron.algorithm.lambdas import resolve_lambdas
 from vapo_megatron.config.techniques import settings
 from vapo_megatron.run.directory import Run
 from vapo_megatron.run.report.html import spread
@@ -146,24 +149,18 @@ def _by_value(pairs: Sequence[_Pair]) -> list[list[float]]:
 
 def _lambdas(algorithm: Mapping[str, Any], longest: int) -> list[_Series]:
     """Lambda by length, and what GAE leaves of the reward at a response's first token."""
-    lengths = spread(range(1, longest + 1), 41)
+    lengths = np.array(spread(range(1, longest + 1), 41))
+    names = ("lambda_actor", "lambda_critic", "length_adaptive_alpha")
+    actor, critic = resolve_lambdas(lengths, **{name: algorithm[name] for name in names})
+    left = (algorithm["gamma"] * actor) ** (lengths - 1)
 
-    def actor(length: int) -> float:
-        if algorithm["lambda_actor"] != "adaptive":
-            return algorithm["lambda_actor"]
-        return min(1.0, max(0.0, 1 - 1 / (algorithm["length_adaptive_alpha"] * length)))
-
-    def critic(length: int) -> float:
-        given = algorithm["lambda_critic"]
-        return actor(length) if given == "same_as_actor" else given
-
-    def left(length: int) -> float:
-        return (algorithm["gamma"] * actor(length)) ** (length - 1)
+    def by_length(numbers: Any) -> list[list[float]]:
+        return np.stack(np.broadcast_arrays(lengths, numbers), axis=1).tolist()
 
     return [
-        ("actor's lambda", [[n, actor(n)] for n in lengths]),
-        ("critic's lambda", [[n, critic(n)] for n in lengths]),
-        ("of the reward in the first token's advantage", [[n, left(n)] for n in lengths]),
+        ("actor's lambda", by_length(actor)),
+        ("critic's lambda", by_length(critic)),
+        ("of the reward in the first token's advantage", by_length(left)),
     ]
 
 

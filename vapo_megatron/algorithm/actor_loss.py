@@ -1,0 +1,112 @@
+"""The actor's whole loss: clipped policy loss, positive-example LM loss, KL and entropy."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from vapo_megatron.algorithm.policy_loss import clipped_policy_loss, ratio_deviation, token_weights
+from vapo_megatron.algorithm.positive_lm_loss import positive_lm_loss
+from vapo_megatron.algorithm.reference_kl import reference_kl
+
+
+class LossTokens(NamedTuple):
+    """What the loss reads of a microbatch's T response tokens; [T] unless said otherwise."""
+
+    old_logprobs: Tensor
+    """Of the policy before this step's updates."""
+    advantages: Tensor
+    reference_logprobs: Tensor | None
+    """Of the reference policy; None: kl_coef is 0."""
+    cu_seqlens: Tensor
+    """Integer [B+1], bounds of the responses in T."""
+    loss_mask: Tensor
+    """Bool or float weights: tokens that are trained on."""
+    policy_weights: Tensor
+    """loss_mask with the correction for the sampler: of policy loss, KL and entropy."""
+    is_correct: Tensor
+    """Bool: tokens of correct responses."""
+
+
+class LossCounts(NamedTuple):
+    """Denominators, 0-d, summed over the microbatches and data-parallel ranks of a mini-batch."""
+
+    policy_tokens: Tensor
+    """Tokens with a weight in policy_weights."""
+    policy_responses: Tensor
+    """Responses with such a token."""
+    positive_tokens: Tensor
+    """Tokens of correct responses that loss_mask keeps."""
+
+
+class LossSettings(NamedTuple):
+    """The fields of `algorithm` and `rollout` that the loss depends on."""
+
+    loss_aggregation: str
+    max_response_tokens: int
+    clip_low: float
+    clip_high: float
+    positive_lm_coef: float
+    kl_coef: float
+    entropy_coef: float
+
+
+def actor_loss(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    tokens: LossTokens,
+    counts: LossCounts,
+    settings: LossSettings,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Add up the actor's losses, each divided by a count of its own over the whole mini-batch.
+
+        L = L_policy + positive_lm_coef * L_NLL + kl_coef * KL - entropy_coef * H
+
+    Source: VAPO (arXiv 2504.05118), section 4.3; KL and entropy are options of its neighbours.
+
+    Args:
+        logprobs: [T] float32 or float64, of the policy being trained; carries the gradient.
+        entropy: [T], likewise, in nats; None: entropy_coef is 0.
+        tokens, counts, settings: of the microbatch, of its mini-batch, of the run.
+
+    Returns:
+        The loss, 0-d: this call's addend. Metrics, detached, 0-d, to be summed over microbatches
+        and ranks, but for ratio_diff_max, whose maximum is to be taken: see ratio_deviation.
+    """
+    by_token = settings.loss_aggregation == "token"
+    count = counts.policy_tokens if by_token else counts.policy_responses
+    weights = token_weights(
+        tokens.policy_weights,
+        tokens.cu_seqlens,
+        settings.loss_aggregation,
+        max_response_tokens=settings.max_response_tokens,
+    )
+    of_policy = {"num_tokens": count, "num_trained_tokens": counts.policy_tokens}
+    policy_loss, metrics = clipped_policy_loss(
+        logprobs,
+        tokens.old_logprobs,
+        tokens.advantages,
+        weights,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        **of_policy,
+    )
+    nll = positive_lm_loss(
+        logprobs, tokens.loss_mask, tokens.is_correct, num_positive_tokens=counts.positive_tokens
+    )
+    loss = policy_loss + settings.positive_lm_coef * nll
+    if entropy is not None:
+        total = (entropy * weights).sum()
+        loss = loss - settings.entropy_coef * total / count.clamp(min=1)
+    if tokens.reference_logprobs is not None:
+        kl, of_kl = reference_kl(logprobs, tokens.reference_logprobs, weights, **of_policy)
+        loss = loss + settings.kl_coef * kl
+        metrics |= of_kl
+    return loss, {
+        **metrics,
+        "policy_loss": policy_loss.detach(),
+        "positive_lm_loss": nll.detach(),
+        "loss": loss.detach(),
+        "ratio_diff_max": ratio_deviation(logprobs, tokens.old_logprobs, tokens.loss_mask),
+    }

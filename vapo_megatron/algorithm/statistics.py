@@ -1,0 +1,111 @@
+"""Means, deviations and explained variance over all ranks' tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithm.reduction import keep, require_mask, require_wide
+
+
+def whiten(advantages: Tensor, *, mean: Tensor, std: Tensor) -> Tensor:
+    """Normalise advantages with statistics of the whole step.
+
+        (A - mean) / max(std, 1e-8)
+
+    Source: common PPO practice; VAPO prints nothing of it, and the default is off.
+
+    Args:
+        advantages: [T] float32 or float64.
+        mean, std: 0-d tensors over all data-parallel ranks (see masked_sums and mean_and_std).
+
+    Returns:
+        [T], advantages' dtype; all 0 where they do not vary.
+    """
+    require_wide(advantages=advantages)
+    return ((advantages - mean) / std.clamp(min=1e-8)).to(advantages.dtype)
+
+
+def masked_sums(x: Tensor, loss_mask: Tensor) -> Tensor:
+    """Count, sum and sum of squares of the tokens that are trained on; add them up over ranks.
+
+    Args:
+        x: [T] float32 or float64.
+        loss_mask: [T] bool, or float weights: any weight but 0 counts once.
+
+    Returns:
+        float64 [3].
+    """
+    require_wide(x=x)
+    require_mask(loss_mask)
+    kept = keep(x.detach().double(), loss_mask)
+    count = keep(torch.ones_like(kept), loss_mask).sum()
+    return torch.stack([count, kept.sum(), kept.square().sum()])
+
+
+def mean_and_std(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and (population) standard deviation from masked_sums, both 0 where the count is 0.
+
+    Args:
+        sums: float64 [3], already summed over ranks.
+
+    Returns:
+        (mean, std), float64 0-d tensors. A variance below rounding (1e-12 of the mean square) is 0.
+    """
+    count, total, squares = sums.unbind()
+    mean, mean_square = total / count.clamp(min=1), squares / count.clamp(min=1)
+    variance = mean_square - mean.square()
+    return mean, torch.where(variance > 1e-12 * mean_square, variance, 0).sqrt()
+
+
+def moments(values: Tensor, returns: Tensor, loss_mask: Tensor) -> Tensor:
+    """What explained_variance needs of one rank, as a sum.
+
+    These are the masked_sums of the returns and of their distance to the values.
+
+    Args:
+        values, returns: [T] float32 or float64.
+        loss_mask: [T] bool, or float weights: any weight but 0 counts once.
+
+    Returns:
+        float64 [6]; add them up over microbatches and data-parallel ranks.
+    """
+    require_wide(values=values, returns=returns)
+    error = returns.double() - values.double()
+    return torch.cat([masked_sums(returns, loss_mask), masked_sums(error, loss_mask)])
+
+
+def explained_variance_from_moments(sums: Tensor) -> Tensor:
+    """Explained variance over everything that was added up.
+
+    Args:
+        sums: float64 [6] from moments, summed over microbatches and ranks.
+
+    Returns:
+        float64 0-d tensor; see explained_variance.
+    """
+    _, std = mean_and_std(sums[:3])
+    _, error_std = mean_and_std(sums[3:])
+    explained = 1 - (error_std / torch.where(std > 0, std, 1)).square()
+    return torch.where(std > 0, explained, 0)
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
+    """Share of the returns' variance that the values explain.
+
+        1 - Var(returns - values) / Var(returns)
+
+    1: the values are the returns up to a constant; 0: no better than a constant; below 0: worse
+    than that.
+
+    Args:
+        values, returns: [T] float32 or float64.
+
+    Returns:
+        float64 0-d tensor; 0 where the returns do not vary, so that there is nothing to explain.
+
+    Raises:
+        ValueError: a dtype below float32.
+    """
+    everywhere = torch.ones_like(returns, dtype=torch.bool)
+    return explained_variance_from_moments(moments(values, returns, everywhere))
