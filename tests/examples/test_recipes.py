@@ -260,14 +260,14 @@ def computed(files, overrides):
     (mini_batch,) = mini_batches(batch, [[[0, 4, 2], [5, 1, 3]]], place)
     metrics = step_metrics(summary, batch, batch.old_logprobs, config.algorithm, place)
 
-    def losses(model, outputs, *between):
+    def losses(model, outputs):
         """Of a role whose model returns what it is given."""
         model.config, model.shape, model.trained = config, None, None
         model._values = lambda output, microbatch: output
         found = []
         for microbatch in mini_batch.microbatches:
             output = torch.tensor(sum((outputs[i] for i in microbatch.batch.positions), []))
-            loss, metrics = model._loss(mini_batch, *between, output, microbatch)
+            loss, metrics = model._loss(mini_batch, output, microbatch)
             found.append([float(loss), float(metrics.get("policy_loss", 0))])
         return [sum(one) for one in zip(*found)]
 
@@ -277,7 +277,7 @@ def computed(files, overrides):
         return output, None
 
     with mock.patch("vapo_megatron.roles.actor.policy_logprobs", policy_logprobs):
-        whole, policy = losses(Actor.__new__(Actor), logprobs, [])
+        whole, policy = losses(Actor.__new__(Actor), logprobs)
     of_critic, updates = None, []
     if "critic" in config.algorithm.trained_roles:
         critic = Critic.__new__(Critic)
