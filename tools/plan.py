@@ -166,7 +166,7 @@ def reshard(options: argparse.Namespace) -> str:
     """Compare the plan that moves missing bytes with gathering every tensor on every rank."""
     # These load torch; a wrong option is answered before.
     from vapo_megatron.weights.reshard import cost, shards
-    from vapo_megatron.weights.reshard.whole_plan import make_plan
+    from vapo_megatron.weights.reshard.planner import make_plan
 
     shape, dp_size = shape_and_data_parallelism(options)
     trainer = shards.trainer_layout(

@@ -23,7 +23,7 @@ def _gradients(hf_path, layout, sections, bucket_bytes):
     """Gradients of the first update, the parameters before and after, and the update's norm."""
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.optimizer import optimizer_step
-    from vapo_megatron.weights.gradients import full_gradients
+    from vapo_megatron.weights.gather import full_gradients
 
     config = make_config(layout, **sections)
     place = groups.initialize(config.parallel)

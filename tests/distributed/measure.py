@@ -193,7 +193,7 @@ def _gradients(
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import minibatches
     from vapo_megatron.roles.advantages import with_policy_mask
-    from vapo_megatron.weights.gradients import full_gradients
+    from vapo_megatron.weights.gather import full_gradients
 
     algorithm = settings._asdict()
     batch = problem.batch(algorithm.pop("advantage_scale", 1.0))

@@ -82,7 +82,7 @@ def measure(hf_paths, layout):
     from vapo_megatron.models.build import gather_hidden, output_weight
     from vapo_megatron.parallel.optimizer import build_ddp
     from vapo_megatron.parallel.schedule import forward_backward, forward_only
-    from vapo_megatron.weights.gradients import full_gradients
+    from vapo_megatron.weights.gather import full_gradients
     from vapo_megatron.weights.load_hf import load_hf_weights
 
     # A tied model's copy of the embedding and every other parameter must come from the file.

@@ -193,7 +193,7 @@ class Trained:
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Gradients by HF name, in full."""
-        from vapo_megatron.weights.gradients import full_gradients
+        from vapo_megatron.weights.gather import full_gradients
 
         named = full_gradients(self.chunks, self.shape, self.ranks, self.role)
         return {name: gradient.clone() for name, gradient in named}

@@ -15,7 +15,7 @@ from vapo_megatron.models.known import known_shape
 from vapo_megatron.parallel import score_chunks
 from vapo_megatron.planning import activations, memory, model_bytes, plan
 from vapo_megatron.planning.host_memory import checkpoint_bytes, host_bytes_per_node
-from vapo_megatron.weights.reshard import shards
+from vapo_megatron.weights.reshard import vllm_layout
 
 GPU_BYTES = 80 * 10**9
 
@@ -231,7 +231,7 @@ def test_checkpoint_of_32b(shape):
 def test_constants_are_those_of_the_files_that_load_torch():
     assert activations.CHUNK_BYTES == score_chunks.CHUNK_BYTES
     assert activations.SLAB_BYTES == score_chunks.SLAB_BYTES
-    assert model_bytes.SAMPLER_VOCAB_PADDING == shards.VLLM_VOCAB_PADDING
+    assert model_bytes.SAMPLER_VOCAB_PADDING == vllm_layout.VLLM_VOCAB_PADDING
 
 
 def test_plans_start_without_torch():

@@ -1,6 +1,6 @@
 """Parameters, gradients and optimizer states: golden numbers by hand, and against other files.
 
-Parameters are compared with the trainer's and the sampler's pieces (weights/shards.py), which live
+Parameters are compared with the trainer's and the sampler's pieces (weights/reshard), which live
 models are checked against elsewhere. Real allocations are in test_memory_measured.py.
 """
 
@@ -10,7 +10,7 @@ from tests.planning.shapes import LAYER, VOCABULARY, make_config
 from vapo_megatron.models.known import known_shape
 from vapo_megatron.planning import model_bytes
 from vapo_megatron.weights import mapping
-from vapo_megatron.weights.reshard import shards
+from vapo_megatron.weights.reshard import shards, vllm_layout
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_buckets_are_of_the_first_stage_alone():
 )
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_parameters_are_those_of_the_resharding_plan(name, tp, pp, vpp, role):
-    # weights/shards.py counts without padding: each vocabulary's padding rows are added here.
+    # Pieces are without padding: each vocabulary's padding rows are added here.
     shape = known_shape(name)
     config = make_config(tp, pp, 1, vpp if vpp > 1 else None)
     layout = shards.trainer_layout(shape, tp_size=tp, pp_size=pp, vpp_size=vpp, dp_size=1)
@@ -125,10 +125,10 @@ def test_sampler_weights_are_those_of_the_resharding_plan(name, tp):
     shape = known_shape(name)
     expected = 0
     for row in mapping.rows(shape, "actor"):
-        pieces = [p for r in range(tp) for p in shards.sampler_pieces(row, shape, tp, r)]
+        pieces = [p for r in range(tp) for p in vllm_layout.sampler_pieces(row, shape, tp, r)]
         times = shape.num_layers if "{}" in row.hf[0] else 1
         expected += times * sum(p.rows * p.columns for p in pieces)
-    padding = -shape.vocab_size % shards.VLLM_VOCAB_PADDING * shape.hidden_size
+    padding = -shape.vocab_size % vllm_layout.VLLM_VOCAB_PADDING * shape.hidden_size
     expected += padding * (1 if shape.tied else 2)
     for dtype, size in (("bfloat16", 2), ("float32", 4)):
         config = make_config(1, 1, tp, vllm_tp=tp, rollout={"dtype": dtype})

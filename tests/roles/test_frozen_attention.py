@@ -55,7 +55,7 @@ def bits(critic):
 
 def gradients(critic):
     from vapo_megatron.models.hf_config import read_model_shape
-    from vapo_megatron.weights.gradients import full_gradients
+    from vapo_megatron.weights.gather import full_gradients
 
     critic.compute_gradients(mini_batch_of(critic))
     shape = read_model_shape(critic.config.model.hf_path)

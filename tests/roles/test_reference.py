@@ -19,7 +19,7 @@ def drift(hf, parallel):
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.minibatches import make_microbatches
     from vapo_megatron.roles.actor import Actor, Reference
-    from vapo_megatron.weights.gradients import full_gradients
+    from vapo_megatron.weights.gather import full_gradients
 
     config = VapoConfig.model_validate(
         {

@@ -39,7 +39,7 @@ from vapo_megatron.models.build import Role
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel import groups
 from vapo_megatron.roles.actor import Actor
-from vapo_megatron.weights.gradients import full_gradients
+from vapo_megatron.weights.gather import full_gradients
 
 ROLES: tuple[Role, ...] = ("actor", "critic")
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8}

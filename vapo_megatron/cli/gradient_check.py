@@ -25,7 +25,7 @@ from vapo_megatron.data.storage import replacing
 from vapo_megatron.errors import DataError
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.rollout.replay import check_dump
-from vapo_megatron.weights.gradients import full_gradients
+from vapo_megatron.weights.gather import full_gradients
 from vapo_megatron.weights.mapping import hf_tensors
 
 if TYPE_CHECKING:

@@ -271,7 +271,7 @@ def model_flops(shape: ModelShape, workload: Workload) -> int:
 def resharding_seconds(shape: ModelShape, plan: Plan) -> float:
     """Predict the sync from the plan of its messages, which takes seconds to make; loads torch."""
     from vapo_megatron.weights.reshard import cost, shards
-    from vapo_megatron.weights.reshard.whole_plan import make_plan as make_messages
+    from vapo_megatron.weights.reshard.planner import make_plan as make_messages
 
     p, cluster = plan.config.parallel, plan.cluster
     trainer = shards.trainer_layout(

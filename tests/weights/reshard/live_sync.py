@@ -24,8 +24,7 @@ from vapo_megatron.parallel.optimizer import (
 from vapo_megatron.parallel.schedule import forward_backward
 from vapo_megatron.weights.load_hf import export_hf
 from vapo_megatron.weights.reshard import sync as sync_module
-from vapo_megatron.weights.reshard.coverage import LiveWeight
-from vapo_megatron.weights.reshard.plan import SAMPLER
+from vapo_megatron.weights.reshard.plan import SAMPLER, LiveWeight
 from vapo_megatron.weights.reshard.sync import WeightSync
 
 LAST_ROW_OF_MLP = "model.layers.3.mlp.down_proj.weight"

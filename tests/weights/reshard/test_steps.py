@@ -21,9 +21,10 @@ from vapo_megatron.models.known import known_shape
 from vapo_megatron.weights.mapping import rows
 from vapo_megatron.weights.reshard.cost import Cluster, full_gather_cost, plan_cost
 from vapo_megatron.weights.reshard.plan import SAMPLER, Block, Layer, Move, Plan, Slice, Step
-from vapo_megatron.weights.reshard.shards import TrainerLayout, check_sampler, trainer_layout
+from vapo_megatron.weights.reshard.planner import make_plan
+from vapo_megatron.weights.reshard.shards import TrainerLayout, trainer_layout
 from vapo_megatron.weights.reshard.steps import buckets, steps_of
-from vapo_megatron.weights.reshard.whole_plan import make_plan
+from vapo_megatron.weights.reshard.vllm_layout import check_sampler
 
 Parameters = dict[tuple[int, str], np.ndarray]
 

@@ -49,7 +49,7 @@ from vapo_megatron.rollout.vllm.process_state import (
     random_state_kept,
     unlink_shared_memory,
 )
-from vapo_megatron.weights.reshard.coverage import LiveWeight
+from vapo_megatron.weights.reshard.plan import LiveWeight
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 for _name, _value in {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vapo_megatron.weights.reshard.coverage import LiveWeight
+from vapo_megatron.weights.reshard.plan import LiveWeight
 
 
 def live_weights(model: Any) -> dict[str, LiveWeight]:

@@ -1,17 +1,28 @@
 """A resharding plan as data: moves of rectangles between ranks, and the steps that carry them out.
 
-whole_plan.py makes a plan, steps.py cuts it into steps that fit a buffer; whoever executes it needs
-nothing but these classes. All are immutable, hold integers and strings, and pickle.
+planner.py makes a plan, steps.py cuts it into steps that fit a buffer; whoever executes it needs
+nothing but these classes. All but LiveWeight hold integers and strings, and pickle.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SAMPLER = -1
 """In the place of a model chunk: the parameter is the sampler's."""
+
+
+class LiveWeight(NamedTuple):
+    """A weight of the sampler, where it lies."""
+
+    tensor: Tensor
+    padding_rows: int
+    """Last rows that belong to no token; they are to be 0."""
 
 
 class Slice(NamedTuple):

@@ -1,9 +1,16 @@
-"""Plans one block of a resharding plan: for all ranks, who sends what they lack.
+"""The plan that turns the trainer's shards into the sampler's: who sends which rectangle to whom.
 
-Two divisions make it. Ranks of one node that need the same elements from elsewhere divide them
-among themselves, if relaying is allowed: each receives a part across nodes and hands it on. Ranks
-that hold the same elements and are equally near divide what they send. Both hand out stretches of a
-row of rectangles, so that few rectangles are cut, and those between matrix rows.
+Every process is a rank of the trainer and of the sampler. A rank receives exactly the part of its
+vLLM shard that is not in its own Megatron shard, once: from a rank of its own node where one holds
+it, otherwise across nodes. With relays, no node receives an element twice: ranks of a node that
+need the same elements divide them, each receives a part across nodes and hands it on. Ranks that
+hold the same elements and are equally near divide what they send. Each link class (same node,
+across nodes) is balanced by itself, because they are different wires: the largest sender has the
+fewest bytes possible on each, up to a matrix row. Rectangles are handed out in order, in stretches,
+so that few are cut, and those between matrix rows.
+
+A plan is data, the same on every rank, computed from descriptions alone: no process group, no GPU,
+no random number. Layers that one pipeline stage holds are planned once and repeated.
 """
 
 from __future__ import annotations
@@ -11,14 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from vapo_megatron.weights.mapping import Row
-from vapo_megatron.weights.reshard.plan import SAMPLER, Block, Layer, Move, Slice
-from vapo_megatron.weights.reshard.shards import (
-    Piece,
-    TrainerLayout,
-    sampler_pieces,
-    trainer_pieces,
-)
+from vapo_megatron.weights.mapping import EMBEDDING, Row, rows
+from vapo_megatron.weights.reshard.plan import SAMPLER, Block, Layer, Move, Plan, Slice
+from vapo_megatron.weights.reshard.shards import Piece, TrainerLayout, trainer_pieces
+from vapo_megatron.weights.reshard.vllm_layout import check_sampler, sampler_pieces
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
@@ -27,7 +30,62 @@ Home = tuple[int, str | None]
 """Chunk and, where it is not the piece's, name of the parameter in which a stage keeps a piece."""
 
 
-class Demand(NamedTuple):
+def make_plan(
+    shape: ModelShape,
+    trainer: TrainerLayout,
+    sampler_tp_size: int,
+    *,
+    gpus_per_node: int,
+    bytes_per_element: int = 2,
+    relay: bool = True,
+) -> Plan:
+    """Plan the way of the actor's weights from the trainer's shards into the sampler's.
+
+    Args:
+        shape: of the model.
+        trainer: see shards.trainer_layout; the sampler runs on the same ranks.
+        sampler_tp_size: ranks of one vLLM replica, which are consecutive.
+        gpus_per_node: consecutive ranks that share a node.
+        bytes_per_element: of the weights, for counts of bytes; moves count elements.
+        relay: what several ranks of a node lack and the node does not hold comes to the node once,
+            in parts, and they hand their parts to each other; without, it comes to each of them.
+
+    Raises:
+        ConfigError: vLLM could not lay out the model so.
+    """
+    check_sampler(shape, sampler_tp_size, trainer.world_size)
+    planner = _BlockPlanner(shape, trainer, sampler_tp_size, gpus_per_node, relay)
+    table = rows(shape, "actor")
+    in_layer = [row for row in table if "{}" in row.hf[0]]
+    blocks = []
+    for stage, chunks in enumerate(trainer.layers):
+        layers = tuple(
+            Layer(first + i, chunk, i)
+            for chunk, (first, stop) in enumerate(chunks)
+            for i in range(stop - first)
+        )
+        blocks.append(planner.block(in_layer, {stage: (0, None)}, layers))
+    outside: dict[tuple[tuple[int, Home], ...], list[Row]] = {}
+    for row in table:
+        if "{}" not in row.hf[0] and not row.is_copy:
+            outside.setdefault(tuple(_homes(row, table, trainer).items()), []).append(row)
+    # These come last: senders of a tied embedding stand in two stages, and even out their loads.
+    for homes, some in outside.items():
+        blocks.append(planner.block(some, dict(homes)))
+    return Plan(trainer.world_size, gpus_per_node, bytes_per_element, tuple(blocks))
+
+
+def _homes(row: Row, table: list[Row], trainer: TrainerLayout) -> dict[int, Home]:
+    """Find the stages that hold a row outside the layers, and where."""
+    homes: dict[int, Home] = {}
+    for home in [row, *(other for other in table if other.is_copy and other.hf == row.hf)]:
+        stage = trainer.stage_of(home)
+        chunk = 0 if home.hf == (EMBEDDING,) and not home.is_copy else trainer.last_chunk
+        homes.setdefault(stage, (chunk, home.megatron[0] if home.is_copy else None))
+    return homes
+
+
+class _Demand(NamedTuple):
     """What a rank of the sampler needs of a rank of the trainer."""
 
     rank: int
@@ -42,7 +100,7 @@ class Demand(NamedTuple):
         """Elements of the rectangle."""
         return self.source.rows * self.source.columns
 
-    def part(self, first: int, num_rows: int) -> Demand:
+    def part(self, first: int, num_rows: int) -> _Demand:
         """Return some of its rows."""
         if num_rows == self.source.rows:
             return self
@@ -60,7 +118,7 @@ class _Candidates(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class BlockPlanner:
+class _BlockPlanner:
     """Plans block after block, knowing what every rank sends so far."""
 
     def __init__(
@@ -94,8 +152,8 @@ class BlockPlanner:
         loads = {near: [0] * len(x) for near, x in self.loads.items()} if layers else self.loads
         demands = self._demands(some)
         moves: list[Move] = []
-        missing: list[Demand] = []
-        far: list[Demand] = []
+        missing: list[_Demand] = []
+        far: list[_Demand] = []
         for demand in demands:
             candidates = self._candidates(demand, homes)
             if demand.rank in candidates.ranks:
@@ -111,9 +169,9 @@ class BlockPlanner:
                 total[:] = (t + len(layers) * x for t, x in zip(total, loads[near], strict=True))
         return Block(tuple(sorted(moves)), tuple(sorted(relays)), layers)
 
-    def _demands(self, some: list[Row]) -> list[Demand]:
+    def _demands(self, some: list[Row]) -> list[_Demand]:
         """List what each rank's sampler shard has in common with each trainer shard."""
-        by_tp_rank: list[list[Demand]] = [[] for _ in range(self.sampler_tp_size)]
+        by_tp_rank: list[list[_Demand]] = [[] for _ in range(self.sampler_tp_size)]
         for row in some:
             tp_ranks = [None] if row.kind == "replicated" else range(self.trainer.tp_size)
             for tp_rank in tp_ranks:
@@ -121,7 +179,7 @@ class BlockPlanner:
                 for sampler_tp_rank, found in enumerate(by_tp_rank):
                     wanted = sampler_pieces(row, self.shape, self.sampler_tp_size, sampler_tp_rank)
                     found += [
-                        Demand(sampler_tp_rank, *both, tp_rank)
+                        _Demand(sampler_tp_rank, *both, tp_rank)
                         for there in held
                         for here in wanted
                         if (both := _overlap(there, here))
@@ -132,7 +190,7 @@ class BlockPlanner:
             for demand in by_tp_rank[rank % self.sampler_tp_size]
         ]
 
-    def _candidates(self, demand: Demand, homes: dict[int, Home]) -> _Candidates:
+    def _candidates(self, demand: _Demand, homes: dict[int, Home]) -> _Candidates:
         """Find the nearest ranks that hold what is needed."""
         trainer, tp_rank, stages = self.trainer, demand.tp_rank, tuple(homes)
         node = demand.rank // self.gpus_per_node
@@ -149,20 +207,20 @@ class BlockPlanner:
             self._found[node, tp_rank, stages] = found
         return found
 
-    def _divide(self, far: list[Demand]) -> tuple[list[Demand], list[Move]]:
+    def _divide(self, far: list[_Demand]) -> tuple[list[_Demand], list[Move]]:
         """Let a node receive what several of its ranks need once.
 
         Returns:
             What each rank still receives across nodes, and the relays that do the rest.
         """
-        same: dict[tuple[int, Slice, int | None], list[Demand]] = {}
+        same: dict[tuple[int, Slice, int | None], list[_Demand]] = {}
         for demand in far:
             node = demand.rank // self.gpus_per_node
             same.setdefault((node, demand.source, demand.tp_rank), []).append(demand)
-        shared: dict[tuple[int, ...], list[list[Demand]]] = {}
+        shared: dict[tuple[int, ...], list[list[_Demand]]] = {}
         for alike in same.values():
             shared.setdefault(tuple(demand.rank for demand in alike), []).append(alike)
-        received: list[Demand] = []
+        received: list[_Demand] = []
         relays: list[Move] = []
         for ranks, everything in shared.items():
             # What every trainer rank holds is small: it stays whole.
@@ -190,11 +248,11 @@ class BlockPlanner:
         return received, relays
 
     def _assign(
-        self, demands: list[Demand], loads: dict[bool, list[int]], homes: dict[int, Home]
+        self, demands: list[_Demand], loads: dict[bool, list[int]], homes: dict[int, Home]
     ) -> list[Move]:
         """Choose senders, and add to their loads."""
         moves: list[Move] = []
-        cut: dict[_Candidates, list[Demand]] = {}
+        cut: dict[_Candidates, list[_Demand]] = {}
         for demand in demands:
             if demand.tp_rank is not None:
                 cut.setdefault(self._candidates(demand, homes), []).append(demand)
@@ -220,7 +278,7 @@ class BlockPlanner:
                 moves.append(self._move(demand, source, homes))
         return moves
 
-    def _move(self, demand: Demand, source_rank: int, homes: dict[int, Home]) -> Move:
+    def _move(self, demand: _Demand, source_rank: int, homes: dict[int, Home]) -> Move:
         """Build the move that meets a demand from one rank's trainer."""
         chunk, name = homes[source_rank // (self.trainer.tp_size * self.trainer.dp_size)]
         source = demand.source

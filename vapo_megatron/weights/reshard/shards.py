@@ -1,20 +1,9 @@
-"""Who holds which rectangle of which HF tensor: the trainer's side and the sampler's, as data.
+"""Who holds which rectangle of which HF tensor, as data: the trainer's side.
 
-Everything is stated in the coordinates of the HF tensors, so that two layouts meet there. A bias or
-a norm counts as one column. The name table (mapping.py) says which tensors make a parameter.
-
-Trainer: ranks are numbered tensor parallel fastest, then data parallel, then pipeline. Sampler:
-consecutive ranks form a replica, its tensor-parallel rank is rank % tp_size, and vLLM's loaders say
-what that rank keeps:
-
-    kind         vLLM parameter     this rank's part
-    vocabulary   [V_padded/tp, H]   rows of the vocabulary padded to a multiple of 64
-    qkv          q, then k, then v  its query heads; its key-value heads, or the one that it shares
-    gate_up      gate, then up      its rows of each
-    row          [out, in/tp]       its columns
-    replicated   any                all of it
-
-Padding rows of a vocabulary are nobody's: they are in no piece.
+Everything is stated in the coordinates of the HF tensors, so that two layouts (the sampler's is in
+vllm_layout.py) meet there. A bias or a norm counts as one column. The name table (mapping.py) says
+which tensors make a parameter. Ranks are numbered tensor parallel fastest, then data parallel, then
+pipeline. Padding rows of a vocabulary are nobody's: they are in no piece.
 """
 
 from __future__ import annotations
@@ -22,16 +11,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
-from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import padded_vocab_size
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.mapping import EMBEDDING, Row
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
-
-VLLM_VOCAB_PADDING = 64
-"""DEFAULT_VOCAB_PADDING_SIZE of vLLM's vocab_parallel_embedding."""
 
 LayerRange = tuple[int, int]
 """[first, stop) of consecutive layers, numbered from 0 in the whole model."""
@@ -120,42 +105,15 @@ def trainer_layout(
     )
 
 
-def check_sampler(shape: ModelShape, tp_size: int, world_size: int) -> None:
-    """Refuse a sampler layout that vLLM could not load.
-
-    Raises:
-        ConfigError: names the field, its value, and what the model's config.json says.
-    """
-    name = f"rollout.tensor_model_parallel_size={tp_size}"
-    for key, value in (
-        ("num_attention_heads", shape.num_attention_heads),
-        ("intermediate_size", shape.ffn_hidden_size),
-        ("padded vocabulary", _vllm_vocab_rows(shape)),
-    ):
-        if value % tp_size:
-            raise ConfigError(f"{name} must divide the model's {key}={value}; lower it")
-    kv_heads = shape.num_key_value_heads
-    if kv_heads % tp_size and tp_size % kv_heads:
-        raise ConfigError(
-            f"{name} must be a divisor or a multiple of the model's num_key_value_heads="
-            f"{kv_heads}; change it"
-        )
-    if world_size % tp_size:
-        raise ConfigError(
-            f"{name} must divide parallel.world_size={world_size}: every rank belongs to a "
-            "replica; change one of them"
-        )
-
-
 def trainer_pieces(
     row: Row, shape: ModelShape, trainer: TrainerLayout, tp_rank: int
 ) -> list[Piece]:
     """List what a tensor-parallel rank of the trainer holds of one row of the name table."""
     name = row.megatron[-1] if trainer.transformer_engine else row.megatron[0]
-    sizes = _sizes(row, shape)
+    sizes = matrix_sizes(row, shape)
     dim = layout.shard_dim(row.kind)
     if dim is None:
-        return _stacked(row.hf, [(0, 0, *size) for size in sizes], name)
+        return stacked(row.hf, [(0, 0, *size) for size in sizes], name)
     all_bounds = layout.part_bounds(
         row.kind,
         [size[dim] for size in sizes],
@@ -164,9 +122,9 @@ def trainer_pieces(
         num_groups=shape.num_key_value_heads,
         padded_rows=trainer.vocab_rows,
     )
-    cut = [_cut(size, dim, *part) for size, part in zip(sizes, all_bounds, strict=True)]
+    cut = [cut_along(size, dim, *part) for size, part in zip(sizes, all_bounds, strict=True)]
     if row.kind != "qkv":
-        return _stacked(row.hf, cut, name)
+        return stacked(row.hf, cut, name)
     # A shard interleaves its key-value heads; see layout.merge_qkv.
     num_groups = max(1, shape.num_key_value_heads // trainer.tp_size)
     groups = [
@@ -174,49 +132,15 @@ def trainer_pieces(
         for group in range(num_groups)
         for row_, column, rows, columns in cut
     ]
-    return _stacked(row.hf * num_groups, groups, name)
+    return stacked(row.hf * num_groups, groups, name)
 
 
-def sampler_pieces(row: Row, shape: ModelShape, tp_size: int, tp_rank: int) -> list[Piece]:
-    """List what a tensor-parallel rank of vLLM holds of one row of the name table.
-
-    A tied output projection shares the embedding's memory, so a copy has no pieces of its own.
-    """
-    if row.is_copy:
-        return []
-    sizes = _sizes(row, shape)
-    if row.kind == "qkv":
-        query, key, value = sizes
-        kv_heads = shape.num_key_value_heads
-        # Where ranks outnumber key-value heads, consecutive ranks hold the same one.
-        parts = min(tp_size, kv_heads)
-        part = tp_rank // (tp_size // parts)
-        cut = [_cut(query, 0, *layout.bounds(query[0], tp_rank, tp_size))]
-        cut += [_cut(size, 0, *layout.bounds(size[0], part, parts)) for size in (key, value)]
-        return _stacked(row.hf, cut, row.hf[0].replace("q_proj", "qkv_proj"))
-    if row.kind == "vocabulary":
-        ((vocab_size, columns),) = sizes
-        start, stop = layout.bounds(_vllm_vocab_rows(shape), tp_rank, tp_size)
-        cut = [_cut((vocab_size, columns), 0, min(start, vocab_size), min(stop, vocab_size))]
-        return _stacked(row.hf, cut, row.hf[0])
-    if row.kind == "replicated":
-        return _stacked(row.hf, [(0, 0, *size) for size in sizes], row.hf[0])
-    dim = layout.shard_dim(row.kind)
-    assert dim is not None
-    cut = [_cut(size, dim, *layout.bounds(size[dim], tp_rank, tp_size)) for size in sizes]
-    return _stacked(row.hf, cut, row.hf[0].replace("gate_proj", "gate_up_proj"))
-
-
-def _sizes(row: Row, shape: ModelShape) -> list[tuple[int, int]]:
+def matrix_sizes(row: Row, shape: ModelShape) -> list[tuple[int, int]]:
     """Return rows and columns of each HF tensor."""
     return [(size[0], size[1] if len(size) > 1 else 1) for size in row.shapes(shape)]
 
 
-def _vllm_vocab_rows(shape: ModelShape) -> int:
-    return -(-shape.vocab_size // VLLM_VOCAB_PADDING) * VLLM_VOCAB_PADDING
-
-
-def _cut(size: tuple[int, int], dim: int, start: int, stop: int) -> tuple[int, int, int, int]:
+def cut_along(size: tuple[int, int], dim: int, start: int, stop: int) -> tuple[int, int, int, int]:
     """Return (row, column, rows, columns) of [start, stop) along one dimension."""
     rows, columns = size
     if dim == 0:
@@ -224,7 +148,7 @@ def _cut(size: tuple[int, int], dim: int, start: int, stop: int) -> tuple[int, i
     return 0, start, rows, stop - start
 
 
-def _stacked(
+def stacked(
     tensors: tuple[str, ...], rectangles: list[tuple[int, int, int, int]], parameter: str
 ) -> list[Piece]:
     """Put rectangles below each other in one parameter, the tensors taking turns."""

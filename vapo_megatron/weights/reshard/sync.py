@@ -2,7 +2,7 @@
 
 Before: every rank holds its shard of the actor, and of the sampler with older weights. During: what
 a rank's sampler shard lacks comes from ranks that hold it, by a plan that is made once; see
-whole_plan.py and transfer.py. After: the sampler holds the actor's weights, and their version.
+planner.py and transfer.py. After: the sampler holds the actor's weights, and their version.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from torch import Tensor
 
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights.mapping import local_parameters, unwrap, wait_for_parameters
-from vapo_megatron.weights.reshard.coverage import LiveWeight, destination_problems, source_problems
-from vapo_megatron.weights.reshard.plan import SAMPLER, Plan, Step
+from vapo_megatron.weights.reshard.plan import SAMPLER, LiveWeight, Plan, Step
+from vapo_megatron.weights.reshard.planner import make_plan
 from vapo_megatron.weights.reshard.shards import TrainerLayout, trainer_layout
 from vapo_megatron.weights.reshard.steps import steps_of
 from vapo_megatron.weights.reshard.transfer import Weights, carry_out
-from vapo_megatron.weights.reshard.verify import differences
-from vapo_megatron.weights.reshard.whole_plan import make_plan
+from vapo_megatron.weights.reshard.verify import destination_problems, differences, source_problems
 
 if TYPE_CHECKING:
     from vapo_megatron.config import ModelConfig, RolloutConfig

@@ -1,7 +1,8 @@
-"""Compares the sampler's live weights with the trainer's, without moving any of them.
+"""Checks a weight sync: does the plan fit the live weights, and are they equal afterwards?
 
-For each move of a resharding plan (a relay's source is a sampler's weight, which a move of its own
-vouches for) both ends compute a checksum of what they hold,
+A plan fits if it writes every element of the sampler's weights exactly once. Whether they arrived
+is seen without moving any of them. For each move (a relay's source is a sampler's weight, which a
+move of its own vouches for) both ends compute a checksum of what they hold,
 
     sum over i of bits[i] * (i * c | 1)  mod 2^64,    i: position in the rectangle, row by row,
 
@@ -10,16 +11,94 @@ with c odd. Every weight is odd, so one wrong element always changes the sum; or
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_megatron.weights.reshard.plan import Move, Plan
+from vapo_megatron.weights.reshard.plan import LiveWeight, Move, Plan, Slice
 from vapo_megatron.weights.reshard.transfer import Weights, rectangle
 
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
 _BLOCK_ELEMENTS = 1 << 22
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def destination_problems(
+    moves: Iterable[Move], weights: Mapping[str, LiveWeight], dtype: torch.dtype
+) -> list[str]:
+    """Say what is wrong with the moves into one rank's weights; empty: nothing.
+
+    Args:
+        moves: all that the rank receives or copies.
+        weights: all that it holds, by name.
+        dtype: that all must have.
+    """
+    parts: dict[str, list[Slice]] = {}
+    for move in moves:
+        parts.setdefault(move.destination.parameter, []).append(move.destination)
+    problems = [f"{name} is not in the sampler" for name in parts if name not in weights]
+    for name, weight in weights.items():
+        if weight.tensor.dtype != dtype:
+            problems.append(f"{name} is {weight.tensor.dtype}, not {dtype}")
+        elif weight.tensor.dim() > 2:
+            problems.append(f"{name} has {weight.tensor.dim()} dimensions, more than 2")
+        else:
+            rows, columns = _size(weight.tensor)
+            if problem := _uncovered(parts.get(name, []), rows - weight.padding_rows, columns):
+                problems.append(f"{name} {problem}")
+    return problems
+
+
+def source_problems(moves: Iterable[Move], weights: Weights) -> list[str]:
+    """Say which of the moves out of one rank do not lie within its parameters.
+
+    Args:
+        moves: all that the rank sends or copies.
+        weights: its parameters.
+    """
+    problems = []
+    for move in moves:
+        part = move.source
+        tensor = weights.get((part.chunk, part.parameter))
+        if tensor is None:
+            problems.append(f"{part.parameter} is not in chunk {part.chunk} to be sent")
+        elif not _within(part, *_size(tensor)):
+            problems.append(f"{part} to be sent is not within {tuple(tensor.shape)}")
+    return problems
+
+
+def _uncovered(parts: list[Slice], rows: int, columns: int) -> str:
+    """Say how rectangles fail to be a partition of a matrix; empty: they do not fail."""
+    for part in parts:
+        if not _within(part, rows, columns):
+            return f"of [{rows}, {columns}] without padding does not hold {part}"
+    parts = sorted(parts, key=lambda p: p.row)
+    for i, part in enumerate(parts):
+        for other in parts[i + 1 :]:
+            if other.row >= part.row + part.rows:
+                break
+            if part.column < other.column + other.columns and (
+                other.column < part.column + part.columns
+            ):
+                return f"is written twice by {part} and {other}"
+    covered = sum(part.rows * part.columns for part in parts)
+    if covered != rows * columns:
+        return f"gets {covered} of its {rows * columns} elements"
+    return ""
+
+
+def _within(part: Slice, rows: int, columns: int) -> bool:
+    return (
+        0 <= part.row <= part.row + part.rows <= rows
+        and 0 <= part.column <= part.column + part.columns <= columns
+    )
+
+
+def _size(tensor: Tensor) -> tuple[int, int]:
+    """Return rows and columns; a vector is one column."""
+    return tensor.shape[0], tensor.shape[1] if tensor.dim() == 2 else 1
 
 
 def checksum(matrix: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,88 @@
+"""Who holds which rectangle of which HF tensor, as data: the sampler's side; see shards.py.
+
+Consecutive ranks form a replica, its tensor-parallel rank is rank % tp_size, and vLLM's loaders say
+what that rank keeps:
+
+    kind         vLLM parameter     this rank's part
+    vocabulary   [V_padded/tp, H]   rows of the vocabulary padded to a multiple of 64
+    qkv          q, then k, then v  its query heads; its key-value heads, or the one that it shares
+    gate_up      gate, then up      its rows of each
+    row          [out, in/tp]       its columns
+    replicated   any                all of it
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.weights import layout
+from vapo_megatron.weights.mapping import Row
+from vapo_megatron.weights.reshard.shards import Piece, cut_along, matrix_sizes, stacked
+
+if TYPE_CHECKING:
+    from vapo_megatron.models.hf_config import ModelShape
+
+VLLM_VOCAB_PADDING = 64
+"""DEFAULT_VOCAB_PADDING_SIZE of vLLM's vocab_parallel_embedding."""
+
+
+def check_sampler(shape: ModelShape, tp_size: int, world_size: int) -> None:
+    """Refuse a sampler layout that vLLM could not load.
+
+    Raises:
+        ConfigError: names the field, its value, and what the model's config.json says.
+    """
+    name = f"rollout.tensor_model_parallel_size={tp_size}"
+    for key, value in (
+        ("num_attention_heads", shape.num_attention_heads),
+        ("intermediate_size", shape.ffn_hidden_size),
+        ("padded vocabulary", _vocab_rows(shape)),
+    ):
+        if value % tp_size:
+            raise ConfigError(f"{name} must divide the model's {key}={value}; lower it")
+    kv_heads = shape.num_key_value_heads
+    if kv_heads % tp_size and tp_size % kv_heads:
+        raise ConfigError(
+            f"{name} must be a divisor or a multiple of the model's num_key_value_heads="
+            f"{kv_heads}; change it"
+        )
+    if world_size % tp_size:
+        raise ConfigError(
+            f"{name} must divide parallel.world_size={world_size}: every rank belongs to a "
+            "replica; change one of them"
+        )
+
+
+def sampler_pieces(row: Row, shape: ModelShape, tp_size: int, tp_rank: int) -> list[Piece]:
+    """List what a tensor-parallel rank of vLLM holds of one row of the name table.
+
+    A tied output projection shares the embedding's memory, so a copy has no pieces of its own.
+    """
+    if row.is_copy:
+        return []
+    sizes = matrix_sizes(row, shape)
+    if row.kind == "qkv":
+        query, key, value = sizes
+        kv_heads = shape.num_key_value_heads
+        # Where ranks outnumber key-value heads, consecutive ranks hold the same one.
+        parts = min(tp_size, kv_heads)
+        part = tp_rank // (tp_size // parts)
+        cut = [cut_along(query, 0, *layout.bounds(query[0], tp_rank, tp_size))]
+        cut += [cut_along(size, 0, *layout.bounds(size[0], part, parts)) for size in (key, value)]
+        return stacked(row.hf, cut, row.hf[0].replace("q_proj", "qkv_proj"))
+    if row.kind == "vocabulary":
+        ((vocab_size, columns),) = sizes
+        start, stop = layout.bounds(_vocab_rows(shape), tp_rank, tp_size)
+        cut = [cut_along((vocab_size, columns), 0, min(start, vocab_size), min(stop, vocab_size))]
+        return stacked(row.hf, cut, row.hf[0])
+    if row.kind == "replicated":
+        return stacked(row.hf, [(0, 0, *size) for size in sizes], row.hf[0])
+    dim = layout.shard_dim(row.kind)
+    assert dim is not None
+    cut = [cut_along(size, dim, *layout.bounds(size[dim], tp_rank, tp_size)) for size in sizes]
+    return stacked(row.hf, cut, row.hf[0].replace("gate_proj", "gate_up_proj"))
+
+
+def _vocab_rows(shape: ModelShape) -> int:
+    return -(-shape.vocab_size // VLLM_VOCAB_PADDING) * VLLM_VOCAB_PADDING
