@@ -9,7 +9,7 @@ from typing import Any
 
 from ablation_arms import Arm
 
-from vapo_megatron.run.metrics import accuracy_name
+from vapo_megatron.config.metrics import accuracy_name
 
 THRESHOLD = 0.5
 """Held-out accuracy that `steps_to_threshold` waits for."""

@@ -12,10 +12,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.run.checkpoint.test_writer import limited
+from vapo_megatron.config.metrics import METRICS, accuracy_name, describe
 from vapo_megatron.data.batch import Prompt, Rollout
 from vapo_megatron.errors import DataError, UserError
 from vapo_megatron.run.directory import group_record, read_run
-from vapo_megatron.run.metrics import METRICS, MetricsWriter, accuracy_name, describe
+from vapo_megatron.run.metrics import MetricsWriter
 
 REQUIRED = """
 reward/mean rollout/response_length_mean rollout/truncated_fraction rollout/logprob_diff_mean
@@ -80,7 +81,7 @@ def test_what_is_not_finite_becomes_null(tmp_path):
 
 def test_unknown_names_and_steps_out_of_order_are_bugs(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False, resume_step=3) as writer:
-        with pytest.raises(AssertionError, match="reward/meen.*metrics.METRICS"):
+        with pytest.raises(AssertionError, match="reward/meen.*config/metrics.py"):
             writer.write(3, {"reward/meen": 1.0})
         with pytest.raises(AssertionError, match="row 2 after row 2"):
             writer.write(2, {})

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
+from vapo_megatron.config.metrics import describe
 from vapo_megatron.config.phases import TIMED
 from vapo_megatron.parallel.memory import PeakMemory
-from vapo_megatron.run.metrics import describe
 from vapo_megatron.run.phase_timer import PhaseTimer, tokens_per_second
 
 

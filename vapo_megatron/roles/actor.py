@@ -15,6 +15,7 @@ from vapo_megatron.algorithm.actor_loss import (
     actor_loss,
 )
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.metrics import emits
 from vapo_megatron.data.batch import Microbatch
 from vapo_megatron.models.build import gather_hidden, output_weight
 from vapo_megatron.models.hf_config import ModelShape
@@ -101,6 +102,20 @@ class Actor:
         both = torch.cat(forward_only(self.trained.chunks, microbatches, head)).cpu()
         return both[:, 0].contiguous(), both[:, 1].contiguous()
 
+    @emits(
+        "actor/loss",
+        "actor/policy_loss",
+        "actor/positive_lm_loss",
+        "actor/reference_kl",
+        "actor/reference_kl_tangent_fraction",
+        "actor/approx_kl",
+        "actor/clip_fraction_low",
+        "actor/clip_fraction_high",
+        "actor/first_ratio_diff_max",
+        "actor/grad_norm",
+        "actor/skipped_updates",
+        "actor/learning_rate",
+    )
     def update(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Make one update per mini-batch.
 

@@ -13,6 +13,7 @@ from vapo_megatron.algorithm.policy_loss import loss_count
 from vapo_megatron.algorithm.sampler_correction import icepop_mask, truncated_importance_mask
 from vapo_megatron.algorithm.statistics import masked_sums, mean_and_std, whiten
 from vapo_megatron.config import AlgorithmConfig
+from vapo_megatron.config.metrics import emits
 from vapo_megatron.data.batch import RolloutBatch, StepSummary
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import sum_over_data_parallel
@@ -26,6 +27,10 @@ def with_loss_mask(batch: RolloutBatch, algorithm: AlgorithmConfig) -> RolloutBa
     return batch.replace(loss_mask=mask)
 
 
+@emits(
+    "rollout/sampler_ratio_mean",
+    "rollout/sampler_corrected_fraction",
+)
 def with_policy_mask(
     batch: RolloutBatch, algorithm: AlgorithmConfig, ranks: Ranks
 ) -> tuple[RolloutBatch, dict[str, float]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vapo_megatron.algorithm.value_loss import bounded_values, value_loss
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.metrics import emits
 from vapo_megatron.data.batch import Microbatch
 from vapo_megatron.models.build import values_of
 from vapo_megatron.models.hf_config import ModelShape
@@ -38,6 +39,15 @@ class Critic:
         """Return V before each response token, no gradient; float32 [T], CPU."""
         return torch.cat(forward_only(self.trained.chunks, microbatches, self._values)).cpu()
 
+    @emits(
+        "critic/loss",
+        "critic/value_mean",
+        "critic/return_mean",
+        "critic/value_clip_fraction",
+        "critic/grad_norm",
+        "critic/skipped_updates",
+        "critic/learning_rate",
+    )
     def update(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Pass over the mini-batches critic_updates_per_step times, one update each.
 

@@ -15,12 +15,22 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithm.dynamic_sampling import next_round_size, select_groups
+from vapo_megatron.config.metrics import emits
 from vapo_megatron.config.phases import REWARD
 from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.parallel.reduce import sum_over_world
 from vapo_megatron.rollout.source import Phase
 
 
+@emits(
+    "rollout/sampling_rounds",
+    "rollout/groups_sampled",
+    "rollout/groups_dropped_all_correct",
+    "rollout/groups_dropped_all_wrong",
+    "rollout/groups_dropped_surplus",
+    "rollout/groups_filled",
+    "rollout/sampled_correct_fraction",
+)
 def sample_mixed_groups(
     sample: Callable[[int, int], Sequence[ScoredRollout]],
     phase: Phase,

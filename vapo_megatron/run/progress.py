@@ -89,7 +89,7 @@ class Progress:
 
         Args:
             step: 1..total_steps; 0 is the evaluation before training.
-            metrics: by the names of `metrics.METRICS`; what is missing or None is not shown.
+            metrics: by the names of `config/metrics.py`; what is missing or None is not shown.
         """
         self._state.finish_step(step, metrics)
         if not self._live:

@@ -14,7 +14,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from vapo_megatron.run.metrics import accuracy_name
+from vapo_megatron.config.metrics import accuracy_name
 
 _RECENT = 8
 _SPARKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"

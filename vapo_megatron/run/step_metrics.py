@@ -15,11 +15,16 @@ from vapo_megatron.algorithm.statistics import (
     moments,
 )
 from vapo_megatron.config import AlgorithmConfig
+from vapo_megatron.config.metrics import emits
 from vapo_megatron.data.batch import STATUSES, RolloutBatch, StepSummary
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import max_over_world, sum_over_data_parallel
 
 
+@emits(
+    "rollout/logprob_diff_mean",
+    "rollout/logprob_diff_max",
+)
 def sampler_difference(batch: RolloutBatch, limit: float | None, ranks: Ranks) -> dict[str, float]:
     """Compare the sampler's log-probabilities with the trainer's, before anything is updated.
 
@@ -52,6 +57,21 @@ def sampler_difference(batch: RolloutBatch, limit: float | None, ranks: Ranks) -
     return {"rollout/logprob_diff_mean": float(mean), "rollout/logprob_diff_max": largest}
 
 
+@emits(
+    "num_tokens",
+    "reward/mean",
+    "reward/correct_fraction",
+    "reward/unparsable_fraction",
+    "reward/timed_out_fraction",
+    "rollout/response_length_mean",
+    "rollout/response_length_max",
+    "rollout/truncated_fraction",
+    "actor/entropy",
+    "algorithm/advantage_mean",
+    "algorithm/advantage_std",
+    "critic/explained_variance",
+    "algorithm/lambda_actor_mean",
+)
 def step_metrics(
     summary: StepSummary,
     batch: RolloutBatch,

@@ -15,6 +15,7 @@ import torch
 
 from vapo_megatron.algorithm.group_sampling import repeat_for_group
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.metrics import emits
 from vapo_megatron.data.batch import Prompt, ScoredRollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.reduce import sum_over_world
@@ -29,6 +30,13 @@ Judged = list[tuple[Prompt, list[Response]]]
 """Problems, each with its K responses in order."""
 
 
+@emits(
+    "evaluation/avg@K",
+    "evaluation/pass@K",
+    "evaluation/majority@K",
+    "evaluation/response_length_mean",
+    "evaluation/truncated_fraction",
+)
 def evaluate(
     engine: Any,
     verifier: MathVerifier | None,

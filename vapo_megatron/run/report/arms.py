@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vapo_megatron.config.metrics import accuracy_name
 from vapo_megatron.run.directory import Run, read_run
-from vapo_megatron.run.metrics import accuracy_name
 
 Point = tuple[int, float | None]
 Band = tuple[int, float | None, float | None, float | None]

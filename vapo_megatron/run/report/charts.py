@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from vapo_megatron.config.metrics import accuracy_name, describe
 from vapo_megatron.config.phases import PHASES, TIMED
 from vapo_megatron.run.directory import Run
-from vapo_megatron.run.metrics import accuracy_name, describe
 
 
 def _chart(title: str, *series: tuple[str, str], **options: Any) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _fill(chart: Mapping[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any
         points = _points(rows, name)
         if points:
             metric = describe(name)
-            assert metric, f"{name} is in metrics.METRICS"
+            assert metric, f"{name} is in config/metrics.py"
             unit = metric.unit
             if unit == "bytes":
                 points = [[step, value and value / 2**30] for step, value in points]

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vapo_megatron.config.metrics import describe
 from vapo_megatron.errors import DataError
-from vapo_megatron.run.metrics import describe
 from vapo_megatron.run.report.arms import (
     MEASURES,
     Arm,
@@ -143,7 +143,7 @@ def _chart_data(arms: Sequence[Arm]) -> dict[str, Any]:
     charts = []
     for title, metric, _, axis in MEASURES:
         about = describe(metric.replace("@K", "@1"))
-        assert about, f"{metric} is in metrics.METRICS"
+        assert about, f"{metric} is in config/metrics.py"
         series = [
             {
                 "label": " ".join(filter(None, (arm.name, samples(arm, metric)))),

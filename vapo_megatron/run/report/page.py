@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from vapo_megatron.config.metrics import accuracy_name
 from vapo_megatron.config.techniques import algorithm_name
 from vapo_megatron.run.directory import Run, read_run
-from vapo_megatron.run.metrics import accuracy_name
 from vapo_megatron.run.progress_view import format_seconds
 from vapo_megatron.run.report.charts import chart_data
 from vapo_megatron.run.report.diagnostics import plots

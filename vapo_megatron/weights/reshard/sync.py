@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from vapo_megatron.config.metrics import emits
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights.mapping import local_parameters, unwrap, wait_for_parameters
 from vapo_megatron.weights.reshard.plan import SAMPLER, LiveWeight, Plan, Step
@@ -84,6 +85,7 @@ class WeightSync:
         self.received_bytes = 0
         """What this rank got from others in the latest publication."""
 
+    @emits("sync/received_bytes")
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
         """Give the sampler the actor's weights. Collective over all ranks.
 
