@@ -19,12 +19,11 @@ from tools.plan_options import Parser, add_plan, add_reshard
 from vapo_megatron.config import ParallelConfig, VapoConfig, load_config
 from vapo_megatron.errors import ConfigError, UserError
 from vapo_megatron.models.hf_config import ModelShape, check_layout, parameter_count
+from vapo_megatron.models.known import shape_of
 from vapo_megatron.planning import describe
-from vapo_megatron.planning.candidates import Fixed
 from vapo_megatron.planning.cluster import GB, GPUS, Cluster
-from vapo_megatron.planning.dry_run import shape_of
 from vapo_megatron.planning.plan import resharding_seconds
-from vapo_megatron.planning.ranking import rank
+from vapo_megatron.planning.ranking import Fixed, rank
 from vapo_megatron.planning.workload import workload_of
 
 

@@ -8,8 +8,8 @@ import re
 from typing import NoReturn
 
 from vapo_megatron.models.known import KNOWN_MODELS
-from vapo_megatron.planning.candidates import RECOMPUTE
 from vapo_megatron.planning.cluster import GPUS, Cluster
+from vapo_megatron.planning.ranking import RECOMPUTE
 from vapo_megatron.planning.workload import SPREAD
 
 SHARES = ("matmul", "attention", "memory", "decode", "nvlink", "network", "pcie")

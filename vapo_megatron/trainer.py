@@ -42,7 +42,7 @@ from vapo_megatron.parallel.minibatches import (
 )
 from vapo_megatron.parallel.offload import check_host_memory, is_on
 from vapo_megatron.parallel.reduce import any_rank
-from vapo_megatron.planning.host_memory import host_bytes
+from vapo_megatron.planning.memory import host_bytes
 from vapo_megatron.roles.actor import Actor, Reference
 from vapo_megatron.roles.advantages import with_advantages, with_loss_mask, with_policy_mask
 from vapo_megatron.roles.critic import Critic

@@ -14,7 +14,7 @@ from tests.planning.shapes import LAYER, VOCABULARY, make_config
 from vapo_megatron.models.known import known_shape
 from vapo_megatron.parallel import score_chunks
 from vapo_megatron.planning import activations, memory, model_bytes, plan
-from vapo_megatron.planning.host_memory import checkpoint_bytes, host_bytes_per_node
+from vapo_megatron.planning.memory import checkpoint_bytes, host_bytes_per_node
 from vapo_megatron.weights.reshard import vllm_layout
 
 GPU_BYTES = 80 * 10**9

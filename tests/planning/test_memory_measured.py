@@ -15,7 +15,7 @@ from tests.planning.measured import checkpoint_size, measure
 from tests.planning.shapes import small_shape
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.planning import activations
-from vapo_megatron.planning.host_memory import checkpoint_bytes
+from vapo_megatron.planning.memory import checkpoint_bytes
 from vapo_megatron.planning.model_bytes import state_bytes
 
 TOKENS = 512

@@ -24,7 +24,6 @@ def test_a_stage_of_32b(shape):
     n = 16 * LAYER
     middle = model_bytes.state_bytes(shape, make_config(), "actor", pp_rank=1)
     assert middle == (2 * n, 4 * n, 3 * n) == (1_950_707_712, 3_901_415_424, 2_926_061_568)
-    assert middle.total == 9 * n
 
 
 def test_first_and_last_stage_of_32b(shape):

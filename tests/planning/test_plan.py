@@ -1,4 +1,4 @@
-"""Plans fit together: memory, time, ranking, refusals, and what is printed of them.
+"""Plans as a whole: memory, time, ranking, rejections, and what is printed.
 
 The bytes' own tests are in test_memory.py, the seconds' in test_roofline.py.
 """
@@ -11,18 +11,23 @@ import types
 import pytest
 import yaml
 
-from tests.planning.test_candidates import base
+from tests.planning.test_ranking import base
 from vapo_megatron.cli import train
 from vapo_megatron.config import VapoConfig, load_config
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.known import known_shape
-from vapo_megatron.planning import candidates, memory
-from vapo_megatron.planning.candidates import Fixed, with_offload, with_sampler
+from vapo_megatron.planning import memory
 from vapo_megatron.planning.cluster import Cluster
-from vapo_megatron.planning.describe import to_paste
-from vapo_megatron.planning.dry_run import dry_run_comment, planned
+from vapo_megatron.planning.describe import describe_dry_run, dry_run_comment, to_paste
 from vapo_megatron.planning.plan import check_fits, make_plan, misfit, model_flops, peak_memory
-from vapo_megatron.planning.ranking import rank
+from vapo_megatron.planning.ranking import (
+    Fixed,
+    rank,
+    trainer_layouts,
+    variants,
+    with_offload,
+    with_sampler,
+)
 from vapo_megatron.planning.workload import workload_of
 
 SMALL, SMALL_SHAPE = Cluster(num_gpus=8), known_shape("Qwen2.5-7B")
@@ -54,12 +59,12 @@ def test_the_fastest_first_and_all_fit(ranking):
 def test_the_best_of_a_layout_is_the_best_of_all_its_variants(ranking):
     """The ranking leaves variants out that cannot win; here none is left out."""
     fixed = Fixed(tensor=2, pipeline=2)
-    (layout,), _ = candidates.trainer_layouts(SMALL_SHAPE, SMALL_BASE, fixed, 8)
+    (layout,), _ = trainer_layouts(SMALL_SHAPE, SMALL_BASE, fixed, 8)
     workload = workload_of(SMALL_BASE)
     best = {}
     shares = [round(0.05 * n, 2) for n in range(1, 19)]
     for variant, offload, size, share in itertools.product(
-        candidates.variants(SMALL_SHAPE, layout, fixed), (True, False), (1, 4), shares
+        variants(SMALL_SHAPE, layout, fixed), (True, False), (1, 4), shares
     ):
         config = with_sampler(
             with_offload(variant, offload),
@@ -67,7 +72,7 @@ def test_the_best_of_a_layout_is_the_best_of_all_its_variants(ranking):
             gpu_memory_utilization=share,
         )
         phases = peak_memory(SMALL_SHAPE, config, SMALL.gpu_bytes)
-        if misfit(SMALL_SHAPE, config, SMALL.gpu_bytes, phases) is None:
+        if misfit(SMALL_SHAPE, config, SMALL, phases) is None:
             seconds = make_plan(SMALL_SHAPE, config, SMALL, workload, phases=phases).step_seconds
             best[size] = min(seconds, best.get(size, seconds))
     found = {
@@ -83,7 +88,7 @@ def test_more_memory_is_never_slower(ranking):
     larger = dataclasses.replace(SMALL, gpu_bytes=141 * 10**9)
     after = rank(SMALL_SHAPE, SMALL_BASE, larger, workload_of(SMALL_BASE), Fixed())
     assert after.plans[0].step_seconds <= ranking.plans[0].step_seconds
-    assert len(after.plans) >= len(ranking.plans) and len(after.refused) <= len(ranking.refused)
+    assert len(after.plans) >= len(ranking.plans) and len(after.rejected) <= len(ranking.rejected)
 
 
 def test_chosen_chunks_refuse_layouts_without_a_pipeline_and_search_the_others():
@@ -95,16 +100,16 @@ def test_chosen_chunks_refuse_layouts_without_a_pipeline_and_search_the_others()
     }
     # 28 layers.
     assert layouts == {(2, 2)}
-    assert "needs parallel.pipeline_model_parallel_size > 1" in found.refused["TP 2 x PP 1"]
-    assert "must divide the model's num_hidden_layers=28" in found.refused["TP 2 x PP 4"]
+    assert "needs parallel.pipeline_model_parallel_size > 1" in found.rejected["TP 2 x PP 1"]
+    assert "must divide the model's num_hidden_layers=28" in found.rejected["TP 2 x PP 4"]
 
 
 def test_what_does_not_fit_says_why():
     little = dataclasses.replace(SMALL, gpu_bytes=20 * 10**9)
     found = rank(SMALL_SHAPE, SMALL_BASE, little, workload_of(SMALL_BASE), Fixed(tensor=1))
     assert not found.plans
-    assert found.refused["TP 1 x PP 1"].split(" needs ")[0] in memory.PHASES
-    assert "GB of 20.0 (gradients 30.5; parameters 15.2" in found.refused["TP 1 x PP 1"]
+    assert found.rejected["TP 1 x PP 1"].split(" needs ")[0] in memory.PHASES
+    assert "GB of 20.0 (gradients 30.5; parameters 15.2" in found.rejected["TP 1 x PP 1"]
 
 
 @pytest.mark.parametrize("offload", [True, False])
@@ -241,7 +246,8 @@ def test_the_reserve_alone_refuses_nothing():
     name, fullest = max(phases.items(), key=lambda item: item[1].total)
     between = fullest.total - fullest.reserve // 2
     config = with_sampler(config, kv_cache_bytes=fullest.kv_cache)
-    assert misfit(shape, config, between, peak_memory(shape, config, between)).startswith(name)
+    cluster = Cluster(num_gpus=128, gpu_bytes=between)
+    assert misfit(shape, config, cluster, peak_memory(shape, config, between)).startswith(name)
     check_fits(config, shape, between)
 
 
@@ -280,15 +286,15 @@ def test_a_dry_run_without_the_model_plans_the_published_one_of_its_name():
 def test_a_dry_run_without_a_model_says_so():
     config = load_config(RECIPE, ["model.hf_path=models/mine"])
     comment = dry_run_comment(config)
-    assert comment.startswith("# no plan could be made: model.hf_path=models/mine")
+    assert comment.startswith("# no plan: model.hf_path=models/mine")
     assert comment.count("\n") == 1
-    assert dry_run_comment(VapoConfig()).startswith("# no plan could be made: model.hf_path is not")
+    assert dry_run_comment(VapoConfig()).startswith("# no plan: model.hf_path is not")
 
 
 def test_a_layout_that_does_not_divide_has_no_plan():
     config = load_config(RECIPE, ["parallel.tensor_model_parallel_size=16"])
     with pytest.raises(ConfigError, match="must divide the model's num_attention_heads=40"):
-        planned(config, known_shape("Qwen2.5-32B"))
+        describe_dry_run(config, known_shape("Qwen2.5-32B"))
 
 
 @pytest.mark.parametrize(("gigabytes", "refused"), [(1, True), (400, False)])

@@ -21,7 +21,7 @@ from tests.workers import free_port
 from vapo_megatron.config import CheckpointConfig, VapoConfig
 from vapo_megatron.config.phases import PHASES
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.planning.host_memory import HostBytes, host_bytes
+from vapo_megatron.planning.memory import HostBytes, host_bytes
 from vapo_megatron.roles.device_schedule import DeviceSchedule
 from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 

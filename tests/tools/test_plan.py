@@ -126,7 +126,7 @@ def test_a_plan(printed, tmp_path):
     """Ranked, with one layout in detail and YAML that a run would take; in seconds."""
     out, seconds = printed(*HEAD)
     assert seconds < 10
-    job, table, legend, refused, head, memory, times, rest, pasted, notes = out.split("\n\n")
+    job, table, legend, rejected, head, memory, times, rest, pasted, notes = out.split("\n\n")
     assert job.splitlines()[0] == (
         "Qwen2.5-32B: 32.76e9 parameters, actor and critic, on 128 GPUs in 16 nodes"
     )
@@ -136,7 +136,9 @@ def test_a_plan(printed, tmp_path):
     assert seconds == sorted(seconds)
     for name in ("vLLM", "share", "budget", "copies", "bubble", "uneven", "tok/s/GPU"):
         assert name in columns and f"{name}:" in legend
-    assert "TP 1 x PP 1: actor_update needs 2" in refused and "GB of 80.0 (gradients 131" in refused
+    assert (
+        "TP 1 x PP 1: actor_update needs 2" in rejected and "GB of 80.0 (gradients 131" in rejected
+    )
     sizes = rows[0].split()
     assert head.startswith(f"TP {sizes[0]} x PP {sizes[1]} x DP {sizes[3]} (VPP {sizes[2]})")
     totals = {line.split()[0]: float(line.split()[-1]) for line in memory.splitlines()[1:]}
@@ -248,7 +250,7 @@ def test_nothing_fits(tool, capsys):
     """Reasons and bytes are printed, and one line says what it comes to."""
     assert tool.main([*SMALL, "--gpu-memory", "4GB", "--pp", "1"]) == 2
     out, error = capsys.readouterr()
-    assert "refused:\n" in out and "\n  TP 1 x PP 1: actor_update needs " in out
+    assert "rejected:\n" in out and "\n  TP 1 x PP 1: actor_update needs " in out
     title, _, columns, *phases = out.split("closest: ")[1].splitlines()
     # 28 heads: TP 8 does not divide; TP 4 has most room.
     assert title == "TP 4 x PP 1, recompute full, offload yes"

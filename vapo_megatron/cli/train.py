@@ -103,7 +103,7 @@ def _dry_run(config: VapoConfig, replay: Path | None) -> None:
     """Print the configuration and its plan, then refuse what a run would refuse here."""
     # RANK alone may be a cluster's number of a node.
     if "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0":
-        from vapo_megatron.planning.dry_run import dry_run_comment
+        from vapo_megatron.planning.describe import dry_run_comment
 
         print(config.to_yaml() + dry_run_comment(config), end="", flush=True)
     if is_here(config):

@@ -6,8 +6,10 @@ a stand-in, so nothing is built or loaded from here.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.models.hf_config import ModelShape, read_model_shape
 
 # family, hidden, layers, heads, key-value heads, head, feed-forward, vocabulary, tied
 _SIZES = {
@@ -59,3 +61,19 @@ def known_shape(name: str) -> ModelShape:
         qk_norm=family == "qwen3",
         initializer_range=0.02,
     )
+
+
+def shape_of(model: str) -> ModelShape:
+    """Return the shape of a model directory (or its config.json), or of a published model by name.
+
+    A directory that does not exist here stands for the published model of its name.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    path = Path(model)
+    path = path.parent if path.name == "config.json" else path
+    is_published = path.name in KNOWN_MODELS or "/" not in model
+    if is_published and not path.exists():
+        return known_shape(path.name)
+    return read_model_shape(path)

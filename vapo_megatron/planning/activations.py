@@ -1,10 +1,10 @@
-"""What forward and backward passes hold, per packed microbatch of S tokens on one GPU.
+"""Predicted activation bytes of forward and backward passes over a packed microbatch on one GPU.
 
-Saved for the backward pass by one layer, in elements for each of the S tokens. t is the
-tensor-parallel size, q, k and F the widths of this rank's query heads, key heads and gated linear
-unit, p the width of the projected query, key and value together (q + 2k; the whole model's where
-tensor-parallel ranks outnumber the key-value heads, as they gather it), h = H/t with sequence
-parallelism and H without it, n this rank's query heads:
+Saved by one layer for the backward pass, in elements per token. t is the tensor-parallel size; q, k
+and F are the widths of this rank's query heads, key heads and gated linear unit; p is the width of
+the projected query, key and value together (q + 2k; the whole model's where tensor-parallel ranks
+outnumber the key-value heads, as they gather it); h = H/t with sequence parallelism and H without
+it; n is the number of this rank's query heads:
 
     tensor                              GPU      CPU, float32   CPU, bfloat16     saved by
     2 norms: input                      2 h      2 h            2 h in float32    norm
@@ -20,22 +20,23 @@ parallelism and H without it, n this rank's query heads:
     SiLU's output, up once more         -        2 F            2 F               product
     product                             F        F              F                 linear layer
 
-The GPU column follows megatron-core 0.16.1's layers with their kernels for GPUs, as build.py asks
-for them: torch's fused RMSNorm, attention that keeps no scores, and a fused SwiGLU. It agrees with
-section 4 of arXiv 2205.05198 (Korthikanti et al.) without dropout and attention scores, but for a
-gated linear unit in place of GELU, fewer key-value heads than query heads, and p, which stays
-because the value that attention keeps is a view of it. Transformer Engine's layers keep a copy of
-the value instead, k rather than p: a little less than is counted here.
+The GPU column follows megatron-core 0.16.1's layers with their GPU kernels, as selected by
+build.py: torch's fused RMSNorm, attention that does not materialize scores, and a fused SwiGLU. It
+agrees with section 4 of arXiv 2205.05198 (Korthikanti et al.) without dropout and attention scores,
+except for a gated linear unit in place of GELU, fewer key-value heads than query heads, and p,
+which stays alive because the value that attention saves is a view of it. Transformer Engine's
+layers save a copy of the value instead, k rather than p: slightly less than is counted here.
 
-What recomputation leaves for one layer to save:
+What one layer saves, by parallel.recompute:
     none       all of the above
     selective  attention's part becomes p + 2 q, or p + q where a rank has one key-value head, whose
                query is a view of p; with qk_norm p + 2 q + k and the norm's
-    full       the layer's input alone, h; one layer at a time has all of the above
+    full       only the layer's input, h; all of the above for one layer at a time
 
-The CPU columns are what tests measure: they check what the columns have in common, and everything
-that is around the layers. The CPU's attention keeps no scores either. Statistics of norms, a few
-bytes a token, and the rotary table are left out.
+The CPU columns are there to be measured: tests compare them with real allocations, which verifies
+what the columns have in common and everything outside the layers. The CPU's attention does not
+materialize scores either. Statistics of norms, a few bytes a token, and the rotary table are left
+out.
 """
 
 from __future__ import annotations
@@ -58,23 +59,23 @@ CHUNK_BYTES = 192 * 2**20
 """score_chunks.CHUNK_BYTES: float32 scores of one chunk of rows."""
 
 SLAB_BYTES = 32 * 2**20
-"""score_chunks.SLAB_BYTES: largest part of a narrow weight gradient beside its float32 sum."""
+"""score_chunks.SLAB_BYTES: largest bfloat16 part of a weight gradient besides its float32 sum."""
 
 
 def microbatch_tokens(config: VapoConfig) -> int:
-    """Most tokens of a packed microbatch: a single sequence may exceed the budget."""
+    """Most tokens in a packed microbatch; a single sequence may exceed the budget."""
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     return max(config.parallel.max_tokens_per_microbatch, longest)
 
 
 def chunks_in_flight(config: VapoConfig, *, pp_rank: int) -> int:
-    """Forward passes of one model chunk whose backward pass has yet to come, at most.
+    """Most forward passes of model chunks whose backward pass is still to come.
 
-    One forward, one backward (1F1B): a stage runs pp - rank - 1 microbatches ahead. Interleaved,
-    it runs 2 (pp - rank - 1) + (vpp - 1) pp chunks ahead (get_pp_rank_microbatches of
-    schedules.py; arXiv 2104.04473, section 2.2). Fewer, where a mini-batch has fewer microbatches:
-    it has one response in each at least.
+    With the 1F1B schedule a stage runs pp - rank - 1 microbatches ahead, interleaved
+    2 (pp - rank - 1) + (vpp - 1) pp chunks (get_pp_rank_microbatches of schedules.py; arXiv
+    2104.04473, section 2.2); never more than a mini-batch has microbatches, of at least one
+    response each.
     """
     parallel = config.parallel
     pp_size = parallel.pipeline_model_parallel_size
@@ -93,11 +94,11 @@ def layer_bytes(
     """Bytes that one layer saves for its backward pass; see the module's table.
 
     Args:
-        shape: of the model.
+        shape: the model.
         config: model.dtype, and the tensor and sequence parallelism.
-        tokens: of the packed microbatch, S, all tensor-parallel ranks together.
+        tokens: of the packed microbatch, before sequence parallelism splits it.
         recompute: as parallel.recompute.
-        kernels: whose column; "cpu" is for tests.
+        kernels: column of the table; "cpu" is for tests.
     """
     w = widths(shape, config.parallel.tensor_model_parallel_size)
     size = DTYPE_BYTES[config.model.dtype]
@@ -115,12 +116,12 @@ def layer_bytes(
 def _attention_bytes(
     shape: ModelShape, config: VapoConfig, w: Widths, selective: bool, kernels: Kernels
 ) -> int:
-    """Bytes for each token that attention saves, between its two linear layers."""
+    """Bytes per token that attention saves between its two linear layers."""
     size = DTYPE_BYTES[config.model.dtype]
     tp_size = config.parallel.tensor_model_parallel_size
     gathered = shape.num_key_value_heads < tp_size
     projected = w.projected * (tp_size if gathered else 1)
-    # With one key-value head the query is a view of the projection, too.
+    # With one key-value head the query is a view of the projection as well.
     copied = w.query if shape.num_key_value_heads > tp_size else 0
     both = w.query + w.key
     on_gpu = kernels == "gpu"
@@ -140,7 +141,7 @@ def _attention_bytes(
 
 
 def residual_width(shape: ModelShape, config: VapoConfig) -> int:
-    """h of the module's table."""
+    """Channels of the residual stream per token on one rank: h of the module's table."""
     parallel = config.parallel
     parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     return shape.hidden_size // parts
@@ -155,17 +156,19 @@ def training_bytes(
     tokens: int,
     kernels: Kernels = "gpu",
 ) -> tuple[int, int]:
-    """Largest part of a forward and backward pass on one GPU, in bytes.
+    """Peak bytes of a forward and backward pass on one GPU, S tokens in a microbatch.
 
-    What is in flight (saved_bytes) and one layer at a time, whose backward pass adds the larger of
+    What is in flight (saved_bytes), and the backward pass of one layer at a time, which adds the
+    largest of
         gradients of gate, up and product          2 F S more than is freed by then
         the second linear layer's                  F S + F H, and with sequence parallelism the
                                                    gathered gradient H S
         the first linear layer's                   (2 H - F) S + 2 F H
-    and twice the gradient of the residual stream, h S; with a pipeline two more of those for what
-    is received. Sequence parallelism keeps a buffer [S, H] to gather into. The first stage's
-    embedding has a gradient of its own [V/t, H]. Where the log-probabilities' part is larger than
-    what a layer adds, it hides that.
+    and twice the gradient of the residual stream, h S; with a pipeline also two receive buffers of
+    that size. Sequence parallelism keeps a buffer [S, H] to gather into. On the first stage the
+    embedding's gradient [V/t, H] counts in place of a layer's backward pass where it is larger. The
+    log-probabilities' memory is freed before the layers' backward pass, so only the larger of the
+    two counts.
 
     Returns:
         (activations, logits); their sum is the peak.
@@ -201,20 +204,20 @@ def saved_bytes(
     tokens: int,
     kernels: Kernels = "gpu",
 ) -> int:
-    """Bytes saved by the chunks in flight, and by what follows the layers on the last stage.
+    """Bytes saved by the chunks in flight, and after the layers on the last stage.
 
-    After the layers: the final norm as in the table, then the actor's hidden states of the
+    After the layers: the final norm as in the table, then the actor's hidden states at the
     predicting tokens [T, H], counted as [S, H], or the critic's in float32. On a CPU a chunk's
-    output stays until its backward pass (build.py's deallocate_pipeline_outputs).
+    output is kept until its backward pass (build.py's deallocate_pipeline_outputs).
     """
     parallel = config.parallel
     size, h = DTYPE_BYTES[config.model.dtype], residual_width(shape, config)
     layer = layer_bytes(shape, config, tokens=tokens, recompute=parallel.recompute, kernels=kernels)
-    flying = chunks_in_flight(config, pp_rank=pp_rank)
-    held = flying * layers_per_chunk(shape, config) * layer
+    in_flight = chunks_in_flight(config, pp_rank=pp_rank)
+    held = in_flight * layers_per_chunk(shape, config) * layer
     is_last = pp_rank == parallel.pipeline_model_parallel_size - 1
     if kernels == "cpu":
-        held += (flying - is_last) * tokens * h * size
+        held += (in_flight - is_last) * tokens * h * size
     if is_last:
         norm = h * (8 if kernels == "cpu" else size)
         held += tokens * (norm + (shape.hidden_size * size if role == "actor" else 4 * h))
@@ -230,13 +233,13 @@ def inference_bytes(
     tokens: int,
     kernels: Kernels = "gpu",
 ) -> tuple[int, int]:
-    """Largest part of a forward pass without gradients on one GPU, in bytes.
+    """Peak bytes of a forward pass without gradients on one GPU.
 
-    In a layer: the stage's input, the layer's input, the residual stream, the norm's output and the
-    previous microbatch's output, with gate, up and product (a CPU has gate and up once more); or
-    without the residual stream, with the projection, its query once more, rotated query and key,
-    and attention's output. After the layers: the hidden states, the same gathered, those of the
-    predicting tokens, and the scores.
+    In a layer: the stage's input, the layer's input, the norm's output and the previous
+    microbatch's output, with the residual stream, gate, up and product (a CPU has gate and up
+    twice), or with the projection, a copy of its query, rotated query and key, and attention's
+    output. After the layers: the hidden states, the same gathered, those of the predicting tokens,
+    and the scores.
 
     Returns:
         (activations, logits); their sum is the peak.
@@ -262,11 +265,11 @@ def logits_bytes(
 ) -> int:
     """Bytes of the actor's log-probabilities on the last stage, 0 elsewhere.
 
-    One chunk of scores in the weight's dtype (score_chunks.py); of narrow weights a tile in
-    float32, and another one for the entropy, which old log-probabilities have and a loss only if it
-    asks for it. The backward pass adds the gradient of the hidden states, the float32 gradient of
-    the output weight's shard and, of narrow weights, its copy in their dtype (the scores are gone
-    by then) or one slab.
+    One chunk of scores in the weight's dtype (score_chunks.py). With bfloat16 weights also a tile
+    in float32, and another one for the entropy, which is computed with the old log-probabilities
+    and in the loss only for an entropy bonus. The backward pass adds the gradient of the hidden
+    states, the float32 gradient of the output weight's shard and, with bfloat16 weights, a copy of
+    it in their dtype (the scores are freed by then) or one slab.
     """
     if role != "actor" or pp_rank != config.parallel.pipeline_model_parallel_size - 1:
         return 0
@@ -286,14 +289,14 @@ def logits_bytes(
 
 
 def _vocabulary_rows(shape: ModelShape, config: VapoConfig) -> int:
-    """Rows of the padded vocabulary that one tensor-parallel rank holds."""
+    """Rows of the padded vocabulary on one tensor-parallel rank."""
     tp_size = config.parallel.tensor_model_parallel_size
     divisor = config.model.make_vocab_size_divisible_by
     return padded_vocab_size(shape, divisor, tp_size) // tp_size
 
 
 def _gather_bytes(shape: ModelShape, config: VapoConfig, tokens: int) -> int:
-    """Bytes of the buffer that sequence parallelism gathers a layer's input into, kept for good."""
+    """Bytes of sequence parallelism's persistent buffer, which a layer's input is gathered into."""
     parallel = config.parallel
     if not parallel.sequence_parallel or parallel.tensor_model_parallel_size == 1:
         return 0

@@ -1,27 +1,27 @@
-"""GPUs, wires and disks, and what share of their data sheets' figures programs reach.
+"""GPUs, interconnects and storage: data-sheet figures, and the share of them that is achieved.
 
-Every default is a published figure, chosen before any job was predicted with it; none is fitted.
+Every default is a published figure, chosen before it was used for a prediction; none is fitted.
 
     peaks        NVIDIA's data sheets: H100 SXM 989 TFLOP/s in bfloat16 without sparsity, 3.35 TB/s,
-                 NVLink 900 GB/s both ways together, PCIe 5 x16 64 GB/s each way; A100's are 312,
-                 2.039, 600, and 32 of PCIe 4
-    network      one 400 Gb/s adapter for each GPU (NVIDIA DGX H100), 50 GB/s each way; 200 Gb/s in
+                 NVLink 900 GB/s (both directions), PCIe 5 x16 64 GB/s per direction; A100 SXM 312,
+                 2.039, 600, and PCIe 4 with 32
+    network      one 400 Gb/s adapter per GPU (NVIDIA DGX H100), 50 GB/s per direction; 200 Gb/s in
                  a DGX A100
     matmul       .80: 792.1 of 989 TFLOP/s, the best shape on H100 (S. Bekman, Machine Learning
                  Engineering, "Maximum Achievable Matmul FLOPS")
-    attention    .55: between the 35 % of FlashAttention-2 and the best 75 % of FlashAttention-3 on
-                 H100 (arXiv 2407.08608, abstract)
+    attention    .55: between FlashAttention-2's 35 % and FlashAttention-3's best 75 % on H100
+                 (arXiv 2407.08608, abstract)
     memory       .87: 2903 of 3350 GB/s (aigatech/vpbenchmarking, 32 H100)
-    decoding     .60: bytes of weights and KV cache over time and peak, 2 H100 (Databricks, "LLM
-                 Inference Performance Engineering", figure 3)
+    decoding     .60: achieved bandwidth for weights and KV cache over peak, 2 H100 (Databricks,
+                 "LLM Inference Performance Engineering", figure 3)
     NVLink       .82: 370 of 450 GB/s (NCCL's maintainers, NVIDIA/nccl-tests issue 212)
     network      .81: 323.5 of 400 GB/s, all-gather of 32 H100 (aigatech/vpbenchmarking)
-    PCIe         .73: 46.8 of 64 GB/s, device to host, the slower way (the same)
-    latency      10 us for a collective: 6 us between 2 H100, more between more (NVIDIA/nccl 1259)
-    decode step  5 ms in which GPUs wait for the host: the lower end of 5 to 13 (vLLM RFC 6854)
-    storage      an assumption, to be replaced by one's own figure
+    PCIe         .73: 46.8 of 64 GB/s, device to host, the slower direction (the same)
+    latency      10 us per collective: 6 us between 2 H100, more between more (NVIDIA/nccl 1259)
+    decode step  5 ms of host time per step: the lower end of 5 to 13 (vLLM RFC 6854)
+    storage      an assumption; replace it with your own figure
 
-Shares were measured on H100; on other GPUs they are assumed to be the same.
+Shares were measured on H100 and are assumed to be the same on other GPUs.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ GB = 1e9
 
 
 class Gpu(NamedTuple):
-    """A GPU's data sheet."""
+    """Data-sheet figures of a GPU."""
 
     memory_gb: float
     peak_tflops: float
-    """Of dense bfloat16 products without sparsity."""
+    """Dense bfloat16, without sparsity."""
     memory_gb_per_second: float
     nvlink_gb_per_second: float
-    """Both directions together, as NVIDIA counts it."""
+    """Both directions together, as NVIDIA states it."""
     network_gb_per_second: float
-    """Each way, of one adapter for each GPU, as NVIDIA's DGX of it has them."""
+    """Per direction, with one adapter per GPU as in NVIDIA's DGX of that GPU."""
     pcie_gb_per_second: float
-    """Each way: half of what NVIDIA counts."""
+    """Per direction: half of what NVIDIA states."""
 
 
 GPUS = {
@@ -58,7 +58,7 @@ GPUS = {
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """What a job runs on. Shares are of the figures above them; all bandwidths are of one GPU."""
+    """What a job runs on. A share applies to the figure above it; bandwidths are per GPU."""
 
     num_gpus: int
     gpus_per_node: int = 8
@@ -70,47 +70,47 @@ class Cluster:
     memory_share: float = 0.87
     decode_share: float = 0.60
     nvlink_gb_per_second: float = 900.0
-    """Both directions together: half of it each way."""
+    """Both directions together: half of it per direction."""
     nvlink_share: float = 0.82
     network_gb_per_second: float = 50.0
-    """Each way."""
+    """Per direction."""
     network_share: float = 0.81
     pcie_gb_per_second: float = 64.0
-    """Each way."""
+    """Per direction."""
     pcie_share: float = 0.73
     storage_gb_per_second: float = 20.0
-    """Of the whole job, written."""
+    """Write bandwidth of the whole job."""
     collective_seconds: float = 10e-6
     decode_step_seconds: float = 5e-3
 
     @property
     def matmul_flops(self) -> float:
-        """FLOP/s of matrix products."""
+        """FLOP/s of matrix multiplications."""
         return self.peak_tflops * 1e12 * self.matmul_share
 
     @property
     def attention_flops(self) -> float:
-        """FLOP/s of attention over sequences."""
+        """FLOP/s of attention."""
         return self.peak_tflops * 1e12 * self.attention_share
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes/s through a GPU's memory."""
+        """Bytes/s of a GPU's memory."""
         return self.memory_gb_per_second * GB * self.memory_share
 
     @property
     def decode_bytes(self) -> float:
-        """Bytes/s of weights and KV cache while tokens are sampled."""
+        """Bytes/s of weights and KV cache while decoding."""
         return self.memory_gb_per_second * GB * self.decode_share
 
     @property
     def nvlink_bytes(self) -> float:
-        """Bytes/s each way within a node."""
+        """Bytes/s per direction within a node."""
         return self.nvlink_gb_per_second / 2 * GB * self.nvlink_share
 
     @property
     def network_bytes(self) -> float:
-        """Bytes/s each way between nodes."""
+        """Bytes/s per direction between nodes."""
         return self.network_gb_per_second * GB * self.network_share
 
     @property
@@ -119,10 +119,10 @@ class Cluster:
         return self.pcie_gb_per_second * GB * self.pcie_share
 
     def ring_bytes(self, size: int, stride: int = 1) -> float:
-        """Bytes/s each way of every GPU in a ring of `size` ranks that are `stride` apart.
+        """Bytes/s per direction and GPU in a ring of `size` ranks that are `stride` apart.
 
         Within a node that is NVLink's. Across nodes, a ring enters and leaves each node through the
-        adapters of all its members there.
+        adapters of all its members in that node.
         """
         if self.gpus_per_node % (size * stride) == 0:
             return self.nvlink_bytes
@@ -130,12 +130,12 @@ class Cluster:
         return min(self.nvlink_bytes, members * self.network_bytes)
 
     def all_gather_seconds(self, num_bytes: float, size: int, stride: int = 1) -> float:
-        """Time to gather, or to reduce and scatter, `num_bytes` in all, as each rank has after."""
+        """Time of an all-gather or reduce-scatter; `num_bytes` is the size of the full tensor."""
         if size == 1:
             return 0.0
         return (size - 1) / size * num_bytes / self.ring_bytes(size, stride)
 
     def neighbour_bytes(self, size: int, stride: int) -> float:
-        """Bytes/s each way to the next of `size` ranks that are `stride` apart, by its own wire."""
+        """Bytes/s per direction to the next of `size` ranks that are `stride` apart."""
         within = self.gpus_per_node % (size * stride) == 0
         return self.nvlink_bytes if within else self.network_bytes

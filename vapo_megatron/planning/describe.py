@@ -1,4 +1,4 @@
-"""Plans in words: a ranking, one layout in detail, YAML to paste, and what is not modelled."""
+"""Plans as text: a ranking, one layout in detail, YAML to paste, and --dry-run's comments."""
 
 from __future__ import annotations
 
@@ -9,39 +9,33 @@ from collections.abc import Iterable
 import yaml
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.models.hf_config import (
-    ModelShape,
-    parameter_count,
-)
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.models.hf_config import ModelShape, check_layout, parameter_count
+from vapo_megatron.models.known import shape_of
 from vapo_megatron.planning import flops, memory
 from vapo_megatron.planning.cluster import GB, Cluster
-from vapo_megatron.planning.host_memory import checkpoint_bytes, host_bytes_per_node
-from vapo_megatron.planning.memory import PhaseMemory
-from vapo_megatron.planning.plan import (
-    Plan,
-    model_flops,
-    peak_memory,
-)
+from vapo_megatron.planning.memory import PhaseMemory, checkpoint_bytes, host_bytes_per_node
+from vapo_megatron.planning.plan import Plan, make_plan, misfit, model_flops, peak_memory
 from vapo_megatron.planning.ranking import Ranking
 from vapo_megatron.planning.roofline import Phase
-from vapo_megatron.planning.workload import Workload
+from vapo_megatron.planning.workload import Workload, workload_of
 
 NOT_MODELLED = (
-    "kernels smaller than their shapes' best, launches, and stragglers: seconds are a roofline's, "
-    "so that a run is rather slower than faster",
-    "microbatches of unequal length in a pipeline, whose stages then wait for each other",
-    "preemption by vLLM; lengths of responses (log-normal, as long as you say they are)",
-    "frozen attention of a critic: its products backward and saved inputs count as if it learned",
-    "rounds of dynamic sampling: a step samples its responses once",
-    "FP8: products and saved inputs count as bfloat16's (weights' copies in FP8 are counted)",
-    "verifier, exchange of responses, advantages, evaluation, start-up",
-    "contention between nodes in a sync, and of GPUs for their host's memory",
+    "inefficient kernel shapes, launch overhead and stragglers: seconds are a roofline estimate, "
+    "so expect a run to be somewhat slower",
+    "pipeline stages that wait for each other because microbatches differ in length",
+    "preemption in vLLM; actual response lengths (assumed log-normal with the given mean)",
+    "a critic's frozen attention: its backward pass and saved inputs are counted as if trained",
+    "extra rounds of dynamic sampling: a step samples its responses once",
+    "FP8 compute and saved inputs: counted as bfloat16 (the weights' FP8 copies are counted)",
+    "verifier, exchange of responses, advantages, evaluation, startup",
+    "contention between nodes in a weight sync, and between GPUs for host memory",
 )
 
 LEGEND = """\
-vLLM: ranks of a replica; share: of a GPU for it; budget: tokens of a microbatch; copies: offload
-bubble: of the trainer's seconds, filling and draining; uneven: slowest rank over the mean
-tok/s/GPU: of responses; all tok: with prompts; peak: of the fullest GPU, in the phase named"""
+vLLM: TP of a replica; share: gpu_memory_utilization; budget: tokens per microbatch
+copies: offload; bubble: share of the trainer's seconds; uneven: slowest rank over the mean
+tok/s/GPU: response tokens; all tok: with prompts; peak: of the fullest GPU, in the phase named"""
 
 _SHORT = {
     "generation": "sample", "logprobs": "logps", "reference_logprobs": "ref",
@@ -70,7 +64,7 @@ _PASTED = {
 
 
 def describe_job(name: str, shape: ModelShape, c: Cluster, w: Workload) -> str:
-    """Return what is planned for: model, cluster, workload."""
+    """Return what is planned: model, cluster, workload."""
     roles = " and ".join(w.trained_roles)
     nodes = math.ceil(c.num_gpus / c.gpus_per_node)
     return (
@@ -87,7 +81,7 @@ def describe_job(name: str, shape: ModelShape, c: Cluster, w: Workload) -> str:
 
 
 def describe_ranking(ranking: Ranking, top: int) -> str:
-    """Return the fastest plans as a table, and why other layouts are not in it."""
+    """Return the fastest plans as a table, and why other layouts are rejected."""
     blocks = []
     if ranking.plans:
         columns = list(ranking.plans[0].seconds)
@@ -100,35 +94,35 @@ def describe_ranking(ranking: Ranking, top: int) -> str:
         if left > 0:
             lines.append(f"... and {left} slower (--top {len(ranking.plans)} shows all)")
         blocks += ["\n".join(lines), LEGEND]
-    if ranking.refused:
-        blocks.append("\n".join(_refusals(ranking.refused)))
+    if ranking.rejected:
+        blocks.append("\n".join(_rejections(ranking.rejected)))
     return "\n\n".join(blocks)
 
 
 def describe_closest(shape: ModelShape, ranking: Ranking, c: Cluster) -> str:
-    """Return the bytes of the layout that comes closest to fitting, where one divides the model."""
+    """Return the memory of the layout closest to fitting."""
     if ranking.closest is None:
         return "no layout divides the GPUs and the model"
-    name, misfit = ranking.closest
-    phases = peak_memory(shape, misfit.config, c.gpu_bytes)
-    p, offload = misfit.config.parallel, "yes" if memory.offloads(misfit.config) else "no"
+    name, closest = ranking.closest
+    phases = peak_memory(shape, closest.config, c.gpu_bytes)
+    p, offload = closest.config.parallel, "yes" if memory.offloads(closest.config) else "no"
     title = f"closest: {name}, recompute {p.recompute}, offload {offload}"
     return "\n".join([title, "", *_memory_table(phases, c.gpu_bytes)])
 
 
 def nothing_fits(ranking: Ranking, c: Cluster) -> str:
-    """Return one line: the closest layout, what it lacks, and what would help."""
+    """Return one line: the layout closest to fitting, its shortfall, and what would help."""
     where = f"{c.num_gpus} GPU{'s' if c.num_gpus > 1 else ''} of {c.gpu_bytes / GB:g} GB"
     if ranking.closest is None:
         name, reason = next(iter(ranking.undivided.items()))
         return (
-            f"no layout divides {where} and the model: {name}: {reason}; take another number, or "
-            "fewer fixed options"
+            f"no layout divides {where} and the model: {name}: {reason}; use another number of "
+            "GPUs, or fix fewer options"
         )
-    name, misfit = ranking.closest
+    name, closest = ranking.closest
     return (
-        f"nothing fits into {where}; the closest, {name}: {misfit.reason}; take more or larger "
-        "GPUs, shorter sequences, or fewer fixed options"
+        f"nothing fits into {where}; the closest, {name}: {closest.reason}; use more or larger "
+        "GPUs, shorter sequences, or fix fewer options"
     )
 
 
@@ -148,12 +142,12 @@ def _row(plan: Plan, columns: list[str]) -> str:
     )
 
 
-def _refusals(refused: dict[str, str]) -> list[str]:
-    """One line for each reason; layouts that share it stand together."""
+def _rejections(rejected: dict[str, str]) -> list[str]:
+    """One line per reason, with all layouts it applies to."""
     by_reason: dict[str, list[str]] = {}
-    for layout, reason in refused.items():
+    for layout, reason in rejected.items():
         by_reason.setdefault(reason, []).append(layout)
-    return ["refused:"] + [
+    return ["rejected:"] + [
         f"  {', '.join(layouts)}: {reason}" for reason, layouts in by_reason.items()
     ]
 
@@ -162,9 +156,9 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
     """Return one layout in detail.
 
     Args:
-        shape: of the model.
+        shape: the model.
         plan: fits or not.
-        sync: seconds by the resharding plan itself (weights/reshard/cost.py), where it was made.
+        sync: seconds of the weight sync by plan.resharding_seconds, if computed.
     """
     p, r, c = plan.config.parallel, plan.config.rollout, plan.cluster
     updates = [name for name in ("critic_update", "actor_update") if name in plan.training.phases]
@@ -189,18 +183,18 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
             "",
             f"  vLLM: KV cache of {plan.kv_cache_tokens} tokens in each of "
             f"{c.num_gpus // r.tensor_model_parallel_size} replicas",
-            *_elsewhere(shape, plan),
+            *_host_and_disk(shape, plan),
         ]
     )
 
 
-def _elsewhere(shape: ModelShape, plan: Plan) -> Iterable[str]:
-    """What is kept in host memory and on disk, of all roles together."""
+def _host_and_disk(shape: ModelShape, plan: Plan) -> Iterable[str]:
+    """Host memory per node and the size of a checkpoint, of all roles together."""
     c = plan.cluster
     host = host_bytes_per_node(shape, plan.config, gpus_per_node=c.gpus_per_node)
     yield (
-        f"  host memory: {host.offloaded / GB:.0f} GB a node for what is offloaded, "
-        f"{host.checkpoint / GB:.0f} GB while a checkpoint is made"
+        f"  host memory: {host.offloaded / GB:.0f} GB per node for offloading, "
+        f"{host.checkpoint / GB:.0f} GB while a checkpoint is saved"
     )
     disk = checkpoint_bytes(shape, plan.config)
     seconds = disk / (c.storage_gb_per_second * GB)
@@ -221,9 +215,9 @@ def _memory_table(phases: dict[str, PhaseMemory], gpu_bytes: int) -> Iterable[st
 def _time_table(plan: Plan, sync: float | None) -> Iterable[str]:
     generation, seconds = plan.generation, plan.seconds
     notes = {
-        "generation": f"prefill {generation.prefill_seconds:.1f} s; at most {generation.batch} "
-        f"sequences at once; {generation.tail:.0%} with fewer than half of them",
-        "sync": "estimated" if sync is None else f"estimated; {sync:.2f} s by the plan itself",
+        "generation": f"prefill {generation.prefill_seconds:.1f} s; batch of at most "
+        f"{generation.batch} sequences; {generation.tail:.0%} of decoding below half of that",
+        "sync": "estimate" if sync is None else f"estimate; {sync:.2f} s by the resharding plan",
     }
     notes |= {name: _phase_note(phase) for name, phase in plan.training.phases.items()}
     yield "  seconds"
@@ -239,7 +233,7 @@ def _phase_note(phase: Phase) -> str:
 
 
 def to_paste(config: VapoConfig) -> str:
-    """Return the configuration's part that a plan decides, as YAML."""
+    """Return the settings that a plan decides, as YAML."""
     tree = config.model_dump()
     return yaml.safe_dump(
         {part: {name: tree[part][name] for name in names} for part, names in _PASTED.items()},
@@ -250,3 +244,42 @@ def to_paste(config: VapoConfig) -> str:
 def describe_notes() -> str:
     """Return what is not modelled."""
     return "not modelled:\n" + "\n".join(f"  - {note}" for note in NOT_MODELLED)
+
+
+def describe_dry_run(config: VapoConfig, shape: ModelShape) -> str:
+    """Plan a configuration as it is, on H100s with parallel.gpu_memory_gb.
+
+    Raises:
+        ConfigError: the layout does not divide the model.
+    """
+    check_layout(shape, config.parallel)
+    num_gpus = config.parallel.world_size
+    cluster = Cluster(
+        num_gpus=num_gpus,
+        gpus_per_node=min(8, num_gpus),
+        gpu_bytes=int(config.parallel.gpu_memory_gb * GB),
+    )
+    workload = workload_of(config)
+    plan = make_plan(shape, config, cluster, workload)
+    reason = misfit(shape, config, cluster, plan.memory)
+    return "\n".join(
+        [
+            describe_job(str(config.model.hf_path), shape, cluster, workload),
+            f"DOES NOT FIT: {reason}" if reason else "fits",
+            "",
+            describe_plan(shape, plan),
+            "",
+            describe_notes(),
+        ]
+    )
+
+
+def dry_run_comment(config: VapoConfig) -> str:
+    """Return describe_dry_run as YAML comments, or one comment that says why there is no plan."""
+    try:
+        if config.model.hf_path is None:
+            raise ConfigError("model.hf_path is not set")
+        text = describe_dry_run(config, shape_of(config.model.hf_path))
+    except ConfigError as error:
+        text = f"no plan: {error} (tools/plan.py plans published models without their files)"
+    return "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())

@@ -1,20 +1,20 @@
-"""Model FLOPs of forward and backward passes, and what share of a device's peak they come to.
+"""Model FLOPs of forward and backward passes, and model FLOPs utilization.
 
-Counted are matrix products, a multiplication and an addition each, that a step cannot do without:
+Counted are the matrix multiplications, with two FLOPs per multiply-add:
 
     layer       2 (H (q + 2 k) + q H + 3 H F)    per token; q = heads * d, k = key-value heads * d
-    attention   4 q                              per layer and pair of a query and a key it may see
+    attention   4 q                              per layer and pair of a query and a key it attends
     output      2 V H (actor), 2 H (critic)      per position whose output is computed
 
-A causal sequence of l tokens has l (l + 1) / 2 pairs, and packed sequences see nothing of each
-other. A backward pass is two products for each of the forward pass, so that training takes three
-times the forward pass. Summed over a sequence of l tokens with every output computed that is
+A causal sequence of l tokens has l (l + 1) / 2 pairs, and packed sequences do not attend to each
+other. The backward pass has two multiplications for each one of the forward pass, so training
+counts three times the forward pass. For a sequence of l tokens with every output computed that is
 
     6 * matrix parameters + 12 * layers * q * (l + 1) / 2    per token,
 
-the count of PaLM (arXiv 2204.02311, appendix B: 6 N + 12 L H Q T) with the causal half alone of the
-pairs of each sequence, and without the parameters that multiply no matrix (embedding, norms,
-biases). Model FLOPs utilization is PaLM's too: nothing that is computed again counts.
+PaLM's count (arXiv 2204.02311, appendix B: 6 N + 12 L H Q T) with only the causal half of each
+sequence's pairs, and without parameters outside matrix multiplications (embedding, norms, biases).
+Model FLOPs utilization is PaLM's as well: recomputation does not count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BF16_PEAK_FLOPS = {
     "H200": 989e12,
     "H200 NVL": 835e12,
 }
-"""FLOP/s of dense bfloat16 products without sparsity, by NVIDIA's data sheets; SXM unless named."""
+"""Dense bfloat16 FLOP/s without sparsity, from NVIDIA's data sheets; SXM unless named."""
 
 
 def forward_flops(
@@ -45,11 +45,11 @@ def forward_flops(
     """Count the FLOPs of a forward pass over packed sequences.
 
     Args:
-        shape: the architecture.
+        shape: the model.
         sequence_lengths: prompt + response tokens of each sequence.
-        role: which output the model has.
-        num_outputs: positions whose log-probability or value is computed: the trainer's actor
-            computes the response tokens' alone. None: all positions.
+        role: decides the output: vocabulary or value head.
+        num_outputs: positions whose log-probability or value is computed, which for the trainer's
+            actor are the response tokens. None: all positions.
     """
     outputs = sum(sequence_lengths) if num_outputs is None else num_outputs
     layers = shape.num_layers * layer_forward_flops(shape, sequence_lengths)
@@ -63,7 +63,7 @@ def training_flops(
     role: Literal["actor", "critic"],
     num_outputs: int | None = None,
 ) -> int:
-    """Count the FLOPs of a forward and a backward pass; arguments as in forward_flops."""
+    """Count the FLOPs of a forward and backward pass; arguments as in forward_flops."""
     return 3 * forward_flops(shape, sequence_lengths, role=role, num_outputs=num_outputs)
 
 
@@ -78,32 +78,32 @@ def layer_forward_flops(shape: ModelShape, sequence_lengths: Sequence[int]) -> i
 def output_forward_flops(
     shape: ModelShape, num_outputs: int, *, role: Literal["actor", "critic", "reference"]
 ) -> int:
-    """Count the FLOPs of the output projection or the value head at so many positions."""
+    """Count the FLOPs of the output projection or the value head at `num_outputs` positions."""
     width = 1 if role == "critic" else shape.vocab_size
     return 2 * width * shape.hidden_size * num_outputs
 
 
 def causal_pairs(sequence_lengths: Sequence[int]) -> int:
-    """Count the pairs of a query and a key at or before it, within each sequence."""
+    """Count the pairs of a query and a key at or before it in the same sequence."""
     return sum(length * (length + 1) // 2 for length in sequence_lengths)
 
 
 def utilization(flops: float, seconds: float, peak_flops: float) -> float:
-    """Return flops / (seconds * peak_flops): MFU, in [0, 1], of model FLOPs on so many devices.
+    """Return the model FLOPs utilization (MFU), flops / (seconds * peak_flops), in [0, 1].
 
     Args:
-        flops: model FLOPs done, by all devices together.
-        seconds: that they took.
-        peak_flops: FLOP/s of all devices together at their peak.
+        flops: model FLOPs of all devices together.
+        seconds: time they took.
+        peak_flops: peak FLOP/s of all devices together.
     """
     return flops / (seconds * peak_flops)
 
 
 def bf16_peak_flops(device_name: str) -> float | None:
-    """Return a GPU's peak from BF16_PEAK_FLOPS; None where its name has none of the table's.
+    """Return a GPU's peak from BF16_PEAK_FLOPS; None for a GPU that is not in the table.
 
     Args:
-        device_name: as torch.cuda.get_device_name gives it ("NVIDIA H100 80GB HBM3").
+        device_name: as returned by torch.cuda.get_device_name ("NVIDIA H100 80GB HBM3").
     """
     known = [name for name in BF16_PEAK_FLOPS if name in device_name]
     return BF16_PEAK_FLOPS[max(known, key=len)] if known else None

@@ -1,13 +1,14 @@
-"""Seconds that a step's sampling takes: continuous batching, replayed event by event.
+"""Predicted seconds of a step's generation: continuous batching, simulated event by event.
 
-A decode step of n sequences on one rank of a replica of t takes
+A decode step of n sequences on one rank of a replica of t ranks takes
 
-    max((weights + keys and values of all n) / bandwidth, n * 2 * parameters / t / FLOP/s)
-    + two all-reduces of n H elements in each layer + what the host needs
+    max(weights / bandwidth, n * 2 * parameters / t / FLOP/s) + KV cache of all n / bandwidth
+    + two all-reduces of n H elements in each layer + the host's time per step
 
-so that between two events (a sequence ends, the next begins) the time is a quadratic of the steps.
-The batch is bounded by rollout.max_num_sequences and by the KV cache: as many sequences as fit at
-the length that a running one has on average. The last ones run on alone: the tail.
+so between two events (a sequence ends, the next starts) the time is quadratic in the number of
+steps. The batch is limited by rollout.max_num_sequences and by the KV cache, which holds as many
+sequences as fit at the average length of a running one. The last sequences leave the batch partly
+empty: the tail.
 """
 
 from __future__ import annotations
@@ -30,31 +31,33 @@ from vapo_megatron.rollout.requests import assign
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """A step's sampling on the slowest replica."""
+    """A step's generation on the slowest replica."""
 
     seconds: float
     prefill_seconds: float
     batch: int
-    """Sequences that a replica samples at once, at most."""
+    """Most sequences that a replica decodes at once."""
     tail: float
-    """Share of the decode seconds in which fewer than half of `batch` are left."""
+    """Share of the decode seconds with fewer than half of `batch` running."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rank:
-    """What a decode step costs on one rank of a replica."""
+    """Cost of a decode step on one rank of a replica."""
 
     weight_seconds: float
+    """Reading the weights, once for the whole batch."""
     token_seconds: float
-    """Of the products for one sequence."""
+    """Matrix multiplications, per sequence."""
     cached_seconds: float
-    """Of one token's keys and values."""
+    """Reading keys and values, per cached token."""
     sequence_seconds: float
-    """On the wires, for one sequence."""
+    """Tensor-parallel communication, per sequence."""
     step_seconds: float
+    """Host and latencies."""
 
     def seconds(self, sequences: int, steps: int, cached: int) -> float:
-        """Time of so many steps that begin with `cached` tokens in the cache."""
+        """Time of `steps` steps that start with `cached` tokens in the cache."""
         each = max(self.weight_seconds, sequences * self.token_seconds)
         each += sequences * self.sequence_seconds + self.step_seconds
         reads = steps * cached + sequences * steps * (steps + 1) / 2
@@ -68,14 +71,14 @@ def generation(
     workload: Workload,
     kv_cache_tokens: int,
 ) -> Generation:
-    """Predict a step's sampling.
+    """Predict a step's generation.
 
     Args:
-        shape: of the model.
-        config: rollout is used.
-        cluster: what it runs on.
+        shape: the model.
+        config: model and rollout are used.
+        cluster: what the job runs on.
         workload: of a step.
-        kv_cache_tokens: that the cache of a replica holds; at least one sequence.
+        kv_cache_tokens: capacity of a replica's cache.
     """
     batch = min(
         config.rollout.max_num_sequences, max(1, int(kv_cache_tokens // _running_tokens(workload)))
@@ -87,7 +90,7 @@ def generation(
 
 
 def _running_tokens(workload: Workload) -> float:
-    """Mean length of a sequence while it runs: long ones run longer."""
+    """Mean length of a running sequence; longer ones run longer and weigh more."""
     lengths = response_lengths(workload).astype(float)
     return workload.prompt_tokens + float((lengths * lengths).sum() / (2 * lengths.sum()))
 
@@ -96,7 +99,7 @@ def _rank(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> _Rank:
     tp_size = config.rollout.tensor_model_parallel_size
     size = DTYPE_BYTES[config.rollout.dtype or config.model.dtype]
     products = flops.forward_flops(shape, [1], role="actor") / tp_size
-    # Of an embedding that is not the output projection only the sampled tokens' rows are read.
+    # Of an embedding separate from the output projection only the sampled tokens' rows are read.
     read = sampler_weight_bytes(dataclasses.replace(shape, tied=True), config)
     reduced = 2 * cluster.all_gather_seconds(shape.hidden_size * size, tp_size)
     return _Rank(
@@ -110,7 +113,7 @@ def _rank(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> _Rank:
 
 
 def _prefill(shape: ModelShape, cluster: Cluster, workload: Workload, tp_size: int) -> float:
-    """Seconds of one prompt; the group's other requests find it in the prefix cache."""
+    """Seconds of one prompt; the group's other requests hit the prefix cache."""
     products = flops.forward_flops(shape, [workload.prompt_tokens], role="actor", num_outputs=1)
     return products / tp_size / cluster.matmul_flops
 
@@ -134,7 +137,7 @@ def _replay(
 def _decode(
     rank: _Rank, lengths: np.ndarray, prompt_tokens: int, batch: int
 ) -> tuple[float, float]:
-    """Return one replica's decode seconds, and those with fewer than half of the batch."""
+    """Return one replica's decode seconds, and those with the batch less than half full."""
     waiting = [int(n) for n in reversed(lengths)]
     running: list[tuple[int, int]] = []
     now = cached = 0

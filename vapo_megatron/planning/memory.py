@@ -1,27 +1,28 @@
-"""Bytes on one GPU in each phase of a step, by arithmetic alone.
+"""Predicted bytes: per GPU and phase of a step, of host memory on a node, and of a checkpoint.
 
-What is counted, and from where: parameters, gradients and optimizer state as megatron-core lays
-them out (model_bytes.py); activations tensor by tensor as the layers save them (activations.py);
-vLLM's weights, and its KV cache as what its share of the GPU leaves. The rest, which no arithmetic
-gives, is a margin: the constants below, each with its source.
+Counted: parameters, gradients and optimizer state as megatron-core allocates them (model_bytes.py);
+activations tensor by tensor as the layers save them (activations.py); vLLM's weights, and its KV
+cache as the remainder of vLLM's share of the GPU. What cannot be derived is a margin: the constants
+below, each with its source.
 
-With offload (parallel.offload, on unless it is set to false) a role that is not at work has nothing
-on the GPU, and vLLM sleeps while the trainer works: no weights, no KV cache. Without it all roles'
-parameters, gradients and optimizer states, vLLM's weights and its KV cache stay throughout.
+With offload (parallel.offload, on unless false) a role that is idle holds nothing on the GPU, and
+vLLM sleeps while the trainer works: no weights, no KV cache. Without it the parameters, gradients
+and optimizer states of all roles, vLLM's weights and its KV cache stay throughout.
 
-Not modelled: inputs that model.fp8 saves in FP8 (counted in bfloat16: too many bytes), those that
+Not modelled: inputs that model.fp8 saves in FP8 (counted in bfloat16, an overestimate), inputs that
 a frozen attention need not save (counted), the batch itself (about 60 bytes a token), cuBLAS and
 NVSHMEM workspaces, NCCL's growth with the number of nodes, the frozen part of a critic's checkpoint
-(counted with an optimizer), what other processes hold on the GPU, evaluation (as generation),
-loading, exporting and checkpointing weights. What a node and a disk hold is in host_memory.py.
+(counted with an optimizer), other processes on the GPU, evaluation (like generation), and loading,
+exporting and saving weights. Host memory counts only what offload keeps and what checkpoints need.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.models.hf_config import ModelShape, padded_vocab_size, parameter_count
 from vapo_megatron.planning.activations import (
     inference_bytes,
     microbatch_tokens,
@@ -32,6 +33,7 @@ from vapo_megatron.planning.model_bytes import (
     Role,
     StateBytes,
     fp8_weight_bytes,
+    num_parameters,
     sampler_weight_bytes,
     state_bytes,
     widths,
@@ -57,14 +59,14 @@ NCCL_PEER_BYTES = 3_280_000_000 // 7
 """NVIDIA/nccl issue 1685: point to point with all 7 others of 8 H100 took 4.34 - 1.06 GB."""
 
 NODE_PEERS = 7
-"""Most ranks of its own node that a rank meets in a sync: NVIDIA's nodes have 8 GPUs."""
+"""Most peers on its own node that a rank talks to in a weight sync: NVIDIA's nodes have 8 GPUs."""
 
 CUDA_GRAPH_BYTES = 1_503_657_984
-"""vllm-project/vllm issue 47654: what capturing reported; it stays while vLLM sleeps."""
+"""vllm-project/vllm issue 47654: as reported by graph capture; not freed while vLLM sleeps."""
 
 FRAGMENTATION = 0.15
 """Of activations and logits: average of 8 models in arXiv 2401.08156 (GMLake), with an allocator
-whose segments cannot expand; the trainer's can (offload.py), so this is on the safe side."""
+whose segments cannot expand. The trainer's can (offload.py), so this is an upper estimate."""
 
 VLLM_LARGE_GPU_BYTES = 70 * 2**30
 VLLM_BATCHED_TOKENS = (8192, 16384)
@@ -72,8 +74,8 @@ VLLM_BATCHED_TOKENS = (8192, 16384)
 engine/arg_utils.py."""
 
 VLLM_LOGITS_BYTES = 24
-"""For each sequence and vocabulary entry while it samples: float32 logits, sorted logits, their
-int64 indices, probabilities and cumulative sums (v1/sample/ops/topk_topp_sampler.py)."""
+"""Per sequence and vocabulary entry while sampling: float32 logits, sorted logits, their int64
+indices, probabilities and cumulative sums (v1/sample/ops/topk_topp_sampler.py)."""
 
 VLLM_BLOCK_TOKENS = 16
 """Tokens of one KV cache block: vLLM's default block_size."""
@@ -81,15 +83,15 @@ VLLM_BLOCK_TOKENS = 16
 
 @dataclasses.dataclass(frozen=True)
 class PhaseMemory:
-    """Bytes on one GPU at the fullest moment of a phase; the parts add up to that moment."""
+    """Bytes on one GPU at a phase's peak; the parts add up to it."""
 
     parameters: int = 0
-    """Megatron's, of the roles that are on the GPU; with model.fp8 the copies of all roles, too."""
+    """Megatron's, of the roles on the GPU; with model.fp8 also the FP8 copies of all roles."""
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
     logits: int = 0
-    """Of the actor's log-probabilities on the last stage, or of vLLM while it samples."""
+    """Of the actor's log-probabilities on the last stage, or of vLLM's sampling."""
     sampler_weights: int = 0
     kv_cache: int = 0
     sync_buckets: int = 0
@@ -98,29 +100,44 @@ class PhaseMemory:
 
     @property
     def total(self) -> int:
-        """All parts."""
+        """Sum of all parts."""
         return sum(vars(self).values())
 
 
+class HostBytes(NamedTuple):
+    """Host memory, of one process or of a node."""
+
+    offloaded: int
+    """Parameters and optimizer states of all roles. Gradients are zero between updates and are
+    dropped instead of offloaded."""
+    checkpoint: int
+    """While a checkpoint is saved or loaded."""
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return sum(self)
+
+
 def offloads(config: VapoConfig) -> bool:
-    """Whether what is not at work leaves the GPU; null means that it does."""
+    """Whether idle roles and vLLM leave the GPU; parallel.offload=null means yes."""
     return config.parallel.offload is not False
 
 
 def phase_memory(
     shape: ModelShape, config: VapoConfig, *, gpu_bytes: int, pp_rank: int
 ) -> dict[str, PhaseMemory]:
-    """Predict the fullest moment of each phase on a GPU of one pipeline stage.
+    """Predict each phase's peak on a GPU of one pipeline stage.
 
     Args:
-        shape: of the model; hf_config.check_layout has accepted the layout.
+        shape: the model; hf_config.check_layout has accepted the layout.
         config: model, parallel, rollout and algorithm are used.
         gpu_bytes: memory of the GPU, of which vLLM takes its share.
         pp_rank: pipeline stage; all its GPUs hold the same amount.
 
     Returns:
-        By the names in PHASES, those of roles that the run holds. A total above gpu_bytes does not
-        fit; a KV cache of 0 means that vLLM's share does not even hold its weights.
+        By the names in PHASES, for the roles of this run. A total above gpu_bytes does not fit; a
+        KV cache of 0 means that vLLM's share does not even hold its weights.
     """
     roles = config.algorithm.roles
     states = {role: state_bytes(shape, config, role, pp_rank=pp_rank) for role in roles}
@@ -128,10 +145,8 @@ def phase_memory(
     weights = sampler_weight_bytes(shape, config)
     found = {"generation": _generation(shape, config, gpu_bytes)}
     for role in roles:
-        computes: Role = "actor" if role == "reference" else role
-        activations, logits = inference_bytes(
-            shape, config, computes, pp_rank=pp_rank, tokens=tokens
-        )
+        model: Role = "actor" if role == "reference" else role
+        activations, logits = inference_bytes(shape, config, model, pp_rank=pp_rank, tokens=tokens)
         found[SCORES[role]] = PhaseMemory(
             parameters=states[role].parameters, activations=activations, logits=logits
         )
@@ -163,10 +178,10 @@ def _update(
     pp_rank: int,
     tokens: int,
 ) -> PhaseMemory:
-    """The larger of a forward and backward pass and the optimizer's step.
+    """The larger of a forward-backward pass and the optimizer step.
 
-    megatron-core takes Transformer Engine's fused Adam, which needs no room, and without it torch's
-    AdamW, whose grouped step holds the square roots of all second moments, 4 bytes each.
+    With Transformer Engine megatron-core uses its fused Adam, which needs no temporaries. torch's
+    AdamW, used otherwise, holds the square roots of all second moments, 4 bytes each.
     """
     activations, logits = training_bytes(shape, config, role, pp_rank=pp_rank, tokens=tokens)
     if config.model.layer_spec == "local":
@@ -177,7 +192,7 @@ def _update(
 
 
 def _generation(shape: ModelShape, config: VapoConfig, gpu_bytes: int) -> PhaseMemory:
-    """vLLM's own memory: the KV cache is what its share leaves (gpu_worker.py).
+    """vLLM's memory: its KV cache takes what is left of its share (gpu_worker.py).
 
     Activations are those of one layer in a batch of max_num_batched_tokens: residual stream and
     norm, gate, up and product.
@@ -204,17 +219,17 @@ def _graph_bytes(config: VapoConfig) -> int:
 
 
 def _with_reserve(phase: PhaseMemory, name: str, config: VapoConfig) -> PhaseMemory:
-    """Add what is on the GPU in every phase, and the allocator's losses."""
+    """Add what every phase has on the GPU besides tensors, and the allocator's fragmentation."""
     parallel = config.parallel
     tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     groups = sum(size > 1 for size in (tp_size, pp_size, parallel.data_parallel_size))
-    groups += parallel.world_size > 1  # the world, for syncs
-    groups += tp_size > 1 and pp_size > 1  # both together, for norms
+    groups += parallel.world_size > 1  # the world, for weight syncs
+    groups += tp_size > 1 and pp_size > 1  # both together, for gradient norms
     groups += 2 * (config.rollout.tensor_model_parallel_size > 1)  # torch's and vLLM's own
     peers = min(NODE_PEERS, parallel.world_size - 1)
     reserve = CUDA_CONTEXT_BYTES + _graph_bytes(config)
     reserve += groups * NCCL_COMMUNICATOR_BYTES + peers * NCCL_PEER_BYTES
-    if name != "generation":  # where vLLM's profile has them in it
+    if name != "generation":  # vLLM's profiling run has measured its own fragmentation
         reserve += int(FRAGMENTATION * (phase.activations + phase.logits))
     return dataclasses.replace(phase, reserve=reserve)
 
@@ -237,9 +252,104 @@ def kv_cache_tokens(shape: ModelShape, config: VapoConfig, *, gpu_bytes: int) ->
 
 
 def outer_stages(config: VapoConfig) -> set[int]:
-    """Return the first pipeline stage and the last: one of them is the fullest.
+    """Return the first and the last pipeline stage: one of them needs the most memory.
 
-    Those between have the layers of the first, fewer microbatches in flight, and neither the
-    embedding nor the output.
+    Stages between have as many layers, fewer microbatches in flight than the first, and neither
+    the embedding nor the output.
     """
     return {0, config.parallel.pipeline_model_parallel_size - 1}
+
+
+def host_bytes(
+    shape: ModelShape,
+    config: VapoConfig,
+    *,
+    pp_rank: int,
+    is_first_replica: bool,
+    is_offloaded: bool,
+) -> HostBytes:
+    """Host memory of one process.
+
+    With checkpoint.asynchronous the ranks of the first data-parallel replica copy all trained
+    roles: parameters, and in float32 Adam's two moments and what the optimizer updates (see
+    checkpoint_bytes). Before, the distributed optimizer's state is gathered, one role at a time,
+    and megatron-core leaves it on every rank: get_parameter_state_dp_zero with
+    return_on_all_ranks in distrib_optimizer.py.
+
+    Args:
+        shape: the model.
+        config: the layout divides the model.
+        pp_rank: the process's pipeline stage.
+        is_first_replica: its data-parallel rank is 0.
+        is_offloaded: see `offloads`; a run knows whether it has a GPU.
+    """
+    algorithm = config.algorithm
+    offloaded = 0
+    if is_offloaded:
+        states = [state_bytes(shape, config, role, pp_rank=pp_rank) for role in algorithm.roles]
+        offloaded = sum(s.parameters + s.optimizer for s in states)
+    copied, gathered = 0, []
+    for role in algorithm.trained_roles:
+        every, trained = (
+            num_parameters(shape, config, role, pp_rank=pp_rank, trained=only)
+            for only in (False, True)
+        )
+        optimizer = trained * _optimizer_checkpoint_bytes(config)
+        copied += every * DTYPE_BYTES[config.model.dtype] + optimizer
+        gathered.append(optimizer if config.parallel.use_distributed_optimizer else 0)
+    if not (config.checkpoint.asynchronous and is_first_replica):
+        copied = 0
+    return HostBytes(offloaded, max(copied, *gathered))
+
+
+def host_bytes_per_node(shape: ModelShape, config: VapoConfig, *, gpus_per_node: int) -> HostBytes:
+    """Host memory of the fullest node: all its GPUs belong to the fullest stage.
+
+    As many of them as possible are of the first replica: ranks are numbered by tensor-parallel
+    rank, then data-parallel rank, then stage.
+    """
+    parallel = config.parallel
+    tp_size, dp_size = parallel.tensor_model_parallel_size, parallel.data_parallel_size
+    num_gpus = min(gpus_per_node, parallel.world_size)
+    first = min(num_gpus, tp_size * -(-num_gpus // (tp_size * dp_size)))
+    found = []
+    for stage in outer_stages(config):
+        copying, other = (
+            host_bytes(
+                shape,
+                config,
+                pp_rank=stage,
+                is_first_replica=is_first,
+                is_offloaded=offloads(config),
+            )
+            for is_first in (True, False)
+        )
+        found.append([first * a + (num_gpus - first) * b for a, b in zip(copying, other)])
+    return HostBytes(*max(found, key=sum))
+
+
+def checkpoint_bytes(shape: ModelShape, config: VapoConfig) -> int:
+    """Size on disk of one checkpoint of the whole job: its models and their optimizers.
+
+    Each parameter once, however many ranks hold it, including the padding of the vocabulary.
+    """
+    parallel = config.parallel
+    tp_size = parallel.tensor_model_parallel_size
+    rows = padded_vocab_size(shape, config.model.make_vocab_size_divisible_by, tp_size)
+    padding = (rows - shape.vocab_size) * shape.hidden_size
+    elements = 0
+    if "actor" in config.algorithm.trained_roles:
+        elements += parameter_count(shape) + padding * (1 if shape.tied else 2)
+    if "critic" in config.algorithm.trained_roles:
+        elements += parameter_count(shape, value_head=True) + padding
+    return elements * (DTYPE_BYTES[config.model.dtype] + _optimizer_checkpoint_bytes(config))
+
+
+def _optimizer_checkpoint_bytes(config: VapoConfig) -> int:
+    """Per parameter, in float32: Adam's two moments, and what the optimizer updates.
+
+    That is the main parameters of a bfloat16 model or the distributed optimizer's shards; without
+    either the optimizer updates the model's own float32 parameters.
+    """
+    has_main = config.parallel.use_distributed_optimizer or DTYPE_BYTES[config.model.dtype] < 4
+    return 12 if has_main else 8

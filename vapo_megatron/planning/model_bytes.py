@@ -1,20 +1,20 @@
-"""How many parameters, gradients and optimizer states one GPU holds, by arithmetic alone.
+"""Predicted bytes of parameters, gradients and optimizer states on one GPU.
 
-Everything is counted for one role (actor, critic or reference) on one pipeline stage; the tensor-
-and data-parallel ranks of a stage hold the same amount. What megatron-core 0.16.1 allocates, in
-bytes for n parameters held, dp data-parallel ranks and parameters of size b (2 or 4):
+Counted per role (actor, critic or reference) and pipeline stage; the tensor- and data-parallel
+ranks of a stage hold the same amount. What megatron-core 0.16.1 allocates, in bytes, for n
+parameters on this rank, dp data-parallel ranks and a parameter size of b (2 or 4):
 
                              parameters  gradients  optimizer
     distributed optimizer    b n'        4 n'       (8 + main) n' / dp
     without it               b n         4 n        (8 + main) n
 
-main is the float32 copy, 4 where b is 2 and 0 where parameters are float32 themselves; 8 are Adam's
-two moments; n' is n padded so that every parameter starts at a multiple of 64 elements and every
-bucket ends at a multiple of lcm(dp, 128) (param_and_grad_buffer.py). In bfloat16 that is 18 bytes a
-parameter, of which 12 are sharded: 2 more than in arXiv 1910.02054 (ZeRO), section 3.1, because
-gradients are float32 here. Adam's step counters and the optimizer's lists are left out. What is
-frozen (all of the reference; the actor, where value pretraining is the only stage; the critic's
-attention with algorithm.freeze_critic_attention) has b bytes a parameter, unpadded, and no more.
+main is the float32 copy: 4 bytes where b is 2, none where parameters are float32 themselves. 8 are
+Adam's two moments. n' is n padded so that every parameter starts at a multiple of 64 elements and
+every bucket ends at a multiple of lcm(dp, 128) (param_and_grad_buffer.py). In bfloat16 that is 18
+bytes per parameter, of which 12 are sharded: 2 more than in arXiv 1910.02054 (ZeRO), section 3.1,
+because gradients are float32 here. Adam's step counters are left out. Frozen parameters (all of the
+reference; the actor's where value pretraining is the only stage; the critic's attention with
+algorithm.freeze_critic_attention) take b bytes each, unpadded, and nothing else.
 """
 
 from __future__ import annotations
@@ -40,39 +40,34 @@ SAMPLER_VOCAB_PADDING = 64
 
 
 class StateBytes(NamedTuple):
-    """What one GPU holds of one role while that role trains."""
+    """Bytes of one role on one GPU while it trains."""
 
     parameters: int
     gradients: int
     optimizer: int
 
-    @property
-    def total(self) -> int:
-        """All three."""
-        return sum(self)
-
 
 class Widths(NamedTuple):
-    """Widths of one tensor-parallel rank's part of a layer, in elements."""
+    """Widths of one tensor-parallel rank's shard of a layer, in elements."""
 
     hidden: int
-    """H: not divided."""
+    """H, not sharded."""
     query: int
     key: int
-    """Of the keys that attention reads; the values have the same."""
+    """Of the keys that attention reads; the values' width is the same."""
     projected: int
     """Query, key and value as projected: rows of linear_qkv."""
     ffn: int
     head: int
     heads: int
-    """Query heads: a number, not a width."""
+    """Number of query heads."""
 
 
 def widths(shape: ModelShape, tp_size: int) -> Widths:
-    """Divide a layer among tensor-parallel ranks.
+    """Shard a layer over tensor-parallel ranks.
 
-    Where ranks outnumber the key-value heads, the projection is divided all the same, and each
-    rank's attention reads one whole head (megatron-core's attention.py, get_query_key_value).
+    With more ranks than key-value heads the projection is still sharded evenly, and each rank's
+    attention reads one whole head (megatron-core's attention.py, get_query_key_value).
     """
     query = shape.num_attention_heads * shape.head_dim
     key = shape.num_key_value_heads * shape.head_dim
@@ -88,72 +83,79 @@ def widths(shape: ModelShape, tp_size: int) -> Widths:
 
 
 def layers_per_chunk(shape: ModelShape, config: VapoConfig) -> int:
-    """Layers of one model chunk: a stage has one chunk for each of its virtual stages."""
+    """Layers of one model chunk; a stage has one chunk per virtual stage."""
     parallel = config.parallel
     chunks = parallel.pipeline_model_parallel_size
     return shape.num_layers // (chunks * (parallel.virtual_pipeline_model_parallel_size or 1))
 
 
 def chunk_parameters(
-    shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int, learning: bool = False
+    shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int, trained: bool = False
 ) -> list[list[int]]:
-    """Sizes of the parameters that one GPU holds, in elements.
+    """Sizes of the parameters on one GPU, in elements.
 
     Args:
-        shape: of the model.
-        config: model, parallel and algorithm.freeze_critic_attention are used.
+        shape: the model.
+        config: model, parallel and algorithm are used.
         role: a critic has H value weights in place of the output projection.
         pp_rank: pipeline stage.
-        learning: only those that are trained.
+        trained: leave out frozen parameters.
 
     Returns:
-        One list for each chunk, in the order of its module's parameters.
+        One list per chunk, in the order of its module's parameters.
     """
     parallel = config.parallel
     tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    w, full = widths(shape, tp_size), shape.num_attention_heads * shape.head_dim // tp_size
-    attention = [w.hidden * full, w.projected * w.hidden]
+    w = widths(shape, tp_size)
+    attention = [w.hidden * w.query, w.projected * w.hidden]
     attention += [w.projected] if shape.qkv_bias else []
     attention += [w.head, w.head] if shape.qk_norm else []
-    if learning and role == "critic" and config.algorithm.freeze_critic_attention:
+    if trained and role == "critic" and config.algorithm.freeze_critic_attention:
         attention = []
     layer = [w.hidden, *attention, w.hidden, 2 * w.ffn * w.hidden, w.ffn * w.hidden]
     rows = padded_vocab_size(shape, config.model.make_vocab_size_divisible_by, tp_size) // tp_size
     vpp_size = parallel.virtual_pipeline_model_parallel_size or 1
-    if learning and role not in config.algorithm.trained_roles:
+    if trained and role not in config.algorithm.trained_roles:
         return [[] for _ in range(vpp_size)]
     chunks = [layer * layers_per_chunk(shape, config) for _ in range(vpp_size)]
     if pp_rank == 0:
         chunks[0] = [rows * w.hidden, *chunks[0]]
     if pp_rank == pp_size - 1:
-        # A tied projection is the embedding where both are in one stage, and a copy elsewhere.
+        # A tied output projection is the embedding itself on a single stage, otherwise a copy.
         shares = role != "critic" and shape.tied and pp_size == 1
         output = w.hidden if role == "critic" else rows * w.hidden
         chunks[-1] = [*chunks[-1], w.hidden] + ([] if shares else [output])
     return chunks
 
 
+def num_parameters(
+    shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int, trained: bool
+) -> int:
+    """Parameters on one GPU; arguments as in chunk_parameters."""
+    return sum(map(sum, chunk_parameters(shape, config, role, pp_rank=pp_rank, trained=trained)))
+
+
 def state_bytes(shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int) -> StateBytes:
-    """Bytes of parameters, gradient buffers and optimizer state of one role on one GPU."""
+    """Bytes of one role's parameters, gradient buffers and optimizer state on one GPU."""
     parallel = config.parallel
     size = DTYPE_BYTES[config.model.dtype]
     of_optimizer = 8 + (4 if size < 4 else 0)
-    total = StateBytes(0, 0, 0)
-    every, learning = (
-        chunk_parameters(shape, config, role, pp_rank=pp_rank, learning=only)
+    parameters = gradients = optimizer = 0
+    every, trained = (
+        chunk_parameters(shape, config, role, pp_rank=pp_rank, trained=only)
         for only in (False, True)
     )
-    for index, (all_sizes, sizes) in enumerate(zip(every, learning, strict=True)):
+    for index, (all_sizes, sizes) in enumerate(zip(every, trained, strict=True)):
         frozen = sum(all_sizes) - sum(sizes)
-        if not parallel.use_distributed_optimizer:
-            held = kept = sum(sizes)
-        else:
+        held = owned = sum(sizes)
+        if parallel.use_distributed_optimizer:
             bucketed = parallel.overlap_grad_reduce and pp_rank == 0 and index == 0
             held = padded_elements(sizes, parallel.data_parallel_size, bucketed=bucketed)
-            kept = held // parallel.data_parallel_size
-        mine = ((held + frozen) * size, held * 4, kept * of_optimizer)
-        total = StateBytes(*(x + y for x, y in zip(total, mine, strict=True)))
-    return total
+            owned = held // parallel.data_parallel_size
+        parameters += (held + frozen) * size
+        gradients += held * 4
+        optimizer += owned * of_optimizer
+    return StateBytes(parameters, gradients, optimizer)
 
 
 def padded_elements(sizes: list[int], dp_size: int, *, bucketed: bool) -> int:
@@ -161,8 +163,8 @@ def padded_elements(sizes: list[int], dp_size: int, *, bucketed: bool) -> int:
 
     Args:
         sizes: in elements, in the module's order; the buffer holds them in reverse.
-        dp_size: data-parallel ranks.
-        bucketed: overlap_grad_reduce cuts the first stage's first chunk into buckets of at least
+        dp_size: number of data-parallel ranks.
+        bucketed: overlap_grad_reduce splits the first stage's first chunk into buckets of at least
             max(40e6, 1e6 * dp) elements (distributed_data_parallel.py).
     """
     end_alignment = math.lcm(dp_size, BUCKET_ALIGNMENT)
@@ -176,17 +178,16 @@ def padded_elements(sizes: list[int], dp_size: int, *, bucketed: bool) -> int:
 
 
 def fp8_weight_bytes(shape: ModelShape, config: VapoConfig) -> int:
-    """Bytes of the FP8 copies of one role's layers' matrices on one GPU; 0 without model.fp8.
+    """Bytes of the FP8 copies of one role's layer matrices on one GPU; 0 without model.fp8.
 
-    Transformer Engine keeps a weight's copy and its transpose, a byte each, as long as its module
-    is there (get_weight_workspace of module/base.py; megatron-core's TELinear asks for it):
-    offloading parameters does not take them along.
+    Transformer Engine keeps a weight's copy and its transpose, a byte each, for the lifetime of its
+    module (get_weight_workspace of module/base.py, requested by megatron-core's TELinear):
+    offloading the parameters does not free them.
     """
     if config.model.fp8 is None:
         return 0
-    tp_size = config.parallel.tensor_model_parallel_size
-    w = widths(shape, tp_size)
-    rows = w.projected + shape.num_attention_heads * shape.head_dim // tp_size + 3 * w.ffn
+    w = widths(shape, config.parallel.tensor_model_parallel_size)
+    rows = w.projected + w.query + 3 * w.ffn
     return 2 * rows * w.hidden * shape.num_layers // config.parallel.pipeline_model_parallel_size
 
 
@@ -197,8 +198,8 @@ def _round_up(value: int, multiple: int) -> int:
 def sampler_weight_bytes(shape: ModelShape, config: VapoConfig) -> int:
     """Bytes of vLLM's weights on one GPU.
 
-    As the trainer's of one stage with all layers, but the vocabulary is padded to a multiple of 64
-    rows in all, every rank holds whole key-value heads, and a tied projection is never copied.
+    Like a trainer of one pipeline stage, except that the vocabulary is padded to a multiple of 64
+    rows in total, every rank holds whole key-value heads, and a tied projection is never copied.
     """
     tp_size = config.rollout.tensor_model_parallel_size
     w = widths(shape, tp_size)

@@ -1,6 +1,6 @@
-"""A layout's plan: bytes in each phase, seconds of each phase, and whether it fits.
+"""A configuration's plan: bytes and seconds of each phase, and whether it fits.
 
-tools/plan.py shows it, and a run that starts is refused by it where it cannot fit.
+tools/plan.py prints plans, and a run that cannot fit is rejected before it builds anything.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning import flops, memory
 from vapo_megatron.planning.cluster import GB, Cluster
 from vapo_megatron.planning.generation import Generation, generation
-from vapo_megatron.planning.host_memory import host_bytes_per_node
-from vapo_megatron.planning.memory import PhaseMemory
+from vapo_megatron.planning.memory import PhaseMemory, host_bytes_per_node
 from vapo_megatron.planning.model_bytes import state_bytes
 from vapo_megatron.planning.roofline import Phase, scoring, sync_seconds, update
 from vapo_megatron.planning.workload import Workload, response_lengths
@@ -23,19 +22,20 @@ from vapo_megatron.planning.workload import Workload, response_lengths
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """The trainer's phases, by their names in memory.PHASES; without a critic, without its."""
+    """The trainer's phases."""
 
     phases: dict[str, Phase]
+    """By their names in memory.PHASES, for the roles of this run."""
     offload_seconds: float
-    """Copies between GPUs and hosts."""
+    """Copies between GPU and host memory."""
 
     @property
     def seconds(self) -> float:
-        """Of all phases and copies."""
+        """All phases and copies."""
         return sum(phase.seconds for phase in self.phases.values()) + self.offload_seconds
 
     def mean(self, of: Literal["bubble", "imbalance"]) -> float:
-        """Mean of a share over the phases, each as much as it takes."""
+        """Mean of a share over the phases, weighted by their seconds."""
         phases = self.phases.values()
         total = sum(phase.seconds for phase in phases)
         return sum(phase.seconds * float(getattr(phase, of)) for phase in phases) / total
@@ -43,13 +43,13 @@ class Training:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a configuration needs and how long a step with both updates takes."""
+    """What a configuration needs, and how long a step with all updates takes."""
 
     config: VapoConfig
     cluster: Cluster
     workload: Workload
     memory: dict[str, PhaseMemory]
-    """Of the fullest stage, by phase."""
+    """Of the fullest pipeline stage, by phase."""
     kv_cache_tokens: int
     generation: Generation
     training: Training
@@ -57,14 +57,14 @@ class Plan:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By phase, in the order of a step; copies to and from hosts last."""
+        """By phase, in the order of a step; copies to and from the host last."""
         found = {"generation": self.generation.seconds}
         found |= {name: phase.seconds for name, phase in self.training.phases.items()}
         return {**found, "sync": self.sync_seconds, "offload": self.training.offload_seconds}
 
     @property
     def step_seconds(self) -> float:
-        """Of a policy step, critic and actor updated."""
+        """Of a step that updates every trained role."""
         return sum(self.seconds.values())
 
     @property
@@ -103,9 +103,10 @@ def training_time(
 
 
 def offload_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> float:
-    """A role's parameters come for its scores; for its updates its optimizer too; both go back.
+    """Predict the copies of a step between GPU and host memory.
 
-    What is frozen has no updates.
+    A role's parameters are copied in for its forward passes; for its updates parameters and
+    optimizer state are copied in and out.
     """
     if not memory.offloads(config):
         return 0.0
@@ -130,12 +131,12 @@ def make_plan(
     """Plan one configuration, whether it fits or not.
 
     Args:
-        shape: of the model; the configuration's layout divides it.
+        shape: the model; the configuration's layout divides it.
         config: parallel.world_size is the cluster's number of GPUs.
-        cluster: what it runs on.
+        cluster: what the job runs on.
         workload: of a step.
-        training: the trainer's times where they are known; rollout settings do not change them.
-        phases: peak_memory, where it is known.
+        training: the trainer's times if already known; rollout settings do not change them.
+        phases: peak_memory if already known.
     """
     cached = memory.kv_cache_tokens(shape, config, gpu_bytes=cluster.gpu_bytes)
     return Plan(
@@ -151,7 +152,7 @@ def make_plan(
 
 
 def peak_memory(shape: ModelShape, config: VapoConfig, gpu_bytes: int) -> dict[str, PhaseMemory]:
-    """Return each phase's memory on the fullest stage; without a critic, without its phases."""
+    """Return each phase's memory on the stage that needs most, for the roles of this run."""
     found = [
         memory.phase_memory(shape, config, gpu_bytes=gpu_bytes, pp_rank=stage)
         for stage in memory.outer_stages(config)
@@ -160,27 +161,28 @@ def peak_memory(shape: ModelShape, config: VapoConfig, gpu_bytes: int) -> dict[s
 
 
 def misfit(
-    shape: ModelShape,
-    config: VapoConfig,
-    gpu_bytes: int,
-    phases: dict[str, PhaseMemory],
-    *,
-    reserve: bool = True,
+    shape: ModelShape, config: VapoConfig, cluster: Cluster, phases: dict[str, PhaseMemory]
 ) -> str | None:
-    """Say why a configuration does not fit into a GPU's memory; None: it does.
+    """Say why a configuration does not fit into a GPU or a node's host memory; None: it fits.
 
     Args:
-        shape: of the model.
+        shape: the model.
         config: the layout divides the model.
-        gpu_bytes: memory of one GPU.
+        cluster: what the job runs on.
         phases: peak_memory.
-        reserve: count what no arithmetic gives: CUDA, NCCL, graphs and the allocator's losses.
     """
-    if not reserve:
-        phases = {name: dataclasses.replace(phase, reserve=0) for name, phase in phases.items()}
+    return _gpu_misfit(shape, config, cluster.gpu_bytes, phases) or _host_misfit(
+        shape, config, cluster.gpus_per_node
+    )
+
+
+def _gpu_misfit(
+    shape: ModelShape, config: VapoConfig, gpu_bytes: int, phases: dict[str, PhaseMemory]
+) -> str | None:
+    """Say why a configuration does not fit into a GPU."""
     name, fullest = max(phases.items(), key=lambda item: item[1].total)
     if fullest.total > gpu_bytes:
-        parts = "; ".join(f"{part} {n / GB:.1f}" for part, n in largest_parts(fullest))
+        parts = "; ".join(f"{part} {n / GB:.1f}" for part, n in _largest_parts(fullest))
         return f"{name} needs {fullest.total / GB:.1f} GB of {gpu_bytes / GB:.1f} ({parts})"
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     cached = memory.kv_cache_tokens(shape, config, gpu_bytes=gpu_bytes)
@@ -192,16 +194,16 @@ def misfit(
     return None
 
 
-def host_misfit(shape: ModelShape, config: VapoConfig, gpus_per_node: int) -> str | None:
-    """Say why a node needs more than parallel.host_memory_gb; None: it does not, or no limit."""
+def _host_misfit(shape: ModelShape, config: VapoConfig, gpus_per_node: int) -> str | None:
+    """Say why a node needs more than parallel.host_memory_gb, if that is set."""
     limit = config.parallel.host_memory_gb
     needed = host_bytes_per_node(shape, config, gpus_per_node=gpus_per_node)
     if limit is None or needed.total <= limit * GB:
         return None
     remedy = ""
     if config.checkpoint.asynchronous:
-        waiting = config.checkpoint.model_copy(update={"asynchronous": False})
-        other = config.model_copy(update={"checkpoint": waiting})
+        synchronous = config.checkpoint.model_copy(update={"asynchronous": False})
+        other = config.model_copy(update={"checkpoint": synchronous})
         less = host_bytes_per_node(shape, other, gpus_per_node=gpus_per_node)
         remedy = f"; with checkpoint.asynchronous=false {less.total / GB:.1f}"
     return (
@@ -210,25 +212,28 @@ def host_misfit(shape: ModelShape, config: VapoConfig, gpus_per_node: int) -> st
     )
 
 
-def largest_parts(phase: PhaseMemory, count: int = 3) -> list[tuple[str, int]]:
-    """Return the names and bytes of a phase's largest parts."""
+def _largest_parts(phase: PhaseMemory) -> list[tuple[str, int]]:
+    """Return the names and bytes of a phase's three largest parts."""
     parts = sorted(dataclasses.asdict(phase).items(), key=lambda item: -item[1])
-    return [(name.replace("_", " "), size) for name, size in parts[:count] if size]
+    return [(name.replace("_", " "), size) for name, size in parts[:3] if size]
 
 
 def check_fits(config: VapoConfig, shape: ModelShape, gpu_bytes: int) -> None:
-    """Refuse a configuration that cannot fit: without any reserve it needs more than there is.
+    """Reject a configuration that cannot fit: it needs more than a GPU has, even without reserve.
 
     Args:
-        config: checked in itself, and its layout divides the model.
-        shape: of the model.
+        config: validated, and its layout divides the model.
+        shape: the model.
         gpu_bytes: memory of one GPU.
 
     Raises:
         ConfigError: one line: the phase, what it needs, what there is, the largest parts, remedies.
     """
-    phases = peak_memory(shape, config, gpu_bytes)
-    reason = misfit(shape, config, gpu_bytes, phases, reserve=False)
+    phases = {
+        name: dataclasses.replace(phase, reserve=0)
+        for name, phase in peak_memory(shape, config, gpu_bytes).items()
+    }
+    reason = _gpu_misfit(shape, config, gpu_bytes, phases)
     if reason is not None:
         raise ConfigError(
             f"this configuration cannot fit into a GPU: {reason}; {_remedy(config, reason)}, or "
@@ -258,7 +263,7 @@ def _remedy(config: VapoConfig, reason: str) -> str:
 
 
 def model_flops(shape: ModelShape, workload: Workload) -> int:
-    """FLOPs that a step's updates cannot do without: forward and backward, nothing twice."""
+    """Model FLOPs of a step's updates: forward and backward, without recomputation."""
     lengths = [int(n) + workload.prompt_tokens for n in response_lengths(workload)]
     outputs = workload.response_tokens
     passes = {"actor": 1, "critic": workload.critic_updates_per_step}
@@ -269,9 +274,9 @@ def model_flops(shape: ModelShape, workload: Workload) -> int:
 
 
 def resharding_seconds(shape: ModelShape, plan: Plan) -> float:
-    """Predict the sync from the plan of its messages, which takes seconds to make; loads torch."""
+    """Predict the weight sync from its actual plan, which takes seconds to make; imports torch."""
     from vapo_megatron.weights.reshard import cost, shards
-    from vapo_megatron.weights.reshard.planner import make_plan as make_messages
+    from vapo_megatron.weights.reshard.planner import make_plan as make_sync_plan
 
     p, cluster = plan.config.parallel, plan.cluster
     trainer = shards.trainer_layout(
@@ -282,13 +287,13 @@ def resharding_seconds(shape: ModelShape, plan: Plan) -> float:
         dp_size=p.data_parallel_size,
     )
     rollout, per_node = plan.config.rollout, cluster.gpus_per_node
-    messages = make_messages(
+    sync_plan = make_sync_plan(
         shape, trainer, rollout.tensor_model_parallel_size, gpus_per_node=per_node, relay=True
     )
-    wires = cost.Cluster(
+    bandwidths = cost.Cluster(
         gpus_per_node=per_node,
         nvlink_gb_per_second=2 * cluster.nvlink_bytes / GB,
         network_gb_per_second=cluster.network_bytes / GB,
         memory_gb_per_second=cluster.memory_bytes / GB,
     )
-    return cost.plan_cost(messages, wires, rollout.sync_bucket_bytes).seconds
+    return cost.plan_cost(sync_plan, bandwidths, rollout.sync_bucket_bytes).seconds

@@ -1,20 +1,26 @@
-"""The fastest layouts that fit, and why the others do not."""
+"""Search over layouts: the fastest that fit, and why the others do not.
+
+A layout is TP x PP; its variants are the settings that trade time for memory.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from vapo_megatron.config import VapoConfig
-from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.planning import candidates, memory
+from vapo_megatron.config import VapoConfig, check_together
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.models.hf_config import ModelShape, check_layout
+from vapo_megatron.planning import memory
 from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.planning.generation import generation
 from vapo_megatron.planning.memory import PhaseMemory
 from vapo_megatron.planning.plan import (
     Plan,
     Training,
-    host_misfit,
     make_plan,
     misfit,
     offload_seconds,
@@ -23,93 +29,219 @@ from vapo_megatron.planning.plan import (
 )
 from vapo_megatron.planning.workload import Workload
 
+RECOMPUTE = ("none", "selective", "full")
+
 LARGEST_SHARE, SHARE_STEP = 0.9, 0.05
-"""Of rollout.gpu_memory_utilization in a ranking: the largest that fits, as more KV cache is never
-slower. vLLM's own default is 0.9."""
+"""Of rollout.gpu_memory_utilization: the search takes the largest share that fits, as more KV cache
+is never slower. 0.9 is vLLM's default."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """Settings fixed by the user; None: searched over."""
+
+    tensor: int | None = None
+    pipeline: int | None = None
+    virtual: int | None = None
+    recompute: str | None = None
+    max_tokens: int | None = None
+    offload: bool | None = None
+    sampler_tensor: int | None = None
+    sampler_share: float | None = None
 
 
 class Misfit(NamedTuple):
     """A configuration that does not fit."""
 
     needed: float
-    """Bytes of its fullest phase; infinite where that fits, but not vLLM's cache or the host."""
+    """Bytes of its fullest phase; infinite if that fits, but not vLLM's KV cache or the host."""
     reason: str
     config: VapoConfig
 
 
 class Ranking(NamedTuple):
-    """Plans that fit, fastest first, one for each (TP, PP, vLLM TP); and why others do not."""
+    """Plans that fit, fastest first, one per (TP, PP, vLLM TP); and why other layouts do not."""
 
     plans: list[Plan]
     undivided: dict[str, str]
-    """Why layouts cannot be, on these GPUs and of this model, by layout."""
+    """Why a layout does not divide the GPUs or the model, by layout."""
     misfits: dict[str, Misfit]
-    """The closest to fitting of each other layout."""
+    """The variant closest to fitting, by layout."""
 
     @property
-    def refused(self) -> dict[str, str]:
+    def rejected(self) -> dict[str, str]:
         """All reasons, by layout."""
         return self.undivided | {name: one.reason for name, one in self.misfits.items()}
 
     @property
     def closest(self) -> tuple[str, Misfit] | None:
-        """The layout that lacks least, and what it lacks; None where all fit or none divides."""
+        """The layout closest to fitting, with its shortfall; None if there are no misfits."""
         return min(self.misfits.items(), key=lambda item: item[1].needed, default=None)
 
 
 def rank(
-    shape: ModelShape,
-    base: VapoConfig,
-    cluster: Cluster,
-    workload: Workload,
-    fixed: candidates.Fixed,
+    shape: ModelShape, base: VapoConfig, cluster: Cluster, workload: Workload, fixed: Fixed
 ) -> Ranking:
-    """Plan all of candidates.trainer_layouts and keep the fastest variants of those that fit.
+    """Plan the variants of all layouts, and keep the fastest that fits of each.
 
     Args:
-        shape: of the model.
-        base: what a layout does not say; parallel.world_size is the cluster's number of GPUs.
-        cluster: what it runs on.
+        shape: the model.
+        base: all other settings; parallel.world_size is the cluster's number of GPUs.
+        cluster: what the job runs on.
         workload: of a step.
-        fixed: what is not searched over.
+        fixed: settings that are not searched over.
     """
-    layouts, undivided = candidates.trainer_layouts(shape, base, fixed, cluster.gpus_per_node)
+    layouts, undivided = trainer_layouts(shape, base, fixed, cluster.gpus_per_node)
     samplers = {
         size: _fastest_generation(shape, base, cluster, workload, size)
-        for size in candidates.sampler_sizes(shape, base, fixed, cluster.gpus_per_node)
+        for size in sampler_sizes(shape, base, fixed, cluster.gpus_per_node)
     }
-    best: list[Plan] = []
+    plans: list[Plan] = []
     misfits: dict[str, Misfit] = {}
     for layout in layouts:
-        trained = _trained(shape, layout, cluster, workload, fixed)
-        refused: list[Misfit] = []
-        found = [
-            _best_variant(
-                shape, trained, cluster, workload, fixed.sampler_share, size, at_least, refused
-            )
+        timed = _timed_variants(shape, layout, cluster, workload, fixed)
+        best = [
+            _best_variant(shape, timed, cluster, workload, fixed.sampler_share, size, at_least)
             for size, at_least in samplers.items()
         ]
-        best += [plan for plan in found if plan]
-        if not any(found):
+        fitting = [one for one in best if isinstance(one, Plan)]
+        plans += fitting
+        if not fitting:
             p = layout.parallel
             name = f"TP {p.tensor_model_parallel_size} x PP {p.pipeline_model_parallel_size}"
-            misfits[name] = min(refused, key=lambda misfit: misfit.needed)
-    return Ranking(sorted(best, key=lambda plan: plan.step_seconds), undivided, misfits)
+            not_fitting = [one for one in best if isinstance(one, Misfit)]
+            misfits[name] = min(not_fitting, key=lambda one: one.needed)
+    return Ranking(sorted(plans, key=lambda plan: plan.step_seconds), undivided, misfits)
 
 
-def _trained(
-    shape: ModelShape,
-    layout: VapoConfig,
-    cluster: Cluster,
-    workload: Workload,
-    fixed: candidates.Fixed,
+def trainer_layouts(
+    shape: ModelShape, base: VapoConfig, fixed: Fixed, gpus_per_node: int
+) -> tuple[list[VapoConfig], dict[str, str]]:
+    """Return the trainer's valid layouts, and the reasons why others are invalid.
+
+    TP stays within a node: every power of two that fits into it. PP is every divisor of the
+    remaining GPUs. Sequence parallelism is on with TP: the same result with less memory. Virtual
+    stages are left to `variants` unless fixed.
+
+    Args:
+        shape: the model.
+        base: all other settings; parallel.world_size is the number of GPUs.
+        fixed: settings that are not searched over.
+        gpus_per_node: limits TP unless that is fixed.
+    """
+    world_size = base.parallel.world_size
+    tensors = [fixed.tensor] if fixed.tensor else _powers_of_two(min(gpus_per_node, world_size))
+    chunks = fixed.virtual if fixed.virtual != 1 else None
+    found, rejected = [], {}
+    for tp_size in tensors:
+        pipelines = [n for n in range(1, world_size + 1) if world_size % (tp_size * n) == 0]
+        for pp_size in [fixed.pipeline] if fixed.pipeline else pipelines or [1]:
+            config = _with_parallel(
+                base,
+                tensor_model_parallel_size=tp_size,
+                pipeline_model_parallel_size=pp_size,
+                virtual_pipeline_model_parallel_size=chunks,
+                sequence_parallel=tp_size > 1,
+            )
+            try:
+                check_together(config)
+                check_layout(shape, config.parallel)
+            except ConfigError as error:
+                # More stages than layers is no news unless the user asked for it.
+                if pp_size <= shape.num_layers or fixed.pipeline:
+                    rejected[f"TP {tp_size} x PP {pp_size}"] = str(error).split(";")[0]
+                continue
+            found.append(config)
+    return found, rejected
+
+
+def variants(shape: ModelShape, layout: VapoConfig, fixed: Fixed) -> Iterator[VapoConfig]:
+    """Yield a layout with every number of virtual stages, recomputation and microbatch size to try.
+
+    Token budgets are the longest sequence, half and twice of it: a smaller budget fills a pipeline
+    with more microbatches, and a longer response gets a microbatch of its own.
+    """
+    pp_size = layout.parallel.pipeline_model_parallel_size
+    per_stage = shape.num_layers // pp_size
+    chunked = pp_size > 1 and not layout.parallel.batch_p2p_comm
+    chunks = [n for n in (1, 2, 4) if per_stage % n == 0] if chunked else [1]
+    longest = layout.rollout.max_prompt_tokens + layout.rollout.max_response_tokens
+    for vpp_size, recompute, max_tokens in itertools.product(
+        [fixed.virtual] if fixed.virtual else chunks,
+        [fixed.recompute] if fixed.recompute else RECOMPUTE,
+        [fixed.max_tokens] if fixed.max_tokens else (longest, longest // 2, 2 * longest),
+    ):
+        config = _with_parallel(
+            layout,
+            virtual_pipeline_model_parallel_size=vpp_size if vpp_size > 1 else None,
+            recompute=recompute,
+            max_tokens_per_microbatch=max_tokens,
+        )
+        check_together(config)
+        check_layout(shape, config.parallel)
+        yield config
+
+
+def sampler_sizes(
+    shape: ModelShape, base: VapoConfig, fixed: Fixed, gpus_per_node: int
+) -> list[int]:
+    """Return vLLM's tensor-parallel sizes: powers of two within a node that divide the heads.
+
+    Raises:
+        ConfigError: the fixed size divides neither the heads nor the GPUs.
+    """
+    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    world_size, chosen = base.parallel.world_size, fixed.sampler_tensor
+    sizes = [chosen] if chosen else _powers_of_two(min(gpus_per_node, world_size))
+    found = [
+        size
+        for size in sizes
+        if world_size % size == 0
+        and heads % size == 0
+        and (kv_heads % size == 0 or size % kv_heads == 0)
+    ]
+    if not found:
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size={chosen} must divide parallel.world_size="
+            f"{world_size} and the model's num_attention_heads={heads}, and be a divisor or a "
+            f"multiple of its num_key_value_heads={kv_heads}; lower it"
+        )
+    return found
+
+
+def offload_choices(base: VapoConfig, fixed: Fixed) -> list[bool]:
+    """Return the values of parallel.offload to try: both, unless it is fixed."""
+    chosen = base.parallel.offload if fixed.offload is None else fixed.offload
+    return [False, True] if chosen is None else [chosen]
+
+
+def with_offload(config: VapoConfig, offload: bool) -> VapoConfig:
+    """Return the configuration with or without offloading."""
+    return _with_parallel(config, offload=offload)
+
+
+def with_sampler(config: VapoConfig, **fields: Any) -> VapoConfig:
+    """Return the configuration with other rollout fields."""
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=fields)})
+
+
+def _with_parallel(config: VapoConfig, **fields: Any) -> VapoConfig:
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=fields)})
+
+
+def _powers_of_two(largest: int) -> list[int]:
+    return [2**n for n in range(largest.bit_length()) if 2**n <= largest]
+
+
+def _timed_variants(
+    shape: ModelShape, layout: VapoConfig, cluster: Cluster, workload: Workload, fixed: Fixed
 ) -> list[tuple[VapoConfig, Training]]:
     """Return a layout's variants with their trainer's times, fastest first."""
     found = []
-    for variant in candidates.variants(shape, layout, fixed):
+    for variant in variants(shape, layout, fixed):
         phases = training_time(shape, variant, cluster, workload).phases
-        for offload in candidates.offload_choices(layout, fixed):
-            config = candidates.with_offload(variant, offload)
+        for offload in offload_choices(layout, fixed):
+            config = with_offload(variant, offload)
             copies = offload_seconds(shape, config, cluster)
             found.append((config, Training(phases, copies)))
     return sorted(found, key=lambda pair: pair[1].seconds)
@@ -118,76 +250,73 @@ def _trained(
 def _fastest_generation(
     shape: ModelShape, base: VapoConfig, cluster: Cluster, workload: Workload, size: int
 ) -> float:
-    """Seconds of generation if vLLM had a GPU to itself: no variant of the trainer is faster."""
-    config = candidates.with_sampler(base, tensor_model_parallel_size=size)
-    everything = memory.kv_cache_tokens(
-        shape,
-        candidates.with_sampler(config, gpu_memory_utilization=1.0),
-        gpu_bytes=cluster.gpu_bytes,
-    )
-    return generation(shape, config, cluster, workload, everything).seconds
+    """Lower bound of generation's seconds: vLLM with a whole GPU to itself."""
+    config = with_sampler(base, tensor_model_parallel_size=size)
+    whole_gpu = with_sampler(config, gpu_memory_utilization=1.0)
+    tokens = memory.kv_cache_tokens(shape, whole_gpu, gpu_bytes=cluster.gpu_bytes)
+    return generation(shape, config, cluster, workload, tokens).seconds
 
 
 def _best_variant(
     shape: ModelShape,
-    trained: list[tuple[VapoConfig, Training]],
+    timed: list[tuple[VapoConfig, Training]],
     cluster: Cluster,
     workload: Workload,
     share: float | None,
     sampler_size: int,
     generation_seconds: float,
-    refused: list[Misfit],
-) -> Plan | None:
-    """Return the fastest plan that fits with one size of vLLM's replicas.
+) -> Plan | Misfit:
+    """Return the fastest plan with one size of vLLM's replicas, or what is closest to fitting.
 
     Args:
-        shape: of the model.
-        trained: variants with their trainer's times, fastest first.
-        cluster: what they run on.
+        shape: the model.
+        timed: variants with their trainer's times, fastest first.
+        cluster: what the job runs on.
         workload: of a step.
         share: rollout.gpu_memory_utilization; None: the largest that fits.
-        sampler_size: ranks of a replica.
-        generation_seconds: no variant's generation is faster: when that cannot win, the rest is
-            left out.
-        refused: takes the variants that do not fit.
+        sampler_size: ranks of a vLLM replica.
+        generation_seconds: lower bound, which ends the search once no later variant can win.
     """
     best: Plan | None = None
-    for variant, training in trained:
+    misfits: list[Misfit] = []
+    for variant, training in timed:
         if best and training.seconds + generation_seconds >= best.step_seconds:
             break
-        config = candidates.with_sampler(variant, tensor_model_parallel_size=sampler_size)
-        config, phases = _widest(shape, config, cluster.gpu_bytes, share)
-        reason = misfit(shape, config, cluster.gpu_bytes, phases) or host_misfit(
-            shape, config, cluster.gpus_per_node
-        )
+        config = with_sampler(variant, tensor_model_parallel_size=sampler_size)
+        config, phases = _with_largest_share(shape, config, cluster.gpu_bytes, share)
+        reason = misfit(shape, config, cluster, phases)
         if reason:
             needed = max(phase.total for phase in phases.values())
-            refused.append(
+            misfits.append(
                 Misfit(needed if needed > cluster.gpu_bytes else math.inf, reason, config)
             )
             continue
         plan = make_plan(shape, config, cluster, workload, training, phases)
         if best is None or plan.step_seconds < best.step_seconds:
             best = plan
-    return best
+    return best or min(misfits, key=lambda one: one.needed)
 
 
-def _widest(
+def _with_largest_share(
     shape: ModelShape, config: VapoConfig, gpu_bytes: int, share: float | None
 ) -> tuple[VapoConfig, dict[str, PhaseMemory]]:
-    """Give vLLM the largest share of a GPU that fits, in steps of SHARE_STEP, if any does."""
+    """Give vLLM the largest share of a GPU that fits, in steps of SHARE_STEP, unless it is fixed.
+
+    Returns:
+        The configuration and its peak_memory, whether it fits or not.
+    """
     if share is not None:
-        config = candidates.with_sampler(config, gpu_memory_utilization=share)
+        config = with_sampler(config, gpu_memory_utilization=share)
     if share is not None or config.rollout.kv_cache_bytes is not None:
         return config, peak_memory(shape, config, gpu_bytes)
-    config = candidates.with_sampler(config, gpu_memory_utilization=LARGEST_SHARE)
+    config = with_sampler(config, gpu_memory_utilization=LARGEST_SHARE)
     phases = peak_memory(shape, config, gpu_bytes)
     excess = [p.total - gpu_bytes for p in phases.values()]
-    # A phase without a KV cache stays as it is.
+    # Only phases that hold the KV cache shrink with vLLM's share.
     of_cache = max((p.total - gpu_bytes for p in phases.values() if p.kv_cache), default=0)
     if 0 < of_cache == max(excess):
         steps = math.ceil(of_cache / gpu_bytes / SHARE_STEP)
         share = max(SHARE_STEP, round(LARGEST_SHARE - steps * SHARE_STEP, 2))
-        config = candidates.with_sampler(config, gpu_memory_utilization=share)
+        config = with_sampler(config, gpu_memory_utilization=share)
         phases = peak_memory(shape, config, gpu_bytes)
     return config, phases

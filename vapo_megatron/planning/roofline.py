@@ -1,22 +1,22 @@
-"""Seconds of the trainer's phases, from FLOPs, bytes through memory and bytes on the wires.
+"""Predicted seconds of the trainer's phases, from FLOPs, memory traffic and communication.
 
-Kernels follow each other: what products, memory and wires take is added up, and nothing hides
-behind anything else but what the configuration overlaps. One stage's pass over one microbatch is
-linear in its tokens, attended pairs and outputs (`Rates`); a pipeline of p stages and v chunks each
-takes its slowest stage's time for every microbatch, and (p - 1) / v of a stage's mean time to fill
-and drain (arXiv 2104.04473, section 2.2). A mini-batch takes as long as its slowest data-parallel
-rank.
+Kernels run one after the other: the times of matrix multiplications, memory traffic and
+communication are added up, and only what the configuration overlaps is hidden. One stage's pass
+over a microbatch is linear in its tokens, attended pairs and outputs (`Rates`). A pipeline of p
+stages with v chunks each takes its slowest stage's time for every microbatch, and (p - 1) / v of a
+stage's mean time to fill and drain (arXiv 2104.04473, section 2.2). A mini-batch takes as long as
+its slowest data-parallel rank.
 
-Counted for each layer and token, forward (q, k, F: this rank's widths; H: divided by TP too where
-activations are sharded along the sequence):
+Counted per layer and token, forward (q, k, F: this rank's widths; H: divided by TP with sequence
+parallelism):
 
-    products     flops.layer_forward_flops / TP
-    memory       10 H (two norms, two residuals), 2 (q + k) (rotary), 3 F (SwiGLU), in elements
-    TP wires     two all-reduces of H elements, or as much as gathers and scatters
+    matmul         flops.layer_forward_flops / TP
+    memory         10 H (two norms, two residuals), 2 (q + k) (rotary), 3 F (SwiGLU), in elements
+    communication  TP: two all-reduces of H elements, or all-gathers and reduce-scatters of the same
 
-Backward: products twice, attention 2.5 times (five products for two), memory twice, wires once. A
-layer that is computed again adds one forward pass. The actor's output projection is computed again
-in any case (parallel/logprobs.py), and its scores pass through memory in float32.
+Backward: matrix multiplications twice, attention 2.5 times (five multiplications for two), memory
+twice, communication once. A recomputed layer adds one forward pass. The actor's output projection
+is always recomputed (parallel/logprobs.py), and its scores pass through memory in float32.
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.planning.model_bytes import (
     DTYPE_BYTES,
     Role,
-    chunk_parameters,
+    num_parameters,
     sampler_weight_bytes,
     widths,
 )
 from vapo_megatron.planning.workload import Loads, Workload, loads
 
-BACKWARD_PRODUCTS, BACKWARD_ATTENTION, BACKWARD_MEMORY = 2.0, 2.5, 2.0
+BACKWARD_MATMUL, BACKWARD_ATTENTION, BACKWARD_MEMORY = 2.0, 2.5, 2.0
 
 SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 32, 40
-"""Through memory for each score of a response token, counted in parallel/logprobs.py: written and
-read as bfloat16, then float32 passes (copy, maximum, shift, exponential, sum; and with the
-gradient, scaling and copying back)."""
+"""Memory traffic per score of a response token, counted in parallel/logprobs.py: written and read
+as bfloat16, then float32 passes (copy, maximum, shift, exponential, sum; backward also scaling and
+copying back)."""
 
 OWNED_BYTES, HELD_BYTES, ACCUMULATED_BYTES = 42, 4, 10
-"""Through memory for each parameter: in an update, of those that this rank owns (gradient for the
-norm, clipped, read; main parameter and two moments read and written; bfloat16 written) and of those
-that it holds (gradient buffer zeroed); and for each microbatch, its gradient added in float32."""
+"""Memory traffic per parameter. In an update, for each that this rank's optimizer owns (gradient
+read for the norm, clipped, read; main parameter and two moments read and written; bfloat16 written)
+and for each on this rank (gradient buffer zeroed). In each microbatch: its gradient added in
+float32."""
 
 
 class Rates(NamedTuple):
-    """Seconds of a pass: of each token, pair, output and microbatch."""
+    """Seconds of a pass per token, pair, output and microbatch."""
 
     token: float
     pair: float
@@ -59,7 +60,7 @@ class Rates(NamedTuple):
     microbatch: float
 
     def seconds(self, work: Loads) -> Any:
-        """Sum over the microbatches; float64, shaped as the loads."""
+        """Total over the microbatches; float64 in the shape of `work`."""
         return (
             self.token * work.tokens
             + self.pair * work.pairs
@@ -67,29 +68,29 @@ class Rates(NamedTuple):
             + self.microbatch * work.microbatches
         )
 
-    def plus(self, other: Rates, factor: float = 1.0) -> Rates:
-        """Return self + factor * other."""
-        return Rates(*(a + factor * b for a, b in zip(self, other, strict=True)))
+    def plus(self, other: Rates) -> Rates:
+        """Return the rates of one pass after the other."""
+        return Rates(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A phase of the trainer on the slowest rank."""
+    """One of the trainer's phases, on the slowest rank."""
 
     seconds: float
-    bubble: float = 0.0
-    """Share of the seconds in which a stage waits for others to fill or drain the pipeline."""
-    imbalance: float = 0.0
+    bubble: float
+    """Share of the seconds in which a stage idles while the pipeline fills or drains."""
+    imbalance: float
     """How much longer the slowest data-parallel rank computes than the mean, as a share of it."""
-    stages: float = 0.0
+    stages: float
     """How much longer the last stage computes than the others, as a share of theirs."""
-    between_seconds: float = 0.0
-    """Of the seconds, those between mini-batches: the data-parallel collectives that nothing hides,
-    and the optimizer."""
+    between_seconds: float
+    """Of the seconds, those between mini-batches: data-parallel collectives that are not
+    overlapped, and the optimizer step."""
 
 
 class _Trainer:
-    """A layout's numbers that all phases share."""
+    """A layout's costs, which the phases are composed of."""
 
     def __init__(self, shape: ModelShape, config: VapoConfig, cluster: Cluster) -> None:
         p = config.parallel
@@ -97,11 +98,12 @@ class _Trainer:
         self.tp_size, self.pp_size = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
         self.vpp_size = p.virtual_pipeline_model_parallel_size or 1
         self.dp_size = p.data_parallel_size
-        self.layers = shape.num_layers // self.pp_size
         self.element_bytes = DTYPE_BYTES[config.model.dtype]
 
-    def layer(self, *, products: float, attention: float, memory: float, wires: float) -> Rates:
-        """One stage's layers, each part so many times."""
+    def layers(
+        self, *, matmul: float, attention: float, memory: float, communication: float
+    ) -> Rates:
+        """All layers of a stage; the arguments say how many forward passes' worth of each part."""
         shape, cluster, size = self.shape, self.cluster, self.element_bytes
         w = widths(shape, self.tp_size)
         one, two = (flops.layer_forward_flops(shape, [n]) for n in (1, 2))
@@ -109,37 +111,37 @@ class _Trainer:
         per_pair = two - 2 * one
         region = w.hidden / (self.tp_size if self.config.parallel.sequence_parallel else 1)
         elements = 10 * region + 2 * (w.query + w.key) + 3 * w.ffn
-        token = products * (one - per_pair) / self.tp_size / cluster.matmul_flops
+        token = matmul * (one - per_pair) / self.tp_size / cluster.matmul_flops
         token += memory * elements * size / cluster.memory_bytes
-        # An all-reduce moves what a gather and a scatter do.
-        token += wires * 4 * cluster.all_gather_seconds(w.hidden * size, self.tp_size)
+        # An all-reduce moves as much as an all-gather and a reduce-scatter.
+        token += communication * 4 * cluster.all_gather_seconds(w.hidden * size, self.tp_size)
         pair = attention * per_pair / self.tp_size / cluster.attention_flops
-        calls = wires * 2 * cluster.collective_seconds if self.tp_size > 1 else 0.0
-        return Rates(*(self.layers * x for x in (token, pair, 0.0, calls)))
+        calls = communication * 2 * cluster.collective_seconds if self.tp_size > 1 else 0.0
+        num_layers = shape.num_layers // self.pp_size
+        return Rates(*(num_layers * x for x in (token, pair, 0.0, calls)))
 
-    def output(self, role: Role, *, products: float, score_bytes: float) -> Rates:
+    def output(self, role: Role, *, matmul: float, score_bytes: float) -> Rates:
         """The last stage's output projection or value head."""
         if role == "critic":
-            return Rates(0, 0, 0, 0)  # H products a token: nothing beside a layer's 12 H^2.
+            return Rates(0, 0, 0, 0)  # The value head has H weights, a layer about 12 H^2.
         scores = self.shape.vocab_size / self.tp_size
-        products *= flops.output_forward_flops(self.shape, 1, role=role) / self.tp_size
-        seconds = products / self.cluster.matmul_flops
+        matmul *= flops.output_forward_flops(self.shape, 1, role=role) / self.tp_size
+        seconds = matmul / self.cluster.matmul_flops
         return Rates(0, 0, seconds + score_bytes * scores / self.cluster.memory_bytes, 0)
 
     def sends(self, times: float) -> Rates:
-        """From stage to stage; the virtual pipeline's schedule overlaps them."""
+        """Activations from stage to stage, which the interleaved schedule overlaps."""
         if self.pp_size == 1 or self.vpp_size > 1:
             return Rates(0, 0, 0, 0)
         parts = self.tp_size if self.config.parallel.sequence_parallel else 1
-        wire = self.cluster.neighbour_bytes(self.pp_size, self.tp_size * self.dp_size)
-        token = self.shape.hidden_size * self.element_bytes / parts / wire
+        bandwidth = self.cluster.neighbour_bytes(self.pp_size, self.tp_size * self.dp_size)
+        token = self.shape.hidden_size * self.element_bytes / parts / bandwidth
         return Rates(times * token, 0, 0, times * self.cluster.collective_seconds)
 
-    def held(self, role: Role) -> int:
-        """Parameters that learn, of the stage that holds most."""
-        arguments = self.shape, self.config, role
+    def trained_parameters(self, role: Role) -> int:
+        """Trained parameters of a rank on the stage that has most."""
         return max(
-            sum(map(sum, chunk_parameters(*arguments, pp_rank=stage, learning=True)))
+            num_parameters(self.shape, self.config, role, pp_rank=stage, trained=True)
             for stage in (0, self.pp_size - 1)
         )
 
@@ -149,12 +151,13 @@ def scoring(
 ) -> Phase:
     """Predict the forward passes over a whole step: values (critic) or log-probabilities."""
     trainer = _Trainer(shape, config, cluster)
-    stage = trainer.layer(products=1, attention=1, memory=1, wires=1).plus(trainer.sends(1))
-    output = trainer.output(role, products=1, score_bytes=SCORE_BYTES_FORWARD)
+    layers = trainer.layers(matmul=1, attention=1, memory=1, communication=1)
+    stage = layers.plus(trainer.sends(1))
+    output = trainer.output(role, matmul=1, score_bytes=SCORE_BYTES_FORWARD)
     work = loads(
         workload, shape.hidden_size, trainer.dp_size, config.parallel.max_tokens_per_microbatch
     )
-    # One pipeline pass carries all mini-batches' microbatches.
+    # All mini-batches' microbatches go through the pipeline in one pass.
     whole = Loads(*(part.sum(0, keepdims=True) for part in work))
     return _pipeline(trainer, stage, stage.plus(output), whole, 0.0)
 
@@ -164,27 +167,33 @@ def update(
 ) -> Phase:
     """Predict a step's updates of one role."""
     trainer, parallel = _Trainer(shape, config, cluster), config.parallel
-    again = 1.0 if parallel.recompute == "full" else 0.0
-    attention = again if parallel.recompute != "selective" else 1.0
-    forward = trainer.layer(
-        products=1 + again, attention=1 + attention, memory=1 + again, wires=1 + again
+    layers_again = 1.0 if parallel.recompute == "full" else 0.0
+    attention_again = 0.0 if parallel.recompute == "none" else 1.0
+    forward = trainer.layers(
+        matmul=1 + layers_again,
+        attention=1 + attention_again,
+        memory=1 + layers_again,
+        communication=1 + layers_again,
     )
-    backward = trainer.layer(
-        products=BACKWARD_PRODUCTS, attention=BACKWARD_ATTENTION, memory=BACKWARD_MEMORY, wires=1
+    backward = trainer.layers(
+        matmul=BACKWARD_MATMUL,
+        attention=BACKWARD_ATTENTION,
+        memory=BACKWARD_MEMORY,
+        communication=1,
     )
-    held = trainer.held(role)
+    held = trainer.trained_parameters(role)
     accumulated = Rates(0, 0, 0, ACCUMULATED_BYTES * held / cluster.memory_bytes)
     stage = forward.plus(backward).plus(accumulated).plus(trainer.sends(2))
-    # Forward, again, and two products backward.
+    # Forward, recomputed, and backward.
     score_bytes = SCORE_BYTES_FORWARD + SCORE_BYTES_BACKWARD
-    output = trainer.output(role, products=2 + BACKWARD_PRODUCTS, score_bytes=score_bytes)
+    output = trainer.output(role, matmul=2 + BACKWARD_MATMUL, score_bytes=score_bytes)
     work = loads(workload, shape.hidden_size, trainer.dp_size, parallel.max_tokens_per_microbatch)
     count = float(work.microbatches[:, 0].sum())
-    shortest = float(stage.seconds(work).mean(1).sum()) / count
-    wires = _gradient_seconds(trainer, held, backward_seconds=shortest / 2)
+    one_pass = float(stage.seconds(work).mean(1).sum()) / count
+    collectives = _gradient_seconds(trainer, held, overlapped_seconds=one_pass / 2)
     owned = held / (trainer.dp_size if parallel.use_distributed_optimizer else 1)
     memory = (OWNED_BYTES * owned + HELD_BYTES * held) / cluster.memory_bytes
-    phase = _pipeline(trainer, stage, stage.plus(output), work, wires + memory)
+    phase = _pipeline(trainer, stage, stage.plus(output), work, collectives + memory)
     if role == "actor":
         return phase
     passes = workload.critic_updates_per_step
@@ -193,14 +202,15 @@ def update(
     )
 
 
-def _gradient_seconds(trainer: _Trainer, held: int, *, backward_seconds: float) -> float:
-    """Time of one update's data-parallel collectives, less what passes of a microbatch hide.
+def _gradient_seconds(trainer: _Trainer, held: int, *, overlapped_seconds: float) -> float:
+    """Time of one update's data-parallel collectives that is not overlapped with compute.
 
     Args:
         trainer: the layout.
-        held: parameters of one rank.
-        backward_seconds: of half of a microbatch's pass: at least its forward, and about its
-            backward pass; what is overlapped is hidden behind the last or the first of them.
+        held: parameters on one rank.
+        overlapped_seconds: compute that overlap_grad_reduce and overlap_param_gather can hide
+            behind, each: half of one microbatch's forward and backward pass, as gradients are
+            reduced during the last microbatch and parameters gathered during the first.
     """
     parallel, cluster = trainer.config.parallel, trainer.cluster
     size, stride = trainer.dp_size, trainer.tp_size
@@ -210,21 +220,21 @@ def _gradient_seconds(trainer: _Trainer, held: int, *, backward_seconds: float) 
     else:
         gathered = cluster.all_gather_seconds(trainer.element_bytes * held, size, stride)
     if parallel.overlap_grad_reduce:
-        reduced = max(0.0, reduced - backward_seconds)
+        reduced = max(0.0, reduced - overlapped_seconds)
     if parallel.overlap_param_gather:
-        gathered = max(0.0, gathered - backward_seconds)
+        gathered = max(0.0, gathered - overlapped_seconds)
     return reduced + gathered
 
 
 def _pipeline(trainer: _Trainer, stage: Rates, last: Rates, work: Loads, after: float) -> Phase:
-    """Add up mini-batches: slowest rank, slowest stage, filling and draining, what follows.
+    """Add up the mini-batches: slowest rank, slowest stage, fill and drain, and what follows.
 
     Args:
         trainer: the layout.
-        stage: any stage's pass over a microbatch.
-        last: the last stage's; no faster.
+        stage: a pass over a microbatch on any stage but the last.
+        last: on the last stage, which is never faster.
         work: [mini-batches, ranks].
-        after: seconds that follow each mini-batch.
+        after: seconds after each mini-batch.
     """
     middle, slowest = stage.seconds(work), last.seconds(work)
     fill = (trainer.pp_size - 1) / trainer.vpp_size * middle / work.microbatches
@@ -240,21 +250,21 @@ def _pipeline(trainer: _Trainer, stage: Rates, last: Rates, work: Loads, after: 
 
 
 def sync_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> float:
-    """Estimate the weights' way into vLLM without making the plan (weights/reshard/cost.py does).
+    """Estimate the weight sync; weights/reshard/cost.py computes it from the actual plan.
 
     Each node receives the part of the model that its ranks do not hold, once, through all its
-    adapters; meanwhile each rank receives within the node what it lacks of its vLLM shard; then it
-    writes that shard. No latencies.
+    adapters. Meanwhile each rank receives within the node what it is missing of its vLLM shard, and
+    then reads and writes that shard. Latencies are left out.
     """
     trainer = _Trainer(shape, config, cluster)
     shard = sampler_weight_bytes(shape, config)
     sampler_size = config.rollout.tensor_model_parallel_size
     whole = shard * sampler_size
     per_node = min(cluster.gpus_per_node, cluster.num_gpus)
-    # Ranks of a node differ in TP first, then in DP, and in PP only where both fit in it.
+    # A node's ranks differ in TP first, then in DP, and in PP only if both fit into the node.
     stages = max(1, per_node // (trainer.tp_size * trainer.dp_size))
     share = min(1.0, stages / trainer.pp_size * min(1.0, per_node / trainer.tp_size))
     across = (1 - share) * whole / per_node / cluster.network_bytes
-    lacking = 1 - min(1.0, sampler_size / (trainer.tp_size * trainer.pp_size))
-    within = lacking * shard / cluster.nvlink_bytes
+    missing = 1 - min(1.0, sampler_size / (trainer.tp_size * trainer.pp_size))
+    within = missing * shard / cluster.nvlink_bytes
     return max(across, within) + 2 * shard / cluster.memory_bytes

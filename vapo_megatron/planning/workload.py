@@ -1,8 +1,8 @@
-"""What a step has to do: how many responses, how long, and how they are packed.
+"""A step's workload: how many responses, how long, and how they are packed.
 
-Lengths are not known beforehand. They are taken as log-normal with a given spread, cut off at the
-longest response allowed, with the mean that is asked for: the sample is the distribution's own
-quantiles in a seeded order, the same on every machine. Prompts have one length.
+Response lengths are not known beforehand and assumed to be log-normal with a given spread and mean,
+clipped at the longest response allowed. The sample consists of the distribution's quantiles in a
+seeded order, so it is the same on every machine. All prompts have the mean length.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from vapo_megatron.data.packing import attention_tokens, plan_step
 from vapo_megatron.errors import ConfigError
 
 SPREAD = 0.5
-"""Workload.spread where nothing else is said: an assumption."""
+"""Default of Workload.spread: an assumption."""
 
 TYPICAL_PROMPT_TOKENS = 256
-"""Mean prompt where nothing else is said: an assumption."""
+"""Default mean prompt: an assumption."""
 
 PACKED_MINI_BATCHES = 4
-"""Mini-batches that are packed; a step's others are taken to be like them."""
+"""Mini-batches that are packed; a step's others repeat them."""
 
 _PURPOSE = 7
-"""Keeps this order apart from other orders of the same seed."""
+"""Makes this order differ from other orders of the same seed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A step's responses, and which models learn from them."""
+    """A step's responses, and the roles that are trained on them."""
 
     num_responses: int
     group_size: int
@@ -47,7 +47,7 @@ class Workload:
     trained_roles: tuple[Literal["actor", "critic"], ...] = ("actor", "critic")
     critic_updates_per_step: int = 1
     spread: float = SPREAD
-    """Standard deviation of the logarithm of the responses' lengths, before the cut."""
+    """Standard deviation of the logarithm of the response lengths, before clipping."""
 
     @property
     def response_tokens(self) -> int:
@@ -56,7 +56,7 @@ class Workload:
 
     @property
     def total_tokens(self) -> int:
-        """Prompt and response tokens of a step, a prompt counted once for each response."""
+        """Prompt and response tokens of a step, a prompt counted once per response."""
         return self.response_tokens + self.num_responses * self.prompt_tokens
 
 
@@ -72,15 +72,17 @@ def workload_of(
     Args:
         config: algorithm and rollout are used.
         mean_response_tokens: None: half of rollout.max_response_tokens.
-        prompt_tokens: mean; None: 256, or the longest prompt if that is shorter.
+        prompt_tokens: mean; None: 256, or rollout.max_prompt_tokens if that is less.
         spread: see Workload.
 
     Raises:
-        ConfigError: a mean is more than the longest.
+        ConfigError: a mean exceeds its maximum.
     """
     rollout, algorithm = config.rollout, config.algorithm
     mean = rollout.max_response_tokens / 2 if mean_response_tokens is None else mean_response_tokens
-    prompt = prompt_tokens or min(TYPICAL_PROMPT_TOKENS, rollout.max_prompt_tokens)
+    prompt = prompt_tokens
+    if prompt is None:
+        prompt = min(TYPICAL_PROMPT_TOKENS, rollout.max_prompt_tokens)
     for name, value, limit in (
         ("response", mean, rollout.max_response_tokens),
         ("prompt", prompt, rollout.max_prompt_tokens),
@@ -110,7 +112,7 @@ def response_lengths(workload: Workload) -> NDArray[np.int64]:
 
 @functools.lru_cache(maxsize=16)
 def _sample(workload: Workload, count: int) -> NDArray[np.int64]:
-    """Draw as many lengths; each sample has the whole distribution in it."""
+    """Return `count` lengths that cover the whole distribution, however small the count."""
     longest = workload.max_response_tokens
     normal = statistics.NormalDist(0, workload.spread)
     spread = np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
@@ -129,25 +131,25 @@ def _sample(workload: Workload, count: int) -> NDArray[np.int64]:
 
 
 class Loads(NamedTuple):
-    """What each data-parallel rank computes in each mini-batch; float64 [mini-batches, ranks]."""
+    """What each data-parallel rank processes per mini-batch; float64 [mini-batches, ranks]."""
 
     tokens: NDArray[np.float64]
     pairs: NDArray[np.float64]
-    """Of a query and a key at or before it in the same sequence."""
+    """Pairs of a query and a key at or before it in the same sequence."""
     outputs: NDArray[np.float64]
     """Response tokens."""
     microbatches: NDArray[np.float64]
-    """The same number on all ranks of a mini-batch."""
+    """Their number, the same on all ranks of a mini-batch."""
 
 
 @functools.lru_cache(maxsize=256)
 def loads(workload: Workload, hidden_size: int, dp_size: int, max_tokens: int) -> Loads:
-    """Pack the workload as the trainer does (data/packing.py), and sum up each rank's share.
+    """Pack the workload as the trainer does (data/packing.py) and sum up each rank's share.
 
     Args:
         workload: of a step.
-        hidden_size: of the model: says what attention costs against the matrices.
-        dp_size: data-parallel ranks.
+        hidden_size: of the model, which decides the cost of attention relative to the matrices.
+        dp_size: number of data-parallel ranks.
         max_tokens: parallel.max_tokens_per_microbatch.
     """
     size = workload.mini_batch_size

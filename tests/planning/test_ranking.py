@@ -1,4 +1,4 @@
-"""Which layouts are looked at, and that each of them is one that a run would accept."""
+"""Which layouts and variants are searched, and that a run would accept each of them."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from vapo_megatron.config import load_config
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import check_layout
 from vapo_megatron.models.known import known_shape
-from vapo_megatron.planning import candidates
-from vapo_megatron.planning.candidates import Fixed
+from vapo_megatron.planning import ranking
+from vapo_megatron.planning.ranking import Fixed
 
 
 def base(world_size=128, **algorithm):
@@ -19,37 +19,37 @@ def base(world_size=128, **algorithm):
 
 
 def layouts(shape, config, fixed=Fixed(), gpus_per_node=8):  # noqa: B008
-    found, refused = candidates.trainer_layouts(shape, config, fixed, gpus_per_node)
+    found, rejected = ranking.trainer_layouts(shape, config, fixed, gpus_per_node)
     sizes = [
         (c.parallel.tensor_model_parallel_size, c.parallel.pipeline_model_parallel_size)
         for c in found
     ]
-    return sizes, refused
+    return sizes, rejected
 
 
 def test_every_layout_that_divides():
-    sizes, refused = layouts(known_shape("Qwen2.5-32B"), base())
+    sizes, rejected = layouts(known_shape("Qwen2.5-32B"), base())
     # 64 layers: PP may be any power of two up to 64 that leaves no half GPU; 128 is more than 64.
     powers = (1, 2, 4, 8, 16, 32, 64)
     assert sizes == [(tp, pp) for tp in (1, 2, 4, 8) for pp in powers if tp * pp <= 128]
-    assert refused == {}
+    assert rejected == {}
 
 
 def test_what_does_not_divide_is_named():
-    sizes, refused = layouts(known_shape("Qwen2.5-0.5B"), base(8))
+    sizes, rejected = layouts(known_shape("Qwen2.5-0.5B"), base(8))
     # 14 heads, 2 key-value heads, 24 layers.
     assert sizes == [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4)]
-    assert refused["TP 4 x PP 1"] == (
+    assert rejected["TP 4 x PP 1"] == (
         "parallel.tensor_model_parallel_size=4 must divide the model's num_attention_heads=14"
     )
-    assert set(refused) == {"TP 4 x PP 1", "TP 4 x PP 2", "TP 8 x PP 1"}
+    assert set(rejected) == {"TP 4 x PP 1", "TP 4 x PP 2", "TP 8 x PP 1"}
 
 
 def test_a_mini_batch_needs_a_response_on_each_rank():
     config = base(responses_per_step=32, mini_batch_size=32)
-    sizes, refused = layouts(known_shape("Qwen2.5-32B"), config)
+    sizes, rejected = layouts(known_shape("Qwen2.5-32B"), config)
     assert min(tp * pp for tp, pp in sizes) == 4
-    assert "must be at least the data-parallel size 128" in refused["TP 1 x PP 1"]
+    assert "must be at least the data-parallel size 128" in rejected["TP 1 x PP 1"]
 
 
 def test_what_is_chosen_is_not_searched():
@@ -57,13 +57,13 @@ def test_what_is_chosen_is_not_searched():
     shape = known_shape("Qwen2.5-32B")
     sizes, _ = layouts(shape, base(), fixed)
     assert sizes == [(8, 4)]
-    found, _ = candidates.trainer_layouts(shape, base(), fixed, 8)
-    (variant,) = candidates.variants(shape, found[0], fixed)
+    found, _ = ranking.trainer_layouts(shape, base(), fixed, 8)
+    (variant,) = ranking.variants(shape, found[0], fixed)
     assert variant.parallel.virtual_pipeline_model_parallel_size == 2
     assert variant.parallel.max_tokens_per_microbatch == 24576
-    assert candidates.sampler_sizes(shape, base(), Fixed(sampler_tensor=2), 8) == [2]
-    assert candidates.offload_choices(base(), Fixed(offload=False)) == [False]
-    assert candidates.offload_choices(base(), Fixed()) == [False, True]
+    assert ranking.sampler_sizes(shape, base(), Fixed(sampler_tensor=2), 8) == [2]
+    assert ranking.offload_choices(base(), Fixed(offload=False)) == [False]
+    assert ranking.offload_choices(base(), Fixed()) == [False, True]
 
 
 def test_a_chosen_layout_outside_a_node_is_looked_at():
@@ -74,8 +74,8 @@ def test_a_chosen_layout_outside_a_node_is_looked_at():
 
 def test_variants_are_different_and_good():
     shape = known_shape("Qwen2.5-32B")
-    found, _ = candidates.trainer_layouts(shape, base(), Fixed(tensor=8, pipeline=4), 8)
-    variants = list(candidates.variants(shape, found[0], Fixed()))
+    found, _ = ranking.trainer_layouts(shape, base(), Fixed(tensor=8, pipeline=4), 8)
+    variants = list(ranking.variants(shape, found[0], Fixed()))
     # VPP 1, 2, 4; three recomputations; budgets of 22528, half and twice of it.
     assert len(variants) == 27 == len({v.to_yaml() for v in variants})
     budgets = {v.parallel.max_tokens_per_microbatch for v in variants}
@@ -87,19 +87,19 @@ def test_variants_are_different_and_good():
 
 def test_no_chunks_without_a_pipeline_or_layers_for_them():
     shape = known_shape("Qwen2.5-0.5B")
-    found, _ = candidates.trainer_layouts(shape, base(8), Fixed(tensor=1), 8)
+    found, _ = ranking.trainer_layouts(shape, base(8), Fixed(tensor=1), 8)
     chunks = [
         {
             v.parallel.virtual_pipeline_model_parallel_size
-            for v in candidates.variants(shape, layout, Fixed())
+            for v in ranking.variants(shape, layout, Fixed())
         }
         for layout in found
     ]
     # 24 layers on PP 1, 2, 4, 8: 24, 12, 6, 3 of a stage.
     assert chunks == [{None}, {None, 2, 4}, {None, 2}, {None}]
-    sizes, refused = layouts(shape, base(8), Fixed(tensor=1, virtual=2))
+    sizes, rejected = layouts(shape, base(8), Fixed(tensor=1, virtual=2))
     assert sizes == [(1, 2), (1, 4)]
-    assert refused == {
+    assert rejected == {
         "TP 1 x PP 1": "parallel.virtual_pipeline_model_parallel_size=2 needs "
         "parallel.pipeline_model_parallel_size > 1, found 1",
         "TP 1 x PP 8": "parallel.pipeline_model_parallel_size=8 times virtual_pipeline_model_"
@@ -112,14 +112,14 @@ def test_no_chunks_with_batched_sends():
     config = base()
     parallel = config.parallel.model_copy(update={"batch_p2p_comm": True})
     config = config.model_copy(update={"parallel": parallel})
-    found, _ = candidates.trainer_layouts(shape, config, Fixed(tensor=8, pipeline=4), 8)
+    found, _ = ranking.trainer_layouts(shape, config, Fixed(tensor=8, pipeline=4), 8)
     chunks = [
         v.parallel.virtual_pipeline_model_parallel_size
-        for v in candidates.variants(shape, found[0], Fixed())
+        for v in ranking.variants(shape, found[0], Fixed())
     ]
     assert chunks == [None] * 9  # Recomputations times budgets.
-    _, refused = layouts(shape, config, Fixed(tensor=8, pipeline=4, virtual=2))
-    assert "batch_p2p_comm=true must not be combined" in refused["TP 8 x PP 4"]
+    _, rejected = layouts(shape, config, Fixed(tensor=8, pipeline=4, virtual=2))
+    assert "batch_p2p_comm=true must not be combined" in rejected["TP 8 x PP 4"]
 
 
 def test_powers_of_two_within_a_node_are_tried_and_the_help_says_so():
@@ -129,9 +129,9 @@ def test_powers_of_two_within_a_node_are_tried_and_the_help_says_so():
     assert text.count("(powers of two within a node)") == 2
     # 12 heads and 12 GPUs would take 3 and 6, too.
     shape = small_shape(hidden=48, layers=12, heads=12, kv_heads=12, head=4, ffn=96, vocab=64)
-    sizes, refused = layouts(shape, base(12), gpus_per_node=6)
-    assert {tp for tp, _ in sizes} == {1, 2, 4} and refused == {}
-    assert candidates.sampler_sizes(shape, base(12), Fixed(), 6) == [1, 2, 4]
+    sizes, rejected = layouts(shape, base(12), gpus_per_node=6)
+    assert {tp for tp, _ in sizes} == {1, 2, 4} and rejected == {}
+    assert ranking.sampler_sizes(shape, base(12), Fixed(), 6) == [1, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -139,12 +139,12 @@ def test_powers_of_two_within_a_node_are_tried_and_the_help_says_so():
     [("Qwen2.5-0.5B", [1, 2]), ("Qwen2.5-7B", [1, 2, 4]), ("Qwen2.5-32B", [1, 2, 4, 8])],
 )
 def test_sizes_of_vllm(name, sizes):
-    assert candidates.sampler_sizes(known_shape(name), base(), Fixed(), 8) == sizes
-    assert candidates.sampler_sizes(known_shape(name), base(), Fixed(), 2) == [1, 2]
+    assert ranking.sampler_sizes(known_shape(name), base(), Fixed(), 8) == sizes
+    assert ranking.sampler_sizes(known_shape(name), base(), Fixed(), 2) == [1, 2]
 
 
 @pytest.mark.parametrize(("name", "chosen"), [("Qwen2.5-32B", 8), ("Qwen2.5-7B", 3)])
 def test_a_size_of_vllm_that_cannot_be(name, chosen):
     # 8 divides 32B's 40 heads, but not 4 GPUs; 3 divides neither 28 heads nor 4.
     with pytest.raises(ConfigError, match=f"size={chosen} must divide parallel.world_size=4 and"):
-        candidates.sampler_sizes(known_shape(name), base(4), Fixed(sampler_tensor=chosen), 8)
+        ranking.sampler_sizes(known_shape(name), base(4), Fixed(sampler_tensor=chosen), 8)
