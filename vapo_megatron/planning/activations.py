@@ -44,10 +44,10 @@ from __future__ import annotations
 from typing import Literal
 
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.phases import Role
 from vapo_megatron.models.hf_config import ModelShape, padded_vocab_size
 from vapo_megatron.planning.model_bytes import (
     DTYPE_BYTES,
-    Role,
     Widths,
     layers_per_chunk,
     widths,

@@ -22,6 +22,16 @@ import dataclasses
 from typing import NamedTuple
 
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.phases import (
+    ACTOR_UPDATE,
+    CRITIC_UPDATE,
+    GENERATION,
+    LOGPROBS,
+    REFERENCE_LOGPROBS,
+    SYNC,
+    VALUES,
+    Role,
+)
 from vapo_megatron.models.hf_config import ModelShape, padded_vocab_size, parameter_count
 from vapo_megatron.planning.activations import (
     inference_bytes,
@@ -30,7 +40,6 @@ from vapo_megatron.planning.activations import (
 )
 from vapo_megatron.planning.model_bytes import (
     DTYPE_BYTES,
-    Role,
     StateBytes,
     fp8_weight_bytes,
     num_parameters,
@@ -40,13 +49,16 @@ from vapo_megatron.planning.model_bytes import (
 )
 
 PHASES = (
-    "generation", "values", "logprobs", "reference_logprobs", "critic_update", "actor_update",
-    "sync",
+    GENERATION, VALUES, LOGPROBS, REFERENCE_LOGPROBS,
+    CRITIC_UPDATE, ACTOR_UPDATE, SYNC,
 )  # fmt: skip
 SCORES: dict[Role, str] = {
-    "actor": "logprobs", "critic": "values", "reference": "reference_logprobs",
+    "actor": LOGPROBS, "critic": VALUES, "reference": REFERENCE_LOGPROBS,
 }  # fmt: skip
 """The phase of each role's forward passes."""
+UPDATES: dict[Role, str] = {
+    "critic": CRITIC_UPDATE, "actor": ACTOR_UPDATE,
+}  # fmt: skip
 
 CUDA_CONTEXT_BYTES = 500 * 10**6
 """pytorch/pytorch issues 81257 (about 500 MB) and 107667 (300 MB and more, kernels loaded
@@ -143,7 +155,7 @@ def phase_memory(
     states = {role: state_bytes(shape, config, role, pp_rank=pp_rank) for role in roles}
     tokens = microbatch_tokens(config)
     weights = sampler_weight_bytes(shape, config)
-    found = {"generation": _generation(shape, config, gpu_bytes)}
+    found = {GENERATION: _generation(shape, config, gpu_bytes)}
     for role in roles:
         model: Role = "actor" if role == "reference" else role
         activations, logits = inference_bytes(shape, config, model, pp_rank=pp_rank, tokens=tokens)
@@ -151,9 +163,9 @@ def phase_memory(
             parameters=states[role].parameters, activations=activations, logits=logits
         )
     for role in config.algorithm.trained_roles:
-        found[f"{role}_update"] = _update(shape, config, role, states[role], pp_rank, tokens)
+        found[UPDATES[role]] = _update(shape, config, role, states[role], pp_rank, tokens)
     buckets = 4 * config.rollout.sync_bucket_bytes if config.parallel.world_size > 1 else 0
-    found["sync"] = PhaseMemory(
+    found[SYNC] = PhaseMemory(
         parameters=states["actor"].parameters, sampler_weights=weights, sync_buckets=buckets
     )
     if not offloads(config):
@@ -162,7 +174,7 @@ def phase_memory(
             "gradients": sum(s.gradients for s in states.values()),
             "optimizer": sum(s.optimizer for s in states.values()),
             "sampler_weights": weights,
-            "kv_cache": found["generation"].kv_cache,
+            "kv_cache": found[GENERATION].kv_cache,
         }
         found = {name: dataclasses.replace(p, **resident) for name, p in found.items()}
     copies = len(roles) * fp8_weight_bytes(shape, config)
@@ -229,7 +241,7 @@ def _with_reserve(phase: PhaseMemory, name: str, config: VapoConfig) -> PhaseMem
     peers = min(NODE_PEERS, parallel.world_size - 1)
     reserve = CUDA_CONTEXT_BYTES + _graph_bytes(config)
     reserve += groups * NCCL_COMMUNICATOR_BYTES + peers * NCCL_PEER_BYTES
-    if name != "generation":  # vLLM's profiling run has measured its own fragmentation
+    if name != GENERATION:  # vLLM's profiling run has measured its own fragmentation
         reserve += int(FRAGMENTATION * (phase.activations + phase.logits))
     return dataclasses.replace(phase, reserve=reserve)
 

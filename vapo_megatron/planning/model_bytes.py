@@ -20,12 +20,11 @@ algorithm.freeze_critic_attention) take b bytes each, unpadded, and nothing else
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.phases import Role
 from vapo_megatron.models.hf_config import ModelShape, padded_vocab_size
-
-Role = Literal["actor", "critic", "reference"]
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 

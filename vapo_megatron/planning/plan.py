@@ -9,6 +9,15 @@ import dataclasses
 from typing import Literal
 
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.phases import (
+    ACTOR_UPDATE,
+    CRITIC_UPDATE,
+    GENERATION,
+    LOGPROBS,
+    REFERENCE_LOGPROBS,
+    SYNC,
+    VALUES,
+)
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning import flops, memory
@@ -58,9 +67,9 @@ class Plan:
     @property
     def seconds(self) -> dict[str, float]:
         """By phase, in the order of a step; copies to and from the host last."""
-        found = {"generation": self.generation.seconds}
+        found = {GENERATION: self.generation.seconds}
         found |= {name: phase.seconds for name, phase in self.training.phases.items()}
-        return {**found, "sync": self.sync_seconds, "offload": self.training.offload_seconds}
+        return {**found, SYNC: self.sync_seconds, "offload": self.training.offload_seconds}
 
     @property
     def step_seconds(self) -> float:
@@ -88,18 +97,18 @@ def training_time(
 ) -> Training:
     """Predict the trainer's phases of a step."""
     arguments = (shape, config, cluster, workload)
-    roles, learning = config.algorithm.roles, config.algorithm.trained_roles
-    phases = {}
+    roles, trained_roles = config.algorithm.roles, config.algorithm.trained_roles
+    found = {}
     if "critic" in roles:
-        phases["values"] = scoring(*arguments, "critic")
-    phases["logprobs"] = scoring(*arguments, "actor")
+        found[VALUES] = scoring(*arguments, "critic")
+    found[LOGPROBS] = scoring(*arguments, "actor")
     if "reference" in roles:
-        phases["reference_logprobs"] = phases["logprobs"]
-    if "critic" in learning:
-        phases["critic_update"] = update(*arguments, "critic")
-    if "actor" in learning:
-        phases["actor_update"] = update(*arguments, "actor")
-    return Training(phases, offload_seconds(shape, config, cluster))
+        found[REFERENCE_LOGPROBS] = found[LOGPROBS]
+    if "critic" in trained_roles:
+        found[CRITIC_UPDATE] = update(*arguments, "critic")
+    if "actor" in trained_roles:
+        found[ACTOR_UPDATE] = update(*arguments, "actor")
+    return Training(found, offload_seconds(shape, config, cluster))
 
 
 def offload_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> float:
@@ -189,7 +198,7 @@ def _gpu_misfit(
     if cached < longest:
         return (
             f"generation leaves vLLM a KV cache of {cached} tokens, less than one sequence of "
-            f"{longest} (weights {phases['generation'].sampler_weights / GB:.1f} GB)"
+            f"{longest} (weights {phases[GENERATION].sampler_weights / GB:.1f} GB)"
         )
     return None
 
@@ -251,7 +260,7 @@ def _remedy(config: VapoConfig, reason: str) -> str:
     size = f"rollout.tensor_model_parallel_size={r.tensor_model_parallel_size}"
     if "KV cache" in reason:
         return f"raise {share} or {size}"
-    if reason.startswith("generation"):
+    if reason.startswith(GENERATION):
         return f"lower {share} or rollout.max_num_sequences={r.max_num_sequences}, or raise {size}"
     steps = [
         f"raise parallel.tensor_model_parallel_size={p.tensor_model_parallel_size} or "

@@ -25,12 +25,12 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.phases import Role
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning import flops
 from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.planning.model_bytes import (
     DTYPE_BYTES,
-    Role,
     num_parameters,
     sampler_weight_bytes,
     widths,
