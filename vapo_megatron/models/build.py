@@ -240,15 +240,35 @@ def _build_chunk(
     if transformer_engine:
         chunk.rotary_pos_emb.inv_freq = frequencies.to(this_device())
     if last and role == "actor":
-        chunk.output_layer.forward = _pass_hidden_states
+        chunk.output_layer = OutputProjection(chunk.output_layer, settings)
     elif last:
         chunk.output_layer = ValueHead(settings, model.value_head_init_std, seed)
     return chunk
 
 
-def _pass_hidden_states(input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    """Stand in for the output projection's forward; its weight is used by the log-probabilities."""
-    return input_, None
+class OutputProjection(tensor_parallel.ColumnParallelLinear):
+    """An output projection that passes hidden states on: the log-probabilities use its weight.
+
+    It is called nevertheless: with overlap_param_gather, DDP's hook then waits for the weight.
+    """
+
+    def __init__(
+        self, built: tensor_parallel.ColumnParallelLinear, settings: TransformerConfig
+    ) -> None:
+        super().__init__(
+            built.input_size,
+            built.output_size,
+            config=settings,
+            init_method=settings.init_method,
+            bias=False,
+            skip_weight_param_allocation=True,
+            tp_group=built.tp_group,
+        )
+        self.weight = built.weight  # None: tied to the embedding's.
+
+    def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """Return (hidden states, no bias)."""
+        return input_, None
 
 
 def output_weight(chunk: torch.nn.Module) -> Tensor:

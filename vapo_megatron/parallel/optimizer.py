@@ -97,30 +97,8 @@ def build_optimizer(
         overlap_param_gather=ddp.overlap_param_gather,
     )
     built = get_megatron_optimizer(settings, list(ddp_chunks))
-    _guard(built)
     set_learning_rate(built, rate)
     return built
-
-
-def _guard(optimizer: MegatronOptimizer) -> None:
-    """Let its step() change nothing, and say so, where the gradient's norm is not finite.
-
-    megatron-core reduces the norm over ranks between preparing and applying the gradients, and
-    checks it for float16 alone.
-    """
-    measure, apply = optimizer.get_grad_norm, optimizer.step_with_ready_grads
-    norm = math.nan
-
-    def get_grad_norm() -> Any:
-        nonlocal norm
-        measured = measure()
-        norm = float(measured)  # 0.19 leaves it on a GPU, [1], where its fused kernels are
-        return measured
-
-    optimizer.get_grad_norm = get_grad_norm  # type: ignore[method-assign]
-    optimizer.step_with_ready_grads = (  # type: ignore[method-assign]
-        lambda: math.isfinite(norm) and apply()
-    )
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
@@ -163,9 +141,12 @@ def optimizer_step(optimizer: MegatronOptimizer) -> Tensor:
         float32 0-d on the CPU: norm of the whole model's gradient before clipping, the same on all
         ranks. Where it is not finite, parameters and optimizer state are what they were.
     """
-    success, norm, _ = optimizer.step()
-    norm = float(norm)
-    assert success == math.isfinite(norm), "the optimizer skips an update for its norm alone"
+    # step() checks the norm for float16 alone, so it is measured before.
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())  # some versions leave it on the GPU, [1]
+    if math.isfinite(norm):
+        success, clipped, _ = optimizer.step()
+        assert success and float(clipped) == norm, "the gradient has changed since it was measured"
     optimizer.zero_grad()
     return torch.tensor(norm)
 

@@ -5,15 +5,14 @@ the first holder of, to be written when there is time. `load_sharded` fills ever
 whatever layout wrote them.
 
 torch's Adam makes its state at the first step and keeps a step count per parameter, which
-megatron-core 0.16 does not expect; three things are mended here (the fused Adams of Transformer
-Engine and apex, whose groups count, need the first alone): the state is made before saving and
-loading, the count is passed on, and after loading each parameter gets a count of its own, because
-the loaded one is shared and would advance once for each.
+megatron-core 0.16 does not expect. So the state is made before saving and loading; the counts are
+put aside while sharded state is loaded; and after loading each parameter gets a count of its own,
+because the loaded one is shared and would advance once for each. (The fused Adams of Transformer
+Engine and apex, whose groups count, need the first alone.)
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import pickle
@@ -37,7 +36,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -83,7 +81,7 @@ def take_snapshot(chunks: Sequence[Any], optimizer: Any, *, copy: bool) -> Snaps
         optimizer: of these.
         copy: what may change later is copied into host memory; False: the tensors themselves.
     """
-    _prime(optimizer)
+    make_optimizer_state(optimizer)
     state = _state(chunks, optimizer, is_loading=False)
     state["content_metadata"] = dict(METADATA)
     sharded, common = save_preprocess(state)
@@ -111,7 +109,7 @@ def load_sharded(chunks: Sequence[Any], optimizer: Any, directory: Path) -> None
         CheckpointError: it is of another model or kind of optimizer, or would run code; nothing was
             changed.
     """
-    _prime(optimizer)
+    make_optimizer_state(optimizer)
     found = tensors_of(read_metadata(directory))
     _take_up_bias(chunks, found)
     state = _state(chunks, optimizer, is_loading=True)
@@ -120,11 +118,7 @@ def load_sharded(chunks: Sequence[Any], optimizer: Any, directory: Path) -> None
     _fill(chunks, loaded)
     is_fused = not any(isinstance(inner, torch.optim.Adam) for inner in inner_optimizers(optimizer))
     _place_step(loaded["optimizer"], in_groups=is_fused)
-    optimizer.load_state_dict(loaded["optimizer"])
-    for inner in inner_optimizers(optimizer):
-        for of_parameter in inner.state.values():
-            if torch.is_tensor(of_parameter.get("step")):
-                of_parameter["step"] = of_parameter["step"].clone()
+    _load_optimizer(optimizer, loaded["optimizer"])
 
 
 def load_model_weights(
@@ -202,6 +196,7 @@ class _Reader(FileSystemReader):
         return self._metadata
 
 
+# torch unpickles whatever the metadata holds, and megatron-core takes no other reader.
 assert hasattr(strategies, "_get_filesystem_reader"), "megatron-core reads metadata elsewhere"
 strategies._get_filesystem_reader = lambda directory, *_, **options: _Reader(directory)
 
@@ -279,14 +274,6 @@ def _model_state(chunks: Sequence[Any], metadata: dict[str, Any]) -> dict[str, A
     }
 
 
-def _prime(optimizer: Any) -> None:
-    """Make Adam's state, so that there is something to load into."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part, DistributedOptimizer):
-            part._set_main_param_and_optimizer_states = functools.partial(_set_keeping_step, part)
-    make_optimizer_state(optimizer)
-
-
 def _place_step(state: dict[Any, Any], *, in_groups: bool) -> None:
     """Put the step count where this machine's Adam looks for it, whichever wrote the checkpoint.
 
@@ -308,11 +295,16 @@ def _place_step(state: dict[Any, Any], *, in_groups: bool) -> None:
             _place_step(part, in_groups=in_groups)
 
 
-def _set_keeping_step(
-    part: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, Any]
-) -> None:
-    group, index = part.model_param_group_index_map[parameter]
-    state = part.optimizer.state[part.optimizer.param_groups[group]["params"][index]]
-    if "step" in state and "step" not in tensors:
-        tensors = {**tensors, "step": state["step"]}
-    DistributedOptimizer._set_main_param_and_optimizer_states(part, parameter, tensors)
+def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """Load groups and counts, then the distributed optimizer's sharded state."""
+    sharded = state.pop("param_state", None)
+    optimizer.load_state_dict(state)
+    of_parameters = [s for inner in inner_optimizers(optimizer) for s in inner.state.values()]
+    # megatron-core copies every entry of Adam's state from the sharded one, which has no counts.
+    steps = [s.pop("step", None) for s in of_parameters]
+    if sharded is not None:
+        (part,) = getattr(optimizer, "chained_optimizers", [optimizer])
+        part.load_parameter_state_from_fully_reshardable(sharded)
+    for of_parameter, step in zip(of_parameters, steps, strict=True):
+        if step is not None:
+            of_parameter["step"] = step.clone()
