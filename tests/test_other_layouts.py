@@ -51,7 +51,10 @@ def source(settings, place):
 
         def __init__(self):
             problems = [Problem(str(i), str(i)) for i in range(7)]
-            self.data = PromptDataset(problems, lambda text: [int(text), 5], seed=settings.seed)
+            self.data = PromptDataset(
+                problems, lambda text: [int(text), 5],
+                path="", seed=settings.seed, shuffle=True, max_prompt_tokens=2,
+            )  # fmt: skip
             self.state_dict, self.load_state_dict = self.data.state_dict, self.data.load_state_dict
 
         def rollouts(self, step, policy_version, phase, **_):
@@ -115,7 +118,7 @@ def fit(hf, run_dir, layout, sections, port, resumes=False):
     }  # fmt: skip
     read = trained_model.load_hf_weights
     with (
-        mock.patch.object(VapoTrainer, "_source", lambda t, _: source(t.config, t.ranks)),
+        mock.patch.object(VapoTrainer, "_source", lambda t, *_: source(t.config, t.ranks)),
         mock.patch.object(trained_model, "load_hf_weights", side_effect=read) as reading,
         VapoTrainer(config(hf, **tree)) as trainer,
     ):

@@ -74,7 +74,7 @@ def fit(hf, run_dir, port, seeds):
         return phase(trainer, name)
 
     with (
-        mock.patch.object(VapoTrainer, "_source", lambda t, _: sampler(t.config, t.ranks, told)),
+        mock.patch.object(VapoTrainer, "_source", lambda t, *_: sampler(t.config, t.ranks, told)),
         mock.patch.object(VapoTrainer, "phase", disturbed),
         VapoTrainer(settings) as trainer,
     ):

@@ -6,8 +6,10 @@ what it is asked and given. Not exercised: several ranks (tests/rollout/test_dyn
 the weight sync itself (tests/weights), vLLM (tests/rollout/vllm/test_engine.py).
 """
 
+import contextlib
 import json
 import os
+import sys
 from statistics import fmean
 from typing import Any, NamedTuple
 from unittest import mock
@@ -47,8 +49,8 @@ class Asked(NamedTuple):
 class Engine:
     """Answers 7 or 8 to everything: of a group's samples those before its right ones are right."""
 
-    def __init__(self, hf_path, config, *, rank, world_size):
-        self.replica, self.num_replicas, self.seed = rank, world_size, config.seed
+    def __init__(self, hf_path, inputs, rollout, *, dtype, seed, offload, rank, world_size):
+        self.replica, self.num_replicas, self.seed = rank, world_size, seed
         self.policy_version: int | None = None
         self.asked: list[Asked] = []
 
@@ -86,7 +88,7 @@ class Engine:
 class Sync:
     """Notes which weights it would bring, by their sum of squares."""
 
-    def __init__(self, shape, groups, config, engine):
+    def __init__(self, shape, ranks, model, rollout, engine):
         self.engine = engine
         self.published: list[tuple[int, float]] = []
 
@@ -113,14 +115,7 @@ def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def fit(hf, tmp, name, policy_steps, port):
-    """Make the steps that the run of this name lacks; a worker's function."""
-    from vapo_megatron.loop import VapoTrainer
-    from vapo_megatron.rollout import sampling
-
-    dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    run_dir = tmp / name
+def settings_of(hf, tmp, name, policy_steps):
     settings = config(
         hf,
         algorithm={
@@ -136,16 +131,34 @@ def fit(hf, tmp, name, policy_steps, port):
         reward={"num_workers": 1, "overlong_buffer_tokens": 9},
         checkpoint={"hf_export": False},
         logging={
-            "run_dir": str(run_dir), "tensorboard": False, "progress": "off", "rollout_groups": 9,
+            "run_dir": str(tmp / name), "tensorboard": False, "progress": "off",
+            "rollout_groups": 9,
         },
     )  # fmt: skip
-    settings = settings.model_copy(update={"seed": SEED})
+    return settings.model_copy(update={"seed": SEED})
+
+
+@contextlib.contextmanager
+def stand_ins():
+    """Let a run in the body sample without vLLM, and count how often its clock is started."""
+    from vapo_megatron.rollout import sampling
+
     with (
         vllm_replaced_by(Engine),
         mock.patch.object(EarlyStop, "begin", autospec=True, side_effect=EarlyStop.begin),
         mock.patch.object(sampling, "WeightSync", Sync),
-        VapoTrainer(settings) as trainer,
     ):
+        yield
+
+
+def fit(hf, tmp, name, policy_steps, port):
+    """Make the steps that the run of this name lacks; a worker's function."""
+    from vapo_megatron.loop import VapoTrainer
+
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    run_dir, settings = tmp / name, settings_of(hf, tmp, name, policy_steps)
+    with stand_ins(), VapoTrainer(settings) as trainer:
         trainer.fit()
         source = trainer.source
     records = [
@@ -265,3 +278,40 @@ def test_a_resumed_run_asks_for_what_is_left(straight, workers, inputs):
         assert again.keys() == row.keys()
         for name in row:
             assert name.startswith(varying) or again[name] == row[name], name
+
+
+def reads(hf, tmp, port):
+    """What the command reads on its way through a run, and how often; a worker's function."""
+    from transformers import PreTrainedTokenizerFast as Tokenizer
+
+    from vapo_megatron.cli.train import main
+
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    (tmp / "config.yaml").write_text(settings_of(hf, tmp, "counted", 1).to_yaml())
+    opened, counting = [], [True]
+
+    def note(event, arguments):
+        if counting and event == "open":
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(note)
+    made = mock.patch.object(Tokenizer, "__init__", autospec=True, side_effect=Tokenizer.__init__)
+    encode = mock.patch.object(Tokenizer, "encode", autospec=True, side_effect=Tokenizer.encode)
+    with stand_ins(), made as made, encode as encode:
+        code = main(["--config", str(tmp / "config.yaml")])
+    counting.clear()
+    encoded = [call.args[1] for call in encode.call_args_list]
+    files = {"config": hf / "config.json", "train": tmp / "train.jsonl", "test": tmp / "test.jsonl"}
+    counts = {name: opened.count(str(file)) for name, file in files.items()}
+    return code, made.call_count, encoded, counts
+
+
+def test_a_rank_reads_everything_once(workers, inputs):
+    (found,) = workers.run(1, reads, *inputs, free_port())
+    code, tokenizers, encoded, counts = found
+    assert (code, tokenizers) == (0, 1)
+    problems = [f"w{i + 3}" for i in range(PROBLEMS)]
+    assert encoded == problems + problems[:HELD_OUT]
+    # The model's sizes, then its stop tokens.
+    assert counts == {"config": 2, "train": 1, "test": 1}

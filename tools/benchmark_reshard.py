@@ -150,6 +150,8 @@ def _rank(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     from vapo_megatron.config import load_config
+    from vapo_megatron.models.hf_config import read_model_shape
+    from vapo_megatron.rollout.inputs import Inputs
     from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
     init = f"file://{directory}/init_{world_size}"
@@ -163,7 +165,11 @@ def _rank(
                 "rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64",
             ],
         )  # fmt: skip
-        engine = RolloutEngine(str(directory), config, rank=rank, world_size=world_size)
+        inputs = Inputs(read_model_shape(directory), stop_token_ids=(0,))
+        engine = RolloutEngine(
+            str(directory), inputs, config.rollout,
+            dtype="float32", seed=0, offload=False, rank=rank, world_size=world_size,
+        )  # fmt: skip
         for tp_size, pp_size, wanted in layouts:
             if wanted == sampler_tp:
                 mine = measure(directory, count, engine, config, (tp_size, pp_size), repeats)

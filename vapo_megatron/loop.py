@@ -10,6 +10,7 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import CHECKPOINT, EXPORT
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.reduce import any_rank
+from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.run.checkpoint import load as checkpoint
 from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 from vapo_megatron.run.report.page import build_report
@@ -23,14 +24,17 @@ class VapoTrainer(StepTrainer):
     Every rank calls the same methods in the same order; a context manager.
     """
 
-    def __init__(self, config: VapoConfig, replay: Path | None = None) -> None:
+    def __init__(
+        self, config: VapoConfig, replay: Path | None = None, inputs: Inputs | None = None
+    ) -> None:
         """Build everything that a run needs.
 
         Args:
             config: checked.
             replay: train on the responses that this run directory dumped; None: sample.
+            inputs: what was read already; None: read it here.
         """
-        super().__init__(config, replay)
+        super().__init__(config, replay, inputs)
         self.explained_variances: list[float] = []
         """Of each step of a value-pretraining stage, before its update."""
         self._kept: tuple[int, dict[str, Any]] = (0, {})

@@ -48,6 +48,7 @@ from vapo_megatron.roles.advantages import with_advantages, with_loss_mask, with
 from vapo_megatron.roles.critic import Critic
 from vapo_megatron.roles.device_schedule import DeviceSchedule
 from vapo_megatron.roles.model import TrainedModel
+from vapo_megatron.rollout.inputs import Inputs, read_inputs
 from vapo_megatron.rollout.replay import Replay
 from vapo_megatron.rollout.source import OnProgress, RolloutSource
 from vapo_megatron.run.checkpoint import load as checkpoint
@@ -74,12 +75,15 @@ class StepData(NamedTuple):
 class StepTrainer:
     """One process's part of a step; every rank calls the same methods in the same order."""
 
-    def __init__(self, config: VapoConfig, replay: Path | None = None) -> None:
+    def __init__(
+        self, config: VapoConfig, replay: Path | None = None, inputs: Inputs | None = None
+    ) -> None:
         """Build everything that a run needs.
 
         Args:
             config: checked.
             replay: train on the responses that this run directory dumped; None: sample.
+            inputs: what was read already; None: read it here.
         """
         self.config = config
         self.run_dir = Path(config.logging.run_dir)
@@ -91,15 +95,15 @@ class StepTrainer:
             config.timeouts, self.run_dir, rank, world_size, self.early_stop.look
         )
         with self.watchdog.reporting():
-            self._build(replay)
+            self._build(replay, inputs)
 
-    def _build(self, replay: Path | None) -> None:
+    def _build(self, replay: Path | None, inputs: Inputs | None) -> None:
         config = self.config
         self.ranks = groups.initialize(config.parallel, config.seed)
-        self.shape = read_model_shape(str(config.model.hf_path))
+        self.shape = inputs.shape if inputs else read_model_shape(str(config.model.hf_path))
         self._start = checkpoint.find_start(config)
         # First, for vLLM measures what is free on the device; it leaves before the models come.
-        self.source = self._source(replay)
+        self.source = self._source(replay, inputs)
         offloads = is_on(config.parallel)
         self.device_schedule = DeviceSchedule(self.source.leave_device, is_on=offloads)
         # Once vLLM has left, for it keeps some of itself in host memory while it sleeps.
@@ -225,13 +229,17 @@ class StepTrainer:
         roles = self.config.algorithm.trained_roles
         return {role: getattr(self, role).trained for role in roles}
 
-    def _source(self, replay: Path | None) -> RolloutSource:
+    def _source(self, replay: Path | None, inputs: Inputs | None) -> RolloutSource:
         if replay is not None:
             return Replay(replay, self.ranks)
         # Here, because a replay must not load vLLM.
         from vapo_megatron.rollout.sampling import Sampling
 
-        return Sampling(self.config, self.shape, self.ranks)
+        c, hf_path = self.config, str(self.config.model.hf_path)
+        inputs = inputs or read_inputs(
+            self.shape, hf_path, c.data, c.rollout, c.evaluation, seed=c.seed
+        )
+        return Sampling(c, inputs, self.ranks)
 
     def _distribute(
         self, scored: Sequence[ScoredRollout], step: int

@@ -27,7 +27,7 @@ from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
 from tools import convert_hf_to_megatron, evaluate
 from vapo_megatron.cli.train import main
-from vapo_megatron.config import ParallelConfig, VapoConfig, load_config
+from vapo_megatron.config import DataConfig, ParallelConfig, load_config
 from vapo_megatron.data import file_lock
 from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
 from vapo_megatron.data.prompts import read_prompts
@@ -121,7 +121,9 @@ def checkpoint(run, *, ffn=None, roles=("actor", "critic"), **data):
             source = write_tiny_hf(place / "other", **{**SIZES, "ffn": ffn})
             for role in roles:
                 convert_to_megatron(source, made / role, ParallelConfig(), role)
-        dataset = read_prompts(problems, VapoConfig(), lambda text: [1], shuffle=True)
+        dataset = read_prompts(
+            str(problems), DataConfig(), lambda text: [1], seed=0, shuffle=True, max_prompt_tokens=1
+        )
         state = {**dataset.state_dict(), **data} if data != {"of": "a replay"} else {}
         content = {"step": 1, "num_updates": dict.fromkeys(roles, 2), "run": {"data": state}}
         (made / "state.json").write_text(json.dumps(content))
@@ -272,7 +274,7 @@ MISTAKES = {
         "step_000001 holds critic, but this configuration trains actor and critic (algorithm.stage",
     ),
     "checkpoint of a replay": (
-        checkpoint("run", of="a replay"), [], "was written by a replay, which has no place in it",
+        checkpoint("run", of="a replay"), [], "was written by a replay, which has no position in",
     ),
     "checkpoint of other data": (
         checkpoint("run", seed=7), [],

@@ -19,9 +19,13 @@ def tokenize(text):
     return [ord(character) for character in text]
 
 
-def make(count=10, seed=0, **more):
-    problems = [Problem(f"problem {i}", str(i)) for i in range(count)]
-    return PromptDataset(problems, tokenize, seed=seed, **more)
+def dataset_of(problems, tokenize=tokenize, **changed):
+    kept = {"path": "a.jsonl", "seed": 0, "shuffle": True, "max_prompt_tokens": 99}
+    return PromptDataset(problems, tokenize, **{**kept, **changed})
+
+
+def make(count=10, **changed):
+    return dataset_of([Problem(f"problem {i}", str(i)) for i in range(count)], **changed)
 
 
 def indices(prompts):
@@ -90,7 +94,7 @@ def test_without_shuffling_the_order_is_the_files():
 
 
 def test_duplicates_are_problems_of_their_own():
-    dataset = PromptDataset([Problem("a", "1")] * 4, tokenize, seed=0)
+    dataset = dataset_of([Problem("a", "1")] * 4)
     assert len(dataset) == 4 and sorted(indices(dataset.next(4))) == [0, 1, 2, 3]
 
 
@@ -113,9 +117,7 @@ def test_a_resumed_data_set_goes_on(taken):
         (make(seed=3), "seed was 0 .* is 3 now"),
         (make(shuffle=False), "data.shuffle was True .* is False now"),
         (
-            PromptDataset(
-                [Problem(f"problem {i}", str(i if i else 9)) for i in range(10)], tokenize, seed=0
-            ),
+            dataset_of([Problem(f"problem {i}", str(i if i else 9)) for i in range(10)]),
             "content of the data set",
         ),
     ],
@@ -126,26 +128,43 @@ def test_another_data_sets_state_is_refused(other, message):
 
 
 def test_the_fingerprint_sees_where_texts_end():
-    one = PromptDataset([Problem("ab", "c")], tokenize, seed=0)
+    one = dataset_of([Problem("ab", "c")])
     with pytest.raises(DataError, match="content"):
-        one.load_state_dict(PromptDataset([Problem("a", "bc")], tokenize, seed=0).state_dict())
+        one.load_state_dict(dataset_of([Problem("a", "bc")]).state_dict())
 
 
-def test_empty_data_sets_and_prompts_are_refused():
-    with pytest.raises(DataError, match="data set is empty"):
-        PromptDataset([], tokenize, seed=0)
-    dataset = PromptDataset([Problem("x", "1")], lambda text: [], seed=0)
-    with pytest.raises(DataError, match=r"problem 0 \(from 0\) has no tokens: 'x'; remove it"):
-        dataset.next(1)
+def test_checking_a_state_changes_nothing():
+    dataset, other = make(), make()
+    other.next(13)
+    expected = indices(make().next(24))
+    dataset.check_state(other.state_dict())
+    assert dataset.state_dict()["position"] == 0 and indices(dataset.next(24)) == expected
 
 
-def test_long_prompts_are_refused_before_training():
+def test_prompts_that_cannot_be_sampled_from_are_refused_before_training():
+    with pytest.raises(
+        DataError, match=r"a.jsonl: problem 0 \(from 0\) has no tokens: 'x'; remove it"
+    ):
+        dataset_of([Problem("x", "1")], lambda text: [])
     problems = [Problem("xx", "1"), Problem("xxx", "1")]
-    PromptDataset(problems, tokenize, seed=0, max_prompt_tokens=3)
+    dataset_of(problems, max_prompt_tokens=3)
     with pytest.raises(
         DataError, match=r"problem 1 \(from 0\) has 3 tokens, more than .*_prompt_tokens=2.*raise"
     ):
-        PromptDataset(problems, tokenize, seed=0, max_prompt_tokens=2)
+        dataset_of(problems, max_prompt_tokens=2)
+
+
+def test_each_prompt_is_tokenized_once():
+    """The largest id of a vocabulary comes back as it was."""
+    asked = []
+
+    def tokenize(text):
+        asked.append(text)
+        return [2**31 - 1, 0]
+
+    dataset = dataset_of([Problem("a", "1"), Problem("b", "2")], tokenize)
+    prompts = [*dataset.next(5), *dataset.problems]
+    assert {p.token_ids for p in prompts} == {(2**31 - 1, 0)} and asked == ["a", "b"]
 
 
 def test_reading_files_needs_no_torch():

@@ -29,6 +29,7 @@ from vapo_megatron.planning.ranking import (
     with_sampler,
 )
 from vapo_megatron.planning.workload import workload_of
+from vapo_megatron.rollout.inputs import Inputs
 
 SMALL, SMALL_SHAPE = Cluster(num_gpus=8), known_shape("Qwen2.5-7B")
 SMALL_BASE = base(8, responses_per_step=256, mini_batch_size=64)
@@ -313,7 +314,7 @@ def test_a_run_asks_its_gpu(monkeypatch, tmp_path, capsys, gigabytes, refused):
     trainer = types.SimpleNamespace(VapoTrainer=stop)
     monkeypatch.setitem(sys.modules, "vapo_megatron.loop", trainer)
     # There are neither weights nor data.
-    monkeypatch.setattr(train, "check_inputs", lambda config, _: known_shape("Qwen2.5-7B"))
+    monkeypatch.setattr(train, "check_inputs", lambda *_: Inputs(known_shape("Qwen2.5-7B")))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, {"WORLD_SIZE": "1"}.get(name, "0"))
     (tmp_path / "run.yaml").write_text("{}")

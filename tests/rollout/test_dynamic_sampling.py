@@ -108,6 +108,7 @@ def sampled(hf, tmp, kinds, steps, algorithm, state, out_of_time):
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.exchange import gather_summary
+    from vapo_megatron.rollout.inputs import read_inputs
     from vapo_megatron.rollout.replay import Replay
     from vapo_megatron.rollout.sampling import Sampling
 
@@ -119,9 +120,12 @@ def sampled(hf, tmp, kinds, steps, algorithm, state, out_of_time):
         reward={"num_workers": 1},
         logging={"run_dir": str(tmp / "run"), "dump_steps": 9},
     )
-    shape, place = read_model_shape(str(hf)), groups.initialize(settings.parallel)
-    with vllm_replaced_by(lambda path, config, **where: Engine(kinds, **where)):
-        source = Sampling(settings, shape, place)
+    shape, place = read_model_shape(hf), groups.initialize(settings.parallel)
+    inputs = read_inputs(
+        shape, str(hf), settings.data, settings.rollout, settings.evaluation, seed=settings.seed
+    )
+    with vllm_replaced_by(lambda *_, rank, world_size, **__: Engine(kinds, rank, world_size)):
+        source = Sampling(settings, inputs, place)
     shown: list = []
 
     @contextlib.contextmanager

@@ -15,7 +15,6 @@ from vapo_megatron.errors import ConfigError
 from vapo_megatron.rollout.tokenizer import (
     check_tokenizer,
     decode_responses,
-    find_stop_token_ids,
     load_tokenizer,
 )
 
@@ -24,6 +23,9 @@ class NoEos:
     """Stands for a tokenizer without an end-of-sequence token."""
 
     eos_token_id = None
+
+    def get_vocab(self):
+        return {f"w{i}": i for i in range(64)}
 
 
 def _write(path, name, **content):
@@ -124,19 +126,19 @@ def test_stop_tokens_of_all_three_places_count(tmp_path):
     write_tiny_tokenizer(tmp_path)  # eos 2
     _write(tmp_path, "generation_config.json", eos_token_id=[5, 7])
     _write(tmp_path, "config.json", eos_token_id=6)
-    assert find_stop_token_ids(tmp_path, load_tokenizer(tmp_path), [], 64) == (2, 5, 6, 7)
-    assert find_stop_token_ids(tmp_path, NoEos(), [], 64) == (5, 6, 7)
+    assert check_tokenizer(tmp_path, load_tokenizer(tmp_path), [], 64) == (2, 5, 6, 7)
+    assert check_tokenizer(tmp_path, NoEos(), [], 64) == (5, 6, 7)
 
 
 def test_configured_stop_tokens_replace_the_others(tmp_path):
     _write(tmp_path, "generation_config.json", eos_token_id=5)
-    assert find_stop_token_ids(tmp_path, NoEos(), [9, 3], 64) == (3, 9)
+    assert check_tokenizer(tmp_path, NoEos(), [9, 3], 64) == (3, 9)
 
 
 def test_no_stop_token_is_a_config_error(tmp_path):
     _write(tmp_path, "config.json", eos_token_id=None)
     with pytest.raises(ConfigError, match="set rollout.stop_token_ids"):
-        find_stop_token_ids(tmp_path, NoEos(), [], 64)
+        check_tokenizer(tmp_path, NoEos(), [], 64)
 
 
 @pytest.mark.parametrize("configured", [[64], [-1]])
@@ -144,10 +146,10 @@ def test_stop_tokens_outside_the_vocabulary(tmp_path, configured):
     with pytest.raises(
         ConfigError, match=rf"stop_token_ids: \[{configured[0]}\].*vocabulary of 64"
     ):
-        find_stop_token_ids(tmp_path, NoEos(), configured, 64)
+        check_tokenizer(tmp_path, NoEos(), configured, 64)
 
 
 def test_malformed_stop_tokens_name_the_file(tmp_path):
     _write(tmp_path, "generation_config.json", eos_token_id="</s>")
     with pytest.raises(ConfigError, match="generation_config.json: eos_token_id='</s>'"):
-        find_stop_token_ids(tmp_path, NoEos(), [], 64)
+        check_tokenizer(tmp_path, NoEos(), [], 64)

@@ -29,6 +29,7 @@ from vapo_megatron.data.storage import append, replace_file
 from vapo_megatron.errors import CheckpointError, ConfigError, DataError, UserError
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend
+from vapo_megatron.parallel.offload import is_on
 from vapo_megatron.parallel.reduce import any_rank, sum_over_world
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.scoring import check_answers
@@ -41,6 +42,7 @@ from vapo_megatron.rollout.evaluation.samples_file import (
     weights_digest,
 )
 from vapo_megatron.rollout.evaluation.statistics import Estimate, estimates
+from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.requests import max_model_len
 from vapo_megatron.rollout.tokenizer import check_tokenizer, load_tokenizer
 from vapo_megatron.run.directory import read_run
@@ -149,7 +151,10 @@ def evaluate_checkpoint(
         raise ConfigError(f"--batch={problems_per_batch} must be at least 1")
     hf_path = find_hf_directory(checkpoint)
     tokenizer = load_tokenizer(hf_path)
-    dataset = read_prompts(data, config, tokenizer.encode)
+    dataset = read_prompts(
+        str(data), config.data, tokenizer.encode, seed=config.seed, shuffle=False,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+    )  # fmt: skip
     shape = read_model_shape(hf_path)
     stop_token_ids = check_tokenizer(
         hf_path, tokenizer, config.rollout.stop_token_ids, shape.vocab_size
@@ -171,9 +176,9 @@ def evaluate_checkpoint(
         stack.callback(dist.destroy_process_group)
         done = _begin(out, header, config.rollout.tensor_model_parallel_size, stack)
         if len(done) < len(dataset):
-            answers = str(data), dataset.answers
+            inputs = Inputs(shape, tokenizer, stop_token_ids, held_out=dataset)
             missing = [p for p in dataset.problems if p.index not in done]
-            _sample(hf_path, config, missing, answers, problems_per_batch, out)
+            _sample(hf_path, config, inputs, missing, problems_per_batch, out)
         return _sum_up(out, header, config.seed) if dist.get_rank() == 0 else None
 
 
@@ -214,15 +219,17 @@ def _begin(
 def _sample(
     hf_path: Path,
     config: VapoConfig,
+    inputs: Inputs,
     problems: Sequence[Prompt],
-    answers: tuple[str, Sequence[str]],
     problems_per_batch: int | None,
     out: Path,
 ) -> None:
     """Sample the problems batch by batch; each replica writes its own. All have when this returns.
 
-    `answers` are the data file and all its ground truths, which are checked before.
+    `inputs` has all problems, whose answers are checked before.
     """
+    dataset = inputs.held_out
+    assert dataset is not None
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tp_size, samples = config.rollout.tensor_model_parallel_size, config.evaluation.samples
     written = 0
@@ -231,8 +238,9 @@ def _sample(
         if rank % tp_size == 0:
             verifier = MathVerifier(config.reward.num_workers, config.reward.timeout_seconds)
             stack.enter_context(verifier).start()
-        check_answers(verifier, *answers, rank // tp_size, world_size // tp_size)
-        engine = _engine(hf_path, config)
+        replica, num_replicas = rank // tp_size, world_size // tp_size
+        check_answers(verifier, dataset.path, dataset.answers, replica, num_replicas)
+        engine = _engine(hf_path, config, inputs)
         stack.callback(engine.shutdown)
         bar = stack.enter_context(
             ProgressBar("responses", len(problems) * samples, shown=rank == 0)
@@ -250,14 +258,18 @@ def _sample(
     assert total == len(problems), f"{total} of {len(problems)} problems were written"
 
 
-def _engine(hf_path: Path, config: VapoConfig) -> Any:
+def _engine(hf_path: Path, config: VapoConfig, inputs: Inputs) -> Any:
     """Build the sampler with the directory's weights; each rank reads all and keeps its shard."""
     # Here, because mistakes are told before vLLM is loaded.
     from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     reader = HfReader(hf_path)
-    engine = RolloutEngine(str(hf_path), config, rank=rank, world_size=world_size)
+    engine = RolloutEngine(
+        str(hf_path), inputs, config.rollout,
+        dtype=config.rollout.dtype or config.model.dtype, seed=config.seed,
+        offload=is_on(config.parallel), rank=rank, world_size=world_size,
+    )  # fmt: skip
     engine.load_weights(((name, reader.read(name)) for name in reader.names()), VERSION)
     return engine
 

@@ -24,6 +24,7 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.storage import replacing
 from vapo_megatron.errors import DataError
 from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.replay import check_dump
 from vapo_megatron.weights.gather import full_gradients
 from vapo_megatron.weights.mapping import hf_tensors
@@ -70,8 +71,9 @@ def collect_gradients(config: VapoConfig, replay: Path, step: int, out: Path) ->
     # The models are those that a new run begins with, and none is loaded after it is built.
     config = _changed(config, "logging", run_dir=str(out))
     config = _changed(config, "model", critic_checkpoint_optimizer=False)
-    check_dump(replay, config, read_model_shape(str(config.model.hf_path)), range(step - 1, step))
-    with StepTrainer(config, replay) as trainer:
+    inputs = Inputs(read_model_shape(str(config.model.hf_path)))
+    check_dump(replay, config, inputs.shape, range(step - 1, step))
+    with StepTrainer(config, replay, inputs) as trainer:
         (first, *_) = trainer.prepare(step - 1).mini_batches
         for role in config.algorithm.trained_roles:
             with trainer.phase(f"{role}_update"):

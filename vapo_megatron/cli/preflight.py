@@ -20,9 +20,10 @@ from vapo_megatron.rollout.requests import max_model_len
 if TYPE_CHECKING:
     from vapo_megatron.config import VapoConfig
     from vapo_megatron.models.hf_config import ModelShape
+    from vapo_megatron.rollout.inputs import Inputs
 
 
-def check_inputs(config: VapoConfig, replay: Path | None) -> ModelShape:
+def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
     """Refuse files that are missing or damaged, or that do not fit each other or the configuration.
 
     Args:
@@ -31,7 +32,7 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> ModelShape:
             none.
 
     Returns:
-        The model's sizes.
+        What was read of them, which a run does not read again.
 
     Raises:
         UserError: the first thing that is wrong: what, where, and the remedy.
@@ -39,28 +40,26 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> ModelShape:
     shape = _check_sizes_of(config, replay)
     # All paths are on this machine, so nobody has to be asked; read when transformers is loaded.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if replay is None:
-        from vapo_megatron.data.prompts import read_prompts
-        from vapo_megatron.rollout.tokenizer import check_tokenizer, load_tokenizer
+    from vapo_megatron.rollout.inputs import Inputs, read_inputs
 
+    inputs = Inputs(shape)
+    if replay is None:
         hf_path = str(config.model.hf_path)
-        tokenizer = load_tokenizer(hf_path)
-        check_tokenizer(hf_path, tokenizer, config.rollout.stop_token_ids, shape.vocab_size)
-        shuffle, state = config.data.shuffle, _own_state(config)
-        for path in _data_files(config):
-            dataset = read_prompts(path, config, tokenizer.encode, shuffle=shuffle)
-            if path == config.data.train_path and state is not None:
-                dataset.load_state_dict(state["run"]["data"])
+        inputs = read_inputs(
+            shape, hf_path, config.data, config.rollout, config.evaluation, seed=config.seed
+        )
+        if inputs.dataset is not None and (state := _own_state(config)) is not None:
+            inputs.dataset.check_state(state["run"]["data"])
     else:
         from vapo_megatron.rollout.replay import check_dump
 
         check_dump(replay, config, shape, range(_steps_done(config), config.algorithm.num_steps))
     _check_weights(config, shape)
     _check_checkpoint(config, shape)
-    return shape
+    return inputs
 
 
-def check_answers(config: VapoConfig) -> None:
+def check_answers(config: VapoConfig, inputs: Inputs) -> None:
     """Refuse ground truths that the verifier cannot read, as a run does when its ranks have met.
 
     Integers take no time, others some milliseconds each.
@@ -71,11 +70,10 @@ def check_answers(config: VapoConfig) -> None:
     from vapo_megatron.reward.math_verifier import MathVerifier, unreadable
 
     with MathVerifier(config.reward.num_workers, config.reward.timeout_seconds) as verifier:
-        for path in _data_files(config):
-            problems = load_problems(path, config.data.prompt_column, config.data.answer_column)
-            answers = [problem.answer for problem in problems]
+        for dataset in filter(None, (inputs.dataset, inputs.held_out)):
+            answers = dataset.answers
             if bad := verifier.unparsable_answers(answers):
-                raise unreadable(path, bad[-1], answers[bad[-1]])
+                raise unreadable(dataset.path, bad[-1], answers[bad[-1]])
 
 
 def check_small_inputs(config: VapoConfig, replay: Path | None) -> None:

@@ -107,25 +107,25 @@ def _dry_run(config: VapoConfig, replay: Path | None) -> None:
 
         print(config.to_yaml() + dry_run_comment(config), end="", flush=True)
     if is_here(config):
-        check_inputs(config, replay)
+        inputs = check_inputs(config, replay)
         if replay is None:
-            check_answers(config)
+            check_answers(config, inputs)
     elif config.model.hf_path is not None:
         check_sizes(config, known_shape(Path(config.model.hf_path).name))
 
 
 def _train(config: VapoConfig, replay: Path | None) -> None:
     check_processes(config)
-    shape = check_inputs(config, replay)
+    inputs = check_inputs(config, replay)
     check_not_in_use(Path(config.logging.run_dir))
 
     # Heavy imports come after the checks, so that a mistake is reported at once.
     from vapo_megatron.loop import VapoTrainer
 
     if replay is None:
-        _check_memory(config, shape)
+        _check_memory(config, inputs.shape)
     try:
-        with VapoTrainer(config, replay) as trainer:
+        with VapoTrainer(config, replay, inputs) as trainer:
             trainer.fit()
     except UserError:
         raise

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import hashlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vapo_megatron.data.batch import Prompt
@@ -13,48 +13,49 @@ from vapo_megatron.data.problems import Problem, load_problems
 from vapo_megatron.errors import DataError
 
 if TYPE_CHECKING:
-    from vapo_megatron.config import VapoConfig
-
-__all__ = ["Problem", "PromptDataset", "load_problems", "read_prompts"]
+    from vapo_megatron.config import DataConfig
 
 _PURPOSE = 1
 """Keeps this order apart from other orders of the same seed."""
 
 
 def read_prompts(
-    path: str | Path,
-    config: VapoConfig,
+    path: str,
+    data: DataConfig,
     tokenize: Callable[[str], Sequence[int]],
     *,
-    shuffle: bool = False,
+    seed: int,
+    shuffle: bool,
+    max_prompt_tokens: int,
 ) -> PromptDataset:
-    """Read a file of problems as prompts of a run.
+    """Read and tokenize a file of problems; `data` names its columns. Others: see PromptDataset.
 
     Raises:
         DataError: see load_problems and PromptDataset; names the file.
     """
-    problems = load_problems(path, config.data.prompt_column, config.data.answer_column)
-    limit = config.rollout.max_prompt_tokens
-    try:
-        return PromptDataset(
-            problems, tokenize, seed=config.seed, shuffle=shuffle, max_prompt_tokens=limit
-        )
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from None
+    return PromptDataset(
+        load_problems(path, data.prompt_column, data.answer_column),
+        tokenize,
+        path=path,
+        seed=seed,
+        shuffle=shuffle,
+        max_prompt_tokens=max_prompt_tokens,
+    )
 
 
 class PromptDataset:
-    """Hands out prompts epoch by epoch; every rank that asks alike is given the same.
+    """Prompts epoch by epoch; each is tokenized once. The same calls give every rank the same ones.
 
     Args:
         problems: the data set, at least one.
         tokenize: text -> token ids, with whatever special tokens a prompt begins with.
+        path: the problems' file, which errors name.
         seed: of the order.
-        shuffle: a new order in each epoch; otherwise the file's order.
-        max_prompt_tokens: longer prompts are refused at once; None: no limit.
+        shuffle: draw a new order in each epoch; otherwise the file's order.
+        max_prompt_tokens: longest prompt that is allowed.
 
     Raises:
-        DataError: no problems, or a prompt of no tokens or too many.
+        DataError: a prompt has no tokens or too many.
     """
 
     def __init__(
@@ -62,24 +63,39 @@ class PromptDataset:
         problems: Sequence[Problem],
         tokenize: Callable[[str], Sequence[int]],
         *,
+        path: str,
         seed: int,
-        shuffle: bool = True,
-        max_prompt_tokens: int | None = None,
+        shuffle: bool,
+        max_prompt_tokens: int,
     ) -> None:
-        if not problems:
-            raise DataError("the data set is empty; give a file with at least one problem")
+        assert problems, "load_problems refuses an empty file"
+        self.path = path
         self._rows = list(problems)
-        self._tokenize = tokenize
         self._seed = seed
         self._shuffle = shuffle
-        self._max_prompt_tokens = max_prompt_tokens
         self._fingerprint = _fingerprint(self._rows)
+        self._token_ids = [
+            self._tokenized(index, tokenize, max_prompt_tokens) for index in range(len(problems))
+        ]
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
-        if max_prompt_tokens is not None:
-            for index in range(len(self._rows)):
-                self._prompt(index)
+
+    def _tokenized(
+        self, index: int, tokenize: Callable[[str], Sequence[int]], limit: int
+    ) -> array.array[int]:
+        text = self._rows[index].prompt
+        # 4 bytes a token: tuples of Python integers take ten times as much.
+        token_ids = array.array("i", tokenize(text))
+        where = f"{self.path}: problem {index} (from 0)"
+        if not token_ids:
+            raise DataError(f"{where} has no tokens: {text!r}; remove it")
+        if len(token_ids) > limit:
+            raise DataError(
+                f"{where} has {len(token_ids)} tokens, more than rollout.max_prompt_tokens={limit}:"
+                f" {text[:60]!r}...; raise the limit or remove the problem"
+            )
+        return token_ids
 
     def __len__(self) -> int:
         """Number of problems."""
@@ -109,7 +125,7 @@ class PromptDataset:
         return [self._prompt(index) for index in picked]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next prompt stands: plain numbers and text."""
+        """Return the position of the next prompt as JSON values."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -119,17 +135,17 @@ class PromptDataset:
             "fingerprint": self._fingerprint,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Check that a state_dict belongs to this data set, and change nothing.
 
         Raises:
-            DataError: the state belongs to another data set, seed or kind of order, or is a
-                replay's, which is empty.
+            DataError: it belongs to another data set, seed or kind of order, or is a replay's,
+                which is empty.
         """
         if not state:
             raise DataError(
                 "cannot resume the data: the checkpoint was written by a replay, which has no "
-                "place in it; go on with --replay, or start another run with logging.run_dir"
+                "position in them; go on with --replay, or start another run with logging.run_dir"
             )
         current = self.state_dict()
         for name, meaning in (
@@ -144,6 +160,10 @@ class PromptDataset:
                     f"checkpoint was written and is {current[name]!r} now; restore it, or start "
                     "another run"
                 )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken. Raises DataError: see check_state."""
+        self.check_state(state)
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self._epoch)
 
@@ -154,17 +174,7 @@ class PromptDataset:
 
     def _prompt(self, index: int) -> Prompt:
         row = self._rows[index]
-        token_ids = tuple(self._tokenize(row.prompt))
-        limit = self._max_prompt_tokens
-        if not token_ids:
-            raise DataError(f"problem {index} (from 0) has no tokens: {row.prompt!r}; remove it")
-        if limit is not None and len(token_ids) > limit:
-            raise DataError(
-                f"problem {index} (from 0) has {len(token_ids)} tokens, more than "
-                f"rollout.max_prompt_tokens={limit}: {row.prompt[:60]!r}...; raise the limit or "
-                "remove the problem"
-            )
-        return Prompt(index=index, text=row.prompt, token_ids=token_ids, answer=row.answer)
+        return Prompt(index, row.prompt, tuple(self._token_ids[index]), row.answer)
 
 
 def _fingerprint(problems: Sequence[Problem]) -> str:

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Sequence
 from typing import Literal
 
-from vapo_megatron.errors import ConfigError, DataError
+from vapo_megatron.errors import ConfigError
 
 if typing.TYPE_CHECKING:
     from vapo_megatron.config import RolloutConfig
@@ -51,12 +51,10 @@ class SamplingSettings:
                 f"sampling temperature {self.temperature} must be 0 (greedy) or at least "
                 f"{SMALLEST_TEMPERATURE}; set rollout.temperature or evaluation.temperature"
             )
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"sampling top_p {self.top_p} must lie in (0, 1]; set it to 1")
         if self.top_k != -1 and self.top_k < 1:
-            raise ConfigError(f"sampling top_k {self.top_k} must be -1 (off) or at least 1")
-        if self.max_response_tokens < 1:
-            raise ConfigError(f"max_response_tokens {self.max_response_tokens} must be at least 1")
+            raise ConfigError(
+                f"sampling top_k {self.top_k} must be -1 (off) or at least 1; set evaluation.top_k"
+            )
 
 
 def request_seed(
@@ -129,30 +127,6 @@ def assign(num_requests: int, num_replicas: int, unit: int = 1) -> list[range]:
     share, extra = divmod(num_requests // unit, num_replicas)
     starts = [(i * share + min(i, extra)) * unit for i in range(num_replicas + 1)]
     return [range(a, b) for a, b in zip(starts, starts[1:])]
-
-
-def check_prompts(prompts: Sequence[Prompt], max_prompt_tokens: int, vocab_size: int) -> None:
-    """Refuse prompts that cannot be sampled from.
-
-    Raises:
-        DataError: a prompt is empty, longer than max_prompt_tokens, or holds an id outside the
-            model's vocabulary.
-    """
-    for prompt in prompts:
-        length = len(prompt.token_ids)
-        if length > max_prompt_tokens:
-            raise DataError(
-                f"prompt {prompt.index} has {length} tokens, more than rollout.max_prompt_tokens="
-                f"{max_prompt_tokens}; raise the limit or drop the prompt {prompt.text[:60]!r}..."
-            )
-        if length == 0:
-            raise DataError(f"prompt {prompt.index} has no tokens; give it a text or drop it")
-        foreign = [i for i in prompt.token_ids if not 0 <= i < vocab_size]
-        if foreign:
-            raise DataError(
-                f"prompt {prompt.index} holds token id {foreign[0]}, outside the model's vocabulary"
-                f" of {vocab_size}; model.hf_path must hold the model's own tokenizer"
-            )
 
 
 def max_model_len(shape: ModelShape, rollout: RolloutConfig) -> int:

@@ -15,19 +15,18 @@ from vapo_megatron.algorithm.group_sampling import repeat_for_group
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import DUMP, EVALUATION, GENERATION, REWARD
 from vapo_megatron.data.batch import ScoredRollout
-from vapo_megatron.data.prompts import read_prompts
 from vapo_megatron.errors import Stopped
-from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import Ranks
+from vapo_megatron.parallel.offload import is_on
 from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.scoring import check_answers, score_rollouts
 from vapo_megatron.rollout.dump import write_step
 from vapo_megatron.rollout.dynamic_sampling import sample_mixed_groups
 from vapo_megatron.rollout.evaluation.judging import evaluate
+from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.requests import SamplingSettings
 from vapo_megatron.rollout.source import Decode, HasTime, Phase
-from vapo_megatron.rollout.tokenizer import load_tokenizer
 from vapo_megatron.weights.reshard.sync import WeightSync
 
 
@@ -36,34 +35,44 @@ class Sampling:
 
     note = ""
 
-    def __init__(self, config: VapoConfig, shape: ModelShape, ranks: Ranks) -> None:
+    def __init__(self, config: VapoConfig, inputs: Inputs, ranks: Ranks) -> None:
         self._config = config
-        hf_path = str(config.model.hf_path)
-        tokenizer = load_tokenizer(hf_path)
         self.decode: Decode | None = functools.lru_cache(65536)(
-            functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+            functools.partial(inputs.tokenizer.decode, clean_up_tokenization_spaces=False)
         )
-        data, held_out = config.data, config.evaluation.path
-        self._dataset = read_prompts(
-            str(data.train_path), config, tokenizer.encode, shuffle=data.shuffle
-        )
-        self.held_out = read_prompts(held_out, config, tokenizer.encode) if held_out else None
-        rank, world_size = ranks.rank, ranks.world_size
-        tp_size = config.rollout.tensor_model_parallel_size
+        assert inputs.dataset is not None, "a replay samples nothing"
+        self._dataset, self._held_out = inputs.dataset, inputs.held_out
+        rank, world_size, rollout = ranks.rank, ranks.world_size, config.rollout
+        tp_size = rollout.tensor_model_parallel_size
         with contextlib.ExitStack() as unfinished:
             self._verifier = None
             if rank % tp_size == 0:
                 reward = config.reward
                 self._verifier = MathVerifier(reward.num_workers, reward.timeout_seconds)
                 unfinished.enter_context(self._verifier).start()
-            self._check_answers(rank // tp_size, world_size // tp_size)
+            for dataset in filter(None, (self._dataset, self._held_out)):
+                check_answers(
+                    self._verifier,
+                    dataset.path,
+                    dataset.answers,
+                    replica=rank // tp_size,
+                    num_replicas=world_size // tp_size,
+                )
             # Here, because loading vLLM takes longer than finding a mistake in the data.
             from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
-            self.engine = RolloutEngine(hf_path, config, rank=rank, world_size=world_size)
+            self.engine = RolloutEngine(
+                str(config.model.hf_path),
+                inputs,
+                rollout,
+                dtype=rollout.dtype or config.model.dtype,
+                seed=config.seed,
+                offload=is_on(config.parallel),
+                rank=rank,
+                world_size=world_size,
+            )
             unfinished.pop_all()
-        self._sync = WeightSync(shape, ranks, config.model, config.rollout, self.engine)
-        rollout = config.rollout
+        self._sync = WeightSync(inputs.shape, ranks, config.model, rollout, self.engine)
         self._settings = SamplingSettings(
             temperature=rollout.temperature,
             top_p=rollout.top_p,
@@ -73,15 +82,6 @@ class Sampling:
             # Where groups are dropped, what is left of a rank's share is whole groups.
             whole_groups=config.algorithm.dynamic_sampling,
         )
-
-    def _check_answers(self, replica: int, num_replicas: int) -> None:
-        """Refuse ground truths that the verifier cannot read."""
-        for path, dataset in (
-            (self._config.data.train_path, self._dataset),
-            (self._config.evaluation.path, self.held_out),
-        ):
-            answers = dataset.answers if dataset else []
-            check_answers(self._verifier, str(path), answers, replica, num_replicas)
 
     def rollouts(
         self,
@@ -163,14 +163,14 @@ class Sampling:
         self, policy_version: int, phase: Phase, has_time: HasTime | None = None
     ) -> tuple[dict[str, float], list[int]]:
         """Sample and judge the held-out problems."""
-        if self.held_out is None:
+        if self._held_out is None:
             return {}, []
         with phase(EVALUATION) as on_progress:
             return evaluate(
                 self.engine,
                 self._verifier,
                 self._config,
-                self.held_out.problems,
+                self._held_out.problems,
                 policy_version=policy_version,
                 on_progress=on_progress,
                 has_time=has_time,

@@ -82,37 +82,7 @@ def _check_sentencepiece(tokenizer: Any, file: Path) -> None:
 def check_tokenizer(
     hf_path: str | Path, tokenizer: Any, configured: Sequence[int], vocab_size: int
 ) -> tuple[int, ...]:
-    """Refuse a tokenizer that is not the model's; return the ids that end a response.
-
-    Args:
-        hf_path: see load_tokenizer and find_stop_token_ids, as are the others.
-
-    Raises:
-        ConfigError: it has ids outside the model's vocabulary, or none for the token with which the
-            model ends a text; or see find_stop_token_ids.
-    """
-    known = {i: token for token, i in tokenizer.get_vocab().items()}
-    largest = max(known, default=-1)
-    if largest >= vocab_size:
-        raise ConfigError(
-            f"model.hf_path={hf_path}: its tokenizer has token id {largest} ({known[largest]!r}), "
-            f"outside config.json's vocab_size={vocab_size}; put the model's own tokenizer there"
-        )
-    for name in () if configured else _NAME_EOS:
-        foreign = sorted(_eos(Path(hf_path) / name) - set(known))
-        if foreign:
-            raise ConfigError(
-                f"model.hf_path={hf_path}: {name} has eos_token_id={foreign[0]}, which is no token "
-                f"of its tokenizer (the largest id is {largest}); put the model's own tokenizer "
-                "there, or set rollout.stop_token_ids"
-            )
-    return find_stop_token_ids(hf_path, tokenizer, configured, vocab_size)
-
-
-def find_stop_token_ids(
-    hf_path: str | Path, tokenizer: Any, configured: Sequence[int], vocab_size: int
-) -> tuple[int, ...]:
-    """Return the ids that end a response, sorted.
+    """Check that a tokenizer belongs to the model; return the ids that end a response, sorted.
 
     Args:
         hf_path: directory whose generation_config.json and config.json are read.
@@ -121,24 +91,41 @@ def find_stop_token_ids(
         vocab_size: rows of the model's vocabulary.
 
     Raises:
-        ConfigError: none is known, or one lies outside the vocabulary.
+        ConfigError: the tokenizer has an id outside the model's vocabulary or lacks a stop token of
+            the model; no stop token is known; or a configured one is outside the vocabulary.
     """
-    stop = set(configured)
-    if not stop:
-        for name in _NAME_EOS:
-            stop |= _eos(Path(hf_path) / name)
-        if tokenizer.eos_token_id is not None:
-            stop.add(tokenizer.eos_token_id)
+    tokens = {i: token for token, i in tokenizer.get_vocab().items()}
+    largest = max(tokens, default=-1)
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"model.hf_path={hf_path}: its tokenizer has token id {largest} ({tokens[largest]!r}), "
+            f"outside config.json's vocab_size={vocab_size}; put the model's own tokenizer there"
+        )
+    if configured:
+        wrong = sorted(i for i in configured if not 0 <= i < vocab_size)
+        if wrong:
+            raise ConfigError(
+                f"rollout.stop_token_ids: {wrong} lie outside the model's vocabulary of "
+                f"{vocab_size}; set the ids that end a response"
+            )
+        return tuple(sorted(set(configured)))
+    stop: set[int] = set()
+    for name in _NAME_EOS:
+        eos = _eos(Path(hf_path) / name)
+        foreign = sorted(eos - set(tokens))
+        if foreign:
+            raise ConfigError(
+                f"model.hf_path={hf_path}: {name} has eos_token_id={foreign[0]}, which is no token "
+                f"of its tokenizer (the largest id is {largest}); put the model's own tokenizer "
+                "there, or set rollout.stop_token_ids"
+            )
+        stop |= eos
+    if tokenizer.eos_token_id is not None:
+        stop.add(tokenizer.eos_token_id)
     if not stop:
         raise ConfigError(
             f"model.hf_path={hf_path}: neither generation_config.json nor config.json nor the "
             "tokenizer names an end-of-sequence token; set rollout.stop_token_ids"
-        )
-    wrong = sorted(i for i in stop if not 0 <= i < vocab_size)
-    if wrong:
-        raise ConfigError(
-            f"rollout.stop_token_ids: {wrong} lie outside the model's vocabulary of {vocab_size}; "
-            "set the ids that end a response, or repair eos_token_id in model.hf_path"
         )
     return tuple(sorted(stop))
 

@@ -233,7 +233,7 @@ def test_long_prompts_are_left_out_and_counted(make, tmp_path, tokenizer):
     assert [len(p.prompt.split()) for p in problems] == [4, 5, 3]
     assert (summary.too_long, summary.longest_prompt_tokens) == (1, 5)
     # What is left, training takes with the same limit; the template counts.
-    PromptDataset(problems, tokenizer.encode, seed=0, max_prompt_tokens=5)
+    PromptDataset(problems, tokenizer.encode, path="", seed=0, shuffle=False, max_prompt_tokens=5)
     with pytest.raises(DataError, match="nothing is left to write: of 4 problems .* 4 more than"):
         make(tmp_path / "a.jsonl", template="answer", max_prompt_tokens=5)
 

@@ -2,13 +2,15 @@
 
 import pytest
 
-from vapo_megatron.config import VapoConfig
+from vapo_megatron.config import RolloutConfig
 from vapo_megatron.rollout.vllm.arguments import CPU_KV_CACHE_BYTES, engine_arguments
 
 
 def arguments(on_cpu, offload=True, **rollout):
-    config = VapoConfig.model_validate({"parallel": {"offload": offload}, "rollout": rollout})
-    return engine_arguments("model", config, 100, on_cpu=on_cpu)
+    return engine_arguments(
+        "model", RolloutConfig(**rollout), 100,
+        dtype="bfloat16", seed=0, offload=offload, on_cpu=on_cpu,
+    )  # fmt: skip
 
 
 def test_a_gpu_has_graphs_and_sleep_and_measures_its_cache():

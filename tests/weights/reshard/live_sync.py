@@ -81,14 +81,12 @@ def layouts_into_vllm(
     tmp: Path, path: Path, sampler_tp: int, layouts: list[Layout], *overrides: str
 ) -> dict[str, Any]:
     """Load an export into a fresh engine, then publish every layout's weights into it."""
-    from vapo_megatron.rollout.vllm.engine import RolloutEngine
-
     rank, world_size = dist.get_rank(), dist.get_world_size()
     config = engine_jobs.config(
         tmp, sampler_tp, f"parallel.world_size={world_size}", "rollout.sync_bucket_bytes=20000",
         "rollout.verify_sync_every=2", *overrides,
     )  # fmt: skip
-    engine = RolloutEngine(str(path), config, rank=rank, world_size=world_size)
+    engine = engine_jobs.build_engine(path, config, rank, world_size)
     loaded = _updated(path, layouts[0])
     export_hf(loaded.chunks, loaded.shape, loaded.groups, tmp / "export", copy_from=str(path))
     parallel_groups.destroy()

@@ -28,19 +28,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_megatron.config import VapoConfig
+from vapo_megatron.config import RolloutConfig
 from vapo_megatron.data.batch import Prompt, Rollout
 from vapo_megatron.errors import ConfigError, Stopped
-from vapo_megatron.models.hf_config import ModelShape, read_model_shape
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.requests import (
     TOKENS_BETWEEN_QUESTIONS,
     SamplingSettings,
     assign,
-    check_prompts,
     max_model_len,
     request_seeds,
 )
-from vapo_megatron.rollout.tokenizer import decode_responses, find_stop_token_ids, load_tokenizer
+from vapo_megatron.rollout.tokenizer import decode_responses
 from vapo_megatron.rollout.vllm.arguments import engine_arguments
 from vapo_megatron.rollout.vllm.live_weights import live_weights, load_hf_tensors
 from vapo_megatron.rollout.vllm.process_state import (
@@ -64,61 +64,76 @@ logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import vllm.distributed.parallel_state as vllm_groups
-    import vllm.model_executor.layers.utils as vllm_layers
-    import vllm.v1.executor.uniproc_executor as vllm_executor
-    import vllm.v1.sample.sampler as vllm_sampler
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.inputs.engine import tokens_input
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+    from vapo_megatron.rollout.vllm.patches import adapt_vllm
+
 
 class RolloutEngine:
     """One rank of a vLLM replica, sampling from weights that the trainer publishes."""
 
-    def __init__(self, hf_path: str, config: VapoConfig, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        hf_path: str,
+        inputs: Inputs,
+        rollout: RolloutConfig,
+        *,
+        dtype: str,
+        seed: int,
+        offload: bool,
+        rank: int,
+        world_size: int,
+    ) -> None:
         """Build the engine with random weights; they are replaced before the first `generate`.
 
         A collective over the world: torch.distributed is initialised, and every rank calls this.
 
         Args:
-            hf_path: Hugging Face directory; its config and tokenizer are read, its weights are not.
-            config: rollout, model.dtype and seed are used.
+            hf_path: Hugging Face directory, of which vLLM reads config.json.
+            inputs: what was read of the same directory.
+            rollout: sizes and memory.
+            dtype: of the weights.
+            seed: of the run; enters the seeds of all responses.
+            offload: the engine will be asked to sleep.
             rank: of this process in the world.
             world_size: divisible by rollout.tensor_model_parallel_size.
 
         Raises:
-            ConfigError: no stop token is known, the lengths exceed the model's, or vLLM refuses the
-                model.
+            ConfigError: the lengths exceed the model's, or vLLM refuses the model.
         """
-        tp_size = config.rollout.tensor_model_parallel_size
-        assert dist.is_initialized(), "torch.distributed must be initialised before the engine"
+        tp_size = rollout.tensor_model_parallel_size
+        assert dist.is_initialized(), "torch.distributed must be initialized before the engine"
         assert world_size % tp_size == 0, (
             f"world size {world_size} must divide by vLLM TP {tp_size}"
         )
-        shape = read_model_shape(hf_path)
-        self._config = config
-        self._tokenizer = load_tokenizer(hf_path)
-        self._vocab_size = shape.vocab_size
+        self._max_response_tokens, self._seed = rollout.max_response_tokens, seed
+        self._tokenizer, self.stop_token_ids = inputs.tokenizer, inputs.stop_token_ids
         self.replica = rank // tp_size
         self.num_replicas = world_size // tp_size
         self.is_leader = rank % tp_size == 0
         """The first rank of the replica."""
-        self.stop_token_ids = find_stop_token_ids(
-            hf_path, self._tokenizer, config.rollout.stop_token_ids, shape.vocab_size
-        )
-        self.max_model_len = max_model_len(shape, config.rollout)
-        _check_head_dim(shape)
+        self.max_model_len = max_model_len(inputs.shape, rollout)
+        _check_head_dim(inputs.shape)
         self.policy_version: int | None = None
         """The version of the weights that the engine holds; None: none that can be sampled from."""
         run_name = name_run()
-        _adapt_vllm(rank, run_name)
+        adapt_vllm(rank, run_name)
         with process_state_kept(), random_state_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                on_cpu = current_platform.is_cpu()
-                arguments = engine_arguments(hf_path, config, self.max_model_len, on_cpu=on_cpu)
+                arguments = engine_arguments(
+                    hf_path,
+                    rollout,
+                    self.max_model_len,
+                    dtype=dtype,
+                    seed=seed,
+                    offload=offload,
+                    on_cpu=current_platform.is_cpu(),
+                )
                 self._llm = LLM(**arguments)
             except ValueError as error:
                 raise ConfigError(
@@ -212,7 +227,6 @@ class RolloutEngine:
             temperature, top-p and top-k included.
 
         Raises:
-            DataError: a prompt is empty, too long, or foreign to the vocabulary.
             RuntimeError: other weights are loaded than asked for.
             Stopped: there was no time left on one of the replica's ranks; on each of them.
         """
@@ -221,16 +235,13 @@ class RolloutEngine:
                 f"asked for policy version {policy_version}, but the sampler holds "
                 f"{self.policy_version}"
             )
-        limit = self._config.rollout.max_response_tokens
-        assert sampling.max_response_tokens <= limit, (
-            f"{sampling} exceeds the engine's limit {limit}"
-        )
-        check_prompts(prompts, self._config.rollout.max_prompt_tokens, self._vocab_size)
+        limit = self._max_response_tokens
+        assert sampling.max_response_tokens <= limit, f"{sampling} exceeds the limit {limit}"
         self._wake("kv_cache")
         seeds = request_seeds(
             prompts,
             group_size,
-            seed=self._config.seed,
+            seed=self._seed,
             step=step,
             role=sampling.seed_role,
             round=sampling.round,
@@ -365,35 +376,3 @@ def _request(sampling: SamplingSettings, stop: Sequence[int], seed: int) -> Samp
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-
-
-def _adapt_vllm(rank: int, run_name: str) -> None:
-    """Replace the parts of vLLM that do not fit a process owned by a trainer."""
-    vllm_groups.destroy_distributed_environment = _destroy_own_world
-    place = (f"vapo:{run_name}", rank, int(os.environ.get("LOCAL_RANK", rank)))
-    vllm_executor.ExecutorWithExternalLauncher._distributed_args = (  # type: ignore[method-assign]
-        lambda self: place
-    )
-    if current_platform.is_cpu():
-        vllm_layers.dispatch_cpu_unquantized_gemm = _keep_weight_unpacked
-        vllm_sampler.batched_count_greater_than = _count_at_least
-        # vLLM's own moves and binds the memory of the whole process to one NUMA node.
-        torch.ops._C.init_cpu_memory_env = lambda nodes: None  # type: ignore[attr-defined]
-
-
-def _destroy_own_world() -> None:
-    """vLLM's own calls torch.distributed.destroy_process_group(): the trainer's groups go too."""
-    if vllm_groups._WORLD:
-        vllm_groups._WORLD.destroy()
-    vllm_groups._WORLD = None
-    vllm_groups._NODE_COUNT = None
-
-
-def _keep_weight_unpacked(layer: Any, remove_weight: bool) -> None:
-    """vLLM's own repacks each weight and leaves shape (0,), which no update can reach."""
-    layer.cpu_linear = torch.nn.functional.linear
-
-
-def _count_at_least(x: Tensor, values: Tensor) -> Tensor:
-    """Rank of the sampled token, which nobody reads; vLLM's own is compiled by a C++ compiler."""
-    return (x >= values).sum(-1)

@@ -1,0 +1,61 @@
+"""What a rank reads before a run starts, once: model sizes, tokenizer, stop tokens and problems."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from vapo_megatron.config import DataConfig, EvaluationConfig, RolloutConfig
+from vapo_megatron.data.prompts import PromptDataset, read_prompts
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.rollout.tokenizer import check_tokenizer, load_tokenizer
+
+
+class Inputs(NamedTuple):
+    """The model's sizes, and what sampling needs besides; a replay has the sizes alone."""
+
+    shape: ModelShape
+    tokenizer: Any = None
+    """transformers'."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end a response, sorted."""
+    dataset: PromptDataset | None = None
+    """Training prompts."""
+    held_out: PromptDataset | None = None
+    """Evaluation prompts; None: no evaluation."""
+
+
+def read_inputs(
+    shape: ModelShape,
+    hf_path: str,
+    data: DataConfig,
+    rollout: RolloutConfig,
+    evaluation: EvaluationConfig,
+    *,
+    seed: int,
+) -> Inputs:
+    """Load the tokenizer; read and tokenize all problems.
+
+    Args:
+        shape: what config.json holds.
+        hf_path: Hugging Face directory of the tokenizer.
+        data: file of the training problems, and the columns of both files.
+        rollout: stop tokens and the prompts' length limit.
+        evaluation: file of the evaluation problems.
+        seed: of the order of the training prompts.
+
+    Raises:
+        ConfigError: the tokenizer does not load or is not the model's; see rollout/tokenizer.py.
+        DataError: a file or a problem cannot be used; see data/prompts.py.
+    """
+    tokenizer = load_tokenizer(hf_path)
+    stop = check_tokenizer(hf_path, tokenizer, rollout.stop_token_ids, shape.vocab_size)
+
+    def read(path: str, shuffle: bool) -> PromptDataset:
+        limit = rollout.max_prompt_tokens
+        return read_prompts(
+            path, data, tokenizer.encode, seed=seed, shuffle=shuffle, max_prompt_tokens=limit
+        )
+
+    dataset = read(str(data.train_path), data.shuffle)
+    held_out = None if evaluation.path is None else read(evaluation.path, False)
+    return Inputs(shape, tokenizer, stop, dataset, held_out)
