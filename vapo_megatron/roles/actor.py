@@ -67,6 +67,12 @@ def policy_logprobs(
     )
 
 
+def loss_settings(config: VapoConfig) -> LossSettings:
+    """Return the fields that the actor's loss depends on, by the names that it has for them."""
+    fields = dict(config.algorithm) | {"max_response_tokens": config.rollout.max_response_tokens}
+    return LossSettings(**{name: fields[name] for name in LossSettings._fields})
+
+
 class Actor:
     """Policy model with its optimizer; `trained.num_updates` counts its updates.
 
@@ -181,15 +187,7 @@ class Actor:
             policy_responses=mini_batch.num_policy_responses,
             positive_tokens=mini_batch.num_positive_tokens,
         )
-        settings = LossSettings(
-            loss_aggregation=algorithm.loss_aggregation,
-            max_response_tokens=self.config.rollout.max_response_tokens,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            positive_lm_coef=algorithm.positive_lm_coef,
-            kl_coef=algorithm.kl_coef,
-            entropy_coef=algorithm.entropy_coef,
-        )
+        settings = loss_settings(self.config)
         return actor_loss(logprobs, entropy, tokens, counts, settings)
 
     def _check_ratio(self, largest: Tensor, *, is_made: bool) -> Tensor:

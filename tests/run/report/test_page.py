@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from vapo_megatron.config import VapoConfig, load_config
-from vapo_megatron.config.phases import TIMED
 from vapo_megatron.data.batch import Prompt, Rollout
 from vapo_megatron.errors import DataError
 from vapo_megatron.run.directory import group_record
@@ -220,14 +219,6 @@ def test_bars_of_many_steps_are_their_means(tmp_path):
     # 304 of 604 seconds.
     assert (generation["share"], sync["share"]) == ("50 %", "50 %")
     assert page.data["charts"] == [] and len(page.data["steps"]) == 201
-
-
-def test_every_phase_has_a_colour(run_dir, page):
-    style = (run_dir / "report.html").read_text().split("<style>")[1].split("</style>")[0]
-    for scheme in style.split(":root {")[1:]:
-        block = scheme.split("}")[0]
-        lacking = [p for p in TIMED if f"--{p.replace('_', '-')}: #" not in block]
-        assert not lacking
 
 
 def test_what_no_curve_names_is_among_the_others(page):

@@ -103,7 +103,9 @@ function lineChart(parent, spec) {
 function stackedChart(parent, spec) {
   const table = [spec.steps];
   const series = spec.series.map((s, i) => {
-    const color = `var(--${s.label.replace(/ /g, "-")})`;
+    const name = `--${s.label.replace(/ /g, "-")}`, color = `var(${name})`;
+    // A phase that the style sheet does not know yet.
+    if (!paint(color)) document.documentElement.style.setProperty(name, `hsl(${(i * 137) % 360} 40% 55%)`);
     table.push(s.seconds.map((seconds, j) => seconds + (i && table[i][j])));
     return {
       label: legendLabel({ ...s, color }), fill: () => paint(color), width: 0, points: { show: false }, paths: uPlot.paths.bars({ size: [.8, 46] }),
