@@ -74,7 +74,7 @@ def train(
     from vapo_megatron.loop import VapoTrainer
     from vapo_megatron.parallel.health import early_stop
 
-    early_stop.hold_back()
+    early_stop.block_signals()
 
     def run() -> None:
         with VapoTrainer(settings(hf, run_dir, **sections), dump) as trainer:
@@ -110,7 +110,7 @@ def run_phases(run_dir: Path, limits: dict[str, float], fault: Fault | None) -> 
     if fault and fault[1:] == ("start", 0, rank):
         FAULTS[fault[0]]()
     timeouts = settings(run_dir, run_dir, timeouts=limits).timeouts
-    watchdog = Watchdog(timeouts, run_dir, rank, dist.get_world_size(), EarlyStop(9).look)
+    watchdog = Watchdog(timeouts, run_dir, rank, dist.get_world_size(), EarlyStop(9).is_signalled)
 
     def train_step(step: int) -> None:
         watchdog.step = step

@@ -77,7 +77,7 @@ class VapoTrainer(StepTrainer):
             is_due = is_over or _due(done, config.evaluation.every_steps)
             # The row first: a resume drops rows after its checkpoint, but cannot make one up.
             self._row(done, metrics, is_evaluated="actor" in learns and is_due)
-            stops = any_rank(self.early_stop.look())
+            stops = any_rank(self.early_stop.is_signalled())
             if stops and not is_over:
                 raise Stopped
             if is_over or _due(done, config.checkpoint.every_steps):
@@ -94,7 +94,7 @@ class VapoTrainer(StepTrainer):
             self._keep(done, unevaluated=known)
             self.early_stop.begin()
             metrics |= self._evaluate(done)
-        self.early_stop.learn(self.output.step(done, metrics))
+        self.early_stop.record(self.output.step(done, metrics))
         self._keep(done)
 
     def _keep(self, done: int, unevaluated: dict[str, float] | None = None) -> None:

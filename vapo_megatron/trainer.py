@@ -92,7 +92,7 @@ class StepTrainer:
         self.early_stop = EarlyStop(config.checkpoint.grace_seconds)
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self.watchdog = Watchdog(
-            config.timeouts, self.run_dir, rank, world_size, self.early_stop.look
+            config.timeouts, self.run_dir, rank, world_size, self.early_stop.is_signalled
         )
         with self.watchdog.reporting():
             self._build(replay, inputs)

@@ -35,7 +35,7 @@ class Watch:
     def __init__(self, moment: Moment, records: str) -> None:
         """Wrap the function."""
         # As the package does, before anything that it starts has a thread.
-        early_stop.hold_back()
+        early_stop.block_signals()
         for name in LOADED:
             importlib.import_module(name)
         from vapo_megatron.parallel.health.watchdog import Watchdog

@@ -321,7 +321,7 @@ def test_the_last_checkpoint_is_waited_for_in_its_phase(monkeypatch):
     del seen[:]
     monkeypatch.setattr("vapo_megatron.loop.any_rank", lambda flag: flag)
     trainer.config = VapoConfig.model_validate({"checkpoint": {"every_steps": 2}})
-    trainer.early_stop.look, trainer._is_over = bool, lambda done: done == 6
+    trainer.early_stop.is_signalled, trainer._is_over = bool, lambda done: done == 6
     trainer._row, writer.poll, writer.seconds = mock.Mock(), noted("poll"), None
     trainer.train_step = lambda step: setattr(trainer, "_kept", (step + 1, {})) or {}
     VapoTrainer._run(trainer, 3, writer)

@@ -56,7 +56,7 @@ def run_recipe(script: str, configs: Sequence[str], arguments: Sequence[str]) ->
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    early_stop.hold_back()
+    early_stop.block_signals()
 
     files = [str(Path(script).resolve().parent / "configs" / name) for name in configs]
     options = [part for file in files for part in ("--config", file)]

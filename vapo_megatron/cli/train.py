@@ -56,7 +56,7 @@ def main(
             check_small_inputs(config, arguments.replay)
             start(config)
         else:
-            with early_stop.held_back():
+            with early_stop.signals_blocked():
                 _train(config, arguments.replay)
     except UserError as error:
         tell(f"error: {error}")

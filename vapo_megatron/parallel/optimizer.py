@@ -151,8 +151,8 @@ def optimizer_step(optimizer: MegatronOptimizer) -> Tensor:
     return torch.tensor(norm)
 
 
-def spoil_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Make a finished gradient NaN, and with it the norm on all ranks: the update is skipped."""
+def fill_gradients_with_nan(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Make the gradient's norm NaN on all ranks, so that all of them skip the update."""
     for chunk in chunks:
         for buffer in chunk.buffers:
             buffer.grad_data.fill_(math.nan)

@@ -23,10 +23,10 @@ from vapo_megatron.parallel.optimizer import (
     MegatronOptimizer,
     build_ddp,
     build_optimizer,
+    fill_gradients_with_nan,
     gradients_are_finite,
     optimizer_step,
     set_learning_rate,
-    spoil_gradients,
 )
 from vapo_megatron.parallel.reduce import sum_over_data_parallel
 from vapo_megatron.parallel.schedule import forward_backward
@@ -207,7 +207,7 @@ class TrainedModel(PlacedModel):
         set_learning_rate(self.optimizer, learning_rate)
         metrics = self.compute_gradients(mini_batch, loss_function)
         if metrics.pop("not_finite") > 0:
-            spoil_gradients(self.chunks)
+            fill_gradients_with_nan(self.chunks)
         grad_norm = optimizer_step(self.optimizer)
         self.num_tried += 1
         if grad_norm.isfinite():

@@ -1,4 +1,4 @@
-"""The early signals: held back in children too, what there is time for, and runs that stop.
+"""The stop signals: blocked in children too, what there is time for, and runs that stop.
 
 Not exercised: torchrun and vLLM (tests/e2e/test_faults.py has them), Slurm (tests/e2e/test_run.py).
 """
@@ -14,20 +14,20 @@ from tests import faults
 from tests.dumped import MODEL, dump
 from tests.launched import Launched
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron.parallel.health.early_stop import SIGNALS, EarlyStop, held_back
+from vapo_megatron.parallel.health.early_stop import SIGNALS, EarlyStop, signals_blocked
 
 PROGRAM = """
 import multiprocessing, os, signal, subprocess, sys
 from vapo_megatron.parallel.health import early_stop
-early_stop.hold_back()
+early_stop.block_signals()
 lock = multiprocessing.get_context("spawn").Lock()  # Starts a helper process of Python's own.
 child = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1); print('child lives')"
 subprocess.run([sys.executable, "-c", child], check=True)
-print(early_stop.heard() or None)
+print(early_stop.pending_signal() or None)
 os.kill(os.getpid(), signal.{name})
-print(early_stop.heard(), early_stop.heard())
+print(early_stop.pending_signal(), early_stop.pending_signal())
 # A child that torchrun has started looks at what is pending there.
-child = "from vapo_megatron.parallel.health import early_stop as e; print(e.heard() or None)"
+child = "import vapo_megatron.parallel.health.early_stop as e; print(e.pending_signal() or None)"
 for environment in ({{}}, {{"TORCHELASTIC_RUN_ID": "none"}}):
     subprocess.run([sys.executable, "-c", child], env={{**os.environ, **environment}}, check=True)
 """
@@ -49,7 +49,7 @@ class Clock:
     def __call__(self):
         return self.now
 
-    def hear(self):
+    def poll(self):
         return "SIGTERM" if self.now >= 100 else ""
 
 
@@ -67,8 +67,8 @@ TIMES = {
 def stopping(grace, times=TIMES, save_seconds=8.0):
     """A run whose steps take 40 s, the last 12 of them from the updates on; one began at 75."""
     clock = Clock()
-    stop = EarlyStop(grace, clock.hear, clock)
-    stop.learn(times)
+    stop = EarlyStop(grace, clock.poll, clock)
+    stop.record(times)
     stop.save_seconds = save_seconds
     clock.now = 75.0
     stop.begin()
@@ -82,7 +82,9 @@ def stopping(grace, times=TIMES, save_seconds=8.0):
 )
 def test_a_step_is_finished_if_the_last_ones_times_allow_it(grace, fits):
     clock, stop = stopping(grace)
-    assert stop.has_time_to_finish() and not stop.look(), "without a signal there always is time"
+    assert stop.has_time_to_finish() and not stop.is_signalled(), (
+        "without a signal there always is time"
+    )
     clock.now = 100
     assert stop.has_time_to_finish() == fits and stop.signal_name == "SIGTERM"
     # Time has passed, the step has come nearer to its end just so.
@@ -185,7 +187,7 @@ def test_they_are_taken_again_after_a_mistake():
         return signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
     before = blocked()
-    with pytest.raises(ValueError, match="a mistake"), held_back():
+    with pytest.raises(ValueError, match="a mistake"), signals_blocked():
         assert set(SIGNALS) <= blocked()
         raise ValueError("a mistake")
     assert blocked() == before

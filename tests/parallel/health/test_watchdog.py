@@ -122,7 +122,7 @@ def test_one_rank_ends_all(case, jobs):
         return
     other = (stacks / f"rank_{1 - rank:04d}.txt").read_text()
     assert re.search(words.partition(";")[0], other)
-    assert "train_step" in other and "all_reduce" in other and "in _converse" in other
+    assert "train_step" in other and "all_reduce" in other and "in _heartbeat_loop" in other
     if case in ("hangs", "holds the GIL", "fails"):
         own = (stacks / f"rank_{rank:04d}.txt").read_text()
         assert "in <lambda>" in own, f"not where it hangs, or failed: {own}"

@@ -1,1 +1,1 @@
-"""Is every rank alive, and is there time left: heartbeat, watchdog, early stop."""
+"""Is every rank alive, and is there time left: heartbeats, watchdog, early stop."""

@@ -1,10 +1,9 @@
-"""An early signal, SIGTERM or SIGUSR1: a run stops with a checkpoint before it would be killed.
+"""Preemption: on SIGTERM or SIGUSR1 a run stops with a checkpoint before it is killed.
 
-Both are blocked from the start on, before there are threads, in all that is started then: nothing
-dies of them, nothing is interrupted, and they stay pending where the trainer looks for them. A
-handler would be lost in every child that is another program, which the signal would then end. Where
-torchrun was started by a recipe it blocks them too, and is looked at as well, for a scheduler may
-signal it alone.
+Block both signals before any thread starts; children inherit the mask. They stay pending, where the
+trainer polls for them, and interrupt nothing. (A handler would not survive exec: the signal would
+kill children that are other programs.) A torchrun that a recipe started blocks them too, and is
+polled as well, because a scheduler may signal it alone.
 """
 
 from __future__ import annotations
@@ -22,15 +21,10 @@ from pathlib import Path
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
-def hold_back() -> None:
-    """Keep the signals pending in this process and its children."""
-    _block()
-
-
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """Keep the signals pending in the body, and after it too unless it fails."""
-    before = _block()
+def signals_blocked() -> Iterator[None]:
+    """Block the signals in the body; afterwards too, unless it fails."""
+    before = block_signals()
     try:
         yield
     except BaseException:
@@ -38,19 +32,19 @@ def held_back() -> Iterator[None]:
         raise
 
 
-def _block() -> set[int | signal.Signals]:
-    """Block them in this thread, and in those that it starts; return what it has blocked before."""
-    # Python starts this helper with the first memory that processes share; vLLM's first rank does,
-    # to see who is on its node. It then unblocks these two, whatever they were before, in the
-    # thread that starts it and so in all that come of that one. A helper ignores both anyway.
+def block_signals() -> set[int | signal.Signals]:
+    """Block the signals in this thread and what it starts; return the mask from before."""
+    # Python's resource tracker, which starts with the first shared memory (vLLM's), unblocks its
+    # ignored signals in the starting thread, whatever they were before. Leave these two to us: the
+    # tracker process ignores both anyway.
     resource_tracker._IGNORED_SIGNALS = (signal.SIGINT,)  # type: ignore[attr-defined]
     return signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
-def heard() -> str:
-    """Name a signal that has reached this process, or the torchrun that started it, else "".
+def pending_signal() -> str:
+    """Name a signal pending for this process or the torchrun that started it, else "".
 
-    Since it was held back; it never goes away.
+    Once pending it stays so.
     """
     pending = set(signal.sigpending())
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -69,38 +63,38 @@ def _pending_in(process: int) -> set[int]:
 
 @dataclasses.dataclass
 class EarlyStop:
-    """Is there time for what is ahead? Seconds of the last step stand for those of this one."""
+    """Decides after a signal whether there is time to go on, by the times of the last step."""
 
     grace_seconds: float
-    """From the signal to when the run has to be over."""
-    hear: Callable[[], str] = heard
+    """Time from the signal until the run must have ended."""
+    poll: Callable[[], str] = pending_signal
     clock: Callable[[], float] = time.monotonic
     save_seconds: float | None = None
-    """Of a checkpoint, until it is on disk; None: half of the grace, for nothing is known."""
+    """Time until a checkpoint is on disk; None: unknown, half of the grace is reserved."""
     signal_name: str = ""
-    """Of the signal that has come; empty: none."""
+    """The signal that has arrived; "" for none."""
     _deadline: float = math.inf
     _begun: float = 0.0
-    # Nothing is known of a run's first step, before which there is nothing that could be lost.
+    # Unknown, and 0, in a run's first step: nothing can be lost before it.
     _step_seconds: float = 0.0
     _update_seconds: float = 0.0
     _evaluation_seconds: float = 0.0
 
-    def look(self) -> bool:
-        """Has a signal come? Called often enough, by any thread, the deadline is right."""
+    def is_signalled(self) -> bool:
+        """Has a signal arrived? Any thread may ask; the deadline counts from the first yes."""
         if not self.signal_name:
-            found = self.hear()
+            found = self.poll()
             if found:
                 self._deadline = self.clock() + self.grace_seconds
                 self.signal_name = found
         return bool(self.signal_name)
 
     def begin(self) -> None:
-        """A step, or an evaluation, begins."""
+        """Note that a step or an evaluation begins."""
         self._begun = self.clock()
 
-    def learn(self, times: Mapping[str, float]) -> None:
-        """Take a step's `time/*_seconds`, as they stand in its row."""
+    def record(self, times: Mapping[str, float]) -> None:
+        """Take the `time/*_seconds` of a step's row."""
         seconds = {name: times.get(f"time/{name}_seconds", 0.0) for name in _NAMES}
         if seconds["evaluation"]:
             self._evaluation_seconds = seconds["evaluation"]
@@ -110,18 +104,18 @@ class EarlyStop:
             self._update_seconds = sum(seconds[name] for name in _FROM_UPDATES_ON)
 
     def has_time_to_evaluate(self) -> bool:
-        """Can the evaluation that has begun be finished, and the step be saved?"""
+        """Is there time to finish the current evaluation and save a checkpoint?"""
         return self._has_time(self._evaluation_seconds - self._elapsed())
 
     def has_time_to_finish(self) -> bool:
-        """Can the step that has begun be finished and saved? For before its first update."""
+        """Is there time to finish the current step and save? Ask before its first update."""
         return self._has_time(max(self._step_seconds - self._elapsed(), self._update_seconds))
 
     def _elapsed(self) -> float:
         return self.clock() - self._begun
 
     def _has_time(self, seconds: float) -> bool:
-        if not self.look():
+        if not self.is_signalled():
             return True
         save = self.grace_seconds / 2 if self.save_seconds is None else self.save_seconds
         return self.clock() + max(seconds, 0.0) + save <= self._deadline

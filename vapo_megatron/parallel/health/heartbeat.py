@@ -1,9 +1,9 @@
-"""Which process of a run has stopped: rules over what each of them says of itself, without clocks.
+"""Rules that find a dead or hanging rank from all ranks' heartbeats. No clocks, no I/O.
 
-All ranks go through the same phases in the same order, so that their positions compare: who has
-come least far holds up the others, which wait for it in phases of their own. Only the least far
-ones are measured against their phase's limit, and only from when they came to be that: a process
-that waits is never taken for one that hangs.
+All ranks go through the same phases in the same order, so their positions compare: the rank that is
+furthest behind holds up the others, which wait for it in later phases. Only the ranks furthest
+behind are measured against their phase's limit, from the moment they became that. A rank that waits
+for a slow one is thus never taken for a hanging one.
 """
 
 from __future__ import annotations
@@ -16,35 +16,34 @@ from vapo_megatron.config.phases import PHASES, START
 
 
 @dataclasses.dataclass(frozen=True)
-class Standing:
-    """What a process says of itself, again and again."""
+class Heartbeat:
+    """A rank's periodic status."""
 
     place: str
-    """For people: its host and process id."""
+    """Host and process id, for messages."""
     beat: int = 0
-    """Grows as long as it lives."""
+    """Counts up while the process is alive."""
     position: tuple[int, int] = (0, 0)
-    """Phases begun or ended, and updates made; the same sequence on all ranks."""
+    """(phases entered or left, updates tried); the same sequence on all ranks."""
     phase: str = START
     step: int = 0
     limit_seconds: float = 0.0
-    """Of its phase."""
-    waits: bool = False
-    """It is inside a collective."""
+    """Time limit of the phase."""
+    in_collective: bool = False
     failure: str = ""
-    """The error that ends it."""
+    """The error that ends this rank."""
     is_over: bool = False
-    """It has nothing left to do; nothing is expected of it any more."""
+    """The rank has finished; no more heartbeats are expected."""
 
 
-def where(rank: int, standing: Standing) -> str:
-    """Say who and where: "rank 1 (host, process 12) in critic_update of step 3"."""
-    step = f" of step {standing.step}" if standing.step else ""
-    return f"rank {rank} ({standing.place}) in {standing.phase}{step}"
+def describe(rank: int, heartbeat: Heartbeat) -> str:
+    """Return, for example, "rank 1 (host, process 12) in critic_update of step 3"."""
+    step = f" of step {heartbeat.step}" if heartbeat.step else ""
+    return f"rank {rank} ({heartbeat.place}) in {heartbeat.phase}{step}"
 
 
-class Observer:
-    """Remembers since when each rank has been silent, and the least far one has not moved."""
+class Monitor:
+    """Tracks when each rank's heartbeat last changed, and when the slowest rank last advanced."""
 
     def __init__(self, silence_seconds: float) -> None:
         self._silence_seconds = silence_seconds
@@ -52,43 +51,45 @@ class Observer:
         self._lowest: tuple[tuple[int, int], float] = ((-1, -1), 0.0)
 
     def silent(
-        self, standings: Mapping[int, Standing], now: float, at_most: float | None = None
+        self, heartbeats: Mapping[int, Heartbeat], now: float, at_most: float | None = None
     ) -> str:
-        """Name ranks without a sign of life for too long, or for their phase's limit; else "".
+        """Name ranks whose heartbeat has stopped; "" if there are none.
 
         Args:
-            standings: by rank.
+            heartbeats: by rank.
             now: seconds.
-            at_most: a shorter limit.
+            at_most: a shorter limit than silence_seconds and the phase's own.
         """
         found = []
-        for rank, standing in standings.items():
+        for rank, heartbeat in heartbeats.items():
             beat, since = self._beats.get(rank, (-1, now))
-            if standing.beat != beat:
-                self._beats[rank] = (standing.beat, now)
+            if heartbeat.beat != beat:
+                self._beats[rank] = (heartbeat.beat, now)
                 continue
-            limit = min(self._silence_seconds, standing.limit_seconds, at_most or math.inf)
-            if now - since > limit and not standing.is_over:
+            limit = min(self._silence_seconds, heartbeat.limit_seconds, at_most or math.inf)
+            if now - since > limit and not heartbeat.is_over:
                 seconds = f"{now - since:.0f} s"
-                found.append(f"{where(rank, standing)} is dead or stopped, silent for {seconds}")
+                found.append(
+                    f"{describe(rank, heartbeat)} is dead or stopped, silent for {seconds}"
+                )
         return "; ".join(found)
 
-    def overdue(self, standings: Mapping[int, Standing], now: float) -> str:
-        """Name the ranks that hold up all others for longer than their phase may take; else ""."""
-        at_work = {rank: s for rank, s in standings.items() if not s.is_over}
-        if not at_work:
+    def overdue(self, heartbeats: Mapping[int, Heartbeat], now: float) -> str:
+        """Name ranks that have held up all others for longer than their phase may take; else ""."""
+        running = {rank: h for rank, h in heartbeats.items() if not h.is_over}
+        if not running:
             return ""
-        lowest = min(standing.position for standing in at_work.values())
+        lowest = min(heartbeat.position for heartbeat in running.values())
         if lowest != self._lowest[0]:
             self._lowest = (lowest, now)
-        last = {rank: s for rank, s in at_work.items() if s.position == lowest}
+        slowest = {rank: h for rank, h in running.items() if h.position == lowest}
         seconds = now - self._lowest[1]
-        if seconds <= max(standing.limit_seconds for standing in last.values()):
+        if seconds <= max(heartbeat.limit_seconds for heartbeat in slowest.values()):
             return ""
-        # Where all have come equally far, those that wait in a collective wait for the others.
-        culprits = {rank: s for rank, s in last.items() if not s.waits} or last
+        # Of ranks at the same position, those in a collective wait for the others.
+        culprits = {rank: h for rank, h in slowest.items() if not h.in_collective} or slowest
         return "; ".join(
-            f"{where(rank, s)} has made no progress for {seconds:.0f} s, longer than "
-            f"timeouts.{PHASES[s.phase].limit}={s.limit_seconds:g}"
-            for rank, s in culprits.items()
+            f"{describe(rank, h)} has made no progress for {seconds:.0f} s, longer than "
+            f"timeouts.{PHASES[h.phase].limit}={h.limit_seconds:g}"
+            for rank, h in culprits.items()
         )

@@ -1,4 +1,4 @@
-"""Ends a process and all that it has started, without warning."""
+"""Kill this process and its descendants immediately."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 
 
 def end_now(code: int) -> NoReturn:
-    """End this process and all that it has started, without the libraries' own farewells."""
+    """Kill all descendants and exit; skips atexit handlers."""
     try:
         end_children()
     finally:
@@ -18,7 +18,7 @@ def end_now(code: int) -> NoReturn:
 
 
 def end_children() -> None:
-    """Kill all processes that this one has started, and theirs."""
+    """Kill all descendants of this process."""
     for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # It may have ended.
+        with contextlib.suppress(psutil.Error):  # It may have exited.
             process.kill()

@@ -1,13 +1,13 @@
-"""Ends the whole run when one process of it dies, fails or hangs: every rank has a watchdog.
+"""Ends the whole run when one of its processes dies, fails or hangs. Every rank has a watchdog.
 
-Two threads beside the training. One tells the others, through the store in which the ranks met, how
-far this rank is, and hears how they are; rank 0 hears of all, the others of rank 0 (heartbeat.py
-has the rules). Whoever sees something wrong writes a verdict, which all ranks read. The other
-thread needs nobody: it ends this process when a verdict has come, when the store or torchrun is
-gone, and, by a timer of the interpreter's own, when no Python thread can run any more.
+It runs two threads beside training. The heartbeat thread publishes this rank's heartbeat in the
+store through which the ranks met, and reads the others': rank 0 reads all, the others only rank 0
+(heartbeat.py has the rules). The first rank to find a problem publishes a verdict for all. The
+second thread depends on nobody: it ends this process when there is a verdict, when the store or
+torchrun is gone, and, by faulthandler's own timer, when no Python thread can run any more.
 
-Before the end each process writes the stacks of its Python threads to RUN_DIR/stacks/rank_*.txt;
-with it end all that it started.
+Before exiting, each process writes its threads' stacks to RUN_DIR/stacks/rank_*.txt, and kills its
+descendants.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ from vapo_megatron.config import TimeoutsConfig
 from vapo_megatron.config.phases import BETWEEN, PHASES, START
 from vapo_megatron.errors import UserError, tell
 from vapo_megatron.parallel import store
-from vapo_megatron.parallel.health.heartbeat import Observer, Standing, where
+from vapo_megatron.parallel.health.heartbeat import Heartbeat, Monitor, describe
 from vapo_megatron.parallel.health.processes import end_now
 
-# Beats in which a rank that lives is heard of, for sure.
+# A live rank's heartbeat changes within this many beats.
 ALIVE_BEATS = 5
-# What looks like an early signal may be torchrun ending all because a rank has died; it kills the
-# others, and with them what they could say, 30 s later.
+# torchrun sends SIGTERM when a rank has died, and SIGKILL 30 s later: diagnose it before that.
 SIGNALLED_SILENCE_SECONDS = 20.0
-# For ranks that meet the same error, or another one's consequence, to end by themselves.
+# Time for ranks that hit the same error, or its consequences, to exit by themselves.
 PATIENCE_SECONDS = 5.0
 TEARDOWN_SECONDS = 30.0
 
 
 class Watchdog:
-    """This rank's; it works from its construction to `close`."""
+    """One rank's watchdog, active from construction to `close`."""
 
     def __init__(
         self,
@@ -54,52 +53,52 @@ class Watchdog:
         world_size: int,
         on_beat: Callable[[], bool],
     ) -> None:
-        """Begin to watch, in the phase "start"; collective, after parallel.store.join.
+        """Start in the phase "start"; collective, after parallel.store.join.
 
         Args:
-            timeouts: each phase's limit.
-            run_dir: where the stacks are written.
+            timeouts: time limits of the phases.
+            run_dir: stacks are written here.
             rank: of this process.
             world_size: number of processes.
-            on_beat: called about every second by another thread; has an early signal come?
+            on_beat: called about once a second by a thread; returns whether a stop signal is here.
         """
         self.step = 0
-        """For messages: the step that is being made."""
+        """The current step, for messages."""
         self._progress: Callable[[], int] = lambda: 0
         self._timeouts, self._rank, self._world_size = timeouts, rank, world_size
         self._on_beat = on_beat
         self._interval = min(1.0, *(limit / 8 for limit in dict(timeouts).values()))
         self._stacks_path = Path(run_dir, "stacks", f"rank_{rank:04d}.txt")
-        # The display may send standard error to a file later.
+        # A copy: the progress display may redirect standard error to a file.
         self._stderr = os.fdopen(os.dup(2), "w", errors="backslashreplace")
         self._stacks: TextIO | None = None
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        self._store, self._mouth = store.own_connection(), store.own_connection()
-        self._speaks, self._beat = threading.Lock(), 0
+        self._store, self._publisher = store.own_connection(), store.own_connection()
+        self._send_lock, self._beat = threading.Lock(), 0
         self._phase, self._count = START, 0
         self._place = f"{socket.gethostname()}, process {os.getpid()}"
         self._main = threading.main_thread().ident
         self._failure: BaseException | None = None
         self._is_signalled = False
         self._verdict: dict[str, Any] | None = None
-        # When rank 0 has to have answered; how late it may begin is a matter of its start.
+        # Deadline for hearing from rank 0, which may itself take start_seconds to start.
         self._answer_due = time.monotonic() + timeouts.start_seconds
         self._is_lost = False
-        self._closed, self._told, self._wake = (threading.Event() for _ in range(3))
+        self._closed, self._reported, self._wake = (threading.Event() for _ in range(3))
         self._threads = [
             threading.Thread(target=work, name=f"watchdog: {work.__name__}", daemon=True)
-            for work in (self._converse, self._watch)
+            for work in (self._heartbeat_loop, self._watch_loop)
         ]
         for thread in self._threads:
             thread.start()
 
     def report_progress(self, counter: Callable[[], int]) -> None:
-        """Send with every heartbeat what counter returns: a sequence that is alike on all ranks."""
+        """Send what counter returns with every heartbeat; the sequence is the same on all ranks."""
         self._progress = counter
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Be in a phase in the body."""
+        """Run the body as a phase."""
         outer = self._phase
         self._enter(name)
         yield
@@ -107,7 +106,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Let the other ranks know of an error in the body, and work no longer after it."""
+        """Report an error in the body to the other ranks, then close."""
         try:
             yield
         except BaseException as error:
@@ -116,18 +115,18 @@ class Watchdog:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Let the other ranks know that this one ends with an error; returns when they do.
+        """Tell the other ranks that this one fails; returns once they know.
 
-        Where it is what came of another rank's error it does not return: this process ends.
+        Does not return if the error is a consequence of another rank's: this process then ends.
         """
         self._failure = error
         self._wake.set()
-        self._told.wait(2 * ALIVE_BEATS * self._interval + PATIENCE_SECONDS)
+        self._reported.wait(2 * ALIVE_BEATS * self._interval + PATIENCE_SECONDS)
         if self._verdict is not None and not self._is_own(self._verdict):
             self._closed.wait(TEARDOWN_SECONDS)
 
     def close(self) -> None:
-        """Work no longer; may be called twice."""
+        """Stop both threads; may be called twice."""
         self._closed.set()
         self._wake.set()
         for thread in self._threads:
@@ -137,45 +136,45 @@ class Watchdog:
         self._stderr.close()
 
     def _enter(self, phase: str) -> None:
-        """Say so at once: a process that dies in a phase cannot say it later."""
+        """Send a heartbeat at once: a process that dies in the phase cannot send it later."""
         self._phase, self._count = phase, self._count + 1
         with contextlib.suppress(RuntimeError):
-            self._say()
+            self._send()
 
-    def _say(self) -> None:
-        # This connection serves several threads, for it waits for no answer.
-        with self._speaks:
+    def _send(self) -> None:
+        # Threads may share this connection, because `set` waits for no answer.
+        with self._send_lock:
             self._beat += 1
-            standing = json.dumps(dataclasses.asdict(self._standing()))
-            self._mouth.set(f"standing/{self._rank}", standing)
+            heartbeat = json.dumps(dataclasses.asdict(self._heartbeat()))
+            self._publisher.set(f"heartbeat/{self._rank}", heartbeat)
 
-    def _standing(self) -> Standing:
+    def _heartbeat(self) -> Heartbeat:
         error = self._failure
-        return Standing(
+        return Heartbeat(
             place=self._place,
             beat=self._beat,
             position=(self._count, self._progress()),
             phase=self._phase,
             step=self.step,
             limit_seconds=getattr(self._timeouts, PHASES[self._phase].limit),
-            waits=_is_in_collective(self._main),
-            failure="" if error is None else _words(error),
+            in_collective=_is_in_collective(self._main),
+            failure="" if error is None else _one_line(error),
             is_over=self._closed.is_set(),
         )
 
-    def _converse(self) -> None:
-        """Say how this rank is and hear how others are, until the end."""
-        observer, failed_beats = Observer(self._timeouts.silence_seconds), 0
+    def _heartbeat_loop(self) -> None:
+        """Publish this rank's heartbeat and check the others', until closed."""
+        monitor, failed_beats = Monitor(self._timeouts.silence_seconds), 0
         try:
             while True:
                 is_last = self._closed.is_set()
-                self._say()
+                self._send()
                 if is_last:
                     return
                 failed_beats += self._failure is not None
-                hears_all = self._rank == 0 or failed_beats > 0
-                standings = self._standings(range(self._world_size if hears_all else 1))
-                problem = self._problem(standings, observer, failed_beats)
+                reads_all = self._rank == 0 or failed_beats > 0
+                heartbeats = self._receive(range(self._world_size if reads_all else 1))
+                problem = self._problem(heartbeats, monitor, failed_beats)
                 if problem is not None:
                     problem["rank"] = self._rank
                     self._store.compare_set("verdict", "", json.dumps(problem))
@@ -187,49 +186,49 @@ class Watchdog:
         except RuntimeError:
             self._is_lost = True
 
-    def _standings(self, ranks: range) -> dict[int, Standing]:
-        """Hear how ranks are; waits for their first word."""
-        texts = self._store.multi_get([f"standing/{rank}" for rank in ranks])
+    def _receive(self, ranks: range) -> dict[int, Heartbeat]:
+        """Read ranks' heartbeats; waits for the first of each."""
+        texts = self._store.multi_get([f"heartbeat/{rank}" for rank in ranks])
         found = (json.loads(text) for text in texts)
         return {
-            rank: Standing(**{**fields, "position": tuple(fields["position"])})
+            rank: Heartbeat(**{**fields, "position": tuple(fields["position"])})
             for rank, fields in zip(ranks, found, strict=True)
         }
 
     def _problem(
-        self, standings: dict[int, Standing], observer: Observer, failed_beats: int
+        self, heartbeats: dict[int, Heartbeat], monitor: Monitor, failed_beats: int
     ) -> dict[str, Any] | None:
-        """Return what is wrong, as a verdict; None: nothing, as far as can be seen yet."""
+        """Return a verdict, or None while nothing is known to be wrong."""
         now, error = time.monotonic(), self._failure
         if isinstance(error, UserError):
             return {"text": f"error: {error}", "code": 2}
         if error is not None:
-            # Has another rank died, and this is what came of it?
-            silent = observer.silent(standings, now, (ALIVE_BEATS - 1) * self._interval)
-            problem = f"{where(self._rank, standings[self._rank])}: {_words(error)}"
+            # The error may be the consequence of another rank's death.
+            silent = monitor.silent(heartbeats, now, (ALIVE_BEATS - 1) * self._interval)
+            problem = f"{describe(self._rank, heartbeats[self._rank])}: {_one_line(error)}"
             if silent:
                 problem = f"{silent}. Then {problem}"
             elif failed_beats <= ALIVE_BEATS + 1:
                 return None
         else:
             quick = SIGNALLED_SILENCE_SECONDS if self._is_signalled else None
-            problem = observer.silent(standings, now, quick)
+            problem = monitor.silent(heartbeats, now, quick)
             if not problem and self._rank == 0:
-                problem = observer.overdue(standings, now)
+                problem = monitor.overdue(heartbeats, now)
         return {"text": f"error: {problem}", "code": 1} if problem else None
 
-    def _watch(self) -> None:
-        """End this process when it has to; this thread waits for nobody."""
+    def _watch_loop(self) -> None:
+        """End this process when needed; this thread never blocks on another rank."""
         silence, lost_since = self._timeouts.silence_seconds, None
         is_over = False
         while not is_over:
-            # Writes the stacks and ends the process, unless this thread comes by again: after the
-            # others have said that it is silent, or they would see their connections close first.
             file: TextIO = self._stderr
-            # Before that, nothing may be written there.
+            # Before its first phase a run must not write to its directory.
             if self._count and self._stacks_path.parents[1].is_dir():
                 with contextlib.suppress(OSError):
                     file = self._open_stacks()
+            # Dumps the stacks and exits unless re-armed by this thread. It waits until the others
+            # have reported the silence: earlier, they would only see lost connections.
             faulthandler.dump_traceback_later(silence + PATIENCE_SECONDS, exit=True, file=file)
             self._is_signalled = self._on_beat()
             now = time.monotonic()
@@ -244,28 +243,28 @@ class Watchdog:
             is_over = self._closed.wait(self._interval)
 
     def _end_for(self, reason: str) -> None:
-        own = where(self._rank, self._standing())
+        own = describe(self._rank, self._heartbeat())
         self._end({"text": f"error: {reason}; this is {own}", "code": 1, "rank": self._rank})
 
     def _is_own(self, verdict: dict[str, Any]) -> bool:
-        """Did this rank say it because of an error of its own, or has it the same one?"""
+        """Is the verdict about this rank's error, or has this rank hit the same user error?"""
         error = self._failure
         return error is not None and (verdict["rank"] == self._rank or isinstance(error, UserError))
 
     def _end(self, verdict: dict[str, Any]) -> None:
-        """Write stacks, say why, let the main thread end by itself for a while, then end."""
-        text, is_mistake, is_own = verdict["text"], verdict["code"] == 2, self._is_own(verdict)
-        # Whatever fails or hangs below, the process ends.
+        """Write stacks, report why, give the main thread time to exit by itself, then exit."""
+        text, is_user_error, is_own = verdict["text"], verdict["code"] == 2, self._is_own(verdict)
+        # The process exits even if something below fails or hangs.
         faulthandler.dump_traceback_later(2 * TEARDOWN_SECONDS, exit=True, file=self._stderr)
-        if not is_mistake:
+        if not is_user_error:
             with contextlib.suppress(OSError):
                 self._write_stacks(text)
             text = f"{text}; stacks: {self._stacks_path.parent}"
-        if not (is_mistake and is_own):  # Then the command tells it.
+        if not (is_user_error and is_own):  # Then the command prints it.
             with contextlib.suppress(OSError):
                 tell(text, self._stderr)
-        self._told.set()
-        # Also those that are well stay so long that the others can read the verdict.
+        self._reported.set()
+        # Healthy ranks stay, too, until the others have read the verdict.
         if not self._closed.wait(TEARDOWN_SECONDS if is_own else PATIENCE_SECONDS):
             self._close_stacks()
             end_now(verdict["code"])
@@ -278,11 +277,11 @@ class Watchdog:
         return self._stacks
 
     def _close_stacks(self) -> None:
-        """Leave no file in which nothing stands."""
+        """Close the file, and remove it if it is empty."""
         if self._stacks is None or self._stacks.closed:
             return
         faulthandler.disable()
-        with contextlib.suppress(OSError):  # A full disk; other ranks may have something to say.
+        with contextlib.suppress(OSError):  # A full disk must not hide other ranks' reports.
             self._stacks.close()
             if not self._stacks_path.stat().st_size:
                 self._stacks_path.unlink()
@@ -298,7 +297,7 @@ class Watchdog:
 
 
 def _is_in_collective(thread: int | None) -> bool:
-    """Does the thread stand in a function of torch.distributed, waiting for other ranks?"""
+    """Is the thread inside a function of torch.distributed?"""
     frame = sys._current_frames().get(thread or 0)
     while frame is not None:
         if "/torch/distributed/" in frame.f_code.co_filename:
@@ -307,5 +306,5 @@ def _is_in_collective(thread: int | None) -> bool:
     return False
 
 
-def _words(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
