@@ -239,7 +239,11 @@ class StepTrainer:
         inputs = inputs or read_inputs(
             self.shape, hf_path, c.data, c.rollout, c.evaluation, seed=c.seed
         )
-        return Sampling(c, inputs, self.ranks)
+        return Sampling(
+            inputs, self.ranks, model=c.model, rollout=c.rollout, algorithm=c.algorithm,
+            reward=c.reward, evaluation=c.evaluation, logging=c.logging,
+            seed=c.seed, offload=is_on(c.parallel),
+        )  # fmt: skip
 
     def _distribute(
         self, scored: Sequence[ScoredRollout], step: int

@@ -125,7 +125,11 @@ def sampled(hf, tmp, kinds, steps, algorithm, state, out_of_time):
         shape, str(hf), settings.data, settings.rollout, settings.evaluation, seed=settings.seed
     )
     with vllm_replaced_by(lambda *_, rank, world_size, **__: Engine(kinds, rank, world_size)):
-        source = Sampling(settings, inputs, place)
+        source = Sampling(
+            inputs, place, model=settings.model, rollout=settings.rollout,
+            algorithm=settings.algorithm, reward=settings.reward, evaluation=settings.evaluation,
+            logging=settings.logging, seed=settings.seed, offload=False,
+        )  # fmt: skip
     shown: list = []
 
     @contextlib.contextmanager

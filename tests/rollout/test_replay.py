@@ -196,13 +196,15 @@ def test_responses_are_read_in_order_wherever_they_were_kept(hf, workers, tmp_pa
     ids=["steps", "responses", "groups", "length", "positions", "vocabulary"],
 )
 def test_a_dump_that_does_not_fit_is_refused(root, hf, tmp_path, sections, steps, words):
-    check_dump(root.parent, config(hf), read_model_shape(hf), range(2))
+    fitting = config(hf)
+    check_dump(root.parent, fitting.algorithm, fitting.rollout, read_model_shape(hf), range(2))
     if "model" in sections:
         small = write_tiny_hf(tmp_path / "small", **{**MODEL, "vocab": 56})
         sections = {"model": {"hf_path": str(small)}}
     settings = config(hf, **sections)
     with pytest.raises((ConfigError, DataError)) as error:
-        check_dump(root, settings, read_model_shape(settings.model.hf_path), steps)
+        shape = read_model_shape(settings.model.hf_path)
+        check_dump(root, settings.algorithm, settings.rollout, shape, steps)
     for word in words:
         assert word in str(error.value)
 

@@ -168,7 +168,7 @@ def evaluate_checkpoint(
         "dtype": config.rollout.dtype or config.model.dtype,
     }  # fmt: skip
     # The sampler would refuse these, too, but late.
-    sampling_settings(config)
+    sampling_settings(config.evaluation, config.rollout.max_response_tokens)
     max_model_len(shape, config.rollout)
     check_processes(config)
     backend.initialize_distributed(config.parallel.timeout_seconds)
@@ -247,7 +247,7 @@ def _sample(
         )
         part = stack.enter_context(part_of(out, engine.replica).open("ab"))
         for judged in judge_problems(
-            engine, verifier, config, problems,
+            engine, verifier, problems, config.evaluation, config.rollout,
             policy_version=VERSION, on_progress=lambda done, _: bar.show(done), keep_text=True,
             problems_per_batch=problems_per_batch,
         ):  # fmt: skip

@@ -72,7 +72,8 @@ def collect_gradients(config: VapoConfig, replay: Path, step: int, out: Path) ->
     config = _changed(config, "logging", run_dir=str(out))
     config = _changed(config, "model", critic_checkpoint_optimizer=False)
     inputs = Inputs(read_model_shape(str(config.model.hf_path)))
-    check_dump(replay, config, inputs.shape, range(step - 1, step))
+    steps = range(step - 1, step)
+    check_dump(replay, config.algorithm, config.rollout, inputs.shape, steps)
     with StepTrainer(config, replay, inputs) as trainer:
         (first, *_) = trainer.prepare(step - 1).mini_batches
         for role in config.algorithm.trained_roles:

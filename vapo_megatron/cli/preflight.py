@@ -53,7 +53,9 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
     else:
         from vapo_megatron.rollout.replay import check_dump
 
-        check_dump(replay, config, shape, range(_steps_done(config), config.algorithm.num_steps))
+        algorithm = config.algorithm
+        steps = range(_steps_done(config), algorithm.num_steps)
+        check_dump(replay, algorithm, config.rollout, shape, steps)
     _check_weights(config, shape)
     _check_checkpoint(config, shape)
     return inputs

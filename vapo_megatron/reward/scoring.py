@@ -1,4 +1,4 @@
-"""From sampled responses to scored ones: the one path for training and for evaluation."""
+"""From sampled responses to scored ones, and the check of all ground truths before that."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vapo_megatron.config import VapoConfig
+from vapo_megatron.config import AlgorithmConfig, RolloutConfig
 from vapo_megatron.config.phases import REPLAY
 from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.errors import DataError
@@ -91,14 +91,21 @@ class Replay:
         """Nothing is held."""
 
 
-def check_dump(directory: Path, config: VapoConfig, shape: ModelShape, steps: range) -> None:
+def check_dump(
+    directory: Path,
+    algorithm: AlgorithmConfig,
+    rollout: RolloutConfig,
+    shape: ModelShape,
+    steps: range,
+) -> None:
     """Refuse a dump that lacks a step, is damaged, or does not fit the configuration.
 
     Reads the files' headers alone.
 
     Args:
         directory: a run directory, or its replay directory.
-        config: algorithm and rollout are used.
+        algorithm: sizes of a step.
+        rollout: longest prompt and response.
         shape: of the model that will be trained.
         steps: that will be, from 0.
 
@@ -114,11 +121,11 @@ def check_dump(directory: Path, config: VapoConfig, shape: ModelShape, steps: ra
             f"algorithm.policy_steps (value-pretraining and policy steps together are {steps.stop} "
             "now), or dump more with logging.dump_steps"
         )
-    longest, sizes = max_model_len(shape, config.rollout), config.algorithm
+    longest = max_model_len(shape, rollout)
     for path, header in [file for step in steps for file in read_headers(root, step + 1)]:
         for name, dumped, wanted in (
-            ("responses_per_step", header.num_responses, sizes.responses_per_step),
-            ("group_size", header.group_size, sizes.group_size),
+            ("responses_per_step", header.num_responses, algorithm.responses_per_step),
+            ("group_size", header.group_size, algorithm.group_size),
         ):
             if dumped != wanted:
                 raise DataError(

@@ -12,12 +12,18 @@ from typing import Any
 import torch
 
 from vapo_megatron.algorithm.group_sampling import repeat_for_group
-from vapo_megatron.config import VapoConfig
+from vapo_megatron.config import (
+    AlgorithmConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+)
 from vapo_megatron.config.phases import DUMP, EVALUATION, GENERATION, REWARD
 from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.groups import Ranks
-from vapo_megatron.parallel.offload import is_on
 from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.scoring import check_answers, score_rollouts
@@ -35,19 +41,44 @@ class Sampling:
 
     note = ""
 
-    def __init__(self, config: VapoConfig, inputs: Inputs, ranks: Ranks) -> None:
-        self._config = config
+    def __init__(
+        self,
+        inputs: Inputs,
+        ranks: Ranks,
+        *,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        algorithm: AlgorithmConfig,
+        reward: RewardConfig,
+        evaluation: EvaluationConfig,
+        logging: LoggingConfig,
+        seed: int,
+        offload: bool,
+    ) -> None:
+        """Start the verifier, check all ground truths, then start vLLM. Collective.
+
+        Args:
+            inputs: of a run that samples.
+            ranks: this rank's place.
+            model, rollout, algorithm, reward, evaluation, logging: sections of the configuration.
+            seed: of the run.
+            offload: vLLM will be asked to leave the device.
+
+        Raises:
+            UserError: on every rank: a ground truth cannot be parsed, or vLLM refuses the model.
+        """
+        self._rollout, self._algorithm, self._reward = rollout, algorithm, reward
+        self._evaluation, self._logging = evaluation, logging
         self.decode: Decode | None = functools.lru_cache(65536)(
             functools.partial(inputs.tokenizer.decode, clean_up_tokenization_spaces=False)
         )
         assert inputs.dataset is not None, "a replay samples nothing"
         self._dataset, self._held_out = inputs.dataset, inputs.held_out
-        rank, world_size, rollout = ranks.rank, ranks.world_size, config.rollout
+        rank, world_size = ranks.rank, ranks.world_size
         tp_size = rollout.tensor_model_parallel_size
         with contextlib.ExitStack() as unfinished:
             self._verifier = None
             if rank % tp_size == 0:
-                reward = config.reward
                 self._verifier = MathVerifier(reward.num_workers, reward.timeout_seconds)
                 unfinished.enter_context(self._verifier).start()
             for dataset in filter(None, (self._dataset, self._held_out)):
@@ -62,17 +93,17 @@ class Sampling:
             from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
             self.engine = RolloutEngine(
-                str(config.model.hf_path),
+                str(model.hf_path),
                 inputs,
                 rollout,
-                dtype=rollout.dtype or config.model.dtype,
-                seed=config.seed,
-                offload=is_on(config.parallel),
+                dtype=rollout.dtype or model.dtype,
+                seed=seed,
+                offload=offload,
                 rank=rank,
                 world_size=world_size,
             )
             unfinished.pop_all()
-        self._sync = WeightSync(inputs.shape, ranks, config.model, rollout, self.engine)
+        self._sync = WeightSync(inputs.shape, ranks, model, rollout, self.engine)
         self._settings = SamplingSettings(
             temperature=rollout.temperature,
             top_p=rollout.top_p,
@@ -80,7 +111,7 @@ class Sampling:
             max_response_tokens=rollout.max_response_tokens,
             seed_role="train",
             # Where groups are dropped, what is left of a rank's share is whole groups.
-            whole_groups=config.algorithm.dynamic_sampling,
+            whole_groups=algorithm.dynamic_sampling,
         )
 
     def rollouts(
@@ -93,7 +124,7 @@ class Sampling:
         has_time: HasTime | None = None,
     ) -> tuple[list[ScoredRollout], dict[str, float]]:
         """Sample a group of responses to each prompt, and judge them where they were sampled."""
-        config, algorithm = self._config, self._config.algorithm
+        algorithm, logging = self._algorithm, self._logging
         sample = functools.partial(self._sample, step, policy_version, phase, has_time)
         if algorithm.dynamic_sampling and trains_actor:
             scored, metrics = sample_mixed_groups(
@@ -105,15 +136,15 @@ class Sampling:
             )
         else:
             scored, metrics = sample(0, algorithm.num_prompts), {}
-        if config.logging.dump_steps:
+        if logging.dump_steps:
             with phase(DUMP):
                 write_step(
-                    Path(config.logging.run_dir) / "replay",
+                    Path(logging.run_dir) / "replay",
                     step + 1,
                     scored,
                     num_responses=algorithm.responses_per_step,
                     group_size=algorithm.group_size,
-                    keep_last=config.logging.dump_steps,
+                    keep_last=logging.dump_steps,
                 )
         return scored, metrics
 
@@ -127,7 +158,7 @@ class Sampling:
         num_prompts: int,
     ) -> list[ScoredRollout]:
         """Sample and judge one round of a step: this rank's share, by position."""
-        group_size = self._config.algorithm.group_size
+        group_size = self._algorithm.group_size
         prompts = repeat_for_group(self._dataset.next(num_prompts), group_size)
         settings = dataclasses.replace(self._settings, round=round)
         scored = None
@@ -139,7 +170,7 @@ class Sampling:
                 )
             with phase(REWARD):
                 scored = score_rollouts(
-                    self._verifier, rollouts, self._config.reward, settings.max_response_tokens
+                    self._verifier, rollouts, self._reward, settings.max_response_tokens
                 )
         # Other replicas may have been done before the time was over.
         if any_rank(scored is None):
@@ -169,8 +200,9 @@ class Sampling:
             return evaluate(
                 self.engine,
                 self._verifier,
-                self._config,
                 self._held_out.problems,
+                self._evaluation,
+                self._rollout,
                 policy_version=policy_version,
                 on_progress=on_progress,
                 has_time=has_time,

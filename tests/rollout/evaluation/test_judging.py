@@ -9,12 +9,17 @@ import math
 
 import pytest
 
-from vapo_megatron.config import EvaluationConfig, RolloutConfig, VapoConfig
+from vapo_megatron.config import EvaluationConfig, RolloutConfig
 from vapo_megatron.data.batch import Prompt, Rollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.reward.math_verifier import MathVerifier
 
 SAMPLES = 4
+# Evaluate's batches hold 2 * 2 // 4 = 1 problem for each replica.
+SECTIONS = (
+    EvaluationConfig(samples=SAMPLES),
+    RolloutConfig(max_response_tokens=99, max_num_sequences=2),
+)
 
 
 class Sampler:
@@ -65,11 +70,6 @@ def judged_on(replicas_of, count, batch):
 
     from vapo_megatron.rollout.evaluation.judging import evaluate, judge_problems
 
-    config = VapoConfig(
-        evaluation=EvaluationConfig(samples=SAMPLES),
-        # Evaluate's batches hold 2 * 2 // 4 = 1 problem for each replica.
-        rollout=RolloutConfig(max_response_tokens=99, max_num_sequences=2),
-    )
     rank, size = dist.get_rank(), dist.get_world_size()
     sampler = Sampler(rank // replicas_of, size // replicas_of)
     verifier = MathVerifier(1, 60) if rank % replicas_of == 0 else None
@@ -79,12 +79,12 @@ def judged_on(replicas_of, count, batch):
             patch.setattr(dist, name, forbidden)
         batches = list(
             judge_problems(
-                sampler, verifier, config, problems(count),
+                sampler, verifier, problems(count), *SECTIONS,
                 policy_version=0, on_progress=lambda *at: shown.append(at), keep_text=True,
                 problems_per_batch=batch,
             )
         )  # fmt: skip
-        metrics = evaluate(sampler, verifier, config, problems(count), policy_version=0)
+        metrics = evaluate(sampler, verifier, problems(count), *SECTIONS, policy_version=0)
     if verifier is not None:
         verifier.close()
     sizes = [len(asked) for asked in sampler.asked]
@@ -97,14 +97,10 @@ def stopped_on(out_of_time):
 
     from vapo_megatron.rollout.evaluation.judging import evaluate
 
-    config = VapoConfig(
-        evaluation=EvaluationConfig(samples=SAMPLES),
-        rollout=RolloutConfig(max_response_tokens=99, max_num_sequences=2),
-    )
     sampler = Sampler(dist.get_rank(), 2)
     has_time = lambda: dist.get_rank() != out_of_time or not sampler.asked  # noqa: E731
     with MathVerifier(1, 60) as verifier, pytest.raises(Stopped):
-        evaluate(sampler, verifier, config, problems(5), policy_version=0, has_time=has_time)
+        evaluate(sampler, verifier, problems(5), *SECTIONS, policy_version=0, has_time=has_time)
     return len(sampler.asked)
 
 
@@ -177,6 +173,5 @@ class Broken(Sampler):
 def test_what_is_not_finite_has_no_accuracy():
     from vapo_megatron.rollout.evaluation.judging import judge_problems
 
-    config = VapoConfig(evaluation=EvaluationConfig(samples=SAMPLES))
     with pytest.raises(RuntimeError, match="NaN weights"):
-        next(judge_problems(Broken(0, 1), None, config, problems(2), policy_version=0))
+        next(judge_problems(Broken(0, 1), None, problems(2), *SECTIONS, policy_version=0))

@@ -14,14 +14,12 @@ from typing import Any
 import torch
 
 from vapo_megatron.algorithm.group_sampling import repeat_for_group
-from vapo_megatron.config import VapoConfig
+from vapo_megatron.config import EvaluationConfig, RolloutConfig
 from vapo_megatron.config.metrics import emits
-from vapo_megatron.data.batch import Prompt, ScoredRollout
+from vapo_megatron.data.batch import Prompt, Rollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.reduce import sum_over_world
-from vapo_megatron.reward.extraction import MAX_ANSWER_CHARACTERS, final_answer
-from vapo_megatron.reward.math_verifier import MathVerifier
-from vapo_megatron.reward.scoring import score_rollouts
+from vapo_megatron.reward.math_verifier import MathVerifier, Verdict
 from vapo_megatron.rollout.evaluation.statistics import means, problem_values, value_names
 from vapo_megatron.rollout.evaluation.votes import Response, count_votes
 from vapo_megatron.rollout.requests import SamplingSettings
@@ -40,8 +38,9 @@ Judged = list[tuple[Prompt, list[Response]]]
 def evaluate(
     engine: Any,
     verifier: MathVerifier | None,
-    config: VapoConfig,
     problems: Sequence[Prompt],
+    evaluation: EvaluationConfig,
+    rollout: RolloutConfig,
     *,
     policy_version: int,
     on_progress: Callable[[int, int], None] | None = None,
@@ -59,7 +58,7 @@ def evaluate(
     Raises:
         Stopped: on one rank there was no time left; on every rank.
     """
-    samples = config.evaluation.samples
+    samples = evaluation.samples
     names = value_names(samples)
     rows = {prompt.index: row for row, prompt in enumerate(problems)}
     table = torch.zeros(len(problems), 1 + len(names), dtype=torch.float64)
@@ -67,8 +66,9 @@ def evaluate(
         for judged in judge_problems(
             engine,
             verifier,
-            config,
             problems,
+            evaluation,
+            rollout,
             policy_version=policy_version,
             on_progress=on_progress,
             has_time=has_time,
@@ -90,13 +90,13 @@ def evaluate(
     return {f"evaluation/{name}": found[name] for name in shown}, correct
 
 
-def sampling_settings(config: VapoConfig) -> SamplingSettings:
-    """Return how evaluation samples; ConfigError where no sampler can."""
+def sampling_settings(evaluation: EvaluationConfig, max_response_tokens: int) -> SamplingSettings:
+    """Return how evaluation samples; ConfigError: vLLM could not."""
     return SamplingSettings(
-        temperature=config.evaluation.temperature,
-        top_p=config.evaluation.top_p,
-        top_k=config.evaluation.top_k,
-        max_response_tokens=config.rollout.max_response_tokens,
+        temperature=evaluation.temperature,
+        top_p=evaluation.top_p,
+        top_k=evaluation.top_k,
+        max_response_tokens=max_response_tokens,
         seed_role="evaluation",
         whole_groups=True,
     )
@@ -105,8 +105,9 @@ def sampling_settings(config: VapoConfig) -> SamplingSettings:
 def judge_problems(
     engine: Any,
     verifier: MathVerifier | None,
-    config: VapoConfig,
     problems: Sequence[Prompt],
+    evaluation: EvaluationConfig,
+    rollout: RolloutConfig,
     *,
     policy_version: int,
     on_progress: Callable[[int, int], None] | None = None,
@@ -123,8 +124,9 @@ def judge_problems(
     Args:
         engine: this rank's sampler.
         verifier: on the first rank of each replica, None elsewhere.
-        config: evaluation, rollout and reward are used.
         problems: the same on every rank.
+        evaluation: sampling parameters.
+        rollout: longest response, and how many one replica samples at once.
         policy_version: of the sampler's weights.
         on_progress: called with (done, total) responses of all replicas, as this one's suggest.
         has_time: see RolloutEngine.generate.
@@ -135,9 +137,10 @@ def judge_problems(
     Yields:
         For each batch this replica's problems, in order, on its first rank; nothing elsewhere.
     """
-    samples, sampling = config.evaluation.samples, sampling_settings(config)
+    samples = evaluation.samples
+    sampling = sampling_settings(evaluation, rollout.max_response_tokens)
     if problems_per_batch is None:
-        share = max(1, 2 * config.rollout.max_num_sequences // samples)
+        share = max(1, 2 * rollout.max_num_sequences // samples)
         problems_per_batch = share * engine.num_replicas
     for start in range(0, len(problems), problems_per_batch):
         part = problems[start : start + problems_per_batch]
@@ -152,26 +155,24 @@ def judge_problems(
         )  # fmt: skip
         if not all(math.isfinite(x) for rollout in rollouts for x in rollout.logprobs):
             raise RuntimeError("a log-probability is not finite; look for NaN weights")
-        scored = score_rollouts(verifier, rollouts, config.reward, sampling.max_response_tokens)
-        groups = [scored[i : i + samples] for i in range(0, len(scored), samples)]
-        judged = [[_response(s, keep_text) for s in group] for group in groups]
-        if verifier is not None:
-            for responses, votes in zip(judged, count_votes(verifier, judged)):
-                assert [r["sample"] for r in responses] == list(range(samples)), "a whole group"
-                for response, vote in zip(responses, votes):
-                    response["vote"] = vote
-        yield [(group[0].rollout.prompt, r) for group, r in zip(groups, judged)]
+        if verifier is None:
+            yield []
+            continue
+        verdicts = verifier.score([r.text for r in rollouts], [r.prompt.answer for r in rollouts])
+        responses = [_response(r, v, keep_text) for r, v in zip(rollouts, verdicts)]
+        groups = [responses[i : i + samples] for i in range(0, len(responses), samples)]
+        for group, votes in zip(groups, count_votes(verifier, groups)):
+            assert [r["sample"] for r in group] == list(range(samples)), "a whole group"
+            for response, vote in zip(group, votes):
+                response["vote"] = vote
+        yield [(r.prompt, group) for r, group in zip(rollouts[::samples], groups)]
 
 
-def _response(scored: ScoredRollout, keep_text: bool) -> Response:
-    rollout = scored.rollout
-    answer = final_answer(rollout.text)
-    if answer is not None and len(answer) > MAX_ANSWER_CHARACTERS:
-        answer = None
+def _response(rollout: Rollout, verdict: Verdict, keep_text: bool) -> Response:
     response = {
         "sample": rollout.sample,
-        "status": scored.status,
-        "answer": answer,
+        "status": verdict.status,
+        "answer": verdict.extracted,
         "vote": None,
         "num_tokens": len(rollout.token_ids),
         "truncated": rollout.truncated,
