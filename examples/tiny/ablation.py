@@ -38,7 +38,7 @@ from vapo_megatron.cli.command import Parser, run  # noqa: E402
 from vapo_megatron.data.storage import replace_file  # noqa: E402
 from vapo_megatron.errors import UserError  # noqa: E402
 from vapo_megatron.run.directory import read_rows  # noqa: E402
-from vapo_megatron.run.progress_view import format_seconds  # noqa: E402
+from vapo_megatron.run.progress import format_seconds  # noqa: E402
 from vapo_megatron.run.report.comparison import build_comparison, table  # noqa: E402
 from vapo_megatron.run.report.html import escape  # noqa: E402
 

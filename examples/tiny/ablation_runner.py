@@ -15,7 +15,7 @@ from ablation_jobs import Job, read_state, write_state
 
 from vapo_megatron.errors import DataError
 from vapo_megatron.run.directory import read_rows
-from vapo_megatron.run.progress_view import format_seconds
+from vapo_megatron.run.progress import format_seconds
 
 POLL_SECONDS = 0.2
 

@@ -149,7 +149,8 @@ def _first_step(trainer):
     metrics = trainer.train_step(0)
     with trainer.phase("generation") as show:
         show(3, 8, "round 2")
-    assert trainer.output._progress._state._activity == ("generation round 2", 3, 8)
+    phase = trainer.output._progress.bars.tasks[1]
+    assert (phase.description, phase.fields["note"]) == ("generation round 2", "3 / 8")
     return positions, metrics
 
 

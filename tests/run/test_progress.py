@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from vapo_megatron.run.progress import Progress
-from vapo_megatron.run.progress_view import RunState, format_seconds
+from vapo_megatron.run.progress import Progress, format_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW = {
@@ -39,11 +38,6 @@ class Clock:
         return self.now
 
 
-def finish(state, clock, step, seconds, **metrics):
-    clock.now += seconds
-    state.finish_step(step, {"time/step_seconds": seconds, **metrics})
-
-
 def test_a_plain_line_per_step(capsys):
     with Progress("plain", 34, 14) as progress:
         progress.phase("generation", 3, 8)
@@ -53,10 +47,9 @@ def test_a_plain_line_per_step(capsys):
         progress.step(34, {**ROW, "evaluation/avg@8": 0.93})
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step  0/34  before training    accuracy 0.142"
-    # 33 steps of 3.1 s and an evaluation of 2 s, 104.3 s, which policy steps can only lengthen.
     assert lines[1] == (
         "step  1/34  value pretraining  reward -0.412  length 96.3  explained variance 0.831"
-        "  tokens/s 4,812  time per step 3.1 s  > 1 m 44 s left"
+        "  tokens/s 4,812  time per step 3.1 s"
     )
     assert lines[2] == "checkpoint saved"
     assert lines[3] == (
@@ -72,66 +65,54 @@ def test_auto_is_plain_without_a_terminal(capsys):
     assert out.startswith("step 1/2  policy") and "\x1b" not in out
 
 
-@pytest.mark.parametrize(("mode", "is_leader"), [("off", True), ("plain", False), ("live", False)])
-def test_off_and_other_ranks_show_nothing(capfd, mode, is_leader):
-    with Progress(mode, 2, 0, is_leader=is_leader) as progress:
+@pytest.mark.parametrize(("mode", "is_main"), [("off", True), ("plain", False), ("live", False)])
+def test_off_and_other_ranks_show_nothing(capfd, tmp_path, mode, is_main):
+    with Progress(mode, 2, 0, is_main=is_main, log_path=tmp_path / "log.txt") as progress:
         progress.phase("generation", 1, 2)
         progress.step(1, ROW)
         progress.note("note")
-        progress.close()
     assert capfd.readouterr() == ("", "")
 
 
 def test_missing_and_null_figures_are_left_out(capsys):
     with Progress("plain", 1, 0) as progress:
         progress.step(1, {"reward/mean": None})
-    assert capsys.readouterr().out == "step 1/1  policy           \n"
+    assert capsys.readouterr().out == "step 1/1  policy\n"
+
+
+def after(progress, clock, step, seconds, **metrics):
+    """What is said of the time left after a step of so many seconds."""
+    clock.now += seconds
+    progress.step(step, {"time/step_seconds": seconds, **metrics})
+    return progress.bars.tasks[0].fields["note"]
 
 
 def test_time_left_tells_the_two_kinds_of_step_apart():
     clock = Clock()
-    state = RunState(10, 4, clock=clock)
-    assert state.seconds_left() is None
-    finish(state, clock, 1, 9.0)
-    # The first step alone: 9 more of 9 s, and the policy's may take longer.
-    assert state.seconds_left() == (81.0, True)
-    finish(state, clock, 2, 2.0)
-    finish(state, clock, 3, 4.0)
-    # The first has warmed up and counts no more: (2 + 4) / 2 = 3 for 1 + 6 steps.
-    assert state.seconds_left() == (21.0, True)
-    finish(state, clock, 4, 3.0)
-    finish(state, clock, 5, 20.0)
-    # 5 policy steps of 20 s.
-    assert state.seconds_left() == (100.0, False)
-    clock.now += 8.0
-    assert state.seconds_left() == (92.0, False)
-    clock.now += 100.0
-    # A step that takes longer than expected leaves the 4 after it.
-    assert state.seconds_left() == (80.0, False)
-    for step in range(6, 11):
-        finish(state, clock, step, 10.0)
-    assert state.seconds_left() == (0.0, False)
+    progress = Progress("off", 10, 4, clock=clock)
+    # The first step warms up kernels and caches: it says nothing of the others.
+    assert after(progress, clock, 1, 9.0) == ""
+    # 8 more of 2 s, and policy steps may take longer.
+    assert after(progress, clock, 2, 2.0) == "> 16 s left"
+    # (2 + 4) / 2 = 3 s each.
+    assert after(progress, clock, 3, 4.0) == "> 21 s left"
+    assert after(progress, clock, 4, 3.0) == "" == after(progress, clock, 5, 20.0)
+    # 4 policy steps of 20 s.
+    assert after(progress, clock, 6, 20.0) == "1 m 20 s left"
+    # However long a step takes: rich's own estimate forgets what is older than 30 s.
+    assert after(progress, clock, 7, 7200.0) == "3 h 00 m left"
+    for step in range(8, 11):
+        left = after(progress, clock, step, 10.0)
+    assert left == ""
 
 
-def test_time_left_takes_recent_steps_and_one_evaluation():
+def test_after_a_resume_steps_count_from_it():
     clock = Clock()
-    state = RunState(40, 0, clock=clock)
-    state.finish_step(0, {"time/evaluation_seconds": 5.0, "time/step_seconds": 5.0})
-    for step in range(1, 31):
-        finish(state, clock, step, 50.0 if step <= 21 else 2.0)
-    # Steps 23 to 30: 10 x 2 s, and the evaluation after the last.
-    assert state.seconds_left() == (25.0, False)
-    both = {"time/evaluation_seconds": 6.0, "time/step_seconds": 8.0}
-    state.finish_step(31, both)
-    # 8 s of which 6 were the evaluation: still 2 s a step.
-    assert state.seconds_left() == (9 * 2.0 + 6.0, False)
-
-
-def test_after_a_resume_the_first_step_is_not_one():
-    clock = Clock()
-    state = RunState(10, 4, first_step=8, clock=clock)
-    finish(state, clock, 8, 5.0)
-    assert state.seconds_left() == (10.0, False)
+    progress = Progress("off", 10, 4, first_step=7, clock=clock)
+    assert progress.bars.tasks[0].description == "step 7 / 10  policy"
+    assert progress.bars.tasks[0].completed == 6
+    assert after(progress, clock, 7, 5.0) == ""
+    assert after(progress, clock, 8, 5.0) == "10 s left"
 
 
 def test_durations_as_people_read_them():
@@ -140,50 +121,52 @@ def test_durations_as_people_read_them():
     assert {seconds: format_seconds(seconds) for seconds in cases} == cases
 
 
-def panel(width, state):
+def panel(width, progress):
     console = Console(record=True, force_terminal=True, width=width, file=io.StringIO())
-    console.print(state)
+    console.print(progress._panel())
     return console.export_text().splitlines()
 
 
 @pytest.mark.parametrize("width", [60, 110])
 def test_the_panel_says_it_all(width):
     clock = Clock()
-    state = RunState(12, 4, "tiny, seed 0", clock=clock)
-    state.finish_step(0, {"evaluation/avg@8": 0.142})
+    progress = Progress("off", 12, 4, title="tiny [seed 0]", log_path=Path("log"), clock=clock)
+    progress.step(0, {"evaluation/avg@8": 0.142})
+    text = "\n".join(panel(width, progress))
+    assert "step 1 / 12  value pretraining" in text and "starting" in text
+    assert "accuracy 0.142 before training" in text
     for step in range(1, 7):
-        finish(state, clock, step, 3.1, **{**ROW, "reward/mean": step / 10})
-    state.finish_step(6, {"evaluation/avg@8": 0.55})
-    state.set_activity("critic_update", 64, 256)
-    rows = panel(width, state)
+        after(progress, clock, step, 3.1, **ROW)
+    progress.step(6, {"evaluation/avg@8": 0.55})
+    progress.phase("critic_update", 64, 256)
+    rows = panel(width, progress)
     assert all(len(row) == width for row in rows)
     text = "\n".join(rows)
-    for part in ("tiny, seed 0", "step 7 / 12  policy", "critic update", "64 / 256",
-                 "reward +0.600", "length 96.3", "entropy 0.412", "explained variance 0.831",
+    for part in ("tiny [seed 0]", "step 7 / 12  policy", "critic update", "64 / 256",
+                 "reward -0.412", "length 96.3", "entropy 0.412", "explained variance 0.831",
                  "tokens/s 4,812", "time per step 3.1 s", "19 s left",
-                 "accuracy 0.550 after step 6, 0.142 before training",
-                 "\u2581\u2582\u2584\u2585\u2587\u2588 +0.10 to +0.60"):  # fmt: skip
+                 "accuracy 0.550 after step 6", "all other output: log"):  # fmt: skip
         assert part in text, part
 
 
-def test_the_panel_at_the_start_and_at_the_end():
+def test_the_panel_at_the_end():
     clock = Clock()
-    state = RunState(2, 1, clock=clock)
-    text = "\n".join(panel(80, state))
-    assert "step 1 / 2  value pretraining" in text and "starting" in text and "left" not in text
-    finish(state, clock, 1, 1.0)
-    finish(state, clock, 2, 61.0)
-    text = "\n".join(panel(80, state))
-    assert "step 2 / 2  policy" in text and "finished" in text and "62" not in text
-    assert "1 m 02 s so far" in text and "left" not in text
+    progress = Progress("off", 2, 1, clock=clock)
+    after(progress, clock, 1, 1.0)
+    progress.phase("generation")
+    after(progress, clock, 2, 61.0)
+    text = "\n".join(panel(80, progress))
+    assert "step 2 / 2  policy" in text and "finished" in text and "left" not in text
 
 
 SCRIPT = """
 import logging, os, sys
+from pathlib import Path
 logging.basicConfig(stream=sys.stderr, level=logging.INFO)
 from vapo_megatron.run.progress import Progress
-leader = sys.argv[2] != "other rank"
-with Progress("auto", 2, 1, "tiny", log_path=sys.argv[1], is_leader=leader) as progress:
+is_main = sys.argv[2] != "other rank"
+log = Path(sys.argv[1])
+with Progress("auto", 2, 1, title="tiny", log_path=log, is_main=is_main) as progress:
     for step in (1, 2):
         progress.phase("generation", 1, 2)
         logging.info("a library")

@@ -64,7 +64,7 @@ class RunOutput:
                     algorithm.num_steps,
                     algorithm.value_pretraining_steps,
                     title=f"{algorithm_name(self._config.model_dump())} {run_dir}",
-                    is_leader=is_main,
+                    is_main=is_main,
                     first_step=start + 1,
                     log_path=run_dir / "log.txt",
                 )

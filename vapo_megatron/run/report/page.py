@@ -13,7 +13,7 @@ from typing import Any
 from vapo_megatron.config.metrics import accuracy_name
 from vapo_megatron.config.techniques import algorithm_name
 from vapo_megatron.run.directory import Run, read_run
-from vapo_megatron.run.progress_view import format_seconds
+from vapo_megatron.run.progress import format_seconds
 from vapo_megatron.run.report.charts import chart_data
 from vapo_megatron.run.report.diagnostics import plots
 from vapo_megatron.run.report.html import escape, script_json, write_page
