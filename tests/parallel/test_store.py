@@ -30,14 +30,14 @@ def test_each_attempt_has_a_part_of_its_own(world_size):
     shared = dist.HashStore()
     first, second = meet(shared, world_size), meet(shared, world_size)
     assert read(first, "old") == ["old"] * world_size
-    assert not any(part.check(["x"]) for part in second), "what was said before is not heard"
+    assert not any(part.check(["x"]) for part in second), "an earlier attempt's value is not read"
     assert read(second, "new") == ["new"] * world_size
 
 
 def test_what_an_attempt_that_never_met_has_left_misleads_nobody():
     shared = dist.HashStore()
     for rank in (1, 2):
-        shared.set(f"word/{rank}", "gone")
+        shared.set(f"nonce/{rank}", "gone")
         shared.set(f"offer/{rank}", "stale gone")
         shared.set(f"taken/{rank}", "stale")
     assert read(meet(shared, 3), "whole") == ["whole"] * 3

@@ -1,4 +1,4 @@
-"""All that knows megatron-core's parallelism; importing it readies megatron-core."""
+"""Everything built on megatron-core's parallelism; importing it prepares megatron-core."""
 
 from vapo_megatron.parallel import megatron_on_cpu
 

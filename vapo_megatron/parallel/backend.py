@@ -1,4 +1,4 @@
-"""Which device this process computes on, and how its processes meet."""
+"""This process's device, and torch.distributed's start."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def distributed_backend() -> str:
 
 
 def initialize_distributed(timeout_seconds: float) -> None:
-    """Join the processes that torchrun started; each takes its own GPU where there is one.
+    """Join the processes that torchrun started; with GPUs, each uses its own.
 
     Args:
         timeout_seconds: longest wait in a collective.
     """
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
-    place, rank, world_size = store.join(timeout_seconds)
+    joined, rank, world_size = store.join(timeout_seconds)
     dist.init_process_group(
         distributed_backend(),
-        store=place,
+        store=joined,
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_seconds),
@@ -44,16 +44,16 @@ def initialize_distributed(timeout_seconds: float) -> None:
 
 
 def synchronize() -> None:
-    """Wait until the GPU has finished what it was given; nothing on a CPU."""
+    """Wait until the GPU has finished; does nothing on a CPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def check_launch_order(tp_size: int) -> None:
-    """Refuse a setting with which tensor parallelism would not hide its communication.
+    """Refuse a setting with which tensor-parallel communication would not overlap computation.
 
-    megatron-core launches each layer's communication just before the computation that is to hide it
-    and relies on kernels running in that order. From Blackwell on they do without the setting.
+    megatron-core launches each layer's communication just before the computation that hides it, and
+    relies on kernels running in launch order. From Blackwell on they do without the setting.
 
     Raises:
         ConfigError: names the variable, its value and what it must be.

@@ -1,4 +1,4 @@
-"""The .metadata of a distributed checkpoint, a pickle, read without running what it may hold."""
+"""Reads the .metadata of a distributed checkpoint, a pickle, without running code from it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ _PICKLED = {
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """Read what tensors a distributed checkpoint holds, and where.
+    """Read which tensors a distributed checkpoint holds, and where.
 
-    Objects are left out: torch's loader would unpickle them, whatever they hold, also where a
-    tensor was asked for.
+    Objects are left out: torch's loader would unpickle them, even where a tensor is requested.
 
     Raises:
-        CheckpointError: it is broken, or would run code, or names a file outside the directory.
+        CheckpointError: it is corrupt, would run code, or names a file outside the directory.
     """
     path = directory / METADATA_FILE
     try:
@@ -60,16 +59,16 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Return the tensors that it describes, without objects."""
+    """Return the tensors in it, without objects."""
     described = metadata.state_dict_metadata.items()
     return {key: value for key, value in described if isinstance(value, TensorStorageMetadata)}
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes the classes of a checkpoint's metadata and nothing else."""
+    """Allows the classes of a checkpoint's metadata and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Refuse whatever could do something."""
+        """Refuse any class that is not listed."""
         if name not in _PICKLED.get(module.replace("pathlib._local", "pathlib"), ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return super().find_class(module, name)

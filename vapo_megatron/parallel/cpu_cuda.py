@@ -1,7 +1,7 @@
-"""Stand-in for `torch.cuda` that megatron-core sees on a machine without a GPU (see backend.py).
+"""Stand-in for `torch.cuda` that megatron-core sees without a GPU (see megatron_on_cpu.py).
 
-Only what megatron-core calls while it trains is defined here. Everything else is looked up in the
-real `torch.cuda`, which says by itself that there is no GPU.
+Only what megatron-core calls in training is defined here. Everything else is looked up in the real
+`torch.cuda`, which reports that there is no GPU.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Before: the first rank of each vLLM replica holds its replica's scored rollouts; other ranks hold
 none. After `gather_summary`: every rank holds lengths, verdicts and rewards of all responses (a few
 bytes each). After `exchange`: every rank holds the tokens of the responses that its data-parallel
-rank trains on, and of no others. The payload moves once; its sizes follow from the summary, so no
-sizes are exchanged.
+rank trains on, and of no others. The payload moves once; its sizes follow from the summary.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def _check_positions(found: Sequence[int], num_responses: int) -> None:
         shown = ", ".join(map(str, missing[:9])) + (", ..." if len(missing) > 9 else "")
         raise RuntimeError(
             f"the sampler left out {len(missing)} of {num_responses} responses, at positions "
-            f"{shown}; start the run again: it goes on from its latest checkpoint"
+            f"{shown}; restart the run, which resumes from its latest checkpoint"
         )
     assert len(found) == num_responses, "a response was sampled twice"
 
@@ -94,8 +93,7 @@ def exchange(
     Args:
         local: this rank's rollouts.
         summary: from gather_summary.
-        wanted: per data-parallel rank, the positions that it trains on, in the order that its batch
-            shall have.
+        wanted: per data-parallel rank, the positions that it trains on, in the order of its batch.
         ranks: this rank's place.
 
     Returns:

@@ -8,7 +8,7 @@ With z = logits / temperature over the vocabulary alone (padding is never read),
     s = sum_j exp(z_j - m)          u = sum_j exp(z_j - m) (z_j - m)
     log p_t = z_t - m - log s       H = log s - u / s
     d log p_t / d z_j = [j = t] - p_j               d H / d z_j = -p_j (log p_j + H)
-m, s, u and z_t of all tokens travel in one all-gather; the backward pass communicates nothing.
+m, s, u and z_t of all tokens take one all-gather; the backward pass does not communicate.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def linear_logprobs(
 
 
 class _Logprobs(torch.autograd.Function):
-    """source: logits (weight None) or hidden states."""
+    """source: logits (weight None), or hidden states."""
 
     @staticmethod
     def forward(ctx, source, weight, targets, call: Call):  # type: ignore[no-untyped-def]
@@ -164,14 +164,14 @@ class _Logprobs(torch.autograd.Function):
             slope = (grad_entropy / -(call.temperature * total))[:, None]
             offset += slope * (entropy - total.log())[:, None]
         gradients = Gradients(source, weight, call, ctx.needs_input_grad)
-        for rows, z, room in tiles(
-            source, weight, call, with_room=slope is not None, gradients=gradients
+        for rows, z, scratch in tiles(
+            source, weight, call, with_scratch=slope is not None, gradients=gradients
         ):
             z.sub_(maximum[rows, None])
             if slope is None:
                 z.exp_().mul_(offset[rows])
             else:
-                e = torch.exp(z, out=room)
+                e = torch.exp(z, out=scratch)
                 torch.addcmul(offset[rows], slope[rows], z, out=z).mul_(e)
             if call.columns:
                 column, inside = call.local(targets[rows])
@@ -189,14 +189,14 @@ def _statistics(source: Tensor, weight: Tensor | None, targets: Tensor, call: Ca
         statistics[0] = -1e30
         statistics[2] = -math.inf
         return statistics
-    for rows, z, room in tiles(source, weight, call, with_room=call.with_entropy):
+    for rows, z, scratch in tiles(source, weight, call, with_scratch=call.with_entropy):
         column, inside = call.local(targets[rows])
         statistics[2, rows] = z.gather(1, column).masked_fill_(~inside, -math.inf)[:, 0]
         maximum = z.amax(1)
         statistics[0, rows] = maximum
         z.sub_(maximum[:, None])
-        e = z.exp_() if room is None else torch.exp(z, out=room)
+        e = z.exp_() if scratch is None else torch.exp(z, out=scratch)
         statistics[1, rows] = e.sum(1)
-        if room is not None:
+        if scratch is not None:
             statistics[3, rows] = e.mul_(z).sum(1)
     return statistics

@@ -1,8 +1,7 @@
-"""Makes megatron-core run on a CPU: its source is translated as it is imported.
+"""Makes megatron-core run on a CPU by translating its source at import.
 
-megatron-core names CUDA all over its source. Where no GPU exists, a hook in the import system
-translates these names while `megatron.core.*` is compiled; nothing in torch and no file on disk
-changes:
+megatron-core refers to CUDA all over its source. Without a GPU, an import hook translates these
+references when `megatron.core.*` is compiled; nothing in torch and no file on disk changes:
 
     torch.cuda, torch.compile          the stand-in cpu_cuda.py (`from torch.cuda import`, too)
     "cuda", "torch.cuda.FloatTensor"   "cpu", "torch.FloatTensor" (whole string constants)
@@ -40,16 +39,13 @@ _STAND_IN = "_vapo_cpu_cuda"
 _TRANSLATION = hashlib.blake2b(
     importlib.util.MAGIC_NUMBER + Path(__file__).read_bytes(), digest_size=16
 ).digest()
-"""Identifies what this file makes of a module, so that a change of it invalidates the caches."""
+"""Identifies this file's version, so that a change of it invalidates the caches."""
 
 
 def install() -> None:
-    """Install the hook, and give CUDA the setting that megatron-core relies on on a GPU.
-
-    Safe to call again.
-    """
-    # Read when CUDA starts: kernels run in the order of their launches, so that communication comes
-    # before the computation that is to hide it.
+    """Install the hook, and set what megatron-core relies on with a GPU; may be called twice."""
+    # CUDA reads it at start: kernels then run in launch order, communication before the computation
+    # that hides it.
     os.environ.setdefault(CONNECTIONS, "1")
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         assert PACKAGE not in sys.modules or has_gpu(), (
@@ -66,19 +62,19 @@ def has_gpu() -> bool:
 
 
 def _quieten() -> None:
-    """Drop advice on what is missing for a GPU, and on names that megatron-core will outgrow."""
+    """Filter warnings about missing GPU libraries and deprecated names."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\b")
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     logging.getLogger(f"{PACKAGE}.tensor_parallel.random").addFilter(_is_not_about_cpu_rng)
 
 
 def _is_not_about_cpu_rng(record: logging.LogRecord) -> bool:
-    """Drop a warning about every use of the RNG tracker: here its generator is the CPU's."""
+    """Filter a warning at every use of the RNG tracker, whose generator is the CPU's here."""
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Gives the modules of megatron.core a loader that translates them."""
+    """Loads the modules of megatron.core with a translating loader."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -96,7 +92,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Keeps translated bytecode beside Python's own, under names that Python itself never reads."""
+    """Caches translated bytecode beside Python's own, under names that Python never reads."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)

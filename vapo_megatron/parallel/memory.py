@@ -1,12 +1,12 @@
-"""What this process holds: of its GPU, or resident where there is none; and the host's free memory.
+"""Peak memory of this process (of its GPU, or resident on a CPU), and the host's free memory.
 
 A GPU is shared with vLLM, whose pool torch counts whether it is mapped or not, and with libraries
-that torch knows nothing of. So what is in use is read from the device, and what torch gave back
+that torch does not know of. So the memory in use is read from the device, and what torch has freed
 since its peak is added:
 
     peak = total - free + (torch's peak of reserved bytes - torch's reserved bytes)
 
-Other processes on the same GPU would be counted too.
+Other processes on the same GPU would be counted, too.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 
 
 class PeakMemory:
-    """Most memory since `restart`, and since the process began."""
+    """Peak memory since `restart`, and since the process started."""
 
     def __init__(self) -> None:
         self._highest = 0
 
     def restart(self) -> None:
-        """Begin a phase. On a CPU whose kernel cannot, the peak is that of the whole process."""
+        """Reset the peak. On a CPU this needs kernel support; without, it is the process's."""
         self._highest = self.highest_bytes()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -34,25 +34,25 @@ class PeakMemory:
                 Path("/proc/self/clear_refs").write_text("5")
 
     def peak_bytes(self) -> int:
-        """Return the most since `restart`."""
+        """Return the peak since `restart`."""
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
-            given_back = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
-            return total - free + given_back
+            freed = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
+            return total - free + freed
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def highest_bytes(self) -> int:
-        """Return the most since the process began, as far as it was asked for."""
+        """Return the highest peak that any call has seen."""
         return max(self._highest, self.peak_bytes())
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Return what this machine can still give: the least that the kernel and a control group allow.
+    """Return available host memory: the lower of the kernel's and the control group's figure.
 
-    Pages that only cache files can be given too.
+    Page cache that can be reclaimed counts as available.
 
     Args:
-        root: where proc and sys are found.
+        root: directory that holds proc and sys.
     """
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
     found = [int(fields["MemAvailable"].split()[0]) * 1024]

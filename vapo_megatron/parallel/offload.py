@@ -1,19 +1,19 @@
-"""A model's tensors on the device or in host memory, by turns.
+"""Offloads a model's tensors to host memory, and reloads them.
 
-Four things can be on the device, each with all before it; the rest has no device memory at all:
+There are four levels of what is on the device, each with all of the one before; the rest takes no
+device memory:
 
     "nothing"
-    "parameters"   as the model computes with them
-    "state"        main parameters and Adam's moments, too
-    "training"     gradient buffers, too, which are zero when they come
+    "parameters"   of the model
+    "state"        main parameters and Adam's moments
+    "training"     gradient buffers, zero when they are reloaded
 
-Storages are emptied and filled again where they are: every view of them (DDP's buckets, the
-distributed optimizer's shards, gradients' accumulators) stays what it was, and may not be read
-while its storage is empty.
+Storages are resized in place: every view of them (DDP's buckets, the distributed optimizer's
+shards, gradient accumulators) stays valid; its contents are undefined until reloaded.
 
-Host memory is one buffer of exactly the bytes of parameters and optimizer state, laid out by their
-order. torch's own pinned memory would be rounded up to a power of two. Parameters that were only
-read are not copied back.
+Host memory is one buffer of exactly the bytes of parameters and optimizer state, in their order:
+torch's pinned allocator would round it up to a power of two. Parameters that were only read are not
+copied back.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _EXPANDABLE = "expandable_segments"
 
 
 def is_on(parallel: ParallelConfig) -> bool:
-    """Does the configuration ask for it? null: on a GPU, where the roles and vLLM take turns."""
+    """Is offload enabled? null: on a GPU, which the roles and vLLM share."""
     if parallel.offload is None:
         return backend.device().type == "cuda"
     return parallel.offload
 
 
 PARTS = ("parameters", "state", "gradients")
-"""PARTS[i] comes with ORDER[i + 1]."""
+"""PARTS[i] is what ORDER[i + 1] adds."""
 
 
 class Storages(NamedTuple):
@@ -60,13 +60,11 @@ class Storages(NamedTuple):
 
 
 def find_storages(chunks: Sequence[torch.nn.Module], optimizer: Any) -> Storages:
-    """Find everything that grows with the model.
-
-    Scalars, such as torch Adam's step counts, stay where they are.
+    """Find all storages that grow with the model; scalars (Adam's step counts) are left out.
 
     Args:
-        chunks: with DDP around them, if anything of them is trained.
-        optimizer: megatron-core's, whose state has been made; None: nothing is trained.
+        chunks: wrapped in DDP if they are trained.
+        optimizer: megatron-core's, with its state initialized; None for a frozen model.
     """
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     learning: list[Any] = [p for p in parameters if p.requires_grad]
@@ -84,7 +82,7 @@ def find_storages(chunks: Sequence[torch.nn.Module], optimizer: Any) -> Storages
 
 
 def _distinct(tensors: Sequence[Tensor], seen: set[int]) -> list[torch.UntypedStorage]:
-    """List the storages that were not seen before."""
+    """List the storages not in `seen`, and add them."""
     found = []
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -95,14 +93,13 @@ def _distinct(tensors: Sequence[Tensor], seen: set[int]) -> list[torch.UntypedSt
 
 
 class Offload:
-    """One model's turns. `held` is what is on the device: at first everything."""
+    """Offloads one model. `held` is the level on the device, at first "training"."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
-        """Take the host memory; nothing is copied yet.
+        """Allocate the host buffer; nothing is copied yet.
 
         Args:
-            chunks, optimizer: see find_storages; Adam's state is made here, zero as its first step
-                would make it.
+            chunks, optimizer: see find_storages; Adam's state is initialized here.
         """
         if optimizer is not None:
             make_optimizer_state(optimizer)
@@ -116,32 +113,31 @@ class Offload:
 
     @property
     def has_changed(self) -> bool:
-        """Whether what is on the device may differ from what lies in host memory."""
+        """Whether parameters on the device may differ from their copy in host memory."""
         return ORDER.index(self.held) >= ORDER.index("state")
 
     def hold(self, wanted: Held) -> None:
-        """Let exactly this be on the device.
+        """Have exactly this level on the device; gradients are dropped, not copied.
 
-        Gradients are dropped, so that they must not be needed any more. Parameters that
-        overlap_param_gather has not fetched must have been fetched.
+        All parameters that overlap_param_gather is fetching must have arrived.
         """
         before, after = ORDER.index(self.held), ORDER.index(wanted)
         if after < before:
-            self._leave(before, after)
+            self._offload(before, after)
         elif before < after:
-            self._come(before, after)
+            self._reload(before, after)
         self.held = wanted
 
-    def _leave(self, before: int, after: int) -> None:
+    def _offload(self, before: int, after: int) -> None:
         if self.has_changed and after < ORDER.index("state"):
-            # Loading a checkpoint may have given the optimizer other tensors.
+            # Loading a checkpoint may have replaced the optimizer's tensors.
             self._storages = find_storages(self._chunks, self._optimizer)
             found = [_sizes(part) for part in self._storages[:2]]
             assert found == self._sizes[:2], "a tensor of the model has changed its size"
             _copy((away, mine) for mine, away in self._pairs(PARTS[:2]))
         _empty(self._storages[after:before])
 
-    def _come(self, before: int, after: int) -> None:
+    def _reload(self, before: int, after: int) -> None:
         for part, sizes in list(zip(self._storages, self._sizes))[before:after]:
             for storage, size in zip(part, sizes, strict=True):
                 storage.resize_(size)
@@ -151,12 +147,12 @@ class Offload:
                 _bytes_of(storage).zero_()
 
     def close(self) -> None:
-        """Give the memory of device and host back, whatever is held; the model is lost."""
+        """Free the model's memory on device and host; the model is lost."""
         _empty(self._storages)
         self._buffer.close()
 
     def _pairs(self, parts: Sequence[str]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the bytes of each storage of these parts, on the device and in the buffer."""
+        """Yield (bytes on the device, bytes in the host buffer) of each storage of these parts."""
         start = 0
         for name, part, sizes in zip(PARTS[:2], self._storages, self._sizes):
             for storage, size in zip(part, sizes, strict=True):
@@ -170,7 +166,7 @@ def _sizes(part: list[torch.UntypedStorage]) -> list[int]:
 
 
 def _empty(parts: Sequence[list[torch.UntypedStorage]]) -> None:
-    """Take the device memory away; what torch keeps for itself, nobody else can have."""
+    """Free the device memory, also torch's cache of it, for other users of the GPU."""
     for part in parts:
         for storage in part:
             storage.resize_(0)
@@ -184,24 +180,24 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy (to, from) after what was launched before, one right after the other; wait for all."""
+    """Copy (to, from) pairs asynchronously, then wait for all."""
     for to, source in pairs:
         to.copy_(source, non_blocking=True)
     backend.synchronize()
 
 
 class HostBuffer:
-    """Host memory of an exact size, pinned where there is a GPU; pages come when they are used."""
+    """Host memory of an exact size, pinned if there is a GPU; pages are allocated at first use."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Take it.
+        """Allocate and pin.
 
         Raises:
             ConfigError: CUDA cannot pin so much.
         """
-        # Its own pages, which nothing else can have pinned.
+        # Whole pages of its own: CUDA refuses to pin a page twice.
         memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A child would get a copy of every pinned page, or this process one that CUDA does not see.
+        # After a fork, copy-on-write could move this process off the pages that CUDA has pinned.
         memory.madvise(mmap.MADV_DONTFORK)
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self._pinned = False
@@ -217,7 +213,7 @@ class HostBuffer:
             self._pinned = True
 
     def close(self) -> None:
-        """Give it back. Safe to call twice."""
+        """Free it; may be called twice."""
         if self._pinned:
             self._pinned = False
             torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
@@ -227,12 +223,12 @@ class HostBuffer:
 def check_host_memory(
     needed: Mapping[str, int], parallel: ParallelConfig, remedies: Sequence[str]
 ) -> None:
-    """Refuse a run whose processes together need more than their node has. Collective.
+    """Refuse a run whose processes need more host memory than their node has. Collective.
 
     Args:
-        needed: bytes of this process, by what they are for; the same names on every rank.
+        needed: bytes of this process, by purpose; the same names on every rank.
         parallel: host_memory_gb is used.
-        remedies: what to set to need less.
+        remedies: settings that need less.
 
     Raises:
         ConfigError: on every rank, with what the first such node needs and has.
@@ -256,18 +252,17 @@ def check_host_memory(
 
 @contextlib.contextmanager
 def expandable_segments() -> Iterator[None]:
-    """Let the body's GPU allocations grow in place, so that lengths that vary leave no gaps.
+    """Use expandable segments in the body, so that varying lengths do not fragment GPU memory.
 
-    Only while the trainer computes: vLLM's pool cannot lie in such segments (it reads the setting,
-    and turns it off, when it allocates), and the buffers that its CUDA graphs share between
-    processes cannot either, which nothing in vLLM looks after. A user who sets the option in the
-    environment decides for both.
+    Only while the trainer computes: neither vLLM's pool nor the buffers that its CUDA graphs share
+    between processes can be in such segments, and vLLM guards only the pool. A user who sets the
+    option in the environment decides for both.
     """
     users = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if not torch.cuda.is_available() or _EXPANDABLE in users:
         yield
         return
-    # torch forgets every option that a new string does not name.
+    # A new string resets every option that it does not name.
     now = torch._C._accelerator_getAllocatorSettings()
     others = [field for field in now.split(",") if field and _EXPANDABLE not in field]
     torch._C._accelerator_setAllocatorSettings(",".join([*others, f"{_EXPANDABLE}:True"]))

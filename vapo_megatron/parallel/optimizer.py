@@ -1,8 +1,8 @@
 """Gradient buffers, AdamW and learning rates.
 
 Before: every rank holds its model chunks. After `build_ddp` and `build_optimizer`: gradients are
-accumulated in float32 buffers and summed over data-parallel ranks, and each rank updates its own
-share of the parameters (with the distributed optimizer) or all of them.
+accumulated in float32 buffers and summed over data-parallel ranks, and each rank updates its shard
+of the parameters (with the distributed optimizer) or all of them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def build_ddp(
 def _finalize(
     chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, **keywords: Any
 ) -> None:
-    """Sum gradients over ranks, and leave out the division by the number of tokens."""
+    """Sum gradients over ranks; skip the division by the number of tokens."""
     finalize_model_grads(chunks, None, **keywords)
 
 
@@ -102,17 +102,17 @@ def build_optimizer(
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that hold the state: one for each of megatron-core's parts."""
+    """Return the torch optimizers that hold the state, one for each of megatron-core's parts."""
     return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
 
 
 def make_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Make Adam's state where there is none, as its first step would: zero."""
+    """Initialize Adam's state where there is none, to zero as its first step would."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not isinstance(part.optimizer, torch.optim.Adam):
             part.init_state_fn(part.optimizer, part.config)
             continue
-        # megatron-core would leave the step count out, and torch's first step would miss it.
+        # megatron-core's init_state_fn leaves out the step count that torch's Adam needs.
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 if not part.optimizer.state[parameter]:
@@ -126,8 +126,8 @@ def make_optimizer_state(optimizer: MegatronOptimizer) -> None:
 def set_learning_rate(optimizer: MegatronOptimizer, learning_rate: float) -> None:
     """Set the rate of the next update, and each group's weight decay.
 
-    megatron-core marks the groups without decay by wd_mult=0 and leaves it to a scheduler of its
-    own, not used here, to apply that.
+    megatron-core marks groups without decay by wd_mult=0, for its own scheduler to apply, which is
+    not used here.
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_mult"]
@@ -159,9 +159,9 @@ def fill_gradients_with_nan(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def gradients_are_finite(chunks: Sequence[DistributedDataParallel]) -> Tensor:
-    """bool 0-d: what this rank holds of finished gradients.
+    """bool 0-d: are this rank's finished gradients finite?
 
-    The norm leaves out what another tensor-parallel rank holds too, and should hold alike.
+    The norm alone is not enough: it leaves out what is replicated on another tensor-parallel rank.
     """
     sums = [buffer.grad_data.sum() for chunk in chunks for buffer in chunk.buffers]
     return torch.stack(sums).isfinite().all()

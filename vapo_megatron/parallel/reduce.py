@@ -1,7 +1,7 @@
 """Small reductions over ranks: counts, metrics, results of the last pipeline stage.
 
 Before: each rank holds its own numbers. After: the ranks that the function names hold the same.
-Tensors may lie on the CPU or on the device; they come back where they were. Every function is a
+Tensors may be on the CPU or on the device; results are returned there. Every function is a
 collective: all ranks of its group call it, in the same order, with equal shapes and keys.
 """
 
@@ -28,7 +28,7 @@ def sum_over_data_parallel(value: Metrics, ranks: Ranks) -> Metrics:
 
     Args:
         value: a tensor of any shape, or a dict with the same keys on all data-parallel ranks, which
-            travels as one float64 all-reduce, in the order of its sorted keys.
+            takes one float64 all-reduce, in the order of its sorted keys.
         ranks: this rank's place.
 
     Returns:
@@ -65,7 +65,7 @@ def any_rank(flag: bool) -> bool:
 
 
 def gather_objects(value: T) -> list[T]:
-    """Return every rank's value, by rank; of one process without groups its own."""
+    """Return every rank's value, by rank; without process groups, this process's alone."""
     if not dist.is_initialized():
         return [value]
     values = [value] * dist.get_world_size()

@@ -47,7 +47,7 @@ def forward_only(
         What head returned, float32, on the device, in the order of the microbatches, on every rank
         of the model-parallel group. One broadcast carries all of them.
     """
-    here = groups.current()
+    ranks = groups.current()
 
     def collect(microbatch: Microbatch, output: Tensor, non_loss_data: bool = True) -> Tensor:
         return head(output, microbatch).float()
@@ -55,7 +55,7 @@ def forward_only(
     with torch.no_grad():
         results = _run(chunks, microbatches, collect, forward_only=True)
     lengths = [m.predicting.numel() for m in microbatches]
-    return broadcast_from_last_stage(results[: len(lengths)], lengths, here)
+    return broadcast_from_last_stage(results[: len(lengths)], lengths, ranks)
 
 
 def forward_backward(
@@ -72,7 +72,7 @@ def forward_backward(
                        the loss by the number of microbatches; of a triple it does not, when
                        calculate_per_token_loss is set.                                       x 1
     2. backward        there is no gradient scaler in float32 and bfloat16.                   x 1
-    3. microbatches   DDP adds each parameter's gradient to its main_grad, float32.          sum
+    3. microbatches    DDP adds each parameter's gradient to its main_grad, float32.          sum
     4. data parallel   all-reduce or reduce-scatter with SUM; the factor before it is 1 when
                        calculate_per_token_loss was set as DDP was built (else 1/dp).         sum
     5. finalize        partial gradients (norms under sequence parallelism, the tied embedding's
@@ -98,7 +98,7 @@ def forward_backward(
     _assert_nothing_divides(chunks)
     for chunk in chunks:
         chunk.zero_grad_buffer()
-        # The optimizer lends main_grad as .grad; left there, backward would add into it twice.
+        # The optimizer sets .grad to main_grad; left there, backward would accumulate twice.
         chunk.zero_grad(set_to_none=True)
 
     def evaluate(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, dict]:
@@ -114,7 +114,7 @@ def forward_backward(
 
 
 def _assert_nothing_divides(chunks: Sequence[Any]) -> None:
-    """Points 1, 4 and 5 of forward_backward's chain."""
+    """Check points 1, 4 and 5 of forward_backward's chain."""
     config = get_model_config(chunks[0])
     assert config.calculate_per_token_loss and config.finalize_model_grads_func is not None
     factors = {buffer.gradient_scaling_factor for chunk in chunks for buffer in chunk.buffers}
@@ -131,8 +131,8 @@ def _run(
     """Call megatron-core's schedule; returns, on the last stage, `after` of each microbatch."""
     if not microbatches:
         return []
-    here = groups.current()
-    padded = _filled(microbatches, here)
+    ranks = groups.current()
+    padded = _pad_to_groups(microbatches, ranks)
 
     def forward_step(data: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
         microbatch = next(data)
@@ -150,7 +150,7 @@ def _run(
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(padded),
-        # Read only where lengths are fixed: variable_seq_lengths sends each shape along.
+        # Unused: with variable_seq_lengths each shape is sent along.
         seq_length=padded[0].tokens.numel(),
         micro_batch_size=1,
         forward_only=forward_only,
@@ -158,16 +158,16 @@ def _run(
     )
 
 
-def _filled(microbatches: Sequence[Microbatch], here: groups.Ranks) -> list[Microbatch]:
-    """Fill up the last group: the virtual pipeline runs microbatches in groups of pp_size.
+def _pad_to_groups(microbatches: Sequence[Microbatch], ranks: groups.Ranks) -> list[Microbatch]:
+    """Add empty microbatches: the virtual pipeline runs groups of pp_size of them.
 
-    What is added holds no response, and padding that sequence parallelism and FP8 can divide.
+    An empty one is padding alone, of a length that sequence parallelism and FP8 can divide.
     """
-    if here.vpp_size == 1:
+    if ranks.vpp_size == 1:
         return list(microbatches)
     nothing = microbatches[0].batch.narrow(0, 0)
-    empty = make_microbatch(nothing, multiple_of=here.tp_size * FP8_MULTIPLE)
-    return [*microbatches, *[empty] * (-len(microbatches) % here.pp_size)]
+    empty = make_microbatch(nothing, multiple_of=ranks.tp_size * FP8_MULTIPLE)
+    return [*microbatches, *[empty] * (-len(microbatches) % ranks.pp_size)]
 
 
 def _packing(microbatch: Microbatch) -> PackedSeqParams:
@@ -181,7 +181,7 @@ def _packing(microbatch: Microbatch) -> PackedSeqParams:
 
 
 def _on_device(microbatches: Sequence[Microbatch]) -> Iterator[Microbatch]:
-    """Move one microbatch at a time, when its forward pass begins."""
+    """Yield microbatches on the device; each is moved when its forward pass starts."""
     device = backend.device()
     for microbatch in microbatches:
         yield _moved(microbatch, device)

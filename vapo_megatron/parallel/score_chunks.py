@@ -1,14 +1,14 @@
-"""Scores z = logits / temperature, some rows at a time: what logprobs.py computes with.
+"""Scores z = logits / temperature, a chunk of rows at a time, for logprobs.py.
 
-With hidden states, the scores of one chunk of rows [chunk, V/tp] are multiplied out, worked on and
-overwritten by the next chunk's. The work is done on tiles, a few rows of the chunk, which on a CPU
-stay in its cache. What is held beside inputs and results, in rows of [., V/tp]:
+From hidden states, the scores of one chunk of rows [chunk, V/tp] are computed, processed and
+overwritten by the next chunk's. Processing goes by tiles, a few rows of the chunk, which fit in a
+CPU's cache. Memory beside inputs and results, in rows of [., V/tp]:
 
     weight in the arithmetic's dtype     chunk + tile <= chunk_size;  without entropy chunk alone
     a narrower weight                    chunk of the weight's dtype, 1 or 2 tiles of the wider one
     logits as inputs                     1 or 2 tiles
 
-A tile has at most an eighth of chunk_size rows, and one row at least.
+A tile has at most chunk_size / 8 rows, and at least one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ TILE_BYTES = 8 * 2**20
 """Largest tile on a CPU, unless a single row is larger."""
 
 SLAB_BYTES = 32 * 2**20
-"""Largest part of a narrow weight gradient that exists before it is added up in float32."""
+"""Largest part of a weight gradient in the narrow dtype, before it is added up in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What one call fixes besides its tensors."""
+    """The settings of one call."""
 
     tp_group: dist.ProcessGroup | None
     tp_size: int
@@ -69,7 +69,7 @@ class Call:
             )
         if not temperature > 0 or (chunk_size is not None and chunk_size < 1):
             raise ValueError(f"temperature={temperature} and chunk_size={chunk_size} must be > 0")
-        # On a GPU a look would wait for the device: there a foreign target's logprob is -inf.
+        # Not on a GPU, where reading would synchronize: a target out of range gets -inf there.
         if targets.device.type == "cpu" and targets.numel():
             low, high = int(targets.min()), int(targets.max())
             if low < 0 or high >= vocab_size:
@@ -94,12 +94,12 @@ class Call:
         return column.clamp(0, self.columns - 1), (column >= 0) & (column < self.columns)
 
     def sizes(self, num_rows: int, device: torch.device, shared: bool) -> tuple[int, int]:
-        """Rows of a chunk and of a tile; shared: chunk_size has room for both. num_rows > 0."""
+        """Rows of a chunk and of a tile; shared: chunk_size covers both. num_rows > 0."""
         tile = max(1, self.chunk_size // 8)
         if device.type == "cpu":
             tile = min(tile, max(1, TILE_BYTES // (max(self.columns, 1) * self.dtype.itemsize)))
         chunk = max(1, self.chunk_size - tile) if shared else self.chunk_size
-        chunk = -(-num_rows // -(-num_rows // chunk))  # as many chunks, of equal sizes
+        chunk = -(-num_rows // -(-num_rows // chunk))  # equal sizes
         return chunk, min(tile, chunk)
 
 
@@ -108,30 +108,30 @@ def tiles(
     weight: Tensor | None,
     call: Call,
     *,
-    with_room: bool,
+    with_scratch: bool,
     gradients: Gradients | None = None,
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Go through the scores of all rows.
+    """Iterate over the scores of all rows.
 
     Args:
         source: [T, V/tp] logits, or [T, H] hidden states where there is a weight.
         weight: [V/tp, H] or None.
         call: of the same call.
-        with_room: also give room for another tile.
-        gradients: takes what the caller leaves in z, the gradient with respect to the logits.
+        with_scratch: also yield a scratch tile.
+        gradients: collects what the caller leaves in z, the gradient with respect to the logits.
 
     Yields:
-        (rows, z, room): rows of the source, their scores [tile, columns] to be overwritten, and
-        as much room again or None; none of them is empty of rows.
+        (rows, z, scratch): rows of the source, at least one; their scores [tile, columns], which
+        the caller may overwrite; scratch memory of the same size, or None.
     """
     if source.shape[0] == 0:
         return
     in_place = weight is not None and weight.dtype == call.dtype
-    num_chunk, num_tile = call.sizes(source.shape[0], source.device, in_place and with_room)
+    num_chunk, num_tile = call.sizes(source.shape[0], source.device, in_place and with_scratch)
     buffer = None if weight is None else source.new_empty((num_chunk, call.columns))
-    scratch = [
+    extra = [
         source.new_empty((num_tile, call.columns), dtype=call.dtype)
-        for _ in range((not in_place) + with_room)
+        for _ in range((not in_place) + with_scratch)
     ]
     for start in range(0, source.shape[0], num_chunk):
         chunk = source[start : start + num_chunk]
@@ -143,10 +143,10 @@ def tiles(
         for low in range(0, len(chunk), num_tile):
             tile = scores[low : low + num_tile]
             rows = slice(start + low, start + low + len(tile))
-            z = tile if in_place else scratch[0][: len(tile)].copy_(tile)
+            z = tile if in_place else extra[0][: len(tile)].copy_(tile)
             if call.temperature != 1.0:
                 z.div_(call.temperature)
-            yield rows, z, scratch[-1][: len(tile)] if with_room else None
+            yield rows, z, extra[-1][: len(tile)] if with_scratch else None
             if gradients is not None:
                 if weight is None:
                     gradients.add_logits(rows, z)
@@ -157,7 +157,7 @@ def tiles(
 
 
 class Gradients:
-    """Collects the gradients with respect to the logits into those of the inputs."""
+    """Turns gradients with respect to the logits into those of the inputs."""
 
     def __init__(
         self, source: Tensor, weight: Tensor | None, call: Call, needed: tuple[bool, ...]

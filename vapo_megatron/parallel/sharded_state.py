@@ -1,8 +1,8 @@
 """A model and its optimizer to and from a megatron-core distributed checkpoint.
 
-Before `take_snapshot`: every rank holds its shards. After: each rank has copies of those that it is
-the first holder of, to be written when there is time. `load_sharded` fills every rank's shards,
-whatever layout wrote them.
+Before `take_snapshot`: every rank holds its shards. After: each rank has copies of the shards whose
+first holder it is, to be written later. `load_sharded` fills every rank's shards from a checkpoint
+of any layout.
 
 torch's Adam makes its state at the first step and keeps a step count per parameter, which
 megatron-core 0.16 does not expect. So the state is made before saving and loading; the counts are
@@ -63,40 +63,40 @@ METADATA = {
 
 
 class Snapshot(NamedTuple):
-    """What a rank has to write of a model and its optimizer."""
+    """What a rank writes of a model and its optimizer."""
 
     items: list[tuple[MetadataIndex, Tensor]]
-    """The chunks that this rank is the first holder of, each with its place in its whole tensor."""
+    """The shards of which this rank is the first holder, each with its place in the full tensor."""
     common: dict[str, Any]
-    """What is the same on every rank."""
+    """The same on every rank."""
     metadata: Metadata | None
-    """Of all ranks' chunks, without their files; on the main rank."""
+    """Of all ranks' shards, without file names; on the main rank."""
 
 
 def take_snapshot(chunks: Sequence[Any], optimizer: Any, *, copy: bool) -> Snapshot:
-    """Describe and copy what is to be saved; collective, and nothing is written.
+    """Describe and copy what is saved; collective; writes nothing.
 
     Args:
         chunks: model chunks, without DDP.
         optimizer: of these.
-        copy: what may change later is copied into host memory; False: the tensors themselves.
+        copy: copy live tensors into host memory; False: refer to them.
     """
     make_optimizer_state(optimizer)
     state = _state(chunks, optimizer, is_loading=False)
     state["content_metadata"] = dict(METADATA)
     sharded, common = save_preprocess(state)
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    keeper = _Keeper(_live_storages(chunks, optimizer) if copy else None)
+    writer = _SnapshotWriter(_live_storages(chunks, optimizer) if copy else None)
     torch.distributed.checkpoint.save(
         mcore_to_pyt_state_dict(flat, False),
-        storage_writer=keeper,
+        storage_writer=writer,
         planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
     )
-    return Snapshot(keeper.items, common, keeper.metadata)
+    return Snapshot(writer.items, common, writer.metadata)
 
 
 def _live_storages(chunks: Sequence[Any], optimizer: Any) -> set[int]:
-    """Return the addresses of all memory of a model and its optimizer."""
+    """Return the addresses of a model's and its optimizer's storages."""
     parameters, state, _ = find_storages(chunks, optimizer)
     buffers = [buffer.untyped_storage() for chunk in chunks for buffer in chunk.buffers()]
     return {storage.data_ptr() for storage in [*parameters, *state, *buffers]}
@@ -111,7 +111,7 @@ def load_sharded(chunks: Sequence[Any], optimizer: Any, directory: Path) -> None
     """
     make_optimizer_state(optimizer)
     found = tensors_of(read_metadata(directory))
-    _take_up_bias(chunks, found)
+    _add_bias(chunks, found)
     state = _state(chunks, optimizer, is_loading=True)
     _check_fits(state, found, directory)
     loaded = _load(state, directory)
@@ -126,14 +126,14 @@ def load_model_weights(
 ) -> None:
     """Fill the model alone from a checkpoint of any layout; collective.
 
-    A vocabulary that is padded otherwise fits too: rows that the checkpoint lacks are 0.
+    The vocabulary may be padded differently: rows that the checkpoint lacks are 0.
 
     Args:
         chunks: model chunks, without DDP.
-        directory: of a distributed checkpoint, whose tensors were found to fit.
-        leave_out: keys whose parameters keep their values.
+        directory: a distributed checkpoint whose tensors are known to fit.
+        leave_out: keys whose parameters are not loaded.
     """
-    _take_up_bias(chunks, tensors_of(read_metadata(directory)))
+    _add_bias(chunks, tensors_of(read_metadata(directory)))
     state = _model_state(chunks, dict(METADATA))
     for of_chunk in state.values():
         for name in [n for n, value in of_chunk.items() if value.key in leave_out]:
@@ -142,20 +142,20 @@ def load_model_weights(
 
 
 def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    # megatron-core leaves it to torch what common.pt may hold, and torch to its environment.
+    # With this variable torch would unpickle anything in common.pt.
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
-    with warnings.catch_warnings():  # megatron-core's loader uses what torch will remove
+    with warnings.catch_warnings():  # megatron-core uses deprecated functions of torch
         warnings.simplefilter("ignore", FutureWarning)
         try:
             return dist_checkpointing.load(state, str(directory))
-        except pickle.UnpicklingError:  # which advises to load it all the same
+        except pickle.UnpicklingError:  # its message suggests loading the file unsafely
             raise CheckpointError(
                 f"{directory}: a file holds more than tensors and numbers; do not use it"
             ) from None
 
 
-def _take_up_bias(chunks: Sequence[Any], found: Collection[str]) -> None:
-    """Let a value head have the bias that nothing but what is loaded knows of."""
+def _add_bias(chunks: Sequence[Any], found: Collection[str]) -> None:
+    """Give the value head a bias if the checkpoint has one."""
     for module in chunks[-1].modules():
         if "output_layer.bias" in found and hasattr(module, "set_bias"):
             module.set_bias(torch.zeros(1))
@@ -164,7 +164,7 @@ def _take_up_bias(chunks: Sequence[Any], found: Collection[str]) -> None:
 def _check_fits(
     state: dict[str, Any], found: Mapping[str, TensorStorageMetadata], directory: Path
 ) -> None:
-    """Compare names and shapes of what is asked for with what is there; collective."""
+    """Compare requested names and shapes with the checkpoint's; collective."""
     problems = []
     for wanted in nested_values(load_preprocess(state)[0]):
         if not isinstance(wanted, ShardedTensor):
@@ -186,10 +186,10 @@ def _check_fits(
 
 
 class _Reader(FileSystemReader):
-    """Reads a checkpoint without running what its metadata may hold."""
+    """Reads a checkpoint without running code from its metadata."""
 
     def read_metadata(self, *arguments: Any, **options: Any) -> Metadata:
-        """Read it once."""
+        """Read it safely, and once."""
         if not hasattr(self, "_metadata"):
             self._metadata = read_metadata(Path(self.path))
             self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -202,7 +202,7 @@ strategies._get_filesystem_reader = lambda directory, *_, **options: _Reader(dir
 
 
 def _fill(chunks: Sequence[Any], loaded: dict[str, Any], leave_out: Collection[str] = ()) -> None:
-    """Hand loaded tensors to the chunks, which must want all of them and no more."""
+    """Load tensors into the chunks, which must need exactly these."""
     for index, chunk in enumerate(chunks):
         left = chunk.load_state_dict(loaded.get(f"model{index}", {}), strict=False)
         missing = [
@@ -213,8 +213,8 @@ def _fill(chunks: Sequence[Any], loaded: dict[str, Any], leave_out: Collection[s
         assert not missing and not left.unexpected_keys, f"{missing=} {left.unexpected_keys=}"
 
 
-class _Keeper(FileSystemWriter):
-    """Lets torch plan who saves what, and keeps the tensors instead of writing them."""
+class _SnapshotWriter(FileSystemWriter):
+    """Lets torch plan who saves what, and keeps the tensors in memory instead of writing them."""
 
     def __init__(self, live: set[int] | None) -> None:
         super().__init__("")
@@ -223,11 +223,11 @@ class _Keeper(FileSystemWriter):
         self.metadata: Metadata | None = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make no directory."""
+        """Create no directory."""
         return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Take a copy of what may change."""
+        """Copy live tensors."""
         for item in plan.items:
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, Tensor), f"{item.index.fqn}: not a tensor"
@@ -237,7 +237,7 @@ class _Keeper(FileSystemWriter):
         return nothing
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Keep it."""
+        """Keep the metadata."""
         self.metadata = metadata
 
     def _kept(self, tensor: Tensor) -> Tensor:
@@ -245,12 +245,12 @@ class _Keeper(FileSystemWriter):
             return tensor
         if tensor.device.type != "cpu":
             return tensor.cpu()
-        # The distributed optimizer has gathered its state into memory that nobody else has.
+        # What the distributed optimizer has gathered for saving is a copy already.
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._live else tensor
 
 
 def _state(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    metadata = dict(METADATA)  # megatron-core adds this run's process groups to it
+    metadata = dict(METADATA)  # a copy: megatron-core adds process groups to it
     state = _model_state(chunks, metadata)
     state["optimizer"] = optimizer.sharded_state_dict(
         dict(state), is_loading=is_loading, metadata=metadata
@@ -261,8 +261,8 @@ def _state(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[s
 def _model_state(chunks: Sequence[Any], metadata: dict[str, Any]) -> dict[str, Any]:
     """Describe the model's tensors.
 
-    Extra states, which hold something with FP8 alone, are left out: which modules have one differs
-    between Transformer Engine's layers and megatron-core's own, and each must load the other's.
+    Extra states (used by FP8 alone) are left out: Transformer Engine's layers and megatron-core's
+    own have them in different modules, and each must load the other's checkpoints.
     """
     return {
         f"model{index}": {
@@ -275,11 +275,11 @@ def _model_state(chunks: Sequence[Any], metadata: dict[str, Any]) -> dict[str, A
 
 
 def _place_step(state: dict[Any, Any], *, in_groups: bool) -> None:
-    """Put the step count where this machine's Adam looks for it, whichever wrote the checkpoint.
+    """Put the step count where this machine's Adam expects it, whichever wrote the checkpoint.
 
-    A fused Adam has it in its groups, torch's with each parameter, of which megatron-core makes one
-    common_step; a 0, before the first update, is left out by both. The distributed optimizer has
-    no "state" here and places the count itself.
+    A fused Adam has it in its groups, torch's with each parameter, which megatron-core saves as one
+    common_step; both leave out a 0, before the first update. The distributed optimizer has no
+    "state" here and places the count itself.
     """
     of_parameters, groups = state.get("state"), state.get("param_groups")
     if isinstance(of_parameters, dict) and groups is not None:

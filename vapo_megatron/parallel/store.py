@@ -1,6 +1,6 @@
-"""The store through which processes find each other, and say short things to each other.
+"""The store through which processes rendezvous and exchange short messages.
 
-Before `join`: processes with torchrun's environment. After: all of them hold the same part of the
+Before `join`: processes with torchrun's environment. After: all of them use the same part of the
 store, which nobody had written to.
 """
 
@@ -26,7 +26,7 @@ def join(timeout_seconds: float) -> tuple[dist.Store, int, int]:
 
 
 def own_connection() -> dist.Store:
-    """Return what `join` returned over a connection of its own: one serves one thread at a time."""
+    """Return the joined store over another connection: a connection serves one thread at a time."""
     assert _current is not None, "store.join has not been called"
     return _current.clone()  # type: ignore[attr-defined]
 
@@ -36,37 +36,38 @@ def unused_part(
 ) -> dist.Store:
     """Agree on a part of the store that nobody has written to. Collective over all ranks.
 
-    With torchrun's static rendezvous, its default, processes that it starts anew after a failure
+    With static rendezvous (torchrun's default), processes restarted after a failure
     (--max-restarts) find the store as the failed ones left it, and would connect to those. So each
-    rank says a word of its own, and takes the first offer that repeats it: that is no old one.
+    rank writes a nonce and accepts only an offer that repeats it, which a stale one does not.
 
     Raises:
-        TimeoutError: not all ranks came.
+        TimeoutError: not all ranks joined.
     """
-    word, others = os.urandom(8).hex(), range(1, world_size)
+    nonce, others = os.urandom(8).hex(), range(1, world_size)
 
     def offered() -> str | None:
-        """Offer each other rank this rank's word; it is taken when all have taken it."""
+        """Rank 0: offer its nonce, as the part's name, to each other rank until all accept it."""
         if world_size > 1:
-            words = store.multi_get([f"word/{r}" for r in others])
-            offers = [f"{word} {other.decode()}" for other in words]
+            nonces = store.multi_get([f"nonce/{r}" for r in others])
+            offers = [f"{nonce} {other.decode()}" for other in nonces]
             store.multi_set([f"offer/{r}" for r in others], offers)  # type: ignore[attr-defined]
         taken = [store.compare_set(f"taken/{r}", "", "nothing").decode() for r in others]
-        return word if all(one == word for one in taken) else None
+        return nonce if all(one == nonce for one in taken) else None
 
     def accepted() -> str | None:
+        """Other ranks: accept an offer made to this rank's nonce."""
         offer, repeated = store.get(f"offer/{rank}").decode().split()
-        if repeated != word:
+        if repeated != nonce:
             return None
         store.set(f"taken/{rank}", offer)
         return offer
 
-    store.set(f"word/{rank}", word)
-    name = _soon(offered if rank == 0 else accepted, world_size, timeout_seconds)
+    store.set(f"nonce/{rank}", nonce)
+    name = _poll(offered if rank == 0 else accepted, world_size, timeout_seconds)
     return dist.PrefixStore(name, store)
 
 
-def _soon(found: Callable[[], str | None], world_size: int, timeout_seconds: float) -> str:
+def _poll(found: Callable[[], str | None], world_size: int, timeout_seconds: float) -> str:
     deadline = time.monotonic() + timeout_seconds
     while True:
         result = found()
