@@ -104,7 +104,7 @@ def test_vllm_is_not_asked_to_trust_a_checkpoint():
 def test_a_configuration_cannot_make_objects(tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text("seed: !!python/object/apply:os.mkdir [made]\n")
-    with pytest.raises(config.ConfigError, match="is not good YAML: could not determine a cons"):
+    with pytest.raises(config.ConfigError, match="invalid YAML: could not determine a cons"):
         config.load_config(file)
     with pytest.raises(config.ConfigError, match="seed='!!python.*' must be a valid integer"):
         config.load_config([], ["seed=!!python/object/apply:os.mkdir [made]"])

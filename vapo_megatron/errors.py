@@ -1,7 +1,4 @@
-"""Errors that a user can cause, told apart from bugs, and how they are told.
-
-They end the program with exit code 2 and one line.
-"""
+"""User errors, as opposed to bugs: they end the program with one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -13,42 +10,42 @@ from typing import TextIO
 
 
 class UserError(ValueError):
-    """Something that a user can put right; the message names what, its value, rule and remedy."""
+    """A mistake that the user can fix; the message has the field, its value, rule and remedy."""
 
 
 class ConfigError(UserError):
-    """A configuration field, file or combination of fields that cannot work."""
+    """An invalid configuration field, file or combination of fields."""
 
 
 class DataError(UserError):
-    """Prompt data that cannot be used: the message names the file or text, row, and remedy."""
+    """Invalid prompt data; the message has the file or text, the row and the remedy."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint or HF directory that cannot be loaded: the message names the tensor or file."""
+    """A checkpoint or HF directory that cannot be loaded; the message has the tensor or file."""
 
 
 class Stopped(Exception):
-    """There is no time left to finish the step; raised on every rank alike."""
+    """The run was told to stop and has no time to finish the step; raised on every rank."""
 
 
 def tell(mistake: str, file: TextIO | None = None) -> None:
-    """Print a mistake once on each node that has it: the first of its processes to meet it does.
+    """Print a user error or warning once per node, from the first process that reports it.
 
-    Not the first rank: its node may be in order, and torchrun ends a node's other processes as soon
-    as one has failed, perhaps before they could speak.
+    Rank 0 cannot print for all: its node may be fine. A fixed local rank cannot either: torchrun
+    kills a node's other processes as soon as one fails, possibly before they have printed.
 
     Args:
-        mistake: a line.
-        file: where to; None: standard error.
+        mistake: one line.
+        file: None: standard error.
     """
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # In torchrun's own directory of this attempt on this node: ATTEMPT/LOCAL_RANK/error.json.
+        # torchrun's directory for this node and restart: ATTEMPT/LOCAL_RANK/error.json.
         told = Path(error_file).parents[1] / f"told_{zlib.crc32(mistake.encode()):08x}"
         try:
             told.touch(exist_ok=False)
         except FileExistsError:
             return
         except OSError:
-            pass  # The directory is full or gone: told more than once rather than never.
+            pass  # The disk is full or the directory gone: better printed twice than never.
     print(mistake, file=file or sys.stderr, flush=True)

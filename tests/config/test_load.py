@@ -97,12 +97,15 @@ def test_the_configuration_is_frozen():
     [
         ("algorithm.gama=1", "unknown field algorithm.gama; did you mean algorithm.gamma?"),
         ("algoritm.gamma=1", "unknown field algoritm; did you mean algorithm?"),
-        ("use_critic=1", "unknown field use_critic; known: seed, model, parallel, rollout, data, "),
+        (
+            "use_critic=1",
+            "unknown field use_critic; valid names: seed, model, parallel, rollout, data, ",
+        ),
         ("clip_high=0.3", "unknown field clip_high; did you mean algorithm.clip_high?"),
         ("reward.gamma=1", "unknown field reward.gamma; did you mean algorithm.gamma?"),
         ("algorithm=3", "algorithm is a section, found 3; set algorithm.FIELD=VALUE"),
-        ("foo", "override 'foo' must read section.field=value, for example "),
-        ("=3", "override '=3' must read section.field=value"),
+        ("foo", "override 'foo' must have the form section.field=value, for example "),
+        ("=3", "override '=3' must have the form section.field=value"),
     ],
 )
 def test_unknown_names_get_the_nearest_one(override, message):
@@ -293,18 +296,18 @@ def test_sends_between_stages_are_the_users_choice_elsewhere(vpp, batched):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "is not good YAML: .* line 1, .*; mend it there"),
-        ("- a\n- b", "must hold sections such as 'algorithm:', found list"),
+        ("a: [", "invalid YAML: .* at line 1, column 5; fix the file"),
+        ("- a\n- b", "must contain sections such as 'algorithm:', found list"),
         (
             "algorithm:\n  gamma: 1\nalgorithm:\n  clip_low: 0.1\n",
-            "'algorithm' stands twice.*line 3",
+            "duplicate key 'algorithm' at line 3",
         ),
-        ("algorithm: {gamma: 1, gamma: 0.9}", "'gamma' stands twice"),
+        ("algorithm: {gamma: 1, gamma: 0.9}", "duplicate key 'gamma'"),
         ("algorithm:\n", "algorithm is a section, found None; set algorithm.FIELD=VALUE"),
-        ("1: 2\n", "unknown field 1; known"),
-        ("? [a]\n: 1\n", "is not good YAML: .* unhashable key"),
-        ("model: &m {hf_path: *m}", "is not good YAML: maximum recursion depth exceeded"),
-        ("seed: 2026-13-45", "is not good YAML: month must be in 1..12; mend it there"),
+        ("1: 2\n", "unknown field 1; valid names"),
+        ("? [a]\n: 1\n", "invalid YAML: .*unhashable key"),
+        ("model: &m {hf_path: *m}", "invalid YAML: maximum recursion depth exceeded"),
+        ("seed: 2026-13-45", "invalid YAML: month must be in 1..12; fix the file"),
     ],
 )
 def test_files_that_are_not_a_configuration(tmp_path, text, message):
@@ -316,7 +319,7 @@ def test_files_that_cannot_be_read(tmp_path):
     message = rejected(path=tmp_path / "none.yaml")
     assert re.search("none.yaml: No such file.*; give an existing YAML file", message)
     (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "a.yaml is not good YAML" in rejected(path=tmp_path / "a.yaml")
+    assert "a.yaml: invalid YAML" in rejected(path=tmp_path / "a.yaml")
 
 
 def fields():

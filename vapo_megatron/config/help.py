@@ -1,4 +1,4 @@
-"""Words about the configuration: what a field is and takes, and what is wrong with a value."""
+"""Describes configuration fields for --help and explains validation errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vapo_megatron.config.schema import VapoConfig
 
 
 def describe_fields() -> str:
-    """Return every field: default, the paper's symbol, what it takes, a sentence; for --help."""
+    """Return every field's default, symbol in the paper, accepted values and description."""
     lines = []
     for name, top in VapoConfig.model_fields.items():
         section = top.annotation
@@ -42,7 +42,7 @@ _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def _kind(info: Any) -> str:
-    """What a field takes, such as `number > 0 | null`."""
+    """The values that a field accepts, such as `number > 0 | null`."""
     members = get_args(info.annotation) if _is_union(info.annotation) else (info.annotation,)
     bounds = [
         f"{sign} {getattr(rule, key):g}"
@@ -69,7 +69,7 @@ def _is_union(annotation: Any) -> bool:
 def explain_errors(errors: Sequence[Any]) -> list[str]:
     """Return one line per field from pydantic's `ValidationError.errors()`.
 
-    A union reports every member that the value failed to be; they become one line.
+    For a union, pydantic reports one error per member; they are merged into one line.
     """
     by_field: dict[tuple[str, ...], list[Any]] = {}
     for error in errors:
@@ -81,13 +81,13 @@ def _field_path(loc: Sequence[Any]) -> tuple[str, ...]:
     top = VapoConfig.model_fields[str(loc[0])].annotation
     is_section = isinstance(top, type) and issubclass(top, BaseModel)
     depth = 2 if is_section else 1
-    # Deeper strings are members of a union, deeper numbers are places in a list.
+    # Below the field, strings name members of a union and integers are list indices.
     index = [f"[{p}]" for p in loc[depth:] if isinstance(p, int)]
     return tuple(str(p) for p in loc[:depth]) + tuple(index)
 
 
 def _explain_field(path: tuple[str, ...], errors: Sequence[Any]) -> str:
-    rules = [e["msg"].removeprefix("Input should be ") for e in errors]
+    rules = [e["msg"].removeprefix("Input should be ").split(", unable to ")[0] for e in errors]
     if len(rules) > 1:
         rules = [rule.split(",")[0] for rule in rules]
     names = [p for p in path if not p.startswith("[")]

@@ -1,8 +1,7 @@
-"""Reads and checks the configuration.
+"""Reads and validates the configuration.
 
-Imports neither torch nor megatron: `--help` and `--dry-run` are quick.
-
-Order: defaults < YAML files (later ones win) < `section.field=value`.
+Precedence: defaults < YAML files (later ones win) < `section.field=value`. Imports neither torch
+nor megatron, so that `--help` and `--dry-run` start fast.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from vapo_megatron.errors import ConfigError
 def load_config(
     path: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()
 ) -> VapoConfig:
-    """Read YAML files (later ones win), apply overrides, check everything.
+    """Read YAML files (later ones win), apply overrides, validate everything.
 
     Args:
         path: one file or several.
-        overrides: strings `section.field=value`; the value is read as YAML.
+        overrides: strings `section.field=value`; the value is parsed as YAML.
 
     Raises:
         ConfigError: names the field, its value, the rule and the remedy.
@@ -43,7 +42,7 @@ def load_config(
 def read_config(
     path: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()
 ) -> VapoConfig:
-    """As load_config, but fields are not checked against each other: for who changes some first."""
+    """Like load_config without check_together, for callers that still change fields."""
     tree: dict[str, Any] = {}
     for file in [path] if isinstance(path, str | Path) else path:
         _merge(tree, _read_yaml(Path(file)), str(file))
@@ -57,16 +56,16 @@ def read_config(
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """SafeLoader that refuses a key which stands twice: the first would be lost in silence."""
+    """SafeLoader that rejects duplicate keys instead of silently dropping one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                continue  # which SafeLoader refuses
+                continue  # SafeLoader rejects it with a better message.
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                    None, None, f"duplicate key {key.value!r}", key.start_mark
                 )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -75,28 +74,36 @@ class _UniqueKeys(yaml.SafeLoader):
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(file.read_text(), Loader=_UniqueKeys)
-        _copy({"": tree})  # An alias may stand inside what it names, without end.
+        _copy({"": tree})  # RecursionError for an anchor that contains its own alias.
     except OSError as error:
         raise ConfigError(
             f"config file {file}: {error.strerror}; give an existing YAML file"
         ) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"config file {file} is not good YAML: {' '.join(str(error).split())}; mend it there"
-        ) from None
+        problem = _problem(error)
+        raise ConfigError(f"config file {file}: invalid YAML: {problem}; fix the file") from None
     if not isinstance(tree, dict | None):
         raise ConfigError(
-            f"config file {file} must hold sections such as 'algorithm:', found "
+            f"config file {file} must contain sections such as 'algorithm:', found "
             f"{type(tree).__name__}; give the path of a configuration file"
         )
     return tree or {}
+
+
+def _problem(error: Exception) -> str:
+    """The parser's message on one line, without the excerpt of the file."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
+        return f"{error.problem} at line {mark.line + 1}, column {mark.column + 1}"
+    return " ".join(str(error).split())
 
 
 def _parse_override(text: str) -> dict[str, Any]:
     name, separator, value = text.partition("=")
     if not separator or not name.strip():
         raise ConfigError(
-            f"override {text!r} must read section.field=value, for example algorithm.gamma=0.99"
+            f"override {text!r} must have the form section.field=value, for example "
+            "algorithm.gamma=0.99"
         )
     try:
         parsed: Any = yaml.safe_load(value) if value.strip() else None
@@ -136,7 +143,7 @@ def _suggest_unknown(section: type[BaseModel], tree: dict[str, Any], prefix: str
 
 
 def _hint(section: type[BaseModel], key: str, prefix: str) -> str:
-    """The nearest name in the section, else the same name in another one, else all names."""
+    """Suggest a similar name in this section, the same name in another one, or list all names."""
     names = list(section.model_fields)
     close = difflib.get_close_matches(key, names, n=1)
     if close:
@@ -144,4 +151,4 @@ def _hint(section: type[BaseModel], key: str, prefix: str) -> str:
     for name, top in VapoConfig.model_fields.items():
         if key in getattr(top.annotation, "model_fields", ()):
             return f"did you mean {name}.{key}?"
-    return f"known: {', '.join(names)}"
+    return f"valid names: {', '.join(names)}"

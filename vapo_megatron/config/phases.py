@@ -1,6 +1,6 @@
-"""The phases of a run: one registry for their names, sentences, time limits and the device.
+"""Registry of a run's phases: description, timeout and device placement of each.
 
-A phase is entered by its constant, so that one which is not registered fails on import.
+Phases are entered by constant, so that a misspelt name fails on import.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ Held = Literal["nothing", "parameters", "state", "training"]
 
 
 class Phase(NamedTuple):
-    """What belongs to a phase's name."""
+    """Properties of a phase."""
 
     sentence: str
-    """For people: what happens in it."""
+    """What happens in it, for the user."""
     limit: str
-    """Field of `timeouts` with the seconds that it may go on without progress."""
+    """Field of `timeouts` that limits its time without progress."""
     device: Mapping[Role, Held] | None
-    """What it holds of each model on the device, and nothing of vLLM. None: as it was before;
-    generation and evaluation wake vLLM themselves."""
+    """How much of each model it needs on the device, with vLLM asleep. None: leave the device as
+    it is; generation and evaluation wake vLLM themselves."""
     is_timed: bool
-    """Its seconds and memory stand in the step's row."""
+    """Whether its time and peak memory are metrics."""
 
 
 PHASES: dict[str, Phase] = {}
-"""In the order of a step."""
+"""By name, in the order of a step."""
 
 
 def _phase(
@@ -47,7 +47,7 @@ START = _phase("start", "vLLM and the models are built", limit="start_seconds", 
 BETWEEN = _phase("the work between phases", "metrics are reduced and written", is_timed=False)
 GENERATION = _phase("generation", "vLLM samples the responses", limit="generation_seconds")
 REWARD = _phase("reward", "responses are verified")
-DUMP = _phase("dump", "responses are kept for a replay")
+DUMP = _phase("dump", "responses are dumped for a replay")
 REPLAY = _phase("replay", "responses are read from a dump")
 EXCHANGE = _phase("exchange", "responses move to the ranks that train on them")
 VALUES = _phase("values", "critic's forward pass", device={"critic": "parameters"})
@@ -66,11 +66,11 @@ CRITIC_UPDATE = _phase(
 ACTOR_UPDATE = _phase(
     "actor_update", "actor's updates", limit="update_seconds", device={"actor": "training"}
 )
-SYNC = _phase("sync", "new weights go to vLLM", device={"actor": "parameters"})
-# The writer brings one role after the other to the device itself.
+SYNC = _phase("sync", "weights are sent to vLLM", device={"actor": "parameters"})
+# Nothing at first: the writer brings one role at a time to the device.
 CHECKPOINT = _phase("checkpoint", "state is saved", limit="checkpoint_seconds", device={})
 EVALUATION = _phase(
-    "evaluation", "held-out problems are sampled and judged", limit="generation_seconds"
+    "evaluation", "held-out problems are sampled and verified", limit="generation_seconds"
 )
 EXPORT = _phase(
     "export",
@@ -81,4 +81,4 @@ EXPORT = _phase(
 )
 
 TIMED = tuple(name for name, phase in PHASES.items() if phase.is_timed)
-"""Phases of a step, whose seconds do not overlap."""
+"""Timed phases; they never overlap."""

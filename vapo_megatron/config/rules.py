@@ -1,6 +1,6 @@
-"""Rules between fields of the configuration; schema.py has those of single fields.
+"""Rules that involve several configuration fields; schema.py has the rules of single fields.
 
-Each returns what is wrong, with field, value, rule and remedy, or None.
+Each returns an error message with field, value, rule and remedy, or None.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def _pipeline_rule(c: VapoConfig) -> str | None:
             "parallel.pipeline_model_parallel_size > 1, found 1; set it to null"
         )
     if p.batch_p2p_comm:
-        # The previous and the next of two stages are one process, whose two messages then take
-        # each other's place. More stages deadlock with as few microbatches as stages.
+        # With two stages, the previous and the next stage are the same rank, and its two messages
+        # get swapped. More stages deadlock when there are only as many microbatches as stages.
         return (
             "parallel.batch_p2p_comm=true must not be combined with "
-            f"parallel.virtual_pipeline_model_parallel_size={vpp}: two stages would mix up their "
-            "messages in silence, more could wait for each other forever; set "
-            "batch_p2p_comm=null, or virtual_pipeline_model_parallel_size=null"
+            f"parallel.virtual_pipeline_model_parallel_size={vpp}: two stages would silently swap "
+            "their messages, more stages could deadlock; set batch_p2p_comm=null, or "
+            "virtual_pipeline_model_parallel_size=null"
         )
     return None
 
@@ -104,7 +104,7 @@ def _lambda_rule(c: VapoConfig) -> str | None:
         value = getattr(c.algorithm, name)
         if not isinstance(value, str) and not 0 <= value <= 1:
             word = "adaptive" if name == "lambda_actor" else "same_as_actor"
-            return f"algorithm.{name}={value} must lie in [0, 1]; set such a number, or {word}"
+            return f"algorithm.{name}={value} must be a number in [0, 1] or {word}; change it"
     return None
 
 
@@ -121,7 +121,7 @@ def _estimator_rule(c: VapoConfig) -> str | None:
     if a.group_size == 1:
         return (
             "algorithm.group_size=1 must be at least 2 with algorithm.advantage_estimator="
-            f"{a.advantage_estimator}: a response alone in its group has no advantage; raise it"
+            f"{a.advantage_estimator}: advantages compare the responses of a group; raise it"
         )
     return None
 
@@ -140,19 +140,20 @@ def _stage_rule(c: VapoConfig) -> str | None:
         return (
             f"algorithm.value_pretraining_patience={a.value_pretraining_patience} needs "
             "algorithm.stage=value_pretraining: with stage=all the number of steps is fixed; set "
-            "it to null, or pretrain values as a stage and go on with model.critic_checkpoint"
+            "it to null, or pretrain the critic in a run of its own and pass it as "
+            "model.critic_checkpoint"
         )
     if a.advantage_estimator != "gae" or a.lambda_critic != 1:
         return (
             "algorithm.stage=value_pretraining regresses V on Monte-Carlo returns: it needs "
             "advantage_estimator=gae and lambda_critic=1, found "
-            f"{a.advantage_estimator} and {a.lambda_critic}; set them"
+            f"{a.advantage_estimator} and {a.lambda_critic}; set both"
         )
     if a.value_pretraining_steps <= (a.value_pretraining_patience or 0):
         return (
             f"algorithm.value_pretraining_steps={a.value_pretraining_steps} must exceed "
             f"value_pretraining_patience ({a.value_pretraining_patience or 0}) with "
-            "stage=value_pretraining, which is over after that many steps; raise it"
+            "stage=value_pretraining, which ends after that many steps; raise it"
         )
     return None
 
@@ -161,8 +162,9 @@ def _dynamic_sampling_rule(c: VapoConfig) -> str | None:
     a = c.algorithm
     if a.dynamic_sampling and a.group_size == 1:
         return (
-            "algorithm.dynamic_sampling=true needs algorithm.group_size above 1, found 1: one "
-            "response is always all of its group; raise group_size, or set dynamic_sampling=false"
+            "algorithm.dynamic_sampling=true needs algorithm.group_size above 1, found 1: a "
+            "group of one is never mixed and always dropped; raise group_size, or set "
+            "dynamic_sampling=false"
         )
     return None
 
@@ -198,7 +200,7 @@ def _value_bound_rule(c: VapoConfig) -> str | None:
     if bound is not None and bound < largest:
         return (
             f"algorithm.value_bound={bound:g} must be at least the largest |reward|, {largest:g}: "
-            "no value could come near such a return; raise it, or set it to null"
+            "otherwise no value could reach such a return; raise it, or set it to null"
         )
     return None
 
@@ -208,8 +210,8 @@ def _timeouts_rule(c: VapoConfig) -> str | None:
     if c.parallel.timeout_seconds < longest[1]:
         return (
             f"parallel.timeout_seconds={c.parallel.timeout_seconds:g} must be at least "
-            f"timeouts.{longest[0]}={longest[1]:g}: processes that are done with a phase wait in "
-            "a collective for the others; raise it"
+            f"timeouts.{longest[0]}={longest[1]:g}: ranks that finish a phase early wait for "
+            "the others in a collective; raise it"
         )
     return None
 
@@ -228,8 +230,9 @@ def _precision_rule(c: VapoConfig) -> str | None:
         )
     if m.layer_spec == "transformer_engine" and m.dtype == "float32":
         return (
-            "model.layer_spec=transformer_engine needs model.dtype=bfloat16, found float32, which "
-            "its fused attention lacks; set model.dtype=bfloat16, or model.layer_spec=local"
+            "model.layer_spec=transformer_engine needs model.dtype=bfloat16, found float32: its "
+            "fused attention does not support it; set model.dtype=bfloat16, or "
+            "model.layer_spec=local"
         )
     return None
 

@@ -1,8 +1,7 @@
-"""The configuration tree: every field with its default, rule and meaning.
+"""The configuration tree: every field with its default, constraints and description.
 
-Defaults are the paper's (arXiv 2504.05118) where it prints a value, DAPO's (arXiv 2503.14476, same
-team) where it is silent. Read through `config.load_config`, which also checks fields against each
-other.
+Defaults are the paper's (arXiv 2504.05118) where it gives a value, else DAPO's (arXiv 2503.14476,
+same team). Use `config.load_config`, which also checks fields against each other.
 """
 
 from __future__ import annotations
@@ -18,42 +17,42 @@ from vapo_megatron.config.section import field as _field
 
 
 class ModelConfig(Section):
-    """What is trained."""
+    """The model that is trained."""
 
     hf_path: str | None = _field(
         None,
-        "HF directory (config.json, safetensors, tokenizer) that the actor starts from, or one "
-        "that tools/convert_hf_to_megatron.py wrote; required.",
+        "Initial actor: an HF directory (config.json, safetensors, tokenizer), or one written by "
+        "tools/convert_hf_to_megatron.py; required.",
     )
     critic_hf_path: str | None = _field(
         None,
-        "HF or converted directory of a policy or a reward model that the critic starts from; "
-        "null: the actor's weights, a new value head.",
+        "Initial critic: an HF or converted directory of a policy or a reward model; null: the "
+        "actor's weights with a new value head.",
     )
     critic_checkpoint: str | None = _field(
         None,
-        "Run directory (its latest checkpoint) or checkpoint of any layout whose critic a new run "
-        "starts from, in place of critic_hf_path; a run that resumes has its own.",
+        "Initial critic of a new run, in place of critic_hf_path: a checkpoint of any parallel "
+        "layout, or a run directory (its latest checkpoint); ignored on resume.",
     )
     critic_checkpoint_optimizer: bool = _field(
         True,
-        "Take over that critic's optimizer state and number of updates, so that nothing warms up "
-        "again; false: its weights alone.",
+        "Also load the optimizer state and update count of critic_checkpoint, so that the learning "
+        "rate does not warm up again; false: only the weights.",
     )
     value_head_init_std: float = _field(
-        0.0, "Standard deviation of a new value head's weights; 0 starts at V = 0.", ge=0
+        0.0, "Standard deviation of a new value head's weights; 0: V is 0 at first.", ge=0
     )
     dtype: Literal["bfloat16", "float32"] = _field(
-        "bfloat16", "Type of the parameters and activations."
+        "bfloat16", "Data type of parameters and activations."
     )
     layer_spec: Literal["auto", "transformer_engine", "local"] = _field(
         "auto",
-        "Layer implementation; auto takes Transformer Engine where it is installed, in bfloat16.",
+        "Layer implementation; auto: Transformer Engine if it is installed and dtype is bfloat16.",
     )
     fp8: Literal["hybrid", "e4m3"] | None = _field(
         None,
-        "Type of the layers' matrix products in training; hybrid: e4m3, gradients e5m2. Needs "
-        "Transformer Engine; null: dtype.",
+        "FP8 format of the linear layers in training; hybrid: e4m3, gradients e5m2; needs "
+        "Transformer Engine; null: no FP8.",
     )
     make_vocab_size_divisible_by: int = _field(
         128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.", ge=1
@@ -61,67 +60,72 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the model and the batch are spread over processes."""
+    """How the model and the batch are distributed over ranks."""
 
     world_size: int = _field(1, "Number of processes (one per GPU) that torchrun starts.", ge=1)
     tensor_model_parallel_size: int = _field(
-        1, "Ranks that share each layer's matrices (TP).", ge=1
+        1, "Tensor-parallel size (TP): ranks that share each layer's matrices.", ge=1
     )
-    pipeline_model_parallel_size: int = _field(1, "Ranks that share the layers (PP).", ge=1)
+    pipeline_model_parallel_size: int = _field(
+        1, "Pipeline-parallel size (PP): ranks that share the layers.", ge=1
+    )
     virtual_pipeline_model_parallel_size: int | None = _field(
         None, "Model chunks on each pipeline rank; null: one.", ge=1
     )
     batch_p2p_comm: bool | None = _field(
         None,
         "Batched sends and receives between pipeline stages; null: on without virtual stages, off "
-        "with them, where they would go wrong.",
+        "with them, where batching is unsafe.",
     )
-    context_parallel_size: int = _field(1, "Only 1 is supported.", ge=1)
+    context_parallel_size: int = _field(1, "Context-parallel size; must be 1.", ge=1)
     sequence_parallel: bool = _field(
-        False, "Shard activations between the tensor-parallel blocks along the sequence."
+        False, "Shard activations outside the tensor-parallel regions along the sequence."
     )
     use_distributed_optimizer: bool = _field(
-        True, "Shard optimizer state and main parameters over data-parallel ranks."
+        True, "Shard optimizer state and float32 main parameters over data-parallel ranks."
     )
-    overlap_grad_reduce: bool = _field(False, "Reduce gradients while the backward pass runs.")
+    overlap_grad_reduce: bool = _field(
+        False, "Overlap the gradient reduction with the backward pass."
+    )
     overlap_param_gather: bool = _field(
         False,
-        "Gather updated parameters while the forward pass runs; needs the distributed optimizer.",
+        "Overlap the all-gather of updated parameters with the forward pass; needs the distributed "
+        "optimizer.",
     )
     recompute: Literal["none", "selective", "full"] = _field(
-        "none", "Activations recomputed in the backward pass."
+        "none", "Activation recomputation in the backward pass."
     )
     max_tokens_per_microbatch: int = _field(
-        32768, "Token budget (prompt + response) of one packed forward pass.", ge=1
+        32768, "Token budget (prompt + response) of one packed microbatch.", ge=1
     )
     offload: bool | None = _field(
         None,
-        "Keep in host memory what is not at work: each role's parameters and optimizer state, "
-        "while vLLM's weights and cache are dropped; null: on a GPU.",
+        "Offload idle models to host memory: parameters and optimizer state of each role; an idle "
+        "vLLM drops its weights and KV cache; null: true on a GPU.",
     )
     host_memory_gb: float | None = _field(
         None,
-        "Host memory of a node that offload and checkpoints may use, in 1e9 bytes; "
-        "null: what the machine has available.",
+        "Host memory per node that offload and checkpoints may use, in 1e9 bytes; null: all that "
+        "is available.",
         gt=0,
     )
     gpu_memory_gb: float = _field(
         80.0,
-        "Memory of a GPU in 1e9 bytes, for the plan that --dry-run prints; a run asks its own GPU.",
+        "Memory of a GPU in 1e9 bytes, for the plan of --dry-run; a run queries its GPU instead.",
         gt=0,
     )
     timeout_seconds: float = _field(
-        10800.0, "Longest wait for another process in a collective; timeouts.* act before.", gt=0
+        10800.0, "Timeout of collectives; at least the largest of timeouts.*.", gt=0
     )
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model: TP x PP."""
+        """Ranks per model replica: TP x PP."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Copies of the model: world size / (TP x PP)."""
+        """Model replicas: world size / (TP x PP)."""
         return self.world_size // self.model_parallel_size
 
 
@@ -129,48 +133,53 @@ class RolloutConfig(Section):
     """How responses are sampled (vLLM)."""
 
     tensor_model_parallel_size: int = _field(
-        1, "Ranks of one vLLM replica; world_size / this many replicas sample at once.", ge=1
+        1, "Ranks per inference engine; world_size divided by this is the number of engines.", ge=1
     )
-    max_prompt_tokens: int = _field(2048, "Longer prompts are refused.", ge=1)
-    max_response_tokens: int = _field(20480, "Longer responses are truncated.", ge=1)
+    max_prompt_tokens: int = _field(
+        2048, "Maximum prompt length; longer prompts are an error.", ge=1
+    )
+    max_response_tokens: int = _field(
+        20480, "Maximum response length; longer responses are truncated.", ge=1
+    )
     temperature: float = _field(
-        1.0, "Sampling temperature; the trainer divides its logits by it too.", gt=0
+        1.0, "Sampling temperature; also applied to the trainer's logits.", gt=0
     )
     top_p: float = _field(1.0, "Must be 1 for training rollouts.", gt=0, le=1)
     top_k: int = _field(-1, "Must be -1 for training rollouts.")
     stop_token_ids: list[int] = _field(
         [],
-        "Ids that end a response; empty: those of generation_config, config and tokenizer.",
+        "Token ids that end a response; empty: from generation_config, config and tokenizer.",
     )
     dtype: Literal["bfloat16", "float32"] | None = _field(
-        None, "Type of vLLM's weights; null: model.dtype."
+        None, "Data type of vLLM's weights; null: model.dtype."
     )
     kv_cache_bytes: int | None = _field(
-        None, "KV cache of one rank; null: from gpu_memory_utilization, or 256 MiB on a CPU.", ge=1
+        None,
+        "KV cache size per rank; null: from gpu_memory_utilization, or 256 MiB on a CPU.",
+        ge=1,
     )
     gpu_memory_utilization: float = _field(
-        0.5, "Share of a GPU's memory that vLLM may use when kv_cache_bytes is null.", gt=0, le=1
+        0.5, "Fraction of GPU memory for vLLM when kv_cache_bytes is null.", gt=0, le=1
     )
-    max_num_sequences: int = _field(256, "Responses that one replica samples at once.", ge=1)
+    max_num_sequences: int = _field(256, "Responses that one engine samples concurrently.", ge=1)
     enforce_eager: bool | None = _field(
-        None, "No CUDA graphs; null: true on a CPU, false on a GPU."
+        None, "Disable CUDA graphs; null: true on a CPU, false on a GPU."
     )
     sync_bucket_bytes: int = _field(
         512 << 20,
-        "Weights that a rank sends, and that it receives, at once in a sync; two such pairs are "
-        "held.",
+        "Size of a weight sync's send and receive buffers on a rank; two of each are allocated.",
         ge=1,
     )
     verify_sync_every: int = _field(
         0,
-        "Policy versions between comparisons of the sampler's weights with the trainer's by "
-        "checksum, the first included; 0: none.",
+        "Policy versions between checksum comparisons of vLLM's and the trainer's weights, "
+        "starting with the first; 0: never.",
         ge=0,
     )
     max_logprob_difference: float | None = _field(
         None,
-        "Stop when sampler and trainer log-probabilities of a token differ by more than this "
-        "(a stale or mis-sharded weight); null: only report it.",
+        "Stop the run when vLLM's and the trainer's log-probability of a token differ by more than "
+        "this (a sign of stale or wrongly sharded weights); null: only report it.",
         gt=0,
     )
 
@@ -179,109 +188,109 @@ class DataConfig(Section):
     """Training prompts."""
 
     train_path: str | None = _field(None, "JSONL or parquet file of training problems; required.")
-    prompt_column: str = _field("prompt", "Column that holds the prompt's text.")
-    answer_column: str = _field("answer", "Column that holds the ground truth.")
-    shuffle: bool = _field(True, "Draw a new seeded order in each epoch.")
+    prompt_column: str = _field("prompt", "Column with the prompt's text.")
+    answer_column: str = _field("answer", "Column with the ground truth.")
+    shuffle: bool = _field(True, "Shuffle in each epoch, with a seeded order.")
 
 
 class RewardConfig(Section):
-    """From a verdict to a number."""
+    """Rewards of the verifier's verdicts."""
 
     correct: float = _field(1.0, "Reward of a correct response.")
     incorrect: float = _field(-1.0, "Reward of any other response.")
     truncated_correct: float = _field(
-        -1.0, "Reward of a response that holds the right answer but was cut off by a length limit."
+        -1.0, "Reward of a response with the correct answer that was truncated by a length limit."
     )
     overlong_buffer_tokens: int = _field(
         0,
-        "Soft overlong punishment over the last this many allowed tokens; 0: none.",
+        "Soft overlong punishment: applies to this many tokens before max_response_tokens; 0: off.",
         "L_cache",
         ge=0,
     )
     overlong_penalty: float = _field(1.0, "Largest soft overlong punishment.", ge=0)
-    num_workers: int = _field(2, "Verifier processes on each rank that generates.", ge=1)
-    timeout_seconds: float = _field(5.0, "Time limit for judging one answer.", gt=0)
+    num_workers: int = _field(2, "Verifier processes per inference engine.", ge=1)
+    timeout_seconds: float = _field(5.0, "Time limit for verifying one answer.", gt=0)
 
 
 class OptimizerConfig(Section):
-    """AdamW; linear warm-up counted in updates, then constant."""
+    """AdamW; linear learning rate warm-up, then constant."""
 
     actor_learning_rate: float = _field(1e-6, "Peak learning rate of the actor.", gt=0)
     critic_learning_rate: float = _field(2e-6, "Peak learning rate of the critic.", gt=0)
     actor_warmup_updates: int = _field(
-        320, "Warm-up of the actor, counted from its own first update (20 rollouts of 16).", ge=0
+        320, "Warm-up of the actor, in updates of the actor (20 steps of 16).", ge=0
     )
-    critic_warmup_updates: int = _field(320, "Warm-up of the critic.", ge=0)
+    critic_warmup_updates: int = _field(
+        320, "Warm-up of the critic, in updates of the critic.", ge=0
+    )
     adam_beta1: float = _field(0.9, "AdamW's beta1.", "beta_1", ge=0, lt=1)
     adam_beta2: float = _field(0.95, "AdamW's beta2.", "beta_2", ge=0, lt=1)
     adam_eps: float = _field(1e-8, "AdamW's epsilon.", gt=0)
-    weight_decay: float = _field(0.1, "Decoupled weight decay; none on biases and norms.", ge=0)
-    actor_clip_grad: float = _field(
-        1.0, "Largest norm of the actor's gradient; 0: no clipping.", ge=0
-    )
-    critic_clip_grad: float = _field(
-        1.0, "Largest norm of the critic's gradient; 0: no clipping.", ge=0
-    )
+    weight_decay: float = _field(0.1, "Decoupled weight decay; not on biases and norms.", ge=0)
+    actor_clip_grad: float = _field(1.0, "Gradient norm clipping of the actor; 0: off.", ge=0)
+    critic_clip_grad: float = _field(1.0, "Gradient norm clipping of the critic; 0: off.", ge=0)
     max_skipped_updates: int = _field(
         3,
-        "Stop when so many updates of a role in a row were skipped, because a loss, gradient, "
-        "value or log-probability was not finite.",
+        "Stop the run after this many consecutive updates of a role were skipped because a loss, "
+        "gradient, value or log-probability was not finite.",
         ge=1,
     )
 
 
 class CheckpointConfig(Section):
-    """What is kept on disk."""
+    """Checkpoints, resume and export."""
 
     every_steps: int = _field(10, "Steps between checkpoints; 0: only at the end.", ge=0)
-    keep_last: int = _field(2, "Newest checkpoints kept.", ge=1)
-    keep_every: int = _field(0, "Steps between checkpoints kept for good; 0: none.", ge=0)
+    keep_last: int = _field(2, "Number of latest checkpoints to keep.", ge=1)
+    keep_every: int = _field(0, "Steps between checkpoints that are never deleted; 0: none.", ge=0)
     asynchronous: bool = _field(
         True,
-        "Write from a copy in host memory while the run goes on; false: a step waits for the disk, "
-        "and nothing is copied.",
+        "Copy the state to host memory and write it while training continues; false: training "
+        "waits for the disk, and nothing is copied.",
     )
     resume: bool = _field(
         True,
-        "Go on from the run directory's newest whole checkpoint, if there is one; false: begin "
-        "anew, but where torchrun or Slurm starts the run again, it goes on all the same.",
+        "Resume from the run directory's latest complete checkpoint, if any; false: start from "
+        "scratch; a job that torchrun or Slurm restarts still resumes.",
     )
     grace_seconds: float = _field(
         30.0,
-        "Time from SIGTERM or SIGUSR1 to when the run has to be over: it finishes the step that it "
-        "is in, or, where there is no time for that, saves the one before.",
+        "Time that a run has to exit after SIGTERM or SIGUSR1: it finishes the current step if "
+        "there is time, else saves the previous one.",
         ge=0,
     )
     hf_export: bool = _field(True, "Export the trained actor as an HF directory at the end.")
 
 
 class TimeoutsConfig(Section):
-    """How long a phase may go on without progress before the run is ended, with stack traces."""
+    """How long a phase may last without progress before the run is aborted with stack traces."""
 
     start_seconds: float = _field(
-        3600.0, "Until the first phase: vLLM, the models, loading a checkpoint.", gt=0
+        3600.0, "Startup: building vLLM and the models, loading a checkpoint.", gt=0
     )
     generation_seconds: float = _field(
-        7200.0, "One round of sampling, or an evaluation: its longest responses decide.", gt=0
+        7200.0, "One round of sampling, or an evaluation; set by the longest responses.", gt=0
     )
     update_seconds: float = _field(900.0, "One update of the actor or the critic.", gt=0)
-    checkpoint_seconds: float = _field(3600.0, "Writing a checkpoint, or the export.", gt=0)
+    checkpoint_seconds: float = _field(3600.0, "Writing a checkpoint or the HF export.", gt=0)
     other_seconds: float = _field(
-        1800.0, "Any other phase: verification, exchange, values, log-probabilities, sync.", gt=0
+        1800.0,
+        "Any other phase: verification, exchange, values, log-probabilities, weight sync.",
+        gt=0,
     )
     silence_seconds: float = _field(
-        120.0, "Without a sign of life from a process after its first, whatever its phase.", gt=0
+        120.0, "Time without a heartbeat from a process, in any phase.", gt=0
     )
 
 
 class LoggingConfig(Section):
-    """What a run shows and writes."""
+    """Output of a run."""
 
-    run_dir: str = _field("runs/vapo", "Directory of everything that the run writes.")
+    run_dir: str = _field("runs/vapo", "Output directory.")
     tensorboard: bool = _field(True, "Write TensorBoard events.")
-    rollout_groups: int = _field(2, "Groups of responses written as JSONL in each step.", ge=0)
+    rollout_groups: int = _field(2, "Groups of responses written as JSONL per step.", ge=0)
     dump_steps: int = _field(
-        0, "Latest steps whose responses are kept in binary form for --replay; 0: none.", ge=0
+        0, "Number of latest steps whose responses are dumped for --replay; 0: none.", ge=0
     )
     progress: Literal["auto", "live", "plain", "off"] = _field(
         "auto", "Progress display; auto: live on a terminal, plain lines elsewhere."
@@ -289,13 +298,13 @@ class LoggingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Accuracy on held-out problems, with the same code as training."""
+    """Accuracy on held-out problems, with the training verifier."""
 
     path: str | None = _field(
         None, "JSONL or parquet file of held-out problems; null: no evaluation."
     )
     every_steps: int = _field(
-        0, "Steps between evaluations; 0: only before the first and after the last.", ge=0
+        0, "Steps between evaluations; 0: only before the first and after the last step.", ge=0
     )
     samples: int = _field(32, "Responses per problem (the K of avg@K).", "K", ge=1)
     temperature: float = _field(1.0, "Sampling temperature; 0: greedy.", ge=0)
@@ -304,9 +313,9 @@ class EvaluationConfig(Section):
 
 
 class VapoConfig(Section):
-    """Everything that a run depends on."""
+    """The full configuration of a run."""
 
-    seed: int = _field(0, "Everything random is derived from it.", ge=0)
+    seed: int = _field(0, "Seed of all randomness.", ge=0)
     model: ModelConfig = Field(default_factory=ModelConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
@@ -320,5 +329,5 @@ class VapoConfig(Section):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
 
     def to_yaml(self) -> str:
-        """Return the resolved configuration, every field written out."""
+        """Return the resolved configuration with every field."""
         return yaml.safe_dump(self.model_dump(), sort_keys=False)

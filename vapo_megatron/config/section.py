@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of: strict fields with a sentence for --help."""
+"""Base class of the configuration sections: strict fields with a description for --help."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
-    """Frozen; unknown keys, NaN, infinity, and true or false for a number are errors."""
+    """Frozen; rejects unknown keys, NaN, infinity, and booleans for numbers."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
@@ -17,17 +17,17 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic would read as 0 or 1."""
+    def _reject_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic would coerce true and false to 1 and 0."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         members = get_args(annotation) or (annotation,)
         if isinstance(value, bool) and (int in members or float in members):
-            raise PydanticCustomError("truth", "Input should be a number")
+            raise PydanticCustomError("bool_as_number", "Input should be a number")
         return value
 
 
 def field(default: Any, description: str, symbol: str | None = None, **rules: Any) -> Any:
-    """Declare a field with its sentence for --help and, where there is one, the paper's symbol."""
+    """Declare a field with its description for --help and, if any, its symbol in the paper."""
     extra: Any = {"symbol": symbol} if symbol else None
     if isinstance(default, list):
         rules["default_factory"] = lambda: list(default)

@@ -1,4 +1,4 @@
-"""VAPO's seven techniques, which of them a configuration has, and the name of what that is."""
+"""VAPO's seven techniques, and the name of the algorithm that a configuration describes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Settings = Mapping[str, Any]
 
 
 class Technique(NamedTuple):
-    """One of the seven."""
+    """One of VAPO's seven techniques."""
 
     name: str
     fields: str
-    """Those that decide, of `algorithm` or `model`."""
+    """The fields of `algorithm` or `model` that enable it."""
     is_on: Callable[[Settings], bool]
     sentence: str
-    """What it is good for."""
+    """Its purpose."""
 
 
 TECHNIQUES: tuple[Technique, ...] = (
@@ -27,8 +27,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         "Value pretraining",
         "value_pretraining_steps critic_checkpoint",
         lambda a: a["value_pretraining_steps"] > 0 or a["critic_checkpoint"] is not None,
-        "The critic learns the returns of the fixed policy first, so that a critic which knows "
-        "nothing never steers the actor.",
+        "The critic first learns the returns of the fixed policy, so that the actor never learns "
+        "from an untrained critic.",
     ),
     Technique(
         "Decoupled GAE",
@@ -37,65 +37,64 @@ TECHNIQUES: tuple[Technique, ...] = (
             a["advantage_estimator"] == "gae"
             and a["lambda_critic"] not in ("same_as_actor", a["lambda_actor"])
         ),
-        "Critic and actor each have their lambda: at 1 the critic's targets are unbiased returns, "
-        "while the actor's advantages keep a low variance.",
+        "Critic and actor use different lambdas: with lambda 1 the critic's targets are unbiased "
+        "returns, while a smaller one keeps the variance of the actor's advantages low.",
     ),
     Technique(
         "Length-adaptive GAE",
         "lambda_actor length_adaptive_alpha",
         lambda a: a["advantage_estimator"] == "gae" and a["lambda_actor"] == "adaptive",
-        "lambda = 1 - 1 / (alpha l): in a longer response the reward reaches further back.",
+        "lambda = 1 - 1 / (alpha l): in longer responses the reward propagates further back.",
     ),
     Technique(
         "Clip-higher",
         "clip_low clip_high",
         lambda a: a["clip_high"] > a["clip_low"],
-        "The upper clip is wider than the lower one, so that improbable tokens can gain "
-        "probability and entropy does not collapse.",
+        "The upper clip is wider than the lower one, so that unlikely tokens can gain probability "
+        "and the entropy does not collapse.",
     ),
     Technique(
         "Token-level loss",
         "loss_aggregation",
         lambda a: a["loss_aggregation"] == "token",
-        "Each token of a mini-batch weighs the same, so that long responses count for their "
-        "length.",
+        "All tokens of a mini-batch have the same weight, so that long responses count in "
+        "proportion to their length.",
     ),
     Technique(
         "Positive-example LM loss",
         "positive_lm_coef",
         lambda a: a["positive_lm_coef"] > 0,
-        "Correct responses are imitated too: mu times their negative log-likelihood joins the "
-        "loss.",
+        "Adds mu times the negative log-likelihood of correct responses to the loss.",
     ),
     Technique(
         "Group sampling",
         "group_size",
         lambda a: a["group_size"] > 1,
-        "Fewer prompts with more samples each, so that right and wrong answers to one prompt meet "
-        "in one batch.",
+        "Fewer prompts with more samples each, so that a batch has both correct and wrong answers "
+        "to the same prompt.",
     ),
 )
-"""In the paper's order (arXiv 2504.05118); the sentences are ours."""
+"""In the paper's order (arXiv 2504.05118)."""
 
 
 def settings(config: Mapping[str, Any]) -> Settings:
-    """Return a configuration's fields of `model` and `algorithm`, with the defaults of others.
+    """Return the fields of `model` and `algorithm`, missing ones with their defaults.
 
     Args:
-        config: sections of fields, as in config.yaml.
+        config: section -> fields, as in config.yaml.
     """
     found = ModelConfig().model_dump() | (config.get("model") or {})
     return found | AlgorithmConfig().model_dump() | (config.get("algorithm") or {})
 
 
 def algorithm_name(config: Mapping[str, Any]) -> str:
-    """Return what people call the algorithm: VAPO, VAPO without clip-higher, GRPO, ...
+    """Return the algorithm's usual name: VAPO, VAPO without clip-higher, GRPO, ...
 
-    It is told by the fields, so that an overlay and the same overrides have one name. An algorithm
-    of no name is told by the techniques that it has, or lacks, of the seven.
+    Derived from the fields, so that a YAML overlay and the same overrides get the same name.
+    Combinations without a name are described by the techniques they have or lack.
 
     Args:
-        config: as settings takes it.
+        config: as for settings.
     """
     found = settings(config)
     if found["stage"] == "value_pretraining":
