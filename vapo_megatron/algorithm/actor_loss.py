@@ -12,32 +12,32 @@ from vapo_megatron.algorithm.reference_kl import reference_kl
 
 
 class LossTokens(NamedTuple):
-    """What the loss reads of a microbatch's T response tokens; [T] unless said otherwise."""
+    """The loss's inputs for the T response tokens of a microbatch; [T] unless stated otherwise."""
 
     old_logprobs: Tensor
-    """Of the policy before this step's updates."""
+    """From the policy before this step's updates."""
     advantages: Tensor
     reference_logprobs: Tensor | None
-    """Of the reference policy; None: kl_coef is 0."""
+    """From the reference policy; None: kl_coef is 0."""
     cu_seqlens: Tensor
-    """Integer [B+1], bounds of the responses in T."""
+    """Integer [B+1], boundaries of the responses in T."""
     loss_mask: Tensor
-    """Bool or float weights: tokens that are trained on."""
+    """Bool, or float weights: tokens that are trained on."""
     policy_weights: Tensor
-    """loss_mask with the correction for the sampler: of policy loss, KL and entropy."""
+    """loss_mask times the sampler correction; for policy loss, KL and entropy."""
     is_correct: Tensor
-    """Bool: tokens of correct responses."""
+    """Bool: token belongs to a correct response."""
 
 
 class LossCounts(NamedTuple):
     """Denominators, 0-d, summed over the microbatches and data-parallel ranks of a mini-batch."""
 
     policy_tokens: Tensor
-    """Tokens with a weight in policy_weights."""
+    """Tokens whose policy weight is not 0."""
     policy_responses: Tensor
-    """Responses with such a token."""
+    """Responses with at least one such token."""
     positive_tokens: Tensor
-    """Tokens of correct responses that loss_mask keeps."""
+    """Tokens of correct responses whose loss_mask is not 0."""
 
 
 class LossSettings(NamedTuple):
@@ -59,20 +59,21 @@ def actor_loss(
     counts: LossCounts,
     settings: LossSettings,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Add up the actor's losses, each divided by a count of its own over the whole mini-batch.
+    """Sum of the actor's losses, each divided by its own count over the whole mini-batch.
 
         L = L_policy + positive_lm_coef * L_NLL + kl_coef * KL - entropy_coef * H
 
-    Source: VAPO (arXiv 2504.05118), section 4.3; KL and entropy are options of its neighbours.
+    Source: VAPO (arXiv 2504.05118), section 4.3; KL and entropy belong to related algorithms.
 
     Args:
         logprobs: [T] float32 or float64, of the policy being trained; carries the gradient.
-        entropy: [T], likewise, in nats; None: entropy_coef is 0.
-        tokens, counts, settings: of the microbatch, of its mini-batch, of the run.
+        entropy: [T], same, in nats; None: entropy_coef is 0.
+        tokens: of the microbatch.
+        counts: of the whole mini-batch.
 
     Returns:
-        The loss, 0-d: this call's addend. Metrics, detached, 0-d, to be summed over microbatches
-        and ranks, but for ratio_diff_max, whose maximum is to be taken: see ratio_deviation.
+        The loss, 0-d: this microbatch's term of the global mean. Metrics, detached, 0-d, to be
+        summed over microbatches and ranks, except ratio_diff_max: take its maximum.
     """
     by_token = settings.loss_aggregation == "token"
     count = counts.policy_tokens if by_token else counts.policy_responses

@@ -1,4 +1,4 @@
-"""Dynamic sampling: train on the prompts whose responses are neither all right nor all wrong."""
+"""Dynamic sampling: train on prompts whose responses are neither all correct nor all wrong."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from torch import Tensor
 
 
 def select_groups(num_correct: Tensor, group_size: int, num_groups: int) -> tuple[Tensor, int]:
-    """Which groups a step trains on, and how many of them it lacks.
+    """Select the groups that a step trains on, and count how many mixed groups are missing.
 
         mixed: 0 < correct < G;   kept: the first num_groups mixed ones
 
-    In a group whose responses are all right or all wrong every group-relative advantage is 0, but
-    for what shapes a reward (overlong punishment). Where mixed groups are missing, the first of the
-    others fill their places, so that the step keeps its shape. Groups are cut from the end: the
-    decision depends on the verdicts alone, and not on which rank sampled what or finished first.
+    In a group whose responses are all correct or all wrong, every group-relative advantage is 0
+    (apart from reward shaping such as the overlong punishment). If mixed groups are missing, the
+    first of the others take their place, so that the batch keeps its size. Surplus groups are
+    dropped from the end: the selection depends only on the verdicts, not on which rank sampled a
+    group or finished first.
 
-    Source: DAPO (arXiv 2503.14476, section 3.2), dynamic sampling; filling up is ours.
+    Source: DAPO (arXiv 2503.14476, section 3.2), dynamic sampling; filling up is our addition.
 
     Args:
         num_correct: int64 [P], responses of each group that the verifier found correct, in the
@@ -27,8 +28,8 @@ def select_groups(num_correct: Tensor, group_size: int, num_groups: int) -> tupl
         num_groups: groups that a step trains on, at least 1.
 
     Returns:
-        (rows int64 [min(P, num_groups)], the groups to train on, ascending; how many more mixed
-        ones it takes).
+        (int64 [min(P, num_groups)], indices of the selected groups, ascending; the number of
+        missing mixed groups).
 
     Raises:
         ValueError: num_groups below 1, or counts outside 0 .. G.
@@ -48,23 +49,23 @@ def select_groups(num_correct: Tensor, group_size: int, num_groups: int) -> tupl
 
 
 def next_round_size(missing: int, num_mixed: int, num_sampled: int, num_groups: int) -> int:
-    """How many prompts to sample next.
+    """Number of prompts to sample in the next round.
 
         ceil((m + sqrt(m * (1 - p))) / p),   p = num_mixed / num_sampled,   at most num_groups
 
-    m / p prompts hold m mixed groups on average; the root is one standard deviation of the number
-    that it takes. It is asked for too, because another round takes as long as its longest response.
+    m / p prompts yield m mixed groups on average; the square root adds one standard deviation,
+    because one more round would take as long as its longest response.
 
-    Source: DAPO (arXiv 2503.14476, section 3.2) samples until the batch is full; the size of a
-    round is ours (mean and deviation of the negative binomial distribution).
+    Source: DAPO (arXiv 2503.14476, section 3.2) samples until the batch is full; the round size is
+    ours (mean and standard deviation of the negative binomial distribution).
 
     Args:
-        missing: m, mixed groups that the step lacks, at least 1.
-        num_mixed, num_sampled: of the groups sampled in this step so far.
-        num_groups: groups that a step trains on: a round is never larger.
+        missing: m, mixed groups still missing, at least 1.
+        num_mixed, num_sampled: groups in this step so far.
+        num_groups: groups that a step trains on.
 
     Returns:
-        1 .. num_groups; num_groups as long as no group was mixed.
+        1 .. num_groups; num_groups while no group has been mixed.
     """
     if num_mixed == 0:
         return num_groups

@@ -22,7 +22,7 @@ def decoupled_gae(
     lambda_critic: float | Tensor = 1.0,
     gamma: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages for the actor with one lambda, returns for the critic with another.
+    """Compute the actor's advantages and the critic's returns with separate lambdas.
 
         delta_t = r_t + gamma * V_{t+1} - V_t            V = 0 after a response's last token
         A_t     = delta_t + gamma * lambda_actor * A_{t+1}
@@ -34,19 +34,17 @@ def decoupled_gae(
     Args:
         token_rewards: [T] float32 or float64, r.
         values: [T], V of the state before each response token.
-        cu_seqlens: integer [B+1] from 0 to T, bounds of the responses; responses may be empty.
+        cu_seqlens: integer [B+1] from 0 to T, boundaries of the responses; they may be empty.
         lambda_actor: in [0, 1]; a float, or [B] float32 or float64, one per response.
-        lambda_critic: likewise. The float 1.0 takes Monte-Carlo returns, into which the values do
-            not enter.
+        lambda_critic: same. The float 1.0 computes Monte-Carlo returns, which ignore the values.
         gamma: discount per token, in [0, 1].
 
     Returns:
-        (advantages [T], returns [T]) in the wider of the inputs' dtypes, without gradient. Inside
-        it is float64.
+        (advantages [T], returns [T]) in the wider of the inputs' dtypes, without gradient;
+        computed in float64.
 
     Raises:
-        ValueError: a dtype below float32, a float out of [0, 1], shapes that do not belong
-            together.
+        ValueError: a dtype below float32, a float outside [0, 1], inconsistent shapes.
     """
     require_wide(token_rewards=token_rewards, values=values)
     _require_shapes(token_rewards, values, cu_seqlens)
@@ -80,8 +78,8 @@ def _lambda_advantages(
         with_next = slice(part.start, min(part.stop, num_tokens - 1))
         following = values[part.start + 1 : with_next.stop + 1]
         deltas[with_next].add_(following, alpha=gamma)
-    # An empty response names the end of the one before it or, where there is none, the last token
-    # (-1): ends in any case.
+    # For an empty response this is the last token of the previous one, or -1, the last token of
+    # all: both are response ends anyway.
     last = cu_seqlens.long()[1:] - 1
     deltas[last] = token_rewards[last].double() - values[last]
     reverse_scan_(buffer, cu_seqlens, gamma * lam)
@@ -130,7 +128,7 @@ def _require_shapes(token_rewards: Tensor, values: Tensor, cu_seqlens: Tensor) -
             f"cu_seqlens: shape {tuple(cu_seqlens.shape)}, dtype {cu_seqlens.dtype}; "
             "must be (B+1,) integers"
         )
-    # On a GPU this would wait for the device.
+    # Not on a GPU, where reading the values would synchronise.
     if cu_seqlens.device.type == "cpu":
         first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
         if (first, last) != (0, token_rewards.numel()):

@@ -1,4 +1,4 @@
-"""Advantages without a critic: each response against the others of its group."""
+"""Advantages without a critic: each response relative to its group."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ EPSILON = 1e-6
 
 @torch.no_grad()
 def group_sums(rewards: Tensor, groups: Tensor, num_groups: int) -> Tensor:
-    """What group_advantages needs of one rank, as a sum: a group may be spread over ranks.
+    """One rank's partial sums for group_advantages; a group may be spread over ranks.
 
     Args:
         rewards: [B] float32 or float64, r, one per response.
-        groups: int64 [B] in 0..num_groups-1; with groups side by side (see repeat_for_group) it is
-            position // group_size.
-        num_groups: P, of the whole step, so that every rank's sums have one shape.
+        groups: int64 [B] in 0..num_groups-1; position // group_size if the responses of a group
+            are adjacent (see repeat_for_group).
+        num_groups: P, of the whole step, so that all ranks' sums have the same shape.
 
     Returns:
-        float64 [P, 3]: count, sum and sum of squares of each group's rewards; add them up over
-        data-parallel ranks. Sums of float32 rewards do not depend on how the ranks share them, up
-        to the last digit of float64.
+        float64 [P, 3]: count, sum and sum of squares of each group's rewards, to be summed over
+        data-parallel ranks. With float32 rewards the result does not depend on how responses are
+        distributed over ranks, up to the last digit of float64.
 
     Raises:
-        ValueError: rewards below float32, or shapes that do not belong together.
+        ValueError: rewards below float32, or inconsistent shapes.
     """
     require_wide(rewards=rewards)
     _require_shapes(rewards, groups)
@@ -38,15 +38,15 @@ def group_sums(rewards: Tensor, groups: Tensor, num_groups: int) -> Tensor:
 
 @torch.no_grad()
 def group_advantages(rewards: Tensor, groups: Tensor, sums: Tensor, estimator: str) -> Tensor:
-    """Distance of each response's reward from its group's mean, in standard deviations or plain.
+    """Each response's reward minus its group's mean, optionally divided by the group's std.
 
         grpo:  A_i = (r_i - mean) / (std + 1e-6)         dr_grpo:  A_i = r_i - mean
 
-    over the n responses of the group, with std^2 = sum_i (r_i - mean)^2 / (n - 1): the sample form.
-    Every token of a response has the response's advantage.
+    over the n responses of the group, with std^2 = sum_i (r_i - mean)^2 / (n - 1), the sample std.
+    All tokens of a response share its advantage.
 
-    Source: GRPO (arXiv 2402.03300, section 4.1.2) prints "std" alone; its public implementations
-    (TRL, verl) take torch.std, which is the sample form, and so do we. Dr.GRPO (arXiv 2503.20783).
+    Source: GRPO (arXiv 2402.03300, section 4.1.2) only says "std"; we follow TRL and verl, whose
+    torch.std is the sample std. Dr.GRPO (arXiv 2503.20783).
 
     Args:
         rewards: [B] float32 or float64, r, of this rank's responses.
@@ -59,7 +59,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, sums: Tensor, estimator: s
         to rounding (a variance below 1e-12 of the mean square), and in a group of one.
 
     Raises:
-        ValueError: an unknown estimator, rewards below float32, shapes that do not belong together.
+        ValueError: an unknown estimator, rewards below float32, inconsistent shapes.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f'advantage_estimator={estimator!r} must be "grpo" or "dr_grpo"')

@@ -1,4 +1,4 @@
-"""Group sampling: fewer prompts, several responses of each."""
+"""Group sampling: fewer prompts, several responses to each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 
 
 def repeat_for_group(prompts: Sequence[Item], group_size: int) -> list[Item]:
-    """Repeat each prompt group_size times, side by side.
+    """Repeat each prompt group_size times; the copies are adjacent.
 
         repeated[i * G + j] = prompts[i],   0 <= j < G
 

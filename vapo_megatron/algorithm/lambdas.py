@@ -1,4 +1,4 @@
-"""Lambda of GAE, from the configuration and the length of a response; loads no torch."""
+"""Lambdas of GAE from the configuration and response lengths; does not import torch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ if TYPE_CHECKING:
 
 
 def length_adaptive_lambda(lengths: Tensor | NDArray[Any], alpha: float) -> Any:
-    """GAE's lambda for responses of these lengths: its horizon is a fixed multiple of the length.
+    """Length-adaptive lambda: the horizon of GAE is a fixed multiple of the response length.
 
         1 / (1 - lambda) = alpha * l,   lambda = max(0, 1 - 1 / (alpha * l))
 
     Source: VAPO (arXiv 2504.05118), length-adaptive GAE; alpha 0.05.
 
     Args:
-        lengths: [B] integer or float, response lengths l in tokens, the stop token included; a
-            tensor, or a numpy array where there is no torch.
+        lengths: [B] integer or float, response lengths l in tokens, including the stop token; a
+            tensor, or a numpy array for callers without torch.
         alpha: above 0.
 
     Returns:
-        float64 [B] in [0, 1): in float32 the horizon of a long response would lose its fifth digit.
+        float64 [B] in [0, 1); float32 would lose the fifth digit of a long response's horizon.
         Lambda is 0 for l <= 1/alpha, and for an empty response.
 
     Raises:
@@ -30,7 +30,7 @@ def length_adaptive_lambda(lengths: Tensor | NDArray[Any], alpha: float) -> Any:
     """
     if not alpha > 0:
         raise ValueError(f"length_adaptive_alpha={alpha} must be above 0")
-    # Where alpha * l is at most 1, lambda is 0: clipping there divides by no 0.
+    # For alpha * l <= 1 lambda is 0; clipping also avoids dividing by 0.
     return 1 - 1 / (alpha * _float64(lengths)).clip(min=1)
 
 
@@ -51,13 +51,13 @@ def resolve_lambdas(
     lambda_critic: float | str,
     length_adaptive_alpha: float,
 ) -> tuple[Any, Any]:
-    """Turn the configuration's lambdas into those of decoupled_gae.
+    """Turn the configured lambdas into the arguments of decoupled_gae.
 
     Args:
-        lengths: [B] integer, response lengths in tokens, the stop token included.
+        lengths: [B] integer, response lengths in tokens, including the stop token.
         lambda_actor: in [0, 1], or "adaptive".
         lambda_critic: in [0, 1], or "same_as_actor".
-        length_adaptive_alpha: read only where lambda_actor is "adaptive".
+        length_adaptive_alpha: used only if lambda_actor is "adaptive".
 
     Returns:
         (lambda_actor, lambda_critic), each a float or float64 [B]; the same object for

@@ -1,4 +1,4 @@
-"""Overlong filtering: a response that a length limit ended says nothing of whether it was right."""
+"""Overlong filtering: a truncated response's reward says nothing about its reasoning."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from vapo_megatron.algorithm.reduction import require_mask
 
 
 def without_truncated(loss_mask: Tensor, truncated: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Take the truncated responses out of the loss.
+    """Mask truncated responses out of the loss.
 
         mask_t = 0 for every token of a truncated response
 
-    They leave the denominators too (see loss_count).
+    They do not count in the denominators either (see loss_count).
 
     Source: DAPO (arXiv 2503.14476, section 3.4), overlong filtering.
 
     Args:
         loss_mask: [T] bool, or float weights.
         truncated: bool [B], Rollout.truncated.
-        cu_seqlens: integer [B+1], bounds of the responses in T; responses may be empty.
+        cu_seqlens: integer [B+1], boundaries of the responses in T; responses may be empty.
 
     Returns:
         [T], loss_mask's dtype.
 
     Raises:
-        ValueError: the dtype of loss_mask, truncated that is not bool [B].
+        ValueError: an invalid dtype of loss_mask, or truncated is not bool [B].
     """
     require_mask(loss_mask)
     if truncated.shape != (cu_seqlens.numel() - 1,) or truncated.dtype != torch.bool:

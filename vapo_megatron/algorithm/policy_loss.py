@@ -1,4 +1,4 @@
-"""The clipped policy loss with its two clips, and the weights that decide what it averages over."""
+"""The clipped policy loss with clip-higher, and the token weights of its aggregations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def clipped_policy_loss(
     num_tokens: int | Tensor,
     num_trained_tokens: int | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped surrogate with an upper clip of its own, averaged over all tokens.
+    """PPO's clipped surrogate with separate lower and upper clips, averaged over all tokens.
 
         ratio_t = exp(logprobs_t - old_logprobs_t)
         L = -1/N * sum_t mask_t * min(ratio_t * A_t, clipped_t * A_t)
@@ -39,19 +39,19 @@ def clipped_policy_loss(
         old_logprobs: [T], of the policy before this step's updates.
         advantages: [T], A.
         loss_mask: [T] bool, or float weights (see token_weights).
-        clip_low: in [0, 1]; ratios below 1 - clip_low earn nothing more.
-        clip_high: at least 0; ratios above 1 + clip_high earn nothing more.
+        clip_low: in [0, 1]; with A < 0, ratios below 1 - clip_low get no gradient.
+        clip_high: at least 0; with A > 0, ratios above 1 + clip_high get no gradient.
         num_tokens: N, int or 0-d tensor: loss_count summed over all microbatches and data-parallel
             ranks of the mini-batch.
-        num_trained_tokens: tokens whose mask is not 0, summed likewise; None: N, which it is unless
-            loss_mask holds weights.
+        num_trained_tokens: tokens whose mask is not 0, summed over the same; None: N, which is the
+            same unless loss_mask has weights.
 
     Returns:
-        The loss, a 0-d tensor: this call's addend of the global mean, exactly 0 with its graph
-        intact where N is 0. Metrics, detached 0-d tensors, whose sums over microbatches and ranks
-        are means over the trained tokens, whatever the weights: approx_kl, KL(old || new) by
+        The loss, a 0-d tensor: this microbatch's term of the global mean, exactly 0 with its graph
+        intact if N is 0. Metrics, detached 0-d tensors, whose sums over microbatches and ranks are
+        unweighted means over the trained tokens: approx_kl, KL(old || new) by
         the k3 estimator ratio - 1 - log(ratio); clip_fraction_low and clip_fraction_high, tokens
-        whose gradient the lower and the upper clip removes.
+        whose gradient the lower or upper clip removes.
 
     Raises:
         ValueError: a dtype below float32, a clip out of range.
@@ -85,11 +85,11 @@ def clipped_policy_loss(
 
 @torch.no_grad()
 def ratio_deviation(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-    """Largest distance of a trained token's ratio from 1: 0 before a step's first update.
+    """Largest distance of a trained token's ratio from 1; 0 before a step's first update.
 
         max_t |exp(logprobs_t - old_logprobs_t) - 1|,   0 without tokens
 
-    Reduce it over microbatches and ranks by the maximum, never by a sum.
+    Reduce it over microbatches and ranks by maximum, not by sum.
 
     Args:
         logprobs, old_logprobs: [T] float32 or float64.
@@ -111,30 +111,28 @@ def token_weights(
     *,
     max_response_tokens: int | None = None,
 ) -> Tensor:
-    """The weights with which a loss averages per token or per response.
+    """Weights that make a loss average per token or per response.
 
         token:  w_t = mask_t   sample:  w_t = mask_t / |o_i|   constant:  w_t = mask_t / L
 
-    with |o_i| the number of tokens of response i whose mask is not 0, and L the same for all. The
-    denominator that belongs to them is loss_count.
+    with |o_i| the number of tokens of response i whose mask is not 0, and L a constant. The
+    matching denominator is loss_count.
 
-    Source: VAPO (arXiv 2504.05118), token-level loss, against the sample-level loss of its base
-    PPO; Dr.GRPO (arXiv 2503.20783), constant.
+    Source: VAPO (arXiv 2504.05118), token-level loss; its PPO baseline uses the
+    sample-level loss; Dr.GRPO (arXiv 2503.20783), constant.
 
     Args:
-        loss_mask: [T] bool, or float weights: a weight changes a token's share, a weight of 0 drops
-            the token.
-        cu_seqlens: integer [B+1], bounds of the responses in T; responses may be empty.
+        loss_mask: [T] bool, or float weights; a weight of 0 drops the token.
+        cu_seqlens: integer [B+1], boundaries of the responses in T; responses may be empty.
         loss_aggregation: "token", "sample" or "constant".
-        max_response_tokens: L, the longest response that the sampler may give; read only by
-            "constant".
+        max_response_tokens: L, the limit of the response length; used only by "constant".
 
     Returns:
         float32 [T].
 
     Raises:
-        ValueError: the dtype of loss_mask, an unknown loss_aggregation, "constant" without an L of
-            at least 1.
+        ValueError: an invalid dtype of loss_mask, an unknown loss_aggregation, "constant" without
+            L >= 1.
     """
     require_mask(loss_mask)
     _require_aggregation(loss_aggregation)
@@ -154,7 +152,7 @@ def token_weights(
 
 
 def loss_count(loss_mask: Tensor, cu_seqlens: Tensor, loss_aggregation: str) -> Tensor:
-    """This rank's part of the denominator that belongs to token_weights.
+    """This rank's part of the denominator for token_weights.
 
         token:  tokens whose mask is not 0
         sample, constant:  responses with at least one such token
@@ -164,14 +162,14 @@ def loss_count(loss_mask: Tensor, cu_seqlens: Tensor, loss_aggregation: str) -> 
 
     Args:
         loss_mask: [T] bool, or float weights, before token_weights.
-        cu_seqlens: integer [B+1], bounds of the responses in T.
+        cu_seqlens: integer [B+1], boundaries of the responses in T.
         loss_aggregation: "token", "sample" or "constant".
 
     Returns:
         int64 0-d tensor.
 
     Raises:
-        ValueError: the dtype of loss_mask, an unknown loss_aggregation.
+        ValueError: an invalid dtype of loss_mask, an unknown loss_aggregation.
     """
     require_mask(loss_mask)
     _require_aggregation(loss_aggregation)

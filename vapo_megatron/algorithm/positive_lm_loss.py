@@ -27,12 +27,12 @@ def positive_lm_loss(
         loss_mask: [T] bool, or float weights.
         is_correct: bool [T], the verifier's verdict (not the shaped reward) spread over each
             response's tokens.
-        num_positive_tokens: N, int or 0-d tensor: tokens with a mask in correct responses, summed
-            over all microbatches and data-parallel ranks of the mini-batch; a count of its own,
-            not num_tokens.
+        num_positive_tokens: N, int or 0-d tensor: tokens of correct responses whose mask is not 0,
+            summed over all microbatches and data-parallel ranks of the mini-batch; not the
+            num_tokens of the policy loss.
 
     Returns:
-        0-d tensor, this call's addend of the global mean; exactly 0 with its graph intact where N
+        0-d tensor, this microbatch's term of the global mean; exactly 0 with its graph intact if N
         is 0.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What every loss shares: float32 or wider, masked tokens that cannot leak, one global count."""
+"""Shared by all losses: dtype checks, masking that NaN cannot leak through, global means."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ WIDE = (torch.float32, torch.float64)
 
 
 def require_wide(**tensors: Tensor | None) -> None:
-    """Refuse arithmetic below float32.
+    """Reject dtypes below float32.
 
-    Lambda at length 16384 is 0.99878 and rounds to 1.0 in bfloat16.
+    For example, lambda at length 16384 is 0.99878, which bfloat16 rounds to 1.0.
 
     Args:
-        tensors: name -> tensor; None is passed over.
+        tensors: name -> tensor; None is skipped.
 
     Raises:
         ValueError: names the tensor and its dtype.
@@ -29,7 +29,7 @@ def require_wide(**tensors: Tensor | None) -> None:
 
 
 def require_mask(loss_mask: Tensor) -> None:
-    """Refuse a loss mask that is neither bool nor float32 or wider.
+    """Reject a loss mask that is neither bool nor float32 or wider.
 
     Raises:
         ValueError: names the dtype.
@@ -42,19 +42,19 @@ def require_mask(loss_mask: Tensor) -> None:
 
 
 def trained_on(loss_mask: Tensor) -> Tensor:
-    """bool [T]: True where a token has a weight at all."""
+    """bool [T]: True where a token's weight is not 0."""
     return loss_mask if loss_mask.dtype == torch.bool else loss_mask != 0
 
 
 def keep(x: Tensor, loss_mask: Tensor) -> Tensor:
-    """x where a token is trained on, 0 elsewhere: inf or NaN there reaches no sum or gradient."""
+    """x where a token is trained on, else 0; masked inf or NaN never reach a sum or gradient."""
     return torch.where(trained_on(loss_mask), x, 0)
 
 
 def global_mean(terms: Tensor, loss_mask: Tensor, count: int | float | Tensor) -> Tensor:
-    """One addend of a mean whose denominator spans microbatches and ranks.
+    """One microbatch's term of a mean over all microbatches and ranks.
 
-        sum_t mask_t * terms_t / count;   exactly 0, graph intact, where count is 0
+        sum_t mask_t * terms_t / count;   exactly 0, graph intact, if count is 0
 
     Args:
         terms: [T], 0 where the mask is 0 (see keep).
@@ -66,7 +66,7 @@ def global_mean(terms: Tensor, loss_mask: Tensor, count: int | float | Tensor) -
         0-d tensor of terms' dtype.
     """
     total = (terms * loss_mask).sum()
-    # Dividing by infinity gives 0 in value and gradient, and needs no branch on the device's data.
+    # Dividing by inf gives 0 in value and gradient without a branch that would sync the device.
     if isinstance(count, Tensor):
         return total / torch.where(count == 0, math.inf, count).to(total.dtype)
     return total / (count or math.inf)

@@ -1,4 +1,4 @@
-"""Where sampler and trainer disagree about a token: weigh it by their ratio, or drop it."""
+"""Correct for differing token probabilities in sampler and trainer: reweight or drop tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vapo_megatron.algorithm.reduction import (
     trained_on,
 )
 
-# exp(-80) and exp(80) lie within float32.
+# exp(-80) and exp(80) are within the range of float32.
 LARGEST_LOG_RATIO = 80.0
 
 
@@ -28,7 +28,7 @@ def truncated_importance_mask(
     cap: float,
     num_tokens: int | Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Truncated importance sampling: each token's share in the policy loss times its ratio.
+    """Truncated importance sampling: weight each token by its capped probability ratio.
 
         k_t = exp(old_logprobs_t - rollout_logprobs_t),   policy_mask_t = mask_t * min(k_t, cap)
 
@@ -44,11 +44,11 @@ def truncated_importance_mask(
             microbatches and data-parallel ranks that the metrics are a mean over.
 
     Returns:
-        policy_mask, float32 [T], without gradient: a weight for token_weights. It is above 0
-        wherever loss_mask is (no k counts as less than exp(-80)), so that loss_count stays what it
-        was. Metrics, 0-d tensors divided by N, so that sums over microbatches and ranks are global
-        means: sampler_ratio, k before the cap (at most exp(80)); sampler_corrected_fraction, tokens
-        that the cap holds.
+        policy_mask, float32 [T], without gradient: the loss_mask of token_weights. It is above 0
+        wherever loss_mask is (k is clamped to at least exp(-80)), so that loss_count does not
+        change. Metrics, 0-d tensors divided by N, so that sums over microbatches and ranks are
+        global means: sampler_ratio, k before the cap (at most exp(80)); sampler_corrected_fraction,
+        tokens above the cap.
 
     Raises:
         ValueError: a dtype below float32, a cap not above 0.
@@ -71,7 +71,7 @@ def icepop_mask(
     high: float,
     num_tokens: int | Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """IcePop: as truncated importance sampling within a range of ratios, nothing outside it.
+    """IcePop: weight each token by its probability ratio, drop tokens outside a range of ratios.
 
         k_t = exp(old_logprobs_t - rollout_logprobs_t)
         policy_mask_t = mask_t * k_t where low <= k_t <= high, 0 elsewhere
@@ -88,13 +88,13 @@ def icepop_mask(
             summed over all microbatches and data-parallel ranks that the metrics are a mean over.
 
     Returns:
-        policy_mask, float32 [T], without gradient: a weight for token_weights. A dropped token's is
-        0, and loss_count of it leaves the token out of the denominator. Metrics, 0-d tensors
+        policy_mask, float32 [T], without gradient: the loss_mask of token_weights. It is 0 for
+        dropped tokens, which loss_count then leaves out of the denominator. Metrics, 0-d tensors
         divided by N, so that sums over microbatches and ranks are global means: sampler_ratio, k
-        of all tokens (at most exp(80)); sampler_corrected_fraction, tokens that are dropped.
+        of all tokens (at most exp(80)); sampler_corrected_fraction, dropped tokens.
 
     Raises:
-        ValueError: a dtype below float32, a range that does not hold 1 or reaches down to 0.
+        ValueError: a dtype below float32, a range that does not contain 1 or includes 0.
     """
     if not 0 < low <= 1 <= high:
         raise ValueError(
@@ -108,7 +108,7 @@ def icepop_mask(
 
 
 def _log_ratio(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-    """float32 or wider [T], log k where a token is trained on, 0 elsewhere."""
+    """float32 or wider [T]: log k where a token is trained on, else 0."""
     require_wide(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
     require_mask(loss_mask)
     log_ratio = keep(old_logprobs - rollout_logprobs, loss_mask)

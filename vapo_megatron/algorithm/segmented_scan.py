@@ -1,9 +1,9 @@
-"""y_t = x_t + decay * y_{t+1} inside every segment of a packed tensor, without a loop over tokens.
+"""y_t = x_t + decay * y_{t+1} within each segment of a packed tensor, without a loop over tokens.
 
-The tokens are cut into rows of ROW. Inside a row that lies in one segment the recurrence is a
-cumulative sum of terms weighted by powers of the decay; a row in which a segment ends is scanned
-with a decay per token; one short scan over the rows' totals then carries y from row to row. The
-number of kernels grows with the logarithm of T.
+Tokens are split into rows of ROW. Within a row that lies in one segment, the recurrence is a
+cumulative sum weighted by powers of the decay; a row with a segment's end is scanned with one decay
+per token; a short scan over the row totals then carries y from row to row. The number of kernels is
+O(log T).
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ CPU_SLICE_TOKENS = 65536
 
 
 def cache_slices(length: int, device: torch.device, unit: int = 1) -> Iterator[slice]:
-    """Cut 0 .. length - 1 into slices whose temporaries fit a CPU core's cache; a GPU takes all.
+    """Split 0 .. length - 1 into slices that fit a CPU core's cache; one slice on a GPU.
 
     Args:
         length: number of entries.
-        device: where the work is done.
-        unit: tokens in one entry.
+        device: where they are processed.
+        unit: tokens per entry.
     """
     step = CPU_SLICE_TOKENS // unit if device.type == "cpu" else length
     return (slice(lo, min(lo + step, length)) for lo in range(0, length, step))
 
 
 def scan_buffer(num_tokens: int, device: torch.device) -> Tensor:
-    """Room for T tokens that reverse_scan_ can work in: the first T entries are the caller's.
+    """Allocate reverse_scan_'s buffer for T tokens; the caller fills the first T entries.
 
     Args:
         num_tokens: T.
-        device: where.
+        device: of the buffer.
 
     Returns:
-        float64 [T rounded up to whole rows, + 1]; 0 behind the first T entries, which are unset.
+        float64 [T rounded up to whole rows, + 1]; the first T entries are unset, the rest 0.
     """
     num_rows = -(-num_tokens // ROW)
     buffer = torch.empty(num_rows * ROW + 1, dtype=torch.float64, device=device)
@@ -48,16 +48,15 @@ def scan_buffer(num_tokens: int, device: torch.device) -> Tensor:
 
 
 def reverse_scan_(buffer: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> None:
-    """Replace each token's x by the discounted sum from it to the end of its segment.
+    """Replace each token's x by the discounted sum from there to the end of its segment.
 
         y_t = x_t + decay_b * y_{t+1},   y = 0 after the last token of segment b
 
-    Exact for every decay in [0, 1] up to float64 rounding; a decay below 2**-30 that is not 0 may
-    act as 0, an error of at most 1e-9 of max|x|. Nothing overflows, and no value of one segment
-    enters another.
+    Exact up to float64 rounding for every decay in [0, 1]; a nonzero decay below 2**-30 may be
+    treated as 0, an error of at most 1e-9 of max|x|. Nothing overflows, and segments never mix.
 
     Args:
-        buffer: from scan_buffer, its first T entries set to x, all finite; they become y.
+        buffer: from scan_buffer, its first T entries set to x (finite); overwritten with y.
         cu_seqlens: integer [B+1], on the same device, from 0 to T >= 1; segments may be empty.
         decay: in [0, 1]; a float, or float64 [B], one per segment.
     """
@@ -66,7 +65,7 @@ def reverse_scan_(buffer: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> 
     rows, shifted = buffer[:-1].view(num_rows, ROW), buffer[1:].view(num_rows, ROW)
     weights = _RowWeights(decay, ends, num_rows)
 
-    # A leading empty segment names row 0, which may be whole: this way of scanning suits any row.
+    # A leading empty segment selects row 0, in which no segment may end; this scan suits any row.
     broken = (ends - 1).clamp(min=0) // ROW
     inner, inner_decay = _scan_broken_rows(rows[broken], broken, ends, weights.per_segment)
     totals = torch.empty_like(rows[:, 0])
@@ -77,7 +76,7 @@ def reverse_scan_(buffer: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> 
     row_decay = weights.across_row.clone()
     row_decay[broken] = inner_decay[:, 0]
 
-    # The last row ends a segment, so that what rolls in behind it is multiplied by 0.
+    # roll wraps row 0 around to the last row, where a segment ends: it is multiplied by 0.
     following = _scan(totals.flip(0), row_decay.flip(0)).flip(0).roll(-1)
     carried = weights.across_row * following
     for part in cache_slices(num_rows, buffer.device, ROW):
@@ -88,13 +87,12 @@ def reverse_scan_(buffer: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> 
 
 
 class _RowWeights:
-    """Powers of the decay for rows that lie in one segment.
+    """Powers of the decay for rows within one segment.
 
         y_k = x_k + outward_k * sum_{j>=k} inward_j * x_{j+1}
 
-    inward_j = decay^(j+1), except 0 at the row's last column, whose x belongs to the next row;
-    outward_k = decay^-k, with the decay held above SMALLEST_DECAY: below it inward has vanished
-    first.
+    inward_j = decay^(j+1), but 0 in the last column, whose x_{j+1} belongs to the next row;
+    outward_k = decay^-k, with the decay clamped to SMALLEST_DECAY against overflow.
     """
 
     def __init__(self, decay: float | Tensor, ends: Tensor, num_rows: int) -> None:
@@ -129,20 +127,20 @@ class _RowWeights:
 def _scan_broken_rows(
     x: Tensor, rows: Tensor, ends: Tensor, decay: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Scan rows in which a segment ends, each as if nothing followed it.
+    """Scan rows in which a segment ends, as if each were the last.
 
     Returns:
-        (y, the factor of what does follow), both [R, ROW].
+        (y, factor of the next row's y), both [R, ROW].
     """
     token = rows.unsqueeze(1) * ROW + torch.arange(ROW, device=rows.device)
-    # Columns beyond the last token belong to no segment: nothing reads them.
+    # Columns beyond the last token belong to no segment; they are never read.
     segment = torch.bucketize(token, ends, right=True).clamp(max=ends.numel() - 1)
     decay = (decay[segment] * (token + 1 != ends[segment])).flip(1)
     return _scan(x.flip(1), decay).flip(1), decay.cumprod(1).flip(1)
 
 
 def _scan(x: Tensor, decay: Tensor) -> Tensor:
-    """y_u = x_u + decay_u * y_{u-1} along the last dim: join pairs, scan them, part them."""
+    """y_u = x_u + decay_u * y_{u-1} along the last dim: combine pairs, scan them, expand."""
     length = x.shape[-1]
     if length == 1:
         return x

@@ -1,4 +1,4 @@
-"""Means, deviations and explained variance over all ranks' tokens."""
+"""Mean, standard deviation and explained variance over the tokens of all ranks."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from vapo_megatron.algorithm.reduction import keep, require_mask, require_wide
 
 
 def whiten(advantages: Tensor, *, mean: Tensor, std: Tensor) -> Tensor:
-    """Normalise advantages with statistics of the whole step.
+    """Normalise advantages with the whole step's mean and std.
 
         (A - mean) / max(std, 1e-8)
 
-    Source: common PPO practice; VAPO prints nothing of it, and the default is off.
+    Source: common PPO practice; VAPO does not mention it, and it is off by default.
 
     Args:
         advantages: [T] float32 or float64.
         mean, std: 0-d tensors over all data-parallel ranks (see masked_sums and mean_and_std).
 
     Returns:
-        [T], advantages' dtype; all 0 where they do not vary.
+        [T], advantages' dtype; all 0 if they do not vary.
     """
     require_wide(advantages=advantages)
     return ((advantages - mean) / std.clamp(min=1e-8)).to(advantages.dtype)
 
 
 def masked_sums(x: Tensor, loss_mask: Tensor) -> Tensor:
-    """Count, sum and sum of squares of the tokens that are trained on; add them up over ranks.
+    """Count, sum and sum of squares over the tokens that are trained on, to be summed over ranks.
 
     Args:
         x: [T] float32 or float64.
@@ -44,7 +44,7 @@ def masked_sums(x: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def mean_and_std(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and (population) standard deviation from masked_sums, both 0 where the count is 0.
+    """Mean and (population) standard deviation from masked_sums, both 0 if the count is 0.
 
     Args:
         sums: float64 [3], already summed over ranks.
@@ -59,16 +59,16 @@ def mean_and_std(sums: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def moments(values: Tensor, returns: Tensor, loss_mask: Tensor) -> Tensor:
-    """What explained_variance needs of one rank, as a sum.
+    """One rank's partial sums for explained_variance.
 
-    These are the masked_sums of the returns and of their distance to the values.
+    The masked_sums of the returns and of returns - values.
 
     Args:
         values, returns: [T] float32 or float64.
         loss_mask: [T] bool, or float weights: any weight but 0 counts once.
 
     Returns:
-        float64 [6]; add them up over microbatches and data-parallel ranks.
+        float64 [6], to be summed over microbatches and data-parallel ranks.
     """
     require_wide(values=values, returns=returns)
     error = returns.double() - values.double()
@@ -76,7 +76,7 @@ def moments(values: Tensor, returns: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def explained_variance_from_moments(sums: Tensor) -> Tensor:
-    """Explained variance over everything that was added up.
+    """Explained variance from summed moments.
 
     Args:
         sums: float64 [6] from moments, summed over microbatches and ranks.
@@ -91,18 +91,18 @@ def explained_variance_from_moments(sums: Tensor) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
-    """Share of the returns' variance that the values explain.
+    """Fraction of the returns' variance that the values explain.
 
         1 - Var(returns - values) / Var(returns)
 
-    1: the values are the returns up to a constant; 0: no better than a constant; below 0: worse
-    than that.
+    1: values equal returns up to a constant; 0: no better than a constant; below 0: worse than a
+    constant.
 
     Args:
         values, returns: [T] float32 or float64.
 
     Returns:
-        float64 0-d tensor; 0 where the returns do not vary, so that there is nothing to explain.
+        float64 0-d tensor; 0 if the returns do not vary.
 
     Raises:
         ValueError: a dtype below float32.

@@ -1,4 +1,4 @@
-"""Regression of the critic on the returns, and values that cannot leave the range of returns."""
+"""The critic's regression on returns, and values bounded to the range of returns."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from vapo_megatron.algorithm.reduction import global_mean, keep, require_mask, r
 
 
 def bounded_values(head: Tensor, bound: float) -> Tensor:
-    """Hold the value head's output within a range, smoothly.
+    """Smoothly bound the value head's output.
 
         V = bound * tanh(head / bound),   dV/dhead = 1 - (V / bound)^2
 
-    Near 0 it is the head itself. Where |head| is many times the bound its gradient vanishes: choose
-    a bound above the largest |return|, which V reaches only in the limit.
+    Near 0 it is the identity; for |head| well above the bound its gradient vanishes. V reaches the
+    bound only in the limit, so choose one above the largest |return|.
 
     Source: this form is ours. BPCO (arXiv 2608.23566) has bounded values; by which function, we do
     not know.
@@ -29,7 +29,7 @@ def bounded_values(head: Tensor, bound: float) -> Tensor:
         [T], head's dtype, in [-bound, bound].
 
     Raises:
-        ValueError: a dtype below float32, a bound that is not a finite number above 0.
+        ValueError: a dtype below float32, or a bound that is not finite and above 0.
     """
     require_wide(head=head)
     if not 0 < bound < math.inf:
@@ -46,29 +46,28 @@ def value_loss(
     old_values: Tensor | None = None,
     clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Half the squared error of the values, optionally clipped around the values before the update.
+    """Half the squared error of the values, optionally clipped around the old values.
 
         L = 1/N * sum_t mask_t * 0.5 * (V_t - R_t)^2
-        with a clip c: the larger of this and the same with V_t held within V_old_t -+ c
+        with a clip c: per token, the larger of this and the same with V_t clamped to V_old_t -+ c
 
-    Source: VAPO (arXiv 2504.05118) prints no form; the half and the clip are those of the PPO
-    implementations that it builds on (arXiv 1707.06347, and 2005.12729 for the clip). Unclipped by
-    default.
+    Source: VAPO (arXiv 2504.05118) does not give the form; the half and the clip follow PPO
+    implementations (arXiv 1707.06347, and 2005.12729 for the clip). Unclipped by default.
 
     Args:
         values: [T] float32 or float64, V of the state before each response token; carries the
             gradient.
         returns: [T], regression targets R.
         loss_mask: [T] bool, or float weights.
-        num_tokens: N, int or 0-d tensor: the tokens with a mask, summed over all microbatches and
-            data-parallel ranks of the mini-batch (or the responses, for weights that average within
+        num_tokens: N, int or 0-d tensor: tokens whose mask is not 0, summed over all microbatches
+            and data-parallel ranks of the mini-batch (or responses, for weights that average within
             each response).
-        old_values: [T], V before this step's updates; read only with a clip.
+        old_values: [T], V before this step's updates; used only with a clip.
         clip: c > 0, or None.
 
     Returns:
-        The loss, a 0-d tensor: this call's addend of the global mean, exactly 0 with its graph
-        intact where N is 0. Metrics, detached 0-d tensors divided by N, so that sums over
+        The loss, a 0-d tensor: this microbatch's term of the global mean, exactly 0 with its graph
+        intact if N is 0. Metrics, detached 0-d tensors divided by N, so that sums over
         microbatches and ranks are global means: value_mean, return_mean, value_clip_fraction
         (tokens whose gradient the clip removes).
 

@@ -1,4 +1,4 @@
-"""Value pretraining: in the first steps the critic alone trains, on a policy that stands still."""
+"""Value pretraining: in the first steps only the critic trains, on a fixed policy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def actor_is_trained(step: int, value_pretraining_steps: int) -> bool:
-    """Tell whether the actor trains in this step.
+    """Return whether the actor trains in this step.
 
         step >= value_pretraining_steps
 
@@ -15,32 +15,27 @@ def actor_is_trained(step: int, value_pretraining_steps: int) -> bool:
 
     Args:
         step: rollout step, counted from 0.
-        value_pretraining_steps: number of leading rollout steps in which the critic alone trains; 0
-            switches value pretraining off.
-
-    Returns:
-        False in steps 0 .. value_pretraining_steps - 1, True from then on.
+        value_pretraining_steps: initial steps in which only the critic trains; 0: no value
+            pretraining.
     """
     return step >= value_pretraining_steps
 
 
 def critic_has_settled(explained_variances: Sequence[float], patience: int) -> bool:
-    """Tell whether the explained variance has stopped rising.
+    """Return whether the explained variance has stopped rising.
 
         0 < max of all steps, and max of the last `patience` <= max of those before them
 
-    Source: VAPO (arXiv 2504.05118) pretrains values until value loss and explained variance are
-    good; VC-PPO (arXiv 2503.01491) finds that too many steps are worse than fewer. The rule for
-    stopping is ours.
+    Source: VAPO (arXiv 2504.05118) pretrains until value loss and explained variance are good
+    enough; VC-PPO (arXiv 2503.01491) finds that too many steps hurt. The stopping rule is ours.
 
     Args:
-        explained_variances: of the steps of value pretraining so far, oldest first; NaN counts as
-            no rise.
+        explained_variances: one per step so far, oldest first; NaN never counts as a rise.
         patience: steps without a new maximum after which the critic has settled, at least 1.
 
     Returns:
-        False as long as there are no more than `patience` steps to look at, and as long as no step
-        was above 0: until then the critic knows less than a constant does.
+        Always False in the first `patience` steps, and while no step was above 0, which means that
+        the critic is worse than a constant.
 
     Raises:
         ValueError: patience below 1.
