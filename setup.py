@@ -26,6 +26,7 @@ setup(
     description="VAPO (arXiv 2504.05118) on megatron-core, with vLLM in the same processes",
     packages=find_packages(include=["vapo_megatron", "vapo_megatron.*"]),
     package_data={"vapo_megatron.run.report": ["*.html", "*.css", "*.js", "uplot/*"]},
+    entry_points={"console_scripts": ["vapo = vapo_megatron.cli.main:main"]},
     python_requires=">=3.11",
     install_requires=RUNTIME,
     extras_require={

@@ -1,10 +1,15 @@
-"""How commands end. Real signals, in this process. Not exercised: those of torchrun."""
+"""How commands end, and their progress bar. Real signals, in this process, none of torchrun's.
 
+A terminal is a stream that says that it is one.
+"""
+
+import io
 import signal
+import sys
 
 import pytest
 
-from vapo_megatron.cli.command import Parser, run
+from vapo_megatron.cli.command import Parser, ProgressBar, run
 from vapo_megatron.errors import DataError, tell
 
 
@@ -13,7 +18,15 @@ def test_what_it_returns_is_printed_by_the_first_rank(capsys, monkeypatch):
     assert run("tool", lambda: None, interrupted="x") == 0
     assert run("tool", lambda: 1, interrupted="x") == 1
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     assert run("tool", lambda: "again", interrupted="x") == 0
+    assert capsys.readouterr().out == "done\n"
+
+
+def test_a_nodes_number_is_no_rank(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert run("tool", lambda: "done", interrupted="x") == 0
     assert capsys.readouterr().out == "done\n"
 
 
@@ -44,7 +57,7 @@ def test_a_wrong_option_is_one_line_and_2(capsys):
     parser.add_argument("--number", type=int)
     assert run("tool", lambda: parser.parse_args(["--number", "x"]), interrupted="x") == 2
     told = capsys.readouterr().err
-    assert told == "tool: argument --number: invalid int value: 'x'; --help shows what there is\n"
+    assert told == "tool: argument --number: invalid int value: 'x'; --help lists the options\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -82,3 +95,51 @@ def test_a_bug_is_neither(capsys):
     with pytest.raises(RuntimeError, match="a bug"):
         run("tool", work, interrupted="x")
     assert capsys.readouterr().err == ""
+
+
+def shown_lines(capsys, counts, total=2000, **options):
+    with ProgressBar("rows", **options) as bar:
+        for count in counts:
+            bar.show(count, total)
+    return capsys.readouterr().err.splitlines()
+
+
+def test_lines_where_there_is_no_terminal(capsys, monkeypatch):
+    often = {"after_seconds": 0, "every_seconds": 0}
+    first, last = shown_lines(capsys, [1000, 2000], **often)
+    assert first.startswith("rows 1,000 / 2,000, 0:0") and first.endswith(" left")
+    assert last == "rows 2,000 / 2,000, 0:00 left"
+    rarely = {"after_seconds": 0, "every_seconds": 3600}
+    found = shown_lines(capsys, [500, 1000, 2000, 2000], **rarely)
+    assert len(found) == 2 and found[-1] == last, "the first and the last one, each once"
+    megabytes = shown_lines(capsys, [2 * 10**9], 5 * 10**9, unit=10**6, **often)
+    assert megabytes[0].startswith("rows 2,000 / 5,000, ")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert shown_lines(capsys, [1000], **often) == [], "one rank speaks for all"
+
+
+def test_quick_work_shows_nothing(capsys, monkeypatch):
+    assert shown_lines(capsys, [1000, 2000], after_seconds=3600) == []
+    assert shown_lines(capsys, [2000], after_seconds=0) == [], "there is nothing left to wait for"
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with ProgressBar("rows", after_seconds=3600) as bar:
+        bar.show(1000, 2000)
+    assert sys.stderr.getvalue() == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_bar_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with ProgressBar("rows", after_seconds=0) as bar:
+        bar.show(1000, 2000)
+        bar.show(2000, 2000)
+    shown = sys.stderr.getvalue()
+    assert "rows" in shown and "2,000 / 2,000" in shown
+    assert " left" not in shown, "no lines beside the bar"

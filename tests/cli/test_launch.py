@@ -1,12 +1,14 @@
-"""The recipes: what they resolve to, how they start, and what a mistake in starting one is told.
+"""`vapo train` and the recipes: what they resolve to, how they start, and what a mistake prints.
 
-torchrun is real where it is named so; elsewhere a stand-in shows the command line and the state
+torchrun is real where it is named so; elsewhere a stand-in prints the command line and the state
 that it would have been started with. Does not train: tests/e2e/test_run.py starts the 32B recipe
 both ways.
 """
 
 import json
+import math
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +17,13 @@ import pytest
 import yaml
 
 from tests.models.qwen25 import config_json
+from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.workers import free_port
 from vapo_megatron.cli.launch import torchrun_command
 from vapo_megatron.config import ConfigError, VapoConfig, load_config
+from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel.health.early_stop import SIGNALS
+from vapo_megatron.weights.mapping import hf_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "examples/configs"
@@ -49,7 +54,7 @@ def start(*command, **environment):
         env={**clean, "VAPO_PYTHON": sys.executable, **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
 
 
@@ -150,17 +155,27 @@ def test_the_recipes_are_one_script():
 
 
 def command(world_size=8, **environment):
-    return torchrun_command(environment, world_size, "recipe.sh", ["--replay", "a b"])
+    return torchrun_command(environment, world_size, ["recipe.sh", "--replay", "a b"])
 
 
 def test_one_node_needs_no_variables():
-    assert command() == [
+    port = free_port()
+    assert command(MASTER_PORT=f"{port}") == [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--node-rank=0",
-        "--master-addr=127.0.0.1", "--master-port=29500", "--nproc-per-node=8", "--max-restarts=0",
-        "recipe.sh", "--replay", "a b",
+        "--master-addr=127.0.0.1", f"--master-port={port}", "--nproc-per-node=8",
+        "--max-restarts=0", "recipe.sh", "--replay", "a b",
     ]  # fmt: skip
     assert "--nproc-per-node=1" in command(1), "no more processes than the configuration has"
-    assert command(NNODES="", MASTER_ADDR="") == command(), "empty is as good as unset"
+    empty = command(NNODES="", MASTER_ADDR="", MASTER_PORT="")
+    assert empty[3:6] == command()[3:6], "empty is as good as unset"
+
+
+def test_two_runs_on_one_node_have_ports_of_their_own():
+    with socket.socket() as other:
+        other.bind(("", 0))
+        assert command()[6] != f"--master-port={other.getsockname()[1]}"
+    variables = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "gpu-17"}
+    assert command(16, **variables)[6] == "--master-port=29500", "all nodes agree on one"
 
 
 def test_several_nodes_take_the_usual_variables():
@@ -203,34 +218,50 @@ def test_variables_that_cannot_work_are_named(world_size, variables, words):
 @pytest.fixture
 def stand_in(tmp_path):
     """A torchrun that prints what it was started with, as PYTHONPATH."""
-    package = tmp_path / "stand_in/torch/distributed"
-    package.mkdir(parents=True)
-    for folder in (package, package.parent):
-        (folder / "__init__.py").touch()
-    (package / "run.py").write_text(
+    (tmp_path / "stand_in").mkdir()
+    (tmp_path / "stand_in/sitecustomize.py").write_text(
         "import json, os, signal, sys\n"
-        "print(json.dumps({'arguments': sys.argv[1:], 'environment': dict(os.environ),\n"
-        "    'blocks': list(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, [])))}))\n"
+        "if 'torch.distributed.run' in sys.orig_argv:\n"
+        "    print(json.dumps({'arguments': sys.orig_argv[3:], 'environment': dict(os.environ),\n"
+        "        'blocks': list(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, [])))}),\n"
+        "        flush=True)\n"
+        "    os._exit(0)\n"
     )
-    return str(tmp_path / "stand_in")
+    return f"{tmp_path / 'stand_in'}:{ROOT}"
 
 
 def inputs(directory, size):
-    """Write what a launcher looks at, the model's sizes and the data; return the overrides."""
+    """Write what a launcher checks, the weights as holes of their size; return the overrides."""
     sizes = {"model_type": "qwen2", **config_json(SIZES[size][0])}
     (directory / "config.json").write_text(json.dumps(sizes))
+    (directory / "generation_config.json").write_text('{"eos_token_id": 2}')
+    write_tiny_tokenizer(directory)
+    tensors = list(hf_tensors(read_model_shape(directory), "actor").items())
+    weight_map = {}
+    for i in range(16):
+        header, end, file = {}, 0, f"model-{i:05d}-of-00016.safetensors"
+        for name, shape in tensors[i::16]:
+            begin, end = end, end + 2 * math.prod(shape)
+            header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+            weight_map[name] = file
+        text = json.dumps(header).encode()
+        with (directory / file).open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            out.truncate(out.tell() + end)
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (directory / "model.safetensors.index.json").write_text(index)
     data = directory / "problems.jsonl"
-    data.write_text('{"prompt": "1 + 1 =", "answer": 2}\n')
+    data.write_text('{"prompt": "w3 w4", "answer": 2}\n')
     return (f"model.hf_path={directory}", f"data.train_path={data}", "evaluation.path=null")
 
 
 @pytest.mark.parametrize("size,nodes", [("32b", 16), ("7b", 1), ("0.5b", 1)])
 def test_bash_hands_over_to_torchrun(size, nodes, stand_in, tmp_path):
-    arguments = (*inputs(tmp_path, size), "logging.run_dir=a b")
+    arguments = (*inputs(tmp_path, size), f"logging.run_dir={tmp_path}/a b")
     variables = {"NNODES": "16", "NODE_RANK": "1", "MASTER_ADDR": "first"} if nodes > 1 else {}
     # Some clusters number nodes so; it must not pass for torchrun.
     done = start("bash", recipe(size), *arguments, PYTHONPATH=stand_in, RANK="1", **variables)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     seen = json.loads(done.stdout)
     processes = load_config([BASE, overlay(size)]).parallel.world_size
     assert f"--nnodes={nodes}" in seen["arguments"]
@@ -240,10 +271,26 @@ def test_bash_hands_over_to_torchrun(size, nodes, stand_in, tmp_path):
     assert set(SIGNALS) <= set(seen["blocks"]), "a cluster's early signal would end torchrun"
 
 
-def test_what_is_set_already_stays(stand_in, tmp_path):
-    arguments = inputs(tmp_path, "0.5b")
-    done = start("bash", recipe("0.5b"), *arguments, PYTHONPATH=stand_in, OMP_NUM_THREADS="3")
-    assert json.loads(done.stdout)["environment"]["OMP_NUM_THREADS"] == "3"
+def test_the_command_hands_over_to_torchrun(stand_in, tmp_path):
+    files = [f"--config={BASE}", f"--config={overlay('0.5b')}"]
+    arguments = [*files, *inputs(tmp_path, "0.5b"), f"logging.run_dir={tmp_path}/run"]
+    variables = {"PYTHONPATH": stand_in, "OMP_NUM_THREADS": "3", "MAX_RESTARTS": "2"}
+    done = start(sys.executable, "-m", "vapo_megatron", "train", *arguments, **variables)
+    assert (done.returncode, done.stderr) == (0, "")
+    seen = json.loads(done.stdout)
+    worker = seen["arguments"].index("-m")
+    assert seen["arguments"][worker:] == ["-m", "vapo_megatron.train", *arguments]
+    assert {"--nproc-per-node=1", "--max-restarts=2"} <= set(seen["arguments"][:worker])
+    assert seen["environment"]["OMP_NUM_THREADS"] == "3", "what is set already stays"
+    assert set(SIGNALS) <= set(seen["blocks"])
+
+
+def test_as_torchruns_worker_the_command_trains(tmp_path, stand_in):
+    arguments = [f"--config={BASE}", "parallel.world_size=3"]
+    worker = {"PYTHONPATH": stand_in, "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    done = start(sys.executable, "-m", "vapo_megatron", "train", *arguments, **worker)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "parallel.world_size=3 must be the number of processes started, 2" in done.stderr
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -259,7 +306,7 @@ def test_a_dry_run_takes_nothing_from_the_machine(size):
 
 def test_help_calls_the_recipe_by_its_name():
     done = start("bash", recipe("7b"), "--help")
-    assert done.returncode == 0 and done.stdout.startswith("usage: run_vapo_qwen7b.sh [-h]")
+    assert done.returncode == 0 and done.stdout.startswith("usage: run_vapo_qwen7b.sh [--config")
     assert "recipes bring their own" in done.stdout and "algorithm.clip_high=0.28" in done.stdout
 
 
@@ -273,12 +320,25 @@ def test_help_calls_the_recipe_by_its_name():
         (["algorithm.gama=1"], "did you mean algorithm.gamma?"),
         (["--config"], "argument --config: expected one argument"),
         ([], "model.hf_path=models/Qwen2.5-7B does not exist"),
+        (["parallel.world_size=16"], "world_size=16 must be NNODES(1) * NPROC_PER_NODE(8) = 8"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_starts(arguments, words, stand_in):
     done = start("bash", recipe("7b"), *arguments, PYTHONPATH=stand_in)
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_mistake_in_a_file_is_found_before_torchrun(stand_in, tmp_path):
+    arguments = [f"--config={BASE}", *inputs(tmp_path, "0.5b"), f"logging.run_dir={tmp_path}/run"]
+    os.truncate(tmp_path / "model-00003-of-00016.safetensors", 100_000)
+    command = [sys.executable, "-m", "vapo_megatron", "train", *arguments]
+    done = start(*command, PYTHONPATH=stand_in)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        "model-00003-of-00016.safetensors cannot be read" in done.stderr
+        and done.stderr.count("\n") == 1
+    )
 
 
 def test_a_configuration_is_required_without_a_recipe():
@@ -292,7 +352,7 @@ def test_a_python_without_the_requirements_is_named(tmp_path):
     bare.chmod(0o755)
     done = start("bash", recipe("7b"), "--dry-run", VAPO_PYTHON=str(bare))
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "has no module 'yaml'; activate the environment" in done.stderr
+    assert "has no module 'rich'; activate the environment" in done.stderr
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A user's mistakes: one line with the remedy and exit code 2, from --dry-run and on every rank.
+"""A user's mistakes: one line with the remedy and exit code 2, before torchrun and on every rank.
 
 The command runs in this process, up to where it would build the trainer; torchrun is real where it
 is named. Not exercised: mistakes that only vLLM can find (tests/e2e/test_run.py), what each single
@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,8 @@ from tests.sealed import seal
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
 from tools import convert_hf_to_megatron, evaluate
+from vapo_megatron.cli import preflight, train
+from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.cli.train import main
 from vapo_megatron.config import DataConfig, ParallelConfig, load_config
 from vapo_megatron.data import file_lock
@@ -68,6 +71,12 @@ def place(good, tmp_path):
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(sections))
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def no_progress(monkeypatch):
+    """A slow machine has nothing else to say either."""
+    monkeypatch.setattr(preflight, "ProgressBar", partial(ProgressBar, after_seconds=3600))
 
 
 def append(name, text):
@@ -346,11 +355,36 @@ def as_rank(monkeypatch, rank, place, world_size=2):
         monkeypatch.setenv(name, value)
 
 
-def test_a_dry_run_tells_a_mistake(mistake, capsys):
+@pytest.fixture
+def before_torchrun(monkeypatch):
+    """Check a command line in this process; where nothing is wrong, raise in place of torchrun."""
+    for name in ("LOCAL_RANK", "NNODES", "NPROC_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def stop(*_):
+        raise AssertionError("torchrun was reached")
+
+    monkeypatch.setattr(os, "execv", stop)
+    return lambda arguments: main(arguments, worker=["a worker"])
+
+
+def test_one_process_tells_a_mistake(mistake, before_torchrun, capsys):
     arguments, words = mistake
-    assert main([*arguments, "--dry-run"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and told.count("\n") == 1 and words in told
+    told = []
+    for started in (lambda: main([*arguments, "--dry-run"]), lambda: before_torchrun(arguments)):
+        assert started() == 2
+        told.append(capsys.readouterr().err)
+    assert told[0] == told[1], "a dry run and a start"
+    assert told[0].startswith("error: ") and told[0].count("\n") == 1 and words in told[0]
+
+
+def test_an_interrupted_check_is_one_line(place, before_torchrun, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "check_inputs", interrupt)
+    assert before_torchrun(["--config", str(place / "config.yaml")]) == 130
+    assert capsys.readouterr().err == "error: interrupted; nothing was started\n"
 
 
 @pytest.mark.parametrize("name", OF_VERIFIER)
@@ -389,23 +423,40 @@ def test_tools_tell_it_alike(tool, name, place, capsys):
     assert not (place / "converted").exists() and not (place / "out").exists()
 
 
-def test_without_a_mistake_there_is_nothing_to_tell(place, monkeypatch, capsys):
+def test_without_a_mistake_there_is_nothing_to_tell(place, before_torchrun, monkeypatch, capsys):
     arguments = ["--config", str(place / "config.yaml")]
     assert main([*arguments, "--dry-run"]) == 0
-    assert not (place / "run").exists(), "a dry run writes nothing"
+    with pytest.raises(AssertionError, match="torchrun was reached"):
+        before_torchrun(arguments)
+    assert not (place / "run").exists(), "neither writes anything"
     as_rank(monkeypatch, 0, place)
     with pytest.raises(AssertionError, match="the trainer was reached"):
         main(arguments)
     assert capsys.readouterr().err == ""
 
 
-def test_two_runs_do_not_share_a_directory(place, monkeypatch, capsys):
+def test_a_long_check_shows_how_far_it_is(place, monkeypatch, capsys):
+    monkeypatch.setattr(
+        preflight, "ProgressBar", partial(ProgressBar, after_seconds=0, every_seconds=3600)
+    )
+    monkeypatch.setattr(preflight, "_CHUNK", 2)
+    assert main(["--config", str(place / "config.yaml"), "--dry-run"]) == 0
+    lines = [line.split(",")[0] for line in capsys.readouterr().err.splitlines()]
+    assert lines == [
+        "prompts 1 / 3", "prompts 3 / 3",
+        "ground truths 0 / 3", "ground truths 3 / 3", "ground truths 0 / 3", "ground truths 3 / 3",
+    ]  # fmt: skip
+
+
+def test_two_runs_do_not_share_a_directory(place, before_torchrun, monkeypatch, capsys):
     """Neither before a run has begun nor, should two begin at once, when it would write."""
     arguments, run_dir = ["--config", str(place / "config.yaml")], place / "run"
     elsewhere = load_config(arguments[1], [f"logging.run_dir={place}/file/run"])
     output = RunOutput(load_config(arguments[1]), types.SimpleNamespace(rank=0))
     monkeypatch.setattr(file_lock, "LOCK_SECONDS", 0.0)
     with file_lock.lock_run(run_dir):
+        assert before_torchrun(arguments) == 2
+        before = capsys.readouterr().err
         for rank in (1, 0):
             as_rank(monkeypatch, rank, place)
             assert main(arguments) == 2
@@ -418,6 +469,7 @@ def test_two_runs_do_not_share_a_directory(place, monkeypatch, capsys):
                 raise AssertionError("it goes on")
         told = capsys.readouterr().err
         assert told == f"error: {error.value}\n" and "another run goes on there; end it" in told
+        assert before == told
         assert main([*arguments, "--dry-run"]) == 0
     # What was killed is gone in a moment.
     monkeypatch.setattr(file_lock, "LOCK_SECONDS", 30.0)

@@ -1,12 +1,17 @@
-"""What commands share: a user's mistake is one line and exit code 2, an interrupt exit code 130."""
+"""What all commands share: option parsing, exit codes, the progress bar, and their processes."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from vapo_megatron.errors import ConfigError, UserError, tell
 
@@ -15,14 +20,17 @@ if TYPE_CHECKING:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises a mistake as every other one is raised, without the usage."""
+    """Prints descriptions as they are written; a wrong option is a ConfigError."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        def formatter(prog: str) -> argparse.HelpFormatter:
+            return argparse.RawDescriptionHelpFormatter(prog, width=100)
+
+        super().__init__(formatter_class=formatter, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print."""
-        raise ConfigError(f"{message}; --help shows what there is")
+        """Raise what argparse would print, without the usage."""
+        raise ConfigError(f"{message}; --help lists the options")
 
 
 def run(
@@ -32,17 +40,17 @@ def run(
     interrupted: str,
     signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
 ) -> int:
-    """Do the work; the first rank prints what it returns, unless that is None or an exit code.
+    """Do the work; rank 0 prints the result, unless it is None or an exit code.
 
     Args:
-        command: begins each line that is told.
-        work: reads its arguments, too.
-        interrupted: what an interrupt leaves behind, for people.
-        signals: those that interrupt: each ends the work as Ctrl-C does.
+        command: prefix of each line on standard error.
+        work: also parses the command line, so that its mistakes are reported alike.
+        interrupted: what an interrupt leaves behind, for the user.
+        signals: each ends the work as Ctrl-C does.
 
     Returns:
-        The exit code: the work's, or 0; 2 with one line after an error that the user can put right;
-        130 when interrupted.
+        The exit code: the work's own, or 0; 2 after a UserError or OSError, which is one line; 130
+        when interrupted.
     """
     caught = []
 
@@ -54,7 +62,7 @@ def run(
     try:
         result = work()
     except BaseException as error:
-        # An interrupt may reach us as another exception, out of compiled code that was at work.
+        # Compiled code may turn the interrupt into another exception.
         if caught:
             tell(f"{command}: interrupted; {interrupted}")
             return 130
@@ -67,13 +75,23 @@ def run(
             signal.signal(number, handler)
     if isinstance(result, int):
         return result
-    if result is not None and os.environ.get("RANK", "0") == "0":
+    if result is not None and is_first_rank():
         print(result)
     return 0
 
 
+def under_torchrun() -> bool:
+    """Did torchrun start this process? RANK alone may be a cluster's number of a node."""
+    return "LOCAL_RANK" in os.environ
+
+
+def is_first_rank() -> bool:
+    """Is this rank 0, or the only process?"""
+    return not under_torchrun() or os.environ.get("RANK", "0") == "0"
+
+
 def check_processes(config: VapoConfig) -> None:
-    """Check the number of processes; one that torchrun did not start becomes a world of one.
+    """Check the number of processes; without torchrun, set the environment of a single one.
 
     Raises:
         ConfigError: parallel.world_size is not the number of processes started.
@@ -91,11 +109,58 @@ def check_processes(config: VapoConfig) -> None:
     os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
 
 
-def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --out and --overwrite, which both conversions have."""
-    parser.add_argument(
-        "--out", required=True, metavar="DIR", help="made whole under this name, or not at all"
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace an earlier conversion; nothing else is"
-    )
+class ProgressBar:
+    """A count on its way to a total, on standard error: a bar on a terminal, else lines.
+
+    Rank 0 shows it. Nothing is shown of work that is done within `after_seconds`.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        *,
+        unit: int = 1,
+        after_seconds: float = 2.0,
+        every_seconds: float = 10.0,
+    ) -> None:
+        """Show nothing yet; the first count starts the clock.
+
+        Args:
+            title: what is counted.
+            unit: the title's, in what `show` is given.
+            after_seconds: until the bar, or the first line.
+            every_seconds: between two lines; the last count always has one if any had.
+        """
+        self._title, self._unit, self._every = title, unit, every_seconds
+        self._after = after_seconds if is_first_rank() else float("inf")
+        self._started = self._due = float("inf")
+        self._last: int | None = None
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+
+    def show(self, done: int, total: int) -> None:
+        """Show a count that ends at `total`."""
+        now, count, end = time.monotonic(), done // self._unit, total // self._unit
+        if self._started > now:
+            self._started, self._due = now, now + self._after
+        is_due = now >= self._due and done < total
+        if self._bar is not None:
+            self._bar.update(self._task, completed=count, total=end)
+        elif is_due and sys.stderr.isatty():
+            text = TextColumn("{task.completed:,.0f} / {task.total:,.0f}")
+            columns = (TextColumn("{task.description}"), BarColumn(), text, TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._task = self._bar.add_task(self._title, total=end, completed=count)
+            self._bar.start()
+        elif is_due or self._last not in (None, count) and done == total:
+            self._due, self._last = now + self._every, count
+            left = int((now - self._started) / max(done, 1) * (total - done))
+            line = f"{self._title} {count:,} / {end:,}, {left // 60}:{left % 60:02} left"
+            print(line, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from vapo_megatron.cli.command import check_processes
-from vapo_megatron.cli.progress_bar import ProgressBar
+from vapo_megatron.cli.command import ProgressBar, check_processes
 from vapo_megatron.config import VapoConfig, check_together, read_config
 from vapo_megatron.data.batch import Prompt
 from vapo_megatron.data.prompts import read_prompts
@@ -231,7 +230,7 @@ def _sample(
     dataset = inputs.held_out
     assert dataset is not None
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    tp_size, samples = config.rollout.tensor_model_parallel_size, config.evaluation.samples
+    tp_size = config.rollout.tensor_model_parallel_size
     written = 0
     with contextlib.ExitStack() as stack:
         verifier = None
@@ -242,13 +241,11 @@ def _sample(
         check_answers(verifier, dataset.path, dataset.answers, replica, num_replicas)
         engine = _engine(hf_path, config, inputs)
         stack.callback(engine.shutdown)
-        bar = stack.enter_context(
-            ProgressBar("responses", len(problems) * samples, shown=rank == 0)
-        )
+        bar = stack.enter_context(ProgressBar("responses", after_seconds=0.0))
         part = stack.enter_context(part_of(out, engine.replica).open("ab"))
         for judged in judge_problems(
             engine, verifier, problems, config.evaluation, config.rollout,
-            policy_version=VERSION, on_progress=lambda done, _: bar.show(done), keep_text=True,
+            policy_version=VERSION, on_progress=bar.show, keep_text=True,
             problems_per_batch=problems_per_batch,
         ):  # fmt: skip
             if judged:

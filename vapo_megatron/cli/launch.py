@@ -1,51 +1,61 @@
-"""Starts a recipe: under torchrun it trains; started plainly, it becomes torchrun on itself.
+"""How training starts: check everything in one process, then become torchrun.
 
-Loads neither torch nor megatron-core, so that a mistake is told in one line at once, on the node
-that has it.
+`vapo train` and the recipes share this path. Under torchrun the same command is one of its workers.
+A user's mistake is found before torchrun starts, so it is one line without torchrun's report.
 
-ENVIRONMENT is all that a recipe exports. CUDA_DEVICE_MAX_CONNECTIONS=1 is set by every process that
-loads megatron-core, whatever started it (parallel/backend.py). NCCL_* are the cluster's: no value
-is right for all. PYTORCH_ALLOC_CONF is left alone on purpose: vLLM's own all-reduce cannot share
-memory of expandable segments between a replica's ranks, and dies of it when it captures CUDA graphs
-(vllm-project/vllm, issue 42609).
+ENVIRONMENT is all that a launch sets. CUDA_DEVICE_MAX_CONNECTIONS=1 is set by every process that
+loads megatron-core, however it was started (parallel/backend.py). NCCL_* belong to the cluster.
+PYTORCH_ALLOC_CONF is left alone: vLLM's custom all-reduce cannot share expandable segments between
+ranks, and crashes when it captures CUDA graphs (vllm-project/vllm, issue 42609).
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
+from vapo_megatron.errors import ConfigError
 from vapo_megatron.parallel.health import early_stop
 
-if TYPE_CHECKING:
-    from vapo_megatron.config import VapoConfig
-
 ENVIRONMENT = {
-    # One process per GPU: more threads in each only get into each other's way.
+    # One process per GPU: more threads in each only compete.
     "OMP_NUM_THREADS": "1",
 }
 
 GPUS_PER_NODE = 8
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """`vapo train`: check and start torchrun, or train as one of torchrun's workers."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return _train(arguments, ["-m", "vapo_megatron.train", *arguments], "vapo train")
+
+
 def run_recipe(script: str, configs: Sequence[str], arguments: Sequence[str]) -> int:
     """Train with a recipe's configuration files.
 
     Args:
-        script: the recipe's path, which torchrun runs on every process.
-        configs: names of files in configs/ beside the recipe; later ones win, and further --config
-            files and overrides on the command line win over them.
-        arguments: the command line's.
+        script: the recipe's path, which torchrun runs as its worker.
+        configs: file names in configs/ beside the recipe; later ones win, and --config files and
+            overrides on the command line win over them.
+        arguments: of the command line.
 
     Returns:
-        The exit code: 0, or 2 for a user's mistake. Without torchrun around it, the process becomes
-        torchrun once the configuration has been checked; the exit code is then torchrun's.
+        The exit code: 0, or 2 for a user's mistake. Without torchrun the process becomes torchrun,
+        whose exit code it then is.
     """
+    files = [str(Path(script).resolve().parent / "configs" / name) for name in configs]
+    options = [part for file in files for part in ("--config", file)]
+    return _train([*options, *arguments], [script, *arguments], Path(script).name)
+
+
+def _train(arguments: Sequence[str], worker: Sequence[str], program: str) -> int:
     try:
-        from vapo_megatron.cli.train import main
+        from vapo_megatron.cli.train import main as train
     except ModuleNotFoundError as missing:
         print(
             f"error: {sys.executable} has no module {missing.name!r}; activate the environment "
@@ -53,43 +63,30 @@ def run_recipe(script: str, configs: Sequence[str], arguments: Sequence[str]) ->
             file=sys.stderr,
         )
         return 2
-
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     early_stop.block_signals()
-
-    files = [str(Path(script).resolve().parent / "configs" / name) for name in configs]
-    options = [part for file in files for part in ("--config", file)]
-
-    def start(config: VapoConfig) -> None:
-        command = torchrun_command(os.environ, config.parallel.world_size, script, arguments)
-        os.execv(command[0], command)
-
-    # Not RANK: some clusters give it to nodes.
+    # Not RANK: some clusters set it for nodes.
     under_torchrun = "LOCAL_RANK" in os.environ
-    return main(
-        [*options, *arguments], None if under_torchrun else start, program=Path(script).name
-    )
+    return train(arguments, program=program, worker=None if under_torchrun else worker)
 
 
 def torchrun_command(
-    environment: Mapping[str, str], world_size: int, script: str, arguments: Sequence[str]
+    environment: Mapping[str, str], world_size: int, worker: Sequence[str]
 ) -> list[str]:
     """Return the torchrun command line that the usual cluster variables describe.
 
     Args:
-        environment: NNODES (default 1), NPROC_PER_NODE (8, or parallel.world_size where that is
-            less), and of several nodes NODE_RANK and MASTER_ADDR; MASTER_PORT (29500); MAX_RESTARTS
-            (0), how often torchrun starts the processes anew after a failure.
-        world_size: parallel.world_size.
-        script: what torchrun starts.
-        arguments: what it is given.
+        environment: NNODES (default 1); NPROC_PER_NODE (default: the processes of this node, at
+            most 8); with several nodes NODE_RANK and MASTER_ADDR; MASTER_PORT (default: 29500, on
+            one node a free one); MAX_RESTARTS (default 0), how often torchrun restarts the
+            processes after a failure.
+        world_size: number of processes on all nodes.
+        worker: script or `-m module`, and its arguments.
 
     Raises:
-        ConfigError: a variable is missing or no number, or they start another number of processes.
+        ConfigError: a variable is missing or not a number, or their product is not world_size.
     """
-    from vapo_megatron.errors import ConfigError
-
     num_nodes = _number(environment, "NNODES", 1, least=1)
     per_node = _number(environment, "NPROC_PER_NODE", min(GPUS_PER_NODE, world_size), least=1)
     if num_nodes * per_node != world_size:
@@ -109,6 +106,7 @@ def torchrun_command(
         raise ConfigError(
             f"NODE_RANK={node_rank} must be less than NNODES={num_nodes}; nodes count from 0"
         )
+    port = 29500 if num_nodes > 1 else _free_port()
     return [
         sys.executable,
         "-m",
@@ -116,17 +114,28 @@ def torchrun_command(
         f"--nnodes={num_nodes}",
         f"--node-rank={node_rank}",
         f"--master-addr={environment.get('MASTER_ADDR') or '127.0.0.1'}",
-        f"--master-port={_number(environment, 'MASTER_PORT', 29500, least=1)}",
+        f"--master-port={_number(environment, 'MASTER_PORT', port, least=1)}",
         f"--nproc-per-node={per_node}",
         f"--max-restarts={_number(environment, 'MAX_RESTARTS', 0, least=0)}",
-        script,
-        *arguments,
+        *worker,
     ]
 
 
-def _number(environment: Mapping[str, str], name: str, default: int, *, least: int) -> int:
-    from vapo_megatron.errors import ConfigError
+def become_torchrun(num_processes: int, worker: Sequence[str]) -> NoReturn:
+    """Become torchrun with this many processes on this machine; see torchrun_command."""
+    execute(torchrun_command({"NPROC_PER_NODE": str(num_processes)}, num_processes, worker))
 
+
+def execute(command: Sequence[str]) -> NoReturn:
+    """Replace this process by a command."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], list(command))
+
+
+def _number(environment: Mapping[str, str], name: str, default: int, *, least: int) -> int:
     text = environment.get(name) or str(default)
     if not text.isdecimal() or int(text) < least:
         raise ConfigError(
@@ -134,3 +143,9 @@ def _number(environment: Mapping[str, str], name: str, default: int, *, least: i
             "other rendezvous start torchrun yourself"
         )
     return int(text)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

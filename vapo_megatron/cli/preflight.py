@@ -1,6 +1,6 @@
-"""What can be known of a run's files before it starts: --dry-run and every rank of a run ask here.
+"""Checks a run's files before it starts: for --dry-run, before torchrun, and on every rank.
 
-Loads torch where a model's files are there, and megatron-core and vLLM never.
+Loads torch if the model's files exist, but never megatron-core or vLLM.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vapo_megatron.data.problems import load_problems
+from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.errors import CheckpointError, ConfigError
 from vapo_megatron.models.hf_config import check_layout, read_model_shape
 from vapo_megatron.models.known import KNOWN_MODELS
@@ -22,32 +22,38 @@ if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
     from vapo_megatron.rollout.inputs import Inputs
 
+_CHUNK = 1000
+"""Ground truths between two updates of the progress bar."""
+
 
 def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
-    """Refuse files that are missing or damaged, or that do not fit each other or the configuration.
+    """Refuse files that are missing or damaged, or do not fit each other or the configuration.
 
     Args:
-        config: checked in itself.
-        replay: the run directory that is replayed, which needs neither data nor tokenizer; None:
-            none.
+        config: valid by itself.
+        replay: run directory to replay, which needs neither data nor tokenizer; None: sample.
 
     Returns:
-        What was read of them, which a run does not read again.
+        What was read, so that a run does not read it again.
 
     Raises:
         UserError: the first thing that is wrong: what, where, and the remedy.
     """
-    shape = _check_sizes_of(config, replay)
-    # All paths are on this machine, so nobody has to be asked; read when transformers is loaded.
+    require_paths(config, replay)
+    shape = read_model_shape(str(config.model.hf_path))
+    check_sizes(config, shape)
+    # All paths are local, so do not ask the hub; read when transformers is loaded.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vapo_megatron.rollout.inputs import Inputs, read_inputs
 
     inputs = Inputs(shape)
     if replay is None:
         hf_path = str(config.model.hf_path)
-        inputs = read_inputs(
-            shape, hf_path, config.data, config.rollout, config.evaluation, seed=config.seed
-        )
+        with ProgressBar("prompts") as bar:
+            inputs = read_inputs(
+                shape, hf_path, config.data, config.rollout, config.evaluation,
+                seed=config.seed, on_progress=bar.show,
+            )  # fmt: skip
         if inputs.dataset is not None and (state := _own_state(config)) is not None:
             inputs.dataset.check_state(state["run"]["data"])
     else:
@@ -62,7 +68,7 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
 
 
 def check_answers(config: VapoConfig, inputs: Inputs) -> None:
-    """Refuse ground truths that the verifier cannot read, as a run does when its ranks have met.
+    """Refuse ground truths that the verifier cannot read; a run's ranks share this work.
 
     Integers take no time, others some milliseconds each.
 
@@ -73,27 +79,15 @@ def check_answers(config: VapoConfig, inputs: Inputs) -> None:
 
     with MathVerifier(config.reward.num_workers, config.reward.timeout_seconds) as verifier:
         for dataset in filter(None, (inputs.dataset, inputs.held_out)):
-            answers = dataset.answers
-            if bad := verifier.unparsable_answers(answers):
+            answers, bad = dataset.answers, []
+            with ProgressBar("ground truths") as bar:
+                for start in range(0, len(answers), _CHUNK):
+                    bar.show(start, len(answers))
+                    found = verifier.unparsable_answers(answers[start : start + _CHUNK])
+                    bad += [start + i for i in found]
+                bar.show(len(answers), len(answers))
+            if bad:
                 raise unreadable(dataset.path, bad[-1], answers[bad[-1]])
-
-
-def check_small_inputs(config: VapoConfig, replay: Path | None) -> None:
-    """Check paths, the model's sizes and the data, without torch and transformers.
-
-    Raises:
-        UserError: see check_inputs.
-    """
-    _check_sizes_of(config, replay)
-    for path in _data_files(config) if replay is None else ():
-        load_problems(path, config.data.prompt_column, config.data.answer_column)
-
-
-def _check_sizes_of(config: VapoConfig, replay: Path | None) -> ModelShape:
-    require_paths(config, replay)
-    shape = read_model_shape(str(config.model.hf_path))
-    check_sizes(config, shape)
-    return shape
 
 
 def _data_files(config: VapoConfig) -> list[str]:
@@ -101,15 +95,15 @@ def _data_files(config: VapoConfig) -> list[str]:
 
 
 def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = True) -> None:
-    """Check that what a run reads is there, and that its directory can be written to.
+    """Check that a run's inputs exist, and that its directory can be written to.
 
     Args:
-        config: checked in itself.
-        replay: the run directory that is replayed; None: none.
+        config: valid by itself.
+        replay: run directory to replay; None: sample.
         writes: the run directory will be written to.
 
     Raises:
-        ConfigError: a path is not set or does not exist, or a replay would write over its dump.
+        ConfigError: a path is not set or does not exist, or a replay would overwrite its dump.
     """
     run_dir = config.logging.run_dir
     required: dict[str, str | Path | None] = {"model.hf_path": config.model.hf_path}
@@ -137,7 +131,7 @@ def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = Tru
 
 
 def _require_directory(run_dir: str) -> None:
-    """Refuse a run directory that cannot be made, or not be written to."""
+    """Refuse a run directory that cannot be made or written to."""
     path = Path(run_dir).absolute()
     first = next(p for p in (path, *path.parents) if p.exists())
     if not first.is_dir() or not os.access(first, os.W_OK | os.X_OK):
@@ -152,13 +146,13 @@ def check_sizes(config: VapoConfig, shape: ModelShape) -> None:
 
 
 def is_here(config: VapoConfig) -> bool:
-    """Is the model on this machine? A published one that is not can be planned all the same."""
+    """Is the model on this machine? A published one can be planned without its files."""
     path = config.model.hf_path
     return path is not None and (os.path.exists(path) or Path(path).name not in KNOWN_MODELS)
 
 
 def _check_weights(config: VapoConfig, shape: ModelShape) -> None:
-    """Compare the weights that the run starts from with the model's sizes, by their headers."""
+    """Compare the headers of the initial weights with the model's sizes."""
     from vapo_megatron.weights.load_hf import check_weights
 
     for role, field, directory in _starts(config):
@@ -169,7 +163,7 @@ def _check_weights(config: VapoConfig, shape: ModelShape) -> None:
 
 
 def _starts(config: VapoConfig) -> Iterator[tuple[str, str, Path]]:
-    """Yield (role, field, directory) of what the roles begin with."""
+    """Yield (role, field, directory) of each role's initial weights."""
     model = config.model
     yield "actor", f"model.hf_path={model.hf_path}", Path(str(model.hf_path))
     if "critic" in config.algorithm.trained_roles and model.critic_hf_path is not None:
@@ -177,11 +171,9 @@ def _starts(config: VapoConfig) -> Iterator[tuple[str, str, Path]]:
 
 
 def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
-    """Compare the checkpoint that the run goes on from, or whose critic it takes over.
+    """Check the checkpoint to resume from, or whose critic to take; check_inputs has its data.
 
-    Of its data, see check_inputs.
-
-    One that is damaged is told, and another taken in its place, when it is loaded.
+    A damaged checkpoint is passed over: loading reports it and falls back to an older one.
     """
     from vapo_megatron.run.checkpoint.fits import CRITIC_REMEDY, check_optimizer, check_roles
     from vapo_megatron.weights.convert.sharded_files import ShardedReader
@@ -228,13 +220,13 @@ def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
 
 
 def _steps_done(config: VapoConfig) -> int:
-    """Steps of the checkpoint that the run goes on from; one that is damaged counts."""
+    """Steps of the checkpoint to resume from, damaged or not."""
     found = _own_checkpoints(config)
     return int(found[0].name.split("_")[1]) if found else 0
 
 
 def _own_checkpoints(config: VapoConfig) -> list[Path]:
-    """Return what the run may go on from, best first."""
+    """Return the checkpoints to resume from, best first."""
     from vapo_megatron.run.checkpoint.files import candidates, goes_on
 
     root = Path(config.logging.run_dir, "checkpoints")
@@ -242,7 +234,7 @@ def _own_checkpoints(config: VapoConfig) -> list[Path]:
 
 
 def _own_state(config: VapoConfig) -> dict[str, Any] | None:
-    """Return the state of the checkpoint that the run goes on from; None: of none, or damaged."""
+    """Return the state of the checkpoint to resume from; None: there is none, or it is damaged."""
     from vapo_megatron.run.checkpoint.files import STATE
 
     found = _own_checkpoints(config)
@@ -252,7 +244,7 @@ def _own_state(config: VapoConfig) -> dict[str, Any] | None:
 
 
 def _is_intact(directory: Path, name: str) -> bool:
-    """Compare one small file of a checkpoint with its checksum."""
+    """Compare a small file of a checkpoint with its checksum."""
     from vapo_megatron.data.storage import sha256_of
     from vapo_megatron.run.checkpoint.files import read_sums
 

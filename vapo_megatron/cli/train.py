@@ -1,26 +1,27 @@
-"""The only entry point: configuration -> process groups -> trainer -> fit.
+"""Train a reasoning model with VAPO (arXiv 2504.05118).
 
-torchrun --nproc-per-node N -m vapo_megatron.train --config FILE [section.field=value ...]
-torchrun ... -m vapo_megatron.train --config FILE --replay DIR [section.field=value ...]
+  vapo train --config run.yaml algorithm.gamma=1.0          starts torchrun itself
+  vapo train --config run.yaml --dry-run                    checks, prints the plan, starts nothing
+  torchrun --nproc-per-node 8 -m vapo_megatron.train --config run.yaml
+
+Configuration, model, tokenizer, data and checkpoint are checked before anything starts. Then
+parallel.world_size processes start on this machine. On several nodes, start the same command on
+each with NNODES, NODE_RANK and MASTER_ADDR set; NPROC_PER_NODE, MASTER_PORT and MAX_RESTARTS have
+defaults. A run whose directory holds a checkpoint resumes from it.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from vapo_megatron.cli.command import Parser, check_processes
-from vapo_megatron.cli.preflight import (
-    check_answers,
-    check_inputs,
-    check_sizes,
-    check_small_inputs,
-    is_here,
-)
+from vapo_megatron.cli.command import Parser, check_processes, is_first_rank
+from vapo_megatron.cli.launch import execute, torchrun_command
+from vapo_megatron.cli.preflight import check_answers, check_inputs, check_sizes, is_here
 from vapo_megatron.config import VapoConfig, describe_fields, load_config
 from vapo_megatron.data.file_lock import check_not_in_use
 from vapo_megatron.errors import ConfigError, UserError, tell
@@ -29,21 +30,27 @@ from vapo_megatron.models.known import known_shape
 from vapo_megatron.parallel.health import early_stop
 from vapo_megatron.parallel.health.processes import end_now
 
+if TYPE_CHECKING:
+    from vapo_megatron.rollout.inputs import Inputs
+
 
 def main(
     argv: Sequence[str] | None = None,
-    start: Callable[[VapoConfig], None] | None = None,
+    *,
     program: str = "python -m vapo_megatron.train",
+    worker: Sequence[str] | None = None,
 ) -> int:
     """Check the configuration, then train.
 
     Args:
         argv: command line; None: this process's.
-        start: what to do with a configuration that has been checked; None: train in this process.
-        program: what --help calls it.
+        program: its name in --help.
+        worker: what torchrun runs on every process, once all is checked; None: train in this
+            process.
 
     Returns:
-        The exit code: 0, or 2 for a user's mistake, which is told in one line.
+        The exit code: 0; 2 for a user's mistake, which is one line; 130 when interrupted before
+        anything has started.
     """
     try:
         arguments = _parser(program).parse_intermixed_args(argv)
@@ -52,57 +59,56 @@ def main(
         config = load_config(arguments.config, arguments.overrides)
         if arguments.dry_run:
             _dry_run(config, arguments.replay)
-        elif start is not None:
-            check_small_inputs(config, arguments.replay)
-            start(config)
+        elif worker is not None:
+            command = torchrun_command(os.environ, config.parallel.world_size, worker)
+            _check(config, arguments.replay)
+            execute(command)
         else:
             with early_stop.signals_blocked():
                 _train(config, arguments.replay)
     except UserError as error:
         tell(f"error: {error}")
         return 2
+    except KeyboardInterrupt:
+        if worker is None:
+            raise
+        tell("error: interrupted; nothing was started")
+        return 130
     return 0
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
+def _parser(program: str) -> Parser:
     parser = Parser(
         prog=program,
-        description="Train a reasoning model with VAPO (arXiv 2504.05118).",
+        usage=f"{program} [--config FILE ...] [options] [section.field=value ...]",
+        description=__doc__,
         epilog="fields (default, [the paper's symbol], meaning):\n\n" + describe_fields(),
     )
+    configuration = parser.add_argument_group("configuration")
+    configuration.add_argument(
+        "--config", action="append", default=[], metavar="FILE",
+        help="YAML file; may be repeated, later files win; recipes bring their own",
+    )  # fmt: skip
+    configuration.add_argument(
+        "overrides", nargs="*", metavar="section.field=value",
+        help="set one field of those below; the value is read as YAML",
+    )  # fmt: skip
     parser.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="YAML file; may be given several times, later files win; recipes bring their own",
-    )
+        "--dry-run", action="store_true",
+        help="print the resolved configuration with its memory plan as comments, check the files "
+        "that it names, ground truths too, and exit",
+    )  # fmt: skip
     parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the resolved configuration, and as comments what it needs of GPUs, check the "
-        "files that it names, and exit",
-    )
-    parser.add_argument(
-        "--replay",
-        type=Path,
-        metavar="DIR",
-        help="train on the responses that this run directory kept (logging.dump_steps), without "
+        "--replay", type=Path, metavar="DIR",
+        help="train on the rollouts that this run directory kept (logging.dump_steps), without "
         "vLLM, verifier and evaluation",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.field=value",
-        help="override one field; the value is read as YAML",
-    )
+    )  # fmt: skip
     return parser
 
 
 def _dry_run(config: VapoConfig, replay: Path | None) -> None:
     """Print the configuration and its plan, then refuse what a run would refuse here."""
-    # RANK alone may be a cluster's number of a node.
-    if "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         from vapo_megatron.planning.describe import dry_run_comment
 
         print(config.to_yaml() + dry_run_comment(config), end="", flush=True)
@@ -116,14 +122,10 @@ def _dry_run(config: VapoConfig, replay: Path | None) -> None:
 
 def _train(config: VapoConfig, replay: Path | None) -> None:
     check_processes(config)
-    inputs = check_inputs(config, replay)
-    check_not_in_use(Path(config.logging.run_dir))
-
+    inputs = _check(config, replay)
     # Heavy imports come after the checks, so that a mistake is reported at once.
     from vapo_megatron.loop import VapoTrainer
 
-    if replay is None:
-        _check_memory(config, inputs.shape)
     try:
         with VapoTrainer(config, replay, inputs) as trainer:
             trainer.fit()
@@ -132,10 +134,23 @@ def _train(config: VapoConfig, replay: Path | None) -> None:
     except BaseException:
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             raise
-        # Libraries whose peers are gone may never end, and torchrun would wait for them.
+        # Libraries may wait forever for peers that are gone, and torchrun for this process.
         sys.stdout.flush()
         traceback.print_exc()
         end_now(1)
+
+
+def _check(config: VapoConfig, replay: Path | None) -> Inputs:
+    """Check all that one process can, before torchrun starts and again on every rank.
+
+    Raises:
+        UserError: the first thing that is wrong: what, where, and the remedy.
+    """
+    inputs = check_inputs(config, replay)
+    check_not_in_use(Path(config.logging.run_dir))
+    if replay is None:
+        _check_memory(config, inputs.shape)
+    return inputs
 
 
 def _check_memory(config: VapoConfig, shape: ModelShape) -> None:
@@ -149,7 +164,7 @@ def _check_memory(config: VapoConfig, shape: ModelShape) -> None:
     from vapo_megatron.planning.plan import check_fits
 
     if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_properties(int(os.environ["LOCAL_RANK"]))
+        gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
         check_fits(config, shape, gpu.total_memory)
 
 

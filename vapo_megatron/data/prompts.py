@@ -15,6 +15,8 @@ from vapo_megatron.errors import DataError
 if TYPE_CHECKING:
     from vapo_megatron.config import DataConfig
 
+OnProgress = Callable[[int, int], None]
+
 _PURPOSE = 1
 """Keeps this order apart from other orders of the same seed."""
 
@@ -27,6 +29,7 @@ def read_prompts(
     seed: int,
     shuffle: bool,
     max_prompt_tokens: int,
+    on_progress: OnProgress | None = None,
 ) -> PromptDataset:
     """Read and tokenize a file of problems; `data` names its columns. Others: see PromptDataset.
 
@@ -40,6 +43,7 @@ def read_prompts(
         seed=seed,
         shuffle=shuffle,
         max_prompt_tokens=max_prompt_tokens,
+        on_progress=on_progress,
     )
 
 
@@ -53,6 +57,7 @@ class PromptDataset:
         seed: of the order.
         shuffle: draw a new order in each epoch; otherwise the file's order.
         max_prompt_tokens: longest prompt that is allowed.
+        on_progress: called with (tokenized, all) problems.
 
     Raises:
         DataError: a prompt has no tokens or too many.
@@ -67,6 +72,7 @@ class PromptDataset:
         seed: int,
         shuffle: bool,
         max_prompt_tokens: int,
+        on_progress: OnProgress | None = None,
     ) -> None:
         assert problems, "load_problems refuses an empty file"
         self.path = path
@@ -74,9 +80,11 @@ class PromptDataset:
         self._seed = seed
         self._shuffle = shuffle
         self._fingerprint = _fingerprint(self._rows)
-        self._token_ids = [
-            self._tokenized(index, tokenize, max_prompt_tokens) for index in range(len(problems))
-        ]
+        self._token_ids = []
+        for index in range(len(problems)):
+            self._token_ids.append(self._tokenized(index, tokenize, max_prompt_tokens))
+            if on_progress is not None:
+                on_progress(index + 1, len(problems))
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from vapo_megatron.config import DataConfig, EvaluationConfig, RolloutConfig
-from vapo_megatron.data.prompts import PromptDataset, read_prompts
+from vapo_megatron.data.prompts import OnProgress, PromptDataset, read_prompts
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.rollout.tokenizer import check_tokenizer, load_tokenizer
 
@@ -32,6 +32,7 @@ def read_inputs(
     evaluation: EvaluationConfig,
     *,
     seed: int,
+    on_progress: OnProgress | None = None,
 ) -> Inputs:
     """Load the tokenizer; read and tokenize all problems.
 
@@ -42,6 +43,7 @@ def read_inputs(
         rollout: stop tokens and the prompts' length limit.
         evaluation: file of the evaluation problems.
         seed: of the order of the training prompts.
+        on_progress: called with (tokenized, all) prompts of each file.
 
     Raises:
         ConfigError: the tokenizer does not load or is not the model's; see rollout/tokenizer.py.
@@ -53,8 +55,9 @@ def read_inputs(
     def read(path: str, shuffle: bool) -> PromptDataset:
         limit = rollout.max_prompt_tokens
         return read_prompts(
-            path, data, tokenizer.encode, seed=seed, shuffle=shuffle, max_prompt_tokens=limit
-        )
+            path, data, tokenizer.encode, seed=seed, shuffle=shuffle, max_prompt_tokens=limit,
+            on_progress=on_progress,
+        )  # fmt: skip
 
     dataset = read(str(data.train_path), data.shuffle)
     held_out = None if evaluation.path is None else read(evaluation.path, False)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.cli.prepare.columns import (
     ANSWER_PREFIX,
     ANSWER_SUFFIX,
@@ -20,7 +21,6 @@ from vapo_megatron.cli.prepare.columns import (
     strip_instructions,
 )
 from vapo_megatron.cli.prepare.rows import Choose, count_rows, find_file, read_rows
-from vapo_megatron.cli.progress_bar import ProgressBar
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.data.storage import replacing
 from vapo_megatron.errors import DataError
@@ -187,7 +187,8 @@ def _read(
     for path in paths:
         name, shape, rows = read_rows(path, choose)
         count = 0
-        with ProgressBar(f"rows of {path.name}", count_rows(path)) as bar:
+        total = count_rows(path)
+        with ProgressBar(f"rows of {path.name}") as bar:
             for where, row in rows:
                 count += 1
                 problem = read_problem(name, shape, row, where)
@@ -197,9 +198,8 @@ def _read(
                 known = first.setdefault(_key(bare), new)
                 if known is not new and known.answer != new.answer:
                     known.other_answers.add(new.answer)
-                if count % _CHUNK == 0:
-                    bar.show(count)
-            bar.show(count)
+                if count % _CHUNK == 0 or count == total:
+                    bar.show(count, total)
         if not count:
             raise DataError(f"data file {path} holds no rows; give a file with at least one")
         summary.files.append({"file": str(path), "shape": name, "rows": count})
@@ -265,11 +265,11 @@ def _rendered(
 
 
 def _chunks(title: str, kept: list[_Kept]) -> Iterator[tuple[int, list[_Kept]]]:
-    with ProgressBar(title, len(kept)) as bar:
+    with ProgressBar(title) as bar:
         for start in range(0, len(kept), _CHUNK):
             part = kept[start : start + _CHUNK]
             yield start, part
-            bar.show(start + len(part))
+            bar.show(start + len(part), len(kept))
 
 
 def _write(out: Path, problems: Sequence[Problem], summary: Summary) -> None:

@@ -1,0 +1,64 @@
+"""The command `vapo`: lists its subcommands, and hands over to one of them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vapo_megatron.errors import tell
+
+
+class Command(NamedTuple):
+    """A subcommand."""
+
+    module: str
+    """In this package; its `main` takes the rest of the command line, returns the exit code."""
+    sentence: str
+
+
+COMMANDS = {
+    "train": Command("launch", "Train a model, on one GPU or many nodes."),
+    "evaluate": Command("evaluate.command", "Measure avg@k, pass@k and majority@k of a model."),
+    "plan": Command("plan", "Find layouts that fit a cluster; no GPU needed."),
+    "convert": Command("convert", "Convert weights between Hugging Face and megatron-core."),
+    "prepare": Command("prepare.command", "Make a data file of prompts and answers."),
+    "report": Command("report", "Write an HTML report of a run, or a comparison of several."),
+    "benchmark": Command("benchmark.command", "Time parts of the package against plain code."),
+    "gradients": Command("gradients", "Compare the gradients of two layouts."),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; return its exit code, or 2 where there is no such one."""
+    name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        tell(f"vapo: {name!r} is not a command; {hint}vapo --help lists them")
+        return 2
+    # One at a time: planning takes no torch, and a mistake in an option no time.
+    module = importlib.import_module(f"vapo_megatron.cli.{COMMANDS[name].module}")
+    return module.main(rest)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    rows = [f"  {name:<{width}}  {command.sentence}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: vapo COMMAND [options]",
+            "",
+            "Train reasoning models with VAPO (arXiv 2504.05118) on megatron-core and vLLM.",
+            "",
+            "commands:",
+            *rows,
+            "",
+            "vapo COMMAND --help shows examples and options.",
+        ]
+    )
