@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -24,13 +22,16 @@ from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights.hf_directory import partial_of, prepare
 
 Result = TypeVar("Result")
+OnProgress = Callable[[int, int], None]
+"""Called with (written, total) bytes of this process."""
 
 
 class Team:
     """The processes of a conversion: `rank` of `size`."""
 
-    def __init__(self) -> None:
-        """Join those that torchrun started, if it did."""
+    def __init__(self, on_progress: OnProgress | None = None) -> None:
+        """Join those that torchrun started, if it did; `on_progress`: see OnProgress."""
+        self.on_progress: OnProgress = on_progress or (lambda done, total: None)
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
         if self.size > 1 and not dist.is_initialized():
@@ -86,34 +87,14 @@ def making(out_dir: Path, source: Path, team: Team, *, overwrite: bool) -> Itera
         raise
 
 
-class ByteProgress:
-    """A line that says how far a conversion is, rewritten on a terminal, else every few seconds."""
+class ByteCount:
+    """Bytes that this process has written, of all that it will write."""
 
-    def __init__(self, total_bytes: int, *, shown: bool = True, every_seconds: float = 5.0) -> None:
-        """`shown`: this process's line is the one that is printed."""
-        self.total = total_bytes
-        self.done = 0
-        self._terminal = sys.stderr.isatty()
-        self._every = 0.2 if self._terminal else every_seconds
-        self._shown = shown
-        self._started = self._last = time.monotonic()
+    def __init__(self, total: int, team: Team) -> None:
+        """Nothing is written yet."""
+        self.done, self.total, self._show = 0, total, team.on_progress
 
     def add(self, num_bytes: int) -> None:
         """Count bytes that are written."""
         self.done += num_bytes
-        now = time.monotonic()
-        if self._shown and (now - self._last >= self._every or self.done == self.total):
-            self._last = now
-            end = "\n" if self.done == self.total or not self._terminal else "\r"
-            print(self.line(now - self._started), end=end, file=sys.stderr, flush=True)
-
-    def line(self, seconds: float) -> str:
-        """Return the line after so many seconds."""
-        share = self.done / max(1, self.total)
-        rate = self.done / max(seconds, 1e-9)
-        left = (self.total - self.done) / max(rate, 1e-9)
-        bar = "#" * int(24 * share) + "." * (24 - int(24 * share))
-        return (
-            f"[{bar}] {share:4.0%}  {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB  "
-            f"{rate / 1e6:,.0f} MB/s  {int(left) // 60}:{int(left) % 60:02d} left "
-        )
+        self._show(self.done, self.total)

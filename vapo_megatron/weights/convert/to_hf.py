@@ -19,7 +19,7 @@ from vapo_megatron.weights.convert.sharded_tensors import (
     is_of_model,
     sharded_tensors,
 )
-from vapo_megatron.weights.convert.team import ByteProgress, Team, making
+from vapo_megatron.weights.convert.team import ByteCount, OnProgress, Team, making
 from vapo_megatron.weights.copying import Blocks, row_blocks, write_exactly
 from vapo_megatron.weights.export_hf import MAX_FILE_BYTES
 from vapo_megatron.weights.hf_directory import (
@@ -58,6 +58,7 @@ def convert_to_hf(
     *,
     overwrite: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
+    on_progress: OnProgress | None = None,
 ) -> Path:
     """Convert a checkpoint; called by every process that torchrun started, or by one.
 
@@ -70,6 +71,7 @@ def convert_to_hf(
             None: the checkpoint's own.
         overwrite: replace an earlier export.
         max_file_bytes: a file holds at most this many bytes, and at least one tensor.
+        on_progress: see OnProgress.
 
     Returns:
         out.
@@ -77,7 +79,7 @@ def convert_to_hf(
     Raises:
         UserError: before anything is written, naming what was expected and what was found.
     """
-    team, out, megatron = Team(), Path(out).absolute(), Path(megatron)
+    team, out, megatron = Team(on_progress), Path(out).absolute(), Path(megatron)
     source = megatron if hf is None else Path(hf)
     reader = ShardedReader(megatron)
     if not (source / "config.json").is_file():
@@ -221,7 +223,7 @@ def _write(
     names = list(files)
     sizes = [sum(item.plan.num_bytes for item in files[name]) for name in names]
     mine = team.divide(sizes)
-    progress = ByteProgress(sum(sizes[i] for i in mine), shown=team.rank == 0)
+    progress = ByteCount(sum(sizes[i] for i in mine), team)
     blocks = Blocks()
     for name in (names[i] for i in mine):
         with open(directory / name, "wb") as file:

@@ -33,7 +33,7 @@ from vapo_megatron.weights.convert.sharded_tensors import (
     sharded_tensors,
     stage_of,
 )
-from vapo_megatron.weights.convert.team import ByteProgress, Team, making
+from vapo_megatron.weights.convert.team import ByteCount, OnProgress, Team, making
 from vapo_megatron.weights.copying import Blocks, row_blocks, write_exactly
 from vapo_megatron.weights.hf_directory import CONVERSION_FILE, carry, write_config
 from vapo_megatron.weights.hf_reader import DTYPES, HfReader
@@ -54,6 +54,7 @@ def convert_to_megatron(
     value_head_init_std: float = 0.0,
     seed: int = 0,
     overwrite: bool = False,
+    on_progress: OnProgress | None = None,
 ) -> Path:
     """Convert a directory; called by every process that torchrun started, or by one.
 
@@ -66,6 +67,7 @@ def convert_to_megatron(
         make_vocab_size_divisible_by: with the tensor-parallel size, the vocabulary's padding.
         value_head_init_std, seed: weights of a critic's new value head.
         overwrite: replace an earlier conversion.
+        on_progress: see OnProgress.
 
     Returns:
         out.
@@ -73,7 +75,7 @@ def convert_to_megatron(
     Raises:
         UserError: before anything is written, naming what was expected and what was found.
     """
-    team, out, hf = Team(), Path(out).absolute(), Path(hf)
+    team, out, hf = Team(on_progress), Path(out).absolute(), Path(hf)
     shape = read_model_shape(hf)
     check_layout(shape, parallel)
     reader = HfReader(hf)
@@ -161,14 +163,14 @@ class _Worker:
         sizes = [torch.Size(t.part(1, t.num_rows, t.num_columns)).numel() for t in tensors]
         mine = self.team.divide(sizes)
         total = sum(sizes[i] * dtypes[tensors[i].key].itemsize for i in mine)
-        progress = ByteProgress(total, shown=self.team.rank == 0)
+        progress = ByteCount(total, self.team)
         written = []
         for i in mine:
             written += self._write_tensor(tensors[i], dtypes[tensors[i].key], progress)
         return written
 
     def _write_tensor(
-        self, tensor: ShardedTensor, dtype: torch.dtype, progress: ByteProgress
+        self, tensor: ShardedTensor, dtype: torch.dtype, progress: ByteCount
     ) -> list[Written]:
         written = []
         first_rank = stage_of(tensor, self.pp_size, self.vpp_size) * self.tp_size
