@@ -36,7 +36,7 @@ class Built(NamedTuple):
     chunks: list[Any]
     shape: ModelShape
     config: VapoConfig
-    groups: Ranks
+    ranks: Ranks
 
 
 def make_config(layout: Layout, world_size: int, recompute: str, **model: Any) -> VapoConfig:

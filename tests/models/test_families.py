@@ -94,7 +94,7 @@ def measure(hf_paths, layout):
     found = {}
     for name, hf_path in hf_paths.items():
         model = build(hf_path, layout)
-        load_hf_weights(model.chunks, model.shape, hf_path, model.groups, "actor")
+        load_hf_weights(model.chunks, model.shape, hf_path, model.ranks, "actor")
         chunks = build_ddp(model.chunks, model.config.parallel, model.chunks[0].config)
 
         def local_logits(output, microbatch, model=model):
@@ -115,7 +115,7 @@ def measure(hf_paths, layout):
 
         outputs = torch.cat(forward_only(chunks, microbatches, logits))
         forward_backward(chunks, microbatches, loss)
-        named = full_gradients(chunks, model.shape, model.groups, "actor")
+        named = full_gradients(chunks, model.shape, model.ranks, "actor")
         gradients = {name: gradient.clone() for name, gradient in named}
         assert_same_on_all_ranks(model, gradients)
         found[name] = (outputs, gradients)

@@ -39,7 +39,7 @@ def logit_weights():
 def run(hf_path, layout, packed=True, with_gradients=False):
     """Return the logits [S, V] and some gradients; see gradients_of."""
     model = build(hf_path, layout)
-    load_hf_weights(model.chunks, model.shape, hf_path, model.groups, "actor")
+    load_hf_weights(model.chunks, model.shape, hf_path, model.ranks, "actor")
     (chunk,) = model.chunks
     ids = token_ids()
     with torch.set_grad_enabled(with_gradients):
@@ -63,7 +63,7 @@ def run(hf_path, layout, packed=True, with_gradients=False):
 def run_critic(hf_path, layout):
     """Return the values [S] and some gradients of their weighted sum; see gradients_of."""
     model = build(hf_path, layout, "critic")
-    load_hf_weights(model.chunks, model.shape, hf_path, model.groups, "critic")
+    load_hf_weights(model.chunks, model.shape, hf_path, model.ranks, "critic")
     (chunk,) = model.chunks
     values = values_of(call(chunk, token_ids()))
     (values * logit_weights()[:, 0]).sum().backward()
@@ -223,7 +223,7 @@ def test_settings_of_the_config_are_computed(name, tmp_path, workers):
 
 def run_bfloat16(hf_path, role):
     model = build(hf_path, Layout(), role, dtype="bfloat16", value_head_init_std=0.1)
-    load_hf_weights(model.chunks, model.shape, hf_path, model.groups, role)
+    load_hf_weights(model.chunks, model.shape, hf_path, model.ranks, role)
     (chunk,) = model.chunks
     with torch.no_grad():
         output = call(chunk, token_ids())

@@ -24,7 +24,7 @@ def targets():
 
 def critic(hf_path, layout, **model):
     built = build(hf_path, layout, "critic", **model)
-    load_hf_weights(built.chunks, built.shape, hf_path, built.groups, "critic")
+    load_hf_weights(built.chunks, built.shape, hf_path, built.ranks, "critic")
     return built
 
 

@@ -36,7 +36,7 @@ FEW_HEADS = [(Layout(2, 1), 1), (Layout(2, 2), 1), (Layout(4, 1), 1), (Layout(4,
 class Loaded(NamedTuple):
     chunks: list[torch.nn.Module]
     shape: ModelShape
-    groups: Ranks
+    ranks: Ranks
     num_bytes: int
     config: VapoConfig
 

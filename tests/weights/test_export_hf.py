@@ -39,7 +39,7 @@ def _same(a, b):
 
 def _export(path, layout, out, kwargs):
     loaded = load(path, layout, dtype=kwargs.pop("dtype", "float32"))
-    export_hf(loaded.chunks, loaded.shape, loaded.groups, out, path, **kwargs)
+    export_hf(loaded.chunks, loaded.shape, loaded.ranks, out, path, **kwargs)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -123,7 +123,7 @@ def test_bfloat16_is_exported_as_trained(workers, tmp_path):
 def _export_critic(path, layout, out, ids, dtype):
     loaded = load(path, layout, "critic", dtype=dtype, value_head_init_std=0.3)
     widen(loaded.chunks, "output_layer.weight")
-    export_hf(loaded.chunks, loaded.shape, loaded.groups, out, path, role="critic")
+    export_hf(loaded.chunks, loaded.shape, loaded.ranks, out, path, role="critic")
     if layout != Layout():
         return None
     return forward(loaded.chunks[0], ids).reshape(-1)
@@ -131,7 +131,7 @@ def _export_critic(path, layout, out, ids, dtype):
 
 def _reload_critic(out, layout, again):
     loaded = load(out, layout, "critic")
-    export_hf(loaded.chunks, loaded.shape, loaded.groups, again, out, role="critic")
+    export_hf(loaded.chunks, loaded.shape, loaded.ranks, again, out, role="critic")
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
@@ -183,7 +183,7 @@ def _try_export(path, layout, out, broken_rank=None):
     if loaded.ranks.rank == broken_rank:
         writer.write_safetensors = failing
     try:
-        export_hf(loaded.chunks, loaded.shape, loaded.groups, out, path)
+        export_hf(loaded.chunks, loaded.shape, loaded.ranks, out, path)
     except CheckpointError as error:
         return str(error)
     finally:

@@ -36,7 +36,7 @@ def _digest(named_tensors):
 
 def _gathered(path, layout, bucket_sizes, dtype="float32"):
     loaded = load(path, layout, dtype=dtype)
-    parts = (loaded.chunks, loaded.shape, loaded.groups)
+    parts = (loaded.chunks, loaded.shape, loaded.ranks)
     return [_digest(gather_hf_tensors(*parts, bucket_bytes=b)) for b in bucket_sizes]
 
 
@@ -76,7 +76,7 @@ def test_a_critic_of_mixed_types_is_gathered(workers, tmp_path):
 def _gathered_mixed_critic(path, layout):
     loaded = load(path, layout, "critic", dtype="bfloat16", value_head_init_std=0.1)
     widen(loaded.chunks, "output_layer.weight")
-    return _digest(gather_hf_tensors(loaded.chunks, loaded.shape, loaded.groups, role="critic"))
+    return _digest(gather_hf_tensors(loaded.chunks, loaded.shape, loaded.ranks, role="critic"))
 
 
 class _CountingDist:
@@ -99,7 +99,7 @@ def _collectives(path, layout):
     loaded = load(path, layout)
     gather.dist = counting = _CountingDist()
     try:
-        for _ in gather_hf_tensors(loaded.chunks, loaded.shape, loaded.groups):
+        for _ in gather_hf_tensors(loaded.chunks, loaded.shape, loaded.ranks):
             pass
     finally:
         gather.dist = dist
@@ -118,7 +118,7 @@ def _gathered_alone(path):
     loaded = load(path, Layout())
     parallel_groups.destroy()
     dist.destroy_process_group()
-    return _digest(gather_hf_tensors(loaded.chunks, loaded.shape, loaded.groups))
+    return _digest(gather_hf_tensors(loaded.chunks, loaded.shape, loaded.ranks))
 
 
 def test_one_rank_needs_no_process_group(workers, tmp_path):
@@ -147,7 +147,7 @@ def _updates(path, overlap, wrapped):
         forward_backward(chunks, [microbatch()], lambda out, _: (out.float().square().sum(), {}))
         optimizer_step(optimizer)
         source = chunks if wrapped else loaded.chunks
-        synced.append(_digest(gather_hf_tensors(source, loaded.shape, loaded.groups)))
+        synced.append(_digest(gather_hf_tensors(source, loaded.shape, loaded.ranks)))
     return synced
 
 

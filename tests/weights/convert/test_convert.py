@@ -230,7 +230,7 @@ def save_run(hf, out, layout, role):
             head.bias.zero_()
         changed.set()
     load_sharded(loaded.chunks, optimizer, out / "step_000001" / role)
-    export_hf(loaded.chunks, loaded.shape, loaded.groups, out / "export", hf, role=role)
+    export_hf(loaded.chunks, loaded.shape, loaded.ranks, out / "export", hf, role=role)
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
@@ -273,7 +273,7 @@ def reward_model(path, head, bias, **sizes):
 
 def values_of(path, layout, ids, out):
     loaded = load(path, layout, "critic")
-    export_hf(loaded.chunks, loaded.shape, loaded.groups, out, path, role="critic")
+    export_hf(loaded.chunks, loaded.shape, loaded.ranks, out, path, role="critic")
     return forward(loaded.chunks[0], ids).reshape(-1), loaded.num_bytes
 
 

@@ -74,7 +74,7 @@ def _updated(path: Path, layout: Layout) -> Any:
 
 
 def _sync_between(loaded: Any, engine: Any, config: Any) -> WeightSync:
-    return WeightSync(loaded.shape, loaded.groups, loaded.config.model, config.rollout, engine)
+    return WeightSync(loaded.shape, loaded.ranks, loaded.config.model, config.rollout, engine)
 
 
 def layouts_into_vllm(
@@ -88,7 +88,7 @@ def layouts_into_vllm(
     )  # fmt: skip
     engine = engine_jobs.build_engine(path, config, rank, world_size)
     loaded = _updated(path, layouts[0])
-    export_hf(loaded.chunks, loaded.shape, loaded.groups, tmp / "export", copy_from=str(path))
+    export_hf(loaded.chunks, loaded.shape, loaded.ranks, tmp / "export", copy_from=str(path))
     parallel_groups.destroy()
     dist.barrier()
     engine.load_weights(_tensors(tmp / "export"), 0)
@@ -216,7 +216,7 @@ def updates(path: Path, overlap: bool) -> list[dict[str, str]]:
     set_learning_rate(optimizer, 0.01)
     engine = _small_engine()
     config = loaded.config
-    sync = WeightSync(loaded.shape, loaded.groups, config.model, config.rollout, engine)
+    sync = WeightSync(loaded.shape, loaded.ranks, config.model, config.rollout, engine)
     synced = []
     for version in range(2):
         forward_backward(chunks, [microbatch()], lambda out, _: (out.float().square().sum(), {}))
