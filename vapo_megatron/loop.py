@@ -1,4 +1,4 @@
-"""A run: its steps, saving, resuming, stopping."""
+"""The training loop: steps, evaluation, checkpoints, resume and preemption."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from vapo_megatron.weights.load_hf import export_hf
 
 
 class VapoTrainer(StepTrainer):
-    """One process's part of a run: `fit` makes every step that is missing.
+    """Runs the training loop with `fit`; a context manager.
 
-    Every rank calls the same methods in the same order; a context manager.
+    All ranks call the same methods in the same order.
     """
 
     def __init__(
@@ -30,29 +30,29 @@ class VapoTrainer(StepTrainer):
         """Build everything that a run needs.
 
         Args:
-            config: checked.
-            replay: train on the responses that this run directory dumped; None: sample.
-            inputs: what was read already; None: read it here.
+            config: from load_config.
+            replay: run directory whose dumped responses to train on; None: sample.
+            inputs: from read_inputs; None: read them here.
         """
         super().__init__(config, replay, inputs)
         self.explained_variances: list[float] = []
-        """Of each step of a value-pretraining stage, before its update."""
-        self._kept: tuple[int, dict[str, Any]] = (0, {})
-        """Steps done, and the state that a checkpoint of them has."""
+        """One per step with stage=value_pretraining, from before the update."""
+        self._snapshot: tuple[int, dict[str, Any]] = (0, {})
+        """Steps done, and the checkpoint state after them."""
         self._saved = 0
-        """Steps of the latest checkpoint."""
+        """Steps done at the latest checkpoint."""
         self._unevaluated: dict[str, float] | None = None
-        """The last step's row, where the run was stopped before its evaluation had ended."""
+        """Metrics of the last step if the run was stopped before its evaluation finished."""
 
     def fit(self) -> None:
-        """Resume or start, run every step, and leave a checkpoint, an HF export and a report."""
+        """Start or resume, run all steps, and write a checkpoint, an HF export and a report."""
         config, start = self.config, self._resume()
         self._publish()
         writer = CheckpointWriter(self._checkpoints, config.checkpoint)
         with self.output.opened(start, is_unevaluated=self._unevaluated is not None), writer:
             if self.source.note:
                 self.output.note(self.source.note)
-            self._keep(start)
+            self._take_snapshot(start)
             try:
                 self._run(start, writer)
                 self._finish()
@@ -60,50 +60,50 @@ class VapoTrainer(StepTrainer):
                 self._stop(writer)
 
     def _run(self, done: int, writer: CheckpointWriter) -> None:
-        """Make the steps after the first `done` ones.
+        """Run the steps after the first `done` ones.
 
         Raises:
-            Stopped: an early signal has come; what was kept last can be saved.
+            Stopped: a stop signal has arrived; the last snapshot is still to be saved.
         """
         config, learns = self.config, self.config.algorithm.trained_roles
         if done == 0 or self._unevaluated is not None:
-            self._row(done, self._unevaluated or {}, is_evaluated=True)
-        while not self._is_over(done):
+            self._write_row(done, self._unevaluated or {}, is_evaluated=True)
+        while not self._is_finished(done):
             metrics = self.train_step(done)
             done += 1
             if learns == ("critic",):
                 self.explained_variances.append(metrics["critic/explained_variance"])
-            is_over = self._is_over(done)
-            is_due = is_over or _due(done, config.evaluation.every_steps)
-            # The row first: a resume drops rows after its checkpoint, but cannot make one up.
-            self._row(done, metrics, is_evaluated="actor" in learns and is_due)
+            is_last = self._is_finished(done)
+            is_due = is_last or _is_due(done, config.evaluation.every_steps)
+            # Before the checkpoint: a resume drops surplus rows but cannot restore a missing one.
+            self._write_row(done, metrics, is_evaluated="actor" in learns and is_due)
             stops = any_rank(self.early_stop.is_signalled())
-            if stops and not is_over:
+            if stops and not is_last:
                 raise Stopped
-            if is_over or _due(done, config.checkpoint.every_steps):
-                self._save(writer, waits=is_over)
+            if is_last or _is_due(done, config.checkpoint.every_steps):
+                self._save(writer, waits=is_last)
             else:
                 writer.poll()
             self.early_stop.save_seconds = writer.seconds
 
-    def _row(self, done: int, metrics: dict[str, float], *, is_evaluated: bool) -> None:
-        """Write the row of a step, after its evaluation where there is one."""
+    def _write_row(self, done: int, metrics: dict[str, float], *, is_evaluated: bool) -> None:
+        """Evaluate if requested, then write the step's metrics."""
         if is_evaluated:
-            # Another process could not tell the speed of these tokens.
+            # Without num_tokens: a resumed process cannot compute this step's tokens per second.
             known = {name: metrics[name] for name in metrics if name != "num_tokens"}
-            self._keep(done, unevaluated=known)
+            self._take_snapshot(done, unevaluated=known)
             self.early_stop.begin()
             metrics |= self._evaluate(done)
         self.early_stop.record(self.output.step(done, metrics))
-        self._keep(done)
+        self._take_snapshot(done)
 
-    def _keep(self, done: int, unevaluated: dict[str, float] | None = None) -> None:
-        """Remember what belongs to the models as they are now."""
-        self._kept = done, {**self._state(), "unevaluated": unevaluated and dict(unevaluated)}
+    def _take_snapshot(self, done: int, unevaluated: dict[str, float] | None = None) -> None:
+        """Remember the checkpoint state that belongs to the current weights."""
+        self._snapshot = done, {**self._state(), "unevaluated": unevaluated and dict(unevaluated)}
 
     def _save(self, writer: CheckpointWriter, *, waits: bool) -> None:
-        """Begin the checkpoint of what was kept, unless there is one; waits: have it on disk."""
-        done, state = self._kept
+        """Start writing the last snapshot unless it is saved; waits: until it is on disk."""
+        done, state = self._snapshot
         with self.phase(CHECKPOINT):
             if done > self._saved:
                 writer.save(done, self._models, state)
@@ -112,13 +112,15 @@ class VapoTrainer(StepTrainer):
                 writer.wait()
 
     def _stop(self, writer: CheckpointWriter) -> None:
-        """Leave a checkpoint of the last whole step."""
+        """Save the last complete step."""
         self._save(writer, waits=True)
-        name = self.early_stop.signal_name or "an early signal"
-        self.output.note(f"stopped by {name} after step {self._kept[0]}; start it again")
+        name = self.early_stop.signal_name or "a signal to another rank"
+        self.output.note(
+            f"stopped by {name} after step {self._snapshot[0]}; start it again to resume"
+        )
 
-    def _is_over(self, done: int) -> bool:
-        """Have all steps been made, or has the critic settled before, where that is asked for?"""
+    def _is_finished(self, done: int) -> bool:
+        """Whether all steps are done, or value pretraining has stopped early."""
         algorithm = self.config.algorithm
         patience = algorithm.value_pretraining_patience
         settled = patience is not None and critic_has_settled(self.explained_variances, patience)
@@ -137,9 +139,9 @@ class VapoTrainer(StepTrainer):
             self.output.note(f"done: {report}" + (f" and {export}" if export.exists() else ""))
 
     def _resume(self) -> int:
-        """Load the run's own checkpoint, or the critic that a new run starts from."""
+        """Load the run's checkpoint or critic_checkpoint's optimizer; return the steps done."""
         if self._start.critic is not None and self.config.model.critic_checkpoint_optimizer:
-            assert self.critic is not None, "a configuration without a critic is refused"
+            assert self.critic is not None, "critic_checkpoint without a critic is a ConfigError"
             checkpoint.load_critic(*self._start.critic, self.config, self.critic.trained)
         if self._start.own is None:
             return 0
@@ -174,5 +176,5 @@ class VapoTrainer(StepTrainer):
         return metrics
 
 
-def _due(done: int, every: int) -> bool:
+def _is_due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0

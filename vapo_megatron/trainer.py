@@ -1,4 +1,4 @@
-"""One step, as the paper has it: `train_step`. Everything else here builds what a step needs."""
+"""One training step as in the paper, `train_step`, and the construction of what it needs."""
 
 from __future__ import annotations
 
@@ -58,22 +58,22 @@ from vapo_megatron.run.step_metrics import sampler_difference, step_metrics
 
 
 class StepData(NamedTuple):
-    """What a step learns from, and what its row and records tell of it."""
+    """A step's training data and its metrics before the updates."""
 
     scored: list[ScoredRollout]
-    """What this rank sampled, judged."""
+    """Verified responses that this rank sampled."""
     summary: StepSummary
-    """Of all ranks' responses."""
+    """Of the responses of all ranks."""
     batch: RolloutBatch
-    """What this data-parallel rank trains on, complete."""
+    """Everything that this data-parallel rank trains on."""
     entropy: Tensor
-    """float32 [T] of the batch, nats, of the policy that sampled."""
+    """float32 [T], in nats, of the policy before the update on the batch's response tokens."""
     mini_batches: list[MiniBatch]
     metrics: dict[str, float]
 
 
 class StepTrainer:
-    """One process's part of a step; every rank calls the same methods in the same order."""
+    """Runs training steps; all ranks call the same methods in the same order."""
 
     def __init__(
         self, config: VapoConfig, replay: Path | None = None, inputs: Inputs | None = None
@@ -81,9 +81,9 @@ class StepTrainer:
         """Build everything that a run needs.
 
         Args:
-            config: checked.
-            replay: train on the responses that this run directory dumped; None: sample.
-            inputs: what was read already; None: read it here.
+            config: from load_config.
+            replay: run directory whose dumped responses to train on; None: sample.
+            inputs: from read_inputs; None: read them here.
         """
         self.config = config
         self.run_dir = Path(config.logging.run_dir)
@@ -102,11 +102,11 @@ class StepTrainer:
         self.ranks = groups.initialize(config.parallel, config.seed)
         self.shape = inputs.shape if inputs else read_model_shape(str(config.model.hf_path))
         self._start = checkpoint.find_start(config)
-        # First, for vLLM measures what is free on the device; it leaves before the models come.
+        # vLLM first, because it measures free device memory; it sleeps while the models are built.
         self.source = self._source(replay, inputs)
         offloads = is_on(config.parallel)
         self.device_schedule = DeviceSchedule(self.source.leave_device, is_on=offloads)
-        # Once vLLM has left, for it keeps some of itself in host memory while it sleeps.
+        # After vLLM went to sleep, because a sleeping vLLM uses host memory too.
         self._check_host_memory(is_offloaded=offloads)
         hf_path = partial(self._start.path, config=config)
         self.actor = Actor(self.shape, config, self.ranks, hf_path("actor"))
@@ -124,7 +124,7 @@ class StepTrainer:
         self.output = RunOutput(config, self.ranks)
 
     def _check_host_memory(self, *, is_offloaded: bool) -> None:
-        """Refuse a node without room for what is offloaded and for a checkpoint; collective.
+        """Check that each node has host memory for offload and checkpoints; collective.
 
         Raises:
             ConfigError: on every rank, before the models are built.
@@ -144,17 +144,17 @@ class StepTrainer:
             check_host_memory(parts, config.parallel, remedies)
 
     def train_step(self, step: int) -> dict[str, float]:
-        """Make one step of VAPO (arXiv 2504.05118); return its metrics. step counts from 0."""
+        """Run one step of VAPO (arXiv 2504.05118) and return its metrics. step counts from 0."""
         config = self.config
         self.watchdog.step = step + 1
         self.early_stop.begin()
         data = self.prepare(step)
 
-        # From here on the step cannot be taken back.
+        # Last chance to stop: a step cannot be undone once weights change.
         if any_rank(not self.early_stop.has_time_to_finish()):
             raise Stopped
 
-        # Learn: the critic always, the actor once value pretraining is over.
+        # Update the critic, and after value pretraining also the actor.
         with kept_if_skipped(config, step + 1, data.scored, self.output.note) as learned:
             if self.critic is not None:
                 with self.phase(CRITIC_UPDATE):
@@ -172,14 +172,14 @@ class StepTrainer:
         return {**metrics, **data.metrics, **learned}
 
     def prepare(self, step: int) -> StepData:
-        """Sample, judge and value a step's responses: all that comes before its updates.
+        """Everything before the updates: rollout, rewards, values, log-probabilities, advantages.
 
         Raises:
             Stopped: on every rank, once one of them has no time left.
         """
         config = self.config
 
-        # Sample a group of responses to each prompt, and judge them where they were sampled.
+        # Sample a group of responses per prompt and verify them on the ranks that sampled them.
         self._publish()
         scored, metrics = self.source.rollouts(
             step,
@@ -198,7 +198,7 @@ class StepTrainer:
             multiple_of=packed_multiple(config.parallel, config.model.fp8),
         )
 
-        # V and log pi of what was sampled, before anything is updated.
+        # V and log pi of the responses under the weights before the update.
         if self.critic is not None:
             with self.phase(VALUES):
                 batch = batch.replace(values=self.critic.compute_values(microbatches))
@@ -213,7 +213,7 @@ class StepTrainer:
                 logprobs = self.reference.compute_logprobs(microbatches)
                 batch = batch.replace(reference_logprobs=logprobs)
 
-        # Decoupled, length-adaptive GAE; without a critic, each response against its group.
+        # Decoupled, length-adaptive GAE; without a critic, group-relative advantages.
         with self.phase(ADVANTAGES):
             batch = with_advantages(summary, batch, config.algorithm, self.ranks)
             microbatches = filled_in(microbatches, batch)
@@ -232,7 +232,7 @@ class StepTrainer:
     def _source(self, replay: Path | None, inputs: Inputs | None) -> RolloutSource:
         if replay is not None:
             return Replay(replay, self.ranks)
-        # Here, because a replay must not load vLLM.
+        # Imported here, because a replay must not import vLLM.
         from vapo_megatron.rollout.sampling import Sampling
 
         c, hf_path = self.config, str(self.config.model.hf_path)
@@ -248,7 +248,7 @@ class StepTrainer:
     def _distribute(
         self, scored: Sequence[ScoredRollout], step: int
     ) -> tuple[StepSummary, RolloutBatch, StepPlan]:
-        """Plan the step's mini-batches from all lengths, then move each response once."""
+        """Plan the mini-batches from the lengths of all responses, then send each to its rank."""
         summary = gather_summary(scored, self.config.algorithm.responses_per_step)
         plan = plan_step(
             summary.sequence_lengths,
@@ -262,7 +262,7 @@ class StepTrainer:
         return summary, exchange(scored, summary, wanted, self.ranks), plan
 
     def _publish(self) -> dict[str, float]:
-        """Give the sampler the actor's weights, unless it holds them."""
+        """Sync the actor's weights to vLLM unless it already has this version."""
         if self.source.holds(self.policy_version):
             return {}
         with self.phase(SYNC):
@@ -270,7 +270,7 @@ class StepTrainer:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[OnProgress]:
-        """Take the phase's turn, time it and show it; yields a callback for (done, total)."""
+        """Enter a phase: watchdog, timing, display, device; yields a callback for (done, total)."""
         with (
             self.watchdog.phase(name),
             self.output.phase(name) as on_progress,
@@ -285,11 +285,11 @@ class StepTrainer:
         if error is not None:
             self.watchdog.fail(error)
         with self.watchdog.reporting():
-            # First, for vLLM needs room to wake up in, and an error may have ended a model's turn.
+            # First, because vLLM needs memory to wake up, and an error may have left a model there.
             self.device_schedule.close()
             self.source.close()
             if error is None:
-                # Nobody leaves while others may still need it.
+                # No rank leaves while others may still communicate with it.
                 dist.barrier()
             groups.destroy()
             dist.destroy_process_group()

@@ -180,7 +180,7 @@ def test_what_is_away_cannot_be_used(hf_path, workers):
     for found, held, used in zip(
         errors[1:], ("nothing", "parameters", "parameters"), ("parameters", "state", "state")
     ):
-        assert f"{held!r} is on the device, and {used!r} is used" in found
+        assert f"needs {used!r} of the model on the device, found {held!r}" in found
 
 
 def _replaced(hf_path):

@@ -308,7 +308,7 @@ def test_the_last_checkpoint_is_waited_for_in_its_phase(monkeypatch):
 
     writer = SimpleNamespace(save=noted("save"), wait=noted("wait"))
     trainer = SimpleNamespace(
-        phase=phase, _models={}, _kept=(3, {}), _saved=0, _unevaluated=None,
+        phase=phase, _models={}, _snapshot=(3, {}), _saved=0, _unevaluated=None,
         output=SimpleNamespace(note=len), early_stop=SimpleNamespace(signal_name="SIGTERM"),
     )  # fmt: skip
     trainer._save = lambda writer, **how: VapoTrainer._save(trainer, writer, **how)
@@ -321,9 +321,9 @@ def test_the_last_checkpoint_is_waited_for_in_its_phase(monkeypatch):
     del seen[:]
     monkeypatch.setattr("vapo_megatron.loop.any_rank", lambda flag: flag)
     trainer.config = VapoConfig.model_validate({"checkpoint": {"every_steps": 2}})
-    trainer.early_stop.is_signalled, trainer._is_over = bool, lambda done: done == 6
-    trainer._row, writer.poll, writer.seconds = mock.Mock(), noted("poll"), None
-    trainer.train_step = lambda step: setattr(trainer, "_kept", (step + 1, {})) or {}
+    trainer.early_stop.is_signalled, trainer._is_finished = bool, lambda done: done == 6
+    trainer._write_row, writer.poll, writer.seconds = mock.Mock(), noted("poll"), None
+    trainer.train_step = lambda step: setattr(trainer, "_snapshot", (step + 1, {})) or {}
     VapoTrainer._run(trainer, 3, writer)
     save = ("save", "checkpoint")
     assert seen == [save, ("poll",), save, ("wait", "checkpoint")]

@@ -1,1 +1,1 @@
-"""Actor, critic and reference policy, their advantages, and who holds the GPU when."""
+"""Actor, critic and reference policy, advantages, and which model is on the GPU in which phase."""

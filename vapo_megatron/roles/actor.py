@@ -1,4 +1,4 @@
-"""The actor, the policy that is trained and sampled from, and its frozen reference."""
+"""The actor, i.e. the policy that is trained and sampled from, and its frozen reference."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from vapo_megatron.roles.model import (
     mean_of_updates,
 )
 
-# Before the first update of a step nothing has changed since old_logprobs were computed with the
-# same microbatches, so that the ratio can differ from 1 by rounding alone.
+# Before the first update of a step the weights and microbatches are those that old_logprobs were
+# computed with, so the ratio differs from 1 only by rounding.
 RATIO_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
@@ -46,14 +46,14 @@ def policy_logprobs(
     *,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """(logprobs, entropy) [T] of the response tokens at the rollout's temperature.
+    """Return (logprobs, entropy), [T] each, of the response tokens at the rollout's temperature.
 
     Args:
         policy: the model.
-        output: what it returned.
-        microbatch: that it saw.
+        output: its output on the microbatch.
+        microbatch: its input.
         shape, config: of the policy.
-        with_entropy: False: None in its place.
+        with_entropy: False: return None for the entropy.
     """
     hidden = gather_hidden(output, sequence_parallel=config.parallel.sequence_parallel)
     return linear_logprobs(
@@ -68,7 +68,7 @@ def policy_logprobs(
 
 
 def loss_settings(config: VapoConfig) -> LossSettings:
-    """Return the fields that the actor's loss depends on, by the names that it has for them."""
+    """Return the configuration fields that the actor's loss depends on."""
     fields = dict(config.algorithm) | {"max_response_tokens": config.rollout.max_response_tokens}
     return LossSettings(**{name: fields[name] for name in LossSettings._fields})
 
@@ -76,7 +76,7 @@ def loss_settings(config: VapoConfig) -> LossSettings:
 class Actor:
     """Policy model with its optimizer; `trained.num_updates` counts its updates.
 
-    Where value pretraining is the only stage it is frozen, and cannot be updated.
+    With stage=value_pretraining it is frozen and cannot be updated.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Actor:
         ranks: Ranks,
         hf_path: str | None,
     ) -> None:
-        """Build it; hf_path: weights to begin with, None: a checkpoint brings them."""
+        """Build it; hf_path: initial weights, None: a checkpoint is loaded later."""
         self.shape, self.config, self.ranks = shape, config, ranks
         kind = TrainedModel if "actor" in config.algorithm.trained_roles else FrozenModel
         self.trained = kind(shape, config, ranks, "actor", hf_path)
@@ -94,8 +94,8 @@ class Actor:
     def compute_logprobs(self, microbatches: Sequence[Microbatch]) -> tuple[Tensor, Tensor]:
         """Return (logprobs, entropy) of the response tokens, no gradient; both float32 [T], CPU.
 
-        T counts the microbatches' response tokens in order. Both are of the distribution at the
-        rollout's temperature; entropy is in nats.
+        T runs over the response tokens of all microbatches in order. Both are at the rollout's
+        temperature; entropy is in nats.
         """
 
         def head(output: Tensor, microbatch: Microbatch) -> Tensor:
@@ -125,10 +125,6 @@ class Actor:
     def update(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Make one update per mini-batch.
 
-        Loss (VAPO, section 4.3): clipped policy loss + mu * NLL of the correct responses
-        + kl_coef * KL to the reference - entropy_coef * entropy, each divided by its own count over
-        the whole mini-batch.
-
         Returns:
             Metrics averaged over the updates, see mean_of_updates; first_ratio_diff_max is the
             largest |ratio - 1| in the first mini-batch.
@@ -143,7 +139,7 @@ class Actor:
             rate = actor_learning_rate(self.trained.num_updates, self.config.optimizer)
             learned = self.trained.update(mini_batch, loss_function, rate)
             if not mini_batch.num_positive_tokens:
-                # It has no mean, and a 0 would pull that of the other updates down.
+                # Undefined, and a 0 would bias the mean over the updates.
                 del learned["positive_lm_loss"]
             updates.append(learned)
             ratio_diff_max = learned.pop("ratio_diff_max")
@@ -155,7 +151,7 @@ class Actor:
         return {f"actor/{name}": float(value) for name, value in totals.items()}
 
     def compute_gradients(self, mini_batch: MiniBatch) -> dict[str, Tensor]:
-        """Leave the finished gradient of one mini-batch's loss in the buffers; return metrics."""
+        """Leave one mini-batch's reduced gradient in the DDP buffers; return metrics."""
         assert isinstance(self.trained, TrainedModel)
         return self.trained.compute_gradients(mini_batch, partial(self._loss, mini_batch))
 
@@ -191,24 +187,24 @@ class Actor:
         return actor_loss(logprobs, entropy, tokens, counts, settings)
 
     def _check_ratio(self, largest: Tensor, *, is_made: bool) -> Tensor:
-        """Largest |ratio - 1| over all ranks, before anything was updated (RATIO_TOLERANCE).
+        """Return the largest |ratio - 1| over all ranks; assert that it is only rounding.
 
-        An update that was skipped, for a number that is not finite, may have any.
+        A skipped update may have any ratio, because some number was not finite.
         """
         largest = max_over_world(largest.cpu())
         limit = RATIO_TOLERANCE[self.config.model.dtype]
         assert not is_made or float(largest) <= limit, (
             f"the ratio at the step's first mini-batch differs from 1 by {float(largest):.3g} "
-            f"(limit {limit:g}): the update does not see what old_logprobs were computed from"
+            f"(limit {limit:g}): the update and old_logprobs used different inputs or weights"
         )
         return largest
 
 
 class Reference:
-    """The frozen reference policy: what the actor started from, to tell how far it has gone.
+    """The frozen reference policy, model.hf_path, for the KL loss.
 
-    This rank holds the shards of model.hf_path that the actor has, and nothing else: no optimizer,
-    no gradient buffers, no DDP. No checkpoint holds it: a run that resumes reads it again.
+    Sharded like the actor, but without optimizer, gradient buffers and DDP. It is not part of
+    checkpoints; a resumed run reads model.hf_path again.
     """
 
     def __init__(self, shape: ModelShape, config: VapoConfig, ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""From rewards, and values where there are any, to what one data-parallel rank trains on."""
+"""Loss masks, advantages and returns of one data-parallel rank's batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vapo_megatron.parallel.reduce import sum_over_data_parallel
 
 
 def with_loss_mask(batch: RolloutBatch, algorithm: AlgorithmConfig) -> RolloutBatch:
-    """Return the batch with only those tokens in `loss_mask` that the algorithm trains on."""
+    """Return the batch with truncated responses masked out, if overlong_filtering is on."""
     if not algorithm.overlong_filtering:
         return batch
     mask = without_truncated(batch.loss_mask, batch.truncated, batch.cu_seqlens)
@@ -34,9 +34,9 @@ def with_loss_mask(batch: RolloutBatch, algorithm: AlgorithmConfig) -> RolloutBa
 def with_policy_mask(
     batch: RolloutBatch, algorithm: AlgorithmConfig, ranks: Ranks
 ) -> tuple[RolloutBatch, dict[str, float]]:
-    """Return the batch with `policy_mask` set as algorithm.sampler_correction says; and metrics.
+    """Return the batch with `policy_mask` set by algorithm.sampler_correction, and metrics.
 
-    Needs `old_logprobs`. Two small all-reduces; without a correction neither they nor metrics.
+    Needs `old_logprobs`. Two small all-reduces; none, and no metrics, without a correction.
     """
     if algorithm.sampler_correction == "none":
         return batch, {}
@@ -65,12 +65,11 @@ def with_policy_mask(
 def with_advantages(
     summary: StepSummary, batch: RolloutBatch, algorithm: AlgorithmConfig, ranks: Ranks
 ) -> RolloutBatch:
-    """Return the batch with `advantages` [T] set, and `returns` [T] where it has `values`.
+    """Return the batch with `advantages` [T] set, and with GAE also `returns` [T].
 
-    With values the whole reward stands on a response's last token; without them every token has its
-    response's advantage, against all responses of its group, trained on or not. Local to a
-    data-parallel rank, except that whitening, when on, uses the mean and standard deviation over
-    all ranks' trained tokens.
+    With GAE the whole reward is on a response's last token. Otherwise all tokens of a response
+    share its advantage relative to all responses of its group, masked ones included. Whitening uses
+    the mean and standard deviation over the trained tokens of all data-parallel ranks.
     """
     if algorithm.advantage_estimator == "gae":
         batch = _from_values(batch, algorithm)
@@ -106,7 +105,7 @@ def _from_values(batch: RolloutBatch, algorithm: AlgorithmConfig) -> RolloutBatc
 def _from_groups(
     summary: StepSummary, batch: RolloutBatch, algorithm: AlgorithmConfig
 ) -> RolloutBatch:
-    """Every rank has the rewards of all groups, by position, and groups lie side by side."""
+    """Every rank has all rewards in sampling order, in which groups are contiguous."""
     size, positions = algorithm.group_size, torch.arange(len(summary.rewards))
     sums = group_sums(summary.rewards, positions // size, len(positions) // size)
     of_responses = group_advantages(
@@ -116,7 +115,7 @@ def _from_groups(
 
 
 def token_rewards(batch: RolloutBatch) -> Tensor:
-    """Put each response's reward on its last token: float32 [T]."""
+    """Return float32 [T] with each response's reward on its last token."""
     rewards = torch.zeros(int(batch.cu_seqlens[-1]))
     some = batch.response_lengths > 0
     rewards[batch.cu_seqlens[1:].long()[some] - 1] = batch.rewards[some]

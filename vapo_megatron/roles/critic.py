@@ -31,7 +31,7 @@ class Critic:
         ranks: Ranks,
         hf_path: str | None,
     ) -> None:
-        """Build it; hf_path: weights to begin with, None: a checkpoint brings them."""
+        """Build it; hf_path: initial weights, None: a checkpoint is loaded later."""
         self.config, self.ranks = config, ranks
         self.trained = TrainedModel(shape, config, ranks, "critic", hf_path)
 
@@ -67,7 +67,7 @@ class Critic:
         return {f"critic/{name}": float(value) for name, value in totals.items()}
 
     def compute_gradients(self, mini_batch: MiniBatch) -> dict[str, Tensor]:
-        """Leave the finished gradient of one mini-batch's loss in the buffers; return metrics."""
+        """Leave one mini-batch's reduced gradient in the DDP buffers; return metrics."""
         return self.trained.compute_gradients(mini_batch, partial(self._loss, mini_batch))
 
     def _loss(
@@ -86,7 +86,7 @@ class Critic:
         return loss, {**metrics, "loss": loss.detach()}
 
     def _values(self, output: Tensor, microbatch: Microbatch) -> Tensor:
-        """V at the positions that predict the response tokens, never scaled by a temperature."""
+        """V at the positions that predict the response tokens; temperature does not apply."""
         values = values_of(output)[microbatch.predicting]
         bound = self.config.algorithm.value_bound
         return values if bound is None else bounded_values(values, bound)

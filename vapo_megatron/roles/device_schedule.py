@@ -1,8 +1,8 @@
-"""Who holds the device in which phase: the actor, the critic, the reference policy, or vLLM.
+"""Moves actor, critic, reference policy and vLLM on and off the device, phase by phase.
 
-config/phases.py says what each phase holds. In generation and evaluation vLLM has its weights and
-KV cache there, in the weight sync its weights beside the actor's parameters. Without
-parallel.offload everything is on the device all the time.
+config/phases.py lists the models of each phase. vLLM has its weights and KV cache on the device in
+generation and evaluation, and its weights next to the actor's parameters in the weight sync.
+Without parallel.offload everything stays on the device.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class DeviceSchedule:
     """Moves models and vLLM between the device and the host."""
 
     def __init__(self, leave_sampler: Callable[[], None], *, is_on: bool) -> None:
-        """Let the sampler leave the device: the models are built next. Collective.
+        """Put vLLM to sleep, to make room for building the models. Collective.
 
         Args:
-            leave_sampler: puts vLLM's weights and cache away, if they are not already.
-            is_on: models leave the device while they are not needed; False: all stay there.
+            leave_sampler: puts vLLM to sleep unless it already is.
+            is_on: offload models that a phase does not need; False: all stay on the device.
         """
         self._leave_sampler, self.is_on = leave_sampler, is_on
         self._models: dict[str, PlacedModel] = {}
@@ -31,7 +31,7 @@ class DeviceSchedule:
             leave_sampler()
 
     def join(self, role: Role, model: PlacedModel) -> PlacedModel:
-        """Let a model that was just built take turns from now on, and return it."""
+        """Register a newly built model, offload it, and return it."""
         if self.is_on:
             model.offload()
         self._models[role] = model
@@ -39,7 +39,7 @@ class DeviceSchedule:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Give the device to whom the phase needs, and take it back."""
+        """Bring the phase's models to the device, and offload them again on exit."""
         held = PHASES[phase].device
         if held is None:
             yield
@@ -53,6 +53,6 @@ class DeviceSchedule:
             yield
 
     def close(self) -> None:
-        """Give back the memory of models that take turns; they must not be used any more."""
+        """Free the models' offload buffers; the models must not be used afterwards."""
         for model in self._models.values():
             model.close()

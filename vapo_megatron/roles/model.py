@@ -1,4 +1,4 @@
-"""What the roles share: a Megatron model and its place, its optimizer, one optimizer update."""
+"""Shared by the roles: a Megatron model with offload, its optimizer, and one update."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ LossFunction = Callable[[Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 class UpdatesSkipped(FloatingPointError):
-    """As many updates in a row as optimizer.max_skipped_updates were skipped, on every rank."""
+    """optimizer.max_skipped_updates consecutive updates were skipped; raised on every rank."""
 
 
 class PlacedModel:
-    """A model that computes: `model`, a chunk per virtual stage.
+    """A model with offload: `model` has one chunk per virtual pipeline stage.
 
-    Without hf_path it has random weights, until a checkpoint brings others. After `offload` it is
-    in host memory, and on the device only while it is `held`.
+    Without hf_path its weights are random until a checkpoint is loaded. After `offload` it is in
+    host memory, and on the device only inside `held`.
     """
 
     _chunks: list[Any]
@@ -71,29 +71,29 @@ class PlacedModel:
         self._prepare(config, role)
 
     def _prepare(self, config: VapoConfig, role: Role) -> None:
-        """Make the loaded model ready for what it is for."""
+        """Hook: called once the weights are loaded."""
 
     @property
     def model(self) -> list[Module]:
-        """A chunk for each virtual stage, without DDP."""
-        self._check("parameters")
+        """One chunk per virtual pipeline stage, without DDP."""
+        self._require_on_device("parameters")
         return self._model
 
     def offload(self) -> None:
-        """Move to host memory; collective over data-parallel ranks, as every turn is.
+        """Move to host memory; collective over data-parallel ranks, like every later move.
 
         Raises:
-            ConfigError: CUDA cannot pin so much.
+            ConfigError: CUDA cannot pin that much host memory.
         """
         self._offload = Offload(self._chunks, self._optimizer)
-        self._put_away("nothing")
+        self._move_back("nothing")
 
     @contextlib.contextmanager
     def held(self, part: Held) -> Iterator[None]:
-        """Have this much of the model on the device in the body, or more; see parallel/offload.py.
+        """Keep at least this part of the model on the device; see parallel/offload.py.
 
-        "training" is needed by `update`, "state" by a checkpoint. A body that fails ends the run:
-        nothing is moved then, for other ranks may not come along.
+        `update` needs "training", a checkpoint "state". If the body raises, nothing is moved:
+        moving is collective, and other ranks may not get there.
         """
         if self._offload is None:
             yield
@@ -101,29 +101,29 @@ class PlacedModel:
         before = self._offload.held
         self._offload.hold(max(part, before, key=ORDER.index))
         yield
-        self._put_away(before)
+        self._move_back(before)
 
     def close(self) -> None:
-        """Give back what offload moves; the model must not be used any more."""
+        """Free the offload buffers; the model must not be used afterwards."""
         if self._offload is not None:
             self._offload.close()
 
-    def _put_away(self, kept: Held) -> None:
+    def _move_back(self, kept: Held) -> None:
         assert self._offload is not None
         if self._offload.has_changed and kept in ("nothing", "parameters"):
-            # Nothing may be on its way into memory that is about to go.
+            # An overlapped parameter all-gather may still be writing to memory freed below.
             wait_for_parameters(self._chunks)
         self._offload.hold(kept)
 
-    def _check(self, part: Held) -> None:
+    def _require_on_device(self, part: Held) -> None:
         held = "training" if self._offload is None else self._offload.held
         assert ORDER.index(held) >= ORDER.index(part), (
-            f"of this model {held!r} is on the device, and {part!r} is used: see held()"
+            f"this needs {part!r} of the model on the device, found {held!r}: use held()"
         )
 
 
 class FrozenModel(PlacedModel):
-    """A model that never learns: no optimizer, no gradient buffers, no DDP."""
+    """A model without optimizer, gradient buffers and DDP."""
 
     def _prepare(self, config: VapoConfig, role: Role) -> None:
         for chunk in self._model:
@@ -131,12 +131,12 @@ class FrozenModel(PlacedModel):
 
     @property
     def chunks(self) -> list[Module]:
-        """`model`, where a TrainedModel has it with DDP."""
+        """`model`; a TrainedModel has its DDP wrappers here."""
         return self.model
 
 
 class TrainedModel(PlacedModel):
-    """A model that learns: `model`; `chunks`, the same with DDP; `optimizer`."""
+    """A model with DDP (`chunks`) and `optimizer`."""
 
     def _prepare(self, config: VapoConfig, role: Role) -> None:
         self._chunks = build_ddp(self._model, config.parallel, self._model[0].config)
@@ -146,36 +146,36 @@ class TrainedModel(PlacedModel):
         self.num_tried = 0
         """Updates made or skipped by this process."""
         self.skipped_in_a_row = 0
-        """Updates skipped since the last one that was made."""
+        """Consecutive skipped updates."""
 
     @property
     def chunks(self) -> list[DistributedDataParallel]:
-        """The same as `model` with DDP."""
-        self._check("parameters")
+        """`model` wrapped in DDP."""
+        self._require_on_device("parameters")
         return self._chunks
 
     @property
     def optimizer(self) -> MegatronOptimizer:
         """AdamW."""
-        self._check("state")
+        self._require_on_device("state")
         assert self._optimizer is not None
         return self._optimizer
 
     def compute_gradients(
         self, mini_batch: MiniBatch, loss_function: LossFunction
     ) -> dict[str, Tensor]:
-        """Leave the finished gradient of the mini-batch's loss in the chunks' buffers.
+        """Leave the reduced gradient of the mini-batch's loss in the DDP buffers.
 
         Args:
             mini_batch, loss_function: see update.
 
         Returns:
-            The metrics summed over microbatches and data-parallel ranks; 0-d, on every rank. One
-            whose name ends in _max is this data-parallel rank's own maximum. And
-            not_finite: 0 where the loss, the gradient, and what the mini-batch brought of
-            log-probabilities, values, advantages and returns are finite on all of these ranks.
+            The metrics summed over microbatches and data-parallel ranks, 0-d, on every rank; those
+            named *_max are this data-parallel rank's maximum instead. not_finite: 0 if the loss,
+            the gradient and the mini-batch's log-probabilities, values, advantages and returns are
+            finite on all these ranks.
         """
-        self._check("training")
+        self._require_on_device("training")
         metrics = forward_backward(self.chunks, mini_batch.microbatches, loss_function)
         loss = metrics["loss"]
         found = [loss.isfinite(), gradients_are_finite(self.chunks)]
@@ -188,9 +188,7 @@ class TrainedModel(PlacedModel):
     def update(
         self, mini_batch: MiniBatch, loss_function: LossFunction, learning_rate: float
     ) -> dict[str, Tensor]:
-        """Make one optimizer update, or skip it: nothing changes where a number is not finite.
-
-        Every rank decides alike: what one of them finds spoils the norm of the gradient for all.
+        """Make one optimizer update, or skip it if a number is not finite on any rank.
 
         Args:
             mini_batch: this data-parallel rank's microbatches and the global counts.
@@ -198,8 +196,8 @@ class TrainedModel(PlacedModel):
             learning_rate: of this update.
 
         Returns:
-            The metrics summed over microbatches and data-parallel ranks, and grad_norm, which is
-            not finite where the update was skipped; 0-d, on every rank.
+            The metrics of compute_gradients without not_finite, and grad_norm, which is not finite
+            if the update was skipped; 0-d, on every rank.
 
         Raises:
             UpdatesSkipped: on every rank.
@@ -207,6 +205,7 @@ class TrainedModel(PlacedModel):
         set_learning_rate(self.optimizer, learning_rate)
         metrics = self.compute_gradients(mini_batch, loss_function)
         if metrics.pop("not_finite") > 0:
+            # Makes the gradient norm NaN on every rank, so that all of them skip.
             fill_gradients_with_nan(self.chunks)
         grad_norm = optimizer_step(self.optimizer)
         self.num_tried += 1
@@ -217,19 +216,19 @@ class TrainedModel(PlacedModel):
             self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self._max_skipped:
             raise UpdatesSkipped(
-                f"{self.skipped_in_a_row} updates of the {self._role} in a row were skipped, as "
-                "many as optimizer.max_skipped_updates allows: a loss, gradient, value or "
-                "log-probability is not finite"
+                f"{self.skipped_in_a_row} updates of the {self._role} in a row were skipped "
+                "(optimizer.max_skipped_updates): a loss, gradient, value or log-probability is "
+                "not finite"
             )
         return {**metrics, "grad_norm": grad_norm}
 
 
 def mean_of_updates(updates: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Average what TrainedModel.update returned, over the updates that were made.
+    """Average the metrics of TrainedModel.update over the updates that were not skipped.
 
     Returns:
-        The means, of all where none was made, each over the updates that have the metric; and
-        skipped_updates, how many were not.
+        Means over the updates that have the metric (over all updates if every one was skipped), and
+        skipped_updates, their number.
     """
     made = [metrics for metrics in updates if metrics["grad_norm"].isfinite()]
     counted = made or updates
