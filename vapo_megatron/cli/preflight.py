@@ -16,6 +16,7 @@ from vapo_megatron.errors import CheckpointError, ConfigError
 from vapo_megatron.models.hf_config import check_layout, read_model_shape
 from vapo_megatron.models.known import KNOWN_MODELS
 from vapo_megatron.rollout.requests import max_model_len
+from vapo_megatron.run.wandb_run import check_wandb
 
 if TYPE_CHECKING:
     from vapo_megatron.config import VapoConfig
@@ -39,6 +40,7 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
     Raises:
         UserError: the first thing that is wrong: what, where, and the remedy.
     """
+    check_wandb(config.logging.wandb_project)
     require_paths(config, replay)
     shape = read_model_shape(str(config.model.hf_path))
     check_sizes(config, shape)

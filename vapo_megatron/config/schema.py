@@ -288,6 +288,9 @@ class LoggingConfig(Section):
 
     run_dir: str = _field("runs/vapo", "Output directory.")
     tensorboard: bool = _field(True, "Write TensorBoard events.")
+    wandb_project: str | None = _field(
+        None, "Weights & Biases project that rows are logged to; null: none."
+    )
     rollout_groups: int = _field(2, "Groups of responses written as JSONL per step.", ge=0)
     dump_steps: int = _field(
         0, "Number of latest steps whose responses are dumped for --replay; 0: none.", ge=0

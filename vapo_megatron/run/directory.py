@@ -71,14 +71,15 @@ def read_run(run_dir: str | Path) -> Run:
             "give the directory that logging.run_dir named"
         )
     rows = _rows_of(metrics_file)
-    return Run(run_dir, _read_config(config_file), rows, rollout_steps(run_dir))
+    return Run(run_dir, read_config(config_file), rows, rollout_steps(run_dir))
 
 
 def _rows_of(file: Path) -> list[dict[str, Any]]:
     return read_rows(file) if file.exists() else []
 
 
-def _read_config(file: Path) -> dict[str, Any]:
+def read_config(file: Path) -> dict[str, Any]:
+    """Return config.yaml as sections of fields; empty if there is none."""
     if not file.exists():
         return {}
     try:

@@ -18,10 +18,12 @@ from vapo_megatron.run.directory import (
     HELD_OUT_FILE,
     METRICS_FILE,
     PROBLEMS_FILE,
+    read_config,
     read_rows,
     rollout_file,
     rollout_steps,
 )
+from vapo_megatron.run.wandb_run import WandbRun
 
 
 class MetricsWriter:
@@ -33,6 +35,7 @@ class MetricsWriter:
         tensorboard: bool = True,
         resume_step: int = 0,
         is_unevaluated: bool = False,
+        wandb_project: str | None = None,
     ):
         """Open the run's files; whatever they hold of steps >= resume_step is dropped.
 
@@ -68,6 +71,10 @@ class MetricsWriter:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self._events = SummaryWriter(str(self._events_dir), purge_step=first_row)
+        self._wandb = None
+        if wandb_project is not None:
+            config = read_config(self.run_dir / "config.yaml")
+            self._wandb = WandbRun(self.run_dir, wandb_project, config, resumes=resume_step > 0)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Write one step's row and return it.
@@ -90,6 +97,8 @@ class MetricsWriter:
                     if name != "step" and value is not None:
                         self._events.add_scalar(name, value, step)
                 self._events.flush()
+        if self._wandb:
+            self._wandb.write(row)
         return row
 
     def write_problems(
@@ -124,19 +133,21 @@ class MetricsWriter:
             file.parent.mkdir(exist_ok=True)
         replace_file(file, "".join(map(to_line, groups)))
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Flush and close; may be called twice."""
         with writing(self.run_dir / METRICS_FILE):  # What could not be written is tried again.
             self._file.close()
         if self._events:
             with writing(self._events_dir):
                 self._events.close()
+        if self._wandb:
+            self._wandb.close(failed=failed)
 
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self.close(failed=error is not None)
 
 
 def _finite(value: Any) -> float | int | None:

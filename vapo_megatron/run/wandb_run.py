@@ -1,0 +1,82 @@
+"""A run's rows in Weights & Biases: one W&B run per run directory, which a resume continues.
+
+RUN/wandb_run_id    id of the W&B run
+RUN/wandb/          its local files; with WANDB_MODE=offline, for `wandb sync`
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vapo_megatron.data.storage import replace_file
+from vapo_megatron.errors import ConfigError, UserError
+
+ID_FILE = "wandb_run_id"
+
+
+def check_wandb(project: str | None) -> None:
+    """Reject logging.wandb_project where the package is missing; it is not imported here.
+
+    Raises:
+        ConfigError: names the field and the remedy.
+    """
+    if project is not None and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"logging.wandb_project={project} needs the package wandb; pip install wandb, or "
+            "unset it"
+        )
+
+
+class WandbRun:
+    """The W&B run of a run directory."""
+
+    def __init__(
+        self, run_dir: Path, project: str, config: Mapping[str, Any], *, resumes: bool
+    ) -> None:
+        """Start or continue it.
+
+        Args:
+            run_dir: exists.
+            project: W&B project.
+            config: shown with the run.
+            resumes: False: the run starts from scratch, as a W&B run of its own.
+
+        Raises:
+            UserError: W&B cannot be used: not installed, not logged in, no network.
+        """
+        check_wandb(project)
+        import wandb
+
+        id_file = run_dir / ID_FILE
+        if not (resumes and id_file.exists()):
+            replace_file(id_file, secrets.token_hex(4) + "\n")
+        try:
+            self._run = wandb.init(
+                project=project,
+                id=id_file.read_text().strip(),
+                name=run_dir.name,
+                resume="allow",
+                dir=str(run_dir),
+                config=dict(config),
+                # The run's own display decides where standard output goes.
+                settings=wandb.Settings(console="off"),
+            )
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"logging.wandb_project={project}: {' '.join(str(error).split())}; run `wandb "
+                "login`, set WANDB_MODE=offline, or unset it"
+            ) from None
+        # W&B's own step counter never goes back, but a resume rewrites rows after its checkpoint.
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Log a row of metrics with its step; null metrics are left out."""
+        self._run.log({name: value for name, value in row.items() if value is not None})
+
+    def close(self, *, failed: bool) -> None:
+        """Upload the rest and finish."""
+        self._run.finish(exit_code=int(failed))
