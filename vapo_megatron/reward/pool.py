@@ -1,11 +1,13 @@
 """Processes that can be killed: a time limit for each task, replacement, order kept.
 
 A task is given to a worker only when the worker is idle, so that waiting in a queue is no part of
-its time. Every message is far smaller than a pipe's buffer: writing never blocks.
+its time. Every message is far smaller than a pipe's buffer: writing never blocks. Each has pipes
+of its own: one that workers share has a lock, which dies with the worker that holds it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -183,6 +185,9 @@ class JudgePool:
             worker.ready = True
             self._failed_starts = 0
             return
+        if status == DIED:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(5)  # Its pipe is closed before it has said why.
         worker.kill()
         self._failed_starts += 1
         if self._failed_starts >= MAX_FAILED_STARTS:
