@@ -31,7 +31,7 @@ from vapo_megatron.cli import preflight, train
 from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.cli.train import main
 from vapo_megatron.config import DataConfig, ParallelConfig, load_config
-from vapo_megatron.data import file_lock
+from vapo_megatron.data import storage
 from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
 from vapo_megatron.data.prompts import read_prompts
 from vapo_megatron.errors import DataError, UserError
@@ -453,8 +453,8 @@ def test_two_runs_do_not_share_a_directory(place, before_torchrun, monkeypatch, 
     arguments, run_dir = ["--config", str(place / "config.yaml")], place / "run"
     elsewhere = load_config(arguments[1], [f"logging.run_dir={place}/file/run"])
     output = RunOutput(load_config(arguments[1]), types.SimpleNamespace(rank=0))
-    monkeypatch.setattr(file_lock, "LOCK_SECONDS", 0.0)
-    with file_lock.lock_run(run_dir):
+    monkeypatch.setattr(storage, "LOCK_SECONDS", 0.0)
+    with storage.lock_run(run_dir):
         assert before_torchrun(arguments) == 2
         before = capsys.readouterr().err
         for rank in (1, 0):
@@ -463,48 +463,51 @@ def test_two_runs_do_not_share_a_directory(place, before_torchrun, monkeypatch, 
         with pytest.raises(DataError) as error, output.opened(0):
             raise AssertionError("it goes on")
         assert [path.name for path in run_dir.iterdir()] == [".lock"]
-        with pytest.raises(UserError, match="file/run cannot be written: Not a directory; put"):
+        with pytest.raises(UserError, match="file/run cannot be written: Not a directory; fix"):
             (place / "file").touch()
             with RunOutput(elsewhere, types.SimpleNamespace(rank=0)).opened(0):
                 raise AssertionError("it goes on")
         told = capsys.readouterr().err
-        assert told == f"error: {error.value}\n" and "another run goes on there; end it" in told
+        assert told == f"error: {error.value}\n" and "using it; stop that run" in told
         assert before == told
         assert main([*arguments, "--dry-run"]) == 0
     # What was killed is gone in a moment.
-    monkeypatch.setattr(file_lock, "LOCK_SECONDS", 30.0)
-    lock = file_lock.lock_run(run_dir)
+    monkeypatch.setattr(storage, "LOCK_SECONDS", 30.0)
+    lock = storage.lock_run(run_dir)
     lock.__enter__()
     threading.Timer(0.5, lock.__exit__, (None, None, None)).start()
     with pytest.raises(AssertionError, match="the trainer was reached"):
         main(arguments)
-    with output.opened(0), pytest.raises(DataError), file_lock.locked(run_dir / ".lock", "no"):
+    with output.opened(0), pytest.raises(DataError), storage.locked(run_dir / ".lock", "no"):
         raise AssertionError("it is not locked")
     assert not (run_dir / ".lock").exists()
 
 
 def test_the_lock_of_a_killed_run_is_free_at_once_for_all_ranks(tmp_path, monkeypatch):
     code = (
-        "import sys, vapo_megatron.data.file_lock as f\n"
+        "import sys, vapo_megatron.data.storage as f\n"
         "with f.lock_run(f.Path(sys.argv[1])): print(flush=True), sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:
         run.stdout.readline()
-        with monkeypatch.context() as patch, pytest.raises(DataError, match="another run goes on"):
-            patch.setattr(file_lock, "LOCK_SECONDS", 0.0)
-            file_lock.check_not_in_use(tmp_path)
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(DataError, match="another run is using it"),
+        ):
+            patch.setattr(storage, "LOCK_SECONDS", 0.0)
+            storage.check_not_in_use(tmp_path)
         run.kill()
     assert (tmp_path / ".lock").exists()
 
-    class OnSlowDisk(file_lock.FileLock):
+    class OnSlowDisk(storage.FileLock):
         def acquire(self, **how):
             super().acquire(**how)
             time.sleep(0.02)
 
-    monkeypatch.setattr(file_lock, "FileLock", OnSlowDisk)
+    monkeypatch.setattr(storage, "FileLock", OnSlowDisk)
     with concurrent.futures.ThreadPoolExecutor(32) as ranks:
-        for asked in [ranks.submit(file_lock.check_not_in_use, tmp_path) for _ in range(32)]:
+        for asked in [ranks.submit(storage.check_not_in_use, tmp_path) for _ in range(32)]:
             asked.result()
 
 
@@ -514,9 +517,11 @@ def test_a_file_system_without_locks_is_told_once_and_used(number, tmp_path, mon
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with file_lock.lock_run(tmp_path):
+    with storage.lock_run(tmp_path):
         told = capsys.readouterr().err
-        assert told.count("\n") == 1 and "no file locks: nothing keeps a second writer" in told
+        assert (
+            told.count("\n") == 1 and "does not support file locks: do not start a second" in told
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 4])

@@ -198,7 +198,7 @@ def test_a_full_disk_is_told_with_the_file_and_the_remedy(tmp_path, name):
         WRITES[name](writer)
     words = str(error.value)
     assert words.startswith(f"{tmp_path / name} cannot be written: File too large (")
-    assert "make room there" in words and "from its latest checkpoint" in words
+    assert "free some space" in words and "from its latest checkpoint" in words
     assert not list(tmp_path.rglob(".*")), "what could not be finished is gone"
 
 

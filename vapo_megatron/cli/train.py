@@ -23,7 +23,7 @@ from vapo_megatron.cli.command import Parser, check_processes, is_first_rank
 from vapo_megatron.cli.launch import execute, torchrun_command
 from vapo_megatron.cli.preflight import check_answers, check_inputs, check_sizes, is_here
 from vapo_megatron.config import VapoConfig, describe_fields, load_config
-from vapo_megatron.data.file_lock import check_not_in_use
+from vapo_megatron.data.storage import check_not_in_use
 from vapo_megatron.errors import ConfigError, UserError, tell
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.known import known_shape

@@ -1,4 +1,4 @@
-"""Files and directories that a crash leaves whole: each appears, or grows, once it is on disk."""
+"""Crash-safe files: atomic replacement, durable appends, hashes, locks against other writers."""
 
 from __future__ import annotations
 
@@ -7,35 +7,39 @@ import errno
 import hashlib
 import json
 import os
+import random
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vapo_megatron.errors import UserError
+from filelock import FileLock, Timeout
+
+from vapo_megatron.errors import DataError, UserError, tell
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What a full disk, a used-up quota or a limit on files gives as an error's number."""
+"""errno of a full disk, an exhausted quota and a file size limit."""
+LOCK_FILE, LOCK_SECONDS = ".lock", 30.0
+"""A run locks this file of its run directory; time for a killed run's processes to disappear."""
 
 
 class Abandoned(Exception):
-    """Writing was to stop."""
+    """The file is no longer wanted."""
 
 
 class HashedFile:
-    """A file that is hashed as it is written, and is on disk when its `with` block has ended.
+    """A file that is hashed while it is written, and synced to disk when its `with` block ends.
 
-    torch.save, which cannot bear an error of its file, does not get one: what follows is dropped,
-    and `check` raises it.
+    torch.save cannot handle a write error: `write` keeps it and drops what follows, `check` raises.
     """
 
     def __init__(self, path: Path, stop: threading.Event | None = None) -> None:
-        """Open it, and make its directory.
+        """Open the file for writing; its directory is created.
 
         Args:
-            path: is replaced.
-            stop: set when the file is not wanted any more.
+            path: an existing file is replaced.
+            stop: set when the file is no longer wanted.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "wb", buffering=0)
@@ -44,7 +48,7 @@ class HashedFile:
         self.num_bytes = 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append; in large pieces, for which other threads need not stand still."""
+        """Append. Large pieces release the GIL while they are hashed and written."""
         rest = memoryview(data)
         self.num_bytes += rest.nbytes
         if self._error is None:
@@ -57,14 +61,14 @@ class HashedFile:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: the file is unbuffered."""
 
     def check(self) -> None:
-        """See whether to go on.
+        """Report an earlier error.
 
         Raises:
-            OSError: something could not be written.
-            Abandoned: the file is not wanted any more.
+            OSError: a write failed.
+            Abandoned: the file is no longer wanted.
         """
         if self._error is not None:
             raise self._error
@@ -73,18 +77,14 @@ class HashedFile:
 
     @property
     def sha256(self) -> str:
-        """Of what was written."""
+        """Of all bytes written."""
         return self._digest.hexdigest()
 
     def __enter__(self) -> HashedFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for the disk.
-
-        Raises:
-            OSError: see check.
-        """
+        """Sync to disk. Raises OSError or Abandoned: see check."""
         with self._file:
             if kind is None:
                 self.check()
@@ -92,33 +92,31 @@ class HashedFile:
 
 
 def sha256_of(path: Path) -> str:
-    """Read a file and return its SHA-256."""
+    """Return the SHA-256 of a file's content."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that takes the path's place once it is on disk; none if the body raises.
-
-    A reader, or a crash, sees the old content or the whole of the new.
+    """Yield a temporary file that atomically replaces `path` after the body, unless it raises.
 
     Raises:
         OSError: it cannot be written.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def replace_file(file: Path, text: str) -> None:
-    """Write a whole file; see replacing.
+    """Replace a file's content atomically.
 
     Raises:
         UserError: see writing.
@@ -128,7 +126,7 @@ def replace_file(file: Path, text: str) -> None:
 
 
 def replace_directory(partial: Path, final: Path) -> None:
-    """Give a directory its name once it is on disk; what had the name before disappears last.
+    """Sync a directory to disk and rename it; an earlier directory of that name is deleted last.
 
     Raises:
         OSError: it cannot be done.
@@ -145,7 +143,7 @@ def replace_directory(partial: Path, final: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a directory's list of names, is on disk."""
+    """Wait until a file's content, or a directory's entries, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -154,7 +152,7 @@ def sync(path: Path) -> None:
 
 
 def append(file: BinaryIO, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write records, a line each, and wait until they are on disk."""
+    """Append one JSON line per record, and wait until they are on disk."""
     file.write("".join(map(to_line, records)).encode())
     file.flush()
     os.fsync(file.fileno())
@@ -167,24 +165,74 @@ def to_line(record: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Write a file or directory in the body. Where one rank cannot, the watchdog ends all.
+    """Turn an OSError of the body, which writes `path`, into an error with a remedy.
+
+    If only some ranks fail, the watchdog ends the others.
 
     Raises:
-        UserError: in place of an OSError: names the path and the remedy.
+        UserError: names the path and the remedy.
     """
     try:
         yield
     except OSError as error:
-        what, remedy = error.strerror or str(error), "put that right"
+        what, remedy = error.strerror or str(error), "fix that"
         if error.errno in NO_ROOM:
             what += f" ({free_bytes(path) / 1e9:.3g} GB are free)"
-            remedy = "make room there"
+            remedy = "free some space"
         raise UserError(
-            f"{path} cannot be written: {what}; {remedy}, and start it again: a run goes on from "
-            "its latest checkpoint"
+            f"{path} cannot be written: {what}; {remedy} and restart: a run resumes from its "
+            "latest checkpoint"
         ) from None
 
 
 def free_bytes(path: Path) -> int:
-    """Return the room on the disk where a file or directory is or would be."""
+    """Return the free space of the file system on which `path` is or would be."""
     return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
+
+
+def lock_run(run_dir: Path) -> contextlib.AbstractContextManager[None]:
+    """Lock a run directory against other runs during the body.
+
+    Raises:
+        DataError: another run has held the lock for LOCK_SECONDS.
+    """
+    refusal = (
+        f"logging.run_dir={run_dir}: another run is using it; stop that run, or set another "
+        f"directory (if its machine is gone, remove {run_dir / LOCK_FILE})"
+    )
+    return locked(run_dir / LOCK_FILE, refusal, LOCK_SECONDS)
+
+
+def check_not_in_use(run_dir: Path) -> None:
+    """Raise DataError if lock_run would; many processes may check at once."""
+    if (run_dir / LOCK_FILE).exists():
+        with lock_run(run_dir):
+            pass
+
+
+@contextlib.contextmanager
+def locked(file: Path, refusal: str, timeout_seconds: float = 0.0) -> Iterator[None]:
+    """Hold a lock file during the body; its directory is created, the file is removed after it.
+
+    A file system without locks gets a warning, and no lock.
+
+    Raises:
+        DataError: refusal; another process has held the lock for timeout_seconds.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # Ranks that check at once each hold the lock briefly; random pauses keep them out of step.
+    pause_seconds = random.uniform(0.1, 0.3)
+    lock = FileLock(file, timeout_seconds, thread_local=False, fallback_to_soft=False)
+    try:
+        lock.acquire(poll_interval=pause_seconds)
+    except Timeout:
+        raise DataError(refusal) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        tell(f"warning: {file.parent} does not support file locks: do not start a second writer")
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        lock.release()

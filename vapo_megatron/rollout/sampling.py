@@ -81,14 +81,7 @@ class Sampling:
             if rank % tp_size == 0:
                 self._verifier = MathVerifier(reward.num_workers, reward.timeout_seconds)
                 unfinished.enter_context(self._verifier).start()
-            for dataset in filter(None, (self._dataset, self._held_out)):
-                check_answers(
-                    self._verifier,
-                    dataset.path,
-                    dataset.answers,
-                    replica=rank // tp_size,
-                    num_replicas=world_size // tp_size,
-                )
+            self._check_answers(rank // tp_size, world_size // tp_size)
             # Here, because loading vLLM takes longer than finding a mistake in the data.
             from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
@@ -113,6 +106,10 @@ class Sampling:
             # Where groups are dropped, what is left of a rank's share is whole groups.
             whole_groups=algorithm.dynamic_sampling,
         )
+
+    def _check_answers(self, replica: int, num_replicas: int) -> None:
+        for dataset in filter(None, (self._dataset, self._held_out)):
+            check_answers(self._verifier, dataset.path, dataset.answers, replica, num_replicas)
 
     def rollouts(
         self,

@@ -72,7 +72,7 @@ CASES = {
         {},
         [2, 2],
         r"error: .*/problems\.jsonl cannot be written: No space left on device \(.* GB are free\); "
-        r"make room there, and start it again: a run goes on from its latest checkpoint$",
+        r"free some space and restart: a run resumes from its latest checkpoint$",
     ),
     "the store stops": (
         ("stopped", "exchange", 1, 0),

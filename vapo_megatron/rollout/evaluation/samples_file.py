@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vapo_megatron.data.file_lock import locked
-from vapo_megatron.data.storage import replacing, to_line
+from vapo_megatron.data.storage import locked, replacing, to_line
 from vapo_megatron.errors import DataError
 from vapo_megatron.rollout.evaluation.statistics import problem_values
 
