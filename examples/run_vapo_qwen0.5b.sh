@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# VAPO on Qwen2.5-0.5B, on one GPU of 80 GB. One file, two ways of starting it:
+# VAPO on Qwen2.5-0.5B, on one GPU of 80 GB. Two ways to start it:
 #
 #   bash examples/run_vapo_qwen0.5b.sh [section.field=value ...]
 #   torchrun [torchrun's options] examples/run_vapo_qwen0.5b.sh [section.field=value ...]
 #
-# The first calls torchrun itself. With several nodes it is started on each, with NNODES, NODE_RANK and MASTER_ADDR
-# set; NPROC_PER_NODE and MASTER_PORT have defaults. VAPO_PYTHON names the interpreter (default: python3).
-# --dry-run prints the resolved configuration and starts nothing; --help lists every field.
+# The first runs torchrun itself. For several nodes, run it on each with NNODES, NODE_RANK and MASTER_ADDR set;
+# NPROC_PER_NODE and MASTER_PORT have defaults. VAPO_PYTHON is the Python interpreter (default: python3).
+# --dry-run prints the resolved configuration and exits; --help lists every field.
 
-# To bash this line hands the file over to Python; to Python it is a string.
+# Bash runs this line and hands over to Python, for which it is only a string.
 "exec" "${VAPO_PYTHON:-python3}" "$0" "$@"
 
 import sys

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The whole of VAPO on two CPU processes, from nothing to a better model:
+# All of VAPO on two CPU processes, from scratch to a better model:
 #   sets up Python, makes a tiny base model and its problems, trains with TP=2, evaluates, exports, reports.
 #
 #   bash examples/run_vapo_tiny.sh [--seed N] [section.field=value ...]
 #
-# Everything lands in runs/tiny/seed_N. Started again after an interruption, it goes on from its last checkpoint.
+# Output is in runs/tiny/seed_N. If interrupted, the same command resumes from the last checkpoint.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

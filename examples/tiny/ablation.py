@@ -3,9 +3,9 @@
     python examples/tiny/ablation.py [--form long] [--seeds 3] [--arms NAME ...]
                                      [section.field=value ...]
 
-The arms of a seed share base model, problems, reward model and value checkpoint, and every setting
-but those that ablation_arms.py names. Started again it goes on where it was. --seeds and --arms
-say what is run; the table is of all that was ever made there with the same settings.
+The arms of a seed share base model, problems, reward model, value checkpoint and all settings
+except those in ablation_arms.py. If interrupted, the same command resumes. --seeds and --arms
+choose what to run; the table has all finished runs with the same settings in the output directory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from vapo_megatron.run.report.html import escape  # noqa: E402
 
 
 def _describe(form: str, table: Table) -> str:
-    """List a table's arms with the fields that they change."""
+    """List a table's arms and the fields that they change."""
     lines = [f"arms of --form {form} (changed fields):"]
     for name, arm in {**table.arms, **table.more_arms}.items():
         where = "" if name in table.arms else ", not in the table by default"
@@ -57,35 +57,33 @@ EPILOG = "\n".join(_describe(form, table) for form, table in TABLES.items())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is not finished, and write the table and the page; 1 when an arm failed."""
+    """Run unfinished arms, write the table and the page; return 1 if an arm failed."""
     parser = Parser(prog="run_ablation_tiny.sh", description=__doc__, epilog=EPILOG)
     parser.add_argument(
         "--form",
         choices=TABLES,
         default="short",
-        help="of the task, with a table of its own (short)",
+        help="form of the task; each has its own table (short)",
     )
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="run seeds 0 .. N-1 (3)")
     parser.add_argument(
-        "--arms", nargs="+", default=[], metavar="NAME", help="run only these (the table's)"
+        "--arms", nargs="+", default=[], metavar="NAME", help="arms to run (all of the table)"
     )
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="runs at a time (2)")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="concurrent runs (2)")
     parser.add_argument(
         "--out", type=Path, metavar="DIR",
-        help="where everything lands (runs/ablation, runs/ablation_long)",
+        help="output directory (runs/ablation, runs/ablation_long)",
     )  # fmt: skip
-    parser.add_argument(
-        "--rerun", action="store_true", help="make again what was made with other settings"
-    )
+    parser.add_argument("--rerun", action="store_true", help="redo runs made with other settings")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for all arms")
 
     def work() -> int:
         return _ablate(parser.parse_intermixed_args(arguments))
 
-    # A terminal that closes sends SIGHUP; nohup has it ignored.
+    # Closing the terminal sends SIGHUP, which nohup ignores.
     ending = [signal.SIGINT, signal.SIGTERM]
     ending += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
-    interrupted = "started again, it goes on where it was"
+    interrupted = "run the same command to resume"
     return run("ablation", work, interrupted=interrupted, signals=ending)
 
 
@@ -93,7 +91,7 @@ def _ablate(args: argparse.Namespace) -> int:
     if args.seeds < 1 or args.jobs < 1:
         raise UserError(f"--seeds {args.seeds} and --jobs {args.jobs} must be at least 1")
     started = time.monotonic()
-    # --arms takes all that follows it.
+    # argparse gives --arms all arguments that follow it, overrides included.
     arms = arms_by_name(args.form, [name for name in args.arms if "=" not in name])
     overrides = [*args.overrides, *(text for text in args.arms if "=" in text)]
     standard = "runs/ablation" if args.form == "short" else f"runs/ablation_{args.form}"
@@ -113,24 +111,24 @@ def _ablate(args: argparse.Namespace) -> int:
                 say=lambda line: print(line, flush=True),
                 finished=_outcome,
             )
-        finally:  # After an interrupt, too.
+        finally:  # Also after an interrupt.
             seconds = _write(root, args.form, overrides)
             now = format_seconds(time.monotonic() - started)
-            print(f"{now} this time; {seconds}")
+            print(f"{now} in this invocation; {seconds}")
     for name, why in failures.items():
         print(f"{name}: {why}", file=sys.stderr)
     return 1 if failures else 0
 
 
 def _outcome(job: Job) -> str:
-    """What a job's end shows."""
+    """A finished job's accuracy, to print."""
     rows = read_rows(job.out / "metrics.jsonl") if job.num_steps else []
     evaluated = [row for row in rows if "evaluation/response_length_mean" in row]
     return f"accuracy {result(rows).final:.3f}" if len(evaluated) > 1 else ""
 
 
 def _write(root: Path, form: str, overrides: Sequence[str]) -> str:
-    """Write table.md and comparison.html of all that is finished; return what it took."""
+    """Write table.md and comparison.html of all finished runs; return their total time as text."""
     jobs, others = made(root, form, overrides)
     notes = () if overrides else TABLES[form].notes
     begun = {job.out.name for job in jobs}
@@ -156,9 +154,9 @@ def _write(root: Path, form: str, overrides: Sequence[str]) -> str:
     else:
         page.unlink(missing_ok=True)
     if others:
-        print(f"made with other settings, and not in the table: {', '.join(others)}")
+        print(f"not in the table, because made with other settings: {', '.join(others)}")
     took = sum(state["seconds"] for job in jobs if (state := read_state(job)))
-    return f"the table's {len(jobs)} jobs took {format_seconds(took)}, added up"
+    return f"the table's {len(jobs)} jobs took {format_seconds(took)} in total"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""The arms of the ablation as data: what each changes, and what the paper found.
+"""The arms of the ablation as data: their changed fields, and the paper's results.
 
-Every arm of a table starts from the same settings (the table's, and the files of its seed) and
-changes what is named here, nothing else. Without its value pretraining the critic starts from the
-reward model.
+All arms of a table share the table's settings and the files of their seed, and differ only in the
+fields listed here. Without value pretraining, the critic starts from the reward model.
 """
 
 from __future__ import annotations
@@ -16,33 +15,33 @@ NO_CRITIC = (NO_VALUE_CHECKPOINT, "model.critic_hf_path=null")
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One algorithm of the comparison."""
+    """One row of the ablation."""
 
     title: str
     paper: str
-    """AIME 2024 avg@32 of VAPO's table 1 (arXiv 2504.05118), Qwen2.5-32B; empty: not in it."""
+    """AIME 2024 avg@32 from VAPO's table 1 (arXiv 2504.05118), Qwen2.5-32B; empty: not in it."""
     changes: tuple[str, ...] = ()
-    """section.field=value, on top of what all arms share."""
+    """Overrides section.field=value of this arm."""
     recipe: str | None = None
-    """A file of examples/configs/algorithms, read before the changes."""
+    """A file of examples/configs/algorithms, applied before the changes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Arms that are compared, and what they share."""
+    """Arms to compare, and their shared settings."""
 
     configs: tuple[str, ...]
-    """In examples/configs; later ones win."""
+    """Files in examples/configs; later ones win."""
     arms: Mapping[str, Arm]
-    """By name, in the order in which a seed's arms are run."""
+    """By name, in the order in which they are run."""
     more_arms: Mapping[str, Arm] = dataclasses.field(default_factory=dict)
-    """Further readings, run where --arms names them."""
+    """Variants that are run only if --arms names them."""
     has_reward_model: bool = True
     value_steps: int = 6
-    """Steps of the run that makes a seed's value checkpoint, with the same settings otherwise. Few:
-    a critic that is still biased shows what the positive-example loss is for."""
+    """Steps of the value pretraining that makes a seed's value checkpoint. Few, because only with a
+    critic that is still biased does the positive-example loss matter."""
     notes: tuple[str, ...] = ()
-    """Paragraphs under the table: what does not show and why, as it was measured."""
+    """Paragraphs below the table: results that differ from the paper's, and why."""
 
 
 VAPO = Arm("VAPO", "60")
@@ -59,12 +58,12 @@ NO_CLIP_HIGHER = Arm("without clip-higher", "46", ("algorithm.clip_high=0.2",))
 
 
 def _besides(arm: Arm) -> Arm:
-    """Return the arm on top of another change that the table's first arm names."""
+    """Return the arm with a title that says it is added to the change of the table's first arm."""
     return dataclasses.replace(arm, title=f"and {arm.title}", paper="")
 
 
-# As measured on 2026-11-22 and, on another processor, on 2026-11-23, both with seeds 0 to 2: six
-# runs of each arm, for which examples/README.md has the table.
+# Measured on 2026-11-22 and, on another processor, on 2026-11-23, each with seeds 0 to 2: six runs
+# per arm; examples/README.md has the table.
 SHORT_NOTES = (
     "Values are pretrained for 6 steps, from a reward model, so the critic is still biased when "
     "the policy starts (explained variance -.1 to -1.4). There the positive-example loss shows: "
@@ -85,7 +84,7 @@ SHORT_NOTES = (
     "the others 3 to 8) and ends at .252.",
 )
 
-# As measured on 2026-11-23.
+# Measured on 2026-11-23.
 LONG_NOTES = (
     "Without length-adaptive GAE the accuracy is .566 +- .095 lower, in each seed, and below the "
     "base model's: at lambda 0.95 the reward counts .03 one step, 66 tokens, earlier and .001 two "
@@ -134,7 +133,8 @@ TABLES = {
     "long": Table(
         configs=("tiny.yaml", "ablation_tiny.yaml", "ablation_long.yaml"),
         arms={
-            # ablation_long.yaml is without that loss; the paper left out one technique at a time.
+            # All arms lack this loss (ablation_long.yaml), whereas the paper removes one technique
+            # at a time.
             "vapo": Arm(f"VAPO {NO_POSITIVE_LM}", "54"),
             "no_decoupled_gae": _besides(NO_DECOUPLED_GAE),
             "no_decoupled_gae_95": _besides(NO_DECOUPLED_GAE_95),
@@ -146,4 +146,4 @@ TABLES = {
         notes=LONG_NOTES,
     ),
 }
-"""By the form of the task."""
+"""By form of the task."""

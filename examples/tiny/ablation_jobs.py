@@ -1,10 +1,10 @@
-"""What the ablation has to run, as data: commands, what each needs, and what its result depends on.
+"""The ablation's jobs as data: commands, dependencies, and the settings that determine results.
 
-OUT/seed_0/base, data, reward_model     what the arms of a seed share
-OUT/seed_0/value                        the run that pretrains values: their critic's start
-OUT/seed_0/ARM                          a run directory
+OUT/seed_0/base, data, reward_model     shared by the arms of a seed
+OUT/seed_0/value                        value pretraining run: the arms' initial critic
+OUT/seed_0/ARM                          run directory of an arm
 OUT/seed_0/NAME.job.json                settings and state of each of these
-OUT/seed_0/NAME.log                     what it printed
+OUT/seed_0/NAME.log                     its output
 """
 
 from __future__ import annotations
@@ -29,56 +29,55 @@ from vapo_megatron.run.report.comparison import flatten
 TINY = Path(__file__).resolve().parent
 FILES = TINY.parent / "configs"
 NO_EFFECT = ("logging.", "checkpoint.")
-"""Fields that change no result."""
-HAS_ITS_OWN = "each seed has its own; leave it out"
+"""Sections that do not affect results."""
+HAS_ITS_OWN = "each seed has its own; remove it"
 NOT_FOR_ALL = {
     "seed": f"{HAS_ITS_OWN}: --seeds chooses the seeds",
-    "logging.run_dir": "each run has its own; leave it out: --out says where all of them land",
+    "logging.run_dir": "each run has its own; remove it and use --out",
     "model.hf_path": HAS_ITS_OWN,
     "model.critic_hf_path": HAS_ITS_OWN,
     "model.critic_checkpoint": HAS_ITS_OWN,
     "data.train_path": HAS_ITS_OWN,
-    "evaluation.path": f"{HAS_ITS_OWN}: the table is of its accuracies",
-    "algorithm.stage": "the arms train policies; leave it out",
+    "evaluation.path": f"{HAS_ITS_OWN}: the table shows its accuracies",
+    "algorithm.stage": "the arms train policies; remove it",
     "algorithm.value_pretraining_steps": (
-        "values are pretrained for all arms of a seed at once, and some arms are without; "
-        "leave it out"
+        "values are pretrained once for all arms of a seed, and some arms skip it; remove it"
     ),
 }
-"""Fields that no override of all arms may change, and why."""
+"""Fields that overrides for all arms must not change, and why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One process, and what it leaves."""
+    """One process and its output."""
 
     name: str
-    """seed_0/vapo."""
+    """For example seed_0/vapo."""
     out: Path
-    """The directory that it makes, or goes on with."""
+    """Its output directory, from which it also resumes."""
     command: tuple[str, ...]
     settings: Mapping[str, Any]
-    """What the result depends on, by name."""
+    """Settings that its result depends on, by name."""
     needs: tuple[str, ...] = ()
-    """Names of jobs that come first."""
+    """Names of the jobs that it depends on."""
     num_steps: int = 0
-    """Rows of its metrics.jsonl in the end; 0: it writes none."""
+    """Rows of its complete metrics.jsonl; 0: it writes none."""
     estimate_seconds: float = 60.0
-    """Until something has been measured; only the ratios between jobs stay."""
+    """Initial estimate; once jobs are measured, only the ratios between jobs matter."""
 
     @property
     def log(self) -> Path:
-        """What it prints."""
+        """File with its output."""
         return self.out.with_name(f"{self.out.name}.log")
 
     @property
     def state(self) -> Path:
-        """Its settings, the seconds that it took, and whether it is finished."""
+        """File with its settings, seconds taken, and whether it is finished."""
         return self.out.with_name(f"{self.out.name}.job.json")
 
 
 def arms_by_name(form: str, names: Sequence[str]) -> dict[str, Arm]:
-    """Return the arms of these names, the table's where none is named.
+    """Return the named arms, or all arms of the table if none is named.
 
     Raises:
         UserError: an unknown name.
@@ -96,17 +95,17 @@ def arms_by_name(form: str, names: Sequence[str]) -> dict[str, Arm]:
 def seed_jobs(
     root: Path, form: str, seed: int, arms: Mapping[str, Arm], more: Sequence[str]
 ) -> list[Job]:
-    """Return the jobs of a seed's arms and what these need, each after those that it needs.
+    """Return the jobs of a seed's arms and their dependencies, dependencies first.
 
     Args:
         root: directory of the ablation.
-        form: of the task, which names the table.
-        seed: of everything.
+        form: of the task; selects the table.
+        seed: of models, problems and runs.
         arms: by name.
         more: overrides of all arms and of the value stage.
 
     Raises:
-        UserError: an arm's settings do not fit together, or `more` changes what it must not.
+        UserError: invalid settings of an arm, or `more` changes a field of NOT_FOR_ALL.
     """
     prefix, out = f"seed_{seed}", root / f"seed_{seed}"
     table = TABLES[form]
@@ -172,10 +171,10 @@ def seed_jobs(
 
 
 def _require_own(files: Sequence[Path], own: Sequence[str], more: Sequence[str]) -> None:
-    """Check that overrides of all arms leave alone what a seed has of its own.
+    """Check that overrides for all arms leave the fields of NOT_FOR_ALL alone.
 
     Raises:
-        UserError: names the field, and why.
+        UserError: names the field and the reason.
     """
     before, after = (
         flatten(load_config(files, overrides).model_dump()) for overrides in (own, (*own, *more))
@@ -186,22 +185,22 @@ def _require_own(files: Sequence[Path], own: Sequence[str], more: Sequence[str])
             raise UserError(f"{name}={value} for all arms: {why}")
     if after["algorithm.policy_steps"] < 1:
         raise UserError(
-            "algorithm.policy_steps=0 for all arms: the table is of trained policies; "
+            "algorithm.policy_steps=0 for all arms: the table compares trained policies; "
             "give 1 or more"
         )
 
 
 def made(root: Path, form: str, more: Sequence[str]) -> tuple[list[Job], list[str]]:
-    """Look up what invocations left of all arms and seeds, whatever each was asked to run.
+    """Find the jobs of all arms and seeds that earlier invocations have started.
 
     Args:
         root: directory of the ablation.
-        form: of the task, which names the table.
-        more: overrides of all arms.
+        form: of the task; selects the table.
+        more: overrides for all arms.
 
     Returns:
-        Jobs that were begun with these settings, seed by seed; names of the arms' that were begun
-        with others.
+        Jobs that were started with these settings, seed by seed; names of arms that were started
+        with other settings.
     """
     table = TABLES[form]
     numbers = [path.name.removeprefix("seed_") for path in root.glob("seed_*")]
@@ -212,7 +211,7 @@ def made(root: Path, form: str, more: Sequence[str]) -> tuple[list[Job], list[st
             if not (root / f"seed_{seed}" / f"{name}.job.json").exists():
                 continue
             jobs: dict[str, Job] = {}
-            # These settings may not even fit an arm that was made with others.
+            # These settings may be invalid for an arm that was made with others.
             with contextlib.suppress(UserError):
                 jobs = {job.name: job for job in seed_jobs(root, form, seed, {name: arm}, more)}
             own = jobs.get(f"seed_{seed}/{name}")
@@ -228,7 +227,7 @@ def _digest(settings: Mapping[str, Any]) -> str:
 
 
 def _effective(config: VapoConfig, out: Path) -> dict[str, Any]:
-    """Fields that change a result; paths as seen from the seed's directory."""
+    """Fields that affect results; paths relative to the seed's directory."""
     return {
         name: value.replace(f"{out}/", "") if isinstance(value, str) else value
         for name, value in flatten(config.model_dump()).items()
@@ -237,31 +236,31 @@ def _effective(config: VapoConfig, out: Path) -> dict[str, Any]:
 
 
 def read_state(job: Job) -> dict[str, Any] | None:
-    """Return what an earlier invocation wrote of the job, None where it left nothing."""
+    """Return the job's state from an earlier invocation, None if there is none."""
     if not (job.state.exists() and job.out.exists()):
         return None
     return json.loads(job.state.read_text())
 
 
 def is_finished(job: Job) -> bool:
-    """Whether nothing of it is left to do."""
+    """Whether the job has completed."""
     state = read_state(job)
     return state is not None and state["finished"]
 
 
 def write_state(job: Job, *, finished: bool, seconds: float) -> None:
-    """Write the job's settings, whether it is finished, and the seconds that it took so far."""
+    """Write the job's settings, whether it is finished, and the seconds taken so far."""
     state = {"finished": finished, "seconds": round(seconds, 1), "settings": dict(job.settings)}
     job.state.parent.mkdir(parents=True, exist_ok=True)
     replace_file(job.state, json.dumps(state, indent=1) + "\n")
 
 
 def changed(job: Job) -> list[str]:
-    """Return how the job's settings differ from those that its directory was made with."""
+    """Return the differences between the job's settings and those its directory was made with."""
     state = read_state(job)
     if state is None:
         return []
-    # A field that came later had its default before.
+    # A field added since then had its default value.
     before = {k: v for k, v in flatten(VapoConfig().model_dump()).items() if k in job.settings}
     before |= state["settings"]
     return [
@@ -272,18 +271,18 @@ def changed(job: Job) -> list[str]:
 
 
 def require_unchanged(jobs: Sequence[Job], *, rerun: bool) -> None:
-    """Check that what is there was made with the same settings; with `rerun` remove what was not.
+    """Check that existing directories have the same settings; with `rerun` remove others.
 
     Raises:
-        UserError: names what changed, and what can be done.
+        UserError: names the changed settings and the remedy.
     """
     found = [(job, differences) for job in jobs if (differences := changed(job))]
     if found and not rerun:
         job, differences = found[0]
-        more = f"; so do {len(found) - 1} more" if len(found) > 1 else ""
+        more = f" (and {len(found) - 1} more directories)" if len(found) > 1 else ""
         raise UserError(
-            f"{job.out} was made with other settings: {'; '.join(differences)}{more}. "
-            "--rerun makes these again, another --out keeps them"
+            f"{job.out} was made with other settings: {'; '.join(differences)}{more}; "
+            "redo them with --rerun, or keep them and give another --out"
         )
     for job, _ in found:
         shutil.rmtree(job.out, ignore_errors=True)

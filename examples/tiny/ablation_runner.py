@@ -1,4 +1,4 @@
-"""Runs jobs beside each other: what is finished is not run again, one that fails stops no other."""
+"""Runs jobs concurrently; skips finished ones, and continues after a failure."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ POLL_SECONDS = 0.2
 
 @contextlib.contextmanager
 def locked(root: Path) -> Iterator[int]:
-    """Keep other invocations away from a directory; yields what its processes inherit.
+    """Lock a directory against other invocations; yields the lock's file descriptor.
 
-    They hold the lock too: an invocation that was killed alone leaves them, and none must start
-    beside them.
+    Job processes inherit it, so that the lock holds as long as any of them outlives a killed
+    invocation.
 
     Raises:
-        DataError: another invocation has it.
+        DataError: another invocation holds the lock.
     """
     root.mkdir(parents=True, exist_ok=True)
     with (root / ".lock").open("wb") as file:
@@ -36,17 +36,17 @@ def locked(root: Path) -> Iterator[int]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(
-                f"{root} is at work in another invocation, or in processes that one left; "
-                "wait for them, or give another --out"
+                f"{root} is in use by another invocation or processes left by one; wait for them, "
+                "or give another --out"
             ) from None
         yield file.fileno()
 
 
 class Running:
-    """A job's process, in a session of its own."""
+    """A job's process, in its own session."""
 
     def __init__(self, job: Job, lock: int, environment: Mapping[str, str], cwd: Path) -> None:
-        """Start it; it goes on from what an earlier one left."""
+        """Start the process; it resumes from an earlier one's output."""
         before = read_state(job)
         self.job = job
         self.seconds_before = before["seconds"] if before else 0.0
@@ -62,17 +62,17 @@ class Running:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since this process began."""
+        """Seconds since this process started."""
         return time.monotonic() - self.started
 
     def record(self, *, finished: bool) -> float:
-        """Write the job's state; return the seconds that it took in all."""
+        """Write the job's state; return its total seconds over all processes."""
         seconds = self.seconds_before + self.elapsed
         write_state(self.job, finished=finished, seconds=seconds)
         return seconds
 
     def kill(self) -> None:
-        """End it and all that it started: a run goes on from its latest checkpoint."""
+        """Kill the process and its children; a run can resume from its latest checkpoint."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -89,25 +89,25 @@ def run_jobs(
     finished: Callable[[Job], str] = lambda job: "",
     status_seconds: float = 60.0,
 ) -> dict[str, str]:
-    """Run every job that is not finished, each when what it needs is.
+    """Run all unfinished jobs, each once its dependencies are finished.
 
     Args:
-        jobs: each after those that it needs; earlier ones first.
-        slots: how many at once.
+        jobs: by priority, dependencies first.
+        slots: number of concurrent jobs.
         lock: from `locked`.
         environment: of the processes.
-        cwd: their directory.
-        say: takes the lines that people read.
-        finished: called after each job that succeeded; what it returns is said.
-        status_seconds: between lines that say what runs.
+        cwd: working directory of the processes.
+        say: prints a line.
+        finished: called after each job that succeeded; its result is printed.
+        status_seconds: interval of status lines.
 
     Returns:
-        Why, by name, for each job that failed or could not be run.
+        name -> reason, of jobs that failed or could not be run.
     """
     states = {job.name: read_state(job) for job in jobs}
     took = {name: s["seconds"] for name, s in states.items() if s and s["finished"]}
     if took:
-        say(f"{len(took)} of {len(jobs)} were finished before")
+        say(f"{len(took)} of {len(jobs)} already finished")
     waiting = [job for job in jobs if job.name not in took]
     running: list[Running] = []
     failures: dict[str, str] = {}
@@ -115,11 +115,11 @@ def run_jobs(
     try:
         while waiting or running:
             for job in [job for job in waiting if failed_need(job, failures)]:
-                failures[job.name] = f"not run, as {failed_need(job, failures)} failed"
+                failures[job.name] = f"not run, because {failed_need(job, failures)} failed"
                 waiting.remove(job)
             for job in [job for job in waiting if took.keys() >= set(job.needs)]:
                 if len(running) < slots:
-                    with _held_back():
+                    with _signals_deferred():
                         running.append(Running(job, lock, environment, cwd))
                     waiting.remove(job)
             time.sleep(POLL_SECONDS)
@@ -130,7 +130,7 @@ def run_jobs(
                 whole = code == 0 and steps_done(one.job) == one.job.num_steps
                 seconds = one.record(finished=whole)
                 if not whole:
-                    failures[name] = f"exit code {code}{_stand(one.job)}, see {one.job.log}"
+                    failures[name] = f"exit code {code}{_progress(one.job)}, see {one.job.log}"
                     say(f"{name}: failed, {failures[name]}")
                 else:
                     took[name] = seconds
@@ -141,8 +141,8 @@ def run_jobs(
             if time.monotonic() - told > status_seconds and running:
                 told = time.monotonic()
                 left = format_seconds(seconds_left(jobs, took, running, failures, slots))
-                work = ", ".join(one.job.name + _stand(one.job) for one in running)
-                say(f"  at work: {work}; {left} left")
+                work = ", ".join(one.job.name + _progress(one.job) for one in running)
+                say(f"  running: {work}; {left} left")
     finally:
         for one in running:
             one.kill()
@@ -151,10 +151,10 @@ def run_jobs(
 
 
 @contextlib.contextmanager
-def _held_back() -> Iterator[None]:
-    """Let signals come after the body: a process that has just begun would be left behind.
+def _signals_deferred() -> Iterator[None]:
+    """Defer signals until after the body, so that a process being started is not left behind.
 
-    What is ignored stays so, for the process inherits that.
+    Ignored signals stay ignored, because the process inherits that.
     """
     came: list[int] = []
     handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -171,7 +171,7 @@ def _held_back() -> Iterator[None]:
 
 
 def failed_need(job: Job, failures: Mapping[str, str]) -> str | None:
-    """Return the first job that this one needs and that will not come."""
+    """Return the job's first failed dependency."""
     return next((need for need in job.needs if need in failures), None)
 
 
@@ -183,11 +183,11 @@ def steps_done(job: Job) -> int:
 
 
 def share_done(job: Job) -> float:
-    """Return how much of a run is done, in [0, 1]; 0 where nobody knows."""
+    """Return the fraction of a run's steps that is done; 0 for jobs without steps."""
     return min(1.0, steps_done(job) / job.num_steps) if job.num_steps else 0.0
 
 
-def _stand(job: Job) -> str:
+def _progress(job: Job) -> str:
     return f" at step {steps_done(job)}/{job.num_steps}" if job.num_steps else ""
 
 
@@ -198,11 +198,11 @@ def seconds_left(
     failures: Mapping[str, str],
     slots: int,
 ) -> float:
-    """Estimate the seconds until all is done, from what has been done so far.
+    """Estimate the remaining seconds from the jobs done so far.
 
-        sum over unfinished jobs of estimate * share left * (measured / estimated) / slots
+        sum over unfinished jobs of estimate * remaining share * (measured / estimated) / slots
 
-    measured and estimated are the seconds of what is done: whole jobs, and running ones' rows.
+    measured and estimated are seconds of finished jobs and of the steps of running ones.
     """
     shares = {one.job.name: share_done(one.job) for one in running}
     measured, estimated = sum(took.values()), 0.0

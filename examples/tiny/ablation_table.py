@@ -1,4 +1,4 @@
-"""The ablation's table: mean and spread over seeds, beside the paper's column."""
+"""The ablation's table: mean and standard deviation over seeds, next to the paper's results."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ablation_arms import Arm
 from vapo_megatron.config.metrics import accuracy_name
 
 THRESHOLD = 0.5
-"""Held-out accuracy that `steps_to_threshold` waits for."""
+"""Held-out accuracy for `steps_to_threshold`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One finished run in numbers."""
+    """Summary of a finished run."""
 
     first: float
     """Held-out accuracy before training."""
@@ -25,16 +25,16 @@ class Result:
     best: float
     best_step: int
     length: float
-    """Mean tokens of a held-out response after the last step."""
+    """Mean response length on held-out problems after the last step, in tokens."""
     entropy: float
-    """Nats a token, of the policy that sampled the last step."""
+    """Nats per token, of the policy before the last step."""
     steps_to_threshold: float | None
-    """Step at which held-out accuracy reaches THRESHOLD, on a straight line between two
-    evaluations; None: never."""
+    """Step at which held-out accuracy reaches THRESHOLD, interpolated linearly between evaluations;
+    None: never."""
 
 
 def result(rows: Sequence[Mapping[str, Any]]) -> Result:
-    """Return the numbers of a run's rows; the last row holds an evaluation."""
+    """Summarise a run's rows; the last one must have an evaluation."""
     evaluated = [(row[name], row["step"]) for row in rows if (name := accuracy_name(row))]
     best, best_step = max(evaluated, key=lambda pair: (pair[0], -pair[1]))
     return Result(
@@ -59,7 +59,7 @@ def _crossing(evaluated: Sequence[tuple[float, int]]) -> float | None:
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Return `mean +- standard deviation` over seeds, the mean alone of one."""
+    """Return `mean +- standard deviation` over seeds; only the mean for one seed."""
     if not values:
         return "-"
     mean = format(statistics.fmean(values), form)
@@ -69,10 +69,11 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def against(arm: Mapping[str, float], vapo: Mapping[str, float]) -> str:
-    """Compare final accuracies, by seed: arms of a seed share their models and problems.
+    """Compare final accuracies seed by seed; arms of a seed share models and problems.
 
     Returns:
-        The mean difference over the seeds that both have, its spread, and in how many it is below.
+        Mean and standard deviation of the difference over common seeds, and in how many of them
+        the arm is lower.
     """
     differences = [arm[seed] - vapo[seed] for seed in arm if seed in vapo]
     if not differences:
@@ -91,7 +92,7 @@ Row = tuple[str, Sequence[str]]
 
 
 def rows(arms: Mapping[str, Arm], results: Mapping[str, Mapping[str, Result]]) -> list[Row]:
-    """Return the table's rows, of plain text.
+    """Return the table's rows as plain text.
 
     Args:
         arms: by name, in the order of the rows.
@@ -115,7 +116,7 @@ def rows(arms: Mapping[str, Arm], results: Mapping[str, Mapping[str, Result]]) -
 
 
 def _cells(arm: Arm, of_seeds: Sequence[Result | None], against_vapo: str) -> tuple[str, ...]:
-    """Of every seed, in the same places for all arms; None: the arm lacks it."""
+    """of_seeds: one entry per seed, in the same order for all arms; None: no finished run."""
     found = [r for r in of_seeds if r]
 
     def each(separator: str, show: Callable[[Result], str]) -> str:
@@ -139,7 +140,7 @@ def _steps(found: float | None) -> str:
 
 
 def markdown(of_arms: Sequence[Row], notes: Sequence[str]) -> str:
-    """Return rows as a table in Markdown, with paragraphs under it."""
+    """Return the rows as a Markdown table, followed by the notes."""
     lines = ["| arm | " + " | ".join(COLUMNS) + " |", "|" + "---|" * (1 + len(COLUMNS))]
     lines += ["| " + " | ".join((title, *cells)) + " |" for title, cells in of_arms]
     return "\n".join(lines) + "\n" + "".join(f"\n{note}\n" for note in notes)

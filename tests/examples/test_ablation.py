@@ -205,10 +205,10 @@ def test_the_table_is_of_all_that_is_there(tmp_path, capsys):
         ("no_decoupled_gae_95", "0.500", "-", "-"),
     ]  # fmt: skip
     assert "4 arms, 6 runs" in page.read_text()
-    assert "made with other settings, and not in the table: seed_3/grpo\n" in said
+    assert "not in the table, because made with other settings: seed_3/grpo\n" in said
     # 10 s each: base, data, reward_model, value and four arms; of seed 2 the same and two arms; of
     # seed 10 base, data and one arm. 8 + 6 + 3.
-    assert "this time; the table's 17 jobs took 2 m 50 s, added up" in said
+    assert "in this invocation; the table's 17 jobs took 2 m 50 s in total" in said
 
     for name in ("seed_0", "seed_10"):
         shutil.rmtree(tmp_path / name)
@@ -217,7 +217,7 @@ def test_the_table_is_of_all_that_is_there(tmp_path, capsys):
     leave(tmp_path, 2, "no_group_sampling")
     said = ablate("--arms", "grpo", other)
     assert titles(tmp_path) == [("grpo", "0.500", "0.530")] and page.exists()
-    assert "the table: seed_2/vapo, seed_2/no_group_sampling, seed_2/grpo\n" in said
+    assert "with other settings: seed_2/vapo, seed_2/no_group_sampling, seed_2/grpo\n" in said
     shutil.rmtree(tmp_path / "seed_3")
     ablate("--arms", "grpo", other)
     assert titles(tmp_path) == [("grpo", "0.500")] and not page.exists(), "of runs that are gone"
@@ -234,7 +234,11 @@ def test_the_table_is_of_all_that_is_there(tmp_path, capsys):
         ("short", "model.critic_checkpoint=x", "model.critic_checkpoint=x .*: each seed has its"),
         ("short", "evaluation.path=x", "evaluation.path=x .*: each seed has its own"),
         ("short", "evaluation.path=null", "evaluation.path=null .*: each seed has its own"),
-        ("short", "logging.run_dir=x", "logging.run_dir=x .*: each run has its own.*: --out says"),
+        (
+            "short",
+            "logging.run_dir=x",
+            "logging.run_dir=x .*: each run has its own.* and use --out",
+        ),
         (
             "short",
             "algorithm={stage: value_pretraining, value_pretraining_steps: 3}",
@@ -301,7 +305,7 @@ def test_two_arms_end_to_end(tmp_path):
         assert line[1] == f"{json.loads(rows[-1])['evaluation/avg@1']:.3f}" and len(rows) == 3
     assert (out / "comparison.html").stat().st_size > 10_000
     again = ablate()
-    assert again.returncode == 0 and "6 of 6 were finished before" in again.stdout
+    assert again.returncode == 0 and "6 of 6 already finished" in again.stdout
     assert (out / "table.md").read_text() == text
     other = ablate("algorithm.gamma=0.9")
     assert other.returncode == 2

@@ -71,7 +71,7 @@ def test_jobs_run_when_what_they_need_is_there_and_two_at_a_time(tmp_path):
     assert len(said) == 5 and "5 of 5 done" in said[-1]
 
     failures, said = run(tmp_path, jobs)
-    assert not failures and said == ["5 of 5 were finished before"]
+    assert not failures and said == ["5 of 5 already finished"]
     assert all(len(times(job)) == 1 for job in jobs), "what is finished is not run again"
 
 
@@ -85,7 +85,7 @@ def test_a_failure_stops_what_needs_it_and_nothing_else(tmp_path):
     failures, said = run(tmp_path, jobs)
     assert set(failures) == {"seed_0/base", "seed_0/value", "seed_0/arm"}
     assert failures["seed_0/base"] == f"exit code 1, see {jobs[0].log}"
-    assert failures["seed_0/arm"] == "not run, as seed_0/value failed"
+    assert failures["seed_0/arm"] == "not run, because seed_0/value failed"
     assert "no disk" in jobs[0].log.read_text()
     assert is_finished(jobs[3]) and not is_finished(jobs[0])
     # What failed is tried again, with what waited for it.
@@ -112,7 +112,9 @@ def test_changed_settings_are_refused_or_run_again(tmp_path):
     later = {**fields, "algorithm.clip_low": 0.2}
     assert not changed(stand_in(tmp_path, "arm", settings=later))
     assert changed(stand_in(tmp_path, "arm", settings={**later, "algorithm.clip_low": 0.3}))
-    with pytest.raises(UserError, match=r"arm was made .*: algorithm.gamma is 0.9, was 1.0\. --re"):
+    with pytest.raises(
+        UserError, match=r"arm was made .*: algorithm.gamma is 0.9, was 1\.0; redo .*--rerun"
+    ):
         require_unchanged([kept, now], rerun=False)
     assert is_finished(before)
     require_unchanged([kept, now], rerun=True)
@@ -120,7 +122,7 @@ def test_changed_settings_are_refused_or_run_again(tmp_path):
 
 
 def test_one_invocation_at_a_time(tmp_path):
-    with locked(tmp_path), pytest.raises(DataError, match="at work in another invocation"):
+    with locked(tmp_path), pytest.raises(DataError, match="in use by another invocation"):
         with locked(tmp_path):
             pass
     with locked(tmp_path):
@@ -176,7 +178,7 @@ def test_an_interrupt_leaves_no_process(tmp_path, number):
     process.send_signal(number)
     _, text = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert text == "ablation: interrupted; started again, it goes on where it was\n"
+    assert text == "ablation: interrupted; run the same command to resume\n"
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
     state = json.loads((tmp_path / "out/seed_0/a.job.json").read_text())
