@@ -1,9 +1,9 @@
-"""The files of a run directory that people and the report read.
+"""The human-readable files of a run directory, which the report is made from.
 
-config.yaml (resolved), metrics.jsonl (one row a step), problems.jsonl (one row a step: its problems
-and how many responses to each were right), held_out.jsonl (the same of an evaluation),
-rollouts/step_*.jsonl (one group of responses a line). A file is replaced as a whole or grows by
-whole lines, so it can be read while the run goes on.
+config.yaml (resolved), metrics.jsonl (one row per step), problems.jsonl (one row per step: its
+problems and how many responses to each were correct), held_out.jsonl (the same for evaluations),
+rollouts/step_*.jsonl (one group of responses per line). Files are replaced atomically or appended
+to by whole lines, so they can be read during the run.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from vapo_megatron.data.batch import Rollout
 
 METRICS_FILE, PROBLEMS_FILE, HELD_OUT_FILE = "metrics.jsonl", "problems.jsonl", "held_out.jsonl"
-"""Of rows, each with its step."""
+"""Files of one row per step."""
 
 _ROLLOUT_FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run directory holds so far."""
+    """Contents of a run directory, finished or not."""
 
     run_dir: Path
     config: dict[str, Any]
@@ -38,22 +38,22 @@ class Run:
     rows: list[dict[str, Any]]
     """Rows of metrics.jsonl, in order."""
     rollout_steps: list[int]
-    """Steps of which some responses were kept."""
+    """Steps with some responses on file."""
 
     def section(self, name: str) -> dict[str, Any]:
-        """Return a section of config.yaml; empty where it has none."""
+        """Return a section of config.yaml; empty if it is missing."""
         return self.config.get(name) or {}
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the groups kept of one step, as `group_record` made them."""
+        """Return a step's groups on file, as made by `group_record`."""
         return _read_lines(rollout_file(self.run_dir, step))
 
     def problems(self) -> list[dict[str, Any]]:
-        """Return each step's problems and how many of their responses were right."""
+        """Return each step's problems and how many responses to each were correct."""
         return _rows_of(self.run_dir / PROBLEMS_FILE)
 
     def held_out(self) -> list[dict[str, Any]]:
-        """Return the same of each evaluation."""
+        """Return the same for each evaluation."""
         return _rows_of(self.run_dir / HELD_OUT_FILE)
 
 
@@ -61,7 +61,7 @@ def read_run(run_dir: str | Path) -> Run:
     """Read a run directory, finished or not.
 
     Raises:
-        DataError: it is no run directory, or a file in it cannot be read.
+        DataError: it is not a run directory, or a file in it cannot be read.
     """
     run_dir = Path(run_dir)
     config_file, metrics_file = run_dir / "config.yaml", run_dir / METRICS_FILE
@@ -94,18 +94,18 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def rollout_file(run_dir: Path, step: int) -> Path:
-    """Return where some groups of a step's responses are kept."""
+    """Return the path of a step's responses."""
     return run_dir / "rollouts" / f"step_{step:06d}.jsonl"
 
 
 def rollout_steps(run_dir: Path) -> list[int]:
-    """Return the steps of which some responses were kept, in order."""
+    """Return the steps with some responses on file, in order."""
     names = (file.name for file in (run_dir / "rollouts").glob("step_*.jsonl"))
     return sorted(int(match[1]) for match in map(_ROLLOUT_FILE.fullmatch, names) if match)
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file that has one a step; DataError names a line that is none."""
+    """Return the rows of a file of one row per step; DataError names an invalid line."""
     rows = _read_lines(file)
     for number, row in enumerate(rows, 1):
         if not isinstance(row.get("step"), int):
@@ -114,13 +114,13 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:
-    """Objects of a JSONL file; a last line that a killed run left unfinished is passed over."""
+    """Objects of a JSONL file; skips a last line that a killed run left incomplete."""
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}") from None
     objects = []
-    # What follows the last newline is empty or unfinished.
+    # After the last newline is nothing or an incomplete line.
     for number, line in enumerate(lines[:-1], 1):
         try:
             found = json.loads(line, parse_constant=lambda _: None)
@@ -140,14 +140,14 @@ def group_record(
     rewards: Sequence[float],
     tokens: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Return one group of responses as people read it: one line of rollouts/step_*.jsonl.
+    """Return one group of responses as a record, one line of rollouts/step_*.jsonl.
 
     Args:
         rollouts: samples of one prompt.
         statuses: `Verdict.status` of each.
         rewards: shaped reward of each.
-        tokens: of each, its kept tokens' `pieces`, `values` (of a critic), `advantages` and
-            `entropy`, as `shown_tokens` makes them; empty: nothing is known token by token.
+        tokens: per response, `pieces`, `values` (with a critic), `advantages` and `entropy` of
+            its kept tokens, as made by token_records.py; empty: no per-token data.
     """
     prompt = rollouts[0].prompt
     assert all(r.prompt.index == prompt.index for r in rollouts), "a group has one prompt"

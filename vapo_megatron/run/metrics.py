@@ -1,8 +1,8 @@
-"""Writes what a run leaves for people: a row of metrics a step, problems, responses.
+"""Writes a run's output files: a row of metrics per step, problems, responses.
 
-Rows are numbered 1..N, one for each training step; row 0 holds the evaluation before training. An
-evaluation made after step s stands on row s. A name that a row lacks was not measured in that step
-(the actor's in value pretraining); null was measured and was not finite.
+Rows are numbered 1..N, one per training step; row 0 holds the evaluation before training, and an
+evaluation after step s is in row s. A metric missing from a row was not measured in that step (the
+actor's in value pretraining); null means measured, but not finite.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vapo_megatron.run.wandb_run import WandbRun
 
 
 class MetricsWriter:
-    """Writes what a run leaves for people, TensorBoard's events included, on one process."""
+    """Writes a run's output files, TensorBoard events and W&B rows; on the main rank."""
 
     def __init__(
         self,
@@ -37,17 +37,18 @@ class MetricsWriter:
         is_unevaluated: bool = False,
         wandb_project: str | None = None,
     ):
-        """Open the run's files; whatever they hold of steps >= resume_step is dropped.
+        """Open the run's files and drop everything of steps >= resume_step from them.
 
         Args:
-            run_dir: made if missing.
+            run_dir: created if missing.
             tensorboard: also write events, to run_dir/tensorboard.
             resume_step: first step that will be written: s + 1 after loading a checkpoint of
-                step s, 0 for a run from the beginning.
-            is_unevaluated: the row before it is to be written again, with its evaluation.
+                step s, 0 for a run from scratch.
+            is_unevaluated: the last step's evaluation was interrupted; rewrite its row.
+            wandb_project: also log rows to this W&B project; see WandbRun.
 
         Raises:
-            DataError: a file of rows holds a line that is none.
+            DataError: a line of a file is invalid.
             UserError: here and below, a file cannot be written; see storage.writing.
         """
         self.run_dir = Path(run_dir)
@@ -80,8 +81,8 @@ class MetricsWriter:
         """Write one step's row and return it.
 
         Args:
-            step: greater than that of the row before.
-            metrics: numbers or 0-d tensors, registered; what is not finite becomes null.
+            step: greater than the previous row's.
+            metrics: registered numbers or 0-d tensors; non-finite ones become null.
         """
         assert step > self._last_step, f"row {step} after row {self._last_step}"
         unknown = [name for name in metrics if describe(name) is None]
@@ -110,14 +111,14 @@ class MetricsWriter:
         *,
         held_out: bool = False,
     ) -> None:
-        """Write which problems a step met, and how many of a group's responses were right.
+        """Write a step's problems and how many responses to each were correct.
 
         Args:
             step: of the row.
             problems: `Prompt.index` of each group.
-            correct: right responses of each group.
-            group_size: responses to each.
-            held_out: they are an evaluation's.
+            correct: number of correct responses in each group.
+            group_size: responses per group.
+            held_out: the problems of an evaluation.
         """
         row = {"step": step, "group_size": group_size, "problems": list(problems)}
         path = self.run_dir / (HELD_OUT_FILE if held_out else PROBLEMS_FILE)
@@ -135,7 +136,7 @@ class MetricsWriter:
 
     def close(self, *, failed: bool = False) -> None:
         """Flush and close; may be called twice."""
-        with writing(self.run_dir / METRICS_FILE):  # What could not be written is tried again.
+        with writing(self.run_dir / METRICS_FILE):  # close() retries a write that failed
             self._file.close()
         if self._events:
             with writing(self._events_dir):

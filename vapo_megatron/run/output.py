@@ -1,4 +1,4 @@
-"""What a run shows and writes while it goes on: phases, a row a step, some responses for people."""
+"""A run's output: the progress display, a row per step, and some of the responses."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from vapo_megatron.run.token_records import gather_shown, group_records
 
 
 class RunOutput:
-    """Every rank calls the same methods in the same order; the main rank alone shows and writes."""
+    """Every rank calls the same methods in the same order; only the main rank shows and writes."""
 
     def __init__(self, config: VapoConfig, ranks: Ranks) -> None:
-        """Show and write nothing but times until `opened`."""
+        """Only measure times until `opened`."""
         self._config, self._ranks = config, ranks
         self._writer: MetricsWriter | None = None
         self._progress = Progress("off", config.algorithm.num_steps, 0)
@@ -38,11 +38,11 @@ class RunOutput:
 
     @contextlib.contextmanager
     def opened(self, start: int, *, is_unevaluated: bool = False) -> Iterator[None]:
-        """Have the run's files and display open in the body.
+        """Keep the run's files and display open in the body.
 
         Args:
-            start: steps that are done.
-            is_unevaluated: the last of them lacks its evaluation, and so its row.
+            start: number of finished steps.
+            is_unevaluated: the last step's evaluation was interrupted; rewrite its row.
 
         Raises:
             UserError: on the main rank; see lock_run and writing.
@@ -71,26 +71,26 @@ class RunOutput:
                 )
             )
             if start:
-                # What came before, the checkpoint's loading too, belongs to no step.
+                # Startup and loading the checkpoint do not count towards the first step.
                 self._timer.take()
                 self._timer.take_peaks()
                 self.note(f"resumed {run_dir} after step {start}")
             yield
 
     def note(self, text: str) -> None:
-        """Show a line."""
+        """Print a line."""
         self._progress.note(text)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[OnProgress]:
-        """Time a phase and show it; yields a callback for (done, total, part of the phase)."""
+        """Time and show a phase; yields a callback for (done, total, part of the phase)."""
         with self._timer(name):
             yield lambda done, total, part="": self._progress.phase(
                 f"{name} {part}".rstrip(), done, total
             )
 
     def step(self, done: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Write the row of a step, with its times and memory; num_tokens becomes a speed.
+        """Write a step's row with times and peak memory; num_tokens becomes tokens_per_second.
 
         Returns:
             The times.
@@ -109,7 +109,7 @@ class RunOutput:
         return times
 
     def evaluation(self, done: int, correct: Sequence[int]) -> None:
-        """Write how many responses to each held-out problem were right; empty: nothing."""
+        """Write how many responses to each held-out problem were correct, if there are any."""
         if self._writer is not None and correct:
             problems, samples = range(len(correct)), self._config.evaluation.samples
             self._writer.write_problems(done, problems, correct, samples, held_out=True)
@@ -123,11 +123,11 @@ class RunOutput:
         entropy: torch.Tensor,
         decode: Decode | None,
     ) -> None:
-        """Write how the problems went, and the first groups that the main rank sampled itself.
+        """Write the step's pass rates, and the first groups that the main rank sampled.
 
         Args:
-            step: counts from 0.
-            scored: what this rank sampled.
+            step: from 0.
+            scored: responses sampled by this rank.
             summary: of all ranks' responses.
             batch: what this data-parallel rank trained on.
             entropy: float32 [T] of the batch, nats.

@@ -12,19 +12,20 @@ from vapo_megatron.config.phases import TIMED
 
 
 class Memory(Protocol):
-    """What a PhaseTimer asks for the memory of a phase (parallel/memory.py)."""
+    """Measures a phase's peak memory (parallel/memory.py)."""
 
     def restart(self) -> None:
-        """Begin a phase."""
+        """Start a phase."""
 
     def peak_bytes(self) -> int:
-        """Return the most since then."""
+        """Return the peak since then."""
 
 
 class PhaseTimer:
     """Seconds and peak memory per phase of a step: `with timer("generation"): ...`.
 
-    A phase inside another counts to the outer one alone, so the phases' sum never exceeds the step.
+    A nested phase counts only towards the outer one, so the phases never add up to more than the
+    step.
     """
 
     def __init__(
@@ -36,8 +37,8 @@ class PhaseTimer:
         """Start the step's clock.
 
         Args:
-            on_start: called with each (outer) phase's name, such as `Progress.phase`.
-            synchronize: waits for the accelerator, so that a phase pays for its own work.
+            on_start: called with the name of each outer phase, such as `Progress.phase`.
+            synchronize: waits for the accelerator, so that a phase's work counts towards it.
             memory: of this process; None: peaks are not measured.
         """
         self._on_start = on_start
@@ -73,7 +74,7 @@ class PhaseTimer:
                 self._peaks[phase] = max(self._peaks.get(phase, 0), peak)
 
     def take(self) -> dict[str, float]:
-        """Return `time/*_seconds` of the step that ends here, and start the next step's clock."""
+        """Return `time/*_seconds` of the step that ends now, and start the next step's clock."""
         now = time.perf_counter()
         times = {f"time/{p}_seconds": self._seconds[p] for p in TIMED if p in self._seconds}
         times["time/step_seconds"] = now - self._step_start
@@ -88,11 +89,11 @@ class PhaseTimer:
 
 
 def tokens_per_second(num_tokens: float, times: Mapping[str, float]) -> float:
-    """Return num_tokens per second of a step, evaluation and checkpoint apart.
+    """Return num_tokens per second of a step, without evaluation and checkpoint.
 
     Args:
         num_tokens: response tokens of the step, summed over all processes.
-        times: what `PhaseTimer.take` returned.
+        times: from `PhaseTimer.take`.
     """
     apart = ("time/evaluation_seconds", "time/checkpoint_seconds")
     seconds = times["time/step_seconds"] - sum(times[name] for name in apart if name in times)

@@ -1,6 +1,6 @@
-"""Keeps the responses of a step in which an update was skipped, so that --replay can make it again.
+"""Dumps the responses of a step with a skipped update, so that --replay can reproduce it.
 
-RUN/skipped/step_000007/rank_00000.safetensors    as in rollout/dump.py; none is ever deleted
+RUN/skipped/step_000007/rank_00000.safetensors    as in rollout/dump.py; never deleted
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ def kept_if_skipped(
     scored: Sequence[ScoredRollout],
     note: Callable[[str], None],
 ) -> Iterator[dict[str, float]]:
-    """Let the body make a step's updates; keep its responses where one was skipped. Collective.
+    """Dump a step's responses if one of the updates in the body was skipped. Collective.
 
     Args:
         config: of the run.
         step: from 1.
-        scored: what this rank sampled.
-        note: shows a line.
+        scored: responses sampled by this rank.
+        note: prints a line.
 
     Yields:
-        Where the body puts the metrics of the updates.
+        A dict for the metrics of the updates.
 
     Raises:
         UpdatesSkipped: the body's, with the step and where its responses are.
@@ -54,8 +54,7 @@ def kept_if_skipped(
         yield metrics
     except UpdatesSkipped as error:
         raise UpdatesSkipped(
-            f"step {step}: {error}; {keep()}. Started again, the run goes on from its latest "
-            "checkpoint"
+            f"step {step}: {error}; {keep()}. Restart the run to resume from its latest checkpoint"
         ) from None
     skipped = {name: int(metrics.get(f"{name}/skipped_updates", 0)) for name in ("critic", "actor")}
     if any(skipped.values()):

@@ -1,4 +1,4 @@
-"""The numbers that describe a training step, over all ranks' responses."""
+"""A training step's metrics, reduced over all ranks' responses."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from vapo_megatron.parallel.reduce import max_over_world, sum_over_data_parallel
     "rollout/logprob_diff_max",
 )
 def sampler_difference(batch: RolloutBatch, limit: float | None, ranks: Ranks) -> dict[str, float]:
-    """Compare the sampler's log-probabilities with the trainer's, before anything is updated.
+    """Compare the sampler's log-probabilities with the trainer's, before any update.
 
-    They are of the same tokens under the same weights: what is left is rounding. A stale or
+    Both are of the same tokens under the same weights, so only rounding remains; a stale or
     mis-sharded weight shows here at once.
 
     Args:
@@ -79,12 +79,12 @@ def step_metrics(
     algorithm: AlgorithmConfig,
     ranks: Ranks,
 ) -> dict[str, float]:
-    """Name and reduce a step's metrics, the updates' own apart; two small all-reduces.
+    """Reduce a step's metrics, except those of the updates; two small all-reduces.
 
     Args:
         summary: of all ranks' responses.
-        batch: this data-parallel rank's, complete; without a critic it has no values.
-        entropy: float32 [T], nats, of the policy that sampled.
+        batch: this data-parallel rank's, with advantages; values only with a critic.
+        entropy: float32 [T], nats, of the sampling policy.
         algorithm: for lambda.
         ranks: this rank's place.
     """

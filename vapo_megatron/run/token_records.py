@@ -1,8 +1,8 @@
-"""Values, advantages, entropies of the few responses that a run keeps for people, by token.
+"""Per-token values, advantages and entropies of the few responses written to rollouts/.
 
-Before: each data-parallel rank holds those of the responses that it trains on, wherever they were
-sampled. After: every rank holds those of the shown ones, in one all-reduce a step of at most
-3 * 1024 numbers for each.
+Each data-parallel rank has those of the responses it trains on, wherever they were sampled. One
+all-reduce per step, of at most 3 * 1024 numbers per response, gives every rank those of the shown
+responses.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from vapo_megatron.rollout.source import Decode
 from vapo_megatron.run.directory import group_record
 
 _HALF = 512
-"""Of a response longer than twice this, as many tokens at either end are kept."""
+"""Tokens kept at either end of a response that is longer than twice this."""
 
 _DIGITS = 3
 
 _PENDING = "\ufffd"
-"""What a decoder writes for bytes that are not yet a character."""
+"""A decoder's output for bytes that are not a complete character."""
 
 
 def kept(length: int) -> list[int]:
-    """Return which tokens of a response of this length are kept, in order."""
+    """Return the indices of the tokens kept of a response of this length, in order."""
     if length <= 2 * _HALF:
         return list(range(length))
     return [*range(_HALF), *range(length - _HALF, length)]
@@ -43,18 +43,18 @@ def gather_shown(
     summary: StepSummary,
     ranks: Ranks,
 ) -> dict[int, dict[str, list[float | None]]]:
-    """Bring together what each rank knows of the tokens of the shown responses. A collective.
+    """Gather the per-token data of the shown responses on every rank. Collective.
 
     Args:
-        batch: this data-parallel rank's, complete.
+        batch: this data-parallel rank's, with advantages.
         entropy: float32 [T], nats.
-        shown: positions of responses, the same on every rank.
+        shown: positions of the responses, the same on every rank.
         summary: of all ranks' responses.
         ranks: this rank's place.
 
     Returns:
-        By position `values`, where there is a critic, `advantages` and `entropy` of its kept
-        tokens; None: not finite.
+        By position: `values` (with a critic), `advantages` and `entropy` of its kept tokens; None
+        stands for a non-finite number.
     """
     known = {"values": batch.values, "advantages": batch.advantages, "entropy": entropy}
     held = {name: numbers for name, numbers in known.items() if numbers is not None}
@@ -82,13 +82,13 @@ def _rounded(numbers: Tensor) -> list[float | None]:
 
 
 def token_pieces(token_ids: Sequence[int], decode: Decode) -> list[str]:
-    """Return the text of each kept token; together they are the response where none is left out.
+    """Return the text of each kept token; joined they are the response, unless some are left out.
 
-    A character that takes several tokens stands at its last one.
+    A character of several tokens is put at its last one.
 
     Args:
         token_ids: the whole response.
-        decode: ids to text, special tokens as they are written.
+        decode: ids to text, with special tokens.
     """
     pieces: list[str] = []
     before: tuple[int, ...] = ()
@@ -113,13 +113,13 @@ def group_records(
     tokens: Mapping[int, Mapping[str, Any]],
     decode: Decode | None,
 ) -> list[dict[str, Any]]:
-    """Return the records of responses by group, the parts of groups that are there.
+    """Return the shown responses as one record per group, which may be incomplete.
 
     Args:
         shown: responses by position.
         group_size: G.
         tokens: from gather_shown.
-        decode: as token_pieces takes it; None: the records say nothing token by token.
+        decode: as in token_pieces; None: no per-token data in the records.
     """
     records = []
     for _, members in itertools.groupby(shown, lambda s: s.rollout.position // group_size):

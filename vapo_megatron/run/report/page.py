@@ -1,4 +1,4 @@
-"""report.html: one self-contained page that shows a run, finished or not.
+"""report.html: one self-contained page about a run, finished or not.
 
 Numbers go into the page as JSON and its script draws them; text (configuration, prompts, responses)
 goes in escaped.
@@ -22,7 +22,7 @@ from vapo_megatron.run.report.sections import configuration, techniques
 
 
 def build_report(run_dir: str | Path) -> Path:
-    """Write run_dir/report.html from what the run has written so far and return its path.
+    """Write run_dir/report.html from the run's files so far and return its path.
 
     Raises:
         DataError: run_dir is no run directory, or a file in it cannot be read.
