@@ -88,7 +88,7 @@ def measure(
     """
     from vapo_megatron.models.build import build_model
     from vapo_megatron.models.hf_config import read_model_shape
-    from vapo_megatron.parallel import groups as parallel_groups
+    from vapo_megatron.parallel import groups
     from vapo_megatron.weights.gather import gather_hf_tensors
     from vapo_megatron.weights.load_hf import load_hf_weights
     from vapo_megatron.weights.reshard.sync import WeightSync
@@ -96,25 +96,25 @@ def measure(
     tp_size, pp_size = layout
     sizes = {"tensor_model_parallel_size": tp_size, "pipeline_model_parallel_size": pp_size}
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=sizes)})
-    groups = parallel_groups.initialize(config.parallel)
+    ranks = groups.initialize(config.parallel)
     shape = read_model_shape(directory)
-    chunks = build_model(shape, config.model, config.parallel, groups, "actor", seed=config.seed)
-    load_hf_weights(chunks, shape, directory, groups, "actor")
+    chunks = build_model(shape, config.model, config.parallel, ranks, "actor", seed=config.seed)
+    load_hf_weights(chunks, shape, directory, ranks, "actor")
     held = _elements([p.data for chunk in chunks for p in chunk.parameters()], count)
 
-    sync = WeightSync(shape, groups, config.model, config.rollout, engine)
+    sync = WeightSync(shape, ranks, config.model, config.rollout, engine)
     sync.publish(chunks, 0)
     live = {name: weight.tensor for name, weight in engine.live_weights().items()}
     needed = _elements(list(live.values()), count)
     by_plan = {name: tensor.clone() for name, tensor in live.items()}
     ways: tuple[Callable[[], Any], ...] = (
         lambda: sync.publish(chunks, 0),
-        lambda: engine.load_weights(gather_hf_tensors(chunks, shape, groups), 0),
+        lambda: engine.load_weights(gather_hf_tensors(chunks, shape, ranks), 0),
     )
     seconds = [[_timed(way) for way in ways] for _ in range(repeats)]
     wrong = [n for n, t in live.items() if not torch.equal(_bits(t), _bits(by_plan[n]))]
     assert not wrong, f"the two ways differ in {wrong[:3]}"
-    parallel_groups.destroy()
+    groups.destroy()
     return Measured(
         sync.received_bytes,
         4 * int((needed & ~held).sum()),

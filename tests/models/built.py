@@ -14,7 +14,7 @@ from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.build import build_model
 from vapo_megatron.models.hf_config import ModelShape, read_model_shape
-from vapo_megatron.parallel import groups as parallel_groups
+from vapo_megatron.parallel import groups
 from vapo_megatron.parallel.groups import Ranks
 
 # isort: split
@@ -68,14 +68,14 @@ def build(
     """Build with random weights. Groups are made once in a job, and kept for its later models."""
     config = make_config(layout, dist.get_world_size(), recompute, **model)
     try:
-        groups = parallel_groups.current()
+        ranks = groups.current()
     except AssertionError:
-        groups = parallel_groups.initialize(config.parallel)
+        ranks = groups.initialize(config.parallel)
     shape = read_model_shape(hf_path)
     chunks = build_model(
-        shape, config.model, config.parallel, groups, role, seed=config.seed, device=device
+        shape, config.model, config.parallel, ranks, role, seed=config.seed, device=device
     )
-    return Built(chunks, shape, config, groups)
+    return Built(chunks, shape, config, ranks)
 
 
 def write_hf(directory: Path, changes: dict[str, Any] | None = None, **shape: Any) -> str:

@@ -52,7 +52,7 @@ def test_auto_takes_transformer_engine_in_bfloat16_where_it_works(machine):
 def test_an_installation_that_cannot_be_imported_is_not_passed_over(machine):
     machine(imports=False)
     for spec in ("auto", "transformer_engine"):
-        with pytest.raises(ConfigError, match=f"layer_spec={spec}: .* cannot be imported; mend"):
+        with pytest.raises(ConfigError, match=f"layer_spec={spec}: .* cannot be imported; fix"):
             uses_transformer_engine(ModelConfig(layer_spec=spec))
     assert not uses_transformer_engine(ModelConfig(layer_spec="local"))
 

@@ -11,7 +11,7 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import Microbatch, RolloutBatch, make_microbatch
 from vapo_megatron.models.build import build_model
 from vapo_megatron.models.hf_config import ModelShape, read_model_shape
-from vapo_megatron.parallel import groups as parallel_groups
+from vapo_megatron.parallel import groups
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.weights.load_hf import load_hf_weights
 
@@ -68,14 +68,14 @@ def load(
 ) -> Loaded:
     """Build from `built_as` (default: hf_path), load hf_path. A critic's head keeps its weights."""
     config = make_config(layout, **settings)
-    groups = parallel_groups.initialize(config.parallel)
+    ranks = groups.initialize(config.parallel)
     shape = read_model_shape(built_as or hf_path)
-    chunks = build_model(shape, config.model, config.parallel, groups, role, seed=config.seed)
+    chunks = build_model(shape, config.model, config.parallel, ranks, role, seed=config.seed)
     for name, parameter in all_parameters(chunks):
         if role == "actor" or name != "output_layer.weight":
             parameter.data.fill_(torch.nan)
-    num_bytes = load_hf_weights(chunks, shape, hf_path, groups, role)
-    return Loaded(chunks, shape, groups, num_bytes, config)
+    num_bytes = load_hf_weights(chunks, shape, hf_path, ranks, role)
+    return Loaded(chunks, shape, ranks, num_bytes, config)
 
 
 def all_parameters(chunks: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.weights.loaded import FEW_HEADS, Layout, load, microbatch, widen
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron.parallel import groups as parallel_groups
+from vapo_megatron.parallel import groups
 from vapo_megatron.parallel.optimizer import (
     build_ddp,
     build_optimizer,
@@ -116,7 +116,7 @@ def test_a_small_model_takes_one_collective_per_axis_and_stage(workers, tmp_path
 
 def _gathered_alone(path):
     loaded = load(path, Layout())
-    parallel_groups.destroy()
+    groups.destroy()
     dist.destroy_process_group()
     return _digest(gather_hf_tensors(loaded.chunks, loaded.shape, loaded.ranks))
 

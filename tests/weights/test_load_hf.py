@@ -18,7 +18,7 @@ from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.models.build import build_model
 from vapo_megatron.models.hf_config import read_model_shape
-from vapo_megatron.parallel import groups as parallel_groups
+from vapo_megatron.parallel import groups
 from vapo_megatron.weights import hf_reader
 from vapo_megatron.weights.load_hf import HfReader, check_hf_tensors, load_hf_weights
 from vapo_megatron.weights.mapping import local_parameters
@@ -203,12 +203,12 @@ def test_a_reward_model_is_no_actor(tmp_path):
 
 def _try_load(path, built_as, role="actor"):
     config = make_config(Layout())
-    groups = parallel_groups.initialize(config.parallel)
+    ranks = groups.initialize(config.parallel)
     shape = read_model_shape(built_as)
-    chunks = build_model(shape, config.model, config.parallel, groups, role, seed=config.seed)
+    chunks = build_model(shape, config.model, config.parallel, ranks, role, seed=config.seed)
     before = [p.clone() for _, p in all_parameters(chunks)]
     try:
-        load_hf_weights(chunks, shape, path, groups, role)
+        load_hf_weights(chunks, shape, path, ranks, role)
     except CheckpointError as error:
         same = all(torch.equal(a, b) for a, (_, b) in zip(before, all_parameters(chunks)))
         return str(error), same

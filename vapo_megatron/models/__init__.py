@@ -1,1 +1,1 @@
-"""Qwen2, Qwen3 and Llama on megatron-core. Only hf_config.py is free of torch."""
+"""Qwen2, Qwen3 and Llama on megatron-core. Only hf_config.py and known.py are free of torch."""

@@ -1,10 +1,10 @@
 """Causal attention over packed sequences, where Transformer Engine's is not installed.
 
-On a GPU in bfloat16: torch's varlen attention (flash attention over cu_seqlens), for which nothing
-is read back from the device. Otherwise, on a CPU or in float32, which flash attention does not
-know, calls of scaled_dot_product_attention: long sequences one by one, those of similar length
-copied into right-padded batches, which is exact, since causal rows never see what stands to their
-right. That reads the bounds back once for each batch.
+On a GPU in bfloat16: torch's varlen attention (flash attention over cu_seqlens), without a device
+synchronization. Otherwise, on a CPU or in float32, which flash attention does not support:
+scaled_dot_product_attention, on long sequences one by one, on those of similar length in
+right-padded batches. That is exact, since causal rows never attend to their right. It reads the
+bounds back from the device once for each batch.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from vapo_megatron.parallel import backend
 
 
 def uses_flash_attention(dtype: torch.dtype) -> bool:
-    """Is PackedAttention computed by torch's varlen attention: on a GPU, unless in float32?"""
+    """Does PackedAttention use torch's varlen attention: on a GPU, unless in float32?"""
     return backend.device().type == "cuda" and dtype != torch.float32
 
 
 def check_flash_attention(head_dim: int) -> None:
-    """Refuse a width that the kernels of torch's varlen attention do not have.
+    """Refuse a head size that torch's varlen attention does not support.
 
     Raises:
         ConfigError: names the field, its value and what else can be done.
@@ -54,8 +54,8 @@ class PackedAttention(MegatronModule):
 
     Called with query [S, heads, d], key and value [S, groups, d] of this tensor-parallel rank and
     `packed_seq_params` whose cu_seqlens_q bound the sequences; returns [S, heads * d]. The rotation
-    is done here and not by megatron-core, which walks over the sequences one by one and computes
-    every cosine anew for the query and the key of each layer.
+    is done here and not by megatron-core, which loops over the sequences and recomputes every
+    cosine for the query and the key of each layer.
 
     Args:
         rotary: of the model that the layer belongs to.
@@ -155,7 +155,7 @@ def packed_attention(
         return query
     plan = _plan(bounds, heads * channels, query.device)
     if query.is_cuda and heads != key.size(1):
-        # The kernel for float32 knows no groups: torch would take one that holds all scores.
+        # The float32 kernel has no grouped heads: torch would fall back to one with all scores.
         key, value = (_one_head_each(x, query) for x in (key, value))
     outputs = []
     padded = (_Pad.apply(x, plan).split(plan.splits) for x in (query, key, value))
@@ -172,7 +172,7 @@ _bounds = WeakTensorKeyDictionary()
 
 
 def _host_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """Read the bounds, from a GPU once for all layers: the read waits for all that was launched."""
+    """Read the bounds; from a GPU once for all layers, because reading synchronizes."""
     bounds = _bounds.get(cu_seqlens)
     if bounds is None:
         bounds = _bounds[cu_seqlens] = tuple(cu_seqlens.tolist())
@@ -196,7 +196,7 @@ class _Plan:
 
 
 class _Pad(torch.autograd.Function):
-    """Tokens to cells. Padding is 0, which even an infinite score would not turn into NaN."""
+    """Tokens to cells; padding cells are 0, so that they cannot turn into NaN."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, plan: _Plan) -> Tensor:
@@ -223,14 +223,14 @@ class _Unpad(torch.autograd.Function):
         return cells.index_fill_(0, ctx.plan.padding, 0), None
 
 
-# In units of copying one channel of one token there and back; measured on one CPU core.
+# Unit: copying one channel of one token there and back; measured on one CPU core.
 _CALL_COST = 5_000
 _PAIR_COST = 0.04
 
 
 @functools.lru_cache(maxsize=16)
 def _plan(bounds: tuple[int, ...], channels: int, device: torch.device) -> _Plan:
-    """Batch the sequences: one joins a longer one where its padding costs less than a new call."""
+    """Batch the sequences: one joins a longer one if its padding costs less than another call."""
     lengths = [stop - start for start, stop in zip(bounds[:-1], bounds[1:])]
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -58,7 +58,7 @@ def transformer_config(
 
     Raises:
         ConfigError: the layout does not divide the model, or the layer implementation is missing or
-            cannot compute it.
+            does not support it.
     """
     check_layout(shape, parallel)
     check_launch_order(parallel.tensor_model_parallel_size)
@@ -96,16 +96,15 @@ def transformer_config(
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=vpp_size if virtual else None,
         sequence_parallel=parallel.sequence_parallel,
-        # Packed batches: the lengths differ between microbatches, and a dense model still has to
-        # name a dispatcher that allows it.
+        # Packed batches vary in length; even a dense model must name a dispatcher that allows it.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # Only the schedule of virtual stages overlaps, and only what is not batched.
+        # Only the interleaved schedule overlaps, and only unbatched sends.
         overlap_p2p_comm=virtual and not batched,
         batch_p2p_comm=batched,
-        # gloo may still be sending an output when it would be freed.
+        # gloo may still be sending the output.
         deallocate_pipeline_outputs=on_gpu,
-        # Losses arrive divided by global counts: nothing is averaged by megatron-core.
+        # Losses are already divided by global counts: megatron-core must not average.
         calculate_per_token_loss=True,
         **_recompute(parallel.recompute),
         **_fusions(on_gpu, transformer_engine),
@@ -138,7 +137,7 @@ def _fusions(on_gpu: bool, transformer_engine: bool) -> dict[str, Any]:
 
 
 def _can_compile() -> bool:
-    """Is there what torch.compile builds its launchers with: a C compiler, Python's headers?"""
+    """Are a C compiler and Python's headers there? torch.compile builds its launchers with them."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     return bool(compiler) and Path(sysconfig.get_path("include"), "Python.h").exists()
 
@@ -146,10 +145,10 @@ def _can_compile() -> bool:
 def _fp8(fp8: str | None) -> dict[str, Any]:
     """The layers' matrix products in FP8; parameters, attention and the output stay in bfloat16.
 
-    Each tensor is scaled by its own largest value. Delayed scaling would keep a history of those:
-    the same weights would give other log-probabilities in the update than before it, and a resumed
-    run other ones than the run it resumes. Weights are cast anew for each microbatch: Transformer
-    Engine would keep the casts on the GPU while the model is away from it.
+    Tensors are scaled by their current maximum. Delayed scaling keeps a history of maxima: with the
+    same weights, log-probabilities would change between old_logprobs and the update, and after a
+    resume. Weights are cast again for each microbatch: Transformer Engine's cache of the casts
+    would stay on the GPU while the model is offloaded.
     """
     if fp8 is None:
         return {}
@@ -247,9 +246,9 @@ def _build_chunk(
 
 
 class OutputProjection(tensor_parallel.ColumnParallelLinear):
-    """An output projection that passes hidden states on: the log-probabilities use its weight.
+    """An output projection whose forward returns the hidden states; logprobs.py uses its weight.
 
-    It is called nevertheless: with overlap_param_gather, DDP's hook then waits for the weight.
+    It must be called all the same: with overlap_param_gather, DDP's hook then waits for the weight.
     """
 
     def __init__(
@@ -286,7 +285,7 @@ def output_weight(chunk: torch.nn.Module) -> Tensor:
 def gather_hidden(output: Tensor, *, sequence_parallel: bool) -> Tensor:
     """The actor's output on the last stage -> hidden states [S, H], the same on all of tp_group.
 
-    Each rank goes on with its own rows of the vocabulary, so its gradient of the hidden states is
+    Each rank then uses its own rows of the vocabulary, so its gradient of the hidden states is
     partial: backward sums it over tp_group (and scatters the sum under sequence parallelism).
 
     Args:

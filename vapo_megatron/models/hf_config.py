@@ -1,7 +1,7 @@
 """The architecture of a model, read from a Hugging Face directory's config.json.
 
-Imports neither torch nor megatron, so that plans and checks are quick. Nothing is guessed: what the
-trainer would not compute exactly as transformers and vLLM do is a ConfigError that names it.
+Imports neither torch nor megatron, so that plans and checks are quick. Nothing is guessed: whatever
+the trainer would not compute exactly as transformers and vLLM do is a ConfigError that names it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from vapo_megatron.config import ParallelConfig
 from vapo_megatron.errors import ConfigError
 
 ROPE_TYPES = ("linear", "llama3", "yarn")
-"""Scalings of the rotary frequencies that do not depend on the sequence's length."""
+"""Scalings of the rotary frequencies that do not depend on the sequence length."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Family:
-    """What sets one model_type apart from the others."""
+    """How one model_type differs from the others."""
 
     qkv_bias: bool
     qk_norm: bool
     defaults: dict[str, Any]
-    """transformers' own, for keys that config.json lacks; null is not lacking."""
+    """transformers' defaults for keys that config.json lacks; null counts as given."""
     only: dict[str, Any]
-    """Keys with the one value that is supported."""
+    """Keys with the only supported value."""
 
 
 _FAMILIES = {
@@ -65,7 +65,7 @@ _ROPE_KEYS = {
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """Everything that the trainer needs to know of a decoder-only transformer."""
+    """The architecture of a decoder-only transformer."""
 
     family: str
     """model_type of config.json: "qwen2" (Qwen2 and Qwen2.5), "qwen3" or "llama"."""
@@ -134,7 +134,7 @@ class _Reader:
         return self.positive(key, self.get(key, default))
 
     def positive(self, key: str, value: Any) -> float:
-        """Return a value that was found under a key, if it is a positive number."""
+        """Check that the value of a key is a positive number."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value < math.inf:
             raise self.error(key, value, "must be a positive number")
@@ -192,7 +192,7 @@ def _shape(reader: _Reader) -> ModelShape:
 
 
 def _check_supported(reader: _Reader, family: _Family) -> None:
-    """Refuse what would be computed otherwise by transformers or by vLLM."""
+    """Refuse what transformers or vLLM would compute differently."""
     reader.require("hidden_act", "silu", "silu")
     reader.require("use_sliding_window", False, False)
     reader.require("partial_rotary_factor", 1, 1)
@@ -238,7 +238,7 @@ def _rope(reader: _Reader) -> tuple[float, dict[str, Any] | None]:
 
 
 def parameter_count(shape: ModelShape, *, value_head: bool = False) -> int:
-    """Count parameters as transformers does: a tied output projection once, padding not at all.
+    """Count parameters as transformers does: a tied output projection once, no padding.
 
     Args:
         shape: the architecture.
@@ -293,10 +293,10 @@ def check_layout(shape: ModelShape, parallel: ParallelConfig) -> None:
 
 
 def _check_key_value_heads(shape: ModelShape, tp_size: int) -> None:
-    """Refuse what megatron-core cannot lay out.
+    """Refuse what megatron-core cannot shard.
 
     Each rank holds whole key-value heads, or each head's query, key and value rows are cut evenly
-    over the ranks that share it, anywhere, also within a head.
+    over the ranks that share it, even within a head.
     """
     groups = shape.num_key_value_heads
     if groups % tp_size and tp_size % groups:

@@ -1,7 +1,7 @@
-"""The sizes of published models, for plans made without their files.
+"""The sizes of published models, for planning without their files.
 
-Sizes are those of their config.json; what a plan does not need (rotary base, longest position) has
-a stand-in, so nothing is built or loaded from here.
+Sizes are those of their config.json; what planning does not need (rotary base, longest position) is
+a placeholder, so no model is built or loaded from these.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which implementation the transformer layers have: Transformer Engine's, or megatron-core's own.
+"""Chooses the transformer layers' implementation: Transformer Engine's, or megatron-core's own.
 
 Transformer Engine brings fused attention over packed sequences, norms fused into the linear layers,
 and FP8. It computes in bfloat16 alone: its fused attention has no float32.
@@ -40,9 +40,9 @@ from vapo_megatron.parallel.minibatches import FP8_MULTIPLE
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, whose weight says whether its gradient is partial (sequence parallelism).
+    """torch's RMSNorm, with its weight marked for sequence parallelism: its gradient is partial.
 
-    megatron-core's wrapper of the same module refuses sequence parallelism instead.
+    megatron-core's own wrapper of the same module refuses sequence parallelism.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ def uses_transformer_engine(model: ModelConfig) -> bool:
     """Resolve model.layer_spec: auto is Transformer Engine in bfloat16 where it is installed.
 
     Raises:
-        ConfigError: Transformer Engine is asked for and not installed, or there is no GPU; or it is
-            there and megatron-core cannot import it.
+        ConfigError: Transformer Engine is required, but there is none or no GPU; or megatron-core
+            cannot import it.
     """
     asked = model.layer_spec == "transformer_engine"
     if model.layer_spec == "local" or (not asked and model.dtype == "float32"):
@@ -73,14 +73,14 @@ def uses_transformer_engine(model: ModelConfig) -> bool:
     if usable and not extension.HAVE_TE:
         raise ConfigError(
             f"model.layer_spec={model.layer_spec}: transformer-engine is installed, but "
-            "transformer_engine.pytorch cannot be imported; mend the installation, or set "
+            "transformer_engine.pytorch cannot be imported; fix the installation, or set "
             "model.layer_spec=local"
         )
     return usable
 
 
 def check_fp8(shape: ModelShape, model: ModelConfig, tp_size: int) -> None:
-    """Refuse model.fp8 where Transformer Engine could not compute with it.
+    """Refuse model.fp8 if Transformer Engine cannot use it here.
 
     Raises:
         ConfigError: names the field, its value and what it needs.
@@ -112,7 +112,7 @@ def check_fp8(shape: ModelShape, model: ModelConfig, tp_size: int) -> None:
 
 
 def _fp8_widths(shape: ModelShape, tp_size: int) -> dict[str, int]:
-    """Rows and columns of a rank's matrices: each is a dimension that some product sums over."""
+    """Rows and columns of a rank's matrices: each is the inner dimension of some product."""
     heads, groups = shape.num_attention_heads, shape.num_key_value_heads
     return {
         "model's hidden_size": shape.hidden_size,
@@ -133,8 +133,7 @@ def block_spec(
 
     Args:
         config: of the model.
-        rotary: done inside the local layers' attention; Transformer Engine's layers leave it to
-            GPTModel.
+        rotary: used in the local layers' attention; with Transformer Engine GPTModel rotates.
         transformer_engine: from uses_transformer_engine.
         vp_stage: which chunk; None without a virtual pipeline.
     """

@@ -1,9 +1,8 @@
 """Rotary frequencies, the same as those of transformers and vLLM.
 
-megatron-core has rotary embeddings of its own for some scalings, with constants that a config
-cannot reach. Here the frequencies are computed once from the HF config, for every implementation of
-the layers. YaRN's factor on cosine and sine becomes a factor on the attention scores: it enters the
-query and the key, so it enters the scores squared.
+megatron-core hard-codes the constants of the scalings that it has. Here the frequencies are
+computed from the HF config, for every layer implementation. YaRN's factor on cosine and sine
+becomes a factor on the attention scores: it scales query and key, so its square scales the scores.
 """
 
 from __future__ import annotations
@@ -101,8 +100,8 @@ class Rotary:
     Dimension i is paired with i + d/2, as in transformers:
         (x_i, x_{i+d/2}) -> (x_i cos a - x_{i+d/2} sin a, x_{i+d/2} cos a + x_i sin a),  a = p f_i
 
-    Cosines and sines are computed once for each batch, by the first layer, and kept as long as its
-    bounds. Nothing is read back from the device: a GPU would have to finish all its work first.
+    Cosines and sines are computed once for each batch, by the first layer, and cached as long as
+    its cu_seqlens live. Nothing is read back from the device, which would synchronize.
 
     Args:
         frequencies: float32 [d / 2], from rope_frequencies.
@@ -138,7 +137,7 @@ class Rotary:
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation's gradient is rotated back."""
+    """The gradient is rotated back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

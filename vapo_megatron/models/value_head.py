@@ -15,18 +15,19 @@ from torch import Tensor
 
 
 class ValueHead(torch.nn.Linear):
-    """V(s) = w . h(s) + b, computed in float32. Stands where GPTModel has its output projection.
+    """V(s) = w . h(s) + b, computed in float32. Replaces GPTModel's output projection.
 
-    b is there only for a reward model that has one (set_bias): a float32 constant, which is saved
-    and exported and not trained.
+    b exists only for a reward model that has one (set_bias): a float32 constant, saved and exported
+    but not trained.
 
     The weight has the model's dtype, because megatron-core's checkpoints cannot hold a float32
-    parameter of a bfloat16 model; its main copy in the optimizer is float32 like every other.
+    parameter of a bfloat16 model; its main copy in the optimizer is float32, as all others.
 
     Every tensor-parallel rank holds the same weight [1, H]. Without sequence parallelism each sees
     all of h and computes the same gradient. With it each sees its part of the sequence: the values
     are gathered forward and each rank keeps its part of their gradient backward, so the weight's
-    gradient is partial, and the mark `sequence_parallel` has megatron-core sum it over the group.
+    gradient is partial; its attribute `sequence_parallel` tells megatron-core to sum it over the
+    group.
 
     Args:
         config: of the model that it belongs to.
@@ -50,7 +51,7 @@ class ValueHead(torch.nn.Linear):
             self.weight.copy_(init_std * draw)
 
     def set_bias(self, bias: Tensor) -> None:
-        """Add a constant [1] to every value from now on."""
+        """Add this constant [1] to every value from now on."""
         self._parameters.pop("bias", None)
         self.register_buffer("bias", bias.to(device=self.weight.device, dtype=torch.float32))
 

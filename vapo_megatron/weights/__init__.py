@@ -1,1 +1,1 @@
-"""Weights from and to Hugging Face files, by one name table."""
+"""Weights between Hugging Face, Megatron and vLLM, by one name table."""

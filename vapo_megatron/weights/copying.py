@@ -1,4 +1,4 @@
-"""Bytes from file to file, from files to tensors and back, in bounded memory."""
+"""Copies bytes between files and tensors in bounded memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor
 from vapo_megatron.errors import CheckpointError
 
 BLOCK_BYTES = 64 << 20
-"""At most this much of a tensor is in memory at once, and at most as much again for a cut of it."""
-# Linux 6.18 takes large pages for larger writes, which cost a virtual machine up to eight times as
-# much: 4 GB took 1.6 s of kernel time so, 5.5 s by 256 KB, 12 s by 1 MB and more.
+"""At most this much of a tensor is in memory at once, and as much again for a cut of it."""
+# Linux 6.18 allocates large pages for larger writes, which is slower in a virtual machine: 4 GB
+# took 1.6 s of kernel time in writes of 64 KB, 5.5 s in 256 KB, 12 s in 1 MB or more.
 _WRITE_BYTES = 64 << 10
 _NOT_BY_KERNEL = (errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 
 class Blocks:
-    """Memory for one block of rows, used again and again."""
+    """Reusable memory for one block of rows."""
 
     def __init__(self) -> None:
         self._memory = bytearray(0)
@@ -36,7 +36,7 @@ class Blocks:
 
 
 def row_blocks(num_rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, count) of consecutive rows that fit a block, and at least one."""
+    """Yield (start, count) of consecutive rows that fit a block; at least one row."""
     step = max(1, BLOCK_BYTES // row_bytes)
     for start in range(0, num_rows, step):
         yield start, min(step, num_rows - start)
@@ -59,7 +59,7 @@ def read_exactly(file: BinaryIO, offset: int, out: Tensor) -> None:
 def write_exactly(file: BinaryIO, offset: int, data: Tensor) -> None:
     """Write a contiguous CPU tensor's bytes into a file from `offset` on."""
     assert data.is_contiguous()
-    # Not through numpy: what it has seen of a model can never be emptied (offload.py).
+    # Not through numpy, after which a storage can no longer be resized (offload.py).
     view = memoryview((ctypes.c_char * data.nbytes).from_address(data.data_ptr())).cast("B")
     while view:
         count = os.pwrite(file.fileno(), view[:_WRITE_BYTES], offset)
@@ -69,7 +69,7 @@ def write_exactly(file: BinaryIO, offset: int, data: Tensor) -> None:
 def copy_exactly(
     source: BinaryIO, begin: int, target: BinaryIO, place: int, num_bytes: int
 ) -> None:
-    """Copy bytes from file to file, in the kernel where it can.
+    """Copy bytes from file to file, in the kernel if it can.
 
     Raises:
         CheckpointError: the source ends early.

@@ -2,8 +2,8 @@
 
 Before: every rank holds its shards. During: the ranks of the first data-parallel replica send each
 parameter to their stage's leader (tensor-parallel rank 0), which appends it to its own safetensors
-file; nobody holds more than one full parameter. After: the directory stands complete under its
-name, or not at all. Every rank must call; the leaders must share the directory's file system.
+file; no rank holds more than one full parameter. After: the directory is complete, or not there at
+all. Every rank must call; the leaders must share the directory's file system.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vapo_megatron.weights import layout
 from vapo_megatron.weights.hf_directory import (
     TensorPlan,
     architecture,
-    carry,
+    copy_auxiliary,
     partial_of,
     prepare,
     read_config,
@@ -52,7 +52,7 @@ MAX_FILE_BYTES = 4 << 30
 
 @dataclasses.dataclass(frozen=True)
 class _File:
-    """Some parameters of this stage, and the HF tensors that they make, in the same order."""
+    """A file: parameters of this stage, and their HF tensors in the same order."""
 
     parameters: list[LocalParameter]
     tensors: list[TensorPlan]
@@ -70,17 +70,16 @@ def export_hf(
 ) -> Path:
     """Write a directory that transformers loads. Collective over all ranks.
 
-    A critic is saved as the class with one label that it came as, or as ...ForTokenClassification
-    (see hf_directory.architecture).
+    For a critic's class see hf_directory.architecture.
 
     Args:
         chunks: this rank's model chunks, with or without DDP.
         shape: of the model.
         ranks: this rank's place.
         out_dir: replaced as a whole if it is an earlier export.
-        copy_from: directory whose config.json, generation settings and tokenizer are carried along.
+        copy_from: directory whose config.json, generation settings and tokenizer are copied.
         role: "actor" or "critic".
-        max_file_bytes: a file holds at most this many bytes of tensors, and at least one parameter.
+        max_file_bytes: largest file, unless a single parameter is larger.
 
     Returns:
         out_dir. Tensors have the parameters' own types.
@@ -127,7 +126,7 @@ def _export(
     _agree(_write_stage(files, paths, shape, ranks, bias) if ranks.dp_rank == 0 else None)
 
     def finish() -> None:
-        carry(source, partial)
+        copy_auxiliary(source, partial)
         write_config(source, partial, shape.family, role, dtype)
         write_index(partial, weight_map, total_bytes)
 
@@ -135,7 +134,7 @@ def _export(
 
 
 def _value_bias(last_chunk: torch.nn.Module, class_name: str) -> Tensor | None:
-    """Return the value head's bias; 0 where it has none and the transformers class has one."""
+    """Return the value head's bias; 0 if it has none but the transformers class has one."""
     bias = getattr(getattr(unwrap(last_chunk), "output_layer", None), "bias", None)
     if bias is None and class_name.endswith("TokenClassification"):
         return torch.zeros(1)
@@ -151,7 +150,7 @@ def _problem_of(action: Callable[[], object]) -> str | None:
 
 
 def _agree(problem: str | None) -> None:
-    """Raise on every rank when one has a problem, so that none waits for a rank that has left."""
+    """Raise on every rank if one has a problem, so that none waits for a rank that has left."""
     for found in gather_objects(problem):
         if found:
             raise CheckpointError(f"HF export: {found}")
@@ -182,7 +181,7 @@ def _plan(
 
 
 def _name_files(files: list[_File], ranks: Ranks) -> tuple[list[str], dict[str, str], int]:
-    """Return this stage's file names, and for all stages tensor name -> file name and the bytes."""
+    """Return this stage's file names; of all stages, tensor name -> file name and total bytes."""
     leads = ranks.tp_rank == 0 and ranks.dp_rank == 0
     mine = (ranks.pp_rank, [[(t.name, t.num_bytes) for t in f.tensors] for f in files])
     plans = gather_objects(mine if leads else None)
@@ -205,7 +204,7 @@ def _write_stage(
     ranks: Ranks,
     bias: Tensor | None,
 ) -> str | None:
-    """Gather this stage's parameters and, on its leader, write them; returns what went wrong."""
+    """Gather this stage's parameters and write them on its leader; return a problem or None."""
     problem = None
     for file, path in zip(files, paths, strict=True):
         tensors = (t for p in file.parameters for t in _gather(p, shape, ranks, bias))
@@ -214,7 +213,7 @@ def _write_stage(
                 write_safetensors(path, file.tensors, tensors)
             except OSError as error:
                 problem = f"{path}: {error.strerror}"
-        # What the other ranks do, and the leader after an error: its part of each gather.
+        # The other ranks, and the leader after an error, still take part in each gather.
         for _ in tensors:
             pass
     return problem

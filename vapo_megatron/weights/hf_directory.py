@@ -1,4 +1,4 @@
-"""The files of an HF directory, and how a finished directory takes its place."""
+"""Writes the files of an HF directory; a new directory is built beside the old one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from vapo_megatron.weights.hf_reader import DTYPES, INDEX_FILE, SINGLE_FILE
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = {"format": "pt", "producer": "vapo_megatron"}
 CONVERSION_FILE = "conversion.json"
-"""Stands in a converted Megatron checkpoint and says what it was converted from."""
-_CARRIED = (
+"""In a converted Megatron checkpoint: what it was converted from."""
+_AUXILIARY = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "vocab.*", "merges.txt", "chat_template*", "*.model", "LICENSE*",
 )  # fmt: skip
@@ -44,24 +44,24 @@ class TensorPlan:
 
 
 def partial_of(out_dir: Path) -> Path:
-    """Return the hidden directory beside out_dir in which it is made."""
+    """Return the hidden directory beside out_dir in which it is built."""
     return out_dir.parent / f".{out_dir.name}.partial"
 
 
 def prepare(out_dir: Path, source: Path, *, overwrite: bool = True) -> Path:
-    """Make an empty directory beside out_dir, in place of what an interrupted run has left there.
+    """Make an empty directory beside out_dir, removing what an interrupted run has left there.
 
     Args:
-        out_dir: where the finished directory will stand.
-        source: directory whose config.json and tokenizer are carried along.
-        overwrite: replace what an earlier export or conversion wrote; nothing else ever is.
+        out_dir: path of the finished directory.
+        source: directory whose config.json and tokenizer are copied.
+        overwrite: replace an earlier export or conversion; nothing else ever is.
 
     Raises:
-        CheckpointError: out_dir is taken, or source cannot be carried along.
+        CheckpointError: out_dir is taken, or source cannot be copied.
     """
     partial = partial_of(out_dir)
     if not (source / "config.json").is_file():
-        raise CheckpointError(f"{source} has no config.json to carry along; give an HF directory")
+        raise CheckpointError(f"{source} has no config.json to copy; give an HF directory")
     if source.resolve().is_relative_to(out_dir.resolve()):
         raise CheckpointError(
             f"{out_dir} holds {source}, the directory to copy from; export somewhere else"
@@ -100,7 +100,7 @@ def write_safetensors(path: Path, tensors: list[TensorPlan], data: Iterator[Tens
     Args:
         path: of the file.
         tensors: what it holds.
-        data: the tensors in order, each whole or in pieces of its rows.
+        data: the tensors in order, each whole or in blocks of rows.
     """
     with open(path, "wb") as out:
         place = out.write(safetensors_header(tensors))
@@ -119,7 +119,7 @@ def write_safetensors(path: Path, tensors: list[TensorPlan], data: Iterator[Tens
 
 
 def safetensors_header(tensors: list[TensorPlan]) -> bytes:
-    """Return what stands in a safetensors file before the tensors, which follow in this order."""
+    """Return the header of a safetensors file with these tensors in this order."""
     header: dict[str, Any] = {"__metadata__": _METADATA}
     offset = 0
     for t in tensors:
@@ -133,23 +133,22 @@ def safetensors_header(tensors: list[TensorPlan]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def carry(source: Path, partial: Path) -> None:
-    """Copy the tokenizer and the generation settings, following links, and nothing executable."""
-    for pattern in _CARRIED:
+def copy_auxiliary(source: Path, partial: Path) -> None:
+    """Copy tokenizer and generation settings, following links; nothing executable."""
+    for pattern in _AUXILIARY:
         for file in source.glob(pattern):
             if file.is_file() and file.suffix not in (".py", ".safetensors"):
                 shutil.copyfile(file, partial / file.name)
 
 
 def architecture(config: dict[str, Any], family: str, role: str) -> str:
-    """Return the transformers class of an export: the one it came as, if that fits the role.
+    """Return the transformers class of an export: the source's own, if that fits the role.
 
     Args:
         config: what config.json holds.
         family: model_type, "qwen2".
-        role: "actor" (ForCausalLM) or "critic" (ForTokenClassification, where it came from a
-            policy: its logits [B, S, 1] are V at each position, while sequence classification
-            returns the last position alone).
+        role: "actor" (ForCausalLM) or "critic" (from a policy: ForTokenClassification, whose logits
+            [B, S, 1] are V at each position; sequence classification has the last one alone).
     """
     heads: tuple[str, ...] = ("ForCausalLM",)
     if role == "critic":
@@ -168,9 +167,9 @@ def read_config(source: Path) -> dict[str, Any]:
 def write_config(
     source: Path, partial: Path, family: str, role: str, dtype: torch.dtype | None
 ) -> None:
-    """Write the source's config.json with the architecture and the type of what was exported.
+    """Write the source's config.json with the architecture and the type of the export.
 
-    The file stays as it is, byte for byte, where nothing has to change.
+    If nothing changes, the file is copied byte for byte.
 
     Args:
         source: directory with a config.json.
@@ -180,7 +179,7 @@ def write_config(
     """
     before = read_config(source)
     config = {**before, "architectures": [architecture(before, family, role)]}
-    config.pop("auto_map", None)  # Names Python files, which are not carried along.
+    config.pop("auto_map", None)  # Names Python files, which are not copied.
     if dtype is not None:
         name = str(dtype).removeprefix("torch.")
         config.update(
@@ -196,7 +195,7 @@ def write_config(
 
 
 def write_index(partial: Path, weight_map: dict[str, str], total_bytes: int) -> None:
-    """Write the index of several files, after checking that all are there.
+    """Write the index of several files, after checking that all exist.
 
     Args:
         partial: the directory.

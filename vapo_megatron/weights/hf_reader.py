@@ -1,4 +1,4 @@
-"""Slices of the tensors of an HF directory: one safetensors file, or several with an index."""
+"""Reads slices of an HF directory's tensors: one safetensors file, or several with an index."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class HfReader:
-    """Slices of the tensors of an HF directory, read when asked for.
+    """Reads slices of an HF directory's tensors on demand.
 
     `bytes_read` counts the bytes of the slices returned so far.
     """
@@ -73,7 +73,7 @@ class HfReader:
 
         Args:
             name: of the tensor.
-            start: its first row that is wanted.
+            start: the first row.
             out: [rows, ...], contiguous, of the tensor's type.
 
         Raises:
@@ -85,7 +85,7 @@ class HfReader:
         self.bytes_read += out.nbytes
 
     def copy_rows(self, name: str, start: int, count: int, out: BinaryIO, place: int) -> None:
-        """Copy rows of a tensor from `start` on into a file, to `place` and after it.
+        """Copy rows of a tensor from `start` on into a file, at offset `place`.
 
         Raises:
             CheckpointError: the tensor's file ends early.
@@ -95,13 +95,13 @@ class HfReader:
         self.bytes_read += count * row_bytes
 
     def _place(self, name: str, row: int) -> tuple[BinaryIO, int, int]:
-        """Return the file of a tensor, where in it the row begins, and the bytes of a row."""
+        """Return a tensor's file, the offset of the row in it, and the bytes of a row."""
         file, begins = self._plain_file(self._file_of[name])
         row_bytes = math.prod(self.shape(name)[1:]) * DTYPES[self.dtype(name)].itemsize
         return file, begins[name] + row * row_bytes, row_bytes
 
     def _plain_file(self, name: str) -> tuple[BinaryIO, dict[str, int]]:
-        """Return a file and where in it each of its tensors begins."""
+        """Return a file and the offset of each of its tensors."""
         if name not in self._plain:
             self._handle(name)  # checks the header
             file = open(self.directory / name, "rb", buffering=0)

@@ -1,8 +1,8 @@
-"""How one Megatron parameter is laid out against its HF tensors: pure functions on tensors.
+"""How a Megatron parameter is made of its HF tensors: pure functions on tensors.
 
-A tensor-parallel rank's shard is made of one part of each HF tensor: `part_bounds` says which rows
-or columns, and `merge` puts them together without another rank, so a rank reads from disk only what
-it keeps. `join` is the inverse, from the shards of all ranks.
+A tensor-parallel rank's shard consists of one part of each HF tensor: `part_bounds` says which rows
+or columns, and `merge` puts them together locally, so a rank reads from disk only what it keeps.
+`join` is the inverse, from the shards of all ranks.
 
     kind         HF tensors         Megatron shard
     vocabulary   [V, H]             rows of the vocabulary padded with zero rows
@@ -27,27 +27,27 @@ Kind = Literal["vocabulary", "qkv", "gate_up", "row", "replicated"]
 
 
 class RowRun(NamedTuple):
-    """Rows that stand together in a Megatron tensor and in one of its HF tensors."""
+    """Rows that are consecutive both in a Megatron tensor and in one of its HF tensors."""
 
     start: int
-    """First of them in the Megatron tensor of all ranks together."""
+    """First row in the full Megatron tensor."""
     tensor: int
-    """Which HF tensor they come from, in the table's order."""
+    """Index of the HF tensor, in the table's order."""
     first: int
-    """First of them there."""
+    """First row in the HF tensor."""
     num_rows: int
 
 
 def row_runs(kind: Kind, sizes: Sequence[int], *, num_groups: int) -> list[RowRun]:
-    """Say where every row of a whole Megatron tensor comes from; padding comes from nowhere.
+    """Map the rows of a full Megatron tensor to its HF tensors; padding is left out.
 
     Args:
         kind: see the module's docstring.
         sizes: rows of the full HF tensors.
-        num_groups: key-value heads of the model; matters to qkv alone.
+        num_groups: key-value heads of the model; used for qkv alone.
 
     Returns:
-        In the Megatron tensor's order, so that together they cover its first sum(sizes) rows.
+        In the Megatron tensor's order; together they cover its first sum(sizes) rows.
     """
     groups = num_groups if kind == "qkv" else 1
     runs: list[RowRun] = []
@@ -61,7 +61,7 @@ def row_runs(kind: Kind, sizes: Sequence[int], *, num_groups: int) -> list[RowRu
 
 
 def shard_dim(kind: Kind) -> int | None:
-    """Return the dimension along which tensor parallelism cuts the HF tensors; None: not cut."""
+    """Return the dimension along which tensor parallelism shards the HF tensors, or None."""
     return {"vocabulary": 0, "qkv": 0, "gate_up": 0, "row": 1, "replicated": None}[kind]
 
 
@@ -84,7 +84,7 @@ def part_bounds(
     """Return [start, stop) of a rank's part of each HF tensor along shard_dim(kind).
 
     Args:
-        kind: see the module's docstring; not "replicated", which is not cut.
+        kind: see the module's docstring; not "replicated".
         sizes: of the full HF tensors along that dimension.
         tp_rank, tp_size: whose part.
         num_groups: key-value heads of the model.
@@ -104,7 +104,7 @@ def _qkv_bounds(
     """Find a rank's chunk of the interleaved rows in the query, the key and the value."""
 
     def rows_before(row: int) -> list[int]:
-        """Count the rows of each HF tensor that stand before an interleaved row."""
+        """Count the rows of each HF tensor before an interleaved row."""
         group, left = divmod(row, sum(sizes) // num_groups)
         counts = []
         for size in sizes:
@@ -185,7 +185,7 @@ def join(
         num_rows: vocabulary size without padding; needed for a vocabulary.
 
     Returns:
-        Tensors in the table's order. They share memory with the shards where nothing had to move.
+        Tensors in the table's order; they share memory with the shards where no copy is needed.
     """
     if kind == "gate_up":
         gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)

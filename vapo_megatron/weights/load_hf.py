@@ -1,8 +1,8 @@
-"""Loads HF directories: each rank reads its own slices of the safetensors files and nothing else.
+"""Loads HF directories: each rank reads only its own slices of the safetensors files.
 
-Before: every rank holds built model chunks with any weights. After: each rank's parameters hold its
-part of the checkpoint, and no rank has held more than one parameter's parts at a time. Nothing is
-sent between ranks, and no code from the checkpoint is run.
+Before: every rank holds model chunks with arbitrary weights. After: its parameters hold its part of
+the checkpoint; it has held at most one parameter's parts in addition. Nothing is sent between
+ranks, and no code from the checkpoint is run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["HfReader", "check_hf_tensors", "check_weights", "export_hf", "load_h
 
 
 def check_weights(hf_path: str | Path, shape: ModelShape, role: str) -> None:
-    """Compare what load_hf_weights would load with the model's sizes, by the files' headers.
+    """Check from the files' headers that load_hf_weights can load them.
 
     Raises:
         CheckpointError: see check_hf_tensors.
@@ -55,8 +55,8 @@ def check_weights(hf_path: str | Path, shape: ModelShape, role: str) -> None:
 def check_hf_tensors(reader: HfReader, shape: ModelShape, role: str) -> None:
     """Compare names, shapes and types of all tensors with the model's.
 
-    A critic also starts from a policy (no score.weight: the head keeps its initial weights, lm_head
-    is left out) or from a reward model with one label (score.weight is the value head).
+    A critic may start from a policy (no score.weight: the head keeps its initial weights; lm_head
+    is ignored) or from a reward model with one label (score.weight is the value head).
 
     Raises:
         CheckpointError: names tensors with what was expected and found.
@@ -105,7 +105,7 @@ def load_hf_weights(
 ) -> int:
     """Copy this rank's part of an HF directory into its chunks, before the optimizer is built.
 
-    Collective where hf_path is a converted checkpoint.
+    Collective if hf_path is a converted checkpoint.
 
     Args:
         chunks: from build_model, one for each virtual pipeline stage.
@@ -115,7 +115,7 @@ def load_hf_weights(
         role: a critic takes a policy or a reward model; see check_hf_tensors.
 
     Returns:
-        Bytes of tensors that this rank has read.
+        Bytes that this rank has read.
 
     Raises:
         CheckpointError: before anything is copied, naming tensor, expected and found.
@@ -151,8 +151,8 @@ def load_hf_weights(
 def _load_converted(
     chunks: Sequence[torch.nn.Module], shape: ModelShape, directory: Path, role: str
 ) -> int:
-    """Load a distributed checkpoint; a critic's head keeps its weights where it has none."""
-    from vapo_megatron.parallel.sharded_state import load_model_weights  # brings megatron-core
+    """Load a distributed checkpoint; a critic's head keeps its weights if there are none in it."""
+    from vapo_megatron.parallel.sharded_state import load_model_weights  # imports megatron-core
 
     reader = ShardedReader(directory)
     present = {tensor.key for tensor in check_checkpoint(reader, shape, role)}
@@ -187,7 +187,7 @@ def _check_really_tied(
     shape: ModelShape,
     ranks: Ranks,
 ) -> None:
-    """Refuse a tied model whose file holds an output matrix of its own."""
+    """Refuse a tied model whose file has a different output matrix."""
     expected, found = (f"{list(reader.shape(n))} {reader.dtype(n)}" for n in (EMBEDDING, OUTPUT))
     if expected != found:
         raise CheckpointError(

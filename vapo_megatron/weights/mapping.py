@@ -25,7 +25,7 @@ EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 VALUE_HEAD = "score.weight"
 VALUE_HEAD_BIAS = "score.bias"
-"""Not in the table: no parameter. A reward model's stays a constant in V (models/value_head.py)."""
+"""Not in the table, because it is no parameter but a constant (models/value_head.py)."""
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -160,7 +160,7 @@ TABLE: tuple[Row, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class LocalParameter:
-    """A parameter that this rank holds, and where it belongs."""
+    """A parameter of this rank, with its row of the table."""
 
     name: str
     """Within its model chunk."""
@@ -206,9 +206,9 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def wait_for_parameters(chunks: Sequence[torch.nn.Module]) -> None:
-    """Fetch the updated parameters that overlap_param_gather leaves to the next forward pass.
+    """Gather the updated parameters that overlap_param_gather leaves to the next forward pass.
 
-    Collective over data-parallel ranks; only chunks with DDP can be behind.
+    Collective over data-parallel ranks; does nothing to chunks without DDP.
     """
     for chunk in chunks:
         settings = getattr(chunk, "ddp_config", None)
@@ -219,7 +219,7 @@ def wait_for_parameters(chunks: Sequence[torch.nn.Module]) -> None:
 def local_parameters(
     chunks: Sequence[torch.nn.Module], shape: ModelShape, role: str
 ) -> list[LocalParameter]:
-    """Match every parameter of this rank's model chunks with its row; the order is the model's own.
+    """Match every parameter of this rank's model chunks with its row, in the model's order.
 
     Layers are numbered by the model (`layer_number`, from 1), so that any pipeline layout works.
     """

@@ -367,9 +367,9 @@ def of_family(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:
     from vapo_megatron.weights.load_hf import export_hf, load_hf_weights
     from vapo_megatron.weights.reshard.sync import WeightSync
 
-    chunks, shape, groups, _, trainer = load(str(first_path), Layout(tp=2))
+    chunks, shape, ranks, _, trainer = load(str(first_path), Layout(tp=2))
     out = tmp / "exported"
-    export_hf(chunks, shape, groups, out, first_path)
+    export_hf(chunks, shape, ranks, out, first_path)
     arguments = engine_module.engine_arguments
     engine_module.engine_arguments = lambda *a, **k: {
         **arguments(*a, **k), "load_format": "safetensors"
@@ -381,8 +381,8 @@ def of_family(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:
     engine.policy_version = 0
     ask = prompts(8)
     found = {"first": engine.generate(ask, 1, 1, settings(0), 0)}
-    load_hf_weights(chunks, shape, second_path, groups, "actor")
-    WeightSync(shape, groups, trainer.model, config(tmp, 2).rollout, engine).publish(chunks, 1)
+    load_hf_weights(chunks, shape, second_path, ranks, "actor")
+    WeightSync(shape, ranks, trainer.model, config(tmp, 2).rollout, engine).publish(chunks, 1)
     found["second"] = engine.generate(ask, 1, 1, settings(0), 1)
     engine.shutdown()
     dist.barrier()

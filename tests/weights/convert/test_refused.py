@@ -145,7 +145,7 @@ def test_files_that_are_cut_off_or_not_there_are_named(tmp_path, capsys):
     assert to_hf(megatron, tmp_path / "b") == 2
     assert "no such file" in capsys.readouterr().err
     assert to_hf(hf, tmp_path / "b") == 2
-    assert "no megatron-core distributed checkpoint" in capsys.readouterr().err
+    assert "not a megatron-core distributed checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", [b'{"tied_output": tr', b"[]", b'{"caf\xe9": 1}'])

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.rollout.vllm import engine_jobs
 from tests.weights.loaded import Layout, all_parameters, load, microbatch
-from vapo_megatron.parallel import groups as parallel_groups
+from vapo_megatron.parallel import groups
 from vapo_megatron.parallel.optimizer import (
     build_ddp,
     build_optimizer,
@@ -89,7 +89,7 @@ def layouts_into_vllm(
     engine = engine_jobs.build_engine(path, config, rank, world_size)
     loaded = _updated(path, layouts[0])
     export_hf(loaded.chunks, loaded.shape, loaded.ranks, tmp / "export", copy_from=str(path))
-    parallel_groups.destroy()
+    groups.destroy()
     dist.barrier()
     engine.load_weights(_tensors(tmp / "export"), 0)
     found: dict[str, Any] = {"expected": _sampled(engine)}
@@ -106,7 +106,7 @@ def layouts_into_vllm(
             if rank == world_size - 1:
                 engine.live_weights()[LAST_ROW_OF_MLP].tensor[-1, -1] += 1e-3
             found["damaged"] = engine_jobs.error_of(sync.verify, loaded.chunks)
-        parallel_groups.destroy()
+        groups.destroy()
     engine.shutdown()
     dist.barrier()
     return found

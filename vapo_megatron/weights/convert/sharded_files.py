@@ -1,12 +1,12 @@
 """The files of a megatron-core distributed checkpoint, without megatron-core or process groups.
 
     .metadata           pickled torch.distributed.checkpoint.Metadata: each tensor's shape and the
-                        place of each of its chunks
-    __R_P.distcp        chunks of rank R written by process P, each as torch.save writes a tensor
-    common.pt           what is the same on every rank
+                        location of its chunks
+    __R_P.distcp        chunks of rank R written by process P, each in torch.save's format
+    common.pt           the same on every rank
     metadata.json       the format's name and version
 
-Tensors are read and written in pieces of some rows; nothing that a checkpoint names is executed.
+Tensors are read and written in blocks of rows; no code from a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """A chunk or an object that stands in a file."""
+    """A chunk or an object in a file."""
 
     key: str
     shape: tuple[int, ...] | None
@@ -76,7 +76,7 @@ def append_chunk(
     sizes: tuple[int, ...],
     dtype: torch.dtype,
 ) -> tuple[Written, int]:
-    """Append what torch.save writes for part of a tensor, with a hole, zeros, for its data.
+    """Append a chunk in torch.save's format; its data is a hole (zeros) to be filled later.
 
     Args:
         out: file open for reading and writing, unbuffered.
@@ -85,9 +85,9 @@ def append_chunk(
         dtype: of its elements.
 
     Returns:
-        The chunk, and where in the file its data goes.
+        The chunk, and the file offset of its data.
     """
-    data = torch.empty(sizes, dtype=dtype)  # whose memory is never touched
+    data = torch.empty(sizes, dtype=dtype)  # its memory is never touched
     begin = out.seek(0, os.SEEK_END)
     with torch.serialization.skip_data():
         torch.save(data, out)
@@ -98,7 +98,7 @@ def append_chunk(
 
 
 def append_empty_objects(directory: Path, file: str, keys: Iterable[str]) -> list[Written]:
-    """Append objects that hold nothing, as megatron-core's extra states do without FP8."""
+    """Append empty objects, as megatron-core's extra states are without FP8."""
     content = serialized([None])
     written = []
     with open(directory / file, "ab") as out:
@@ -109,7 +109,7 @@ def append_empty_objects(directory: Path, file: str, keys: Iterable[str]) -> lis
 
 
 def finish_checkpoint(directory: Path, written: Iterable[Written]) -> None:
-    """Write what makes the files a checkpoint, once every chunk is in them."""
+    """Write the metadata, once every chunk is in the files."""
     tensors: dict[str, Any] = {}
     results = []
     for w in written:
@@ -146,15 +146,15 @@ def serialized(value: Any) -> bytes:
 def write_chunks(
     out: HashedFile, file: str, chunks: Iterable[tuple[MetadataIndex, Tensor]]
 ) -> list[WriteResult]:
-    """Write chunks as torch does.
+    """Write chunks in torch.save's format.
 
     Args:
-        out: a file that is open.
+        out: an open file.
         file: its name.
-        chunks: each with its place in its whole tensor; on any device.
+        chunks: each with its place in the full tensor; on any device.
 
     Returns:
-        Where in the file each is, for FileSystemWriter.finish.
+        Their locations in the file, for FileSystemWriter.finish.
 
     Raises:
         OSError, Abandoned: see HashedFile.check.
@@ -162,7 +162,7 @@ def write_chunks(
     results = []
     for index, tensor in chunks:
         data = tensor.detach().cpu()
-        if data.untyped_storage().nbytes() != data.nbytes:  # all of which would be written
+        if data.untyped_storage().nbytes() != data.nbytes:  # torch.save would write all of it
             data = data.clone()
         begin = out.num_bytes
         torch.save(data, cast(IO[bytes], out))
@@ -174,7 +174,7 @@ def write_chunks(
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """A stored part of a tensor's layer, as rows and columns; where its data begins."""
+    """A stored part of a tensor's layer: its rows and columns, and its location."""
 
     first_row: int
     num_rows: int
@@ -186,18 +186,18 @@ class _Chunk:
 
 
 class ShardedReader:
-    """Rows of the tensors of a distributed checkpoint, whatever layout wrote it."""
+    """Reads rows of the tensors of a distributed checkpoint of any layout."""
 
     def __init__(self, directory: str | Path) -> None:
         """Read the metadata.
 
         Raises:
-            CheckpointError: it is not there, not readable, or names files outside the directory.
+            CheckpointError: it is missing, unreadable, or names files outside the directory.
         """
         self.directory = Path(directory)
         if not is_distributed_checkpoint(directory):
             raise CheckpointError(
-                f"{directory} is no megatron-core distributed checkpoint: it lacks "
+                f"{directory} is not a megatron-core distributed checkpoint: it lacks "
                 f"{METADATA_FILE} or {_FORMAT_FILE}; give the directory that holds them"
             )
         metadata = read_metadata(self.directory)
@@ -217,7 +217,7 @@ class ShardedReader:
         return self.tensors[key].properties.dtype
 
     def check_files(self, keys: Iterable[str]) -> None:
-        """See that each tensor is covered by chunks, and that each chunk lies in a file.
+        """Check that chunks cover each tensor and that each chunk is in a file.
 
         Raises:
             CheckpointError: names the tensor, what was expected and what was found.
@@ -264,14 +264,14 @@ class ShardedReader:
         assert taken == out.numel(), f"{key}: {taken} of {out.numel()} elements are stored"
 
     def has_whole_rows(self, key: str, layer: int | None) -> bool:
-        """Tell whether no row of a tensor is cut, so that copy_rows can copy it."""
+        """Is every row of a tensor in one chunk, so that copy_rows can copy it?"""
         columns = (*self.shape(key)[0 if layer is None else 1 :], 1)[1]
         return all(chunk.num_columns == columns for chunk in self._chunks_of(key, layer))
 
     def copy_rows(
         self, key: str, layer: int | None, start: int, count: int, out: BinaryIO, place: int
     ) -> None:
-        """Copy rows of a tensor, of which none is cut, into a file, to `place` and after it."""
+        """Copy rows of a tensor into a file at offset `place`; see has_whole_rows."""
         taken = 0
         for chunk, first, rows, file, begin in self._parts(key, layer, start, count):
             row_bytes = chunk.num_columns * self.dtype(key).itemsize
@@ -283,7 +283,7 @@ class ShardedReader:
     def _parts(
         self, key: str, layer: int | None, start: int, count: int
     ) -> Iterator[tuple[_Chunk, int, int, BinaryIO, int]]:
-        """Yield (chunk, first row, rows, file, where they begin) of what holds these rows."""
+        """Yield (chunk, first row, rows, file, offset) of the chunks with these rows."""
         for chunk in self._chunks_of(key, layer):
             first = max(start, chunk.first_row)
             last = min(start + count, chunk.first_row + chunk.num_rows)
@@ -316,7 +316,7 @@ class ShardedReader:
         return place
 
     def _data_of(self, key: str, chunk: _Chunk) -> tuple[BinaryIO, int]:
-        """Return a chunk's file and where in it the data begins."""
+        """Return a chunk's file and the offset of its data."""
         name, offset = chunk.place.relative_path, chunk.place.offset
         if name not in self._files:
             self._files[name] = open(self.directory / name, "rb", buffering=0)
@@ -335,7 +335,7 @@ class ShardedReader:
 
 
 def _check_saved(file: BinaryIO, chunk: _Chunk, dtype: torch.dtype) -> int:
-    """Return where the data of a saved tensor begins, if it is the tensor that it should be."""
+    """Return the offset of a saved tensor's data, after checking shape and type."""
     view = _Part(file, chunk.place.offset, chunk.place.length)
     saved = torch.load(cast(IO[bytes], view), map_location="meta", weights_only=True)
     expected, found = (chunk.sizes, dtype), (tuple(saved.shape), saved.dtype)
@@ -345,7 +345,7 @@ def _check_saved(file: BinaryIO, chunk: _Chunk, dtype: torch.dtype) -> int:
 
 
 def _data_place(file: BinaryIO, begin: int, length: int, num_bytes: int) -> int:
-    """Return where in a file the data of a tensor begins that torch.save has put at `begin`."""
+    """Return the file offset of the data of a tensor that torch.save wrote at `begin`."""
     with zipfile.ZipFile(cast(IO[bytes], _Part(file, begin, length))) as archive:
         (entry,) = [e for e in archive.infolist() if e.filename.endswith("/data/0")]
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != num_bytes:
@@ -356,7 +356,7 @@ def _data_place(file: BinaryIO, begin: int, length: int, num_bytes: int) -> int:
 
 
 class _Part(io.RawIOBase):
-    """Part of a file as a file of its own."""
+    """Part of a file, as a file object."""
 
     def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
         self._file, self._begin, self._length, self._at = file, begin, length, 0
@@ -374,7 +374,7 @@ class _Part(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go somewhere in the part."""
+        """Set the position in the part."""
         self._at = offset + (0, self._at, self._length)[whence]
         return self._at
 

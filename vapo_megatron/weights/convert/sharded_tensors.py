@@ -1,9 +1,9 @@
-"""The tensors of a megatron-core distributed checkpoint of a model: names, shapes, and their cuts.
+"""The tensors of a megatron-core distributed checkpoint: names, shapes, shards.
 
-A checkpoint names a tensor as all ranks together hold it: layers are a first dimension, the
-tensor-parallel shards are put together again (gate_up: all gate rows, then all up rows), and layer
-norms have Transformer Engine's names whatever layers the model was built with. Shapes but the
-padded vocabulary's are therefore the same for every layout, and any layout reads what any wrote.
+A checkpoint describes full tensors: layers are a first dimension, tensor-parallel shards are joined
+(gate_up: all gate rows, then all up rows), and layer norms have Transformer Engine's names for
+either layer implementation. So all shapes but the padded vocabulary's are the same for every
+layout, and any layout can read what any other wrote.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXTRA_STATES = (
     "decoder.layers.mlp.linear_fc1._extra_state",
     "decoder.layers.mlp.linear_fc2._extra_state",
 )
-"""Per layer; empty without FP8. megatron-core asks for those that its layers have."""
+"""Per layer; empty without FP8. megatron-core requires those of its layers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Box:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedTensor:
-    """One layer's part of a checkpoint's tensor, or a tensor that belongs to no layer."""
+    """One layer's part of a checkpoint's tensor, or a tensor outside the layers."""
 
     key: str
     layer: int | None
@@ -63,13 +63,13 @@ class ShardedTensor:
 
     @property
     def runs(self) -> list[RowRun]:
-        """Where its rows come from."""
+        """Its rows' origin in the HF tensors."""
         sizes = [size[0] for size in self.hf_shapes]
         return row_runs(self.kind, sizes, num_groups=self.num_groups)
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """As the checkpoint's metadata has it."""
+        """Shape in the checkpoint's metadata."""
         return self.part(self.num_layers, self.num_rows, self.num_columns)
 
     def part(self, layers: int, num_rows: int, num_columns: int) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ class ShardedTensor:
         return (*head, num_rows, *tail)
 
     def boxes(self, tp_size: int) -> Iterator[Box]:
-        """Yield what each rank writes; what all ranks hold alike is the first one's."""
+        """Yield what each rank writes; the first one writes what is replicated."""
         dim, columns = shard_dim(self.kind), self.num_columns
         if dim is None:
             yield Box(0, 0, self.num_rows, 0, columns)
@@ -103,7 +103,7 @@ def sharded_key(row: Row) -> str:
 def sharded_tensors(
     shape: ModelShape, role: str, padded_vocab: int, *, value_bias: bool = False
 ) -> list[ShardedTensor]:
-    """List a model's tensors, layer by layer as HF orders them.
+    """List a model's tensors in HF order.
 
     Args:
         shape: of the model.
@@ -138,12 +138,12 @@ def _sharded(row: Row, layer: int | None, shape: ModelShape, padded_vocab: int) 
 
 
 def stage_of(tensor: ShardedTensor, pp_size: int, vpp_size: int) -> int:
-    """Return the pipeline stage that holds a tensor: chunks of layers go round the stages."""
+    """Return the pipeline stage that holds a tensor; chunks of layers take turns over stages."""
     if tensor.layer is not None:
         return tensor.layer // (tensor.num_layers // (pp_size * vpp_size)) % pp_size
     return 0 if tensor.key.startswith("embedding.") else pp_size - 1
 
 
 def is_of_model(key: str) -> bool:
-    """Tell a model's tensor from optimizer state, which a run's checkpoint holds beside it."""
+    """Is this a model's tensor, not optimizer state?"""
     return re.match(r"(embedding|decoder|output_layer)\.", key) is not None

@@ -1,8 +1,8 @@
-"""What both conversions share: processes that divide the work, and a directory that is whole.
+"""Shared by both conversions: processes that divide the work, an atomic directory, progress.
 
-A conversion runs in one process, or in several that torchrun started, which share a file system
-and nothing else: each reads and writes its own part. The directory is made under a hidden name
-beside its own and renamed at the end.
+A conversion runs in one process, or in several that torchrun started, which need to share only a
+file system: each reads and writes its own part. The directory is built under a hidden name beside
+its own and renamed at the end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Team:
     """The processes of a conversion: `rank` of `size`."""
 
     def __init__(self, on_progress: OnProgress | None = None) -> None:
-        """Join those that torchrun started, if it did; `on_progress`: see OnProgress."""
+        """Join the other processes if torchrun started this one."""
         self.on_progress: OnProgress = on_progress or (lambda done, total: None)
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
@@ -38,14 +38,14 @@ class Team:
             dist.init_process_group("gloo")
 
     def together(self, action: Callable[[], Result], *, alone: bool = False) -> Result | None:
-        """Do something and raise everywhere when it fails anywhere.
+        """Run an action on all processes; if it fails on one, raise on all.
 
         Args:
-            action: what.
-            alone: the first process does it, the others wait.
+            action: to run.
+            alone: only the first process runs it, the others wait.
 
         Raises:
-            CheckpointError: what went wrong first.
+            CheckpointError: the first problem.
         """
         result = problem = None
         try:
@@ -59,7 +59,7 @@ class Team:
         return result
 
     def divide(self, sizes: Sequence[int]) -> list[int]:
-        """Return the indices that are this process's: the next goes to whoever has least."""
+        """Return this process's indices; each index goes to the process with the least so far."""
         loads, mine = [0] * self.size, []
         for index, size in enumerate(sizes):
             least = loads.index(min(loads))
@@ -70,10 +70,10 @@ class Team:
 
 
 @contextlib.contextmanager
-def making(out_dir: Path, source: Path, team: Team, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a hidden directory to fill, and give it its name when all processes have filled it.
+def atomic_directory(out_dir: Path, source: Path, team: Team, *, overwrite: bool) -> Iterator[Path]:
+    """Yield a hidden directory to fill; rename it to out_dir when all processes are done.
 
-    Whatever ends the work early removes it; what a kill has left goes when the next one starts.
+    It is removed on an error; what a killed process leaves is removed by the next conversion.
     """
     team.together(lambda: prepare(out_dir, source, overwrite=overwrite), alone=True)
     partial = partial_of(out_dir)
@@ -88,13 +88,13 @@ def making(out_dir: Path, source: Path, team: Team, *, overwrite: bool) -> Itera
 
 
 class ByteCount:
-    """Bytes that this process has written, of all that it will write."""
+    """Counts the bytes that this process writes."""
 
     def __init__(self, total: int, team: Team) -> None:
-        """Nothing is written yet."""
+        """Start at 0 of `total`."""
         self.done, self.total, self._show = 0, total, team.on_progress
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that are written."""
+        """Count written bytes."""
         self.done += num_bytes
         self._show(self.done, self.total)

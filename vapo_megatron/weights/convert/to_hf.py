@@ -1,7 +1,7 @@
 """megatron-core distributed checkpoint -> Hugging Face directory, a block of rows at a time.
 
-It takes what to_megatron.py writes and what a run's checkpoints hold (checkpoints/step_*/actor and
-critic, without their optimizers), of any layout. No model is built.
+Reads what to_megatron.py writes and a run's checkpoints (checkpoints/step_*/actor and critic,
+without their optimizers), of any layout. No model is built.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from vapo_megatron.weights.convert.sharded_tensors import (
     is_of_model,
     sharded_tensors,
 )
-from vapo_megatron.weights.convert.team import ByteCount, OnProgress, Team, making
+from vapo_megatron.weights.convert.team import ByteCount, OnProgress, Team, atomic_directory
 from vapo_megatron.weights.copying import Blocks, row_blocks, write_exactly
 from vapo_megatron.weights.export_hf import MAX_FILE_BYTES
 from vapo_megatron.weights.hf_directory import (
     CONVERSION_FILE,
     TensorPlan,
     architecture,
-    carry,
+    copy_auxiliary,
     read_config,
     safetensors_header,
     write_config,
@@ -44,7 +44,7 @@ _BIAS_KEY = "output_layer.bias"
 
 @dataclasses.dataclass(frozen=True)
 class _Item:
-    """An HF tensor, and which part of which Megatron tensor it is; None: zeros."""
+    """An HF tensor as part of a Megatron tensor; None: zeros."""
 
     plan: TensorPlan
     tensor: ShardedTensor | None
@@ -62,15 +62,15 @@ def convert_to_hf(
 ) -> Path:
     """Convert a checkpoint; called by every process that torchrun started, or by one.
 
-    A critic gets the class with one label that its config.json names, or ...ForTokenClassification.
+    For a critic's class see hf_directory.architecture.
 
     Args:
         megatron: directory of a distributed checkpoint.
         out: where the Hugging Face directory goes.
-        hf: directory whose config.json, generation settings and tokenizer are carried along;
-            None: the checkpoint's own.
+        hf: directory whose config.json, generation settings and tokenizer are copied; None: the
+            checkpoint's own.
         overwrite: replace an earlier export.
-        max_file_bytes: a file holds at most this many bytes, and at least one tensor.
+        max_file_bytes: largest file, unless a single tensor is larger.
         on_progress: see OnProgress.
 
     Returns:
@@ -103,11 +103,11 @@ def convert_to_hf(
     items.sort(key=lambda item: -item.plan.dtype.itemsize)
     files = _divide(items, max_file_bytes)
 
-    with making(out, source, team, overwrite=overwrite) as partial:
+    with atomic_directory(out, source, team, overwrite=overwrite) as partial:
         team.together(lambda: _write(files, partial, reader, team))
 
         def finish() -> None:
-            carry(source, partial)
+            copy_auxiliary(source, partial)
             dtype = None if info and hf is None else reader.dtype(_EMBEDDING_KEY)
             write_config(source, partial, shape.family, role, dtype)
             weight_map = {i.plan.name: name for name, file in files.items() for i in file}
@@ -118,13 +118,13 @@ def convert_to_hf(
 
 
 def checkpoint_role(reader: ShardedReader) -> str:
-    """Tell a critic's checkpoint, whose output has one row, from an actor's."""
+    """Return "critic" if the checkpoint's output has one row, else "actor"."""
     has_head = _HEAD_KEY in reader.tensors
     return "critic" if has_head and reader.shape(_HEAD_KEY)[0] == 1 else "actor"
 
 
 def check_checkpoint(reader: ShardedReader, shape: ModelShape, role: str) -> list[ShardedTensor]:
-    """Do the same as check_tensors, and see that all of the tensors is in files."""
+    """Like check_tensors; also check that the files hold all of the tensors."""
     expected = check_tensors(reader, shape, role)
     reader.check_files({tensor.key for tensor in expected})
     return expected
@@ -134,10 +134,10 @@ def check_tensors(reader: ShardedReader, shape: ModelShape, role: str) -> list[S
     """Compare names, shapes and types of a checkpoint's tensors with the model's.
 
     Args:
-        reader: of the checkpoint. Optimizer state in it is left alone.
+        reader: of the checkpoint. Optimizer state in it is ignored.
         shape: of the model.
-        role: "actor" or "critic". A critic also starts from an actor's checkpoint, whose output
-            layer is then not in the result.
+        role: "actor" or "critic". A critic may start from an actor's checkpoint; its output layer
+            is then not in the result.
 
     Returns:
         The model's tensors in the checkpoint.
@@ -176,7 +176,7 @@ def check_tensors(reader: ShardedReader, shape: ModelShape, role: str) -> list[S
 
 
 def _conversion(directory: Path) -> dict:
-    """Return what to_megatron.py noted; nothing of a run's checkpoint."""
+    """Return to_megatron.py's CONVERSION_FILE; {} for a run's checkpoint."""
     file = directory / CONVERSION_FILE
     if not file.is_file():
         return {}
@@ -202,7 +202,7 @@ def _items(reader: ShardedReader, tensors: list[ShardedTensor]) -> list[_Item]:
 
 
 def _divide(items: list[_Item], max_file_bytes: int) -> dict[str, list[_Item]]:
-    """Return file name -> what it holds."""
+    """Return file name -> its tensors."""
     files: list[list[_Item]] = []
     used = 0
     for item in items:
@@ -247,7 +247,7 @@ def _write_rows(
     file: BinaryIO,
     place: int,
 ) -> None:
-    """Write rows of an HF tensor into a file, to `place` and after it; a new bias stays zero."""
+    """Write rows of an HF tensor into a file at offset `place`; a new bias stays zero."""
     tensor, plan = item.tensor, item.plan
     if tensor is None:
         return

@@ -1,8 +1,8 @@
 """Hugging Face directory -> megatron-core distributed checkpoint, a block of rows at a time.
 
-Each HF tensor is read once, front to back, and cut over the tensor-parallel ranks' files; nothing
-larger than a block is ever in memory, and no model is built. The checkpoint holds config.json and
-the tokenizer too, so that training takes it where it takes a Hugging Face directory.
+Each HF tensor is read once, front to back, and sharded over the tensor-parallel ranks' files; at
+most a block is in memory, and no model is built. The checkpoint contains config.json and the
+tokenizer, too, so that training accepts it in place of a Hugging Face directory.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from vapo_megatron.weights.convert.sharded_tensors import (
     sharded_tensors,
     stage_of,
 )
-from vapo_megatron.weights.convert.team import ByteCount, OnProgress, Team, making
+from vapo_megatron.weights.convert.team import ByteCount, OnProgress, Team, atomic_directory
 from vapo_megatron.weights.copying import Blocks, row_blocks, write_exactly
-from vapo_megatron.weights.hf_directory import CONVERSION_FILE, carry, write_config
+from vapo_megatron.weights.hf_directory import CONVERSION_FILE, copy_auxiliary, write_config
 from vapo_megatron.weights.hf_reader import DTYPES, HfReader
 from vapo_megatron.weights.load_hf import check_hf_tensors
 from vapo_megatron.weights.mapping import EMBEDDING, OUTPUT, VALUE_HEAD, VALUE_HEAD_BIAS
@@ -59,12 +59,12 @@ def convert_to_megatron(
     """Convert a directory; called by every process that torchrun started, or by one.
 
     Args:
-        hf: Hugging Face directory; a critic is made of a policy or of a reward model.
+        hf: Hugging Face directory; for a critic, of a policy or a reward model.
         out: where the checkpoint goes.
-        parallel: tensor, pipeline and virtual pipeline size decide which file holds what. Any
-            layout loads any checkpoint; the same one reads each rank's own files alone.
+        parallel: tensor, pipeline and virtual pipeline sizes, which decide how tensors are divided
+            over files. Any layout can load it; with the same one a rank reads only its own files.
         role: "actor" or "critic".
-        make_vocab_size_divisible_by: with the tensor-parallel size, the vocabulary's padding.
+        make_vocab_size_divisible_by: of the vocabulary's padding; see ModelConfig.
         value_head_init_std, seed: weights of a critic's new value head.
         overwrite: replace an earlier conversion.
         on_progress: see OnProgress.
@@ -95,14 +95,14 @@ def convert_to_megatron(
     head = torch.randn(1, shape.hidden_size, generator=torch.Generator().manual_seed(seed))
     head = (value_head_init_std * head).to(dtypes["embedding.word_embeddings.weight"])
 
-    with making(out, hf, team, overwrite=overwrite) as partial:
+    with atomic_directory(out, hf, team, overwrite=overwrite) as partial:
         worker = _Worker(partial, reader, parallel, team, None if VALUE_HEAD in present else head)
         written = team.together(lambda: worker.write(tensors, dtypes))
         everything = list(itertools.chain(*gather_objects(written or [])))
 
         def finish() -> None:
             finish_checkpoint(partial, [*_extra_states(partial, tensors, parallel), *everything])
-            carry(hf, partial)
+            copy_auxiliary(hf, partial)
             write_config(hf, partial, shape.family, role, None)
             content = {"producer": "vapo_megatron", "role": role, "tied_output": tied_output}
             (partial / CONVERSION_FILE).write_text(json.dumps(content, indent=1) + "\n")
@@ -122,17 +122,14 @@ def read_rows(tensor: ShardedTensor, start: int, out: Tensor, reader: HfReader) 
 def copy_rows(
     tensor: ShardedTensor, start: int, count: int, reader: HfReader, out: BinaryIO, place: int
 ) -> None:
-    """Copy rows of a Megatron tensor into a file, to `place` and after it.
-
-    The vocabulary's padding is left as it is: a hole, zeros.
-    """
+    """Copy rows of a Megatron tensor into a file at offset `place`; padding stays a hole."""
     row_bytes = tensor.num_columns * DTYPES[reader.dtype(tensor.hf_names[0])].itemsize
     for name, row, at, num_rows in _sources(tensor, start, count):
         reader.copy_rows(name, row, num_rows, out, place + at * row_bytes)
 
 
 def _sources(tensor: ShardedTensor, start: int, count: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (HF tensor, its first row, that row's place among the wanted ones, rows)."""
+    """Yield (HF tensor, first row in it, that row's index in the output, number of rows)."""
     for run in tensor.runs:
         first, last = max(start, run.start), min(start + count, run.start + run.num_rows)
         if first < last:
@@ -174,7 +171,7 @@ class _Worker:
     ) -> list[Written]:
         written = []
         first_rank = stage_of(tensor, self.pp_size, self.vpp_size) * self.tp_size
-        of_rows = defaultdict(list)  # columns are cut from the same rows, which are read once
+        of_rows = defaultdict(list)  # boxes that share rows: read them once
         for box in tensor.boxes(self.tp_size):
             of_rows[box.first_row, box.num_rows].append(box)
         for (first_row, num_rows), boxes in of_rows.items():
@@ -206,7 +203,7 @@ class _Worker:
         return written
 
     def _file(self, rank: int) -> BinaryIO:
-        """Open a rank's file, for reading too: append_chunk looks where the data goes."""
+        """Open a rank's file, for reading, too, as append_chunk needs."""
         path = self.directory / f"__{rank}_{self.team.rank}.distcp"
         path.touch()
         return cast(BinaryIO, open(path, "r+b", buffering=0))
@@ -233,7 +230,7 @@ def _extra_states(
 
 
 def _dtypes(reader: HfReader, tensors: list[ShardedTensor]) -> dict[str, torch.dtype]:
-    """Return each checkpoint tensor's type, which all of its HF tensors must share."""
+    """Return each checkpoint tensor's type; all of its HF tensors must have it."""
     first: dict[str, str] = {}
     present = set(reader.names())
     for tensor in tensors:
@@ -248,7 +245,7 @@ def _dtypes(reader: HfReader, tensors: list[ShardedTensor]) -> dict[str, torch.d
 
 
 def _check_equal(reader: HfReader) -> None:
-    """Refuse a tied model whose file holds an output matrix of its own."""
+    """Refuse a tied model whose file has a different output matrix."""
     sides = [f"{list(reader.shape(n))} {reader.dtype(n)}" for n in (EMBEDDING, OUTPUT)]
     if sides[0] != sides[1]:
         raise CheckpointError(
