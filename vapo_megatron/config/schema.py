@@ -289,7 +289,7 @@ class LoggingConfig(Section):
     run_dir: str = _field("runs/vapo", "Output directory.")
     tensorboard: bool = _field(True, "Write TensorBoard events.")
     wandb_project: str | None = _field(
-        None, "Weights & Biases project that rows are logged to; null: none."
+        None, "Weights & Biases project to log metrics to; null: off."
     )
     rollout_groups: int = _field(2, "Groups of responses written as JSONL per step.", ge=0)
     dump_steps: int = _field(
