@@ -164,7 +164,7 @@ def test_the_stage_is_over_when_the_critic_has_settled(workers, paths, stage, tm
 def test_what_cannot_be_a_start_is_refused_in_a_line(workers, paths, stage, tmp_path):
     run_dir, *_ = stage
     start = {"critic_checkpoint": str(run_dir)}
-    with pytest.raises(CheckpointError, match=f"critic_checkpoint={tmp_path} is no whole checkpo"):
+    with pytest.raises(CheckpointError, match=f"critic_checkpoint={tmp_path} is no complete ch"):
         find_critic(tmp_path)
     (tmp_path / "state.json").write_text(json.dumps({"step": 1, "num_updates": {"actor": 3}}))
     seal(tmp_path)

@@ -229,10 +229,10 @@ def _steps_done(config: VapoConfig) -> int:
 
 def _own_checkpoints(config: VapoConfig) -> list[Path]:
     """Return the checkpoints to resume from, best first."""
-    from vapo_megatron.run.checkpoint.files import candidates, goes_on
+    from vapo_megatron.run.checkpoint.files import candidates, resumes
 
     root = Path(config.logging.run_dir, "checkpoints")
-    return candidates(root) if goes_on(config.checkpoint.resume) else []
+    return candidates(root) if resumes(config.checkpoint.resume) else []
 
 
 def _own_state(config: VapoConfig) -> dict[str, Any] | None:

@@ -111,10 +111,10 @@ def test_latest_is_the_newest_that_counts(tmp_path):
 
 
 def test_a_run_that_begins_anew_and_its_restarts_leave_what_is_there(tmp_path):
-    checkpoint_files.begin_anew(tmp_path)
+    checkpoint_files.start_from_scratch(tmp_path)
     assert not list(tmp_path.iterdir()), "there is nothing to give up"
     root = make(tmp_path, 10, 20)
-    checkpoint_files.begin_anew(root)
+    checkpoint_files.start_from_scratch(root)
     assert newest_whole(root) is None and sorted(checkpoint_files.step_directories(root)) == [
         10,
         20,
@@ -135,16 +135,16 @@ def test_a_run_that_begins_anew_and_its_restarts_leave_what_is_there(tmp_path):
 def test_a_restart_goes_on_from_checkpoints_whatever_it_was_told(monkeypatch, name, value, goes_on):
     for other in checkpoint_files.RESTART_COUNTS:
         monkeypatch.delenv(other, raising=False)
-    assert checkpoint_files.goes_on(True) and not checkpoint_files.goes_on(False)
+    assert checkpoint_files.resumes(True) and not checkpoint_files.resumes(False)
     monkeypatch.setenv(name, value)
-    assert checkpoint_files.goes_on(True) and checkpoint_files.goes_on(False) == goes_on
+    assert checkpoint_files.resumes(True) and checkpoint_files.resumes(False) == goes_on
 
 
 def test_one_role_alone_is_read_where_it_alone_is_wanted(tmp_path):
     root = make(tmp_path, 10)
     (root / "step_000010/actor/__0_0.distcp").unlink()
     assert newest_whole(root, "critic").name == "step_000010"
-    with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+    with pytest.raises(CheckpointError, match="all checkpoints are damaged"):
         newest_whole(root, "actor")
 
 
@@ -202,7 +202,7 @@ def test_what_cannot_be_deleted_is_told_and_tried_again(tmp_path, monkeypatch, c
     told = capsys.readouterr().err.splitlines()
     left = ["step_000020.old", "step_000030.old", "step_000030.old.old"]
     assert {p.name for p in root.iterdir()} == {"latest", "step_000030", *left}
-    warning = "warning: {}/{} cannot be deleted: Permission denied; the next checkpoint tries it"
+    warning = "warning: {}/{} cannot be deleted: Permission denied; the next checkpoint tries"
     for line in told:
         assert any(line.startswith(warning.format(root, name)) for name in left), line
     assert len(told) == 2 + 3

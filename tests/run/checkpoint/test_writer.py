@@ -245,7 +245,7 @@ def test_a_full_disk_is_told_in_a_line_and_the_checkpoint_before_it_is_left(work
     for (of_second_rank, full), newest, left in found:
         assert f"step_000002 cannot be written: {os.strerror(errno.EFBIG)} (it" in of_second_rank
         assert f"{root}/step_000002 cannot be written: {reason} (it takes 0.0006 GB, " in full
-        assert "lower checkpoint.keep_last" in full and "goes on from step_000001" in full
+        assert "lower checkpoint.keep_last" in full and "resumes from step_000001" in full
         assert "\n" not in full
         assert newest == "step_000001" and left == ["latest", "step_000001"]
 
@@ -254,7 +254,7 @@ def test_a_disk_too_full_for_the_checkpoints_directory_is_told_too(tmp_path):
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     words = _describe(tmp_path / "run/checkpoints", 1, error, 10**9)
     assert "run/checkpoints/step_000001 cannot be written: No space left on device (it" in words
-    assert "takes 1 GB, " in words and "goes on from the beginning" in words
+    assert "takes 1 GB, " in words and "resumes from the beginning" in words
 
 
 class Evil:

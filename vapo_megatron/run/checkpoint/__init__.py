@@ -1,1 +1,1 @@
-"""Checkpoints of a run: written while it goes on, found and loaded when it resumes."""
+"""Checkpoints of a run: written during the run, found and loaded on resume."""

@@ -1,12 +1,13 @@
-"""The directories of a run's checkpoints: their names, the sign that one is whole, which are kept.
+"""The directories of a run's checkpoints: names, completeness, retention.
 
-    latest                        name of the newest whole checkpoint, replaced atomically;
-                                  step_000000: a run begins anew, whatever lies here
-    step_000010/checksums.json    SHA-256 of every other file of it, written last of all
-    step_000010.partial           what is being written, or was when the run died
-    step_000005.old               what is being deleted
+    latest                        name of the newest complete checkpoint, replaced atomically;
+                                  step_000000: a run started from scratch, ignore the others
+    step_000010/checksums.json    SHA-256 of every other file in it, written last
+    step_000010.partial           being written, or left by a run that died
+    step_000005.old               being deleted
 
-A directory gets its name when everything of it is on disk, and loses it before anything of it goes.
+A directory is renamed to its final name once all of it is on disk, and away from it before anything
+in it is deleted.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ def directory_name(step: int) -> str:
 
 
 def step_directories(root: Path) -> dict[int, Path]:
-    """Return the checkpoints that have their names, by step, oldest first."""
+    """Return the checkpoints with a final name, by step, oldest first."""
     found = [(re.fullmatch(r"step_(\d{6,})", path.name), path) for path in root.glob("step_*")]
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
 def candidates(root: Path) -> list[Path]:
-    """Return what a run may go on from, best first: what `latest` names, and all before it.
+    """Return the checkpoints a run may resume from, best first: `latest` and all before it.
 
-    Without a `latest`, all. What it names need not be there; what comes after it was given up, by
-    the run or by someone who wrote an older name into it.
+    Without a `latest` file: all of them. The one it names may be missing. Later ones were abandoned
+    by the run, or by someone who wrote an older name into `latest`.
     """
     steps = step_directories(root)
     latest = root / LATEST
@@ -59,27 +60,27 @@ def candidates(root: Path) -> list[Path]:
     return [steps[step] for step in sorted(steps, reverse=True)]
 
 
-def goes_on(resume: bool) -> bool:
-    """Does a run go on from its checkpoints? Restarted by torchrun or Slurm it always does.
+def resumes(resume: bool) -> bool:
+    """Whether a run resumes from its checkpoints; a job restarted by torchrun or Slurm always does.
 
     Args:
-        resume: checkpoint.resume, which is meant for the first start.
+        resume: checkpoint.resume, which applies to the first start.
     """
     counts = (os.environ.get(name, "") for name in RESTART_COUNTS)
     return resume or any(count.isdecimal() and int(count) for count in counts)
 
 
-def begin_anew(root: Path) -> None:
-    """Give up the checkpoints that are there, so that a restart does not go on from them either."""
+def start_from_scratch(root: Path) -> None:
+    """Abandon existing checkpoints, so that a restart does not resume from them either."""
     if candidates(root):
         _set_latest(root, directory_name(0))
 
 
 def read_sums(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file that the checkpoint consists of.
+    """Return the SHA-256 of each file of a checkpoint.
 
     Raises:
-        ValueError: it has no such list, or not all of it: what is missing, in a few words.
+        ValueError: the list is missing or damaged; the message says how, in a few words.
     """
     path = directory / SUMS
     try:
@@ -96,7 +97,7 @@ def read_sums(directory: Path) -> dict[str, str]:
 
 
 def newest_whole(root: Path, role: str | None = None) -> Path | None:
-    """Find the newest checkpoint that can be loaded, and say which newer ones cannot.
+    """Find the newest complete checkpoint, and print which newer ones are damaged.
 
     Collective: the ranks share the reading of all files. One process without groups reads them all.
 
@@ -105,24 +106,24 @@ def newest_whole(root: Path, role: str | None = None) -> Path | None:
         role: whose files are read; None: all.
 
     Returns:
-        None: there are none.
+        None: there are no checkpoints.
 
     Raises:
-        CheckpointError: there are some, and none is whole; nothing was changed.
+        CheckpointError: all checkpoints are damaged; nothing was changed.
     """
     damage: list[str] = []
     for directory in _of_main_rank(candidates(root)):
         problems = find_problems(directory, role)
         if not problems:
             if damage and _rank() == 0:
-                tell(f"skipped what is not whole: {'; '.join(damage)}; {directory} is used")
+                tell(f"skipped damaged checkpoints: {'; '.join(damage)}; {directory} is used")
             return directory
         more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
         damage.append(f"{directory} ({problems[0]}{more})")
     if damage:
         raise CheckpointError(
-            f"no checkpoint is whole: {'; '.join(damage)}; fetch one again, or begin anew with "
-            "another logging.run_dir or checkpoint.resume=false"
+            f"all checkpoints are damaged: {'; '.join(damage)}; restore one, or start from scratch "
+            "with another logging.run_dir or checkpoint.resume=false"
         )
     return None
 
@@ -131,7 +132,7 @@ def find_problems(directory: Path, role: str | None) -> list[str]:
     """Compare a checkpoint's files with their checksums; collective, see newest_whole.
 
     Returns:
-        What is wrong, the same on every rank; empty: it is whole.
+        What is wrong, the same on every rank; empty if it is complete.
     """
     try:
         sums: dict[str, str] = read_sums(directory)
@@ -146,7 +147,7 @@ def find_problems(directory: Path, role: str | None) -> list[str]:
 
 
 def _damage(directory: Path, sums: Mapping[str, str]) -> list[str]:
-    """Read files; say of each that is not what was written what is wrong with it."""
+    """Read files; return what is wrong with each that differs from what was written."""
     problems = []
     for name, expected in sums.items():
         try:
@@ -160,7 +161,7 @@ def _damage(directory: Path, sums: Mapping[str, str]) -> list[str]:
 
 
 def _of_main_rank(value: T) -> T:
-    """Return what the main rank has: others may see a directory a moment later."""
+    """Return the main rank's value: other nodes may see a directory a moment later."""
     values = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(values)
@@ -172,7 +173,7 @@ def _rank() -> int:
 
 
 def publish(root: Path, step: int, sums: Mapping[str, str]) -> None:
-    """Make `latest` of a partial checkpoint, of which all other files are on disk.
+    """Turn a partial checkpoint into `latest`; all its other files are on disk.
 
     Raises:
         OSError: it cannot be written.
@@ -183,7 +184,7 @@ def publish(root: Path, step: int, sums: Mapping[str, str]) -> None:
         out.write(json.dumps(dict(sorted(sums.items())), indent=1).encode())
     for directory in {(partial / name).parent for name in sums}:
         sync(directory)
-    if final.exists():  # of a run that was set back, or damaged
+    if final.exists():  # abandoned by a run that was set back, or damaged
         final.rename(_unnamed(final))
     partial.rename(final)
     sync(root)
@@ -197,12 +198,12 @@ def _set_latest(root: Path, name: str) -> None:
 
 
 def partial_directory(root: Path, step: int) -> Path:
-    """Return where a step's checkpoint is written before it gets its name."""
+    """Return where a step's checkpoint is written before it gets its final name."""
     return root / f"{directory_name(step)}.partial"
 
 
 def delete_unkept(root: Path, step: int, *, keep_last: int, keep_every: int) -> None:
-    """Delete old checkpoints after `step` has become the latest; says what it cannot delete.
+    """Delete old checkpoints after `step` has become the latest; warns of what it cannot delete.
 
     Args:
         root: directory of the run's checkpoints.
@@ -222,24 +223,24 @@ def delete_unkept(root: Path, step: int, *, keep_last: int, keep_every: int) -> 
 
 
 def delete_unfinished(root: Path) -> None:
-    """Delete what a run left that died while it wrote or deleted a checkpoint."""
+    """Delete the leftovers of a run that died while writing or deleting a checkpoint."""
     for path in [*root.glob("step_*.partial"), *root.glob("step_*.old")]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _unnamed(directory: Path) -> Path:
-    """Return what a checkpoint is called until it is deleted; nothing is there."""
+    """Return the name of a checkpoint that is being deleted, which is free."""
     old = directory.with_name(f"{directory.name}.old")
     return _unnamed(old) if old.exists() else old
 
 
 @contextlib.contextmanager
 def _bearing_with(directory: Path) -> Iterator[None]:
-    """Say what cannot be deleted, and leave it for the next time: the run has what it needs."""
+    """Delete a directory; if that fails, warn and retry at the next checkpoint."""
     try:
         yield
-    except FileNotFoundError:  # somebody else deletes it
+    except FileNotFoundError:  # another process deleted it
         pass
     except OSError as error:
         why = error.strerror or error
-        tell(f"warning: {directory} cannot be deleted: {why}; the next checkpoint tries it again")
+        tell(f"warning: {directory} cannot be deleted: {why}; the next checkpoint tries again")

@@ -1,4 +1,7 @@
-"""Does a checkpoint fit a configuration? Asked before a run starts, and as it is loaded."""
+"""Whether a checkpoint matches a configuration; checked before a run starts and on loading.
+
+Apart from load.py, so that the checks before a run need no megatron-core.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from vapo_megatron.weights.convert.sharded_files import ShardedReader
 
 
 def check_roles(directory: Path, held: Collection[str], trained: Collection[str]) -> None:
-    """Refuse a checkpoint that holds other roles than those that the run trains.
+    """Reject a checkpoint with other roles than those the run trains.
 
     Raises:
         CheckpointError: names both.
@@ -19,9 +22,9 @@ def check_roles(directory: Path, held: Collection[str], trained: Collection[str]
     if set(held) != set(trained):
         raise CheckpointError(
             f"{directory} holds {' and '.join(held)}, but this configuration trains "
-            f"{' and '.join(trained)} (algorithm.stage, advantage_estimator); go on with the run's "
-            "own configuration, or start another run with logging.run_dir, to which "
-            "model.critic_checkpoint can hand a critic"
+            f"{' and '.join(trained)} (algorithm.stage, advantage_estimator); resume with the "
+            "run's own configuration, or start another run with logging.run_dir and, for its "
+            "critic, model.critic_checkpoint"
         )
 
 
@@ -35,10 +38,10 @@ def check_optimizer(
     field: str,
     remedy: str,
 ) -> None:
-    """Refuse the state of another kind of optimizer than the configuration asks for.
+    """Reject the state of another kind of optimizer than the configuration asks for.
 
-    The distributed optimizer has main parameters of every type, the other one of bfloat16 alone,
-    each under a name of its own.
+    The distributed optimizer has main parameters for every dtype, the other one only for bfloat16,
+    each under its own name.
 
     Args:
         directory: of the role's distributed checkpoint.

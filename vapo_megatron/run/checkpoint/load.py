@@ -1,13 +1,13 @@
-"""A run goes on from its newest whole checkpoint; a critic starts from another run's.
+"""Resuming a run from its newest complete checkpoint; starting a critic from another run's.
 
-    checkpoints/latest                      name of the newest whole checkpoint
+    checkpoints/latest                      name of the newest complete checkpoint
     checkpoints/step_000010/actor/          megatron-core distributed checkpoint: model, optimizer
     checkpoints/step_000010/critic/
     checkpoints/step_000010/state.json      step, data position, update counters, policy version
     checkpoints/step_000010/checksums.json  of every other file: see files.py
 
-writer.py writes them. Every file is compared with its checksum before it is loaded, and
-loading works for any layout and runs no code that a checkpoint may hold.
+Written by writer.py. Every file is verified against its checksum before it is loaded; loading works
+for any layout and executes no code from a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from vapo_megatron.run.checkpoint.fits import CRITIC_REMEDY, check_optimizer, ch
 
 
 class Start(NamedTuple):
-    """The checkpoint that a run's models come from; what is in none has a path in model."""
+    """The checkpoint that a run starts from; roles without one start from their path in model."""
 
     own: Path | None = None
-    """The run's own checkpoint that it goes on from."""
+    """The run's own checkpoint that it resumes from."""
     critic: tuple[Path, int] | None = None
-    """Of a new run: see find_critic."""
+    """Only for a new run: see find_critic."""
 
     def path(self, role: str, config: VapoConfig) -> str | None:
-        """Return where a role's weights are read as it is built; None: they are loaded later."""
+        """Return where a role's initial weights are read from; None: they are loaded later."""
         model = config.model
         if self.own is not None and role in config.algorithm.trained_roles:
             return None
@@ -50,39 +50,38 @@ class Start(NamedTuple):
 
 
 def find_start(config: VapoConfig) -> Start:
-    """Find the checkpoint that a run goes on from, else the critic that it takes over; collective.
+    """Find the checkpoint that a run resumes from, or the critic that it starts with; collective.
 
-    A run that resumes has a critic of its own: model.critic_checkpoint may be gone by then. A run
-    that begins anew gives up what checkpoints it finds.
+    A resumed run has a critic of its own, and model.critic_checkpoint may no longer exist. A run
+    that starts from scratch abandons existing checkpoints.
 
     Raises:
         CheckpointError: see newest_whole and find_critic.
-        UserError: on the main rank, that gives them up; see writing.
+        UserError: on the main rank, which abandons them; see writing.
     """
     own, resume = Path(config.logging.run_dir, "checkpoints"), config.checkpoint.resume
     # torchrun's count may differ between nodes.
-    if any_rank(checkpoint_files.goes_on(resume)):
+    if any_rank(checkpoint_files.resumes(resume)):
         directory = checkpoint_files.newest_whole(own)
         if directory is not None:
             if not resume and dist.get_rank() == 0:
-                tell(f"restarted: goes on from {directory}, in spite of checkpoint.resume=false")
+                tell(f"restarted job: resumes from {directory} despite checkpoint.resume=false")
             return Start(own=directory)
     elif dist.get_rank() == 0:
         with writing(own):
-            checkpoint_files.begin_anew(own)
+            checkpoint_files.start_from_scratch(own)
     path = config.model.critic_checkpoint
     return Start(critic=None if path is None else find_critic(Path(path)))
 
 
 def load_run(directory: Path, models: Mapping[str, TrainedModel]) -> tuple[int, dict[str, Any]]:
-    """Load a whole checkpoint into the models; collective.
+    """Load a complete checkpoint into the models; collective.
 
     Returns:
-        (steps done, state given to save).
+        (finished steps, the state passed to save).
 
     Raises:
-        CheckpointError: it is one of other roles, of another model, or of an optimizer with other
-            settings.
+        CheckpointError: it has other roles, another model, or an optimizer with other settings.
     """
     content = json.loads((directory / checkpoint_files.STATE).read_text())
     held = content["num_updates"]
@@ -95,19 +94,19 @@ def load_run(directory: Path, models: Mapping[str, TrainedModel]) -> tuple[int, 
 
 
 def find_critic(path: Path) -> tuple[Path, int]:
-    """Find the critic of a checkpoint, or of a run directory's newest whole one; collective.
+    """Find the critic in a checkpoint, or in a run directory's newest complete one; collective.
 
     Returns:
-        (its distributed checkpoint, the updates it has had).
+        (its distributed checkpoint, its number of updates).
 
     Raises:
-        CheckpointError: there is no whole checkpoint, or no critic in it.
+        CheckpointError: there is no complete checkpoint, or no critic in it.
     """
     directory = checkpoint_files.newest_whole(path / "checkpoints", "critic") or path
     if directory == path and (problems := checkpoint_files.find_problems(path, "critic")):
         raise CheckpointError(
-            f"model.critic_checkpoint={path} is no whole checkpoint ({problems[0]}); set it to a "
-            "run directory that has one, or to one of its checkpoints/step_*"
+            f"model.critic_checkpoint={path} is no complete checkpoint ({problems[0]}); set it to "
+            "a run directory that has one, or to one of its checkpoints/step_*"
         )
     updates = json.loads((directory / checkpoint_files.STATE).read_text())["num_updates"]
     if "critic" not in updates:
@@ -119,14 +118,14 @@ def find_critic(path: Path) -> tuple[Path, int]:
 
 
 def load_critic(directory: Path, updates: int, config: VapoConfig, critic: TrainedModel) -> None:
-    """Give a new run's critic what model.critic_checkpoint's has: weights, optimizer, updates.
+    """Load model.critic_checkpoint into a new run's critic: weights, optimizer, update count.
 
     Collective; works for any layout.
 
     Args:
         directory, updates: from find_critic.
         config: of the new run.
-        critic: its.
+        critic: of the new run.
 
     Raises:
         CheckpointError: the checkpoint is of another model or kind of optimizer.

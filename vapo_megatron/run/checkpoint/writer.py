@@ -1,4 +1,4 @@
-"""Writes a run's checkpoints while the run goes on.
+"""Writes a run's checkpoints during the run.
 
 `save` takes what this rank has to write, a thread writes it, and the checkpoint gets its name when
 all ranks have written theirs and met: in a `poll` after a later step, or in `wait`. Until then it
@@ -50,7 +50,7 @@ class CheckpointWriter:
     """One checkpoint at a time; every rank calls the same methods in the same order."""
 
     def __init__(self, root: Path, settings: CheckpointConfig) -> None:
-        """Write nothing yet.
+        """Nothing is written yet.
 
         Args:
             root: directory of the run's checkpoints.
@@ -233,10 +233,10 @@ def _size(content: Content) -> int:
 
 
 def _describe(root: Path, step: int, error: OSError, num_bytes: int) -> str:
-    """Say what went wrong in a line, and make room, so that the run can say it."""
+    """Return what went wrong in one line; delete the partial checkpoint to free space."""
     what = error.strerror or str(error)
     shutil.rmtree(checkpoint_files.partial_directory(root, step), ignore_errors=True)
-    remedy = "put that right"
+    remedy = "fix that"
     if error.errno in NO_ROOM:
         free = free_bytes(root)
         what += f" (it takes {num_bytes / 1e9:.3g} GB, {free / 1e9:.3g} GB are free)"
@@ -244,5 +244,5 @@ def _describe(root: Path, step: int, error: OSError, num_bytes: int) -> str:
     left = next((path.name for path in checkpoint_files.candidates(root)), "the beginning")
     return (
         f"{root / checkpoint_files.directory_name(step)} cannot be written: {what}; {remedy}, and "
-        f"start the run again: it goes on from {left}"
+        f"restart the run: it resumes from {left}"
     )
