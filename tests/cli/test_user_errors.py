@@ -305,11 +305,11 @@ MISTAKES = {
 OF_VERIFIER = {
     "unreadable answer": (
         append("train.jsonl", '{"prompt": "w1", "answer": "??"}'), [],
-        "train.jsonl: row 3 (from 0) has the answer '??', which the verifier cannot read; correct",
+        "train.jsonl: row 3 (from 0) has the answer '??', which the verifier cannot parse; correct",
     ),
     "unreadable held-out answer": (
         append("test.jsonl", '{"prompt": "w1", "answer": "??"}'), [],
-        "test.jsonl: row 3 (from 0) has the answer '??', which the verifier cannot read; correct",
+        "test.jsonl: row 3 (from 0) has the answer '??', which the verifier cannot parse; correct",
     ),
 }  # fmt: skip
 # Mistakes in files that tools read, too.

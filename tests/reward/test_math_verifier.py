@@ -471,7 +471,7 @@ def test_a_worker_without_its_libraries_says_so(tmp_path, monkeypatch, capfd):
     (tmp_path / "latex2sympy2_extended.py").write_text("raise ImportError('not of this machine')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with MathVerifier(num_workers=1) as verifier:
-        with pytest.raises(RuntimeError, match="did not start: exit code 1, its own message"):
+        with pytest.raises(RuntimeError, match="did not start: exit code 1, its error is above"):
             verifier.score(["Answer: 1/2"], ["1/3"])
     assert capfd.readouterr().err.count("\nImportError: not of this machine\n") == 3
 

@@ -77,7 +77,8 @@ def check_answers(config: VapoConfig, inputs: Inputs) -> None:
     Raises:
         DataError: names the last such row of a file.
     """
-    from vapo_megatron.reward.math_verifier import MathVerifier, unreadable
+    from vapo_megatron.reward.math_verifier import MathVerifier
+    from vapo_megatron.reward.verifier import unparsable_answer
 
     with MathVerifier(config.reward.num_workers, config.reward.timeout_seconds) as verifier:
         for dataset in filter(None, (inputs.dataset, inputs.held_out)):
@@ -89,7 +90,7 @@ def check_answers(config: VapoConfig, inputs: Inputs) -> None:
                     bad += [start + i for i in found]
                 bar.show(len(answers), len(answers))
             if bad:
-                raise unreadable(dataset.path, bad[-1], answers[bad[-1]])
+                raise unparsable_answer(dataset.path, bad[-1], answers[bad[-1]])
 
 
 def _data_files(config: VapoConfig) -> list[str]:

@@ -1,7 +1,7 @@
-r"""Finds the final answer in a response, in time linear in its length, whatever the model writes.
+r"""Extracts the final answer from a response, in time linear in its length for any input.
 
-Only the last of `\boxed{X}`, `Answer: X` and `#### X` counts. A marker with nothing behind it, and
-a box that was never closed, are no answers.
+Only the last of `\boxed{X}`, `Answer: X` and `#### X` counts. A marker followed by nothing, and a
+box that is never closed, do not count as answers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ MAX_ANSWER_CHARACTERS = 1000
 """Longer final answers are not judged: no ground truth needs them, and parsing takes minutes."""
 
 MAX_EMPTY_MARKERS = 64
-"""A response that ends in more markers without an answer is not searched further: it babbles."""
+"""A response that ends in more markers without an answer is not searched further."""
 
-# Every marker holds one of these, so that a long text is searched at the speed of str.rfind.
+# Each marker contains one of these, so that str.rfind can search a long text quickly.
 _HEADS = ("\\boxed", "\\fbox", "####", "nswer", "NSWER")
 _MARKER = re.compile(
     r"\\(?:boxed|fbox)\s{0,4}(?P<box>\{)"
@@ -36,7 +36,7 @@ _INTRODUCTION = re.compile(
 )
 _QUANTITY = re.compile(r"(-?(?:[0-9]|\.[0-9])[0-9,.]*) ((?:[A-Za-z]{3,})(?:[ -][A-Za-z]+){0,5})")
 _SCIENTIFIC = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,3})")
-# Beside a number or formula, these words are not its unit.
+# Next to a number or formula, these words are not its unit.
 _NO_UNIT = re.compile(
     r"\b(?:and|or|not|nor|than|plus|minus|times|over|mod|choose|factorial|squared|cubed|half|dozen"
     r"|(?:hundred|thousand|million|billion|trillion|four|fif|six|seven|eigh|nin|ten)(?:th)?|third"
@@ -47,7 +47,7 @@ _INTEGER = re.compile(r"[+-]?(?:[0-9]{1,60}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,20})"
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return the final answer of a response, cleaned, or None when there is none.
+    r"""Return the cleaned final answer of a response, or None if there is none.
 
     Args:
         text: the response alone, without its prompt.
@@ -65,12 +65,12 @@ def final_answer(text: str) -> str | None:
 
 
 def ground_truth(text: str) -> str:
-    """Return the answer that a data set's column holds: behind its last marker, or all of it."""
+    """Return the answer in a data set's column: after its last marker, or the whole text."""
     return final_answer(text) or clean(text)
 
 
 def clean(answer: str) -> str:
-    """Strip what surrounds an answer: blanks, emphasis, math delimiters, full stop, unit words."""
+    """Strip whitespace, emphasis, math delimiters, full stop and unit words around an answer."""
     if len(answer) > MAX_ANSWER_CHARACTERS:
         return answer
     answer = _INTRODUCTION.sub("", " ".join(answer.split()), count=1).replace("\u2212", "-")
@@ -91,7 +91,7 @@ def clean(answer: str) -> str:
 
 
 def plain_integer(answer: str) -> int | None:
-    """Return the value of an answer that is nothing but an integer (`-12`, `1,234`), else None."""
+    """Return the value of an answer that is a plain integer (`-12`, `1,234`), else None."""
     return int(answer.replace(",", "")) if _INTEGER.fullmatch(answer) else None
 
 
@@ -106,7 +106,7 @@ def _markers_backwards(text: str) -> Iterator[re.Match[str]]:
 
 
 def _in_braces(text: str, start: int) -> str:
-    """What stands before the brace that closes the one before start; nothing if none does."""
+    """Return the text up to the brace that closes the one before start; "" if none does."""
     window = text[start : start + 2 * MAX_ANSWER_CHARACTERS]
     content = _balanced(window)
     cut_off = content == window and start + len(window) == len(text)
@@ -114,8 +114,8 @@ def _in_braces(text: str, start: int) -> str:
 
 
 def _rest_of_line(text: str, start: int, end: int) -> str:
-    """What stands behind a marker, before end: to the line's or sentence's end, or a formula."""
-    # A little more than is ever judged, so that what is too long stays too long.
+    """Return the text after a marker, before end: up to the end of line, sentence or formula."""
+    # More than MAX_ANSWER_CHARACTERS, so that an answer that is too long is seen as such.
     window = text[start : min(start + 2 * MAX_ANSWER_CHARACTERS, end)]
     window = window[_LEADING.match(window).end() :]  # type: ignore[union-attr]
     end_of_display = 0

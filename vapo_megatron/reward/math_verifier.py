@@ -1,15 +1,12 @@
-"""Judges final answers with math-verify, in processes that an endless computation cannot outlive.
+"""Judges final answers with math-verify, in processes that are killed when a computation hangs.
 
-The parent finds the final answer and settles what needs no mathematics: no answer, equal texts,
-plain integers. Everything else goes to worker processes, each distinct (answer, ground truth) once.
+The parent extracts the final answer and decides what needs no mathematics: no answer, equal texts,
+plain integers. The rest goes to worker processes, each distinct (answer, ground truth) once.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Literal
 
 from vapo_megatron.errors import DataError
 from vapo_megatron.reward.extraction import (
@@ -19,35 +16,19 @@ from vapo_megatron.reward.extraction import (
     plain_integer,
 )
 from vapo_megatron.reward.pool import DIED, OVER_TIME, JudgePool
-
-Status = Literal["correct", "wrong", "unparsable", "timed_out"]
+from vapo_megatron.reward.verifier import Status, Verdict
 
 MEMORY_LIMIT_BYTES = 1 << 30
-"""Address space of a worker. It needs 0.1 GB; 2^(10^9) and its like ask for all there is."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """What the verifier found. Reward shaping never changes it."""
-
-    status: Status
-    """timed_out: judging it exceeded its limit of time or memory."""
-    extracted: str | None = None
-    """The final answer as it was compared; None when there is none."""
-
-    @property
-    def is_correct(self) -> bool:
-        """True for "correct" alone."""
-        return self.status == "correct"
+"""Address space of a worker. It needs 0.1 GB; answers like 2^(10^9) would take all memory."""
 
 
 class MathVerifier:
-    """Compares final answers with ground truths. A context manager; closing it ends its processes.
+    """Compares final answers with ground truths: a Verifier, and a context manager that closes it.
 
     Args:
-        num_workers: processes that judge. They start on first use, beside each other.
-        timeout_seconds: limit for one answer, from the moment when a process takes it up.
-        memory_limit_bytes: address space of one process.
+        num_workers: worker processes, started on first use, all at once.
+        timeout_seconds: limit for one answer, counted from when a worker receives it.
+        memory_limit_bytes: address space of one worker.
     """
 
     def __init__(
@@ -71,23 +52,23 @@ class MathVerifier:
         self.close()
 
     def start(self) -> None:
-        """Start the processes now instead of on first use; returns at once."""
+        """Start the workers now instead of on first use; returns immediately."""
         self._pool.start()
 
     def close(self) -> None:
-        """End the processes. Using the verifier again starts new ones."""
+        """Kill the workers. Using the verifier again starts new ones."""
         self._pool.close()
 
     @property
     def process_ids(self) -> list[int]:
-        """Ids of the running worker processes."""
+        """Of the running workers."""
         return self._pool.process_ids
 
     def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
-        """Judge responses[i] against the ground truth answers[i] -> verdicts in the same order.
+        """Judge responses[i] against answers[i]; see Verifier.
 
         Args:
-            responses: the responses' text, without their prompts.
+            responses: their text, without the prompts.
             answers: ground truths: an expression, or a text that ends in a marked answer.
 
         Raises:
@@ -108,32 +89,31 @@ class MathVerifier:
             )
         golds = [self._known_answers.get(answer) for answer in answers]
         found = [final_answer(response) for response in responses]
-        settled = [_settle(answer, gold) for answer, gold in zip(found, golds)]
+        decided = [_decide(answer, gold) for answer, gold in zip(found, golds)]
         pairs = list(
             dict.fromkeys(
                 (answer, gold)
-                for answer, gold, status in zip(found, golds, settled)
+                for answer, gold, status in zip(found, golds, decided)
                 if status is None
             )
         )
         statuses = self._pool.run([{"gold": gold, "answer": answer} for answer, gold in pairs])
         judged = dict(zip(pairs, map(_as_status, statuses)))
         return [
-            Verdict(status or judged[answer, gold], _shown(answer))
-            for answer, gold, status in zip(found, golds, settled)
+            Verdict(status or judged[answer, gold], None if _is_too_long(answer) else answer)
+            for answer, gold, status in zip(found, golds, decided)
         ]
 
     def unparsable_answers(self, answers: Sequence[str]) -> list[int]:
-        """Return the places of the ground truths that cannot be parsed, to be checked before a run.
+        """Return the indices of ground truths that cannot be parsed within the time limit.
 
-        One that takes longer than the limit is among them. Those that can be parsed are remembered
-        and cost nothing later.
+        The others are cached and cost nothing later.
         """
         read = self._read(answers)
         return [i for i, answer in enumerate(answers) if read[answer] != "correct"]
 
     def _read(self, answers: Sequence[str]) -> dict[str, Status]:
-        """Each distinct ground truth -> "correct", "unparsable" or "timed_out"."""
+        """Parse each distinct ground truth -> "correct", "unparsable" or "timed_out"."""
         read: dict[str, Status] = {}
         golds: dict[str, str] = {}
         for answer in dict.fromkeys(answers):
@@ -153,19 +133,11 @@ class MathVerifier:
         return read
 
 
-def unreadable(path: str | Path, row: int, answer: str) -> DataError:
-    """Return what to raise where a row of a data file has one of unparsable_answers."""
-    return DataError(
-        f"{path}: row {row} (from 0) has the answer {answer!r}, which the verifier cannot read; "
-        "correct or remove the row"
-    )
-
-
-def _settle(answer: str | None, gold: str | None) -> Status | None:
-    """The status, where it takes no mathematics; None where it does."""
-    if gold is None:  # reading it took too long, as it did not before the run
+def _decide(answer: str | None, gold: str | None) -> Status | None:
+    """Return the status if it needs no mathematics, else None."""
+    if gold is None:  # Parsing it took too long now, though not before the run.
         return "timed_out"
-    if answer is None or len(answer) > MAX_ANSWER_CHARACTERS:
+    if answer is None or _is_too_long(answer):
         return "unparsable"
     if answer == gold:
         return "correct"
@@ -182,5 +154,5 @@ def _as_status(status: str) -> Status:
     return status  # type: ignore[return-value]
 
 
-def _shown(answer: str | None) -> str | None:
-    return None if answer is None or len(answer) > MAX_ANSWER_CHARACTERS else answer
+def _is_too_long(answer: str | None) -> bool:
+    return answer is not None and len(answer) > MAX_ANSWER_CHARACTERS

@@ -1,8 +1,8 @@
-"""Processes that can be killed: a time limit for each task, replacement, order kept.
+"""Worker processes with a time limit per task; one that hangs or dies is killed and replaced.
 
-A task is given to a worker only when the worker is idle, so that waiting in a queue is no part of
-its time. Every message is far smaller than a pipe's buffer: writing never blocks. Each has pipes
-of its own: one that workers share has a lock, which dies with the worker that holds it.
+Only an idle worker is sent a task, so the limit does not count time in a queue. Every message is
+far smaller than a pipe's buffer: writing never blocks. Workers share no pipe: its lock would stay
+locked when the worker that holds it is killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vapo_megatron.reward.worker import HEADER
 START_LIMIT_SECONDS = 120.0
 """Longest wait for a worker's imports; a loaded machine takes many times the usual half second."""
 MAX_FAILED_STARTS = 3
-"""Starts that may fail in a row before the environment is to blame."""
+"""Failed starts in a row after which the environment is taken to be broken."""
 
 OVER_TIME = "over_time"
 DIED = "died"
@@ -49,17 +49,17 @@ class _Worker:
     def idle(self) -> bool:
         return self.ready and self.task is None
 
-    def give(self, task: int, request: dict[str, Any], timeout_seconds: float) -> None:
+    def send(self, task: int, request: dict[str, Any], timeout_seconds: float) -> None:
         data = json.dumps(request).encode()
         self.task = task
         self.deadline = time.monotonic() + timeout_seconds
         try:
             os.write(self.process.stdin.fileno(), HEADER.pack(len(data)) + data)  # type: ignore[union-attr]
         except BrokenPipeError:
-            pass  # It is dead: the end of its output says so.
+            pass  # It has died, which `receive` reports.
 
-    def take(self) -> str | None:
-        """The status that has arrived, DIED, or None while the message is not complete."""
+    def receive(self) -> str | None:
+        """Return the status that has arrived, DIED, or None if the message is not complete yet."""
         data = os.read(self.process.stdout.fileno(), 65536)  # type: ignore[union-attr]
         if not data:
             return DIED
@@ -81,7 +81,7 @@ class _Worker:
 
 
 def _kill_all(workers: list[_Worker], owner: int) -> None:
-    if os.getpid() == owner:  # a forked child must leave them alone
+    if os.getpid() == owner:  # A forked child must not kill its parent's workers.
         for worker in workers:
             worker.kill()
     workers.clear()
@@ -93,7 +93,7 @@ class JudgePool:
     def __init__(self, num_workers: int, timeout_seconds: float, memory_limit_bytes: int) -> None:
         script = Path(__file__).with_name("worker.py")
         limits = [str(timeout_seconds), str(memory_limit_bytes)]
-        # -P: what lies in the script's or the current directory must not stand in for a library.
+        # -P: a file in the script's or the current directory must not shadow a library.
         self._command = [sys.executable, "-P", str(script), *limits]
         self._num_workers = num_workers
         self._timeout_seconds = timeout_seconds
@@ -109,7 +109,7 @@ class JudgePool:
         return [worker.process.pid for worker in self._workers]
 
     def start(self) -> None:
-        """Start what is missing; returns at once, the workers load beside what follows."""
+        """Start missing workers; returns immediately, while they load in the background."""
         with self._lock:
             for worker in [w for w in self._workers if w.idle and w.process.poll() is not None]:
                 self._remove(worker)
@@ -124,7 +124,7 @@ class JudgePool:
     def run(self, requests: Sequence[dict[str, Any]]) -> list[str]:
         """Judge all requests -> their statuses, in order: the worker's, OVER_TIME or DIED.
 
-        A worker's death may have nothing to do with its task: the task gets a second chance.
+        A task whose worker died is retried once: the death may be unrelated to the task.
 
         Raises:
             RuntimeError: the workers cannot start.
@@ -139,28 +139,28 @@ class JudgePool:
     def _run(self, requests: Sequence[dict[str, Any]]) -> list[str]:
         statuses: dict[int, str] = {}
         queue = deque(range(len(requests)))
-        second_chance: set[int] = set()
+        retried: set[int] = set()
         while len(statuses) < len(requests):
             self.start()
             for worker in self._workers:
                 if worker.idle and queue:
-                    given = queue.popleft()
-                    worker.give(given, requests[given], self._timeout_seconds)
+                    task = queue.popleft()
+                    worker.send(task, requests[task], self._timeout_seconds)
             for worker, status in self._wait():
-                task, worker.task = worker.task, None
+                done, worker.task = worker.task, None
                 if status in (DIED, OVER_TIME, "out_of_memory"):
                     self._remove(worker)
-                if task is None:
+                if done is None:
                     continue
-                if status in (DIED, "out_of_memory") and task not in second_chance:
-                    second_chance.add(task)
-                    queue.appendleft(task)
+                if status in (DIED, "out_of_memory") and done not in retried:
+                    retried.add(done)
+                    queue.appendleft(done)
                 else:
-                    statuses[task] = status
+                    statuses[done] = status
         return [statuses[i] for i in range(len(requests))]
 
     def _wait(self) -> list[tuple[_Worker, str]]:
-        """Wait for a message or a deadline -> the workers concerned, with what became of them."""
+        """Wait for a message or a deadline -> the workers concerned, each with its status."""
         waiting = [w for w in self._workers if not w.idle]
         with selectors.DefaultSelector() as selector:
             for worker in waiting:
@@ -169,12 +169,12 @@ class JudgePool:
             arrived = [key.data for key, _ in selector.select(max(limit, 0.0))]
         outcomes = []
         for worker in arrived:
-            status = worker.take()
+            status = worker.receive()
             if status is not None:
                 outcomes.append((worker, status))
-        concluded = [worker for worker, _ in outcomes]
+        done = [worker for worker, _ in outcomes]
         now = time.monotonic()
-        outcomes += [(w, OVER_TIME) for w in waiting if w not in concluded and w.deadline <= now]
+        outcomes += [(w, OVER_TIME) for w in waiting if w not in done and w.deadline <= now]
         for worker, status in outcomes:
             if not worker.ready:
                 self._note_start(worker, status)
@@ -187,15 +187,15 @@ class JudgePool:
             return
         if status == DIED:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(5)  # Its pipe is closed before it has said why.
+                worker.process.wait(5)  # Its pipe closes before it has printed its error.
         worker.kill()
         self._failed_starts += 1
         if self._failed_starts >= MAX_FAILED_STARTS:
             self._failed_starts = 0
             raise RuntimeError(
                 f"the verifier's worker {' '.join(self._command)} did not start: "
-                f"exit code {worker.process.returncode}, its own message stands above; is "
-                f"math-verify installed for {sys.executable}?"
+                f"exit code {worker.process.returncode}, its error is above; is math-verify "
+                f"installed for {sys.executable}?"
             )
 
     def _remove(self, worker: _Worker) -> None:

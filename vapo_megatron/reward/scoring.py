@@ -1,4 +1,4 @@
-"""From sampled responses to scored ones, and the check of all ground truths before that."""
+"""Scores sampled responses, and checks all ground truths before a run starts."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.data.batch import Rollout, ScoredRollout
 from vapo_megatron.parallel.reduce import max_over_world
-from vapo_megatron.reward.math_verifier import MathVerifier, unreadable
 from vapo_megatron.reward.shaping import shaped_reward
+from vapo_megatron.reward.verifier import Verifier, unparsable_answer
 
 
 def score_rollouts(
-    verifier: MathVerifier | None,
+    verifier: Verifier | None,
     rollouts: Sequence[Rollout],
     reward: RewardConfig,
     max_response_tokens: int,
 ) -> list[ScoredRollout]:
-    """Judge responses on the rank that sampled them.
+    """Score responses on the rank that sampled them.
 
     Args:
         verifier: on the first rank of each vLLM replica; None elsewhere, where nothing is scored so
             that no response counts twice.
         rollouts: this replica's.
-        reward: from a verdict to a number.
-        max_response_tokens: the sampling limit, for the overlong punishment.
+        reward: turns a verdict into a number.
+        max_response_tokens: the sampling limit, for the overlong penalty.
 
     Returns:
         The scored rollouts in the same order; an empty list without a verifier.
@@ -39,7 +39,7 @@ def score_rollouts(
             rollout,
             verdict.status,
             shaped_reward(
-                verdict.status == "correct",
+                verdict.is_correct,
                 rollout.truncated,
                 len(rollout.token_ids),
                 reward,
@@ -51,19 +51,19 @@ def score_rollouts(
 
 
 def check_answers(
-    verifier: MathVerifier | None,
+    verifier: Verifier | None,
     path: str,
     answers: Sequence[str],
     replica: int,
     num_replicas: int,
 ) -> None:
-    """Refuse ground truths that the verifier cannot read, before a run begins. Collective.
+    """Refuse ground truths that the verifier cannot parse, before a run starts. Collective.
 
     Args:
         verifier: on the first rank of each vLLM replica, which checks its share; None elsewhere.
-        path: of the data file, for the message.
+        path: data file, named in the error.
         answers: one per row.
-        replica, num_replicas: this rank's share is every num_replicas-th row from replica on.
+        replica, num_replicas: this replica checks every num_replicas-th row, starting at `replica`.
 
     Raises:
         DataError: on every rank, naming the last such row of the file.
@@ -75,4 +75,4 @@ def check_answers(
         found = share[bad[-1]] if bad else -1
     row = int(max_over_world(torch.tensor(float(found), dtype=torch.float64)))
     if row >= 0:
-        raise unreadable(path, row, answers[row])
+        raise unparsable_answer(path, row, answers[row])

@@ -1,4 +1,4 @@
-"""From a verdict to a number. The verdict itself is kept: shaping never changes what is correct."""
+"""From a verdict to a reward. Shaping never changes the verdict."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vapo_megatron.config import RewardConfig
 def soft_overlong_punishment(
     response_length: int, max_response_tokens: int, buffer_tokens: int
 ) -> float:
-    """Punish a response in the last part of its allowed length, before it is cut off.
+    """Return DAPO's penalty for a response that ends close to the length limit, or at it.
 
         0                                 |y| <= L_max - L_cache
         ((L_max - L_cache) - |y|)/L_cache  inside the buffer
@@ -19,7 +19,7 @@ def soft_overlong_punishment(
     Args:
         response_length: |y|, tokens of the response, its stop token included.
         max_response_tokens: L_max.
-        buffer_tokens: L_cache; 0 means no punishment at any length.
+        buffer_tokens: L_cache; 0: no penalty at any length.
 
     Returns:
         A number in [-1, 0].
@@ -41,10 +41,10 @@ def shaped_reward(
 
     Args:
         is_correct: the verifier's verdict.
-        truncated: a length limit ended the response. It then earns `truncated_correct` if the right
-            answer is in it.
+        truncated: the length limit ended the response; with a correct answer it then gets
+            `truncated_correct`.
         response_length: tokens of the response, its stop token included.
-        reward: the values; the punishment's largest amount is `overlong_penalty`.
+        reward: the values; `overlong_penalty` scales the penalty.
         max_response_tokens: the sampling limit.
     """
     if not is_correct:

@@ -1,13 +1,13 @@
-"""The process that judges: math-verify and nothing else of ours, torch's or megatron's.
+"""The worker process: runs math-verify, and imports neither torch nor anything else of the package.
 
 Run as a script by `pool.py`, with a time limit in seconds and a memory limit in bytes. Messages are
-a 4-byte length and a JSON object, on stdin and stdout. It says {"status": "ready"} once, and then
+a 4-byte length and a JSON object, on stdin and stdout. It sends {"status": "ready"} once, then
 answers each {"gold": ..., "answer": ...} with {"status": ...}: "correct", "wrong", "unparsable",
-"bad_gold" or "out_of_memory" (after which it ends). With an answer of null it judges the gold
-alone, which is "correct" when it can be parsed.
+"bad_gold" or "out_of_memory" (then it exits). If the answer is null, only the ground truth is
+parsed: "correct" or "bad_gold".
 
-Whoever started it kills it when an answer takes too long. It kills itself a while later, should
-that process be gone.
+Its parent kills it when an answer takes too long; if the parent is gone, its own timer does so a
+little later.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import sys
 from typing import Any, BinaryIO
 
 HEADER = struct.Struct(">I")
-# math-verify takes all from the first text to a closing brace at the end for a unit.
+# math-verify treats everything from the first \text to a closing brace at the end as a unit.
 _DROPPED_AS_UNIT = re.compile(r"\\(?:text|mbox)\{.*\}(?:\^\d)?$", re.DOTALL)
 _UNIT = re.compile(r"(?:\\(?:text|mbox)\{[^{}]*\}|\^\{?-?\d\}?|\\cdot|\\[,;:!]|[\s~/.*])*")
 
@@ -32,15 +32,15 @@ _UNIT = re.compile(r"(?:\\(?:text|mbox)\{[^{}]*\}|\^\{?-?\d\}?|\\cdot|\\[,;:!]|[
 def main() -> None:
     """Judge until stdin ends."""
     timeout_seconds, memory_limit_bytes = float(sys.argv[1]), int(sys.argv[2])
-    # These reach every process of a job but are meant for the one that closes the pipe.
+    # A job's signals reach every process; this one ends when its parent closes the pipe.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.CRITICAL)
-    # Libraries print; what they print must not stand between the messages.
+    # What libraries print must not mix with the messages on stdout.
     with os.fdopen(os.dup(1), "wb") as output, os.fdopen(os.dup(0), "rb") as requests:
         os.dup2(2, 1)
-        # Imports everything, simplification too, and fills the parser's tables.
+        # Warm up: imports everything, and fills the parser's tables.
         judge(r"\sqrt{x + 1}", r"\frac{x}{2}")
         _silence()
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
@@ -81,7 +81,7 @@ def receive(stream: BinaryIO) -> dict[str, Any] | None:
 
 
 def judge(gold: str, answer: str | None) -> str:
-    """Compare a final answer with the ground truth, both without their markers."""
+    """Return the status of a final answer against the ground truth, both without markers."""
     expected = _parse_gold(gold)
     if expected is None:
         return "bad_gold"
@@ -94,10 +94,10 @@ def judge(gold: str, answer: str | None) -> str:
 
 
 def _equal(expected: Any, found: Any) -> bool:
-    """What math-verify says, but for a lack of memory, which it takes for a difference.
+    """Return math-verify's verdict, but raise MemoryError, which it would count as a difference.
 
-    Its `except Exception` catches all but MemoryError here. Should an error come through that is a
-    direct Exception or of a class not loaded before, it is asked once more as it is.
+    Its `except Exception` is narrowed to all loaded subclasses but MemoryError. If an error escapes
+    that (a bare Exception, or a class loaded later), it is asked again unpatched.
     """
     from math_verify import grader
 
@@ -105,7 +105,7 @@ def _equal(expected: Any, found: Any) -> bool:
     for caught in (ordinary, Exception):
         grader.Exception = caught  # type: ignore[attr-defined]
         try:
-            # Its own limits use signals and count in whole seconds; the limit here is this process.
+            # Its own time limits use signals and whole seconds; here the pool kills the process.
             return grader.verify(expected, found, timeout_seconds=None, raise_on_error=True)
         except MemoryError:
             raise
@@ -120,14 +120,14 @@ def _parse_gold(gold: str) -> Any:
 
 
 def _parse(text: str, whole: bool) -> Any:
-    """The expression that a text stands for; None when it cannot be parsed.
+    """Return the text's expression; None: it cannot be parsed.
 
-    math-verify's steps for a formula, without its search for formulas in a text, which takes a part
-    where the whole cannot be parsed: a list is a list, and none of its members counts for itself.
+    Follows math-verify's steps for one formula. Its search for formulas in a text is left out: it
+    accepts a part where the whole cannot be parsed, such as one member of a list.
 
     Args:
         text: one formula without delimiters.
-        whole: refuse a text of which math-verify would drop more than a unit.
+        whole: refuse a text from which math-verify would drop more than a unit.
     """
     from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
     from math_verify.parser import parse_latex_cached

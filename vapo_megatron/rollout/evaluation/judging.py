@@ -19,7 +19,7 @@ from vapo_megatron.config.metrics import emits
 from vapo_megatron.data.batch import Prompt, Rollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.reduce import sum_over_world
-from vapo_megatron.reward.math_verifier import MathVerifier, Verdict
+from vapo_megatron.reward.verifier import Verdict, Verifier
 from vapo_megatron.rollout.evaluation.statistics import means, problem_values, value_names
 from vapo_megatron.rollout.evaluation.votes import Response, count_votes
 from vapo_megatron.rollout.requests import SamplingSettings
@@ -37,7 +37,7 @@ Judged = list[tuple[Prompt, list[Response]]]
 )
 def evaluate(
     engine: Any,
-    verifier: MathVerifier | None,
+    verifier: Verifier | None,
     problems: Sequence[Prompt],
     evaluation: EvaluationConfig,
     rollout: RolloutConfig,
@@ -104,7 +104,7 @@ def sampling_settings(evaluation: EvaluationConfig, max_response_tokens: int) ->
 
 def judge_problems(
     engine: Any,
-    verifier: MathVerifier | None,
+    verifier: Verifier | None,
     problems: Sequence[Prompt],
     evaluation: EvaluationConfig,
     rollout: RolloutConfig,

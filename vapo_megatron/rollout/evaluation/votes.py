@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vapo_megatron.reward.math_verifier import MathVerifier
+from vapo_megatron.reward.verifier import Verifier
 
 Response = dict[str, Any]
 """One judged sample: `sample`, `status`, `answer` (as the verifier compared it, or None), `vote`
 (see count_votes), `num_tokens`, `truncated`, and `text` where it is kept."""
 
 
-def count_votes(
-    verifier: MathVerifier, judged: Sequence[Sequence[Response]]
-) -> list[list[int | None]]:
+def count_votes(verifier: Verifier, judged: Sequence[Sequence[Response]]) -> list[list[int | None]]:
     """Return the class of equal answers that each response's answer belongs to; None without one.
 
     Correct answers are one class. Others are equal when their texts are, or when the verifier finds
@@ -55,7 +53,7 @@ def _wrong_answers(responses: Sequence[Response]) -> list[str]:
     return list(dict.fromkeys(r["answer"] for r in responses if r["status"] == "wrong"))
 
 
-def _equal_pairs(verifier: MathVerifier, pairs: Sequence[tuple[str, str]]) -> set[tuple[str, str]]:
+def _equal_pairs(verifier: Verifier, pairs: Sequence[tuple[str, str]]) -> set[tuple[str, str]]:
     """Return those pairs (earlier, later) whose answers the verifier finds equal."""
     earlier = list(dict.fromkeys(e for e, _ in pairs))
     unreadable = {earlier[i] for i in verifier.unparsable_answers(earlier)}
