@@ -111,6 +111,14 @@ def test_one_reader(imported):
     assert [m for m in readers if not is_in(m, ONE_READER[imported])] == []
 
 
+def test_the_whole_configuration_stays_at_the_top():
+    """Below roles, a room takes its section, or the values that it needs."""
+    below = ROOMS[ROOMS.index("roles") + 1 :]
+    config = "vapo_megatron.config.VapoConfig"
+    wrong = [m for m in modules() if config in imports(m) and room(m) in below]
+    assert [m for m in wrong if room(m) != "config"] == []
+
+
 def test_rooms_stay_pure():
     for module in modules():
         wrong = [n for n in imports(module) if n.split(".")[0] in PURE.get(room(module), ())]
