@@ -1,14 +1,14 @@
-"""Full HF tensors, or their gradients, on every rank from Megatron shards: for checks alone.
+"""Gathers full HF tensors, or their gradients, from Megatron shards on every rank, for checks.
 
 Before: every rank holds its shards. During: a bucket of one pipeline stage's shards is packed into
-one buffer, broadcast over the pipeline (each rank to those with its own tensor-parallel rank) and
-gathered over the tensor-parallel group. After: nothing is kept. When one rank holds the whole model
-nothing is sent.
+one buffer, broadcast over the pipeline (among ranks of the same tensor-parallel rank) and gathered
+over the tensor-parallel group. After: nothing is kept. If one rank holds the whole model, nothing
+is sent.
 
-Gradients take the parameters' way. Before: every rank's gradient buffers hold finished gradients,
-as `parallel.schedule.forward_backward` leaves them; with the distributed optimizer only this
-data-parallel rank's share of each bucket is finished, and the others' are fetched into it. After:
-the buffers are complete, which no optimizer minds.
+Gradients are gathered like parameters. Before: gradient buffers hold finished gradients, as
+`parallel.schedule.forward_backward` leaves them; with the distributed optimizer only this
+data-parallel rank's shard of each bucket is finished, and the others are gathered into it. After:
+the buffers are complete, which does not affect the optimizer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BUCKET_BYTES = 512 << 20
 
 @dataclasses.dataclass(frozen=True)
 class _Shard:
-    """What every rank knows of one stage's parameter."""
+    """Description of a parameter, known to every rank."""
 
     hf_names: tuple[str, ...]
     kind: Kind
@@ -62,8 +62,8 @@ def gather_hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every HF tensor in full on every rank, without the vocabulary's padding.
 
-    Collective over tp_group and pp_group: every rank must take all of them. A tensor may share the
-    model's memory and is valid until the next update; copy what is to be kept.
+    Collective over tp_group and pp_group: every rank must consume all of them. A tensor may share
+    the model's memory and is valid until the next update; copy it to keep it.
 
     Args:
         chunks: this rank's model chunks; with DDP around them, parameters that overlap_param_gather
@@ -71,8 +71,8 @@ def gather_hf_tensors(
         shape: of the model.
         ranks: this rank's place.
         role: "actor" or "critic".
-        bucket_bytes: a gathered bucket is at most this large, or one parameter. Peak memory is
-            about one bucket, its shards and one parameter.
+        bucket_bytes: largest gathered bucket, unless one parameter is larger. Peak memory is about
+            one bucket, its shards and one parameter.
 
     Yields:
         (HF name, tensor of the parameter's type), stage by stage.
@@ -161,31 +161,27 @@ def full_gradients(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the gradient of every HF tensor in full on every rank, before clipping.
 
-    Collective over all ranks: every rank must take all of them, between the backward pass and the
-    optimizer's step. A tensor may share the gradient buffers' memory and is valid until they
-    change; copy what is to be kept.
+    Collective over all ranks: every rank must consume all of them, between the backward pass and
+    the optimizer's step. A tensor may share the gradient buffers' memory and is valid until they
+    change; copy it to keep it.
 
     Args:
         chunks: this rank's, with DDP around them.
-        shape: of the model.
-        ranks: this rank's place.
-        role: "actor" or "critic".
-        bucket_bytes: a gathered bucket is at most this large, or one parameter: the memory that
-            this takes, with one parameter more.
+        shape, ranks, role, bucket_bytes: see gather_hf_tensors.
 
     Yields:
-        (HF name, float32), stage by stage; the gradient of a tied embedding is the sum of both of
-        its uses, that of a frozen parameter is 0.
+        (HF name, float32), stage by stage. A tied embedding's gradient is the sum over both uses, a
+        frozen parameter's is 0.
     """
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer:  # type: ignore[union-attr]
             _complete_buckets(chunk, ranks)
-    lent: Any = [_ChunkOfGradients(chunk) for chunk in chunks]
-    yield from gather_hf_tensors(lent, shape, ranks, role=role, bucket_bytes=bucket_bytes)
+    gradients: Any = [_ChunkOfGradients(chunk) for chunk in chunks]
+    yield from gather_hf_tensors(gradients, shape, ranks, role=role, bucket_bytes=bucket_bytes)
 
 
 def _complete_buckets(chunk: Any, ranks: Ranks) -> None:
-    """Fetch the other data-parallel ranks' shares of each bucket, into their places."""
+    """Gather the other data-parallel ranks' shards of each bucket into it."""
     for buffer in chunk.buffers:
         for bucket in buffer.buckets:
             own = bucket.grad_data.chunk(ranks.dp_size)[ranks.dp_rank]
@@ -193,7 +189,7 @@ def _complete_buckets(chunk: Any, ranks: Ranks) -> None:
 
 
 class _ChunkOfGradients:
-    """As much of a model chunk as the name table reads, with each gradient for its parameter."""
+    """A model chunk, as far as the name table reads it, with gradients in place of parameters."""
 
     def __init__(self, chunk: torch.nn.Module) -> None:
         self._model = unwrap(chunk)

@@ -186,11 +186,11 @@ def verified_versions(tmp: Path, path: Path) -> tuple[list[int], str, Any, float
     loaded = load(str(path), Layout(2, 1))
     engine = _small_engine()
     sync = _sync_between(loaded, engine, _config(tmp, verify_every=3))
-    compare, carry_out = sync_module.differences, sync_module.carry_out
+    compare, execute = sync_module.differences, sync_module.execute
     compared: list[int] = []
 
     def damaging(steps: Any, weights: Any, *rest: Any) -> int:
-        count = carry_out(steps, weights, *rest)
+        count = execute(steps, weights, *rest)
         if dist.get_rank() == 0:
             weights[SAMPLER, "model.norm.weight"][5] *= -1
         return count
@@ -201,10 +201,10 @@ def verified_versions(tmp: Path, path: Path) -> tuple[list[int], str, Any, float
             received = sync.publish(loaded.chunks, version)["sync/received_bytes"]
         seen = list(compared)
         padding = engine.live["model.embed_tokens.weight"].tensor[300:].abs().max().item()
-        sync_module.carry_out = damaging
+        sync_module.execute = damaging
         error = engine_jobs.error_of(sync.publish, loaded.chunks, 12)
     finally:
-        sync_module.differences, sync_module.carry_out = compare, carry_out
+        sync_module.differences, sync_module.execute = compare, execute
     return seen, error, engine.version, received + padding
 
 

@@ -100,7 +100,7 @@ def rectangle(held: Parameters, part: Slice) -> np.ndarray:
     return found
 
 
-def carry_out(steps: list[list[Step]], world: World) -> list[Parameters]:
+def execute(steps: list[list[Step]], world: World) -> list[Parameters]:
     """Carry out the steps of all ranks; a step is packed before the one before it has arrived."""
     results = [{k: np.full_like(v, -1) for k, v in held.items()} for held in world.expected]
     assert len({len(s) for s in steps}) == 1
@@ -159,7 +159,7 @@ def test_steps_put_every_element_in_its_place(layout, relay):
     plan = make_plan(shape, trainer, sampler_tp, gpus_per_node=node, relay=relay)
     world = world_of(shape, trainer, sampler_tp)
     steps = [steps_of(plan, rank, bucket_bytes) for rank in range(plan.world_size)]
-    for found, expected in zip(carry_out(steps, world), world.expected, strict=True):
+    for found, expected in zip(execute(steps, world), world.expected, strict=True):
         assert all((found[name] == expected[name]).all() for name in expected)
     for mine in steps:
         for step in mine:

@@ -21,7 +21,7 @@ from vapo_megatron.weights.reshard.planner import make_plan
 from vapo_megatron.weights.reshard.shards import trainer_layout
 from vapo_megatron.weights.reshard.steps import steps_of
 from vapo_megatron.weights.reshard.sync import all_weights
-from vapo_megatron.weights.reshard.transfer import carry_out
+from vapo_megatron.weights.reshard.transfer import execute
 from vapo_megatron.weights.reshard.verify import destination_problems, source_problems
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def _carried_out(path, case, bucket_bytes, during=contextlib.nullcontext):
         weights = all_weights(loaded.chunks, live)
         steps = steps_of(plan, rank, size)
         with during(weights):
-            received = carry_out(steps, weights, dtype, CPU)
+            received = execute(steps, weights, dtype, CPU)
         held = _bits({n: weight.tensor for n, weight in live.items()})
         wrong = [n for n, bits in _bits(expected).items() if bits != held[n]]
         found.append((received, planned * dtype.itemsize, len(steps), wrong))
@@ -174,7 +174,7 @@ def _uneven():
     }  # fmt: skip
     source, target = torch.arange(5.0)[None] + 100 * rank, torch.full((1, 5), -1.0)
     weights = {(0, "a"): source, (SAMPLER, "a"): target}
-    received = [carry_out(to[rank], weights, torch.float32, CPU) for _ in range(20)]
+    received = [execute(to[rank], weights, torch.float32, CPU) for _ in range(20)]
     return target[0].tolist(), set(received)
 
 

@@ -1,1 +1,1 @@
-"""The trainer's live weights into the sampler's, moving only what a rank lacks."""
+"""Weight sync: the trainer's live weights into the sampler's; sends only what a rank is missing."""

@@ -1,7 +1,6 @@
-"""What a resharding plan and a full gather move over which wires, and how long that should take.
+"""Predicts bytes per link class and time of a resharding plan and of a full gather.
 
-A prediction from bandwidths alone: no latency, no contention between nodes, no overlap of one
-bucket with the next.
+From bandwidths alone: no latency, no contention between nodes, no overlap of buckets.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ GB = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Nodes and wires. The defaults are those of 8 H100 with one 400 Gb/s adapter each."""
+    """Bandwidths. The defaults are those of 8 H100 with one 400 Gb/s adapter each."""
 
     gpus_per_node: int = 8
     nvlink_gb_per_second: float = 900.0
-    """Of one GPU, both directions together, as NVIDIA counts it: half of it each way."""
+    """Of one GPU, both directions together, as NVIDIA counts it."""
     network_gb_per_second: float = 50.0
     """Of one GPU, each way."""
     memory_gb_per_second: float = 3350.0
     """Of one GPU's memory, reads and writes together."""
 
     def link_seconds(self, sent: np.ndarray, received: np.ndarray) -> np.ndarray:
-        """Return how long each rank's wires are busy, both directions and both kinds at once.
+        """Return how long each rank's links are busy; both directions and both classes overlap.
 
         Args:
             sent, received: bytes [2, ranks], within the node and across nodes.
@@ -51,7 +50,7 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Bytes by link class (LINK_CLASSES) and rank, and the predicted time of all ranks together."""
+    """Bytes by link class (LINK_CLASSES) and rank, and the predicted time."""
 
     sent: np.ndarray
     """[3, ranks]."""
@@ -63,8 +62,7 @@ class Cost:
 def plan_cost(plan: Plan, cluster: Cluster, bucket_bytes: int = BUCKET_BYTES) -> Cost:
     """Predict a plan's execution, bucket after bucket.
 
-    A bucket takes as long as its slowest rank: its wires, then packing what it sends, unpacking
-    what it receives and copying what it has.
+    A bucket takes as long as its slowest rank: its links, then packing, unpacking and copying.
     """
     assert plan.gpus_per_node == cluster.gpus_per_node, "the plan is for other nodes"
     sent, received = (np.zeros((3, plan.world_size)) for _ in range(2))
@@ -93,9 +91,8 @@ def full_gather_cost(
 ) -> Cost:
     """Predict gather.gather_hf_tensors: every rank receives every tensor in full.
 
-    Stage after stage, its shards are broadcast along the pipeline (from rank to rank, in the order
-    of the stages), then gathered around each tensor-parallel group, then joined into full tensors,
-    of which vLLM's loader copies its shard.
+    Stage after stage, shards are broadcast along the pipeline, ring-gathered in each
+    tensor-parallel group, and joined into full tensors, from which vLLM's loader copies its shard.
     """
     world, tp_size = trainer.world_size, trainer.tp_size
     ranks = np.arange(world)
@@ -109,7 +106,7 @@ def full_gather_cost(
         held = np.where(stage_of == stage, num_bytes, 0)
         sent[0] += held
         received[0] += held
-        # The rank before the sender in the ring does not pass anything on.
+        # The rank before the sender in the ring passes nothing on.
         passes_on = (stage_of + 1) % trainer.pp_size != stage
         for next_rank, amounts in (
             (around_pp, np.where(passes_on, num_bytes, 0)),
@@ -128,7 +125,7 @@ def full_gather_cost(
 
 
 def _stage_bytes(shape: ModelShape, trainer: TrainerLayout, bytes_per_element: int) -> list[int]:
-    """Sum each stage's shard of one tensor-parallel rank, a vocabulary's padding included."""
+    """Sum each stage's shard of one tensor-parallel rank, with the vocabulary's padding."""
     found = []
     for stage, chunks in enumerate(trainer.layers):
         num_layers = sum(stop - first for first, stop in chunks)
@@ -136,7 +133,7 @@ def _stage_bytes(shape: ModelShape, trainer: TrainerLayout, bytes_per_element: i
         for row in rows(shape, "actor"):
             if row.is_copy:
                 continue
-            # Of the ranks' equal shards the first has no padding in it, unless it has nothing else.
+            # Shards are equal, and the first has no padding unless it is padding alone.
             pieces = trainer_pieces(row, shape, trainer, tp_rank=0)
             size = sum(piece.rows * piece.columns for piece in pieces)
             if "{}" in row.hf[0]:
@@ -148,11 +145,11 @@ def _stage_bytes(shape: ModelShape, trainer: TrainerLayout, bytes_per_element: i
 
 
 def describe(costs: dict[str, Cost], *, per_rank: bool = False) -> str:
-    """Return a table for people: GB of each rank by link class, and predicted seconds.
+    """Return a table: GB of each rank by link class, and predicted seconds.
 
     Args:
         costs: by title.
-        per_rank: what every rank sends and receives, too.
+        per_rank: also list every rank.
     """
 
     def line(title: str, what: str, values: np.ndarray, end: str = "") -> str:

@@ -1,4 +1,4 @@
-"""A resharding plan as data: moves of rectangles between ranks, and the steps that carry them out.
+"""A resharding plan as data: moves of slices between ranks, and the steps that execute them.
 
 planner.py makes a plan, steps.py cuts it into steps that fit a buffer; whoever executes it needs
 nothing but these classes. All but LiveWeight hold integers and strings, and pickle.
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SAMPLER = -1
-"""In the place of a model chunk: the parameter is the sampler's."""
+"""In place of a chunk's index: the parameter is the sampler's."""
 
 
 class LiveWeight(NamedTuple):
-    """A weight of the sampler, where it lies."""
+    """A weight that the sampler computes with."""
 
     tensor: Tensor
     padding_rows: int
-    """Last rows that belong to no token; they are to be 0."""
+    """Last rows, of no token; they must be 0."""
 
 
 class Slice(NamedTuple):
@@ -39,15 +39,15 @@ class Slice(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One rectangle on its way into a sampler's parameter.
+    """A slice sent into a sampler's parameter.
 
-    It comes from the trainer's parameter that owns it or, relayed, from the sampler's parameter of
-    a rank on the same node that has received it before (source.chunk is SAMPLER).
+    Its source is a trainer's parameter or, for a relay (source.chunk is SAMPLER), the sampler's
+    parameter of a rank on the same node that has received it before.
     """
 
     destination_rank: int
     source_rank: int
-    """destination_rank itself: a copy within the process."""
+    """Equal to destination_rank: a copy within the process."""
     source: Slice
     destination: Slice
     """As many rows and columns as the source."""
@@ -58,7 +58,7 @@ class Move(NamedTuple):
         return self.source.rows * self.source.columns
 
     def part(self, first: int, rows: int) -> Move:
-        """Return the move of some of the rows, counted from the rectangle's first."""
+        """Return the move of some rows, counted from the slice's first."""
         if rows == self.source.rows:
             return self
         source, destination = (
@@ -80,15 +80,15 @@ class Layer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Moves of one layer, for all layers that a stage holds; or of one parameter outside them."""
+    """Moves of one layer, repeated for all layers of a stage; or of parameters outside them."""
 
     moves: tuple[Move, ...]
-    """From the trainer's parameters; sorted. Of layers, names hold `{}` for the layer's number, and
-    the trainer's chunk is 0."""
+    """From the trainer's parameters; sorted. In layers, names contain `{}` for the layer's number,
+    and the trainer's chunk is 0."""
     relays: tuple[Move, ...] = ()
-    """From the sampler's parameters, once all of `moves` have arrived; sorted."""
+    """From the sampler's parameters, after all of `moves` have arrived; sorted."""
     layers: tuple[Layer, ...] = ()
-    """Empty outside the layers: the moves are then meant as they stand."""
+    """Empty outside the layers: moves are then used as they are."""
 
     def at(self, layer: Layer | None, moves: Iterable[Move]) -> Iterator[Move]:
         """Yield some of the moves or relays with a layer's names filled in."""
@@ -109,7 +109,7 @@ def _at(layer: Layer, part: Slice) -> Slice:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything that has to move so that every rank holds its shard of the sampler."""
+    """All moves that fill every rank's shard of the sampler."""
 
     world_size: int
     gpus_per_node: int
@@ -118,14 +118,11 @@ class Plan:
     blocks: tuple[Block, ...]
 
     def received(self, rank: int) -> list[Move]:
-        """List the moves into a rank's shard, copies within the process among them.
-
-        They write every element once.
-        """
+        """List the moves into a rank's shard, with copies; they write every element once."""
         return [m for m in self._of(rank) if m.destination_rank == rank]
 
     def sent(self, rank: int) -> list[Move]:
-        """List the moves out of a rank's parameters, relays among them, to other ranks."""
+        """List the moves from a rank's parameters to other ranks, with relays."""
         return [m for m in self._of(rank) if m.destination_rank != rank]
 
     def _of(self, rank: int) -> Iterator[Move]:
@@ -140,13 +137,12 @@ RELAY_LAG = 2
 
 
 class Transfer(NamedTuple):
-    """What goes between this rank and one other in one step: one flat buffer."""
+    """What this rank sends to, or receives from, one peer in one step: one flat buffer."""
 
     peer: int
     slices: tuple[Slice, ...]
-    """Of this rank's own parameters: the trainer's when sending, but for relays, and the sampler's
-    when receiving. Each is flattened row by row, one behind the other; both ends list them in the
-    same order."""
+    """Of this rank's parameters: the sampler's to receive, the trainer's (or, for relays, the
+    sampler's) to send. Each is flattened row by row; both ends list them in the same order."""
 
     @property
     def num_elements(self) -> int:
@@ -155,10 +151,10 @@ class Transfer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One rank's part of one bucket. Every rank has as many steps, and they match by index.
+    """One rank's part of one bucket. Every rank has the same number of steps, matched by index.
 
-    What a step relays was received RELAY_LAG steps before, or earlier: one step may be packed while
-    the one before it is still on its way.
+    What a step relays was received at least RELAY_LAG steps before: a step may be packed while the
+    one before it is still in flight.
     """
 
     copies: tuple[Move, ...]

@@ -1,16 +1,16 @@
-"""The plan that turns the trainer's shards into the sampler's: who sends which rectangle to whom.
+"""Plans how the trainer's shards become the sampler's: who sends which slice to whom.
 
 Every process is a rank of the trainer and of the sampler. A rank receives exactly the part of its
-vLLM shard that is not in its own Megatron shard, once: from a rank of its own node where one holds
-it, otherwise across nodes. With relays, no node receives an element twice: ranks of a node that
-need the same elements divide them, each receives a part across nodes and hands it on. Ranks that
-hold the same elements and are equally near divide what they send. Each link class (same node,
-across nodes) is balanced by itself, because they are different wires: the largest sender has the
-fewest bytes possible on each, up to a matrix row. Rectangles are handed out in order, in stretches,
-so that few are cut, and those between matrix rows.
+vLLM shard that is not in its own Megatron shard, once: from a rank of its own node if one holds it,
+otherwise across nodes. With relays, no node receives an element twice: ranks of a node that need
+the same elements each receive a part across nodes and relay it to the others. Ranks that hold the
+same elements and are equally near share the sending. Each link class (same node, across nodes) is
+balanced by itself, because they are different wires: the busiest sender sends the fewest bytes
+possible on each, up to a matrix row. Slices are assigned in order, so that few of them are cut, and
+only between matrix rows.
 
-A plan is data, the same on every rank, computed from descriptions alone: no process group, no GPU,
-no random number. Layers that one pipeline stage holds are planned once and repeated.
+A plan is data, the same on every rank, computed from sizes alone: no process group, no GPU, no
+randomness. The layers of one pipeline stage are planned once and repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
 
 Home = tuple[int, str | None]
-"""Chunk and, where it is not the piece's, name of the parameter in which a stage keeps a piece."""
+"""Where a stage keeps a piece: chunk and, if it is not the piece's, name of the parameter."""
 
 
 def make_plan(
@@ -39,19 +39,19 @@ def make_plan(
     bytes_per_element: int = 2,
     relay: bool = True,
 ) -> Plan:
-    """Plan the way of the actor's weights from the trainer's shards into the sampler's.
+    """Plan a weight sync from the trainer's shards to the sampler's.
 
     Args:
         shape: of the model.
         trainer: see shards.trainer_layout; the sampler runs on the same ranks.
-        sampler_tp_size: ranks of one vLLM replica, which are consecutive.
+        sampler_tp_size: consecutive ranks that form one vLLM replica.
         gpus_per_node: consecutive ranks that share a node.
-        bytes_per_element: of the weights, for counts of bytes; moves count elements.
-        relay: what several ranks of a node lack and the node does not hold comes to the node once,
-            in parts, and they hand their parts to each other; without, it comes to each of them.
+        bytes_per_element: of the weights, to count bytes; moves count elements.
+        relay: what several ranks of a node need from other nodes is sent to the node once, and
+            relayed there; without, it is sent to each of them.
 
     Raises:
-        ConfigError: vLLM could not lay out the model so.
+        ConfigError: vLLM does not support this layout.
     """
     check_sampler(shape, sampler_tp_size, trainer.world_size)
     planner = _BlockPlanner(shape, trainer, sampler_tp_size, gpus_per_node, relay)
@@ -69,14 +69,14 @@ def make_plan(
     for row in table:
         if "{}" not in row.hf[0] and not row.is_copy:
             outside.setdefault(tuple(_homes(row, table, trainer).items()), []).append(row)
-    # These come last: senders of a tied embedding stand in two stages, and even out their loads.
+    # These last: two stages hold a tied embedding, which evens out their loads.
     for homes, some in outside.items():
         blocks.append(planner.block(some, dict(homes)))
     return Plan(trainer.world_size, gpus_per_node, bytes_per_element, tuple(blocks))
 
 
 def _homes(row: Row, table: list[Row], trainer: TrainerLayout) -> dict[int, Home]:
-    """Find the stages that hold a row outside the layers, and where."""
+    """Find the stages that hold a row outside the layers, and where they keep it."""
     homes: dict[int, Home] = {}
     for home in [row, *(other for other in table if other.is_copy and other.hf == row.hf)]:
         stage = trainer.stage_of(home)
@@ -86,18 +86,18 @@ def _homes(row: Row, table: list[Row], trainer: TrainerLayout) -> dict[int, Home
 
 
 class _Demand(NamedTuple):
-    """What a rank of the sampler needs of a rank of the trainer."""
+    """A slice that a rank of the sampler needs from the trainer."""
 
     rank: int
-    """Who needs it."""
+    """The rank that needs it."""
     source: Slice
     destination: Slice
     tp_rank: int | None
-    """Of the trainer; None: every tensor-parallel rank holds it."""
+    """The trainer's tensor-parallel rank that holds it; None: all of them."""
 
     @property
     def num_elements(self) -> int:
-        """Elements of the rectangle."""
+        """Elements of the slice."""
         return self.source.rows * self.source.columns
 
     def part(self, first: int, num_rows: int) -> _Demand:
@@ -111,15 +111,15 @@ class _Demand(NamedTuple):
 
 
 class _Candidates(NamedTuple):
-    """Ranks of which any one could meet a demand."""
+    """Ranks any of which can send a slice."""
 
     near: bool
-    """They share the destination's node."""
+    """They are on the destination's node."""
     ranks: tuple[int, ...]
 
 
 class _BlockPlanner:
-    """Plans block after block, knowing what every rank sends so far."""
+    """Plans block after block, with each rank's load so far."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class _BlockPlanner:
         self.gpus_per_node = gpus_per_node
         self.relay = relay
         self.loads = {near: [0] * trainer.world_size for near in (True, False)}
-        """Elements that each rank sends from the trainer, in its node (True) and across nodes."""
+        """Elements that each rank sends so far, within its node (True) and across nodes (False)."""
         self._found: dict[tuple[int, int | None, tuple[int, ...]], _Candidates] = {}
 
     def block(
@@ -146,9 +146,9 @@ class _BlockPlanner:
         Args:
             some: rows that the same stages hold.
             homes: those stages, and where they keep them.
-            layers: that repeat this block; none outside the layers.
+            layers: that repeat this block; empty outside the layers.
         """
-        # A layer is balanced by itself, so that any few of them are.
+        # Each layer is balanced by itself, so that any few of them are.
         loads = {near: [0] * len(x) for near, x in self.loads.items()} if layers else self.loads
         demands = self._demands(some)
         moves: list[Move] = []
@@ -170,7 +170,7 @@ class _BlockPlanner:
         return Block(tuple(sorted(moves)), tuple(sorted(relays)), layers)
 
     def _demands(self, some: list[Row]) -> list[_Demand]:
-        """List what each rank's sampler shard has in common with each trainer shard."""
+        """List what each rank's sampler shard shares with each trainer shard."""
         by_tp_rank: list[list[_Demand]] = [[] for _ in range(self.sampler_tp_size)]
         for row in some:
             tp_ranks = [None] if row.kind == "replicated" else range(self.trainer.tp_size)
@@ -191,7 +191,7 @@ class _BlockPlanner:
         ]
 
     def _candidates(self, demand: _Demand, homes: dict[int, Home]) -> _Candidates:
-        """Find the nearest ranks that hold what is needed."""
+        """Find the nearest ranks that hold a slice."""
         trainer, tp_rank, stages = self.trainer, demand.tp_rank, tuple(homes)
         node = demand.rank // self.gpus_per_node
         found = self._found.get((node, tp_rank, stages))
@@ -208,10 +208,10 @@ class _BlockPlanner:
         return found
 
     def _divide(self, far: list[_Demand]) -> tuple[list[_Demand], list[Move]]:
-        """Let a node receive what several of its ranks need once.
+        """Send what several ranks of a node need to the node once.
 
         Returns:
-            What each rank still receives across nodes, and the relays that do the rest.
+            What each rank receives across nodes, and the relays within the node.
         """
         same: dict[tuple[int, Slice, int | None], list[_Demand]] = {}
         for demand in far:
@@ -223,13 +223,13 @@ class _BlockPlanner:
         received: list[_Demand] = []
         relays: list[Move] = []
         for ranks, everything in shared.items():
-            # What every trainer rank holds is small: it stays whole.
+            # What every trainer rank holds is small: it is not cut.
             cut = [alike for alike in everything if alike[0].tp_rank is not None]
             whole = [alike for alike in everything if alike[0].tp_rank is None]
             total = sum(alike[0].num_elements for alike in cut)
             turns = [
                 (cut[index], place, first, num_rows)
-                for index, place, first, num_rows in _stretches(
+                for index, place, first, num_rows in _assign_rows(
                     [alike[0].source for alike in cut], [total / len(ranks)] * len(ranks)
                 )
             ]
@@ -250,7 +250,7 @@ class _BlockPlanner:
     def _assign(
         self, demands: list[_Demand], loads: dict[bool, list[int]], homes: dict[int, Home]
     ) -> list[Move]:
-        """Choose senders, and add to their loads."""
+        """Choose the senders, and add to their loads."""
         moves: list[Move] = []
         cut: dict[_Candidates, list[_Demand]] = {}
         for demand in demands:
@@ -258,12 +258,12 @@ class _BlockPlanner:
                 cut.setdefault(self._candidates(demand, homes), []).append(demand)
         for (near, ranks), some in cut.items():
             quotas = _quotas([loads[near][rank] for rank in ranks], [x.num_elements for x in some])
-            for index, turn, first, num_rows in _stretches([x.source for x in some], quotas):
+            for index, turn, first, num_rows in _assign_rows([x.source for x in some], quotas):
                 part = some[index].part(first, num_rows)
                 loads[near][ranks[turn]] += part.num_elements
                 moves.append(self._move(part, ranks[turn], homes))
-        # What every tensor-parallel rank holds, norms, is too small to be worth a message of its
-        # own or to unbalance a sender: it travels with what its destination gets anyway.
+        # Replicated parameters (norms) are too small for a message of their own: they go with one
+        # that their destination receives anyway.
         traffic: dict[int, dict[int, int]] = {}
         for move in moves:
             sources = traffic.setdefault(move.destination_rank, {})
@@ -279,7 +279,7 @@ class _BlockPlanner:
         return moves
 
     def _move(self, demand: _Demand, source_rank: int, homes: dict[int, Home]) -> Move:
-        """Build the move that meets a demand from one rank's trainer."""
+        """Build the move of a slice from one trainer rank."""
         chunk, name = homes[source_rank // (self.trainer.tp_size * self.trainer.dp_size)]
         source = demand.source
         if chunk or name:
@@ -288,7 +288,7 @@ class _BlockPlanner:
 
 
 def _overlap(there: Piece, here: Piece) -> tuple[Slice, Slice] | None:
-    """Intersect what trainer and sampler hold, in the coordinates of the HF tensor."""
+    """Intersect a trainer's and a sampler's piece, in the coordinates of the HF tensor."""
     if there.tensor != here.tensor:
         return None
     row, column = max(there.row, here.row), max(there.column, here.column)
@@ -310,34 +310,34 @@ def _overlap(there: Piece, here: Piece) -> tuple[Slice, Slice] | None:
     return source, destination
 
 
-def _stretches(
-    rectangles: Sequence[Slice], quotas: Sequence[float]
+def _assign_rows(
+    slices: Sequence[Slice], quotas: Sequence[float]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Hand out rectangles in order: each turn takes the next of them until its quota is full.
+    """Assign slices in order: each turn takes rows until its quota is full.
 
     Yields:
-        (index of the rectangle, turn, first row, number of rows).
+        (index of the slice, turn, first row, number of rows).
     """
     turns = [turn for turn, quota in enumerate(quotas) if quota > 0]
     place, left = 0, quotas[turns[0]] if turns else 0.0
-    for index, rectangle in enumerate(rectangles):
+    for index, part in enumerate(slices):
         first = 0
-        while first < rectangle.rows:
-            fitting = rectangle.rows - first
+        while first < part.rows:
+            fitting = part.rows - first
             if place + 1 < len(turns):
-                fitting = min(fitting, round(left / rectangle.columns))
+                fitting = min(fitting, round(left / part.columns))
             if fitting > 0:
                 yield index, turns[place], first, fitting
                 first += fitting
-                left -= fitting * rectangle.columns
+                left -= fitting * part.columns
             else:
-                # What rounding gave too much or too little, the next turn makes up for.
+                # The next turn makes up for rounding.
                 place += 1
                 left += quotas[turns[place]]
 
 
 def _quotas(loads: list[int], sizes: list[int]) -> list[float]:
-    """Divide a sum so that the largest load becomes as small as possible: the lowest rise."""
+    """Divide a sum so that the largest resulting load is smallest: fill up to a common level."""
     ascending, total = sorted(loads), sum(sizes)
     level = 0.0
     for count in range(1, len(loads) + 1):

@@ -1,4 +1,4 @@
-"""Who holds which rectangle of which HF tensor, as data: the trainer's side.
+"""Which part of which HF tensor each trainer rank holds, as data.
 
 Everything is stated in the coordinates of the HF tensors, so that two layouts (the sampler's is in
 vllm_layout.py) meet there. A bias or a norm counts as one column. The name table (mapping.py) says
@@ -23,7 +23,7 @@ LayerRange = tuple[int, int]
 
 
 class Piece(NamedTuple):
-    """A rectangle of an HF tensor, and where it lies in a local parameter. Counted in elements."""
+    """A rectangle of an HF tensor, and its place in a local parameter; in elements."""
 
     tensor: str
     """HF name; `{}` stands for the layer."""
@@ -39,12 +39,12 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TrainerLayout:
-    """Where megatron-core puts the model's parameters."""
+    """Where megatron-core keeps the model's parameters."""
 
     tp_size: int
     dp_size: int
     layers: tuple[tuple[LayerRange, ...], ...]
-    """layers[stage][chunk]; a stage has one chunk for each of its virtual stages."""
+    """layers[stage][chunk]; a stage has one chunk per virtual stage."""
     vocab_rows: int
     """Of the padded vocabulary, over all tensor-parallel ranks."""
     transformer_engine: bool = False
@@ -151,7 +151,7 @@ def cut_along(size: tuple[int, int], dim: int, start: int, stop: int) -> tuple[i
 def stacked(
     tensors: tuple[str, ...], rectangles: list[tuple[int, int, int, int]], parameter: str
 ) -> list[Piece]:
-    """Put rectangles below each other in one parameter, the tensors taking turns."""
+    """Stack rectangles in one parameter; the tensors take turns."""
     pieces, below = [], 0
     for i, rectangle in enumerate(rectangles):
         if rectangle[2]:

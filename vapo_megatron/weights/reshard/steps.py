@@ -1,8 +1,8 @@
-"""Cuts a resharding plan into steps: what a rank sends and receives in each is bounded.
+"""Cuts a resharding plan into steps that send and receive a bounded number of bytes per rank.
 
-Each step lets every pipeline stage send: it holds the first layer of all stages (or a part of
-each), then the second of all, and so on. Relays follow RELAY_LAG steps behind what they hand on,
-beside what comes across nodes then. All of it is computed alike on every rank.
+All pipeline stages send in every step: the first layer of each stage (or a part of it), then the
+second, and so on. Relays follow RELAY_LAG steps after what they relay, beside what crosses nodes
+then. The result is the same on every rank.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ BUCKET_BYTES = 512 << 20
 
 
 class Unit(NamedTuple):
-    """What is never divided between steps: a part of every move, or every relay, of some blocks."""
+    """The smallest part of a step: one part of every move, or every relay, of some blocks."""
 
     blocks: tuple[tuple[int, Layer | None], ...]
-    """Index in the plan, and for which of its layers."""
+    """(index in the plan, which of its layers)."""
     is_relay: bool
     part: int
     parts: int
-    """Each move is cut into as many, along its rows."""
+    """Each move is cut into this many, along its rows."""
 
 
 class Bucket(NamedTuple):
-    """The units of one step, and how much they move."""
+    """The units of one step, and their bytes."""
 
     units: tuple[Unit, ...]
     sent: np.ndarray
-    """[2, world_size] int64: bytes that each rank sends within its node, and across nodes."""
+    """[2, world_size] int64: bytes that each rank sends within its node and across nodes."""
     received: np.ndarray
-    """The same of what each rank receives."""
+    """The same, received."""
     copied: np.ndarray
     """[world_size] int64: bytes copied within each process."""
 
 
 def buckets(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """Gather units into as few buckets as their order allows.
+    """Pack units, in order, into as few buckets as possible.
 
     Args:
-        plan: from reshard.make_plan.
-        bucket_bytes: no rank sends more than this in one bucket, and none receives more.
+        plan: from make_plan.
+        bucket_bytes: limit of what a rank sends, and of what it receives, in one bucket.
 
     Raises:
-        ConfigError: one matrix row of all that a rank sends or receives at once is larger.
+        ConfigError: a rank's smallest unit, a row of each of its matrices, is larger.
     """
 
     @functools.cache
@@ -120,7 +120,7 @@ def _transfers(slices: dict[int, list[Slice]]) -> tuple[Transfer, ...]:
 
 
 def _moves_of(plan: Plan, mine: list[list[list[Move]]], bucket: Bucket) -> Iterator[Move]:
-    """Yield one rank's moves of a bucket; `mine`: its moves and its relays of each block."""
+    """Yield one rank's moves of a bucket; `mine`: its (moves, relays) of each block."""
     for unit in bucket.units:
         for index, layer in unit.blocks:
             moves = _parts(mine[index][unit.is_relay], unit.part, unit.parts)
@@ -128,7 +128,7 @@ def _moves_of(plan: Plan, mine: list[list[list[Move]]], bucket: Bucket) -> Itera
 
 
 def _order(plan: Plan) -> Iterator[tuple[tuple[int, Layer | None], ...]]:
-    """Yield what goes together: all that is outside the layers, then a layer of each stage."""
+    """Yield blocks that go together: all outside the layers, then one layer of each stage."""
     yield tuple((index, None) for index, block in enumerate(plan.blocks) if not block.layers)
     for i in range(max(len(block.layers) for block in plan.blocks)):
         yield tuple(
@@ -162,7 +162,7 @@ class _Counts(NamedTuple):
 def _divide(
     plan: Plan, blocks: tuple[int, ...], is_relay: bool, bucket_bytes: int
 ) -> list[_Counts]:
-    """Count the parts of the moves, or relays, of some blocks: as few as keep to the limit."""
+    """Divide the moves, or relays, of some blocks into the fewest parts within the limit."""
     moves = [
         m for i in blocks for m in (plan.blocks[i].relays if is_relay else plan.blocks[i].moves)
     ]

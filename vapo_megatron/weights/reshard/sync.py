@@ -1,8 +1,8 @@
-"""Sends the actor's weights to the sampler in the same processes, and checks that they arrived.
+"""Weight sync: sends the actor's weights to the sampler in the same processes, and verifies them.
 
-Before: every rank holds its shard of the actor, and of the sampler with older weights. During: what
-a rank's sampler shard lacks comes from ranks that hold it, by a plan that is made once; see
-planner.py and transfer.py. After: the sampler holds the actor's weights, and their version.
+Before: every rank holds its shard of the actor, and of the sampler with older weights. During: each
+rank receives what its sampler shard is missing, by a plan that is made once; see planner.py and
+transfer.py. After: the sampler holds the actor's weights, and their version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vapo_megatron.weights.reshard.plan import SAMPLER, LiveWeight, Plan, Step
 from vapo_megatron.weights.reshard.planner import make_plan
 from vapo_megatron.weights.reshard.shards import TrainerLayout, trainer_layout
 from vapo_megatron.weights.reshard.steps import steps_of
-from vapo_megatron.weights.reshard.transfer import Weights, carry_out
+from vapo_megatron.weights.reshard.transfer import Weights, execute
 from vapo_megatron.weights.reshard.verify import destination_problems, differences, source_problems
 
 if TYPE_CHECKING:
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """What a sync needs of the sampler (rollout/vllm/engine.py)."""
+    """What a sync needs from the inference engine (rollout/vllm/engine.py)."""
 
     def live_weights(self) -> dict[str, LiveWeight]:
-        """Return every weight of this rank's shard by name, where it lies."""
+        """Return every weight of this rank's shard by name, in place."""
 
     def weights_replaced(self, policy_version: int) -> AbstractContextManager[None]:
-        """Let the body overwrite them; afterwards they have this version."""
+        """Context in which the weights are overwritten; afterwards they have this version."""
 
 
 class _Prepared(NamedTuple):
-    """What the first sync works out."""
+    """Prepared in the first sync, used in all."""
 
     plan: Plan
     steps: list[Step]
     """This rank's."""
     weights: Weights
-    """Both sides' parameters: updated in place between syncs, never replaced."""
+    """Both sides' parameters; later updates are in place."""
     live: dict[str, LiveWeight]
     """The sampler's among them."""
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class _Prepared(NamedTuple):
 
 
 class WeightSync:
-    """One rank's end of the way from the actor to the sampler."""
+    """One rank's part of the weight sync."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class WeightSync:
         rollout: RolloutConfig,
         engine: Engine,
     ) -> None:
-        """Nothing is sent yet.
+        """Send nothing yet.
 
         Args:
             shape: of the model.
@@ -83,25 +83,25 @@ class WeightSync:
         self._model, self._rollout, self._engine = model, rollout, engine
         self._prepared: _Prepared | None = None
         self.received_bytes = 0
-        """What this rank got from others in the latest publication."""
+        """Received by this rank from others in the latest sync."""
 
     @emits("sync/received_bytes")
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
-        """Give the sampler the actor's weights. Collective over all ranks.
+        """Send the actor's weights to the sampler. Collective over all ranks.
 
         Args:
             chunks: this rank's model chunks; with DDP around them, parameters that
                 overlap_param_gather has not fetched yet are fetched first.
-            policy_version: number of this publication.
+            policy_version: of these weights.
 
         Returns:
-            "sync/received_bytes": what crossed between ranks, summed over them.
+            "sync/received_bytes": received from other ranks, summed over all ranks.
 
         Raises:
             ConfigError: the sampler's layout does not divide the model, or a bucket is too small.
-            RuntimeError: the plan does not cover the sampler's weights exactly, or, where
-                rollout.verify_sync_every asks, they differ from the actor's afterwards. The engine
-                then refuses to sample. The same on every rank.
+            RuntimeError: on every rank, when the plan does not cover the sampler's weights exactly,
+                or verification (rollout.verify_sync_every) finds a difference. The engine then
+                refuses to sample.
         """
         wait_for_parameters(chunks)
         is_first = self._prepared is None
@@ -112,7 +112,7 @@ class WeightSync:
             name, parameter = next(unwrap(chunk).named_parameters())
             assert ready.weights[index, name] is parameter, "another model than at first"
         with self._engine.weights_replaced(policy_version):
-            self.received_bytes = carry_out(ready.steps, ready.weights, ready.dtype, ready.device)
+            self.received_bytes = execute(ready.steps, ready.weights, ready.dtype, ready.device)
             for weight in ready.live.values():
                 if weight.padding_rows:
                     weight.tensor[-weight.padding_rows :].zero_()
@@ -125,20 +125,20 @@ class WeightSync:
         """Compare checksums of the sampler's live weights with the actor's. Collective.
 
         Args:
-            chunks: those that were published last.
+            chunks: published last.
 
         Raises:
-            RuntimeError: they differ; names rank, parameter and rectangle. The same on every rank.
+            RuntimeError: on every rank, when they differ; names rank, parameter and slice.
         """
         assert self._prepared is not None, "nothing has been published"
-        # Looked up afresh: what the sampler computes with, not what was written to.
+        # Look them up again: the weights that the sampler uses now, not those written to.
         weights = all_weights(chunks, self._engine.live_weights())
         ready = self._prepared
         found = differences(ready.plan, self._ranks.rank, weights, ready.dtype, ready.device)
         _raise_together(found, "the sampler's weights differ from the trainer's")
 
     def _prepare(self, chunks: Sequence[torch.nn.Module]) -> _Prepared:
-        """Make the plan, and refuse one that does not fit on all ranks."""
+        """Make the plan and check it; raises on all ranks."""
         rollout, rank = self._rollout, self._ranks.rank
         live = self._engine.live_weights()
         weights = all_weights(chunks, live)
@@ -181,7 +181,7 @@ class WeightSync:
     def _vocabulary_problems(
         self, chunks: Sequence[torch.nn.Module], trainer: TrainerLayout
     ) -> list[str]:
-        """A shard's first row depends on how far the whole vocabulary is padded."""
+        """Check the vocabulary's padding, on which a shard's first row depends."""
         rows = trainer.vocab_rows // trainer.tp_size
         return [
             f"{p.name} has {p.data.shape[0]} rows, not {rows}"
@@ -193,7 +193,7 @@ class WeightSync:
 def all_weights(
     chunks: Sequence[torch.nn.Module], live: Mapping[str, LiveWeight]
 ) -> dict[tuple[int, str], Tensor]:
-    """Return what transfer.carry_out reads and writes: both sides' parameters, where they lie."""
+    """Return both sides' parameters for transfer.execute."""
     found = {(SAMPLER, name): weight.tensor for name, weight in live.items()}
     for index, chunk in enumerate(chunks):
         for name, parameter in unwrap(chunk).named_parameters():
@@ -202,7 +202,7 @@ def all_weights(
 
 
 def _raise_together(problems: list[str], what: str) -> None:
-    """Raise on all ranks what any of them found.
+    """Raise on all ranks if any has problems.
 
     Raises:
         RuntimeError: names the first few, with their ranks.

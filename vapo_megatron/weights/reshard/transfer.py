@@ -1,10 +1,10 @@
-"""Carries out a resharding plan: from the trainer's live weights into the sampler's.
+"""Executes a resharding plan: copies the trainer's live weights into the sampler's.
 
 Before: every rank holds its shard of the trainer, and a shard of the sampler with older weights.
-During: a step at a time, a rank packs the rectangles that each other rank lacks into one message,
-in the sampler's type, and unpacks those that it gets; what it holds itself is copied. Two pairs of
-buffers take turns, so that one step is unpacked and the next packed while messages travel. After:
-every rank holds its shard of the sampler, and the buffers are gone. No tensor is ever whole.
+During: in each step a rank packs the slices that each peer is missing into one message, in the
+sampler's type, unpacks the messages that it receives, and copies what it holds itself. Buffers are
+doubled: one step is unpacked and the next one packed while messages are in flight. After: every
+rank holds its shard of the sampler, and the buffers are freed. No full tensor is ever formed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Weights = Mapping[tuple[int, str], Tensor]
 
 
 class _Posted(NamedTuple):
-    """Messages on their way."""
+    """A step in flight."""
 
     step: Step
     works: list[dist.Work]
     received: list[Tensor]
-    """For each of step.receives, the buffer that it arrives in."""
+    """The buffer of each of step.receives."""
 
 
-def rectangle(weights: Weights, part: Slice) -> Tensor:
+def view_of(weights: Weights, part: Slice) -> Tensor:
     """Return the view [rows, columns] of a slice of a parameter of one or two dimensions."""
     matrix = weights[part.chunk, part.parameter].detach()
     if matrix.dim() == 1:
@@ -40,7 +40,7 @@ def rectangle(weights: Weights, part: Slice) -> Tensor:
 
 
 @torch.no_grad()
-def carry_out(
+def execute(
     steps: Sequence[Step],
     weights: Weights,
     dtype: torch.dtype,
@@ -49,13 +49,13 @@ def carry_out(
     """Fill this rank's sampler shard. Collective over all ranks, each with its own steps.
 
     Every message of a step is posted before any is waited for, and steps are posted in order, so
-    no order of arrival blocks. While a step is packed the one before it is on its way and all
-    earlier ones have been unpacked, as relays need (plan.RELAY_LAG). Memory: two steps' messages,
-    sent and received.
+    no order of arrival can deadlock. While a step is packed, the one before it is in flight and all
+    earlier ones are unpacked, as relays need (plan.RELAY_LAG). Memory: two steps' messages, sent
+    and received.
 
     Args:
         steps: from steps.steps_of.
-        weights: the trainer's are read and the sampler's written where they lie.
+        weights: the trainer's are read, the sampler's written in place.
         dtype: of the sampler's weights and of the messages; others are rounded to it.
         device: of all tensors.
 
@@ -72,14 +72,14 @@ def carry_out(
             _pack(message, transfer, weights)
         current = _post(step, sent, pair.split(pair.receive, step.receives))
         for move in step.copies:
-            rectangle(weights, move.destination).copy_(rectangle(weights, move.source))
+            view_of(weights, move.destination).copy_(view_of(weights, move.source))
         num_bytes += _finish(posted, weights)
         posted = current
     return num_bytes + _finish(posted, weights)
 
 
 class _Buffers(NamedTuple):
-    """What one step sends and receives, behind each other in the order of the peers."""
+    """Flat buffers of one step, in the order of the peers."""
 
     send: Tensor
     receive: Tensor
@@ -95,14 +95,14 @@ class _Buffers(NamedTuple):
 
     @staticmethod
     def split(buffer: Tensor, transfers: Sequence[Transfer]) -> list[Tensor]:
-        """Cut a buffer's head into one message for each transfer."""
+        """Cut the start of a buffer into one message per transfer."""
         sizes = [t.num_elements for t in transfers]
         return list(buffer[: sum(sizes)].split(sizes)) if sizes else []
 
 
 def _pack(message: Tensor, transfer: Transfer, weights: Weights) -> None:
     for flat, part in zip(_flat_parts(message, transfer), transfer.slices, strict=True):
-        flat.view(part.rows, part.columns).copy_(rectangle(weights, part))
+        flat.view(part.rows, part.columns).copy_(view_of(weights, part))
 
 
 def _post(step: Step, sent: list[Tensor], received: list[Tensor]) -> _Posted:
@@ -119,14 +119,14 @@ def _post(step: Step, sent: list[Tensor], received: list[Tensor]) -> _Posted:
 
 
 def _finish(posted: _Posted | None, weights: Weights) -> int:
-    """Wait for a step's messages and unpack those received; return their bytes."""
+    """Wait for a step's messages and unpack those received; return the bytes received."""
     if posted is None:
         return 0
     for work in posted.works:
         work.wait()
     for message, transfer in zip(posted.received, posted.step.receives, strict=True):
         for flat, part in zip(_flat_parts(message, transfer), transfer.slices, strict=True):
-            rectangle(weights, part).copy_(flat.view(part.rows, part.columns))
+            view_of(weights, part).copy_(flat.view(part.rows, part.columns))
     return sum(message.nbytes for message in posted.received)
 
 

@@ -1,12 +1,11 @@
 """Checks a weight sync: does the plan fit the live weights, and are they equal afterwards?
 
-A plan fits if it writes every element of the sampler's weights exactly once. Whether they arrived
-is seen without moving any of them. For each move (a relay's source is a sampler's weight, which a
-move of its own vouches for) both ends compute a checksum of what they hold,
+A plan fits if it writes every element of the sampler's weights exactly once. Equality is checked by
+checksums: for each move (a relay's source is covered by a move of its own) both ends compute
 
-    sum over i of bits[i] * (i * c | 1)  mod 2^64,    i: position in the rectangle, row by row,
+    sum over i of bits[i] * (i * c | 1)  mod 2^64,    i: position in the slice, row by row,
 
-with c odd. Every weight is odd, so one wrong element always changes the sum; order matters.
+with c odd. Every factor is odd, so one wrong element always changes the sum; so does the order.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.weights.reshard.plan import LiveWeight, Move, Plan, Slice
-from vapo_megatron.weights.reshard.transfer import Weights, rectangle
+from vapo_megatron.weights.reshard.transfer import Weights, view_of
 
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
 _BLOCK_ELEMENTS = 1 << 22
@@ -28,12 +27,12 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def destination_problems(
     moves: Iterable[Move], weights: Mapping[str, LiveWeight], dtype: torch.dtype
 ) -> list[str]:
-    """Say what is wrong with the moves into one rank's weights; empty: nothing.
+    """List what is wrong with the moves into one rank's weights.
 
     Args:
         moves: all that the rank receives or copies.
-        weights: all that it holds, by name.
-        dtype: that all must have.
+        weights: the rank's, by name.
+        dtype: required of all of them.
     """
     parts: dict[str, list[Slice]] = {}
     for move in moves:
@@ -52,7 +51,7 @@ def destination_problems(
 
 
 def source_problems(moves: Iterable[Move], weights: Weights) -> list[str]:
-    """Say which of the moves out of one rank do not lie within its parameters.
+    """List moves from one rank that are not within its parameters.
 
     Args:
         moves: all that the rank sends or copies.
@@ -70,7 +69,7 @@ def source_problems(moves: Iterable[Move], weights: Weights) -> list[str]:
 
 
 def _uncovered(parts: list[Slice], rows: int, columns: int) -> str:
-    """Say how rectangles fail to be a partition of a matrix; empty: they do not fail."""
+    """Return why slices are not a partition of a matrix; "" if they are."""
     for part in parts:
         if not _within(part, rows, columns):
             return f"of [{rows}, {columns}] without padding does not hold {part}"
@@ -106,7 +105,7 @@ def checksum(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         matrix: any strides; a few million elements at a time are widened to int64.
-        dtype: whose bits count.
+        dtype: of the bits that are summed.
     """
     total = torch.zeros((), dtype=torch.int64, device=matrix.device)
     rows = max(1, _BLOCK_ELEMENTS // max(1, matrix.shape[1]))
@@ -129,15 +128,15 @@ def differences(
 ) -> list[str]:
     """List this rank's sampler weights that differ from the trainer's. Collective over all ranks.
 
-    Eight bytes are sent for each move.
+    Sends 8 bytes per move.
 
     Args:
-        plan: by which the weights were sent.
+        plan: of the sync.
         rank: this one.
-        weights, dtype, device: as for transfer.carry_out.
+        weights, dtype, device: as for transfer.execute.
 
     Returns:
-        One sentence for each rectangle that differs, naming its parameter.
+        One sentence for each slice that differs, naming its parameter.
     """
     outgoing: list[list[Move]] = [[] for _ in range(plan.world_size)]
     incoming: list[list[Move]] = [[] for _ in range(plan.world_size)]
@@ -147,9 +146,9 @@ def differences(
             outgoing[rank].append(move)
     for move in plan.sent(rank):
         outgoing[move.destination_rank].append(move)
-    sent = [checksum(rectangle(weights, m.source), dtype) for moves in outgoing for m in moves]
+    sent = [checksum(view_of(weights, m.source), dtype) for moves in outgoing for m in moves]
     flat = [move for moves in incoming for move in moves]
-    received = [checksum(rectangle(weights, m.destination), dtype) for m in flat]
+    received = [checksum(view_of(weights, m.destination), dtype) for m in flat]
     expected = torch.empty(len(flat), dtype=torch.int64, device=device)
     dist.all_to_all_single(
         expected,

@@ -1,7 +1,7 @@
-"""Who holds which rectangle of which HF tensor, as data: the sampler's side; see shards.py.
+"""Which part of which HF tensor each vLLM rank holds, as data; see shards.py for the coordinates.
 
-Consecutive ranks form a replica, its tensor-parallel rank is rank % tp_size, and vLLM's loaders say
-what that rank keeps:
+Consecutive ranks form a replica; a rank's tensor-parallel rank in it is rank % tp_size. As vLLM's
+loaders have it:
 
     kind         vLLM parameter     this rank's part
     vocabulary   [V_padded/tp, H]   rows of the vocabulary padded to a multiple of 64
