@@ -1,9 +1,11 @@
 """Which layouts and variants are searched, and that a run would accept each of them."""
 
+import argparse
+
 import pytest
 
 from tests.planning.shapes import small_shape
-from tools import plan_options
+from vapo_megatron.cli import plan_options
 from vapo_megatron.config import load_config
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import check_layout
@@ -123,7 +125,7 @@ def test_no_chunks_with_batched_sends():
 
 
 def test_powers_of_two_within_a_node_are_tried_and_the_help_says_so():
-    parser = plan_options.Parser()
+    parser = argparse.ArgumentParser()
     plan_options.add_layout(parser.add_argument_group())
     text = " ".join(parser.format_help().split())
     assert text.count("(powers of two within a node)") == 2

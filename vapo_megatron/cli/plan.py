@@ -1,0 +1,222 @@
+"""Find layouts that fit a cluster, and how long a step takes; no GPU needed.
+
+  vapo plan --model Qwen2.5-32B --gpus 128 --gpu-memory 80GB
+  vapo plan --model Qwen2.5-32B --gpus 128 --config run.yaml --tp 8
+  vapo plan reshard --model Qwen2.5-32B --tp 8 --pp 4 --vllm-tp 8      the cost of a weight sync
+
+Layouts that fit are ranked by seconds per step. The best one is shown in detail, with YAML to paste
+into a configuration. Nothing is measured: bytes and seconds follow from the model's sizes and the
+GPU's data sheet. The exit code is 2 if nothing fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from vapo_megatron.cli.command import Parser, run
+from vapo_megatron.cli.plan_options import add_plan, add_reshard
+from vapo_megatron.config import ParallelConfig, VapoConfig, load_config
+from vapo_megatron.errors import ConfigError, UserError
+from vapo_megatron.models.hf_config import ModelShape, check_layout, parameter_count
+from vapo_megatron.models.known import shape_of
+from vapo_megatron.planning import describe
+from vapo_megatron.planning.cluster import GB, GPUS, Cluster
+from vapo_megatron.planning.plan import resharding_seconds
+from vapo_megatron.planning.ranking import Fixed, rank
+from vapo_megatron.planning.workload import workload_of
+
+RESHARD = """Compare the bytes and seconds of a weight sync with a gather of full tensors.
+
+  vapo plan reshard --model Qwen2.5-32B --tp 8 --pp 4 --vllm-tp 8
+
+The plan sends each vLLM rank the slices that it is missing. A full gather brings every tensor to
+every rank first.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a plan. Return 0; 2 for a user's mistake, or if nothing fits; 130 when interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+
+    def work() -> None:
+        if arguments[:1] == ["reshard"]:
+            _print(reshard(_reshard_parser().parse_args(arguments[1:])))
+            return
+        text, refusal = plan(_plan_parser().parse_args(arguments))
+        _print(text)
+        if refusal is not None:
+            raise UserError(refusal)
+
+    return run("plan", work, interrupted="nothing was written")
+
+
+def _plan_parser() -> Parser:
+    usage = "vapo plan --model MODEL --gpus N [options] | vapo plan reshard --help"
+    parser = Parser(prog="vapo plan", usage=usage, description=__doc__)
+    add_plan(parser)
+    return parser
+
+
+def _reshard_parser() -> Parser:
+    usage = "vapo plan reshard --model MODEL --tp N --pp N --vllm-tp N [options]"
+    parser = Parser(prog="vapo plan reshard", usage=usage, description=RESHARD)
+    add_reshard(parser)
+    return parser
+
+
+def _print(text: str) -> None:
+    """Print; a reader that stops early, such as head, ends this process without an error."""
+    earlier = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    print(text, flush=True)
+    signal.signal(signal.SIGPIPE, earlier)
+
+
+def plan(options: argparse.Namespace) -> tuple[str, str | None]:
+    """Return the ranked layouts, the first in detail, and why nothing fits, if nothing does."""
+    shape, cluster = shape_of(options.model), cluster_of(options)
+    base = base_config(options)
+    workload = workload_of(
+        base,
+        mean_response_tokens=options.response,
+        prompt_tokens=options.prompt,
+        spread=options.spread,
+    )
+    fixed = Fixed(
+        tensor=options.tp,
+        pipeline=options.pp,
+        virtual=options.vpp,
+        recompute=options.recompute,
+        max_tokens=options.max_tokens,
+        offload=None if options.offload is None else options.offload == "yes",
+        sampler_tensor=options.vllm_tp,
+        sampler_share=options.vllm_share,
+    )
+    ranking = rank(shape, base, cluster, workload, fixed)
+    table = describe.describe_ranking(ranking, options.top)
+    job = describe.describe_job(options.model, shape, cluster, workload)
+    if not ranking.plans:
+        closest = describe.describe_closest(shape, ranking, cluster)
+        return f"{job}\n\n{table}\n\n{closest}", describe.nothing_fits(ranking, cluster)
+    shown = [
+        describe.describe_plan(shape, one, resharding_seconds(shape, one))
+        for one in ranking.plans[: options.details]
+    ]
+    pasted = "to paste:\n" + describe.to_paste(ranking.plans[0].config).rstrip()
+    return "\n\n".join([job, table, *shown, pasted, describe.describe_notes()]), None
+
+
+def cluster_of(options: argparse.Namespace) -> Cluster:
+    """Return the cluster; what is not given comes from the GPU's data sheet.
+
+    Raises:
+        ConfigError: nodes would have different sizes.
+    """
+    sheet, per_node = GPUS[options.gpu], min(options.gpus_per_node, options.gpus)
+    if options.gpus % per_node:
+        raise ConfigError(
+            f"--gpus={options.gpus} must be a multiple of --gpus-per-node={per_node}; change one"
+        )
+    cluster = Cluster(
+        num_gpus=options.gpus,
+        gpus_per_node=per_node,
+        gpu_bytes=options.gpu_memory or int(sheet.memory_gb * 10**9),
+        peak_tflops=options.tflops or sheet.peak_tflops,
+        memory_gb_per_second=options.hbm or sheet.memory_gb_per_second,
+        nvlink_gb_per_second=options.nvlink or sheet.nvlink_gb_per_second,
+        network_gb_per_second=options.network or sheet.network_gb_per_second,
+        pcie_gb_per_second=options.pcie or sheet.pcie_gb_per_second,
+        **dict(options.share),
+    )
+    storage = options.storage or cluster.storage_gb_per_second
+    return dataclasses.replace(cluster, storage_gb_per_second=storage)
+
+
+def base_config(options: argparse.Namespace) -> VapoConfig:
+    """Return the run's configuration with the number of GPUs, and no layout yet."""
+    fields = {
+        # Which layouts the number of GPUs allows is checked for each of them.
+        "parallel.world_size": 1,
+        "parallel.tensor_model_parallel_size": 1,
+        "parallel.pipeline_model_parallel_size": 1,
+        "parallel.virtual_pipeline_model_parallel_size": "null",
+        "parallel.sequence_parallel": "false",
+        "parallel.overlap_grad_reduce": None if options.config else "true",
+        "parallel.overlap_param_gather": None if options.config else "true",
+        "parallel.host_memory_gb": options.host_memory and options.host_memory / GB,
+        "rollout.tensor_model_parallel_size": 1,
+        "rollout.max_num_sequences": options.vllm_sequences,
+        "rollout.max_prompt_tokens": options.max_prompt,
+        "rollout.max_response_tokens": options.max_response,
+        "algorithm.responses_per_step": options.responses,
+        "algorithm.group_size": options.group_size,
+        "algorithm.mini_batch_size": options.mini_batch,
+    }
+    if options.no_critic:
+        fields |= {"algorithm.advantage_estimator": "grpo", "algorithm.value_pretraining_steps": 0}
+    if options.reference:
+        fields["algorithm.kl_coef"] = 0.001  # any value above 0: the plan is the same
+    given = [f"{name}={value}" for name, value in fields.items() if value is not None]
+    config = load_config(options.config, given)
+    parallel = config.parallel.model_copy(update={"world_size": options.gpus})
+    return config.model_copy(update={"parallel": parallel})
+
+
+def shape_and_data_parallelism(options: argparse.Namespace) -> tuple[ModelShape, int]:
+    """Return the model's sizes and the data-parallel size, checked as a run would."""
+    shape = shape_of(options.model)
+    world_size = options.nodes * options.gpus_per_node
+    parallel = ParallelConfig(
+        world_size=world_size,
+        tensor_model_parallel_size=options.tp,
+        pipeline_model_parallel_size=options.pp,
+        virtual_pipeline_model_parallel_size=options.vpp if options.vpp > 1 else None,
+    )
+    check_layout(shape, parallel)
+    if options.vpp > 1 and options.pp == 1:
+        raise ConfigError(f"--vpp={options.vpp} must be 1 with --pp=1: chunks divide a pipeline")
+    if world_size % (options.tp * options.pp):
+        raise ConfigError(
+            f"--nodes={options.nodes} * --gpus-per-node={options.gpus_per_node} must be a multiple "
+            f"of --tp={options.tp} * --pp={options.pp}; change one of them"
+        )
+    return shape, parallel.data_parallel_size
+
+
+def reshard(options: argparse.Namespace) -> str:
+    """Return what RESHARD says, as a table."""
+    # These load torch, so they come after the options are checked.
+    from vapo_megatron.weights.reshard import cost, shards
+    from vapo_megatron.weights.reshard.planner import make_plan
+
+    shape, dp_size = shape_and_data_parallelism(options)
+    trainer = shards.trainer_layout(
+        shape, tp_size=options.tp, pp_size=options.pp, vpp_size=options.vpp, dp_size=dp_size
+    )
+    cluster = cost.Cluster(
+        gpus_per_node=options.gpus_per_node,
+        nvlink_gb_per_second=options.nvlink,
+        network_gb_per_second=options.network,
+    )
+    started = time.perf_counter()
+    plans = [
+        make_plan(shape, trainer, options.vllm_tp, gpus_per_node=options.gpus_per_node, relay=relay)
+        for relay in (True, False)
+    ]
+    planned = time.perf_counter() - started
+    costs = {
+        "plan": cost.plan_cost(plans[0], cluster),
+        "without relays": cost.plan_cost(plans[1], cluster),
+        "full gather": cost.full_gather_cost(shape, trainer, options.vllm_tp, cluster),
+    }
+    return (
+        f"{options.model}: {parameter_count(shape) / 1e9:.2f}e9 parameters in bfloat16, "
+        f"{options.nodes} nodes x {options.gpus_per_node} GPUs\n"
+        f"trainer TP {options.tp} x PP {options.pp} (VPP {options.vpp}) x DP {dp_size} -> "
+        f"{trainer.world_size // options.vllm_tp} vLLM replicas of TP {options.vllm_tp}; "
+        f"planned in {planned:.1f} s\n\n{cost.describe(costs, per_rank=options.per_rank)}"
+    )
