@@ -14,7 +14,7 @@ from tests.dumped import MODEL, config, dump
 from tests.parallel.training import Layout, Trained, make_config
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
-from tools.gradients import main
+from vapo_megatron.cli.gradients import main
 
 TWO_RANKS = (((0, 1, 2, 3), (5,)), ((6,), (4,)))
 

@@ -17,10 +17,10 @@ from typing import TypeVar
 
 import torch
 
-from tools.benchmark_logprobs import Measurement, Settings, measure
 from tools.smoke.models import build_role, make_config, random_batch, whole_mini_batch
 from tools.smoke.report import Row, judged
 from tools.smoke.sizes import Sizes
+from vapo_megatron.cli.benchmark.logprobs import Measurement, Settings, measure
 from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.data.packing import plan_step
 from vapo_megatron.models.build import Role

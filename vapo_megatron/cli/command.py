@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
 from vapo_megatron.errors import ConfigError, UserError, tell
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from vapo_megatron.config import VapoConfig
 
 
@@ -27,6 +26,7 @@ class Parser(argparse.ArgumentParser):
             return argparse.RawDescriptionHelpFormatter(prog, width=100)
 
         super().__init__(formatter_class=formatter, **options)
+        self._positionals.title = "arguments"
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print, without the usage."""
@@ -136,7 +136,6 @@ class ProgressBar:
         self._started = self._due = float("inf")
         self._last: int | None = None
         self._bar: Progress | None = None
-        self._task = TaskID(0)
 
     def show(self, done: int, total: int) -> None:
         """Show a count that ends at `total`."""
@@ -145,12 +144,10 @@ class ProgressBar:
             self._started, self._due = now, now + self._after
         is_due = now >= self._due and done < total
         if self._bar is not None:
-            self._bar.update(self._task, completed=count, total=end)
+            self._bar.update(self._bar.task_ids[0], completed=count, total=end)
         elif is_due and sys.stderr.isatty():
-            text = TextColumn("{task.completed:,.0f} / {task.total:,.0f}")
-            columns = (TextColumn("{task.description}"), BarColumn(), text, TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True))
-            self._task = self._bar.add_task(self._title, total=end, completed=count)
+            self._bar = _terminal_bar()
+            self._bar.add_task(self._title, total=end, completed=count)
             self._bar.start()
         elif is_due or self._last not in (None, count) and done == total:
             self._due, self._last = now + self._every, count
@@ -164,3 +161,12 @@ class ProgressBar:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def _terminal_bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    count = TextColumn("{task.completed:,.0f} / {task.total:,.0f}")
+    columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True))

@@ -1,10 +1,10 @@
-"""Does another layout compute the same gradients? On the responses of a run's dump, for each role.
+"""Collects a layout's gradients on dumped rollouts, and compares those of two layouts.
 
     OUT/actor.safetensors, OUT/critic.safetensors    gradients by HF name, float32, before clipping
-                                                     (only of roles that the run trains)
+                                                     (of the roles that the run trains)
 
-A step is made as training makes it: this layout's own values, log-probabilities and advantages, its
-own mini-batches, microbatches and losses. Only the updates are left out.
+The step runs as in training: this layout computes its own values, log-probabilities and advantages,
+mini-batches, microbatches and losses. Only the optimizer updates are left out.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Difference:
 def collect_gradients(config: VapoConfig, replay: Path, step: int, out: Path) -> None:
     """Write the gradients of both losses on the first mini-batch of a step. Collective.
 
-    The weights are those that a new run starts from; the actor's, of model.hf_path, sampled every
-    step up to its first update.
+    The weights are a new run's initial ones. The actor's, from model.hf_path, sampled every step up
+    to its first update.
 
     Args:
-        config: the layout, the algorithm and the weights.
-        replay: a run directory with dumped steps.
+        config: layout, algorithm and weights.
+        replay: run directory with dumped steps.
         step: from 1.
-        out: directory, made if missing; the main rank writes, one tensor at a time.
+        out: directory, made if missing; rank 0 writes, one tensor at a time.
 
     Raises:
         UserError: the dump, the paths or the number of processes do not fit.
@@ -66,19 +66,29 @@ def collect_gradients(config: VapoConfig, replay: Path, step: int, out: Path) ->
     from vapo_megatron.trainer import StepTrainer
 
     config = _changed(config, "algorithm", value_pretraining_steps=0, stage="all")
-    # A layout that is wrong shall show its gradients.
+    # A wrong layout must reach its gradients.
     config = _changed(config, "rollout", max_logprob_difference=None)
-    # The models are those that a new run begins with, and none is loaded after it is built.
+    # A new run's models: nothing is loaded after they are built.
     config = _changed(config, "logging", run_dir=str(out))
     config = _changed(config, "model", critic_checkpoint_optimizer=False)
-    inputs = Inputs(read_model_shape(str(config.model.hf_path)))
-    steps = range(step - 1, step)
-    check_dump(replay, config.algorithm, config.rollout, inputs.shape, steps)
+    inputs = check(config, replay, step)
     with StepTrainer(config, replay, inputs) as trainer:
         (first, *_) = trainer.prepare(step - 1).mini_batches
         for role in config.algorithm.trained_roles:
             with trainer.phase(f"{role}_update"):
                 _write(trainer, role, out, step, first)
+
+
+def check(config: VapoConfig, replay: Path, step: int) -> Inputs:
+    """Return the model's sizes, once the dump of a step is known to fit them.
+
+    Raises:
+        UserError: the model's config.json or the dump cannot be used.
+    """
+    inputs = Inputs(read_model_shape(str(config.model.hf_path)))
+    steps = range(step - 1, step)
+    check_dump(replay, config.algorithm, config.rollout, inputs.shape, steps)
+    return inputs
 
 
 def compare_gradients(a: Path, b: Path) -> list[Difference]:
@@ -88,7 +98,7 @@ def compare_gradients(a: Path, b: Path) -> list[Difference]:
         a, b: directories that collect_gradients wrote.
 
     Raises:
-        DataError: a file is missing or damaged, or they are not of the same model.
+        DataError: a file is missing or damaged, or the models differ.
     """
     found = []
     for role in _roles(a, b):
@@ -116,7 +126,7 @@ def compare_gradients(a: Path, b: Path) -> list[Difference]:
 
 
 def describe_gradients(directory: Path) -> str:
-    """Return one line on what collect_gradients wrote: layout, step and losses."""
+    """Return layout, step and losses of what collect_gradients wrote, as a line."""
     parts: list[str] = []
     for role in _roles(directory):
         with safe_open(directory / f"{role}.safetensors", framework="pt") as file:
@@ -128,7 +138,7 @@ def describe_gradients(directory: Path) -> str:
 
 
 def _roles(*directories: Path) -> list[str]:
-    """Return the roles of which any of them has gradients; both where none has."""
+    """Return the roles with gradients in any of the directories; both if there are none."""
     found = [
         role for role in ROLES if any((d / f"{role}.safetensors").exists() for d in directories)
     ]

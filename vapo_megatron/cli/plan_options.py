@@ -191,9 +191,9 @@ def add_layout(group: argparse._ArgumentGroup) -> None:
 def add_reshard(parser: argparse.ArgumentParser) -> None:
     """Add the options of `vapo plan reshard`."""
     add_model(parser)
-    for option, default in (("--nodes", 16), ("--gpus-per-node", 8)):
+    for option, number in (("--nodes", 16), ("--gpus-per-node", 8)):
         parser.add_argument(
-            option, type=positive, default=default, metavar="N", help="default: %(default)s"
+            option, type=positive, default=number, metavar="N", help="default: %(default)s"
         )
     for option, what in (
         ("--tp", "the trainer's tensor parallelism"),

@@ -6,7 +6,6 @@ test makes one of a tenth).
 
 import csv
 import dataclasses
-import importlib.util
 import json
 import resource
 import subprocess
@@ -18,6 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
+from vapo_megatron.cli.prepare import command
 from vapo_megatron.cli.prepare.columns import ANSWER_PREFIX, ANSWER_SUFFIX, strip_instructions
 from vapo_megatron.cli.prepare.prepare import METADATA_KEY, make_template, prepare
 from vapo_megatron.config import DataConfig
@@ -32,12 +32,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def tool():
-    specification = importlib.util.spec_from_file_location(
-        "prepare_prompts", ROOT / "tools/prepare_prompts.py"
-    )
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return command
 
 
 @pytest.fixture(scope="module")
@@ -332,7 +327,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tool, tmp_path, tokenizer_directo
         arguments = ["--tokenizer", str(tokenizer_directory), "--data", str(data)]
         assert tool.main([*arguments, "--out", str(tmp_path / out), *more]) == 2
         error = capsys.readouterr().err
-        assert error.startswith("prepare_prompts: ") and words in error and error.count("\n") == 1
+        assert error.startswith("prepare: ") and words in error and error.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -1,8 +1,11 @@
-"""Time and peak memory of fused and unfused log-probabilities, each in a process of its own.
+"""Time and peak memory of fused and unfused log-probabilities.
 
-Measured is forward and backward, from hidden states and the output weight to the gradients of both.
-Peak memory is the whole process's (VmHWM; on a GPU what torch allocated), above what it holds once
-hidden states, weight and the weight's gradient exist.
+  vapo benchmark logprobs --tokens 4096 --vocab-size 152064 --hidden 896
+  vapo benchmark logprobs --device cuda --dtype bfloat16
+
+One forward and backward pass, from hidden states and the output weight to the gradients of both,
+each in a process of its own. Peak memory is that of the process (VmHWM; on a GPU what torch
+allocated) above hidden states, weight and the weight's gradient.
 """
 
 from __future__ import annotations
@@ -13,10 +16,13 @@ import dataclasses
 import multiprocessing
 import statistics
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from vapo_megatron.cli.command import ProgressBar
+from vapo_megatron.errors import ConfigError
 from vapo_megatron.parallel.logprobs import linear_logprobs, vocab_parallel_logprobs
 
 PATHS = ("fused", "plain", "vocab_parallel")
@@ -45,7 +51,7 @@ class Measurement:
 
     seconds: float
     cpu_seconds: float
-    """Of all threads of the process: other processes on the machine do not lengthen it much."""
+    """Of all threads of the process; hardly affected by other processes."""
     peak_bytes: int
     """Above hidden states, weight and the weight's gradient."""
     checksum: float
@@ -53,7 +59,7 @@ class Measurement:
 
 
 def measure(settings: Settings) -> Measurement:
-    """Run one path once, in this process (on a GPU once more before, as its libraries start up)."""
+    """Run one path once in this process, on a GPU after a warm-up."""
     torch.set_num_threads(settings.threads)
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
     torch.manual_seed(0)
@@ -67,7 +73,7 @@ def measure(settings: Settings) -> Measurement:
     weight.requires_grad_()
     if device.type == "cuda":
         _forward_backward(settings, hidden, weight, targets, upstream)
-    # Exists, and is gone when the gradient that is computed takes its place.
+    # Counted as held; freed before the pass, whose own gradient takes its place.
     weight.grad = torch.zeros_like(weight).add_(0)
     held = _bytes_held(device)
     hidden.grad = weight.grad = None
@@ -98,7 +104,7 @@ def _forward_backward(
 def _forward(
     settings: Settings, hidden: Tensor, weight: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    keywords = dict(
+    keywords: dict[str, Any] = dict(
         vocab_size=settings.vocab_size,
         temperature=settings.temperature,
         with_entropy=settings.entropy,
@@ -131,7 +137,7 @@ def _peak_bytes(device: torch.device) -> int:
 
 
 def _status_bytes(field: str) -> int:
-    """A field of /proc/self/status. Unlike getrusage's, its peak knows nothing of the parent."""
+    """A field of /proc/self/status. Unlike getrusage's, its peak excludes the parent's."""
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
@@ -140,7 +146,7 @@ def measure_apart(settings: Settings) -> Measurement:
     """`measure` in a fresh process.
 
     Raises:
-        concurrent.futures.process.BrokenProcessPool: it was killed, for memory for instance.
+        concurrent.futures.process.BrokenProcessPool: it was killed, for example out of memory.
     """
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -159,27 +165,33 @@ def logprobs(arguments: argparse.Namespace) -> None:
         f"{settings.dtype}, {settings.device}, {settings.threads} CPU thread(s), temperature "
         f"{settings.temperature:g}; the logits are {full / 1e6:.0f} MB"
     )
-    for entropy in {"yes": [True], "no": [False], "both": [False, True]}[arguments.entropy]:
-        seconds: dict[str, list[float]] = {"fused": [], arguments.unfused: []}
-        for _ in range(arguments.pairs):
-            for path, taken in seconds.items():
-                found = _reported(dataclasses.replace(settings, path=path, entropy=entropy))
-                taken.append(found.seconds)
-        fused, unfused = (statistics.median(taken) for taken in seconds.values())
-        print(
-            f"{'with' if entropy else 'without'} entropy: median {fused:.2f} s fused, "
-            f"{unfused:.2f} s {arguments.unfused}, ratio {fused / unfused:.2f}",
-            flush=True,
-        )
+    entropies = {"yes": [True], "no": [False], "both": [False, True]}[arguments.entropy]
+    done, total = 0, 2 * arguments.pairs * len(entropies)
+    with ProgressBar("measurements") as bar:
+        for entropy in entropies:
+            seconds: dict[str, list[float]] = {"fused": [], arguments.unfused: []}
+            for _ in range(arguments.pairs):
+                for path, taken in seconds.items():
+                    bar.show(done, total)
+                    found = _reported(dataclasses.replace(settings, path=path, entropy=entropy))
+                    taken.append(found.seconds)
+                    done += 1
+            fused, unfused = (statistics.median(taken) for taken in seconds.values())
+            print(
+                f"{'with' if entropy else 'without'} entropy: median {fused:.2f} s fused, "
+                f"{unfused:.2f} s {arguments.unfused}, ratio {fused / unfused:.2f}",
+                flush=True,
+            )
+        bar.show(done, total)
 
 
 def _reported(settings: Settings) -> Measurement:
     try:
         found = measure_apart(settings)
     except concurrent.futures.process.BrokenProcessPool:
-        raise SystemExit(
-            f"the {settings.path} measurement was killed, most likely for memory: it needs about "
-            "five times the logits' size; lower --tokens or --vocab-size"
+        raise ConfigError(
+            f"the {settings.path} measurement was killed, most likely out of memory: it needs "
+            "about five times the size of the logits; lower --tokens or --vocab-size"
         ) from None
     print(
         f"  {settings.path:<14} {'entropy' if settings.entropy else '':<8}"
@@ -194,16 +206,26 @@ def _reported(settings: Settings) -> Measurement:
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add the subcommand `logprobs`."""
     command = commands.add_parser(
-        "logprobs", help="fused log-probabilities against logits in full: time and peak memory"
+        "logprobs", help="fused log-probabilities against full logits", description=__doc__
     )
-    command.add_argument("--tokens", type=int, default=4096)
-    command.add_argument("--vocab-size", type=int, default=152064)
-    command.add_argument("--hidden", type=int, default=896)
-    command.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    command.add_argument("--entropy", default="both", choices=["yes", "no", "both"])
-    command.add_argument("--unfused", default="plain", choices=PATHS[1:])
-    command.add_argument("--temperature", type=float, default=1.0)
-    command.add_argument("--pairs", type=int, default=3)
-    command.add_argument("--threads", type=int, default=torch.get_num_threads())
-    command.add_argument("--device", default="cpu")
-    command.set_defaults(run=logprobs)
+    for option, default, what in (
+        ("--tokens", 4096, "rows of the hidden states"),
+        ("--vocab-size", 152064, "rows of the output weight"),
+        ("--hidden", 896, "columns of both"),
+        ("--pairs", 3, "measurements of each path; the medians count"),
+        ("--threads", torch.get_num_threads(), "CPU threads"),
+    ):
+        command.add_argument(
+            option, type=int, default=default, metavar="N", help=f"{what} (default: {default})"
+        )
+    for option, choices, what in (
+        ("--dtype", ["float32", "bfloat16", "float16"], "of hidden states and weight"),
+        ("--entropy", ["both", "yes", "no"], "with the entropy, without, or both"),
+        ("--unfused", list(PATHS[1:]), "what to compare with"),
+    ):
+        command.add_argument(
+            option, default=choices[0], choices=choices, help=f"{what} (default: {choices[0]})"
+        )
+    command.add_argument("--temperature", type=float, default=1.0, help="default: 1.0")
+    command.add_argument("--device", default="cpu", help="torch device (default: cpu)")
+    command.set_defaults(measure=logprobs)

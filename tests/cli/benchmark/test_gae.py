@@ -1,4 +1,4 @@
-"""tools/benchmark.py on small sizes: what it compares is the same, and what it prints can fail.
+"""`vapo benchmark gae` and `logprobs` on small sizes: both sides agree, and the figures can fail.
 
 Not exercised: the full sizes (512 responses of 2.1M tokens; 4096 tokens of 152064 scores), which
 take seconds and minutes and are run by hand; a GPU.
@@ -9,9 +9,10 @@ import re
 import pytest
 import torch
 
-from tools.benchmark import main
-from tools.benchmark_gae import log_normal_lengths, padded_loop
-from tools.benchmark_logprobs import PATHS, Settings, measure
+from vapo_megatron.cli.benchmark.command import main
+from vapo_megatron.cli.benchmark.gae import log_normal_lengths, padded_loop
+from vapo_megatron.cli.benchmark.logprobs import PATHS, Settings, measure
+from vapo_megatron.errors import ConfigError
 
 
 def test_lengths_sum_up_and_stay_in_range():
@@ -20,7 +21,7 @@ def test_lengths_sum_up_and_stay_in_range():
         assert int(lengths.sum()) == tokens
         assert 1 <= int(lengths.min()) and int(lengths.max()) <= 200
     assert torch.equal(log_normal_lengths(64, 5000, 200), log_normal_lengths(64, 5000, 200))
-    with pytest.raises(ValueError, match="tokens=63 must lie between"):
+    with pytest.raises(ConfigError, match="tokens=63 must lie between"):
         log_normal_lengths(64, 63, 200)
 
 
@@ -87,6 +88,6 @@ def test_every_path_computes_the_same(dtype):
     ],
 )
 def test_mistakes_are_named(capsys, arguments, message):
-    with pytest.raises(SystemExit):
-        main(arguments.split())
-    assert message in capsys.readouterr().err
+    assert main(arguments.split()) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("benchmark: ") and message in told and told.count("\n") == 1

@@ -1,8 +1,10 @@
-"""Bytes and time from Megatron's live weights into vLLM's: the plan, and full tensors gathered.
+"""Bytes and time of a weight sync from Megatron into vLLM: by a plan, and by a full gather.
 
-Real engines and models in 2 and 4 processes. Each element of the model is a number of its own, so
-that what a rank holds of the sampler and lacks of the trainer is counted in the live weights, and
-a misplaced element is found; the plan has no part in it.
+  vapo benchmark reshard --processes 2 --repeats 5
+
+Real engines and models in 2 and 4 CPU processes. Every element of the model is a distinct number,
+so the slices that a rank is missing are counted in the live weights, independently of the plan, and
+a misplaced element is found.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from vapo_megatron.cli.command import ProgressBar
+from vapo_megatron.errors import ConfigError
+
 LAYOUTS = {
     # processes -> (TP and PP of the trainer, the rest is data parallel; TP of the sampler)
     2: [(2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 1, 2), (1, 2, 2)],
@@ -36,7 +41,7 @@ class Measured(NamedTuple):
     missing: int
     """Bytes of its sampler shard that are not in its trainer shard."""
     unheld: int
-    """Bytes of the whole model that are not in its trainer shard: a gather brings them."""
+    """Bytes of the whole model that are not in its trainer shard; a full gather brings them."""
     seconds: list[float]
     """Of the plan's executions."""
     gather_seconds: list[float]
@@ -44,7 +49,7 @@ class Measured(NamedTuple):
 
 
 def write_numbered_model(directory: Path, hidden: int, layers: int, vocab_size: int) -> int:
-    """Write an untied Qwen2 whose weights are the bits 1, 2, 3, ...; return their number."""
+    """Write an untied Qwen2 whose weights have the bits 1, 2, 3, ...; return how many."""
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -84,7 +89,7 @@ def measure(
         engine: this rank's sampler.
         config: the sampler's, with the world's size.
         layout: TP and PP of the trainer.
-        repeats: of each of the two, in turns.
+        repeats: of both ways, in turns.
     """
     from vapo_megatron.models.build import build_model
     from vapo_megatron.models.hf_config import read_model_shape
@@ -156,6 +161,7 @@ def _rank(
 
     init = f"file://{directory}/init_{world_size}"
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world_size)
+    done, bar = 0, ProgressBar(f"layouts of {world_size} processes")
     for sampler_tp in sorted({layout[2] for layout in layouts}):
         config = load_config(
             directory / "empty.yaml",
@@ -166,6 +172,7 @@ def _rank(
             ],
         )  # fmt: skip
         inputs = Inputs(read_model_shape(directory), stop_token_ids=(0,))
+        bar.show(done, len(layouts))
         engine = RolloutEngine(
             str(directory), inputs, config.rollout,
             dtype="float32", seed=0, offload=False, rank=rank, world_size=world_size,
@@ -177,6 +184,8 @@ def _rank(
                 dist.all_gather_object(ranks, mine)
                 if rank == 0:
                     _report((tp_size, pp_size, sampler_tp), ranks)
+                done += 1
+                bar.show(done, len(layouts))
         engine.shutdown()
         dist.barrier()
     dist.destroy_process_group()
@@ -204,10 +213,11 @@ def _megabytes(sizes: list[int]) -> str:
 
 
 def reshard(arguments: argparse.Namespace) -> None:
-    """Print, for each layout, both ways' bytes and median seconds, and their ratios."""
+    """Print bytes and median seconds of both ways for each layout, and their ratios."""
     if arguments.hidden % 256:
-        raise ValueError(
-            f"--hidden={arguments.hidden} must be a multiple of 256 (heads of 64, divided by 4)"
+        raise ConfigError(
+            f"--hidden={arguments.hidden} must be a multiple of 256 (heads of 64, divided by 4); "
+            "change it"
         )
     os.environ.update(OMP_NUM_THREADS="1", VLLM_LOGGING_LEVEL="ERROR")
     with tempfile.TemporaryDirectory() as name:
@@ -233,11 +243,16 @@ def reshard(arguments: argparse.Namespace) -> None:
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add the subcommand `reshard`."""
     command = commands.add_parser(
-        "reshard", help="from Megatron's live weights into vLLM's: a plan against a full gather"
+        "reshard", help="weight sync into vLLM by a plan against a full gather", description=__doc__
     )
-    command.add_argument("--hidden", type=int, default=512)
-    command.add_argument("--layers", type=int, default=4)
-    command.add_argument("--vocab-size", type=int, default=8192)
-    command.add_argument("--repeats", type=int, default=5)
+    for option, default, what in (
+        ("--hidden", 512, "hidden size"),
+        ("--layers", 4, "number of layers"),
+        ("--vocab-size", 8192, "size of the vocabulary"),
+        ("--repeats", 5, "of each way; the medians count"),
+    ):
+        command.add_argument(
+            option, type=int, default=default, metavar="N", help=f"{what} (default: {default})"
+        )
     command.add_argument("--processes", type=int, choices=sorted(LAYOUTS), help="default: each")
-    command.set_defaults(run=reshard, device="cpu")
+    command.set_defaults(measure=reshard, device="cpu")

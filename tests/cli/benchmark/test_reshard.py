@@ -1,6 +1,6 @@
-"""tools/benchmark.py reshard: what it counts as held, and that a run measures the fewest bytes.
+"""`vapo benchmark reshard`: what it counts as held, and that a run measures the fewest bytes.
 
-    bash tests/run.sh tests/tools/test_benchmark_reshard.py -m slow      a run in 2 processes
+    bash tests/run.sh tests/cli/benchmark/test_reshard.py -m slow      a run in 2 processes
 
 Does not exercise: 4 processes, and the sizes at which the times mean something.
 """
@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tools.benchmark import main
-from tools.benchmark_reshard import _elements, write_numbered_model
+from vapo_megatron.cli.benchmark.command import main
+from vapo_megatron.cli.benchmark.reshard import _elements, write_numbered_model
 
 
 def test_every_element_has_a_number(tmp_path):
@@ -30,8 +30,7 @@ def test_every_element_has_a_number(tmp_path):
 
 
 def test_a_size_that_does_not_divide_is_named(capsys):
-    with pytest.raises(SystemExit):
-        main(["reshard", "--hidden", "100"])
+    assert main(["reshard", "--hidden", "100"]) == 2
     assert "--hidden=100 must be a multiple of 256" in capsys.readouterr().err
 
 

@@ -1,4 +1,7 @@
-"""Packed GAE against the loop over the tokens of a right-padded batch, in the same run."""
+"""Time packed GAE against a loop over the tokens of a right-padded batch.
+
+vapo benchmark gae --responses 512 --tokens 2100000 --threads 1
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithm.gae import decoupled_gae, length_adaptive_lambda
+from vapo_megatron.cli.command import ProgressBar
+from vapo_megatron.errors import ConfigError
 
 
 def log_normal_lengths(
@@ -18,12 +23,12 @@ def log_normal_lengths(
     """int64 [B]: seeded log-normal lengths (sigma 0.8) in [1, max_length] that sum to num_tokens.
 
     Raises:
-        ValueError: num_tokens does not lie in [num_responses, num_responses * max_length].
+        ConfigError: num_tokens does not lie in [num_responses, num_responses * max_length].
     """
     if not num_responses <= num_tokens <= num_responses * max_length:
-        raise ValueError(
-            f"tokens={num_tokens} must lie between responses={num_responses} and "
-            f"responses * max_length={num_responses * max_length}"
+        raise ConfigError(
+            f"--tokens={num_tokens} must lie between --responses={num_responses} and "
+            f"--responses * --max-length={num_responses * max_length}; change one of them"
         )
     generator = torch.Generator().manual_seed(seed)
     shape = torch.empty(num_responses, dtype=torch.float64).log_normal_(0, 0.8, generator=generator)
@@ -42,7 +47,7 @@ def log_normal_lengths(
 def padded_loop(
     rewards: Tensor, values: Tensor, mask: Tensor, lam: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """GAE as a loop over the tokens of a right-padded batch, padding stepped over by the mask.
+    """GAE as a loop over the tokens of a right-padded batch; the mask skips the padding.
 
     Args:
         rewards, values, mask: [B, L] of one dtype; mask is 1 on tokens, 0 on padding.
@@ -66,7 +71,7 @@ def padded_loop(
 
 
 def seconds(function: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Wall-clock time of the fastest of several calls, after one that is not counted."""
+    """Wall-clock seconds of the fastest of several calls, after a warm-up call."""
     best = float("inf")
     for i in range(repeats + 1):
         start = time.perf_counter()
@@ -78,7 +83,7 @@ def seconds(function: Callable[[], object], repeats: int, device: torch.device) 
 
 
 def gae(arguments: argparse.Namespace) -> None:
-    """Print the time of the packed computation, of the padded loop, their ratio and the error."""
+    """Print the times of the padded loop and of packed GAE, their ratio and the error."""
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
     lengths = log_normal_lengths(
@@ -101,20 +106,24 @@ def gae(arguments: argparse.Namespace) -> None:
     packed = [x.to(device) for x in (rewards, values, cu_seqlens.int())]
     lam = lam.to(device)
 
-    loop = seconds(lambda: padded_loop(*padded), arguments.loop_repeats, device)
-    print(
-        f"{arguments.responses} responses, {arguments.tokens} tokens, longest "
-        f"{int(lengths.max())}, {device}, {torch.get_num_threads()} CPU thread(s)"
-    )
-    print(f"padded loop, one lambda          {loop * 1e3:9.1f} ms")
-    for name, lambda_critic in (("one lambda", lam), ("decoupled ", 1.0)):
-        compute = _packed(packed, lam, lambda_critic)
-        took = seconds(compute, arguments.repeats, device)
-        error = (compute()[0].cpu().double() - exact).abs().max() / exact.abs().max()
+    with ProgressBar("measurements") as bar:
+        bar.show(0, 3)
+        loop = seconds(lambda: padded_loop(*padded), arguments.loop_repeats, device)
         print(
-            f"packed, {name}               {took * 1e3:9.1f} ms   {loop / took:6.1f} times faster, "
-            f"largest error {float(error):.1e} of max|A|"
+            f"{arguments.responses} responses, {arguments.tokens} tokens, longest "
+            f"{int(lengths.max())}, {device}, {torch.get_num_threads()} CPU thread(s)"
         )
+        print(f"padded loop, one lambda          {loop * 1e3:9.1f} ms")
+        ways = (("one lambda", lam), ("decoupled ", 1.0))
+        for done, (name, lambda_critic) in enumerate(ways, start=1):
+            bar.show(done, 3)
+            compute = _packed(packed, lam, lambda_critic)
+            took = seconds(compute, arguments.repeats, device)
+            error = (compute()[0].cpu().double() - exact).abs().max() / exact.abs().max()
+            print(
+                f"packed, {name}               {took * 1e3:9.1f} ms   {loop / took:6.1f} times "
+                f"faster, largest error {float(error):.1e} of max|A|"
+            )
 
 
 def _packed(
@@ -125,13 +134,20 @@ def _packed(
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add the subcommand `gae`."""
-    command = commands.add_parser("gae", help="packed GAE against a padded, masked loop")
-    command.add_argument("--responses", type=int, default=512)
-    command.add_argument("--tokens", type=int, default=2_100_000)
-    command.add_argument("--max-length", type=int, default=16384)
-    command.add_argument("--repeats", type=int, default=10)
-    command.add_argument("--loop-repeats", type=int, default=3)
-    command.add_argument("--threads", type=int, default=1)
-    command.add_argument("--device", default="cpu")
-    command.add_argument("--seed", type=int, default=0)
-    command.set_defaults(run=gae)
+    command = commands.add_parser(
+        "gae", help="packed GAE against a padded, masked loop", description=__doc__
+    )
+    for option, default, what in (
+        ("--responses", 512, "in the batch"),
+        ("--tokens", 2_100_000, "of all responses together"),
+        ("--max-length", 16384, "tokens of the longest response"),
+        ("--repeats", 10, "of packed GAE; the fastest counts"),
+        ("--loop-repeats", 3, "of the loop; the fastest counts"),
+        ("--threads", 1, "CPU threads"),
+        ("--seed", 0, "of the lengths and values"),
+    ):
+        command.add_argument(
+            option, type=int, default=default, metavar="N", help=f"{what} (default: {default})"
+        )
+    command.add_argument("--device", default="cpu", help="torch device (default: cpu)")
+    command.set_defaults(measure=gae)

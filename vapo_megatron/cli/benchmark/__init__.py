@@ -1,0 +1,1 @@
+"""`vapo benchmark`: parts of the package timed against plain counterparts."""

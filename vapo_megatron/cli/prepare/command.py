@@ -1,0 +1,99 @@
+"""Make a data file for training or evaluation: parquet with the columns prompt and answer.
+
+  vapo prepare --data train.jsonl --out train.parquet --tokenizer models/Qwen2.5-7B
+  vapo prepare --data OWNER/NAME --out train.parquet --tokenizer models/Qwen2.5-7B
+
+It reads JSONL, CSV and parquet files, local or on the Hugging Face hub (OWNER/NAME[:FILE]). The
+format is detected from the columns:
+
+  verl     prompt (one user message, or text), reward_model.ground_truth    DAPO-Math-17k
+  gsm8k    question, answer (after ####)                                    GSM8K
+  aime     problem, answer                                                  AIME
+  plain    prompt, answer
+
+Duplicate problems are kept once. Problems whose duplicates disagree on the answer, and those with
+too many tokens, are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from vapo_megatron.cli.command import Parser, run
+from vapo_megatron.cli.prepare.columns import SHAPES, Shape, choose_columns, choose_shape
+from vapo_megatron.cli.prepare.prepare import TEMPLATES, prepare
+from vapo_megatron.config import RolloutConfig
+from vapo_megatron.errors import DataError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0; 2 for a user's mistake; 130 when interrupted."""
+    return run(
+        "prepare", lambda: _prepare(_parser().parse_args(argv)), interrupted="nothing was written"
+    )
+
+
+def _prepare(options: argparse.Namespace) -> str:
+    from vapo_megatron.reward.math_verifier import MathVerifier
+    from vapo_megatron.rollout.tokenizer import load_tokenizer
+
+    def choose(columns: Sequence[str], where: str) -> tuple[str, Shape]:
+        if options.prompt_column or options.answer_column:
+            return choose_columns(columns, options.prompt_column, options.answer_column, where)
+        return choose_shape(columns, options.shape, where)
+
+    if not Path(options.tokenizer).is_dir():
+        raise DataError(f"--tokenizer={options.tokenizer} is no directory; give the model's")
+    with MathVerifier() as verifier:
+        summary = prepare(
+            options.data,
+            options.out,
+            tokenizer=load_tokenizer(options.tokenizer),
+            verifier=verifier,
+            template=options.template,
+            max_prompt_tokens=options.max_prompt_tokens,
+            choose=choose,
+            drop_unparsable=options.drop_unparsable,
+            overwrite=options.overwrite,
+        )
+    return f"{summary.describe()}\n{options.out}"
+
+
+def _parser() -> Parser:
+    usage = "vapo prepare --data FILE [FILE ...] --out FILE.parquet --tokenizer DIR [options]"
+    parser = Parser(prog="vapo prepare", usage=usage, description=__doc__)
+    files = parser.add_argument_group("files")
+    files.add_argument(
+        "--data", nargs="+", required=True, metavar="FILE",
+        help=".jsonl, .csv, .parquet, or OWNER/NAME[:FILE] on the hub",
+    )  # fmt: skip
+    files.add_argument("--out", type=Path, required=True, metavar="FILE.parquet")
+    files.add_argument("--overwrite", action="store_true", help="replace --out")
+    files.add_argument(
+        "--tokenizer", required=True, metavar="DIR",
+        help="HF directory of the model to train; prompt lengths are measured with it",
+    )  # fmt: skip
+    prompts = parser.add_argument_group("prompts")
+    prompts.add_argument(
+        "--template", choices=TEMPLATES, default="answer",
+        help="answer (default): for base models, text that asks for a last line 'Answer: ...'; "
+        "chat: the same in the tokenizer's chat template; none: prompts as they are",
+    )  # fmt: skip
+    prompts.add_argument(
+        "--max-prompt-tokens", type=int, default=RolloutConfig().max_prompt_tokens, metavar="N",
+        help="drop problems with longer prompts (default: %(default)s)",
+    )  # fmt: skip
+    prompts.add_argument(
+        "--drop-unparsable", action="store_true",
+        help="drop problems whose answer the verifier cannot read; default: an error",
+    )  # fmt: skip
+    columns = parser.add_argument_group("columns (default: detected)")
+    choice = columns.add_mutually_exclusive_group()
+    choice.add_argument("--shape", choices=sorted(SHAPES), help="one of the formats above")
+    choice.add_argument(
+        "--prompt-column", metavar="NAME", help="column to take as it is; with --answer-column"
+    )
+    columns.add_argument("--answer-column", metavar="NAME", help="with --prompt-column")
+    return parser
