@@ -39,13 +39,13 @@ class OneSampler(Sampler):
 
 def evaluate(hf, data, out, port, tp_size):
     """What a rank is told, or the verifiers that it starts; a worker's function."""
-    from vapo_megatron.cli import evaluate as module
+    from vapo_megatron.cli.evaluate import checkpoint as module
     from vapo_megatron.errors import UserError
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     config = module.evaluation_config(
-        hf, [*OVERRIDES, f"rollout.tensor_model_parallel_size={tp_size}"]
+        hf, [*OVERRIDES, f"rollout.tensor_model_parallel_size={tp_size}"], 2
     )
     verifiers, verifier = [], module.MathVerifier
 
@@ -58,7 +58,7 @@ def evaluate(hf, data, out, port, tp_size):
         mock.patch.object(module, "MathVerifier", noted),
     ):
         try:
-            module.evaluate_checkpoint(hf, data, config, out)
+            module.evaluate_checkpoint(module.check(hf, data, config), config, out)
         except UserError as error:
             return str(error)
     return verifiers

@@ -1,4 +1,4 @@
-"""tools/evaluate.py with vLLM: what it writes, that it goes on, and that replicas change nothing.
+"""`vapo evaluate` with vLLM: what it writes, that it goes on, and that replicas change nothing.
 
 A tiny random model whose every token is a boxed digit, so that some answers are right. Not
 exercised: a GPU, vLLM's tensor parallelism, several nodes.
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.weights.tiny_hf import write_tiny_hf
-from tools import evaluate
+from vapo_megatron.cli.evaluate import command as evaluate
 from vapo_megatron.config import EvaluationConfig, load_config
 from vapo_megatron.errors import CheckpointError, ConfigError
 
@@ -158,10 +158,9 @@ def test_other_settings_do_not_go_on_with_a_file(straight):
     assert "its temperature is 1.0, here it is 0.5; give another --out" in lines[0]
 
 
-def test_a_run_directory_is_its_export_and_its_configuration(checkpoint, tmp_path, monkeypatch):
-    from vapo_megatron.cli.evaluate import evaluation_config, find_hf_directory
+def test_a_run_directory_is_its_export_and_its_configuration(checkpoint, tmp_path):
+    from vapo_megatron.cli.evaluate.checkpoint import evaluation_config, find_hf_directory
 
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     trained = ["seed=7", "parallel.world_size=4", "parallel.tensor_model_parallel_size=2"]
@@ -175,7 +174,7 @@ def test_a_run_directory_is_its_export_and_its_configuration(checkpoint, tmp_pat
     (run_dir / "checkpoints/latest").write_text("step_000040")
     with pytest.raises(
         CheckpointError,
-        match=r"convert_megatron_to_hf.py --megatron \S+/run/checkpoints/step_000040/actor "
+        match=r"vapo convert to-hf --megatron \S+/run/checkpoints/step_000040/actor "
         r"--hf models/base --out \S+/run/hf_export",
     ):
         find_hf_directory(run_dir)
@@ -184,27 +183,29 @@ def test_a_run_directory_is_its_export_and_its_configuration(checkpoint, tmp_pat
     assert find_hf_directory(checkpoint) == checkpoint
     with pytest.raises(CheckpointError, match="neither an HF directory .* nor a run directory"):
         find_hf_directory(tmp_path)
-    config = evaluation_config(run_dir, ["evaluation.top_p=0.8", "parallel.timeout_seconds=9000"])
+    config = evaluation_config(
+        run_dir, ["evaluation.top_p=0.8", "parallel.timeout_seconds=9000"], None
+    )
     assert (config.seed, config.evaluation.samples, config.evaluation.top_p) == (7, 5, 0.8)
     assert config.parallel.world_size == 1 and config.parallel.timeout_seconds == 9000
-    assert evaluation_config(checkpoint, []).evaluation.samples == 32
+    assert evaluation_config(checkpoint, [], None).evaluation.samples == 32
     four = ["rollout.tensor_model_parallel_size=4"]
     with pytest.raises(ConfigError, match="must divide the number of processes, 1; set it"):
-        evaluation_config(checkpoint, four)
+        evaluation_config(checkpoint, four, 1)
+    assert evaluation_config(checkpoint, four, None).parallel.world_size == 4, "one replica"
     # Neither the run's layout nor its mini-batches restrict how many processes evaluate it.
     trained += ["algorithm.mini_batch_size=2"]
     (run_dir / "config.yaml").write_text(load_config([], trained).to_yaml())
-    monkeypatch.setenv("WORLD_SIZE", "12")
     for directory in (checkpoint, run_dir):
-        config = evaluation_config(directory, four)
+        config = evaluation_config(directory, four, 12)
         assert config.parallel.world_size == 12
         assert config.rollout.tensor_model_parallel_size == 4
     with pytest.raises(ConfigError, match="rollout.top_p=0.5 must be 1"):
-        evaluation_config(checkpoint, ["rollout.top_p=0.5"])
+        evaluation_config(checkpoint, ["rollout.top_p=0.5"], None)
 
 
 def test_each_checkpoint_has_a_file_of_its_own(tmp_path, monkeypatch):
-    from vapo_megatron.cli.evaluate import default_out
+    from vapo_megatron.cli.evaluate.command import default_out
 
     monkeypatch.chdir(tmp_path)
     paths = ["runs/tiny/seed_0/vapo", "runs/tiny/seed_1/vapo", "/data/models/base"]

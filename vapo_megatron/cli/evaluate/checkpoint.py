@@ -1,8 +1,7 @@
-"""An evaluation of a checkpoint on its own, in one process or in those that torchrun started.
+"""Evaluates a checkpoint outside of training, in one process or on all ranks of torchrun.
 
-Before: nothing. After: `out` holds every sample, and beside it stands a summary. Every rank holds a
-part of a vLLM replica; the first rank of each writes what its replica sampled, and the world's
-first one puts that together.
+Before: nothing. After: `out` holds every sample, next to a summary. Every rank holds a shard of a
+vLLM replica. The first rank of each replica writes its samples, and rank 0 merges them.
 """
 
 from __future__ import annotations
@@ -10,15 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 from vapo_megatron.cli.command import ProgressBar, check_processes
 from vapo_megatron.config import VapoConfig, check_together, read_config
@@ -48,7 +44,7 @@ from vapo_megatron.run.directory import read_run
 from vapo_megatron.weights.hf_reader import HfReader
 
 VERSION = 0
-"""Of the sampler's weights, which never change here."""
+"""Of vLLM's weights, which never change here."""
 
 
 def find_hf_directory(checkpoint: Path) -> Path:
@@ -72,40 +68,47 @@ def find_hf_directory(checkpoint: Path) -> Path:
     if not latest.is_file():
         raise CheckpointError(
             f"--checkpoint={checkpoint}: the run has neither hf_export nor a checkpoint yet; let "
-            "it go on"
+            "it continue"
         )
     actor = checkpoint / "checkpoints" / latest.read_text().strip() / "actor"
     raise CheckpointError(
-        f"--checkpoint={checkpoint}: the run has no hf_export; make it with python "
-        f"tools/convert_megatron_to_hf.py --megatron {actor} --hf {base} --out {export}"
+        f"--checkpoint={checkpoint}: the run has no hf_export; make it with vapo convert to-hf "
+        f"--megatron {actor} --hf {base} --out {export}"
     )
 
 
 def is_run_directory(checkpoint: Path) -> bool:
-    """Is it a directory that logging.run_dir named?"""
+    """Is it a run directory (logging.run_dir)?"""
     return (checkpoint / "config.yaml").is_file()
 
 
-def evaluation_config(checkpoint: Path, overrides: Sequence[str]) -> VapoConfig:
-    """Return the configuration: of a run directory its own, else the defaults, then the overrides.
+def evaluation_config(
+    checkpoint: Path, overrides: Sequence[str], num_processes: int | None
+) -> VapoConfig:
+    """Return a run directory's own configuration, or the defaults, with the overrides.
 
-    Nothing is trained: the processes that there are hold vLLM replicas, whatever trained.
+    The training layout is replaced: all processes hold vLLM replicas.
+
+    Args:
+        checkpoint: HF or run directory.
+        overrides: section.field=value.
+        num_processes: on all nodes; None: those of one replica.
 
     Raises:
-        ConfigError: see load_config; or vLLM's replicas do not divide the processes.
+        ConfigError: see load_config; or the replicas do not divide the processes.
     """
     files = [checkpoint / "config.yaml"] if is_run_directory(checkpoint) else []
     config = read_config(files, overrides)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     tp_size = config.rollout.tensor_model_parallel_size
-    if world_size % tp_size:
+    world_size = tp_size if num_processes is None else num_processes
+    if world_size < 1 or world_size % tp_size:
         raise ConfigError(
             f"rollout.tensor_model_parallel_size={tp_size} must divide the number of processes, "
-            f"{world_size}; set it, or torchrun's --nproc-per-node"
+            f"{world_size}; set it, or --nproc (torchrun's --nproc-per-node)"
         )
     layout = {
         "world_size": world_size,
-        # As if all trained one copy of a model: no mini-batch has too few responses for that.
+        # With a data-parallel size of 1, no mini-batch has too few responses.
         "tensor_model_parallel_size": world_size,
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
@@ -116,48 +119,41 @@ def evaluation_config(checkpoint: Path, overrides: Sequence[str]) -> VapoConfig:
     return config
 
 
-def default_out(checkpoint: Path, data: Path) -> Path:
-    """Return runs/evaluation/PATH/DATA.jsonl, PATH the checkpoint's from here or the root."""
-    path = checkpoint.resolve()
-    start = Path.cwd() if path.is_relative_to(Path.cwd()) else path.anchor
-    return Path("runs/evaluation") / path.relative_to(start) / f"{data.stem}.jsonl"
+class Evaluation(NamedTuple):
+    """What is evaluated, known to fit together."""
+
+    hf_path: Path
+    inputs: Inputs
+    """Of which held_out is set."""
+    header: dict[str, Any]
+    """First line of the samples file, which identifies the evaluation."""
 
 
-def evaluate_checkpoint(
-    checkpoint: Path,
-    data: Path,
-    config: VapoConfig,
-    out: Path,
-    problems_per_batch: int | None = None,
-) -> dict[str, Estimate] | None:
-    """Sample and judge every problem that `out` does not hold yet, and sum up. Collective.
+def check(checkpoint: Path, data: Path, config: VapoConfig) -> Evaluation:
+    """Check the files in one process; neither vLLM nor a process group is needed.
 
     Args:
         checkpoint: HF or run directory.
         data: problems, in the columns that config.data names.
         config: from evaluation_config.
-        out: see samples_file; the summary stands beside it, ending in .json.
-        problems_per_batch: problems that are sampled together and then written; None: enough for
-            two responses for each that the replicas sample at once.
-
-    Returns:
-        The statistics on the first rank, None elsewhere.
 
     Raises:
-        UserError: on every rank.
+        UserError: the first thing that is wrong: what, where, and the remedy.
     """
-    if problems_per_batch is not None and problems_per_batch < 1:
-        raise ConfigError(f"--batch={problems_per_batch} must be at least 1")
     hf_path = find_hf_directory(checkpoint)
     tokenizer = load_tokenizer(hf_path)
-    dataset = read_prompts(
-        str(data), config.data, tokenizer.encode, seed=config.seed, shuffle=False,
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-    )  # fmt: skip
+    with ProgressBar("prompts") as bar:
+        dataset = read_prompts(
+            str(data), config.data, tokenizer.encode, seed=config.seed, shuffle=False,
+            max_prompt_tokens=config.rollout.max_prompt_tokens, on_progress=bar.show,
+        )  # fmt: skip
     shape = read_model_shape(hf_path)
     stop_token_ids = check_tokenizer(
         hf_path, tokenizer, config.rollout.stop_token_ids, shape.vocab_size
     )
+    # vLLM would refuse these too, but late.
+    sampling_settings(config.evaluation, config.rollout.max_response_tokens)
+    max_model_len(shape, config.rollout)
     header = {
         "checkpoint": str(checkpoint), "weights": weights_digest(hf_path), "data": str(data),
         "problems": dataset.state_dict()["fingerprint"][:16], "num_problems": len(dataset),
@@ -166,17 +162,50 @@ def evaluate_checkpoint(
         "stop_token_ids": list(stop_token_ids), "seed": config.seed,
         "dtype": config.rollout.dtype or config.model.dtype,
     }  # fmt: skip
-    # The sampler would refuse these, too, but late.
-    sampling_settings(config.evaluation, config.rollout.max_response_tokens)
-    max_model_len(shape, config.rollout)
+    return Evaluation(hf_path, Inputs(shape, tokenizer, stop_token_ids, held_out=dataset), header)
+
+
+def check_out(out: Path, evaluation: Evaluation) -> None:
+    """Refuse a samples file of another evaluation, or one that is being written.
+
+    Raises:
+        DataError: names the file and what differs.
+    """
+    if out.exists():
+        with lock_file(out):
+            collect(out, evaluation.header)
+
+
+def evaluate_checkpoint(
+    evaluation: Evaluation,
+    config: VapoConfig,
+    out: Path,
+    problems_per_batch: int | None = None,
+) -> dict[str, Estimate] | None:
+    """Sample and judge every problem that is missing in `out`, then summarize. Collective.
+
+    Args:
+        evaluation: from check.
+        config: from evaluation_config.
+        out: see samples_file; the summary has the same name, ending in .json.
+        problems_per_batch: problems sampled together and then written; None: enough for two
+            responses per sequence that the replicas sample at once.
+
+    Returns:
+        The statistics on rank 0, None elsewhere.
+
+    Raises:
+        UserError: on every rank.
+    """
     check_processes(config)
     backend.initialize_distributed(config.parallel.timeout_seconds)
+    hf_path, inputs, header = evaluation
+    assert inputs.held_out is not None
+    problems = inputs.held_out.problems
     with contextlib.ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
         done = _begin(out, header, config.rollout.tensor_model_parallel_size, stack)
-        if len(done) < len(dataset):
-            inputs = Inputs(shape, tokenizer, stop_token_ids, held_out=dataset)
-            missing = [p for p in dataset.problems if p.index not in done]
+        if missing := [p for p in problems if p.index not in done]:
             _sample(hf_path, config, inputs, missing, problems_per_batch, out)
         return _sum_up(out, header, config.seed) if dist.get_rank() == 0 else None
 
@@ -184,10 +213,10 @@ def evaluate_checkpoint(
 def _begin(
     out: Path, header: dict[str, Any], tp_size: int, stack: contextlib.ExitStack
 ) -> set[int]:
-    """Begin the file, or go on with it: the first rank locks it, and begins every replica's part.
+    """Create or resume the file: rank 0 locks it and creates each replica's part.
 
     Returns:
-        The problems that it holds.
+        Indices of the problems that it holds.
 
     Raises:
         DataError: on every rank.
@@ -207,8 +236,7 @@ def _begin(
     unseen = problem is None and not out.is_file()
     if any_rank(unseen):
         problem = (
-            f"--out={out} is not there on every node; give a file on a file system that all nodes "
-            "share"
+            f"--out={out} is missing on a node; give a file on a file system that all nodes share"
         )
     if problem is not None:
         raise DataError(problem)
@@ -223,9 +251,9 @@ def _sample(
     problems_per_batch: int | None,
     out: Path,
 ) -> None:
-    """Sample the problems batch by batch; each replica writes its own. All have when this returns.
+    """Sample batch by batch; each replica writes its own part. All are complete on return.
 
-    `inputs` has all problems, whose answers are checked before.
+    `inputs` has all problems, whose ground truths are checked first.
     """
     dataset = inputs.held_out
     assert dataset is not None
@@ -256,8 +284,8 @@ def _sample(
 
 
 def _engine(hf_path: Path, config: VapoConfig, inputs: Inputs) -> Any:
-    """Build the sampler with the directory's weights; each rank reads all and keeps its shard."""
-    # Here, because mistakes are told before vLLM is loaded.
+    """Build vLLM with the directory's weights; each rank reads all and keeps its shard."""
+    # Imported late, so that mistakes are reported before vLLM loads.
     from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -281,24 +309,10 @@ def _line(prompt: Prompt, responses: Any) -> dict[str, Any]:
 
 
 def _sum_up(out: Path, header: dict[str, Any], seed: int) -> dict[str, Estimate]:
-    """Return the statistics of all problems of the file, and write them beside it."""
+    """Return the statistics of all problems, and write them next to the file."""
     values = collect(out, header)
     assert len(values) == header["num_problems"], f"{out} holds {len(values)} problems"
     found = estimates(list(values.values()), seed)
     summary = {**header, "statistics": {n: dataclasses.asdict(e) for n, e in found.items()}}
     replace_file(out.with_suffix(".json"), json.dumps(summary, indent=1) + "\n")
     return found
-
-
-def print_table(found: dict[str, Estimate], title: str) -> None:
-    """Print the statistics for people."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    table.add_column("mean", justify="right")
-    table.add_column("95% interval", justify="right")
-    for name, estimate in found.items():
-        form = ",.1f" if name == "response_length_mean" else ".4f"
-        low, high = format(estimate.low, form), format(estimate.high, form)
-        label = name.replace("_mean", " (tokens)").replace("_", " ")
-        table.add_row(label, format(estimate.value, form), f"{low} .. {high}")
-    Console().print(table)

@@ -1,0 +1,1 @@
+"""`vapo evaluate`: samples and judges a checkpoint on a file of problems."""
