@@ -9,13 +9,12 @@ import json
 import math
 import os
 import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.cli.starting import ROOT, make_stand_in, start
 from tests.models.qwen25 import config_json
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.workers import free_port
@@ -25,7 +24,6 @@ from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel.health.early_stop import SIGNALS
 from vapo_megatron.weights.mapping import hf_tensors
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "examples/configs"
 BASE = CONFIGS / "qwen2.5_base.yaml"
 SIZES = {"32b": ("32B", "16 nodes of 8 H100"), "7b": ("7B", "one node of 8 H100")}
@@ -38,24 +36,6 @@ def recipe(size):
 
 def overlay(size):
     return CONFIGS / f"qwen2.5_{size}.yaml"
-
-
-def start(*command, **environment):
-    """Run a command in the repository, without what a launcher around the tests may have set."""
-    launchers = ("RANK", "WORLD_SIZE", "NODE_RANK", "NNODES", "NPROC_PER_NODE", "OMP_NUM_THREADS")
-    clean = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in launchers and not k.startswith(("LOCAL_", "MASTER_", "TORCHELASTIC_"))
-    }
-    return subprocess.run(
-        [str(part) for part in command],
-        cwd=ROOT,
-        env={**clean, "VAPO_PYTHON": sys.executable, **environment},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
 
 
 # --- what the recipes are -------------------------------------------------------------------------
@@ -217,17 +197,7 @@ def test_variables_that_cannot_work_are_named(world_size, variables, words):
 
 @pytest.fixture
 def stand_in(tmp_path):
-    """A torchrun that prints what it was started with, as PYTHONPATH."""
-    (tmp_path / "stand_in").mkdir()
-    (tmp_path / "stand_in/sitecustomize.py").write_text(
-        "import json, os, signal, sys\n"
-        "if 'torch.distributed.run' in sys.orig_argv:\n"
-        "    print(json.dumps({'arguments': sys.orig_argv[3:], 'environment': dict(os.environ),\n"
-        "        'blocks': list(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, [])))}),\n"
-        "        flush=True)\n"
-        "    os._exit(0)\n"
-    )
-    return f"{tmp_path / 'stand_in'}:{ROOT}"
+    return make_stand_in(tmp_path)
 
 
 def inputs(directory, size):

@@ -28,3 +28,24 @@ def test_help_lists_every_command_with_a_sentence(capsys):
 def test_a_name_that_is_none(name, words, capsys):
     assert main([name]) == 2
     assert capsys.readouterr() == ("", words)
+
+
+@pytest.mark.parametrize(
+    "command", [*COMMANDS, "plan reshard", "convert to-hf", "convert to-megatron", "benchmark gae",
+                "benchmark logprobs", "benchmark reshard", "gradients collect", "gradients compare"]
+)  # fmt: skip
+def test_each_help_begins_with_a_sentence_and_an_example(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    usage, sentence, example, *_ = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith(f"usage: vapo {command} ")
+    assert sentence.endswith(".") and "\n" not in sentence
+    assert example.startswith(f"  vapo {command} ")
+
+
+def test_the_help_of_training_ends_with_the_fields(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = capsys.readouterr().out
+    assert text.index("options:") < text.index("algorithm.clip_high=0.28") < len(text)

@@ -1,8 +1,10 @@
 """Time parts of the package against plain counterparts, both in the same run.
 
-vapo benchmark gae         packed GAE against a masked loop over a right-padded batch
-vapo benchmark logprobs    fused log-probabilities against full logits: time and peak memory
-vapo benchmark reshard     weight sync into vLLM by a plan against a gather of full tensors
+  vapo benchmark gae         packed GAE against a masked loop over a right-padded batch
+  vapo benchmark logprobs    fused log-probabilities against full logits: time and peak memory
+  vapo benchmark reshard     weight sync into vLLM by a plan against a gather of full tensors
+
+Compare the ratios between machines, not the seconds.
 """
 
 from __future__ import annotations
