@@ -1,1 +1,1 @@
-"""What a user starts: train, launch, evaluate, prepare, preflight."""
+"""The command `vapo` and its subcommands."""

@@ -22,7 +22,7 @@ class ModelConfig(Section):
     hf_path: str | None = _field(
         None,
         "Initial actor: an HF directory (config.json, safetensors, tokenizer), or one written by "
-        "tools/convert_hf_to_megatron.py; required.",
+        "`vapo convert to-megatron`; required.",
     )
     critic_hf_path: str | None = _field(
         None,

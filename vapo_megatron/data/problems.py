@@ -37,7 +37,7 @@ def load_problems(
     if path.suffix not in (".jsonl", ".parquet"):
         raise DataError(
             f"data file {path}: files end in .jsonl or .parquet, found {path.suffix!r}; "
-            "convert it with tools/prepare_prompts.py"
+            "convert it with vapo prepare"
         )
     if not path.is_file():
         raise DataError(f"data file {path} does not exist; give the path of an existing file")

@@ -281,5 +281,5 @@ def dry_run_comment(config: VapoConfig) -> str:
             raise ConfigError("model.hf_path is not set")
         text = describe_dry_run(config, shape_of(config.model.hf_path))
     except ConfigError as error:
-        text = f"no plan: {error} (tools/plan.py plans published models without their files)"
+        text = f"no plan: {error} (vapo plan plans published models without their files)"
     return "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())

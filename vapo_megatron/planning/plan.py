@@ -1,6 +1,6 @@
 """A configuration's plan: bytes and seconds of each phase, and whether it fits.
 
-tools/plan.py prints plans, and a run that cannot fit is rejected before it builds anything.
+`vapo plan` prints plans, and a run that cannot fit is rejected before it builds anything.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def check_fits(config: VapoConfig, shape: ModelShape, gpu_bytes: int) -> None:
     if reason is not None:
         raise ConfigError(
             f"this configuration cannot fit into a GPU: {reason}; {_remedy(config, reason)}, or "
-            "let tools/plan.py find a layout"
+            "let vapo plan find a layout"
         )
 
 

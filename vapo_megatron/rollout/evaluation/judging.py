@@ -1,4 +1,4 @@
-"""Accuracy on held-out problems: the same code for training and for tools/evaluate.py.
+"""Accuracy on held-out problems: the same code for training and for `vapo evaluate`.
 
 Before: every rank has the same problems, the sampler holds the weights. After: the first rank of
 each replica has judged all samples of its share of the problems and counted their votes, so that
