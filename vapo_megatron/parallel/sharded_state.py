@@ -180,7 +180,7 @@ def _check_fits(
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise CheckpointError(
             f"{directory} is of another model, or of an optimizer with other settings: "
-            f"{'; '.join(problems[:3])}{more}; go on with the configuration that wrote it, or "
+            f"{'; '.join(problems[:3])}{more}; resume with the configuration that wrote it, or "
             "start another run with logging.run_dir"
         )
 
