@@ -65,7 +65,7 @@ def build(
     device: str | None = None,
     **model: Any,
 ) -> Built:
-    """Build with random weights. Groups are made once in a job, and kept for its later models."""
+    """Build with random weights. Process groups are made once per job."""
     config = make_config(layout, dist.get_world_size(), recompute, **model)
     try:
         ranks = groups.current()

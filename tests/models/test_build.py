@@ -129,7 +129,7 @@ def test_tied_weights_on_one_stage(tmp_path, workers):
 
 
 def test_a_critic_holds_no_output_matrix(tmp_path, workers):
-    """Not even when the model that it comes from is tied; its head is the same on every rank."""
+    """Even when it starts from a tied model; its head is the same on every rank."""
     hf_path = write_hf(tmp_path, tied=True)
     results = workers.run(2, describe, hf_path, Layout(tp=2), "critic")
     for ((_, names, shared, _, head),) in results:
@@ -140,7 +140,7 @@ def test_a_critic_holds_no_output_matrix(tmp_path, workers):
 
 
 def test_a_critic_is_untied_across_a_pipeline(tmp_path, workers):
-    """A mark would have megatron-core sum the embedding's gradient with the value head's."""
+    """Otherwise megatron-core would sum the embedding's and the value head's gradients."""
     hf_path = write_hf(tmp_path, tied=True)
     (first,), (last,) = workers.run(2, describe, hf_path, Layout(pp=2), "critic")
     assert first[1:3] == ([EMBEDDING], []) and last[1:3] == ([NORM, OUTPUT], [])

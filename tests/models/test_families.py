@@ -123,7 +123,7 @@ def measure(hf_paths, layout):
 
 
 def assert_same_on_all_ranks(model, gradients):
-    """What is gathered of a replicated weight is the first rank's gradient: compare this rank's."""
+    """Compare this rank's gradient of a replicated weight; only the first rank's is gathered."""
     from vapo_megatron.weights.mapping import local_parameters
 
     parameters = [p for chunk in model.chunks for p in chunk.parameters()]
@@ -196,7 +196,7 @@ def test_layouts(layout, workers, hf_paths, one, expected):
 
 
 def test_an_update_of_qwen3_over_data_parallel_ranks(workers, hf_paths):
-    """The distributed optimizer: each data-parallel rank finishes and updates its own share."""
+    """The distributed optimizer: each data-parallel rank finishes and updates its shard."""
     paths = {"actor": hf_paths["qwen3"]}
     (alone,) = workers.run(1, training.run_layout, paths, training.Layout(), 1)
     layout = training.Layout(

@@ -183,7 +183,7 @@ def test_refuses_what_is_no_directory_of_a_model(tmp_path):
 
 
 def test_whatever_stands_under_a_key_is_taken_or_refused_by_name(tmp_path):
-    """And what is taken is a number where a number is computed with."""
+    """What is accepted is a number wherever a number is computed with."""
     tree = {"model_type": "qwen2", **config_json("0.5B"), "initializer_range": 0.02}
     tree |= {"rope_theta": 1e6, "rope_scaling": None, "layer_types": ["full_attention"] * 24}
     tree |= {"rope_parameters": None, "head_dim": 64, "use_sliding_window": False}

@@ -1,7 +1,7 @@
-"""The passes that a GPU without Transformer Engine makes, on tensors that have shapes alone.
+"""Passes as on a GPU without Transformer Engine, on meta tensors, which have shapes alone.
 
 Reading a value from such a tensor (item, tolist, a copy to the host, a branch on it) raises: what
-passes here never makes a GPU finish its work before the next kernel is launched. torch's own varlen
+passes here never synchronizes with a GPU. torch's own varlen
 attention takes part, with its gradient. Not exercised: the kernels, what NCCL waits for, and
 Transformer Engine's layers.
 """

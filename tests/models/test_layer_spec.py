@@ -1,6 +1,6 @@
-"""Which layers are taken, and what is refused, with torch and megatron-core saying what is there.
+"""Which layers are chosen, and what is refused, with stand-ins for what is installed.
 
-Does not exercise Transformer Engine: no layer of it is built, and that it computes is not shown.
+Does not exercise Transformer Engine: none of its layers is built.
 """
 
 import dataclasses

@@ -86,7 +86,7 @@ def gradients_of(model, layout):
 
 def expected(hf_path):
     """Return transformers' model and its logits, one sequence at a time."""
-    from transformers import Qwen2ForCausalLM  # Not above: workers need no transformers.
+    from transformers import Qwen2ForCausalLM  # Not at the top: workers do not need transformers.
 
     model = Qwen2ForCausalLM.from_pretrained(hf_path, dtype=torch.float32).eval()
     return model, torch.cat([model(sequence[None]).logits[0] for sequence in token_ids()])

@@ -45,7 +45,7 @@ def values_and_gradient(hf_path, layout, marked=True):
 
 
 def test_values_equal_transformers(tmp_path, workers):
-    from transformers import Qwen2ForTokenClassification  # Not above: workers need it not.
+    from transformers import Qwen2ForTokenClassification  # Not at the top: workers do not need it.
 
     hf_path = write_hf(tmp_path)
     ((values, gradient, weight),) = workers.run(1, values_and_gradient, hf_path, Layout())

@@ -1,7 +1,7 @@
 """megatron-core's translation for the CPU: what is translated, that torch is left alone, caching.
 
-Does not exercise a GPU: that the backend does nothing there is tested with torch saying that there
-is one. That the translated megatron-core computes right is what every distributed test shows.
+Does not exercise a GPU: that nothing is translated there is tested with torch reporting one. Every
+distributed test shows that the translated megatron-core computes correctly.
 """
 
 import ast
@@ -79,13 +79,13 @@ def test_the_stand_in_does_what_megatron_core_expects():
         event.wait()
         assert event.query()
     assert cpu_cuda.compile(abs) is abs and cpu_cuda.compile(dynamic=True)(abs) is abs
-    # What is not defined is the real one's.
+    # Names that the stand-in lacks come from torch.cuda.
     assert cpu_cuda.OutOfMemoryError is torch.cuda.OutOfMemoryError
 
 
 @pytest.mark.slow
 def test_torch_is_not_patched():
-    """Importing what is used of megatron-core leaves every function and class of torch in place."""
+    """Importing megatron-core replaces no function or class of torch."""
     printed = run_python(
         """
         import sys, torch, torch.distributed, torch.cuda.nvtx, torch.cuda.random
@@ -205,7 +205,7 @@ def test_translated_bytecode_is_cached_until_the_source_changes(tmp_path, monkey
     assert len(compiled) == 1
     path.write_text("where = ['cuda', torch.cuda] if 0 else 'cuda' + '!'")
     assert load() == "cpu!" and len(compiled) == 2
-    # Python's own cache of the untranslated module lies elsewhere.
+    # Python caches the untranslated module elsewhere.
     names = sorted(file.name for file in (tmp_path / "__pycache__").iterdir())
     assert names == [f"piece.{sys.implementation.cache_tag}.opt-vapocpu.pyc"]
 

@@ -12,7 +12,7 @@ WANTED = {1: [[3, 0, 7, 10, 1, 2, 9, 8, 4, 6, 5]], 2: [[3, 0, 7, 10, 1], [2, 9, 
 
 
 def problem(position: int) -> int:
-    """Two responses to each, which are neither in order nor numbered from 0."""
+    """Two responses per prompt; prompts are neither in order nor numbered from 0."""
     return 90 - 7 * (position // 2)
 
 
@@ -68,7 +68,7 @@ def check(results, dp_size: int):
         assert batch.truncated.tolist() == [p % 5 == 0 for p in wanted]
         assert batch.rewards.tolist() == [2.0 * p for p in wanted]
         assert batch.is_correct.tolist() == [p % 2 == 1 for p in wanted]
-        # Every token is trained on, a stop token too, until something takes it out.
+        # Every token is trained on, stop tokens too, unless it is masked.
         assert batch.loss_mask.dtype == torch.bool
         assert batch.loss_mask.tolist() == [True] * len(logprobs)
         assert batch.response_lengths.tolist() == [1 + p % 4 for p in wanted]

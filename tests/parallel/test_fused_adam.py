@@ -1,10 +1,10 @@
-"""Resume with an Adam that keeps its state as NVIDIA's fused ones do, which megatron-core prefers.
+"""Resume with an Adam whose state is like that of NVIDIA's fused ones, megatron-core's choice.
 
-What is kept where is read from apex's and Transformer Engine's (2.20) optimizers: `step`, an int,
-in the parameter group, and not advanced for a group without parameters on this rank; for a
-parameter exp_avg and exp_avg_sq in float32, and nothing else, which loading refuses. A stand-in
-keeps it so, in plain torch, under the name by which megatron-core imports apex's, and megatron-core
-takes its own branches for it. Not exercised: the fused kernels and what else they bring.
+The layout is that of apex's and Transformer Engine's (2.20) optimizers: `step`, an int, in the
+parameter group, not advanced for a group without parameters on this rank; per parameter exp_avg and
+exp_avg_sq in float32, and nothing else, which loading refuses. A stand-in in plain torch has it,
+under the name by which megatron-core imports apex's, so that megatron-core takes its branches for
+it. Not exercised: the fused kernels.
 """
 
 import pytest
@@ -67,7 +67,7 @@ def fused(tmp_path_factory):
 
     def run(*args):
         with pytest.MonkeyPatch.context() as patch:
-            patch.syspath_prepend(directory)  # processes that are spawned now start with it
+            patch.syspath_prepend(directory)  # inherited by processes that are spawned now
             return plain(*args)
 
     pool.run = run
@@ -115,7 +115,7 @@ def test_resumed_losses(fused, hf, tmp_path, settings, saved_at, ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("distributed", [False, True])
 def test_its_checkpoints_and_torchs_are_the_same(fused, workers, hf, tmp_path, distributed):
-    """A run goes on where the other optimizer is installed, as it would have gone on at home."""
+    """A run that resumes with the other optimizer installed gives the same results."""
     settings = ("float32", distributed)
     for there, here in ((fused, workers), (workers, fused)):
         root = tmp_path / str(here is fused)

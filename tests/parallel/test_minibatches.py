@@ -1,5 +1,4 @@
-"""What the length of a packed forward pass is a multiple of; the rest is in
-tests/roles/test_roles.py."""
+"""Padding of packed forward passes; the rest is in tests/roles/test_roles.py."""
 
 import pytest
 

@@ -1,8 +1,8 @@
-"""Offload in real layouts: round trips bit by bit, training with it and without, the host's budget.
+"""Offload in real layouts: bitwise round trips, training with and without, the host's budget.
 
-Storages are emptied and filled on the CPU as on a GPU. Not exercised: pinned memory, copies on a
-stream, expandable segments (their settings' text alone), fused optimizers, and how much of a GPU
-comes free.
+Storages are freed and reloaded on the CPU as on a GPU. Not exercised: pinned memory, copies on a
+stream, expandable segments (only their settings), fused optimizers, and how much GPU memory is
+freed.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def hf_path(tmp_path_factory):
 
 
 def _bits(model):
-    """Everything that learning depends on, by a name of its own."""
+    """All tensors that training depends on, by name."""
     from vapo_megatron.parallel.optimizer import inner_optimizers
     from vapo_megatron.weights.mapping import wait_for_parameters
 
@@ -64,7 +64,7 @@ def _bits(model):
 
 
 def _learn(hf_path, layout, dtype, offload):
-    """Two steps of a critic: values, then an update. All that came of it, and its model."""
+    """Two steps of a critic, values and an update; returns all results, and the model."""
     from vapo_megatron.data.batch import make_microbatch
     from vapo_megatron.models.build import values_of
     from vapo_megatron.models.hf_config import read_model_shape
@@ -109,7 +109,7 @@ def _learn(hf_path, layout, dtype, offload):
 
 
 def _both(hf_path, layout, dtype):
-    """Judged here: results with offload and without. Returned: bytes on the device in each turn."""
+    """Compare results with and without offload; return bytes on the device in each phase."""
     from vapo_megatron.parallel.offload import ORDER, find_storages
 
     plain, _ = _learn(hf_path, layout, dtype, offload=False)
@@ -142,7 +142,7 @@ def test_nothing_is_learned_otherwise_and_nothing_is_left_behind(hf_path, worker
 
 
 def _turns(hf_path):
-    """Nested turns, and what is used outside of its turn."""
+    """Nested phases, and use outside of a phase."""
     _, model = _learn(hf_path, Layout(distributed=True, split=BOTH), "bfloat16", offload=True)
     before = _bits(model)
     errors = []
@@ -157,7 +157,7 @@ def _turns(hf_path):
     with model.held("parameters"):
         errors.append(_error_of(lambda: model.optimizer))
         errors.append(_error_of(lambda: model.update(None, None, 0.1)))
-        # Only read: nothing goes back.
+        # Only read: nothing is copied back.
         model.model[0].embedding.word_embeddings.weight.data.add_(1.0)
     assert all(torch.equal(after[k], now) for k, now in _bits(model).items())
     with contextlib.suppress(KeyError), model.held("training"):
@@ -184,7 +184,7 @@ def test_what_is_away_cannot_be_used(hf_path, workers):
 
 
 def _replaced(hf_path):
-    """An optimizer that was given other tensors, as torch's loading of a state may do."""
+    """An optimizer whose tensors are replaced, as torch's load_state_dict may do."""
     from vapo_megatron.parallel.offload import find_storages
     from vapo_megatron.parallel.optimizer import inner_optimizers
 
@@ -206,7 +206,7 @@ def test_other_tensors_in_the_place_of_the_optimizers(hf_path, workers):
 
 
 def _checkpoint(hf_path, directory):
-    """Saved and loaded while away."""
+    """Saved and loaded while offloaded."""
     from vapo_megatron.config import CheckpointConfig
     from vapo_megatron.run.checkpoint.files import newest_whole
     from vapo_megatron.run.checkpoint.load import load_run

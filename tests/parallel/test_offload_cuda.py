@@ -1,4 +1,4 @@
-"""What offload asks of CUDA and in which order, of a stand-in that writes it down.
+"""Which CUDA calls offload makes, in which order, recorded by a stand-in.
 
 Not exercised: CUDA itself; tools/gpu_smoke.py's section `offload` does that on a GPU.
 """
@@ -14,7 +14,7 @@ from vapo_megatron.parallel.offload import HostBuffer, Offload
 
 
 class Cuda:
-    """CUDA, and what was asked of it; memory stays the host's."""
+    """Records the calls; memory stays on the host."""
 
     def __init__(self, monkeypatch, error=0):
         self.asked, self.error = [], error

@@ -112,7 +112,7 @@ def test_updates_equal_torch_adamw(hf_path, workers, role, clip_grad):
     assert error < 1e-6 < 1e-4 < moved
     for found, expected in norms:
         assert found == pytest.approx(expected, rel=1e-5)
-        assert found > 0.05  # or nothing would be clipped
+        assert found > 0.05  # otherwise nothing would be clipped
 
 
 def _decay_by_parameter(hf_path):

@@ -64,7 +64,7 @@ def _one_process(hf_path):
 
     facts["metrics"], whole = gradient(microbatches)
     facts["again"] = torch.equal(gradient(microbatches)[1], whole)
-    # As after an update, when the optimizer has lent main_grad as .grad.
+    # As after an update, when the optimizer has set .grad to main_grad.
     for p in chunks[0].parameters():
         p.grad = p.main_grad
     facts["after_an_update"] = torch.equal(gradient(microbatches)[1], whole)
@@ -137,7 +137,7 @@ def test_every_stage_gets_the_results(layout, batched, hf_path, workers):
 
 
 def _four_microbatches(hf_path, layout, batched):
-    """Loss of four microbatches of 16 tokens: wrong sends would be of the right size."""
+    """Loss of four microbatches of 16 tokens: wrong sends would have the right size."""
     from vapo_megatron.parallel.schedule import forward_backward
 
     trained = _start(hf_path, layout, parallel={"batch_p2p_comm": batched})

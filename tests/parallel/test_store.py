@@ -1,6 +1,6 @@
-"""Ranks that meet in a store which earlier attempts have used: real stores, a thread for each rank.
+"""Ranks rendezvous in a store that earlier attempts have used: real stores, a thread per rank.
 
-Not exercised: torchrun, which leaves such a store to the processes that it starts again;
+Not exercised: torchrun, which leaves such a store to the processes that it restarts;
 tests/e2e/test_faults.py has it.
 """
 

@@ -90,7 +90,7 @@ def widen(chunks: list[torch.nn.Module], wanted: str) -> None:
 
 
 def forward(chunk: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """One packed sequence through a model that lies on one pipeline stage."""
+    """One packed sequence through a model on one pipeline stage."""
     size = ids.shape[1]
     bounds = torch.tensor([0, size], dtype=torch.int32)
     packed = PackedSeqParams(

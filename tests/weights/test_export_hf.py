@@ -1,4 +1,4 @@
-"""Exports: bit-identical to what was loaded, loadable by transformers, whole or not at all.
+"""Exports: bit-identical to what was loaded, loadable by transformers, complete or not there.
 
 Does not exercise: several nodes, files of several GB, GPUs.
 """
@@ -169,7 +169,7 @@ def test_a_float32_head_on_a_bfloat16_model_is_kept(workers, tmp_path):
     assert set(dtypes.values()) == {torch.bfloat16}
 
 
-# Whole or not at all
+# Complete or not there at all
 
 
 def _try_export(path, layout, out, broken_rank=None):

@@ -27,7 +27,7 @@ LAYOUTS = [Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(1, 2, 
 
 
 def _digest(named_tensors):
-    """Keep the bits small on their way to the test: name -> (shape, dtype, bytes)."""
+    """name -> (shape, dtype, bytes), for the way to the test's process."""
     return {
         n: (tuple(t.shape), t.dtype, t.contiguous().view(torch.uint8).numpy().tobytes())
         for n, t in named_tensors
@@ -156,6 +156,6 @@ def test_parameters_still_on_their_way_are_waited_for(workers, tmp_path):
     expected = workers.run(2, _updates, path, False, True)
     assert expected[0] == expected[1] and expected[0][0] != expected[0][1]
     assert workers.run(2, _updates, path, True, True) == expected
-    # Without DDP around them nothing can be waited for: each rank sees only its own updates.
+    # Unwrapped chunks cannot wait for the gather: each rank sees only its own updates.
     stale = workers.run(2, _updates, path, True, False)
     assert stale[0] != stale[1]

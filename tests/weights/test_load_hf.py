@@ -1,6 +1,6 @@
 """Loading HF directories: what each rank reads, what is refused, and what a critic starts from.
 
-The round trip back to HF is in test_sync.py and test_export.py. Does not exercise: GPUs, files of
+The round trip back to HF is in test_export_hf.py. Does not exercise: GPUs, files of
 several GB.
 """
 
@@ -28,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class _CountingSlice:
-    """A safetensors slice that counts the bytes asked of it."""
+    """A safetensors slice that counts the bytes read."""
 
     def __init__(self, source, counts, name):
         self.source, self.counts, self.name = source, counts, name
@@ -172,7 +172,7 @@ def test_missing_unknown_misshapen_and_mistyped_tensors_are_named(tmp_path):
 
 
 OF_ANOTHER_FAMILY = {
-    # tensors, config: what is said first
+    # tensors, config: the first problem named
     ("qwen2", "llama"): "model.layers.0.self_attn.q_proj.bias is unknown",
     ("qwen2", "qwen3"): "model.layers.0.self_attn.q_norm.weight is missing (expected shape [16])",
     ("qwen3", "llama"): "model.layers.0.self_attn.q_norm.weight is unknown",

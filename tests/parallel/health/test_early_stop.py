@@ -42,7 +42,7 @@ def test_neither_a_process_nor_its_children_die_of_it(name):
 
 
 class Clock:
-    """Time that a test sets, and a signal that comes at 100."""
+    """A clock that a test sets, and a signal that arrives at 100."""
 
     now = 0.0
 
@@ -87,7 +87,7 @@ def test_a_step_is_finished_if_the_last_ones_times_allow_it(grace, fits):
     )
     clock.now = 100
     assert stop.has_time_to_finish() == fits and stop.signal_name == "SIGTERM"
-    # Time has passed, the step has come nearer to its end just so.
+    # Two seconds later the step is two seconds closer to its end.
     clock.now = 102
     assert stop.has_time_to_finish() == fits
 
@@ -122,7 +122,7 @@ def test_of_the_first_step_nothing_is_known_and_nothing_can_be_lost():
     clock, stop = stopping(30, times, save_seconds=None)
     clock.now = 100
     assert stop.has_time_to_finish()
-    # Half of the time is kept for a checkpoint that may take long.
+    # Half of the grace is reserved for a checkpoint of unknown duration.
     clock.now = 114.9
     assert stop.has_time_to_finish()
     clock.now = 115.1
@@ -135,7 +135,7 @@ def steps(run_dir):
 
 
 def comparable(run_dir):
-    """Rows without times, and every byte of the last checkpoint that training goes on from."""
+    """Rows without times, and every byte of the last checkpoint."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     varying = ("time/", "memory/", "tokens_per_second")
     kept = [{k: v for k, v in row.items() if not k.startswith(varying)} for row in rows]
@@ -149,9 +149,9 @@ def comparable(run_dir):
 
 @pytest.mark.slow
 def test_runs_stop_in_time_and_end_as_if_they_had_not(workers, tmp_path):
-    """Told in step 2, without time: step 1 is saved. Told in step 2's update: that is finished.
+    """Signalled in step 2, without time: step 1 is saved. In step 2's update: step 2 is finished.
 
-    Told in the evaluation after step 3: that is made, and its row written, by the next run.
+    Signalled in the evaluation after step 3: the next run repeats it and writes its row.
     """
     hf = write_tiny_hf(tmp_path / "model", **MODEL)
     workers.run(2, dump, tmp_path / "replay", [1, 2, 3], 2)
@@ -166,7 +166,7 @@ def test_runs_stop_in_time_and_end_as_if_they_had_not(workers, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert "stopped" not in run(whole, 30)
     told = run(cut, 0, ("signalled", "values", 2, 1))
-    # Rank 0 has heard of none.
+    # The signal did not reach rank 0.
     assert "a signal to another rank after step 1; start it again" in told
     assert steps(cut) == [0, 1]
     assert (cut / "checkpoints/latest").read_text() == "step_000001"

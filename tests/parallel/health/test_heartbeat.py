@@ -13,7 +13,7 @@ AT_WORK = Heartbeat(place="host, process 7", beat=1, position=(4, 0), phase="cri
 
 
 def beats(*changes, limit=10.0):
-    """One for each rank; what differs from AT_WORK."""
+    """A heartbeat per rank, by its differences from AT_WORK."""
     base = dataclasses.replace(AT_WORK, limit_seconds=limit)
     return {rank: dataclasses.replace(base, **change) for rank, change in enumerate(changes)}
 
@@ -41,12 +41,12 @@ def test_the_rank_that_holds_up_the_others_is_named_with_phase_step_and_field():
 
 
 def test_waiting_for_a_straggler_costs_nothing_even_when_it_has_come():
-    """Rank 0 waits in a short phase while rank 1 may take long, and may still take its own time."""
+    """Rank 0 waits in a short phase for rank 1 in a long one; its limit counts from the arrival."""
     monitor = Monitor(1000)
     waits = {"position": (5, 0), "phase": "exchange", "limit_seconds": 10, "in_collective": True}
     samples = {"position": (4, 0), "phase": "generation", "limit_seconds": 100}
     assert not any(overdue_at(monitor, beats(waits, samples), range(0, 101)).values())
-    # It arrives: both have been in the exchange for no time now, whatever rank 0's clock says.
+    # Rank 1 arrives: both have just begun the exchange, however long rank 0 has waited.
     assert not any(overdue_at(monitor, beats(waits, waits), range(101, 112)).values())
     assert "rank 0" in monitor.overdue(beats(waits, waits), 112)
 
@@ -76,7 +76,7 @@ def test_silence_is_told_after_the_shorter_of_two_limits(limit, silence):
     assert monitor.silent(beats({"beat": 3}, {}, limit=limit), 11) == (
         "rank 1 (host, process 7) in critic_update of step 3 is dead or stopped, silent for 11 s"
     )
-    # After a signal less is enough; rank 0 has been silent for 2 s.
+    # After a signal a shorter limit applies; rank 0 has been silent for 2 s.
     assert "rank 0" not in monitor.silent(beats({"beat": 3}, {}, limit=limit), 13, at_most=2)
     assert "rank 0" in monitor.silent(beats({"beat": 3}, {}, limit=limit), 13.1, at_most=2)
 

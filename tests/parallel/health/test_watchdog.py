@@ -1,7 +1,7 @@
-"""Jobs of real processes, one of which dies, stops, hangs or fails in a phase: who says what, when.
+"""Real processes, one of which dies, stops, hangs or fails in a phase: what each rank reports.
 
 Not exercised: vLLM, verifier processes and torchrun (tests/e2e/test_faults.py has them), a machine
-that goes away, a GPU.
+that disappears, a GPU.
 """
 
 import re
@@ -17,9 +17,9 @@ from tests.dumped import MODEL, dump
 from tests.launched import Launched
 from tests.weights.tiny_hf import write_tiny_hf
 
-# (what happens, in which phase, of which step, to which rank), the limits that differ, the exit
-# codes, and what the others say. One that holds the GIL ends by a timer of its own: where rank 0
-# began to listen late, on a busy machine, the closed connection may come before rank 0's verdict.
+# (fault, phase, step, rank), limits that differ, exit codes, and what the others report. A rank
+# that holds the GIL exits by faulthandler's timer: if rank 0 started late, on a busy machine, the
+# closed connection may precede rank 0's verdict.
 CASES = {
     "killed": (
         ("killed", "critic_update", 2, 1),
@@ -83,7 +83,7 @@ CASES = {
 }
 
 
-# What is no fault, whoever it happens to: the same, without what the others say.
+# Not faults.
 WELL = {
     "whole": (None, {}),
     "rank 0 comes late": (("comes late", "start", 0, 0), {"silence_seconds": 6}),
@@ -93,7 +93,7 @@ WELL = {
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """All of them at once: they wait most of their time."""
+    """All of them at once, because they mostly wait."""
     out = tmp_path_factory.mktemp("jobs")
     for case in (*CASES, *WELL):
         (out / case).mkdir()
@@ -137,9 +137,9 @@ def test_a_job_without_faults_ends_quietly(case, jobs):
 
 
 def test_what_a_process_has_started_ends_with_it():
-    """A child whose name is not UTF-8, and its own child in a session of its own.
+    """Kills a child whose name is not UTF-8, and its child in another session.
 
-    And that it ends, too, whatever goes wrong before.
+    Exits, too, when end_children raises.
     """
     program = (
         "import subprocess, sys, time;"
@@ -163,7 +163,7 @@ def test_what_a_process_has_started_ends_with_it():
 
 
 def has_ended(process):
-    """Within some seconds; what has no parent any more may stay as a zombie for a while."""
+    """Has it ended within some seconds? An orphan may stay a zombie for a while."""
     for _ in range(100):
         try:
             if psutil.Process(process).status() == psutil.STATUS_ZOMBIE:

@@ -99,7 +99,7 @@ def test_processes_share_the_work(workers, tmp_path):
                 count = elements.get(place.relative_path, 0) + chunk.sizes.numel()
                 elements[place.relative_path] = count
     first, second = (elements[f"__0_{i}.distcp"] + elements[f"__1_{i}.distcp"] for i in (0, 1))
-    # Whoever has less gets the next tensor, so they differ by one tensor at most: the embedding.
+    # The least loaded gets the next tensor: loads differ by one tensor at most, the embedding.
     assert len(elements) == 4 and abs(first - second) <= 384 * 64
 
 
@@ -136,7 +136,7 @@ def drop_extra_states(directory):
 def test_any_layout_loads_it(workers, tmp_path, written, layout, tied, settings):
     hf = write_tiny_hf(tmp_path / "hf", tied=tied)
     assert to_megatron(hf, tmp_path / "m", written) == 0
-    if tied:  # Transformer Engine's layers have other extra states; none is asked for.
+    if tied:  # Transformer Engine's layers have other extra states; none is requested.
         drop_extra_states(tmp_path / "m")
     arguments = (str(hf), str(tmp_path / "m"), layout, settings)
     assert all(workers.run(layout.world_size, compare_loaded, *arguments))
@@ -235,7 +235,7 @@ def save_run(hf, out, layout, role):
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_a_runs_checkpoint_becomes_its_export(workers, tmp_path, capsys, role):
-    """Its chunks are whole shards, and optimizer state stands beside them."""
+    """Its chunks are whole shards, beside optimizer state."""
     hf, out = tmp_path / "hf", tmp_path / role
     out.mkdir()
     if role == "actor":

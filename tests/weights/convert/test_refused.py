@@ -1,4 +1,4 @@
-"""Conversions that are refused or interrupted: named in one line, and nothing looks whole.
+"""Conversions that are refused or interrupted: one line of error, and no output directory.
 
 Does not exercise: full disks, several processes of which one fails.
 """

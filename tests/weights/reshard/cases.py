@@ -1,6 +1,6 @@
 """Which layouts a model allows, and what its shards hold when every element is an integer.
 
-Both sides are written down here without weights/shards.py: a Megatron shard as a chunk of the
+Both sides are written down here without weights/reshard: a Megatron shard as a chunk of the
 merged tensors, a vLLM shard as its weight loaders narrow the HF tensors.
 """
 
@@ -94,7 +94,7 @@ def sampler_sizes(model: str, world_size: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Symbols:
-    """One row of the name table, every element an integer of its own, -1 for padding.
+    """One row of the name table; every element is a distinct integer, -1 for padding.
 
     Columns that no layout separates are one: `column_width` elements wide.
     """
@@ -175,7 +175,7 @@ def _sampler_shards(
         loaded = [qkv_shard(shape, full, rank, tp) for rank in range(tp)]
         return name.replace("q_proj", "qkv_proj"), loaded
     if row.kind == "gate_up":
-        # MergedColumnParallelLinear: each output's rank-th narrow, one behind the other.
+        # MergedColumnParallelLinear: each output's rank-th part, concatenated.
         size = shape.ffn_hidden_size // tp
         loaded = [torch.cat([x.narrow(0, r * size, size) for x in full]) for r in range(tp)]
         return name.replace("gate_proj", "gate_up_proj"), loaded

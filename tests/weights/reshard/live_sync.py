@@ -1,4 +1,4 @@
-"""What the worker processes of test_sync.py do: Megatron models, and samplers to publish into."""
+"""The worker processes of test_sync.py: Megatron models, and samplers to publish into."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAST_ROW_OF_MLP = "model.layers.3.mlp.down_proj.weight"
 
 
 class Sampled(NamedTuple):
-    """What a sampler holds and what it makes of it."""
+    """A sampler's weights and its outputs."""
 
     weights: dict[str, str]
     """Name -> hash of the bits, padding included."""
@@ -156,7 +156,7 @@ def _config(tmp: Path, verify_every: int = 0) -> Any:
 
 
 def plans_that_do_not_fit(tmp: Path, path: Path) -> dict[str, str]:
-    """What a sync says of a sampler or a trainer that is not what the plan takes it for."""
+    """Errors of a sync whose sampler or trainer does not match the plan."""
     rank = dist.get_rank()
     loaded = load(str(path), Layout(2, 1))
     config = _config(tmp)
@@ -182,7 +182,7 @@ def plans_that_do_not_fit(tmp: Path, path: Path) -> dict[str, str]:
 
 
 def verified_versions(tmp: Path, path: Path) -> tuple[list[int], str, Any, float]:
-    """Which versions are compared, and what becomes of one that arrives damaged."""
+    """Which versions are verified, and what happens when one arrives damaged."""
     loaded = load(str(path), Layout(2, 1))
     engine = _small_engine()
     sync = _sync_between(loaded, engine, _config(tmp, verify_every=3))
@@ -227,7 +227,7 @@ def updates(path: Path, overlap: bool) -> list[dict[str, str]]:
 
 
 def looked_up_afresh(tmp: Path, path: Path) -> str:
-    """What a comparison says once the sampler computes with other tensors than were written to."""
+    """Verification finds that the sampler uses other tensors than were written to."""
     loaded = load(str(path), Layout(2, 1))
     engine = _small_engine()
     sync = _sync_between(loaded, engine, _config(tmp))

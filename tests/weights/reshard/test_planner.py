@@ -1,4 +1,4 @@
-"""Resharding plans on real names and shapes, executed on integers in the place of elements.
+"""Resharding plans on real names and shapes, executed on integers in place of elements.
 
 For each layout: every vLLM parameter ends up as vLLM's own loader would slice the HF tensor, no
 element arrives twice, the bytes on each link class equal a count made without the plan, and no
@@ -79,7 +79,7 @@ def contents(case: Case) -> Iterator[tuple[Symbols, list[range], int]]:
 
 
 class Demand(NamedTuple):
-    """What somebody needs, counted without the plan."""
+    """What a rank or node needs, counted without the plan."""
 
     ranks: tuple[int, ...]
     """One rank; or all of a node, which need it together (each part by those of one shard)."""
@@ -116,7 +116,7 @@ def demands(case: Case, *, relay: bool) -> Iterator[Demand]:
 
 
 def check_bytes(case: Case, plan: Plan, *, relay: bool) -> None:
-    """Compare what everybody receives, by link class, and what the largest sender sends."""
+    """Compare what each rank receives, by link class, and what the busiest sender sends."""
     direct, relayed = (moved(plan, relays=relays) for relays in (False, True))
     expected = np.zeros((3, case.world_size), dtype=np.int64)
     pools: dict[int, collections.Counter[frozenset[int]]] = {
@@ -142,7 +142,7 @@ def check_bytes(case: Case, plan: Plan, *, relay: bool) -> None:
         needed[demand.ranks[0]] += demand.count
     assert (received.sum(0) + relayed[SAME_NODE, 1] == needed).all(), str(case)
     for link, pool in pools.items():
-        # However it is assigned, what only these ranks hold they have to send.
+        # Only these ranks hold it, so they have to send it in any assignment.
         bound = max(
             (sum(n for p, n in pool.items() if p <= ranks) / len(ranks) for ranks in pool),
             default=0,
@@ -166,7 +166,7 @@ def check_receivers(case: Case, plan: Plan) -> None:
 
 
 def execute(case: Case, plan: Plan) -> None:
-    """Carry out every block on integers and compare with vLLM's slices."""
+    """Execute every block on integers and compare with vLLM's slices."""
     layer, outside = all_symbols(case.model, case.tp, case.sampler_tp)
     for block in plan.blocks:
         known = {s.parameter: s for s in (layer if block.layers else outside)}

@@ -1,7 +1,7 @@
-"""Steps of a plan carried out on integers, and what a plan is predicted to cost.
+"""Steps of a plan executed on integers, and a plan's predicted cost.
 
-Steps are carried out here rank after rank, as an executor does that packs a step while the one
-before it is on its way; processes and messages are the executor's tests.
+Steps are executed rank after rank, each packed while the one before it is in flight; processes and
+messages are in test_transfer.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def tiny(*, tied: bool = True) -> ModelShape:
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """Both sides' parameters, every element an integer of its own; [rank][chunk, name]."""
+    """Both sides' parameters, every element a distinct integer; [rank][chunk, name]."""
 
     trainer: list[Parameters]
     expected: list[Parameters]
@@ -101,7 +101,7 @@ def rectangle(held: Parameters, part: Slice) -> np.ndarray:
 
 
 def execute(steps: list[list[Step]], world: World) -> list[Parameters]:
-    """Carry out the steps of all ranks; a step is packed before the one before it has arrived."""
+    """Execute the steps of all ranks; each is packed before the previous one has arrived."""
     results = [{k: np.full_like(v, -1) for k, v in held.items()} for held in world.expected]
     assert len({len(s) for s in steps}) == 1
     on_their_way: dict[tuple[int, int], list[np.ndarray]] = {}
@@ -264,9 +264,9 @@ def test_a_plan_for_128_ranks_is_quick_and_beats_gathering():
     steps_of(plan, 77)
     assert time.process_time() - started < 10
     gathered = full_gather_cost(shape, trainer, 4, cluster)
-    # Each of 16 nodes holds one stage and lacks the three others: 3/4 of 65.5 GB, over 8 GPUs.
+    # Each of 16 nodes holds one stage and is missing the other three: 3/4 of 65.5 GB, over 8 GPUs.
     assert cost.received[2].mean() == pytest.approx(0.75 * 65.5e9 / 8, rel=0.01)
-    # No step leaves a stage idle, so that the time is close to that of the busiest wire alone.
+    # No step leaves a stage idle, so the time is close to that of the busiest link alone.
     assert cost.seconds < 1.4 * cost.sent[2].max() / 50e9
     assert cost.seconds < gathered.seconds / 1.9
     direct = plan_cost(make_plan(shape, trainer, 4, gpus_per_node=8, relay=False), cluster)

@@ -1,4 +1,4 @@
-"""The actor's weights in live vLLM models, bit for bit what an export loaded afresh would give.
+"""The actor's weights in live vLLM models, bit for bit as from a freshly loaded export.
 
 Real engines in 2 and 4 gloo processes, each filled with NaN before every sync. Does not exercise:
 GPUs, NCCL, more than one node, vLLM with TP > 2.
@@ -85,7 +85,7 @@ def test_every_third_version_is_compared_and_a_damaged_one_is_not_sampled(worker
         assert compared == [4, 6, 9]
         assert "in 1 places: rank 0: model.norm.weight, rows 0 to 63, columns 0 to 0" in error
         assert version is None
-        # Each of two ranks lacks half of the matrices, in float32; norms are everywhere, padding
+        # Each of 2 ranks is missing half of the matrices, in float32; norms are everywhere, padding
         # is 0: 300*64 embedding, 128*65 qkv and bias, 64*64 o, 192*64 gate_up, 64*96 down.
         assert received == 4 * (300 * 64 + 128 * 65 + 64 * 64 + 192 * 64 + 64 * 96)
 

@@ -1,4 +1,4 @@
-"""A plan carried out over gloo: any bucket size, uneven steps, bounded buffers, counted bytes.
+"""A plan executed over gloo: any bucket size, uneven steps, bounded buffers, counted bytes.
 
 The sampler's weights are bare tensors here; what they must hold is cut from the HF file by hand.
 Does not exercise: vLLM (test_sync.py), NCCL, GPUs, a pipeline of virtual stages under vLLM.
@@ -112,10 +112,10 @@ def test_every_bucket_size_gives_the_files_bits(workers, tmp_path, case):
     for num_relays, rank in results:
         assert [wrong for *_, wrong in rank] == [[]] * 3
         assert all(received == planned for received, planned, *_ in rank)
-        # Two ranks of a node lack the same: each gets a part from the other node and hands it on.
+        # Two ranks of a node miss the same: each gets a part from the other node and relays it.
         assert (num_relays > 0) == (case[3] == 2)
         steps.append([count for _, _, count, _ in rank])
-    # As many on every rank.
+    # The same number on every rank.
     assert steps == steps[:1] * world_size
     many, some, one = steps[0]
     assert many > some > one

@@ -1,4 +1,4 @@
-"""The loader rules that test_reshard.py takes for vLLM's, against vLLM's own loaders.
+"""The loader rules that test_planner.py assumes, against vLLM's own loaders.
 
 The loaders run on parameters of plain integers, without an engine or process groups; the engine's
 own shapes and names are compared where weights are sent into it. Importing vLLM takes a while:
