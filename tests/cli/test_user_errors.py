@@ -213,10 +213,10 @@ MISTAKES = {
         append("train.jsonl", '{"prompt": "w1", "answer": " "}'), [],
         "train.jsonl, line 4: answer=' ' must be a number or a text that is not empty; correct or",
     ),
-    "no dump": (nothing, ["--replay", "{place}"], "{place} holds no dumped steps; give a run dir"),
+    "no dump": (nothing, ["--replay", "{place}"], "{place} has no dumped steps; give a run dir"),
     "dump of another model": (
         dump(VOCABULARY + 6), REPLAY,
-        "rank_00000.safetensors holds token id 69, outside the vocabulary of 64; set model.hf_path",
+        "rank_00000.safetensors has token id 69, outside the vocabulary of 64; set model.hf_path",
     ),
     "dump of another configuration": (
         dump(group_size=4), REPLAY,
@@ -224,7 +224,7 @@ MISTAKES = {
     ),
     "dump of fewer steps": (
         dump(), [*REPLAY, "algorithm.policy_steps=3"],
-        "replay holds step 1, but the run needs steps 2, 3 too; lower algorithm.policy_steps",
+        "replay has step 1, but the run needs steps 2, 3 too; lower algorithm.policy_steps",
     ),
     "damaged dump": (
         lambda place: (dump()(place), os.truncate(place / DUMPED, 100)), REPLAY,
@@ -236,7 +236,7 @@ MISTAKES = {
         "mem.jsonl cannot be read: Input/output error; make it readable",
     ),
     "stop token outside": (
-        nothing, ["rollout.stop_token_ids=[64]"], "[64] lie outside the model's vocabulary of 64",
+        nothing, ["rollout.stop_token_ids=[64]"], "[64] are outside the model's vocabulary of 64",
     ),
     "no tokenizer": (
         lambda place: (place / "model/tokenizer.json").unlink(), [], "no tokenizer; the directory",
@@ -247,7 +247,7 @@ MISTAKES = {
     ),
     "tokenizer of another": (
         smaller_tokenizer, [],
-        "generation_config.json has eos_token_id=63, which is no token of its tokenizer (the "
+        "generation_config.json has eos_token_id=63, which its tokenizer lacks (the "
         "largest id is 49); put the model's own tokenizer there",
     ),
     "config.json": (

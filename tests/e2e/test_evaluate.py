@@ -298,5 +298,5 @@ def test_a_mistake_under_torchrun_is_one_line(checkpoint, data, tmp_path):
     command = [*start, TOOL, *arguments(checkpoint, data, broken)]
     done = run(command, code=1)
     told = [line for line in done.stderr.splitlines() if line.startswith("evaluate:")]
-    assert len(told) == 1 and "is no evaluation's file" in told[0]
+    assert len(told) == 1 and "is not an evaluation's file" in told[0]
     assert broken.read_text() == "{}\n"

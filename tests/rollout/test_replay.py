@@ -183,7 +183,7 @@ def test_responses_are_read_in_order_wherever_they_were_kept(hf, workers, tmp_pa
 @pytest.mark.parametrize(
     "sections,steps,words",
     [
-        ({}, range(3), ("holds steps 1, 2", "needs step 3", "algorithm.policy_steps")),
+        ({}, range(3), ("has steps 1, 2", "needs step 3", "algorithm.policy_steps")),
         (
             {"algorithm": {"responses_per_step": 32}},
             range(1),

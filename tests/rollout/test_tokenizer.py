@@ -117,7 +117,7 @@ def test_a_tokenizer_must_be_the_models(tmp_path):
     with pytest.raises(ConfigError, match=r"token id 63 \('w63'\), outside .*vocab_size=63; put"):
         check_tokenizer(tmp_path, tokenizer, [], 63)
     _write(tmp_path, "config.json", eos_token_id=[2, 64])
-    with pytest.raises(ConfigError, match="config.json has eos_token_id=64, which is no token"):
+    with pytest.raises(ConfigError, match="config.json has eos_token_id=64, which its tokenizer"):
         check_tokenizer(tmp_path, tokenizer, [], 1000)
     assert check_tokenizer(tmp_path, tokenizer, [5], 1000) == (5,)
 

@@ -1,13 +1,13 @@
-"""Scored rollouts in binary files, from which a run can train again without a sampler.
+"""Scored rollouts in binary files, from which a run can be replayed without a sampler.
 
     RUN/replay/step_000001/rank_00000.safetensors
 
-Each rank that sampled writes its own file; the directory gets its name when all of them are there,
-and the directories before the last `logging.dump_steps` are deleted. A file takes 8 bytes per
-response token (int32 id, float32 log-probability), the responses' text (about 4 bytes a token), and
-each prompt once: 8192 responses of 5,000 tokens take 0.5 GB a step, over all files.
+Each rank that sampled writes its own file. The directory is renamed into place once it is complete,
+and only the last `logging.dump_steps` are kept. A response token takes 8 bytes (int32 id, float32
+log-probability) and about 4 of text, each prompt is written once: 8192 responses of 5,000 tokens
+take 0.5 GB a step, over all files.
 
-Positions are global, so any number of ranks may read what any other number wrote.
+Positions are global, so a dump can be read by any number of ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STEP = re.compile(r"step_(\d{6,})")
 
 @dataclasses.dataclass(frozen=True)
 class FileHeader:
-    """What a file says of itself; the numbers that the rest of the step's files share come last."""
+    """A file's metadata; the last three fields are the same in all files of a step."""
 
     first_position: int
     responses: int
@@ -61,16 +61,15 @@ def write_step(
     group_size: int,
     keep_last: int,
 ) -> None:
-    """Write one step and delete what is not among the last `keep_last`. Collective over all ranks.
+    """Write one step and delete all but the last `keep_last`. Collective over all ranks.
 
     Args:
         root: the run's replay directory, on a file system that all ranks share.
         step: from 1.
-        scored: this rank's; empty: it writes nothing.
+        scored: this rank's; if empty, it writes no file.
         num_responses: of the step, over all ranks.
         group_size: G.
-        keep_last: steps kept, this one included. Steps after this one are of a run that was
-            resumed before them; they go too.
+        keep_last: steps kept, including this one. Later steps, from before a resume, are deleted.
 
     Raises:
         UserError: on the rank that cannot write; see storage.writing.
@@ -99,16 +98,16 @@ def write_step(
 
 
 def held_steps(root: Path) -> list[int]:
-    """Return the steps that a replay directory holds, in order."""
+    """Return the complete steps of a replay directory, in order."""
     matches = (_STEP.fullmatch(path.name) for path in root.glob("step_*"))
     return sorted(int(match[1]) for match in matches if match)
 
 
 def read_headers(root: Path, step: int) -> list[tuple[Path, FileHeader]]:
-    """Return the files of a step by position, after checking that they belong together.
+    """Return the files of a step ordered by position, and check that they are one complete step.
 
     Raises:
-        DataError: a file is damaged or foreign, or the step is not whole.
+        DataError: a file is damaged or from another step, or files are missing.
     """
     directory = root / f"step_{step:06d}"
     files = [(path, _read_header(path)) for path in sorted(directory.glob("*.safetensors"))]
@@ -117,20 +116,20 @@ def read_headers(root: Path, step: int) -> list[tuple[Path, FileHeader]]:
     found = sum(header.responses for _, header in files)
     if not files or found != whole:
         raise DataError(
-            f"{directory} holds {found} of {whole or 'unknown'} responses in {len(files)} files; "
+            f"{directory} has {found} of {whole or 'unknown'} responses in {len(files)} files; "
             "copy it again from the run that dumped it"
         )
     for path, header in files:
         if (header.step, header.num_responses) != (step, whole):
             raise DataError(
-                f"{path} belongs to step {header.step} of {header.num_responses} responses, the "
-                f"others to step {step} of {whole}; copy it again from the run that dumped it"
+                f"{path} is from step {header.step} with {header.num_responses} responses, the "
+                f"others from step {step} with {whole}; copy it again from the run that dumped it"
             )
     return files
 
 
 def read_file(path: Path) -> list[ScoredRollout]:
-    """Return a file's rollouts, in the order in which they were written.
+    """Return a file's rollouts in the order they were written.
 
     Raises:
         DataError: the file is damaged.
@@ -194,7 +193,7 @@ def _checksum(arrays: Mapping[str, np.ndarray]) -> int:
 
 
 def _pack(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
-    """Arrays of one entry per prompt or response, and concatenated ones with their lengths."""
+    """Return arrays with one entry per prompt or response, and concatenated ones with lengths."""
     rollouts = [item.rollout for item in scored]
     number: dict[Prompt, int] = {}
     prompt = [number.setdefault(r.prompt, len(number)) for r in rollouts]
@@ -264,7 +263,7 @@ def _to_tuple(array: np.ndarray) -> tuple[Any, ...]:
 
 
 def _to_bytes(text: str) -> np.ndarray:
-    """UTF-8; a lone surrogate, which JSON can hold, as itself."""
+    """Encode as UTF-8; a lone surrogate, which JSON allows, survives the round trip."""
     return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
 
 

@@ -1,9 +1,8 @@
-"""Dynamic sampling, round by round, until enough groups are neither all right nor all wrong.
+"""Dynamic sampling: rounds until enough groups are mixed, neither all correct nor all wrong.
 
-Before and after each round: every rank holds the responses that it sampled itself of the groups
-kept so far, and knows of each of those groups how many responses are correct. What moves is one
-pair of numbers per sampled group, in one all-reduce a round; the responses stay where they were
-sampled.
+Before and after each round, every rank holds the responses that it sampled itself of the groups
+kept so far, and the number of correct responses of each of those groups. A round all-reduces two
+numbers per sampled group; responses stay on the rank that sampled them.
 """
 
 from __future__ import annotations
@@ -39,22 +38,22 @@ def sample_mixed_groups(
     group_size: int,
     max_rounds: int,
 ) -> tuple[list[ScoredRollout], dict[str, float]]:
-    """Sample rounds of prompts; keep num_groups groups, mixed ones as far as there are. Collective.
+    """Sample rounds of prompts and keep num_groups groups, mixed ones first. Collective.
 
     Args:
         sample: called with a round (from 0) and a number of prompts; samples a group of responses
             to each of the next prompts and returns this rank's share by position, judged.
         phase: times the wait for the other ranks' verdicts.
-        num_groups: P, groups that are returned, over all ranks.
+        num_groups: P, groups to return, over all ranks.
         group_size: G.
-        max_rounds: no more rounds than these; what is still missing is filled up.
+        max_rounds: after these, other groups fill up what is missing.
 
     Returns:
-        (this rank's responses of the kept groups by position, which are renumbered 0 .. P*G-1 in
-        the order of sampling; metrics, the same on every rank).
+        (this rank's responses of the kept groups, ordered by position, which is renumbered
+        0 .. P*G-1 in the order of sampling; metrics, the same on every rank).
 
     Raises:
-        RuntimeError: on every rank, when the sampler left out responses of a group.
+        RuntimeError: on every rank: the sampler did not return every response of a group.
     """
     held: list[ScoredRollout] = []
     of_held = of_all = torch.zeros(0, dtype=torch.long)
@@ -78,7 +77,7 @@ def sample_mixed_groups(
 
 
 def _correct_by_group(scored: Sequence[ScoredRollout], num_groups: int, group_size: int) -> Tensor:
-    """int64 [num_groups]: correct responses of each group over all ranks. Collective."""
+    """Count each group's correct responses over all ranks -> int64 [num_groups]. Collective."""
     counts = []
     for part in (scored, [s for s in scored if s.is_correct]):
         groups = torch.tensor([s.rollout.position // group_size for s in part]).long()
@@ -89,8 +88,8 @@ def _correct_by_group(scored: Sequence[ScoredRollout], num_groups: int, group_si
         asked, group = num_groups * group_size, wrong[0]
         raise RuntimeError(
             f"the sampler left out {asked - int(given.sum())} of {asked} responses: group {group} "
-            f"(from 0) has {int(given[group])} of {group_size}; start the run again: it goes on "
-            "from its latest checkpoint"
+            f"(from 0) has {int(given[group])} of {group_size}; restart the run: it resumes from "
+            "its latest checkpoint"
         )
     return correct
 
@@ -98,7 +97,7 @@ def _correct_by_group(scored: Sequence[ScoredRollout], num_groups: int, group_si
 def _placed(
     scored: Sequence[ScoredRollout], first: int, places: Mapping[int, int], group_size: int
 ) -> Iterator[ScoredRollout]:
-    """Yield the responses whose group is kept, at its new place; group 0 of them is `first`."""
+    """Yield the responses of kept groups at their new positions; `first` numbers their group 0."""
     for item in scored:
         group, sample = divmod(item.rollout.position, group_size)
         if first + group in places:

@@ -1,4 +1,4 @@
-"""What a rank reads before a run starts, once: model sizes, tokenizer, stop tokens and problems."""
+"""What a rank reads once before a run: model sizes, tokenizer, stop tokens and prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vapo_megatron.rollout.tokenizer import check_tokenizer, load_tokenizer
 
 
 class Inputs(NamedTuple):
-    """The model's sizes, and what sampling needs besides; a replay has the sizes alone."""
+    """The model's sizes, and what sampling needs; a replay has only the sizes."""
 
     shape: ModelShape
     tokenizer: Any = None

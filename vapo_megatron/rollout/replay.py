@@ -1,4 +1,4 @@
-"""Rollouts from an earlier run's dump: neither vLLM nor the verifier is started."""
+"""Replays the rollouts that an earlier run dumped, without vLLM and verifier."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class Replay:
-    """One process's part of a replay: a RolloutSource. Step s is trained on the dump's step s."""
+    """A RolloutSource whose step s is step s of a dump."""
 
     def __init__(self, directory: Path, ranks: Ranks) -> None:
         """Find the dump.
 
         Args:
-            directory: a run directory, or its replay directory; check_dump has found it to fit.
+            directory: a run directory, or its replay directory, which check_dump has accepted.
             ranks: this rank's place.
         """
         self._root, self._ranks = replay_directory(directory), ranks
@@ -45,7 +45,7 @@ class Replay:
         trains_actor: bool,
         has_time: HasTime | None = None,
     ) -> tuple[list[ScoredRollout], dict[str, float]]:
-        """Read this rank's share of the files: consecutive ones, so that groups stay together."""
+        """Read this rank's share of the files: consecutive ones, which keeps groups together."""
         with phase(REPLAY):
             files = read_headers(self._root, step + 1)
             share = assign(len(files), self._ranks.world_size)[self._ranks.rank]
@@ -60,35 +60,35 @@ class Replay:
         for found in problems:
             if found:
                 raise DataError(found)
-        # After dynamic sampling a rank holds groups from anywhere in the step.
+        # Dynamic sampling leaves a rank's groups scattered over the step.
         return sorted(scored, key=lambda s: s.rollout.position), {}
 
     def holds(self, policy_version: int) -> bool:
-        """Nothing samples."""
+        """Return True: nothing samples, so no weights need to be published."""
         return True
 
     def leave_device(self) -> None:
-        """It is not there."""
+        """Do nothing: there is no sampler on the device."""
 
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
-        """Nothing samples."""
+        """Do nothing: there is no sampler."""
         return {}
 
     def evaluate(
         self, policy_version: int, phase: Phase, has_time: HasTime | None = None
     ) -> tuple[dict[str, float], list[int]]:
-        """Nothing samples."""
+        """Return nothing: there is no sampler."""
         return {}, []
 
     def state_dict(self) -> dict[str, Any]:
-        """A replay has no place in the data."""
+        """Return nothing: a replay has no position in the data."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The step says which files come next."""
+        """Do nothing: the step number selects the files."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 def check_dump(
@@ -98,16 +98,16 @@ def check_dump(
     shape: ModelShape,
     steps: range,
 ) -> None:
-    """Refuse a dump that lacks a step, is damaged, or does not fit the configuration.
+    """Refuse a dump that is incomplete or damaged, or does not match the configuration.
 
-    Reads the files' headers alone.
+    Reads only the files' headers.
 
     Args:
         directory: a run directory, or its replay directory.
         algorithm: sizes of a step.
         rollout: longest prompt and response.
-        shape: of the model that will be trained.
-        steps: that will be, from 0.
+        shape: of the model to train.
+        steps: to train on, from 0.
 
     Raises:
         DataError: names the file or the steps.
@@ -117,7 +117,7 @@ def check_dump(
     missing = [step + 1 for step in steps if step + 1 not in held]
     if missing:
         raise DataError(
-            f"{root} holds {_listed(held)}, but the run needs {_listed(missing)} too; lower "
+            f"{root} has {_listed(held)}, but the run needs {_listed(missing)} too; lower "
             f"algorithm.policy_steps (value-pretraining and policy steps together are {steps.stop} "
             "now), or dump more with logging.dump_steps"
         )
@@ -134,34 +134,34 @@ def check_dump(
                 )
         if header.longest_sequence > longest:
             raise DataError(
-                f"{path} holds a prompt and response of {header.longest_sequence} tokens, more "
+                f"{path} has a prompt and response of {header.longest_sequence} tokens, more "
                 f"than rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}; raise "
-                "them as far as the model's positions reach"
+                "one of them"
             )
         if header.largest_token_id >= shape.vocab_size:
             raise DataError(
-                f"{path} holds token id {header.largest_token_id}, outside the vocabulary of "
-                f"{shape.vocab_size}; set model.hf_path to the model that sampled"
+                f"{path} has token id {header.largest_token_id}, outside the vocabulary of "
+                f"{shape.vocab_size}; set model.hf_path to the model that sampled it"
             )
 
 
 def replay_directory(directory: Path) -> Path:
-    """Return the replay directory that a run directory, or the directory itself, holds.
+    """Return a run directory's replay directory, or the directory itself if it is one.
 
     Raises:
-        DataError: there is no dumped step.
+        DataError: there are no dumped steps.
     """
     for root in (directory / "replay", directory):
         if held_steps(root):
             return root
     raise DataError(
-        f"--replay {directory} holds no dumped steps; give a run directory whose run had "
+        f"--replay {directory} has no dumped steps; give a run directory whose run had "
         "logging.dump_steps above 0"
     )
 
 
 def _listed(steps: Sequence[int]) -> str:
-    """Name steps: "step 3", "steps 1, 2, 3" or, of many, the first and the last."""
+    """Name steps: "step 3", "steps 1, 2, 3" or, of many, the first three and the last."""
     shown = [str(s) for s in steps]
     if len(shown) > 6:
         shown = [*shown[:3], "...", shown[-1]]

@@ -1,6 +1,6 @@
-"""What is asked of the sampler: settings, seeds, limits, and which replica samples which positions.
+"""What the sampler is asked for: settings, seeds, limits, and each replica's share of positions.
 
-Pure: imports neither torch nor vllm.
+Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if typing.TYPE_CHECKING:
 SeedRole = Literal["train", "evaluation"]
 
 SMALLEST_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this without telling its caller."""
+"""vLLM silently raises lower temperatures to this."""
 
 TOKENS_BETWEEN_QUESTIONS = 64
-"""Tokens of a response between two questions whether there is time for more of them."""
+"""Decoding steps between two checks whether there is time for more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +39,11 @@ class SamplingSettings:
     """-1: off."""
     max_response_tokens: int
     seed_role: SeedRole
-    """Keeps evaluation's random numbers apart from training's."""
+    """Separates the random numbers of evaluation and training."""
     whole_groups: bool = False
-    """One replica samples all responses to a prompt, even where others have less to do then."""
+    """One replica samples all responses to a prompt, at the cost of a less even split."""
     round: int = 0
-    """Counts the calls of one step, and keeps their random numbers apart."""
+    """Number of the call within a step; each round has its own random numbers."""
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not self.temperature >= SMALLEST_TEMPERATURE:
@@ -62,16 +62,16 @@ def request_seed(
 ) -> int:
     """Return the seed of one response's random numbers.
 
-    It depends on what is asked, never on where or when it is sampled: neither on the number of
-    replicas, nor on the batch that the response shares, nor on the process or the Python version.
+    It depends only on the request, never on where or when it is sampled: not on the number of
+    replicas, the other requests of the batch, the process or the Python version.
 
     Args:
         seed: the run's seed.
         step: step of the run.
         role: "train" or "evaluation".
-        prompt_index: `Prompt.index`, the row in the data set.
-        sample: counts the responses to this prompt in this round.
-        round: counts the rounds of sampling in this step.
+        prompt_index: `Prompt.index`.
+        sample: number of the response to this prompt in this round.
+        round: number of the sampling round in this step.
 
     Returns:
         An integer in [0, 2**63), which torch.Generator.manual_seed takes.
@@ -91,8 +91,8 @@ def request_seeds(
 ) -> list[int]:
     """Return one seed per position of a round's repeated prompt list.
 
-    A problem that a round draws more than once continues its sample count, and every round has
-    seeds of its own: its groups would be copies of each other otherwise.
+    A problem that is drawn twice in a round continues its sample numbers, and every round has its
+    own seeds; otherwise the groups would be copies of each other.
 
     Args:
         prompts: group i occupies [i*group_size, (i+1)*group_size).
@@ -100,14 +100,14 @@ def request_seeds(
         seed: the run's seed.
         step: step of the run.
         role: "train" or "evaluation".
-        round: counts the rounds of sampling in this step.
+        round: number of the sampling round in this step.
     """
-    assert len(prompts) % group_size == 0, f"{len(prompts)} prompts are no groups of {group_size}"
+    assert len(prompts) % group_size == 0, f"{len(prompts)} prompts are not groups of {group_size}"
     drawn: collections.Counter[int] = collections.Counter()
     seeds = []
     for start in range(0, len(prompts), group_size):
         indices = {p.index for p in prompts[start : start + group_size]}
-        assert len(indices) == 1, f"positions {start}.. hold different prompts {sorted(indices)}"
+        assert len(indices) == 1, f"positions {start}.. have different prompts {sorted(indices)}"
         index = indices.pop()
         first = drawn[index]
         drawn[index] += group_size
@@ -119,21 +119,21 @@ def request_seeds(
 def assign(num_requests: int, num_replicas: int, unit: int = 1) -> list[range]:
     """Return the positions that each replica samples.
 
-    They are consecutive, so that a group shares its prompt's KV cache. The sizes differ by at most
-    `unit`, the number of requests that stay together, the first replicas taking the larger shares.
+    They are consecutive, so that a group shares its prompt's KV cache. Shares differ by at most
+    `unit`, the number of requests that stay together; the first replicas get the larger ones.
     """
     assert num_replicas >= 1, f"num_replicas={num_replicas} must be at least 1"
-    assert num_requests % unit == 0, f"{num_requests} requests are no units of {unit}"
+    assert num_requests % unit == 0, f"{num_requests} requests are not units of {unit}"
     share, extra = divmod(num_requests // unit, num_replicas)
     starts = [(i * share + min(i, extra)) * unit for i in range(num_replicas + 1)]
     return [range(a, b) for a, b in zip(starts, starts[1:])]
 
 
 def max_model_len(shape: ModelShape, rollout: RolloutConfig) -> int:
-    """Return the longest prompt and response together.
+    """Return the largest length of prompt plus response, in tokens.
 
     Raises:
-        ConfigError: the model's positions do not reach that far.
+        ConfigError: it exceeds the model's positions.
     """
     length = rollout.max_prompt_tokens + rollout.max_response_tokens
     longest = shape.max_position_embeddings

@@ -1,4 +1,4 @@
-"""Rollouts from vLLM: prompts, responses from the actor's weights, verdicts, and the evaluation."""
+"""Samples responses with vLLM and judges them, for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from vapo_megatron.weights.reshard.sync import WeightSync
 
 
 class Sampling:
-    """One process's part of sampling: a RolloutSource."""
+    """One rank's RolloutSource."""
 
     note = ""
 
@@ -60,9 +60,8 @@ class Sampling:
         Args:
             inputs: of a run that samples.
             ranks: this rank's place.
-            model, rollout, algorithm, reward, evaluation, logging: sections of the configuration.
             seed: of the run.
-            offload: vLLM will be asked to leave the device.
+            offload: vLLM will be told to leave the device.
 
         Raises:
             UserError: on every rank: a ground truth cannot be parsed, or vLLM refuses the model.
@@ -82,7 +81,7 @@ class Sampling:
                 self._verifier = MathVerifier(reward.num_workers, reward.timeout_seconds)
                 unfinished.enter_context(self._verifier).start()
             self._check_answers(rank // tp_size, world_size // tp_size)
-            # Here, because loading vLLM takes longer than finding a mistake in the data.
+            # Imported here: loading vLLM takes long, and the checks above may fail first.
             from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
             self.engine = RolloutEngine(
@@ -103,7 +102,7 @@ class Sampling:
             top_k=rollout.top_k,
             max_response_tokens=rollout.max_response_tokens,
             seed_role="train",
-            # Where groups are dropped, what is left of a rank's share is whole groups.
+            # So that each rank keeps whole groups when groups are dropped.
             whole_groups=algorithm.dynamic_sampling,
         )
 
@@ -120,7 +119,7 @@ class Sampling:
         trains_actor: bool,
         has_time: HasTime | None = None,
     ) -> tuple[list[ScoredRollout], dict[str, float]]:
-        """Sample a group of responses to each prompt, and judge them where they were sampled."""
+        """Sample a group of responses per prompt and judge them; see RolloutSource."""
         algorithm, logging = self._algorithm, self._logging
         sample = functools.partial(self._sample, step, policy_version, phase, has_time)
         if algorithm.dynamic_sampling and trains_actor:
@@ -154,7 +153,7 @@ class Sampling:
         round: int,
         num_prompts: int,
     ) -> list[ScoredRollout]:
-        """Sample and judge one round of a step: this rank's share, by position."""
+        """Sample and judge this rank's share of one round, ordered by position."""
         group_size = self._algorithm.group_size
         prompts = repeat_for_group(self._dataset.next(num_prompts), group_size)
         settings = dataclasses.replace(self._settings, round=round)
@@ -169,22 +168,22 @@ class Sampling:
                 scored = score_rollouts(
                     self._verifier, rollouts, self._reward, settings.max_response_tokens
                 )
-        # Other replicas may have been done before the time was over.
+        # This replica may have finished in time while another had to stop.
         if any_rank(scored is None):
             raise Stopped
         assert scored is not None
         return scored
 
     def holds(self, policy_version: int) -> bool:
-        """Compare with the version that vLLM was given last; a sleeping engine has none."""
+        """Compare with vLLM's version; a sleeping engine has none."""
         return self.engine.policy_version == policy_version
 
     def leave_device(self) -> None:
-        """Let vLLM sleep."""
+        """Put vLLM to sleep."""
         self.engine.sleep()
 
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
-        """Give vLLM the actor's weights; return the sync's metrics."""
+        """Sync the actor's weights to vLLM; return the sync's metrics."""
         return self._sync.publish(chunks, policy_version)
 
     def evaluate(
@@ -206,15 +205,15 @@ class Sampling:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next prompt stands."""
+        """Return the position of the next prompt."""
         return self._dataset.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the prompt that comes next."""
+        """Continue with the prompt that comes next."""
         self._dataset.load_state_dict(state)
 
     def close(self) -> None:
-        """End the verifier's workers and vLLM."""
+        """Shut down the verifier and vLLM."""
         if self._verifier is not None:
             self._verifier.close()
         self.engine.shutdown()

@@ -1,4 +1,4 @@
-"""Where a step's rollouts come from: the seam between the trainer and what samples for it."""
+"""Where a step's rollouts come from: the interface between the trainer and the sampler."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from vapo_megatron.data.batch import ScoredRollout
 
 
 class OnProgress(Protocol):
-    """Shows how far a phase is."""
+    """Reports the progress of a phase."""
 
     def __call__(self, done: int, total: int, part: str = "") -> None:
-        """Show a count; `part` names the part of the phase that is counted."""
+        """Show a count of something; `part` names the part of the phase it belongs to."""
 
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids to text as it was sampled."""
+"""Token ids to text, special tokens included."""
 Phase = Callable[[str], AbstractContextManager[OnProgress]]
 """Times and shows one of phases.PHASES."""
 HasTime = Callable[[], bool]
-"""Is there time to go on? Asked now and then; None: there always is."""
+"""Whether there is time to continue, checked periodically; None: always."""
 
 
 class RolloutSource(Protocol):
-    """What the trainer asks for; every rank calls the same methods in the same order."""
+    """What the trainer needs; every rank calls the same methods in the same order."""
 
     note: str
-    """What a user should know of this source; empty: nothing."""
+    """Shown to the user when the run starts; empty: nothing."""
     decode: Decode | None
     """None: there is no tokenizer, on any rank."""
 
@@ -43,35 +43,37 @@ class RolloutSource(Protocol):
         trains_actor: bool,
         has_time: HasTime | None = None,
     ) -> tuple[list[ScoredRollout], dict[str, float]]:
-        """Return this rank's share of a step's responses by position, and metrics of the sampling.
+        """Return this rank's share of a step's responses, ordered by position, and metrics.
 
-        It ends early on every rank, with errors.Stopped, once one of them has no time left.
-        The shares are disjoint. Without trains_actor they are not chosen by their verdicts: the
-        critic learns the values of all that the policy does.
+        The ranks' shares are disjoint. Without trains_actor, dynamic sampling is off: the critic
+        learns the values of everything that the policy samples.
+
+        Raises:
+            Stopped: on every rank, once one of them has no time left.
         """
 
     def holds(self, policy_version: int) -> bool:
-        """Whether it could sample from these weights without a publication."""
+        """Return whether it can sample from this version without a weight sync."""
 
     def leave_device(self) -> None:
-        """Make room on the device until the next publication; nothing is held afterwards."""
+        """Free the device until the next `publish`; the weights are dropped."""
 
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
-        """Sample from the actor's weights from now on; return metrics of their way."""
+        """Sync the actor's weights to the sampler; return metrics of the sync."""
 
     def evaluate(
         self, policy_version: int, phase: Phase, has_time: HasTime | None = None
     ) -> tuple[dict[str, float], list[int]]:
-        """Return metrics of the held-out problems, and how many responses to each were right.
+        """Return metrics of the held-out problems, and each problem's number of correct responses.
 
-        Both empty: there are none. Ends early as `rollouts` does.
+        Both are empty without held-out problems. Raises Stopped as `rollouts` does.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the source stands, as JSON values."""
+        """Return the position in the data as JSON values."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Continue where `state_dict` was taken."""
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free all resources."""

@@ -1,4 +1,4 @@
-"""The one place that turns text into token ids and back, and knows which ids end a response."""
+"""Loads the tokenizer, checks that it is the model's, and finds the stop tokens."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _NAME_EOS = ("generation_config.json", "config.json")
 def load_tokenizer(hf_path: str | Path) -> Any:
     """Load a tokenizer with transformers, running no code from the checkpoint.
 
-    A tokenizer.json is taken as it is written. transformers' AutoTokenizer is not: for a Qwen2
-    config.json it builds Qwen2's byte-level pipeline around any vocabulary, and encodes to other
-    ids, or to none, in silence.
+    tokenizer.json is used as it is. transformers' AutoTokenizer would not: if config.json says
+    Qwen2, it builds Qwen2's byte-level pipeline around any vocabulary, and silently encodes to
+    different ids, or to none.
 
     Args:
         hf_path: a directory, read without network, or the id of a model on the Hugging Face hub.
 
     Raises:
-        ConfigError: nothing there, no vocabulary in the directory (transformers would build an
-            empty one), or ids that differ from those of a sentencepiece model beside it.
+        ConfigError: no such directory, no vocabulary in it (transformers would build an empty one),
+            or ids that differ from those of its sentencepiece model.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -56,10 +56,10 @@ def load_tokenizer(hf_path: str | Path) -> Any:
 
 
 def _check_sentencepiece(tokenizer: Any, file: Path) -> None:
-    """Compare vocabularies, and the ids of a text made of every piece.
+    """Compare the vocabulary, and the ids of a text that contains every piece.
 
-    transformers picks the class from config.json, may number the pieces anew, and may read a
-    unigram model as BPE, all in silence.
+    transformers picks the class from config.json, and may silently renumber the pieces or read a
+    unigram model as BPE.
     """
     import sentencepiece
 
@@ -75,7 +75,7 @@ def _check_sentencepiece(tokenizer: Any, file: Path) -> None:
     if tokens != [model.IdToPiece(i) for i in ids] or encoded != model.EncodeAsIds(text):
         raise ConfigError(
             f"{file}: {type(tokenizer).__name__}, which transformers chose for this directory, "
-            "gives other ids than sentencepiece; put a tokenizer.json with the same ids beside it"
+            "gives other ids than sentencepiece; add a tokenizer.json with the same ids"
         )
 
 
@@ -87,7 +87,7 @@ def check_tokenizer(
     Args:
         hf_path: directory whose generation_config.json and config.json are read.
         tokenizer: its eos_token_id counts too.
-        configured: rollout.stop_token_ids; not empty: these and no others.
+        configured: rollout.stop_token_ids; if not empty, only these count.
         vocab_size: rows of the model's vocabulary.
 
     Raises:
@@ -105,18 +105,18 @@ def check_tokenizer(
         wrong = sorted(i for i in configured if not 0 <= i < vocab_size)
         if wrong:
             raise ConfigError(
-                f"rollout.stop_token_ids: {wrong} lie outside the model's vocabulary of "
+                f"rollout.stop_token_ids: {wrong} are outside the model's vocabulary of "
                 f"{vocab_size}; set the ids that end a response"
             )
         return tuple(sorted(set(configured)))
     stop: set[int] = set()
     for name in _NAME_EOS:
         eos = _eos(Path(hf_path) / name)
-        foreign = sorted(eos - set(tokens))
-        if foreign:
+        unknown = sorted(eos - set(tokens))
+        if unknown:
             raise ConfigError(
-                f"model.hf_path={hf_path}: {name} has eos_token_id={foreign[0]}, which is no token "
-                f"of its tokenizer (the largest id is {largest}); put the model's own tokenizer "
+                f"model.hf_path={hf_path}: {name} has eos_token_id={unknown[0]}, which its "
+                f"tokenizer lacks (the largest id is {largest}); put the model's own tokenizer "
                 "there, or set rollout.stop_token_ids"
             )
         stop |= eos
@@ -147,7 +147,7 @@ def _eos(file: Path) -> set[int]:
 
 
 def decode_responses(tokenizer: Any, responses: Sequence[Sequence[int]]) -> list[str]:
-    """Return the text of each response without special tokens, its stop token among them."""
+    """Return the text of each response without special tokens, such as its stop token."""
     return tokenizer.batch_decode(
         [list(r) for r in responses], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )

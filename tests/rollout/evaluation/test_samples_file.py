@@ -95,7 +95,7 @@ def test_another_evaluation_is_refused_but_not_another_place(tmp_path, name):
         before = path.read_bytes()
         with pytest.raises(
             DataError,
-            match=f"{name} holds another evaluation: its {key} is .* {value!r}; give another --out",
+            match=f"{name} is of another evaluation: its {key} is .* {value!r}; give another --out",
         ):
             collect(out, {**HEADER, key: value})
         assert path.read_bytes() == before
@@ -107,16 +107,16 @@ def test_another_evaluation_is_refused_but_not_another_place(tmp_path, name):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"prompt": "p"}\n', "is no evaluation's file; give another --out"),
-        ("[]\n", "is no evaluation's file"),
-        ("something important", "is no evaluation's file"),
-        ("nonsense\n", "line 1 is not as an evaluation writes it"),
-        ("HEADER[1]\n", "line 2 is not as"),
-        ('HEADER{"prompt_index": 1}\n', "line 2 is not as"),
-        ('HEADER{"prompt_index": 1, "responses": []}\n', "line 2 is not as"),
-        ('HEADER{"prompt_index": 1, "responses": [{}, {}]}\n', "line 2 is not as"),
-        (f"HEADER{json.dumps({**line(0), 'prompt_index': 'x'})}\n", "line 2 is not as"),
-        (f"HEADER{json.dumps(line(0))}\n{json.dumps(line(1, ('wrong',)))}\n", "line 3 is not as"),
+        ('{"prompt": "p"}\n', "is not an evaluation's file; give another --out"),
+        ("[]\n", "is not an evaluation's file"),
+        ("something important", "is not an evaluation's file"),
+        ("nonsense\n", "line 1 was not written by an evaluation"),
+        ("HEADER[1]\n", "line 2 was not"),
+        ('HEADER{"prompt_index": 1}\n', "line 2 was not"),
+        ('HEADER{"prompt_index": 1, "responses": []}\n', "line 2 was not"),
+        ('HEADER{"prompt_index": 1, "responses": [{}, {}]}\n', "line 2 was not"),
+        (f"HEADER{json.dumps({**line(0), 'prompt_index': 'x'})}\n", "line 2 was not"),
+        (f"HEADER{json.dumps(line(0))}\n{json.dumps(line(1, ('wrong',)))}\n", "line 3 was not"),
     ],
 )
 def test_foreign_files_are_left_alone(tmp_path, text, message, name):

@@ -1,1 +1,1 @@
-"""Accuracy on held-out problems, in training and on its own."""
+"""Accuracy on held-out problems, during training and from the command line."""

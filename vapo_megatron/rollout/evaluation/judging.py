@@ -1,8 +1,8 @@
 """Accuracy on held-out problems: the same code for training and for `vapo evaluate`.
 
-Before: every rank has the same problems, the sampler holds the weights. After: the first rank of
-each replica has judged all samples of its share of the problems and counted their votes, so that
-responses stay where they were sampled; `evaluate` then sums a few numbers per problem over ranks.
+Before: every rank has the same problems, and the sampler has the weights. After: the first rank of
+each replica has judged its share of the problems, and responses stay on the rank that sampled them;
+`evaluate` then sums a few numbers per problem over ranks.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def evaluate(
 ) -> tuple[dict[str, float], list[int]]:
     """Sample `evaluation.samples` responses per problem and judge them. Collective over the world.
 
-    The seeds do not depend on the training step: every evaluation of a run draws the same noise, so
-    that differences come from the weights.
+    The seeds do not depend on the training step, so evaluations of a run differ only by the
+    weights.
 
     Returns:
         On every rank (metrics, correct): evaluation/avg@K, pass@K, majority@K, response_length_mean
-        and truncated_fraction over all problems; of each problem how many of its K are right.
+        and truncated_fraction over all problems; each problem's number of correct responses of K.
 
     Raises:
-        Stopped: on one rank there was no time left; on every rank.
+        Stopped: on every rank: one of them has no time left.
     """
     samples = evaluation.samples
     names = value_names(samples)
@@ -78,11 +78,11 @@ def evaluate(
                 table[rows[prompt.index]] += torch.tensor(row, dtype=torch.float64)
     except Stopped:
         table.fill_(-math.inf)
-    # One rank has a problem's numbers and all others zeros: the sum is exact.
+    # One rank has a problem's numbers, the others zeros: the sum is exact.
     count, *columns = sum_over_world(table).T.tolist()
     if -math.inf in count:
         raise Stopped
-    assert count == [1.0] * len(problems), "every problem was judged on one rank"
+    assert count == [1.0] * len(problems), "every problem is judged on exactly one rank"
     found = means([dict(zip(names, row)) for row in zip(*columns)])
     shown = [f"{what}@{samples}" for what in ("avg", "pass", "majority")]
     shown += ["response_length_mean", "truncated_fraction"]
@@ -91,7 +91,7 @@ def evaluate(
 
 
 def sampling_settings(evaluation: EvaluationConfig, max_response_tokens: int) -> SamplingSettings:
-    """Return how evaluation samples; ConfigError: vLLM could not."""
+    """Return how evaluation samples. ConfigError: vLLM does not support it."""
     return SamplingSettings(
         temperature=evaluation.temperature,
         top_p=evaluation.top_p,
@@ -115,11 +115,10 @@ def judge_problems(
     keep_text: bool = False,
     problems_per_batch: int | None = None,
 ) -> Iterator[Judged]:
-    """Sample, judge and count votes, batch by batch: what is in memory does not grow with problems.
+    """Sample, judge and count votes, batch by batch; memory does not grow with the problems.
 
-    The ranks of a replica iterate together; replicas do not wait for each other. What a response is
-    depends on its problem and sample number alone: neither on the number of replicas, nor on which
-    other problems are asked beside it.
+    The ranks of a replica iterate together; replicas do not wait for each other. A response depends
+    only on its problem and sample number: not on the number of replicas or on other problems.
 
     Args:
         engine: this rank's sampler.
@@ -128,14 +127,13 @@ def judge_problems(
         evaluation: sampling parameters.
         rollout: longest response, and how many one replica samples at once.
         policy_version: of the sampler's weights.
-        on_progress: called with (done, total) responses of all replicas, as this one's suggest.
+        on_progress: called with (done, total) responses, extrapolated from this replica to all.
         has_time: see RolloutEngine.generate.
-        keep_text: responses hold their text.
-        problems_per_batch: over all replicas; None: for each replica enough for two responses for
-            each that it samples at once.
+        keep_text: keep the text in the responses.
+        problems_per_batch: over all replicas; None: enough for two full batches of each sampler.
 
     Yields:
-        For each batch this replica's problems, in order, on its first rank; nothing elsewhere.
+        Per batch this replica's problems, in order, on its first rank; an empty list elsewhere.
     """
     samples = evaluation.samples
     sampling = sampling_settings(evaluation, rollout.max_response_tokens)
@@ -162,7 +160,7 @@ def judge_problems(
         responses = [_response(r, v, keep_text) for r, v in zip(rollouts, verdicts)]
         groups = [responses[i : i + samples] for i in range(0, len(responses), samples)]
         for group, votes in zip(groups, count_votes(verifier, groups)):
-            assert [r["sample"] for r in group] == list(range(samples)), "a whole group"
+            assert [r["sample"] for r in group] == list(range(samples)), "each group is complete"
             for response, vote in zip(group, votes):
                 response["vote"] = vote
         yield [(r.prompt, group) for r, group in zip(rollouts[::samples], groups)]

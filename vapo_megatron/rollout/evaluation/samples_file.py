@@ -1,11 +1,11 @@
-"""The JSONL file of an evaluation: which one it is, then a problem with its samples on each line.
+"""The JSONL file of an evaluation: a header that identifies it, then one problem per line.
 
     {"evaluation": 1, "checkpoint": ..., "weights": ..., "problems": ..., "samples": 32, ...}
     {"prompt_index": 0, "prompt": ..., "answer": ..., "responses": [{"sample": 0, ...}, ...]}
 
-While it goes on, the first rank of each replica appends whole problems to a part beside it,
-FILE.part0000 and so on, which begins as the file does. `collect` makes one file of all, ordered by
-problem, at the end, and before a killed evaluation goes on, with whatever number of replicas.
+While it runs, the first rank of each replica appends problems to its part, FILE.part0000 and so on,
+which starts with the same header. `collect` merges the parts into one file ordered by problem: at
+the end, and when an evaluation resumes, possibly with another number of replicas.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from vapo_megatron.errors import DataError
 from vapo_megatron.rollout.evaluation.statistics import problem_values
 
 FORMAT = 1
-_FOR_PEOPLE = ("checkpoint", "data")
-"""Paths: the same weights and problems may lie elsewhere when the evaluation goes on."""
+_PATHS = ("checkpoint", "data")
+"""Not compared: the same weights and problems may have moved when the evaluation resumes."""
 _PIECES, _PIECE_BYTES = 64, 4096
 
 
 def lock_file(out: Path) -> contextlib.AbstractContextManager[None]:
-    """Keep other evaluations away from a file; its directory is made.
+    """Lock a file against other evaluations; its directory is created.
 
     Raises:
-        DataError: another process has it.
+        DataError: another process has the lock.
     """
     return locked(
         out.with_name(f".{out.name}.lock"),
@@ -41,29 +41,29 @@ def lock_file(out: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def collect(out: Path, header: Mapping[str, Any]) -> dict[int, dict[str, float]]:
-    """Make one whole file of it and its parts, which are removed; one that is whole is left alone.
+    """Merge the file and its parts, which are removed; a complete file stays untouched.
 
-    A line that a kill has left unfinished is dropped. One line at a time is in memory.
+    A partial last line, left by a kill, is dropped. Only one line at a time is in memory.
 
     Args:
-        out: may be missing: then it is begun.
-        header: what identifies the evaluation; JSON values.
+        out: created with the header if it is missing.
+        header: identifies the evaluation; JSON values.
 
     Returns:
         prompt_index -> problem_values of its samples, in the order of the problems.
 
     Raises:
-        DataError: the file or a part holds something else.
+        DataError: the file or a part is not of this evaluation.
     """
     header = {"evaluation": FORMAT, **header}
     parts = sorted(out.parent.glob(f"{glob.escape(out.name)}.part*"))
     found: dict[int, tuple[Path, int]] = {}
     values: dict[int, dict[str, float]] = {}
-    is_whole = out.exists() and not parts
+    is_complete = out.exists() and not parts
     for path in [out, *parts] if out.exists() else parts:
         end = _read(path, header, found, values)
-        is_whole = is_whole and 0 < end == path.stat().st_size
-    if not is_whole:
+        is_complete = is_complete and 0 < end == path.stat().st_size
+    if not is_complete:
         _write(out, header, [found[index] for index in sorted(found)])
         for part in parts:
             part.unlink()
@@ -71,13 +71,13 @@ def collect(out: Path, header: Mapping[str, Any]) -> dict[int, dict[str, float]]
 
 
 def begin_parts(out: Path, header: Mapping[str, Any], count: int) -> None:
-    """Write the beginning of each replica's part."""
+    """Write the header of each replica's part."""
     for number in range(count):
         part_of(out, number).write_bytes(to_line({"evaluation": FORMAT, **header}).encode())
 
 
 def part_of(out: Path, replica: int) -> Path:
-    """Return where a replica writes."""
+    """Return the path of a replica's part."""
     return out.with_name(f"{out.name}.part{replica:04}")
 
 
@@ -87,10 +87,10 @@ def _read(
     found: dict[int, tuple[Path, int]],
     values: dict[int, dict[str, float]],
 ) -> int:
-    """Add where each problem's line begins, and its values; return where the last whole line ends.
+    """Add each problem's line start and values; return where the last complete line ends.
 
     Raises:
-        DataError: a line is not as an evaluation with this header writes it.
+        DataError: a line was not written by an evaluation with this header.
     """
     end = 0
     with path.open("rb") as file:
@@ -114,29 +114,29 @@ def _read(
                 raise
             except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
                 raise DataError(
-                    f"{path}, line {number} is not as an evaluation writes it; give another --out, "
-                    "or remove the line"
+                    f"{path}, line {number} was not written by an evaluation; remove the line, or "
+                    "give another --out"
                 ) from None
     return end
 
 
 def _foreign(path: Path) -> DataError:
-    return DataError(f"{path} is no evaluation's file; give another --out")
+    return DataError(f"{path} is not an evaluation's file; give another --out")
 
 
 def _compare(path: Path, found: Any, header: dict[str, Any]) -> None:
     if not isinstance(found, dict) or "evaluation" not in found:
         raise _foreign(path)
     for name, value in header.items():
-        if name not in _FOR_PEOPLE and found.get(name) != value:
+        if name not in _PATHS and found.get(name) != value:
             raise DataError(
-                f"{path} holds another evaluation: its {name} is {found.get(name)!r}, here it is "
-                f"{value!r}; give another --out, or remove the file to start again"
+                f"{path} is of another evaluation: its {name} is {found.get(name)!r}, here it is "
+                f"{value!r}; give another --out, or remove the file to start over"
             )
 
 
 def _write(out: Path, header: dict[str, Any], lines: Sequence[tuple[Path, int]]) -> None:
-    """Replace the file by the header and the lines that begin there, whole or not at all."""
+    """Atomically replace the file with the header and the lines that start at these offsets."""
     with contextlib.ExitStack() as stack:
         sources = {path: stack.enter_context(path.open("rb")) for path in {p for p, _ in lines}}
         target = stack.enter_context(replacing(out))
@@ -149,8 +149,8 @@ def _write(out: Path, header: dict[str, Any], lines: Sequence[tuple[Path, int]])
 def weights_digest(hf_path: Path) -> str:
     """Identify the weights, configuration and tokenizer of an HF directory by their contents.
 
-    Of each file the size and 64 evenly spread pieces of 4 KiB count: an optimizer step changes them
-    all, and a directory of any size takes no time.
+    Hashes each file's size and 64 evenly spaced pieces of 4 KiB: an optimizer step changes all of
+    them, and large directories stay cheap.
     """
     digest = hashlib.sha256()
     for path in sorted(hf_path.iterdir()):

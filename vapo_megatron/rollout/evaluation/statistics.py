@@ -1,7 +1,6 @@
-"""What an evaluation says: pure functions from samples to values per problem, means, intervals.
+"""Statistics of an evaluation: values per problem, their means, and bootstrap intervals.
 
-Every statistic is a mean over problems of one value per problem, so that one bootstrap over
-problems serves all of them.
+Every statistic is the mean of one value per problem, so one bootstrap over problems serves all.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 RESAMPLES = 10_000
-"""Of a bootstrap: the interval's ends then move by about a hundredth of its width between seeds."""
+"""Bootstrap samples: the interval's ends vary by about 1% of its width between seeds."""
 _BLOCK_VALUES = 1 << 20
 
 
@@ -29,17 +28,17 @@ class Estimate:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return the probability that k of a problem's n samples hold a correct one.
+    """Return the probability that k of a problem's n samples contain a correct one.
 
         pass@k = 1 - C(n - c, k) / C(n, k)
 
-    The k are drawn without return. Source: Chen et al. 2021 (arXiv 2107.03374), equation 1, where
-    it is shown to be unbiased for k <= n.
+    The k are drawn without replacement. Source: Chen et al. 2021 (arXiv 2107.03374), equation 1,
+    which is unbiased for k <= n.
 
     Args:
         num_samples: n.
-        num_correct: c, of them.
-        k: 1..n; k = 1 is the share of correct samples.
+        num_correct: c.
+        k: 1..n; k = 1 gives the fraction of correct samples.
     """
     assert 0 <= num_correct <= num_samples and 1 <= k <= num_samples
     misses = math.comb(num_samples - num_correct, k)
@@ -49,15 +48,15 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def majority_at_k(votes: Sequence[int | None], is_correct: Sequence[bool]) -> float:
     """Return the probability that the most frequent answer of k samples is correct.
 
-    Answers that tie for the most votes are equally likely to win: a correct one among m of them
-    gives 1/m. Samples without an answer do not vote; without any vote the result is 0.
+    Ties are broken at random: a correct answer among m tied ones gives 1/m. Samples without an
+    answer do not vote; without any vote the result is 0.
 
     Args:
-        votes: [k] number of the class of equal answers that a sample's answer belongs to, or None.
+        votes: [k] class of equal answers of each sample, or None without an answer.
         is_correct: [k] the verifier's verdicts; all samples of a class have the same.
     """
     verdicts = {vote: right for vote, right in zip(votes, is_correct, strict=True)}
-    assert all(verdicts[v] == right for v, right in zip(votes, is_correct)), "a class has a verdict"
+    assert all(verdicts[v] == right for v, right in zip(votes, is_correct)), "one verdict per class"
     counts = collections.Counter(vote for vote in votes if vote is not None)
     most = max(counts.values(), default=0)
     winners = [vote for vote, count in counts.items() if count == most]
@@ -65,13 +64,13 @@ def majority_at_k(votes: Sequence[int | None], is_correct: Sequence[bool]) -> fl
 
 
 def pass_sizes(num_samples: int) -> list[int]:
-    """Return the k of pass@k that are reported for n samples: powers of two above 1, and n."""
+    """Return the k of the pass@k to report for n samples: powers of two above 1, and n."""
     powers = (2**i for i in range(1, num_samples.bit_length()))
     return [*(k for k in powers if k < num_samples), num_samples]
 
 
 def value_names(num_samples: int) -> list[str]:
-    """Return the names of what problem_values returns for n samples, in its order."""
+    """Return the names in problem_values' result for n samples, in order."""
     passes = [f"pass@{k}" for k in pass_sizes(num_samples)]
     length = ["response_length_mean", "truncated_fraction"]
     return [f"avg@{num_samples}", *passes, f"majority@{num_samples}", *length]
@@ -100,20 +99,20 @@ def problem_values(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def means(problems: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean over problems of each statistic; problems: what problem_values returned."""
+    """Return the mean over problems of each statistic; problems: results of problem_values."""
     return {name: math.fsum(p[name] for p in problems) / len(problems) for name in problems[0]}
 
 
 def estimates(problems: Sequence[Mapping[str, float]], seed: int) -> dict[str, Estimate]:
     """Return the mean of each statistic with its 95% bootstrap interval over problems.
 
-    The problems are drawn anew RESAMPLES times with return, the same draws for every statistic; the
-    interval lies between the 2.5 and 97.5 percentiles of the means (Efron's percentile method). It
-    tells how far other problems of the same kind would move the value; one problem has no interval.
+    The problems are resampled RESAMPLES times with replacement, with the same draws for every
+    statistic; the interval is between the 2.5 and 97.5 percentiles of the means (Efron's percentile
+    method). It estimates how the value varies with the choice of problems.
 
     Args:
-        problems: what problem_values returned, in an order that the result depends on.
-        seed: of the draws. The generator is numpy's frozen one, the same in all its versions.
+        problems: results of problem_values; their order matters.
+        seed: of the draws. RandomState is frozen: it is the same in all versions of numpy.
     """
     names = list(problems[0])
     values = np.array([[p[name] for name in names] for p in problems])

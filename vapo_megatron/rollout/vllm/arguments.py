@@ -1,4 +1,4 @@
-"""What vLLM is built with."""
+"""The arguments of vllm.LLM."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def engine_arguments(
     """Return the arguments of vllm.LLM.
 
     Args:
-        hf_path: its config.json alone is read.
+        hf_path: vLLM reads only its config.json.
         rollout: sizes and memory.
         max_model_len: longest prompt and response together.
         dtype: of the weights.
         seed: any integer.
-        offload: the engine will be asked to sleep.
+        offload: the engine will be put to sleep.
         on_cpu: vLLM's CPU build, which neither sleeps nor captures graphs.
     """
     return {
@@ -42,12 +42,12 @@ def engine_arguments(
         "enforce_eager": on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
         "max_model_len": max_model_len,
         "max_num_seqs": rollout.max_num_sequences,
-        # After part of a prompt vLLM samples, drops the token and winds the request's generator
-        # back, which a CPU generator cannot do: whole prompts only.
+        # After a chunk vLLM samples a token, drops it and rewinds the request's generator, which a
+        # CPU generator does not support.
         "enable_chunked_prefill": False if on_cpu else None,
         "enable_sleep_mode": offload and not on_cpu,
-        # Without a number vLLM takes its share of the GPU, less what it measures itself to use:
-        # nothing of the trainer's may be there yet, or come and go meanwhile.
+        # If None, vLLM takes its share of the GPU less the usage that it measures: the trainer may
+        # not allocate anything before or meanwhile.
         "kv_cache_memory_bytes": rollout.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "logprobs_mode": "processed_logprobs",

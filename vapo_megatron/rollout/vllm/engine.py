@@ -1,17 +1,17 @@
-"""vLLM inside the trainer's processes: the only file that imports vllm.
+"""vLLM inside the trainer's processes.
 
 Every rank holds one vLLM worker. `rollout.tensor_model_parallel_size` consecutive ranks form a
-replica, which samples its own share of each step; replicas never talk to each other while they
-sample. All ranks of a replica run the same scheduler over the same requests in the same order, so
-that their collectives meet; after `generate` each of them holds the replica's rollouts.
+replica, which samples its own share of each step; replicas do not communicate while they sample.
+All ranks of a replica run the same scheduler over the same requests in the same order, so that
+their collectives match; after `generate` each of them holds the replica's rollouts.
 
-With parallel.offload it sleeps while the trainer computes: `sleep` drops weights and KV cache,
-`weights_replaced` wakes the weights, and the next `generate` the cache, before which the trainer's
-own weights can leave.
+With parallel.offload vLLM sleeps while the trainer computes: `sleep` drops weights and KV cache,
+`weights_replaced` allocates the weights again, and the next `generate` the cache, so that the
+trainer's own weights can be offloaded in between.
 
-What vLLM does to a process that is not its own is undone or kept out: to its random numbers,
-environment, thread and matmul settings (process_state.py), to the trainer's process groups, and on
-a CPU to the weights, which it would repack out of reach of any update.
+vLLM assumes that it owns the process. Its changes to random states, environment, thread and matmul
+settings are undone (process_state.py); its handling of process groups, and of weights on a CPU, is
+replaced (patches.py).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ for _name, _value in {
     "DO_NOT_TRACK": "1",
 }.items():
     os.environ.setdefault(_name, _value)
-# vLLM logs while it is imported, before it reads the level itself.
+# vLLM logs during import, before it reads the level itself.
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
 
 with warnings.catch_warnings():
@@ -74,7 +74,7 @@ with warnings.catch_warnings():
 
 
 class RolloutEngine:
-    """One rank of a vLLM replica, sampling from weights that the trainer publishes."""
+    """One rank of a vLLM replica; samples from weights that the trainer syncs to it."""
 
     def __init__(
         self,
@@ -88,18 +88,16 @@ class RolloutEngine:
         rank: int,
         world_size: int,
     ) -> None:
-        """Build the engine with random weights; they are replaced before the first `generate`.
-
-        A collective over the world: torch.distributed is initialised, and every rank calls this.
+        """Build the engine with dummy weights, to be replaced before `generate`. Collective.
 
         Args:
-            hf_path: Hugging Face directory, of which vLLM reads config.json.
-            inputs: what was read of the same directory.
+            hf_path: Hugging Face directory; vLLM reads its config.json.
+            inputs: read from the same directory.
             rollout: sizes and memory.
             dtype: of the weights.
-            seed: of the run; enters the seeds of all responses.
-            offload: the engine will be asked to sleep.
-            rank: of this process in the world.
+            seed: of the run; the responses' seeds depend on it.
+            offload: the engine will be put to sleep.
+            rank: in the world.
             world_size: divisible by rollout.tensor_model_parallel_size.
 
         Raises:
@@ -119,7 +117,7 @@ class RolloutEngine:
         self.max_model_len = max_model_len(inputs.shape, rollout)
         _check_head_dim(inputs.shape)
         self.policy_version: int | None = None
-        """The version of the weights that the engine holds; None: none that can be sampled from."""
+        """Version of the engine's weights; None: there are none to sample from."""
         run_name = name_run()
         adapt_vllm(rank, run_name)
         with process_state_kept(), random_state_kept(), warnings.catch_warnings():
@@ -140,18 +138,17 @@ class RolloutEngine:
                     f"vLLM cannot serve model.hf_path={hf_path} with these rollout settings: "
                     f"{' '.join(str(error).split())}"
                 ) from error
-        # At interpreter exit the process groups that it would destroy may be gone.
+        # At interpreter exit the process groups that it destroys may already be gone.
         self._llm.llm_engine.engine_core._finalizer.atexit = False  # type: ignore[attr-defined]
         unlink_shared_memory(run_name, self.replica * tp_size, tp_size)
         self._closed = False
         self._asleep: set[str] = set()
 
     def sleep(self) -> None:
-        """Leave the GPU: weights and KV cache are dropped, and `generate` refuses every version.
+        """Drop weights and KV cache from the GPU; `generate` then refuses every version.
 
-        Every rank of a replica calls this. CUDA graphs stay, and will find weights and cache at
-        their old addresses, as whoever keeps a tensor of `live_weights` does. On a CPU vLLM goes
-        through the same states and keeps its memory.
+        Every rank of a replica calls this. Waking maps weights and cache at the same addresses, so
+        CUDA graphs and tensors from `live_weights` stay valid. On a CPU no memory is freed.
         """
         if "weights" not in self._asleep:
             self.policy_version = None
@@ -159,22 +156,22 @@ class RolloutEngine:
             self._asleep = {"weights", "kv_cache"}
 
     def _wake(self, *parts: str) -> None:
-        """Map memory again; what it holds is anything."""
+        """Allocate dropped memory again; contents are undefined until reloaded."""
         for part in parts:
             if part in self._asleep:
                 self._llm.wake_up(tags=[part])
                 self._asleep.remove(part)
 
     def live_weights(self) -> dict[str, LiveWeight]:
-        """Return every weight of this rank's shard by vLLM's name, where it lies."""
+        """Return every weight of this rank's shard by vLLM's name, in place."""
         return live_weights(self._model())
 
     @contextlib.contextmanager
     def weights_replaced(self, policy_version: int) -> Iterator[None]:
         """Let the body overwrite all live weights; it may communicate.
 
-        Before: nothing samples. After: `generate` takes this version and no other, and nothing that
-        was computed with older weights is left. After an error in the body it refuses every one.
+        Afterwards `generate` accepts only this version, and nothing computed with older weights is
+        left. After an error in the body it accepts none.
         """
         self.policy_version = None
         self._wake("weights")
@@ -185,16 +182,15 @@ class RolloutEngine:
     def load_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int
     ) -> None:
-        """Replace the weights by those of a Hugging Face directory.
+        """Replace the weights with those of a Hugging Face directory.
 
         Args:
-            named_tensors: (Hugging Face name, full tensor); every rank of the replica gets the same
-                ones in the same order and keeps its shard. Consumed to the end: it may communicate.
-            policy_version: what `generate` will be asked for.
+            named_tensors: (Hugging Face name, full tensor); the same in the same order on every
+                rank of the replica, which keeps its shard. Fully consumed: it may communicate.
+            policy_version: of these weights.
 
         Raises:
-            RuntimeError: a parameter was not covered, or was given twice. The engine then refuses
-                to sample.
+            RuntimeError: a parameter is missing or given twice; the engine then refuses to sample.
         """
         with self.weights_replaced(policy_version):
             load_hf_tensors(self._model(), named_tensors)
@@ -212,23 +208,23 @@ class RolloutEngine:
         """Sample this replica's share of a step.
 
         Args:
-            prompts: the whole step's repeated list, the same on every rank of the world: group i
-                occupies [i*group_size, (i+1)*group_size).
+            prompts: of the whole step, the same on every rank of the world: group i occupies
+                [i*group_size, (i+1)*group_size).
             group_size: G.
-            step: enters the seeds.
-            sampling: temperature, limits and, of a step that samples in several rounds, which.
-            policy_version: must be the version that was loaded.
+            step: the seeds depend on it.
+            sampling: temperature, limits, and the number of the sampling round.
+            policy_version: must be the engine's.
             on_progress: called with (finished, all) of this replica's responses as they finish.
-            has_time: asked now and then; None: there always is.
+            has_time: checked periodically; None: there always is.
 
         Returns:
-            This replica's rollouts by position, on every rank of the replica, without those that
-            vLLM gave up. Their log-probabilities are those of the distribution sampled from:
-            temperature, top-p and top-k included.
+            This replica's rollouts ordered by position, on every rank of the replica, without those
+            that vLLM aborted. Log-probabilities are of the distribution that was sampled from, with
+            temperature, top-p and top-k.
 
         Raises:
-            RuntimeError: other weights are loaded than asked for.
-            Stopped: there was no time left on one of the replica's ranks; on each of them.
+            RuntimeError: the engine has other weights.
+            Stopped: on all ranks of the replica: one of them has no time left.
         """
         if policy_version != self.policy_version:
             raise RuntimeError(
@@ -254,19 +250,19 @@ class RolloutEngine:
         ]
         with random_state_kept():
             completions = self._complete(requests, on_progress, has_time)
-        given = [p for p in positions if _is_finished(completions.get(p))]
-        texts = decode_responses(self._tokenizer, [completions[p].token_ids for p in given])
+        finished = [p for p in positions if _is_finished(completions.get(p))]
+        texts = decode_responses(self._tokenizer, [completions[p].token_ids for p in finished])
         return [
             self._rollout(prompts[p], p, group_size, completions[p], text)
-            for p, text in zip(given, texts)
+            for p, text in zip(finished, texts)
         ]
 
     def shutdown(self) -> None:
-        """Free what vLLM holds; the trainer's process groups stay. Safe to call twice."""
+        """Free vLLM's memory; the trainer's process groups stay. Safe to call twice."""
         if not self._closed:
             self._closed = True
             self.policy_version = None
-            # vLLM unmaps what it frees, mapped or not.
+            # vLLM unmaps what it frees, even while it sleeps and nothing is mapped.
             self._wake("weights", "kv_cache")
             self._llm.llm_engine.engine_core.shutdown()
             del self._llm
@@ -277,7 +273,7 @@ class RolloutEngine:
         return executor.driver_worker.worker.model_runner.model
 
     def _forget_prefixes(self) -> None:
-        """Stale keys and values would give wrong output."""
+        """Drop cached keys and values, which belong to older weights."""
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM's prefix cache is in use between two calls of generate")
 
@@ -289,7 +285,7 @@ class RolloutEngine:
     ) -> dict[int, Any]:
         """Run requests (position, prompt, parameters) -> vLLM's completions by position."""
         engine = self._llm.llm_engine
-        # A resumed run starts without any, too.
+        # A resumed run has no cached prefixes either, and must sample the same.
         self._forget_prefixes()
         names = []
         completions: dict[int, Any] = {}
@@ -313,7 +309,7 @@ class RolloutEngine:
         return completions
 
     def _stop_unless(self, has_time: bool) -> None:
-        """Raise Stopped on all ranks of the replica, whose collectives must go on meeting."""
+        """Raise Stopped on all ranks of the replica together, so that their collectives match."""
         lacks_time = torch.tensor(not has_time, dtype=torch.int32)
         dist.all_reduce(lacks_time, dist.ReduceOp.MAX, group=vllm_groups.get_tp_group().cpu_group)
         if lacks_time:
@@ -343,17 +339,17 @@ class RolloutEngine:
 
 
 def _is_finished(completion: Any) -> bool:
-    """Whether a response came to its end; vLLM may have given it up."""
+    """Return whether a response is complete; vLLM may have aborted it."""
     return completion is not None and completion.finish_reason in ("length", "stop")
 
 
 def _check_head_dim(shape: ModelShape) -> None:
-    """vLLM itself would fail at the first token, or compute with another width than the trainer."""
+    """Refuse a head size with which vLLM fails at the first token, or uses a different one."""
     derived = shape.hidden_size // shape.num_attention_heads
     if shape.family == "qwen2" and shape.head_dim != derived:
         raise ConfigError(
             f"model.hf_path: head_dim={shape.head_dim} must be hidden_size / num_attention_heads = "
-            f"{derived}, which vLLM takes for Qwen2 whatever config.json says; use another model"
+            f"{derived}, which vLLM uses for Qwen2 regardless of config.json; use another model"
         )
     supported = CPUAttentionBackend.get_supported_head_sizes()
     if current_platform.is_cpu() and shape.head_dim not in supported:
@@ -371,8 +367,8 @@ def _request(sampling: SamplingSettings, stop: Sequence[int], seed: int) -> Samp
         max_tokens=sampling.max_response_tokens,
         seed=seed,
         stop_token_ids=list(stop),
-        ignore_eos=True,  # The stop tokens above and no others.
-        logprobs=0,  # Of the sampled token alone.
+        ignore_eos=True,  # Only the stop tokens above.
+        logprobs=0,  # Only of the sampled token.
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

@@ -1,4 +1,4 @@
-"""The weights of a vLLM model where they lie, and Hugging Face tensors put into them."""
+"""A vLLM model's weights in place, and loading Hugging Face tensors into them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vapo_megatron.weights.reshard.plan import LiveWeight
 
 
 def live_weights(model: Any) -> dict[str, LiveWeight]:
-    """Return every parameter and stored buffer of this rank by name; tied ones once.
+    """Return every parameter and persistent buffer of this rank by name; tied ones once.
 
-    Buffers without a dimension are left out: they are scales of a quantised cache, which vLLM sets.
+    Scalars are left out: they are scales of a quantized cache, which vLLM sets itself.
 
     Args:
-        model: vLLM's; its vocabularies are padded, and know how far.
+        model: vLLM's; its vocabulary layers know their padding.
     """
     padding = {
         f"{name}.weight": module.weight.shape[0] - module.shard_indices.num_org_elements
@@ -27,22 +27,22 @@ def live_weights(model: Any) -> dict[str, LiveWeight]:
     found: dict[str, LiveWeight] = {}
     seen: set[tuple[int, torch.Size]] = set()
     for name, tensor in model.state_dict().items():
-        place = (tensor.data_ptr(), tensor.shape)
-        if tensor.dim() > 0 and place not in seen:
-            seen.add(place)
+        storage = (tensor.data_ptr(), tensor.shape)
+        if tensor.dim() > 0 and storage not in seen:
+            seen.add(storage)
             found[name] = LiveWeight(tensor, padding.get(name, 0))
     return found
 
 
 def load_hf_tensors(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Replace all weights by vLLM's own loaders.
+    """Replace all weights with vLLM's own loaders.
 
     Args:
         model: vLLM's.
         named_tensors: (Hugging Face name, full tensor).
 
     Raises:
-        RuntimeError: a parameter was not covered, or was given twice.
+        RuntimeError: a parameter is missing or given twice.
     """
     given: set[str] = set()
 
@@ -63,9 +63,9 @@ def load_hf_tensors(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> 
 
 
 def _missing_weights(model: Any, given: set[str], loaded: set[str]) -> list[str]:
-    """Names that the model needs and did not get.
+    """Return the names that the model needs and did not get.
 
-    `loaded` alone does not tell: it names a fused parameter as soon as one of its parts has come.
+    `loaded` is not enough: it has a fused parameter as soon as one of its parts was loaded.
     """
     fused = getattr(model, "packed_modules_mapping", {})
     missing = set()

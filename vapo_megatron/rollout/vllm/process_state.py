@@ -1,4 +1,4 @@
-"""What vLLM changes in a process that is not its own, and how the trainer gets it back."""
+"""Restores what vLLM changes in the trainer's process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def process_state_kept() -> Iterator[None]:
-    """Undo what building the engine does: environment, thread setter, matmul precision.
+    """Restore the environment, thread setter and matmul precision after building the engine.
 
-    What the body adds under VLLM_* stays, for vLLM reads it later.
+    VLLM_* variables that the body adds stay: vLLM reads them later.
     """
     environment = dict(os.environ)
     set_num_threads, precision = torch.set_num_threads, torch.get_float32_matmul_precision()
@@ -34,7 +34,7 @@ def process_state_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Give the trainer its random states back: vLLM seeds them and draws from them."""
+    """Restore the random states, which vLLM seeds and draws from."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
@@ -46,16 +46,16 @@ def random_state_kept() -> Iterator[None]:
 
 
 def name_run() -> str:
-    """Name vLLM's shared memory: two runs on one machine must not meet in it. A collective."""
+    """Return a name for vLLM's shared memory that no other run on the machine has. Collective."""
     name = [os.urandom(8).hex()]
     dist.broadcast_object_list(name, src=0)
     return name[0]
 
 
 def unlink_shared_memory(run_name: str, first_rank: int, tp_size: int) -> None:
-    """Free the names of the memory that the replica's ranks share on a CPU; their mappings stay.
+    """Unlink the memory that a replica's ranks share on a CPU; their mappings stay valid.
 
-    vLLM never does, and a killed run would leave it behind.
+    vLLM never does, so a killed run would leak it.
     """
     ranks = "-".join(str(first_rank + i) for i in range(tp_size))
     for file in Path("/dev/shm").glob(f"{run_name}-*"):
