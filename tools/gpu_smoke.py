@@ -6,7 +6,7 @@ python tools/gpu_smoke.py --sections parity         some of them
 python tools/gpu_smoke.py --device cpu --small      the same code on a CPU, at tiny sizes
 
 Each section runs in a process of its own with a time limit, so that one that fails, crashes or
-hangs costs its own row alone. examples/README.md says what each row means. Needs torch,
+hangs costs its own row alone. docs/gpu.md says what each row means. Needs torch,
 megatron-core, numpy, packaging, pydantic, PyYAML and safetensors; neither vLLM, nor Transformer
 Engine, nor a model on disk.
 

@@ -10,17 +10,13 @@ import functools
 import io
 import json
 import re
-import shlex
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.models.qwen25 import config_json
 from vapo_megatron.cli import plan, plan_options
 from vapo_megatron.config import load_config
-
-README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 @pytest.fixture(scope="module")
@@ -306,19 +302,3 @@ def test_an_option_that_cannot_be(tool, capsys, options, message):
 def test_sizes():
     assert plan_options.size("80GB") == 80 * 10**9
     assert plan_options.size("1.5 tb") == 15 * 10**11 and plan_options.size("2GiB") == 2 * 2**30
-
-
-def test_the_readme_says_what_the_tool_says(printed):
-    """Its section on plans: each command's step and tokens stand in the table."""
-    section = README.read_text().split("## Planning a run")[1].split("\n## ")[0]
-    rows = re.findall(r"\| ([\d,]+) s \| ([\d,]+) \|", section)
-    figures = {tuple(int(cell.replace(",", "")) for cell in row) for row in rows}
-    commands = re.findall(
-        r"^(?:python tools/plan\.py|vapo plan) (--(?:.*\\\n)*.*)$", section, re.MULTILINE
-    )
-    assert len(commands) == 2
-    for command in commands:
-        out, _ = printed(*shlex.split(command.replace("\\\n", " ")))
-        seconds = re.search(r": (\d+) s a step", out)
-        tokens = re.search(r"; (\d+) with the prompts", out)
-        assert (int(seconds[1]), int(tokens[1])) in figures, command

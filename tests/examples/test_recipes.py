@@ -109,13 +109,6 @@ def test_a_recipe_is_planned_over_either_base(base, name, capsys):
     assert "no plan could be made" not in plan
 
 
-def test_the_readme_names_what_each_recipe_changes():
-    rows = re.findall(r"^\| `(\w+)\.yaml` \|(.*)$", (ROOT / "README.md").read_text(), re.M)
-    assert {name: set(re.findall(r"`(\w+)`", text)) for name, text in rows} == {
-        name: set(changed(LARGE, name)) for name in CHANGES
-    }
-
-
 # Two groups of three responses. Correct: 0, 2 (but cut off), 4, 5.
 LENGTHS = [2, 1, 3, 2, 4, 1]
 CORRECT = [True, False, True, False, True, True]

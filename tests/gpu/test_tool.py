@@ -105,7 +105,7 @@ def test_what_is_judged(error, passed):
 
 @pytest.mark.slow
 def test_every_section_on_a_cpu(tmp_path):
-    """The command that examples/README.md names."""
+    """The command that docs/gpu.md names."""
     command = [sys.executable, "tools/gpu_smoke.py", "--device", "cpu", "--small", "--out"]
     done = subprocess.run([*command, str(tmp_path), "--budget", "1000"], timeout=1100)
     assert done.returncode == 0
