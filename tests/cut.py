@@ -1,6 +1,21 @@
-"""Mini-batches of a batch, from a plan that a test writes down."""
+"""Parts of a batch, and mini-batches from a plan that a test writes down."""
 
 from collections.abc import Sequence
+
+
+def select(batch, responses: Sequence[int]):
+    """Return the batch of these responses, 0..B-1, in this order."""
+    import torch
+
+    parts = [batch.narrow(i, 1) for i in responses]
+    fields = {}
+    for name, whole in vars(batch).items():
+        if name.endswith("cu_seqlens"):
+            lengths = whole.diff()[list(responses)].int()
+            fields[name] = torch.cat([whole[:1], lengths.cumsum(0, dtype=torch.int32)])
+        elif whole is not None:
+            fields[name] = torch.cat([whole[:0], *(getattr(part, name) for part in parts)])
+    return batch.replace(**fields)
 
 
 def mini_batches(batch, plan: Sequence[Sequence[Sequence[int]]], ranks, *, multiple_of: int = 1):
@@ -8,6 +23,6 @@ def mini_batches(batch, plan: Sequence[Sequence[Sequence[int]]], ranks, *, multi
     from vapo_megatron.parallel.minibatches import make_microbatches, make_mini_batches
 
     microbatches = [microbatch for mini_batch in plan for microbatch in mini_batch]
-    batch = batch.select([i for microbatch in microbatches for i in microbatch])
+    batch = select(batch, [i for microbatch in microbatches for i in microbatch])
     cut = make_microbatches(batch, map(len, microbatches), multiple_of=multiple_of)
     return make_mini_batches(cut, map(len, plan), ranks)

@@ -190,7 +190,7 @@ MISTAKES = {
     "malformed held-out line": (append("test.jsonl", "x"), [], "test.jsonl, line 4 is not JSON"),
     "no text": (
         append("train.jsonl", '{"prompt": "\\ud800", "answer": 1}'), [],
-        "line 4: prompt holds half of a surrogate pair, which is no text; correct",
+        "line 4: prompt contains half of a surrogate pair, which is not valid Unicode; correct",
     ),
     "missing column": (
         nothing, ["data.answer_column=solution"],
@@ -199,7 +199,7 @@ MISTAKES = {
     ),
     "empty data": (
         lambda place: (place / "train.jsonl").write_text("\n"), [],
-        "train.jsonl holds no problems; give a file with at least one row",
+        "train.jsonl has no problems; give a file with at least one row",
     ),
     "long prompt": (
         append("train.jsonl", '{"prompt": "w1 w2 w3 w4 w5 w6 w7 w8 w9", "answer": 1}'), [],
@@ -211,7 +211,7 @@ MISTAKES = {
     ),
     "no answer": (
         append("train.jsonl", '{"prompt": "w1", "answer": " "}'), [],
-        "train.jsonl, line 4: answer=' ' must be a number or a text that is not empty; correct or",
+        "train.jsonl, line 4: answer=' ' must be a number or a non-empty string; correct or",
     ),
     "no dump": (nothing, ["--replay", "{place}"], "{place} has no dumped steps; give a run dir"),
     "dump of another model": (

@@ -49,10 +49,10 @@ def test_lengths():
     assert spread.tolist() == [1, 1, 1, 2, 2, 2, 2, 4, 4]
 
 
-@pytest.mark.parametrize("picked", [[0, 1, 2, 3], [3, 1], [2], [1, 1], []])
-def test_select_keeps_each_responses_own(picked):
+@pytest.mark.parametrize(("first", "count"), [(0, 4), (1, 2), (3, 1), (2, 1), (2, 0)])
+def test_narrow_keeps_each_responses_own(first, count):
     batch = make_batch()
-    part = batch.select(picked)
+    part, picked = batch.narrow(first, count), range(first, first + count)
     cu_t, cu_s = batch.cu_seqlens.tolist(), batch.sequence_cu_seqlens.tolist()
     rows_t = [t for i in picked for t in range(cu_t[i], cu_t[i + 1])]
     rows_s = [s for i in picked for s in range(cu_s[i], cu_s[i + 1])]
@@ -69,14 +69,14 @@ def test_select_keeps_each_responses_own(picked):
 
 
 def test_fields_that_do_not_exist_yet_stay_none():
-    part = make_batch(complete=False).select([1])
+    part = make_batch(complete=False).narrow(1, 1)
     assert part.values is None and part.old_logprobs is None
     assert part.replace(values=torch.zeros(4)).values.tolist() == [0] * 4
 
 
-def test_selecting_twice_is_selecting_once():
+def test_narrowing_twice_is_narrowing_once():
     batch = make_batch()
-    twice, once = batch.select([3, 1, 0]).select([2, 0]), batch.select([0, 3])
+    twice, once = batch.narrow(1, 3).narrow(1, 1), batch.narrow(2, 1)
     assert torch.equal(twice.tokens, once.tokens) and torch.equal(twice.values, once.values)
 
 
@@ -101,7 +101,7 @@ def test_a_microbatch_predicts_each_response_token_from_the_position_before(mult
 
 @pytest.mark.parametrize("multiple_of", [1, 4])
 def test_an_empty_microbatch_is_padding_alone(multiple_of):
-    micro = make_microbatch(make_batch().select([]), multiple_of=multiple_of)
+    micro = make_microbatch(make_batch().narrow(0, 0), multiple_of=multiple_of)
     assert micro.tokens.numel() == micro.max_seqlen == multiple_of
     assert micro.predicting.numel() == micro.targets.numel() == 0
     assert micro.model_cu_seqlens.tolist() == [0, multiple_of]
@@ -111,6 +111,6 @@ def test_everything_stays_on_the_batchs_device():
     """Under another default device, an index made without naming one would not meet its data."""
     batch = make_batch()
     with torch.device("meta"):
-        micro = make_microbatch(batch.select([1, 3]), multiple_of=8)
+        micro = make_microbatch(batch.narrow(1, 3), multiple_of=8)
         assert micro.targets.tolist() == [150, 151, 152, 153, 350, 351]
         assert micro.position_ids.device.type == micro.tokens.device.type == "cpu"

@@ -72,7 +72,7 @@ def test_parquet_gives_what_jsonl_gives(tmp_path):
     [
         (b'{"prompt": "p", ', "is not JSON .* each line must be one JSON object"),
         (b'{"prompt": "p", "answer": ' + b"1" * 5000 + b"}", "is not JSON"),
-        (b'["p", "1"]', "holds a list; each line must be one JSON object"),
+        (b'["p", "1"]', "is a list; each line must be one JSON object"),
         (b'{"prompt": "\xff", "answer": "1"}', "is not UTF-8 .* save it as UTF-8"),
         (
             b'{"prompt": "p", "id": 3}',
@@ -83,13 +83,13 @@ def test_parquet_gives_what_jsonl_gives(tmp_path):
             "no column 'prompt'; set data.prompt_column to one of those it has: question, answer",
         ),
         (b"{}", "no column 'prompt'; .*: none"),
-        (b'{"prompt": "\\ud800", "answer": "1"}', "prompt holds half of a surrogate pair"),
-        (b'{"prompt": "p", "answer": "\\udfff"}', "answer holds half of a surrogate pair"),
-        (b'{"prompt": "", "answer": "1"}', "prompt='' must be a text that is not empty"),
-        (b'{"prompt": ["p"], "answer": "1"}', r"prompt=\['p'\] must be a text"),
-        (b'{"prompt": "p", "answer": null}', "answer=None must be a number or a text"),
-        (b'{"prompt": "p", "answer": true}', "answer=True must be a number or a text"),
-        (b'{"prompt": "p", "answer": NaN}', "answer=nan must be a number or a text"),
+        (b'{"prompt": "\\ud800", "answer": "1"}', "prompt contains half of a surrogate pair"),
+        (b'{"prompt": "p", "answer": "\\udfff"}', "answer contains half of a surrogate pair"),
+        (b'{"prompt": "", "answer": "1"}', "prompt='' must be a non-empty string"),
+        (b'{"prompt": ["p"], "answer": "1"}', r"prompt=\['p'\] must be a non-empty string"),
+        (b'{"prompt": "p", "answer": null}', "answer=None must be a number or a non-empty string"),
+        (b'{"prompt": "p", "answer": true}', "answer=True must be a number or a non-empty string"),
+        (b'{"prompt": "p", "answer": NaN}', "answer=nan must be a number or a non-empty string"),
         (b'{"prompt": "p", "answer": "  "}', "answer='  ' must be .* correct or remove the row"),
     ],
 )
@@ -123,7 +123,7 @@ def test_an_empty_data_set_is_refused(tmp_path, name):
             {"prompt": pyarrow.array([], "str"), "answer": pyarrow.array([], "str")}
         )
         pyarrow.parquet.write_table(table, tmp_path / name)
-    with pytest.raises(DataError, match=f"{name} holds no problems; give a file"):
+    with pytest.raises(DataError, match=f"{name} has no problems; give a file"):
         load_problems(tmp_path / name)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from tests.cut import select
 from tests.models.built import Layout, build, write_hf
 from tests.models.float64 import load_float64
 from tests.parallel import training
@@ -89,7 +90,7 @@ def measure(hf_paths, layout):
     torch.manual_seed(dist.get_rank())
     multiple = layout.tp if layout.sp else 1
     microbatches = [
-        make_microbatch(batch().select(part), multiple_of=multiple) for part in ([0, 4, 2], [3, 1])
+        make_microbatch(select(batch(), part), multiple_of=multiple) for part in ([0, 4, 2], [3, 1])
     ]
     found = {}
     for name, hf_path in hf_paths.items():

@@ -10,6 +10,7 @@ import contextlib
 import pytest
 import torch
 
+from tests.cut import select
 from tests.parallel.training import ALL, Layout, critic_loss, make_batch, make_config
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.config import VapoConfig
@@ -83,7 +84,7 @@ def _learn(hf_path, layout, dtype, offload):
     one = torch.ones(())
     mini_batch = MiniBatch(
         [
-            make_microbatch(batch.select(part), multiple_of=layout.tp if layout.sp else 1)
+            make_microbatch(select(batch, part), multiple_of=layout.tp if layout.sp else 1)
             for part in layout.split[place.dp_rank]
         ],
         one, one, one, one,

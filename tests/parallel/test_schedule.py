@@ -9,6 +9,7 @@ import dataclasses
 import pytest
 import torch
 
+from tests.cut import select
 from tests.parallel.training import (
     ALL,
     LENGTHS,
@@ -143,7 +144,7 @@ def _four_microbatches(hf_path, layout, batched):
     trained = _start(hf_path, layout, parallel={"batch_p2p_comm": batched})
     batch = make_batch(trained.shape.vocab_size)
     parts = ((0, 2), (5, 6), (3,), (1, 4))  # 8 + 7, 8 + 7, 16, 11 + 5 tokens
-    microbatches = [make_microbatch(batch.select(part), multiple_of=16) for part in parts]
+    microbatches = [make_microbatch(select(batch, part), multiple_of=16) for part in parts]
     return float(forward_backward(trained.chunks, microbatches, trained.loss)["loss"])
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.cut import select
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import RolloutBatch, make_microbatch
 
@@ -147,7 +148,7 @@ class Trained:
         self.optimizer = build_optimizer(self.chunks, config.optimizer, role)
         batch = make_batch(self.shape.vocab_size)
         self.microbatches = [
-            make_microbatch(batch.select(part), multiple_of=layout.tp if layout.sp else 1)
+            make_microbatch(select(batch, part), multiple_of=layout.tp if layout.sp else 1)
             for part in layout.split[self.ranks.dp_rank]
         ]
 

@@ -11,7 +11,6 @@ Shape legend, used by every docstring of the package:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -50,7 +49,7 @@ class Rollout:
 
 
 STATUSES = ("correct", "wrong", "unparsable", "timed_out")
-"""What the verifier can say of a response."""
+"""The verifier's possible verdicts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +63,13 @@ class ScoredRollout:
 
     @property
     def is_correct(self) -> bool:
-        """The verdict alone, whatever the reward says."""
+        """The verdict, independent of the reward."""
         return self.status == "correct"
 
 
 @dataclasses.dataclass(frozen=True)
 class StepSummary:
-    """A few numbers about every response of a step, on every rank, ordered by Rollout.position.
+    """Lengths, verdict and reward of all of a step's responses, on every rank, by position.
 
     All arrays are [P*G].
     """
@@ -88,7 +87,7 @@ class StepSummary:
     prompt_indices: Tensor
     """int64, Prompt.index"""
     sources: Tensor
-    """int64, the rank that sampled it and holds its text"""
+    """int64, the rank that sampled it and has its text"""
 
     @property
     def is_correct(self) -> Tensor:
@@ -103,11 +102,9 @@ class StepSummary:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutBatch:
-    """Responses of one data-parallel rank, concatenated.
+    """Responses of one data-parallel rank, concatenated; the same on its model-parallel ranks.
 
-    Every rank of its model-parallel group holds the same.
-
-    Fields that do not exist yet are None; `replace` fills them in step by step.
+    Fields that are not computed yet are None; `replace` sets them.
     """
 
     tokens: Tensor
@@ -164,26 +161,13 @@ class RolloutBatch:
 
     @property
     def is_finite(self) -> bool:
-        """Whether each number of its tokens is: log-probabilities, values and what follows."""
+        """Whether all per-token fields are finite: log-probabilities, values, advantages."""
         known = (getattr(self, name) for name in _PER_TOKEN)
         return all(bool(numbers.isfinite().all()) for numbers in known if numbers is not None)
 
     def replace(self, **fields: Tensor) -> RolloutBatch:
         """Return the same batch with some fields set."""
         return dataclasses.replace(self, **fields)
-
-    def select(self, responses: Sequence[int]) -> RolloutBatch:
-        """Return the batch of the given responses (local indices, 0..B-1), in the given order."""
-        index = torch.as_tensor(responses, dtype=torch.long, device=self.tokens.device)
-        in_t, cu_t = _ranges(self.cu_seqlens, index)
-        in_s, cu_s = _ranges(self.sequence_cu_seqlens, index)
-        picked: dict[str, Tensor | None] = {"sequence_cu_seqlens": cu_s, "cu_seqlens": cu_t}
-        for name in _PER_RESPONSE:
-            picked[name] = getattr(self, name)[index]
-        for name in _PER_TOKEN:
-            value = getattr(self, name)
-            picked[name] = None if value is None else value[in_t]
-        return RolloutBatch(tokens=self.tokens[in_s], **picked)  # type: ignore[arg-type]
 
     def narrow(self, first: int, count: int) -> RolloutBatch:
         """Return the batch of consecutive responses; its tensors are views of this one's."""
@@ -220,8 +204,8 @@ _PER_TOKEN = (
 class Microbatch:
     """What one forward pass sees: a RolloutBatch and the index tensors that the model needs.
 
-    S here may exceed the batch's token count: sequence parallelism pads the end, and the padding is
-    a sequence of its own that no loss reads.
+    S here may exceed the batch's token count: sequence parallelism needs padding at the end, which
+    is a sequence of its own that no loss uses.
     """
 
     batch: RolloutBatch
@@ -233,8 +217,8 @@ class Microbatch:
     """int32: bounds of the sequences in S, the padding's included."""
     max_seqlen: int
     predicting: Tensor
-    """int64 [T]: position in S whose output predicts response token t: the position before it,
-    where V(s_t) is read as well."""
+    """int64 [T]: position in S whose output predicts response token t, and gives V(s_t): the
+    position before the token."""
 
     @property
     def targets(self) -> Tensor:
@@ -252,7 +236,7 @@ def make_microbatch(batch: RolloutBatch, *, multiple_of: int = 1) -> Microbatch:
     """
     cu_s = batch.sequence_cu_seqlens
     size = int(cu_s[-1])
-    padding = -size % multiple_of if size else multiple_of  # no forward pass sees zero tokens
+    padding = -size % multiple_of if size else multiple_of  # A forward pass needs tokens.
     tokens, cu_model = batch.tokens, cu_s
     if padding:
         tokens = torch.cat([tokens, tokens.new_zeros(padding)])
@@ -261,21 +245,8 @@ def make_microbatch(batch: RolloutBatch, *, multiple_of: int = 1) -> Microbatch:
     total = size + padding
     position_ids = torch.arange(total, device=tokens.device)
     position_ids -= cu_model[:-1].long().repeat_interleave(lengths)
-    # A response ends where its sequence ends, so token t stands at sequence_end - response_end + t.
+    # A response ends where its sequence ends: token t is at sequence_end - response_end + t.
     shift = cu_s[1:].long() - batch.cu_seqlens[1:].long()
     num_tokens = int(batch.cu_seqlens[-1])
     predicting = torch.arange(num_tokens, device=tokens.device) + batch.per_token(shift) - 1
-    return Microbatch(
-        batch, tokens, position_ids, cu_model, int(lengths.max()) if total else 0, predicting
-    )
-
-
-def _ranges(cu_seqlens: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the segments `index` of cu_seqlens, concatenated, and their new int32 bounds."""
-    starts = cu_seqlens[:-1].long()[index]
-    lengths = cu_seqlens.diff().long()[index]
-    bounds = lengths.new_zeros(len(index) + 1)
-    torch.cumsum(lengths, 0, out=bounds[1:])
-    offsets = torch.arange(int(bounds[-1]), device=bounds.device)
-    offsets += (starts - bounds[:-1]).repeat_interleave(lengths)
-    return offsets, bounds.int()
+    return Microbatch(batch, tokens, position_ids, cu_model, int(lengths.max()), predicting)

@@ -1,4 +1,4 @@
-"""Seeded orders that are the same on every machine, Python and NumPy version, for ever."""
+"""Seeded permutations that are the same on every machine, Python and NumPy version."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _MULTIPLY_2 = np.uint64(0x94D049BB133111EB)
 
 
 def seeded_permutation(count: int, *keys: int) -> list[int]:
-    """Return 0..count-1 in an order that depends on count and keys alone.
+    """Return 0..count-1 in an order that depends only on count and keys.
 
-    Each number is hashed together with the keys (splitmix64, Steele et al. 2014) and the numbers
-    are sorted by their hashes: NumPy's and Python's own shuffles may change between versions.
+    Sorts the numbers by their hashes with the keys (splitmix64, Steele et al. 2014), because the
+    shuffles of NumPy and Python may change between versions.
 
     Args:
         count: length of the result.
-        keys: what the order is derived from, such as a seed, a purpose and an epoch.
+        keys: such as a seed, a purpose and an epoch.
     """
     state = np.zeros(1, np.uint64)
     for key in keys:

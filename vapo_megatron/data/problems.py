@@ -26,9 +26,9 @@ class Problem:
 def load_problems(
     path: str | Path, prompt_column: str = "prompt", answer_column: str = "answer"
 ) -> list[Problem]:
-    """Read every row of a `.jsonl` or `.parquet` file, in the file's order, duplicates included.
+    """Read all rows of a `.jsonl` or `.parquet` file in order, duplicates included.
 
-    Prompts are text; answers are text or numbers, which become text.
+    Prompts are strings; answers are strings or numbers, which become strings.
 
     Raises:
         DataError: names the file, the line (from 1) or row (from 0), what is wrong and the remedy.
@@ -52,15 +52,15 @@ def load_problems(
             f"data file {path} cannot be read: {error.strerror}; make it readable, or give another"
         ) from None
     if not problems:
-        raise DataError(f"data file {path} holds no problems; give a file with at least one row")
+        raise DataError(f"data file {path} has no problems; give a file with at least one row")
     return problems
 
 
 def jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, its object) of a JSONL file; empty lines are passed over.
+    """Yield (line number from 1, object) of a JSONL file; empty lines are skipped.
 
     Raises:
-        DataError: a line is not UTF-8, not JSON, or no object; names the line.
+        DataError: a line is not a JSON object in UTF-8; names the line.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -74,24 +74,24 @@ def jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     f"{where} is not UTF-8 ({error.reason}); save it as UTF-8"
                 ) from None
             except (ValueError, RecursionError) as error:
-                # Without its own count of lines, which begins with this one.
+                # Without json's own line number, which counts from this line.
                 found = getattr(error, "msg", str(error))
                 raise DataError(
                     f"{where} is not JSON ({found}); each line must be one JSON object"
                 ) from None
             if not isinstance(row, dict):
                 raise DataError(
-                    f"{where} holds a {type(row).__name__}; each line must be one JSON object"
+                    f"{where} is a {type(row).__name__}; each line must be one JSON object"
                 )
             yield number, row
 
 
 @contextlib.contextmanager
 def parquet_file(path: Path) -> Iterator[Any]:
-    """Open a parquet file; a pyarrow.parquet.ParquetFile.
+    """Open a pyarrow.parquet.ParquetFile.
 
     Raises:
-        DataError: it, or what the body reads of it, is damaged.
+        DataError: the file is damaged, found on opening or by the body.
     """
     import pyarrow
     import pyarrow.parquet
@@ -107,7 +107,7 @@ def parquet_file(path: Path) -> Iterator[Any]:
 
 
 def parquet_rows(file: Any, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (row number from 0, its columns) of a parquet file, some rows in memory at a time."""
+    """Yield (row number from 0, columns) of a parquet file, batch by batch."""
     number = 0
     for batch in file.iter_batches(batch_size=4096, columns=list(columns)):
         for row in batch.to_pylist():
@@ -138,36 +138,36 @@ def _check_columns(columns: tuple[str, str], present: Iterable[str], where: str)
 
 
 def prompt_text(value: Any, column: str, where: str) -> str:
-    """Return a prompt's text; DataError names the place where it is none."""
+    """Return a prompt. DataError: it is not a non-empty string; `where` names it."""
     if not isinstance(value, str) or not value:
-        raise DataError(f"{where}: {column}={value!r} must be a text that is not empty; correct it")
+        raise DataError(f"{where}: {column}={value!r} must be a non-empty string; correct it")
     return _encodable(value, column, where)
 
 
 def answer_text(value: Any, column: str, where: str) -> str:
-    """Return an answer, text or number, as text; DataError names the place where it is neither."""
+    """Return an answer, string or number, as a string. DataError: it is neither."""
     answer = ""
     if isinstance(value, str):
         answer = value.strip()
     elif isinstance(value, float) and math.isfinite(value):
-        answer = f"{decimal.Decimal(repr(value)):f}"  # no exponent: 1e-07 would read as 1*e - 7
+        answer = f"{decimal.Decimal(repr(value)):f}"  # No exponent: 1e-07 would parse as 1*e - 7.
     elif isinstance(value, int) and not isinstance(value, bool):
         answer = str(value)
     if not answer:
         raise DataError(
-            f"{where}: {column}={value!r} must be a number or a text that is not empty; "
+            f"{where}: {column}={value!r} must be a number or a non-empty string; "
             "correct or remove the row"
         )
     return _encodable(answer, column, where)
 
 
 def _encodable(text: str, column: str, where: str) -> str:
-    """Refuse what JSON can hold and no tokenizer takes."""
+    """Refuse lone surrogates, which JSON allows and tokenizers do not."""
     try:
         text.encode()
     except UnicodeEncodeError:
         raise DataError(
-            f"{where}: {column} holds half of a surrogate pair, which is no text; correct or "
-            "remove the row"
+            f"{where}: {column} contains half of a surrogate pair, which is not valid Unicode; "
+            "correct or remove the row"
         ) from None
     return text

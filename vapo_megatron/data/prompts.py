@@ -1,4 +1,4 @@
-"""Problems as prompts, in a seeded order that depends on (seed, epoch) alone and can be resumed."""
+"""Tokenized prompts in a seeded order that depends only on (seed, epoch) and can be resumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 OnProgress = Callable[[int, int], None]
 
 _PURPOSE = 1
-"""Keeps this order apart from other orders of the same seed."""
+"""Separates this order from other orders of the same seed."""
 
 
 def read_prompts(
@@ -48,15 +48,15 @@ def read_prompts(
 
 
 class PromptDataset:
-    """Prompts epoch by epoch; each is tokenized once. The same calls give every rank the same ones.
+    """Prompts, tokenized once, epoch by epoch; the same calls return the same ones on every rank.
 
     Args:
         problems: the data set, at least one.
-        tokenize: text -> token ids, with whatever special tokens a prompt begins with.
-        path: the problems' file, which errors name.
+        tokenize: text -> token ids, with the special tokens that a prompt starts with.
+        path: the problems' file, named in errors.
         seed: of the order.
         shuffle: draw a new order in each epoch; otherwise the file's order.
-        max_prompt_tokens: longest prompt that is allowed.
+        max_prompt_tokens: longest prompt allowed.
         on_progress: called with (tokenized, all) problems.
 
     Raises:
@@ -93,7 +93,7 @@ class PromptDataset:
         self, index: int, tokenize: Callable[[str], Sequence[int]], limit: int
     ) -> array.array[int]:
         text = self._rows[index].prompt
-        # 4 bytes a token: tuples of Python integers take ten times as much.
+        # 4 bytes a token; a tuple of Python integers would take ten times as much.
         token_ids = array.array("i", tokenize(text))
         where = f"{self.path}: problem {index} (from 0)"
         if not token_ids:
@@ -120,7 +120,7 @@ class PromptDataset:
         return [row.answer for row in self._rows]
 
     def next(self, count: int) -> list[Prompt]:
-        """Return the next prompts and move on; the end of an epoch leads into the next one."""
+        """Return the next prompts; after the end of an epoch the next one starts."""
         picked: list[int] = []
         while len(picked) < count:
             if self._position == len(self._rows):

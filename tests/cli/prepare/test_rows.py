@@ -100,8 +100,8 @@ TRUTH = {"ground_truth": "1"}
         ("gsm8k", {"question": "q", "answer": "72"}, "'72' has no '####'.*--prompt-column question "
          "--answer-column answer"),
         ("gsm8k", {"question": "q", "answer": "#### "}, "answer=' ' must be"),
-        ("aime", {"problem": "", "answer": "1"}, "problem='' must be a text"),
-        ("plain", {"prompt": "p", "answer": None}, "answer=None must be a number or a text"),
+        ("aime", {"problem": "", "answer": "1"}, "problem='' must be a non-empty string"),
+        ("plain", {"prompt": "p", "answer": None}, "answer=None must be a number or a non-empty"),
     ],
 )  # fmt: skip
 def test_a_bad_row_is_named(name, row, message):

@@ -251,10 +251,7 @@ def two_replicas(tmp: Path, first_path: Path, second_path: Path) -> dict[str, An
         before = process_state()
         engine = build_engine(first_path, config(tmp, 1), rank)
         found: dict[str, Any] = {"constructor": (before, process_state())}
-        found["facts"] = (
-            engine.replica, engine.num_replicas, engine.is_leader, engine.stop_token_ids,
-            engine.max_model_len,
-        )  # fmt: skip
+        found["facts"] = engine.replica, engine.num_replicas, engine.stop_token_ids
         first = weights(first_path)
         found["errors"] = _loading_errors(engine, first)
 
@@ -313,9 +310,7 @@ def one_replica(tmp: Path, path: Path) -> dict[str, Any]:
     torch.manual_seed(rank)
     stop = "rollout.stop_token_ids=[7, 9]"
     engine = build_engine(path, config(tmp, 2, stop), rank)
-    found: dict[str, Any] = {
-        "facts": (engine.replica, engine.num_replicas, engine.is_leader, engine.stop_token_ids)
-    }
+    found: dict[str, Any] = {"facts": (engine.replica, engine.num_replicas, engine.stop_token_ids)}
     all_weights = weights(path)
     part = [p for p in all_weights if p[0] != "model.layers.0.mlp.up_proj.weight"]
     found["missing"] = error_of(engine.load_weights, part, 0)

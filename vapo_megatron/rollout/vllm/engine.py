@@ -112,9 +112,7 @@ class RolloutEngine:
         self._tokenizer, self.stop_token_ids = inputs.tokenizer, inputs.stop_token_ids
         self.replica = rank // tp_size
         self.num_replicas = world_size // tp_size
-        self.is_leader = rank % tp_size == 0
-        """The first rank of the replica."""
-        self.max_model_len = max_model_len(inputs.shape, rollout)
+        longest = max_model_len(inputs.shape, rollout)
         _check_head_dim(inputs.shape)
         self.policy_version: int | None = None
         """Version of the engine's weights; None: there are none to sample from."""
@@ -126,7 +124,7 @@ class RolloutEngine:
                 arguments = engine_arguments(
                     hf_path,
                     rollout,
-                    self.max_model_len,
+                    longest,
                     dtype=dtype,
                     seed=seed,
                     offload=offload,
