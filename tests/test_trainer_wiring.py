@@ -78,7 +78,7 @@ def as_lists(mini_batch):
     for microbatch in mini_batch.microbatches:
         batch = microbatch.batch
         for i, position in enumerate(batch.positions.tolist()):
-            one = batch.select([i])
+            one = batch.narrow(i, 1)
             fields = {n: getattr(one, n) for n in PER_TOKEN}
             fields = {n: v if v is None else v.tolist() for n, v in fields.items()}
             fields |= {"tokens": one.tokens.tolist(), "is_correct": one.is_correct.item()}

@@ -3,6 +3,7 @@
 Not exercised: the time that a forward pass really takes.
 """
 
+import functools
 import random
 import subprocess
 import sys
@@ -11,16 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vapo_megatron.data.packing import (
-    ATTENTION_TOKENS,
-    _first_fit,
-    _in_equal_parts,
-    balanced_partition,
-    cost,
-    plan_step,
-)
+from vapo_megatron.data import packing
+from vapo_megatron.data.packing import _first_fit, _in_equal_parts, balanced_partition, cost
 
 ROOT = Path(__file__).resolve().parents[2]
+ATTENTION_TOKENS = packing.attention_tokens(4096)
+plan_step = functools.partial(packing.plan_step, attention_tokens=ATTENTION_TOKENS)
 
 
 def random_case(seed):
@@ -149,7 +146,7 @@ def test_ranks_are_balanced_on_heavy_tailed_lengths(attention_tokens):
                 seed=seed,
                 attention_tokens=attention_tokens,
             ).mini_batches
-            costs = [cost(length, attention_tokens=attention_tokens) for length in lengths]
+            costs = [cost(length, attention_tokens) for length in lengths]
             loads = [sum(costs[p] for micro in rank for p in micro) for rank in by_rank(plan)]
             assert max(loads) < 1.03 * sum(loads) / 8
             assert positions(plan) == list(range(512))
@@ -167,8 +164,8 @@ def test_planning_needs_no_torch():
 
 
 def test_the_quadratic_term_counts():
-    assert cost(ATTENTION_TOKENS) == 2 * ATTENTION_TOKENS
-    assert cost(1000, attention_tokens=500) == 1000 + 1000 * 1000 / 500
+    assert cost(ATTENTION_TOKENS, ATTENTION_TOKENS) == 2 * ATTENTION_TOKENS
+    assert cost(1000, 500) == 1000 + 1000 * 1000 / 500
     # One of 1000 costs 1000 + 1e6/100 = 11000; ten of 100 cost 10 * (100 + 1e4/100) = 2000: by
     # tokens the two ranks would get one and ten, by cost the long one leaves the others together,
     # and the eleventh of 900 (900 + 8100 = 9000) meets the ten.
@@ -216,7 +213,7 @@ def test_first_fits_passes_are_split_where_evening_out_cannot_add_one():
     # 100. With 14 passes the 150 and the 90s, of which each costs more than all the 10s, stand
     # alone, and two passes would share 21 * 10 = 210 > 200. Instead one 90 + 10 is taken apart.
     lengths = [150] + [90] * 11 + [10] * 21
-    costs = [cost(length, attention_tokens=10) for length in lengths]
+    costs = [cost(length, 10) for length in lengths]
     rank = list(range(len(lengths)))
     passes = _in_equal_parts(rank, _first_fit(rank, lengths, 100), 14, lengths, costs, 100)
     tokens = sorted(sum(lengths[p] for p in micro) for micro in passes)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.cut import select
 from tests.distributed import mutations
 from tests.distributed.problem import (
     CLIP_GRAD,
@@ -148,7 +149,7 @@ def _largest(errors: Tensor) -> list[float]:
 
 def _plan(layout: Layout) -> list[list[list[int]]]:
     """[data-parallel rank][microbatch] -> responses, as the trainer plans a mini-batch."""
-    from vapo_megatron.data.packing import plan_step
+    from vapo_megatron.data.packing import attention_tokens, plan_step
 
     plan = plan_step(
         [prompt + response for prompt, response in LENGTHS],
@@ -156,6 +157,7 @@ def _plan(layout: Layout) -> list[list[list[int]]]:
         dp_size=layout.dp,
         max_tokens_per_microbatch=layout.budget,
         seed=0,
+        attention_tokens=attention_tokens(4096),
     )
     return [rank.microbatches for rank in plan.mini_batches[0].ranks]
 
@@ -178,7 +180,7 @@ def _build(hf_path: str, role: str, layout: Layout, here: Any) -> Any:
 def _outputs(model: Any, role: str, problem: Problem, mine: list[list[int]]) -> Tensor:
     from vapo_megatron.parallel.minibatches import make_microbatches, packed_multiple
 
-    batch = problem.batch().select([p for m in mine for p in m])
+    batch = select(problem.batch(), [p for m in mine for p in m])
     multiple = packed_multiple(model.config.parallel, model.config.model.fp8)
     microbatches = make_microbatches(batch, map(len, mine), multiple_of=multiple)
     if role == "critic":
@@ -197,7 +199,7 @@ def _gradients(
 
     algorithm = settings._asdict()
     batch = problem.batch(algorithm.pop("advantage_scale", 1.0))
-    batch = batch.select([p for m in mine for p in m])
+    batch = select(batch, [p for m in mine for p in m])
     tree = model.config.model_dump()
     model.config = VapoConfig.model_validate({**tree, "algorithm": algorithm})
     batch, _ = with_policy_mask(batch, model.config.algorithm, here)

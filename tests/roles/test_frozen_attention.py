@@ -7,7 +7,7 @@ layers, whose first norm lies with the projection behind it.
 import pytest
 import torch
 
-from tests.cut import mini_batches
+from tests.cut import mini_batches, select
 from tests.parallel.training import Layout, make_batch, make_config
 from tests.weights.tiny_hf import write_tiny_hf
 
@@ -38,7 +38,7 @@ def mini_batch_of(critic):
     from vapo_megatron.parallel.minibatches import packed_multiple
 
     data = make_batch(60)
-    data = data.select([[0, 1, 3], [2, 5, 6]][critic.ranks.dp_rank])
+    data = select(data, [[0, 1, 3], [2, 5, 6]][critic.ranks.dp_rank])
     (found,) = mini_batches(
         data,
         [[[0, 1], [2]]],

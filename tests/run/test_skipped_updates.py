@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.cut import mini_batches
+from tests.cut import mini_batches, select
 from tests.parallel.training import Layout, make_batch, make_config
 from tests.weights.tiny_hf import write_tiny_hf
 
@@ -46,7 +46,7 @@ def mini_batch_of(model, logprobs=None, **faulty):
 
     place, data = model.ranks, make_batch(60)
     share = [[0, 1, 3], [2, 5, 6]][place.dp_rank] if place.dp_size == 2 else [0, 1, 2, 3, 5, 6]
-    data = data.select(share)
+    data = select(data, share)
     data = data.replace(values=torch.zeros_like(data.returns), old_logprobs=logprobs)
     if place.dp_rank == place.dp_size - 1:
         for name, number in faulty.items():

@@ -22,7 +22,7 @@ from tools.smoke.report import Row, judged
 from tools.smoke.sizes import Sizes
 from vapo_megatron.cli.benchmark.logprobs import Measurement, Settings, measure
 from vapo_megatron.data.batch import RolloutBatch
-from vapo_megatron.data.packing import plan_step
+from vapo_megatron.data.packing import attention_tokens, plan_step
 from vapo_megatron.models.build import Role
 from vapo_megatron.models.hf_config import ModelShape, parameter_count
 from vapo_megatron.parallel import backend
@@ -79,15 +79,17 @@ def described_shape(title: str, shape: ModelShape, role: Role) -> str:
 
 def planned(sizes: Sizes, shape: ModelShape) -> tuple[RolloutBatch, list[list[int]]]:
     """Return a batch in the order of its plan, and the plan: one mini-batch, as the trainer's."""
-    batch = random_batch(sizes.load.lengths, shape.vocab_size, seed=0)
+    lengths = sizes.load.lengths
     plan = plan_step(
-        batch.sequence_lengths.tolist(),
-        mini_batch_size=batch.num_responses,
+        [prompt + response for prompt, response in lengths],
+        mini_batch_size=len(lengths),
         dp_size=1,
         max_tokens_per_microbatch=sizes.load.tokens_per_microbatch,
         seed=0,
+        attention_tokens=attention_tokens(shape.hidden_size),
     )
-    return batch.select(plan.positions(0)), plan.mini_batches[0].ranks[0].microbatches
+    batch = random_batch([lengths[p] for p in plan.positions(0)], shape.vocab_size, seed=0)
+    return batch, plan.mini_batches[0].ranks[0].microbatches
 
 
 def logprobs(sizes: Sizes, directory: Path) -> list[Row]:

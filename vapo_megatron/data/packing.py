@@ -1,6 +1,6 @@
-"""Which responses form a mini-batch, who trains on them, and in which forward passes.
+"""Plans a step: mini-batches, their split over data-parallel ranks, and their microbatches.
 
-Pure functions of the lengths: every rank computes the same plan from the same numbers.
+Pure functions of the lengths: every rank computes the same plan.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ from collections.abc import Sequence
 from vapo_megatron.data.order import seeded_permutation
 
 _PURPOSE = 2
-"""Keeps this order apart from other orders of the same seed."""
+"""Separates this order from other orders of the same seed."""
 
 
 def attention_tokens(hidden_size: int) -> int:
-    """Return the length at which attention costs as much as the matrices: 12 H.
+    """Return the length at which attention costs as much as the matrix products: 12 H.
 
-    A layer of about 12 H^2 parameters takes 24 H^2 operations per token, and causal attention 2 l H
-    per token of a sequence of length l.
+    A layer of about 12 H^2 parameters takes 24 H^2 FLOPs per token, and causal attention 2 l H per
+    token of a sequence of length l.
     """
     return 12 * hidden_size
-
-
-ATTENTION_TOKENS = attention_tokens(4096)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +33,7 @@ class RankPlan:
 
     @property
     def positions(self) -> list[int]:
-        """All of them, in the order of the passes."""
+        """All responses, in the order of the forward passes."""
         return [position for microbatch in self.microbatches for position in microbatch]
 
 
@@ -45,8 +42,8 @@ class MiniBatchPlan:
     """One optimizer update."""
 
     ranks: list[RankPlan]
-    """By data-parallel rank. All have the same number of microbatches; some are empty where a rank
-    has fewer responses."""
+    """By data-parallel rank. All have the same number of microbatches; a rank with fewer responses
+    has empty ones."""
 
     @property
     def num_microbatches(self) -> int:
@@ -69,8 +66,8 @@ class StepPlan:
         return [list(map(len, plan.ranks[dp_rank].microbatches)) for plan in self.mini_batches]
 
 
-def cost(length: int, *, attention_tokens: int = ATTENTION_TOKENS) -> float:
-    """Return what a sequence costs, in a token's matrix products: l + l^2 / attention_tokens."""
+def cost(length: int, attention_tokens: int) -> float:
+    """Return the cost of a sequence, in a token's matrix products: l + l^2 / attention_tokens."""
     return length + length * length / attention_tokens
 
 
@@ -81,25 +78,25 @@ def plan_step(
     dp_size: int,
     max_tokens_per_microbatch: int,
     seed: int,
-    attention_tokens: int = ATTENTION_TOKENS,
+    attention_tokens: int,
 ) -> StepPlan:
     """Plan a step's optimizer updates. Every response is in exactly one microbatch.
 
-    Which responses form a mini-batch depends on the seed and their number alone, never on dp_size
-    or on lengths: the update is the same in every layout.
+    Which responses form a mini-batch depends only on the seed and their number, not on dp_size or
+    on lengths: the update is the same in every layout.
 
     Args:
         sequence_lengths: prompt + response tokens of every response of the step, over all ranks.
-        mini_batch_size: responses of an update, over all ranks. The last one takes what is left.
+        mini_batch_size: responses per update, over all ranks; the last one may have fewer.
         dp_size: data-parallel ranks.
-        max_tokens_per_microbatch: budget of a forward pass. A longer response stands alone.
+        max_tokens_per_microbatch: of a forward pass; a longer response gets one of its own.
         seed: differs from step to step.
         attention_tokens: see `cost`.
     """
     lengths = [int(length) for length in sequence_lengths]
-    assert all(length > 0 for length in lengths), "a sequence holds at least its prompt"
+    assert all(length > 0 for length in lengths), "a sequence has at least its prompt"
     assert mini_batch_size > 0 and dp_size > 0, f"{mini_batch_size=} {dp_size=}"
-    costs = [cost(length, attention_tokens=attention_tokens) for length in lengths]
+    costs = [cost(length, attention_tokens) for length in lengths]
     order = seeded_permutation(len(lengths), seed, _PURPOSE)
     plans = []
     for start in range(0, len(order), mini_batch_size):
@@ -110,11 +107,11 @@ def plan_step(
 
 
 def balanced_partition(costs: dict[int, float], parts: int) -> list[list[int]]:
-    """Split items into parts of nearly equal cost: the costliest first, each to the lightest part.
+    """Split items into parts of nearly equal cost: the costliest first, each to the cheapest part.
 
-    Longest processing time first (Graham 1969): the heaviest part is at most 4/3 of the best
-    possible one, and among hundreds of responses within a thousandth of the mean. No part stays
-    empty when there are enough items.
+    Longest processing time first (Graham 1969): the costliest part is at most 4/3 of the optimum,
+    and with hundreds of responses within 0.1% of the mean. No part is empty if there are enough
+    items.
 
     Args:
         costs: item -> cost > 0.
@@ -132,7 +129,7 @@ def balanced_partition(costs: dict[int, float], parts: int) -> list[list[int]]:
 def _microbatches(
     ranks: list[list[int]], lengths: list[int], costs: list[float], budget: int
 ) -> list[RankPlan]:
-    """Each rank's responses in microbatches within the budget, as many on every rank."""
+    """Return each rank's microbatches within the budget, the same number on every rank."""
     first_fit = [_first_fit(rank, lengths, budget) for rank in ranks]
     count = max(len(bins) for bins in first_fit)
     return [
@@ -149,7 +146,7 @@ def _in_equal_parts(
     costs: list[float],
     budget: int,
 ) -> list[list[int]]:
-    """Microbatches of similar cost where the budget allows it, else first-fit's, split further."""
+    """Return microbatches of similar cost if the budget allows it, else first-fit's, split."""
     bins = balanced_partition({p: costs[p] for p in rank}, count)
     if not all(_fits(b, lengths, budget) for b in bins):
         bins = list(first_fit)
@@ -165,16 +162,16 @@ def _fits(microbatch: list[int], lengths: list[int], budget: int) -> bool:
 
 
 def _first_fit(rank: list[int], lengths: list[int], budget: int) -> list[list[int]]:
-    """First-fit decreasing: at most 11/9 of the fewest microbatches possible, plus one."""
+    """First-fit decreasing: at most 11/9 of the minimum number of microbatches, plus one."""
     bins: list[list[int]] = []
     room: list[int] = []
     for position in sorted(rank, key=lambda p: (-lengths[p], p)):
         length = lengths[position]
-        place = next((i for i, free in enumerate(room) if free >= length), None)
-        if place is None:
+        fitting = next((i for i, free in enumerate(room) if free >= length), None)
+        if fitting is None:
             bins.append([])
             room.append(budget)
-            place = len(bins) - 1
-        bins[place].append(position)
-        room[place] -= length
+            fitting = len(bins) - 1
+        bins[fitting].append(position)
+        room[fitting] -= length
     return bins
