@@ -1,6 +1,7 @@
 """Fixtures shared by all rooms."""
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -62,9 +63,12 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(autouse=True)
 def _seeded():
-    """Every test starts from the same random state, on one thread."""
+    """Every test starts from the same random state, on one thread; no test blocks a signal."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 @pytest.fixture(scope="session")

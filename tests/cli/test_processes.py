@@ -89,7 +89,7 @@ def refused(place, words, *arguments):
     ("file", "text", "words"),
     [
         ("data.jsonl", "{\n", "data.jsonl, line 1 is not JSON"),
-        ("o", "{}\n", "is no evaluation's file; give another --out"),
+        ("o", "{}\n", "is not an evaluation's file; give another --out"),
     ],
 )
 def test_an_evaluations_mistake_is_found_before_torchrun(place, file, text, words):

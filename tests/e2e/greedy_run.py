@@ -44,7 +44,7 @@ def train_and_answer(out: str, num_configs: str, *arguments: str) -> int:
         greedy = SamplingSettings(
             temperature=0, top_p=1, top_k=-1, max_response_tokens=64, seed_role="evaluation"
         )
-        problems = trainer.source.held_out.problems[:16]
+        problems = trainer.source._held_out.problems[:16]
         rollouts = trainer.source.engine.generate(problems, 1, 0, greedy, trainer.policy_version)
         answers = {r.position: (r.prompt.token_ids, r.token_ids) for r in rollouts}
         mine = f"{out}.{trainer.ranks.rank}"
