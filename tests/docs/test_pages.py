@@ -75,6 +75,13 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(path), f"{page}: no heading for {target}"
 
 
+def test_a_function_is_in_the_file_that_its_name_links_to():
+    links = re.findall(r"\[`(\w+)`\]\((\S+\.py)\)", (ROOT / "README.md").read_text())
+    assert len(links) == 7, "the seven techniques'"
+    for name, file in links:
+        assert f"\ndef {name}(" in (ROOT / file).read_text(), f"{file} does not define {name}"
+
+
 def test_every_page_is_linked_from_the_readme():
     linked = set(re.findall(r"\]\((docs/\w[\w-]*\.md)", (ROOT / "README.md").read_text()))
     assert linked == {page for page in PAGES if page.startswith("docs/")}
