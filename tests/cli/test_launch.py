@@ -13,6 +13,7 @@ import sys
 
 import pytest
 import yaml
+from torch.distributed import run
 
 from tests.cli.starting import ROOT, make_stand_in, start
 from tests.models.qwen25 import config_json
@@ -143,11 +144,20 @@ def test_one_node_needs_no_variables():
     assert command(MASTER_PORT=f"{port}") == [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--node-rank=0",
         "--master-addr=127.0.0.1", f"--master-port={port}", "--nproc-per-node=8",
-        "--max-restarts=0", "recipe.sh", "--replay", "a b",
+        "--max-restarts=0", "--", "recipe.sh", "--replay", "a b",
     ]  # fmt: skip
     assert "--nproc-per-node=1" in command(1), "no more processes than the configuration has"
     empty = command(NNODES="", MASTER_ADDR="", MASTER_PORT="")
     assert empty[3:6] == command()[3:6], "empty is as good as unset"
+
+
+@pytest.mark.parametrize("start", [["recipe.sh"], ["-m", "package.module"]])
+def test_torchrun_leaves_the_workers_options_alone(start):
+    """Also those that could be short for its own."""
+    worker = [*start, "--nproc=2", "--node", "-m", "--", "a=b", "--dry-run"]
+    found = run.parse_args(torchrun_command({}, 8, worker)[3:])
+    assert found.nproc_per_node == "8" and found.module == (start[0] == "-m")
+    assert [found.training_script, *found.training_script_args] == worker[found.module :]
 
 
 def test_two_runs_on_one_node_have_ports_of_their_own():
@@ -249,7 +259,7 @@ def test_the_command_hands_over_to_torchrun(stand_in, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     seen = json.loads(done.stdout)
     worker = seen["arguments"].index("-m")
-    assert seen["arguments"][worker:] == ["-m", "vapo_megatron.train", *arguments]
+    assert seen["arguments"][worker:] == ["-m", "--", "vapo_megatron.train", *arguments]
     assert {"--nproc-per-node=1", "--max-restarts=2"} <= set(seen["arguments"][:worker])
     assert seen["environment"]["OMP_NUM_THREADS"] == "3", "what is set already stays"
     assert set(SIGNALS) <= set(seen["blocks"])

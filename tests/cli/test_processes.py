@@ -55,13 +55,13 @@ def test_an_evaluation_starts_its_processes(place, more, processes):
     # Variables of a cluster's training job say nothing about an evaluation.
     torchrun, worker = started(place, *VAPO, "evaluate", *arguments, NNODES="4", RANK="1")
     assert {f"--nproc-per-node={processes}", "--nnodes=1"} <= set(torchrun)
-    assert worker == ["-m", "vapo_megatron", "evaluate", *arguments]
+    assert worker == ["-m", "--", "vapo_megatron", "evaluate", *arguments]
 
 
 def test_the_tool_starts_itself(place):
     arguments = evaluation(place, "--nproc=2")
     worker = started(place, sys.executable, ROOT / "tools/evaluate.py", *arguments)[1]
-    assert worker == [str(ROOT / "tools/evaluate.py"), *arguments]
+    assert worker == ["--", str(ROOT / "tools/evaluate.py"), *arguments]
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def collection(place, workers):
 
 def test_gradients_start_the_processes_of_their_layout(place, collection):
     torchrun, worker = started(place, *VAPO, *collection)
-    assert "--nproc-per-node=2" in torchrun and worker == ["-m", "vapo_megatron", *collection]
+    assert "--nproc-per-node=2" in torchrun and worker == ["-m", "--", "vapo_megatron", *collection]
 
 
 def refused(place, words, *arguments):

@@ -242,8 +242,8 @@ def test_two_replicas_killed_and_started_again_give_the_same_file(
     straight, checkpoint, data, tmp_path
 ):
     out = tmp_path / "two.jsonl"
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*start, str(TOOL), *arguments(checkpoint, data, out)]
+    start = [sys.executable, "-m", "vapo_megatron", "evaluate", "--nproc=2"]
+    command = [*start, *arguments(checkpoint, data, out)]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(), start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -256,7 +256,7 @@ def test_two_replicas_killed_and_started_again_give_the_same_file(
     while written() < 1:
         assert process.poll() is None and time.monotonic() < deadline, "no problem was written"
         time.sleep(0.005)
-    # torchrun's processes have sessions of their own, and would go on without it.
+    # It has become torchrun, whose processes have sessions of their own and would go on.
     for one in [*psutil.Process(process.pid).children(recursive=True), process]:
         one.kill()
     process.wait()

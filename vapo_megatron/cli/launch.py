@@ -107,6 +107,7 @@ def torchrun_command(
             f"NODE_RANK={node_rank} must be less than NNODES={num_nodes}; nodes count from 0"
         )
     port = 29500 if num_nodes > 1 else _free_port()
+    module_flag = ["-m"] if worker[0] == "-m" else []
     return [
         sys.executable,
         "-m",
@@ -117,7 +118,10 @@ def torchrun_command(
         f"--master-port={_number(environment, 'MASTER_PORT', port, least=1)}",
         f"--nproc-per-node={per_node}",
         f"--max-restarts={_number(environment, 'MAX_RESTARTS', 0, least=0)}",
-        *worker,
+        *module_flag,
+        # Without it torchrun refuses a worker's option that is short for several of its own.
+        "--",
+        *worker[len(module_flag) :],
     ]
 
 
