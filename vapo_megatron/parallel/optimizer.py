@@ -19,6 +19,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -141,12 +142,17 @@ def optimizer_step(optimizer: MegatronOptimizer) -> Tensor:
         float32 0-d on the CPU: norm of the whole model's gradient before clipping, the same on all
         ranks. Where it is not finite, parameters and optimizer state are what they were.
     """
-    # step() checks the norm for float16 alone, so it is measured before.
+    # What step() does, which applies the gradients whatever their norm is, float16 apart. The norm
+    # is reduced once: a second reduction need not give the same bits on a GPU.
     optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())  # some versions leave it on the GPU, [1]
+    total_norm = optimizer.get_grad_norm()
+    norm = float(total_norm)  # some versions leave it on the GPU, [1]
     if math.isfinite(norm):
-        success, clipped, _ = optimizer.step()
-        assert success and float(clipped) == norm, "the gradient has changed since it was measured"
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
+            if parameters and part.config.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, total_norm)
+        assert optimizer.step_with_ready_grads(), "a finite gradient is always applied"
     optimizer.zero_grad()
     return torch.tensor(norm)
 
