@@ -88,8 +88,8 @@ SHORT_NOTES = (
 LONG_NOTES = (
     "Without length-adaptive GAE the accuracy is .566 +- .095 lower, in each seed, and below the "
     "base model's: at lambda 0.95 the reward counts .03 one step, 66 tokens, earlier and .001 two "
-    "steps earlier; at the adaptive one, .991, .55 and .30. What happened further back the critic "
-    "alone has to tell, and a slip does not show in the text: the problems that only slips spoil "
+    "steps earlier; at the adaptive one, .991, .55 and .30. Only the critic can credit what "
+    "happened further back, and the text does not reveal a slip: problems that fail by slips alone "
     "go from .36 .39 .33 to .77 .85 .73 in the first arm, to .30 .24 .30 without it. The turn, "
     "which shows, is not learned either: turned problems go from .08 .10 .10 to .63 .82 .72 in the "
     "first arm, to .10 .07 .09 without it.",
@@ -133,8 +133,7 @@ TABLES = {
     "long": Table(
         configs=("tiny.yaml", "ablation_tiny.yaml", "ablation_long.yaml"),
         arms={
-            # All arms lack this loss (ablation_long.yaml), whereas the paper removes one technique
-            # at a time.
+            # No arm has this loss (ablation_long.yaml); the paper removes one technique at a time.
             "vapo": Arm(f"VAPO {NO_POSITIVE_LM}", "54"),
             "no_decoupled_gae": _besides(NO_DECOUPLED_GAE),
             "no_decoupled_gae_95": _besides(NO_DECOUPLED_GAE_95),

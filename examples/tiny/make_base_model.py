@@ -1,17 +1,17 @@
 """Make the tiny task's base model: `python examples/tiny/make_base_model.py --out DIR --seed 0`.
 
 DIR becomes a Hugging Face directory: Qwen2 architecture, 106 thousand parameters, about a minute of
-pretraining on one CPU thread. The first three quarters show chains of thought, 85 % of their steps
-computed, and 20 % direct answers; the last quarter teaches bad habits: 85 % direct answers, and
-chains that guess 30 % of the `+`/`-` steps and 90 % of the `*` steps. Sampled at temperature 1 the
-model is right about 15 % of the time, and about 28 % once it has begun a chain: reinforcement
-learning has to find that thinking pays, and that guessing does not. `--form long` makes the long
-form's: its habits are a random result in every eighth step, which nothing in the text shows, and to
-turn in 2 steps of 100, where one has to.
+pretraining on one CPU thread. The first three quarters of the training text are chains of thought
+with 85 % of their steps computed, and 20 % direct answers. The last quarter teaches bad habits:
+85 % direct answers, and chains that guess 30 % of the `+`/`-` steps and 90 % of the `*` steps.
+Sampled at temperature 1, about 15 % of the model's answers are correct, and about 28 % of those
+with a chain: reinforcement learning has to discover that thinking helps and guessing does not.
+`--form long` makes the long form's base model: its bad habits are a random result in every eighth
+step, which the text does not reveal, and a turn in only 2 of 100 steps of problems that need one.
 
-The result depends on the seed, this directory's source and the recipe alone; recipe.json holds a
-hash of them. A directory with the same hash is kept as it is, and one appears under its name only
-when it is complete.
+The result depends only on the seed, the source files of this directory and the recipe; recipe.json
+holds a hash of them. A directory with the same hash is left unchanged. The directory is created
+atomically, so it is never incomplete.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from transformers import (
 )
 
 IGNORED = -100
-"""Label of a token that no loss is taken of."""
+"""Label of a token that is not part of the loss."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe(making.Training):
-    """What the base model is made from."""
+    """Model size, training text and training of the base model."""
 
     hidden_size: int = 64
     num_layers: int = 2
@@ -56,26 +56,26 @@ class Recipe(making.Training):
     embedding_std: float = 0.5
     direct_share: float = 0.2
     guess: float = 0.15
-    """Of every step. Without some, a guessed step is met too late to be right half of the time."""
+    """Share of the steps. With none, the model sees guesses too late to learn their odds, 1/2."""
     min_operations: int | None = None
-    """Of the problems before the habits, which are drawn uniformly from there on; None: the form's.
-    A short one has fewer tokens for each answer: the one token that reads the last result."""
+    """Fewest operations of a problem before habits_from; None: the form's minimum. In shorter
+    problems a larger share of the tokens is the answer, which has to copy the last result."""
     habits_from: float = 0.75
     """Share of the iterations after which the bad habits are taught."""
     habits_direct_share: float = 0.85
     habits_guess: float = 0.3
     habits_guess_product: float = 0.9
     habits_slip: float = 0.0
-    """Of every step: a random result that looks computed."""
+    """Share of the steps with a random result that looks computed."""
     turn: float = 0.0
-    """Of a step, in a turned problem whose earlier steps did not."""
+    """Probability that a step of a turned problem turns if no earlier one did."""
     habits_turn: float = 0.0
     form: str = "short"
-    """Of the task, one of task.FORMS."""
+    """Key of task.FORMS."""
 
 
 def long_recipe(seed: int) -> Recipe:
-    """Return the long form's recipe: the model always thinks, often slips and hardly ever turns."""
+    """Return the long form's recipe: the model always thinks, often slips and rarely turns."""
     return Recipe(
         seed=seed, form="long", max_position_embeddings=1024, iterations=1100, habits_from=0.8,
         min_operations=1, direct_share=0.0, guess=0.0, habits_direct_share=0.0, habits_guess=0.0,
@@ -87,8 +87,8 @@ def build_model(recipe: Recipe, vocab_size: int, stop_token_id: int) -> Qwen2For
     """Build the model with its initial weights.
 
     Embeddings are N(0, 0.5), matrices N(0, 1/fan_in), those that write to the residual stream with
-    half that standard deviation; biases are 0 and norms 1. At this size the scale decides whether
-    anything is learned in a minute.
+    half that standard deviation; biases are 0 and norms 1. A model this small only learns within a
+    minute if the scale is right.
     """
     config = Qwen2Config(
         vocab_size=vocab_size,
@@ -192,7 +192,7 @@ def losses(
 
 
 def make(directory: Path, recipe: Recipe) -> bool:
-    """Make the HF directory, or keep it when it holds this recipe's model. True: it was made."""
+    """Make the HF directory unless it already holds this recipe's model; True: it was made."""
     made_by = making.digest(recipe, [sys.modules[__name__], making, task, make_tokenizer])
     return making.make(
         directory, recipe, made_by, "base model", lambda partial: write(partial, recipe)

@@ -1,20 +1,21 @@
 """Make the tiny task's reward model: `make_reward_model.py --base DIR --out DIR --seed 0`.
 
-DIR becomes a Hugging Face directory, Qwen2ForSequenceClassification with one label, that
-model.critic_hf_path takes. It starts from the base model and learns to score a response at its last
-token alone: a logit whose sigmoid is the probability that the answer is right, as reward models are
-usually trained. A quarter of its responses are the base model's own, on training problems; few of
-those are right. The others are constructed chains: half of those are cut off somewhere, before
-they have begun too, and wrong; of the rest about half are right.
+DIR becomes a Hugging Face directory for model.critic_hf_path: Qwen2ForSequenceClassification with
+one label. The model starts from the base model and learns to score a response at its last token, as
+reward models usually do: sigmoid(score) is the probability that the answer is correct. A quarter of
+its training responses are sampled from the base model on training problems; few of those are
+correct. The others are constructed chains: half of them are truncated at a random token, possibly
+the first, and wrong; about half of the rest are correct.
 
-So it has learned that what is incomplete is bad. Read as V before each token, that is the bias of a
-critic that starts from a reward model (VC-PPO, arXiv 2503.01491): the return of a response that has
-just begun is as good as lost, and by how much is a matter of the logit's scale, which no reward
-ever fixed. `report` measures it. A reward model that regresses the reward on whole chains alone has
-no such bias, and its critic leads to chains from the first step on.
+The model therefore learns that an incomplete response is bad. As a value function, read before
+every token, it has the bias of a critic initialised from a reward model (VC-PPO, arXiv 2503.01491):
+it predicts a low return early in every response, and how low depends on the scale of the logit,
+which is not tied to the reward. `report` measures this. A reward model trained to regress the
+reward of whole chains only has no such bias, and a critic that starts from it works from the first
+step.
 
-Two layers learn in this time that guesses spoil a chain, and no more: whether the base model's many
-direct answers are right they cannot tell, and find them wrong, as most of them are.
+In this time two layers learn only that guesses make a chain wrong. They cannot check the base
+model's many direct answers and score them all as wrong, which most of them are.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ RIGHT, WRONG = 1.0, -1.0
 
 @dataclasses.dataclass(frozen=True)
 class Recipe(making.Training):
-    """What the reward model is made from."""
+    """Training responses and training of the reward model."""
 
     iterations: int = 300
     batch_size: int = 32
@@ -59,35 +60,35 @@ class Recipe(making.Training):
     base: str = ""
     """Hash of the base model's weights."""
     sampled: int = 1024
-    """Responses of the base model, drawn from again and again."""
+    """Responses sampled from the base model; training draws from them with replacement."""
     sampled_share: float = 0.25
     cut_share: float = 0.5
-    """Constructed chains that are cut off, and wrong."""
+    """Share of the constructed chains that are truncated, and therefore wrong."""
     empty_share: float = 0.1
-    """Of these, nothing is left; of the others a number of tokens that is uniform."""
+    """Share of the truncated chains that are empty; the others keep a uniform number of tokens."""
     computed_share: float = 0.5
-    """Constructed chains without a guess, which are right unless they are cut off."""
+    """Share of the constructed chains without a guess: correct unless truncated."""
     least_guess: float = 0.6
     most_guess: float = 1.0
-    """Any other guesses a share of its steps that is uniform between these."""
+    """Each other chain's share of guessed steps is uniform between these two."""
     held_out: int = 512
-    """Responses of each kind that the report is about."""
+    """Held-out responses of each kind in the report."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """A response with its reward."""
+    """A response and its reward."""
 
     prompt: list[int]
     response: list[int]
-    """The stop token included, unless a length limit ended it."""
+    """Includes the stop token, unless the response reached the length limit."""
     reward: float
 
 
 def constructed(
     rng: random.Random, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, held_out: bool
 ) -> Scored:
-    """Draw a problem and write a chain: computed or with many guesses, whole or cut off."""
+    """Draw a problem and write a chain: computed or with many guesses, whole or truncated."""
     problem = task.draw_problem(rng, held_out=held_out)
     guess = 0.0
     if rng.random() >= recipe.computed_share:
@@ -96,7 +97,7 @@ def constructed(
     reward = RIGHT if text.endswith(task.direct_answer(problem.answer)) else WRONG
     prompt, response = tokenizer([problem.prompt, text])["input_ids"]
     if rng.random() < recipe.cut_share:
-        # Its last tokens are the answer.
+        # Leave out at least the answer, which is the last two tokens.
         left = 0 if rng.random() < recipe.empty_share else rng.randint(1, len(response) - 2)
         return Scored(prompt, response[:left], WRONG)
     return Scored(prompt, [*response, tokenizer.eos_token_id], reward)
@@ -105,7 +106,7 @@ def constructed(
 def sampled(
     base: Path, tokenizer: PreTrainedTokenizerBase, problems: list[task.Problem], seed: int
 ) -> list[Scored]:
-    """Sample a response of the base model to each problem, and judge it by the task's truth."""
+    """Sample the base model's response to each problem, rewarded by the exact answer."""
     model = AutoModelForCausalLM.from_pretrained(str(base), dtype=torch.float32).eval()
     prompts = tokenizer([p.prompt for p in problems])["input_ids"]
     stop = tokenizer.eos_token_id
@@ -119,7 +120,7 @@ def sampled(
 
 
 def pad(batch: Sequence[Scored], padding: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Make right-padded ids [b, s], the place of each last token [b], and rewards float32 [b]."""
+    """Return right-padded ids [b, s], each last token's position [b], and rewards float32 [b]."""
     lengths = torch.tensor([len(s.prompt) + len(s.response) for s in batch])
     ids = torch.full((len(batch), int(lengths.max())), padding)
     for row, scored in enumerate(batch):
@@ -143,7 +144,7 @@ def batches(
 
 
 def build_model(base: Path, recipe: Recipe) -> Qwen2ForSequenceClassification:
-    """Put a new head of one label onto the base model; N(0, 1/H) at first."""
+    """Add a new head with one label to the base model, initialised from N(0, 1/H)."""
     model = Qwen2ForSequenceClassification.from_pretrained(
         str(base), num_labels=1, dtype=torch.float32
     )
@@ -162,7 +163,7 @@ def losses(
     tokenizer: PreTrainedTokenizerBase,
     own: list[Scored],
 ) -> Iterator[tuple[Tensor, float]]:
-    """Yield each iteration's cross-entropy, to learn from and to show."""
+    """Yield each iteration's binary cross-entropy, as a tensor and as a number to show."""
     for batch in batches(recipe, tokenizer, own):
         ids, last, rewards = pad(batch, padding=0)
         hidden = model.model(ids, use_cache=False).last_hidden_state
@@ -173,7 +174,7 @@ def losses(
 
 @torch.no_grad()
 def read_values(model: Qwen2ForSequenceClassification, scored: list[Scored]) -> list[Tensor]:
-    """Return float32 [l + 1] of each response: V before each of its tokens, and its score."""
+    """Return per response a float32 [l + 1]: V before each token, then the score at the last."""
     found = []
     for start in range(0, len(scored), 64):
         batch = scored[start : start + 64]
@@ -185,7 +186,7 @@ def read_values(model: Qwen2ForSequenceClassification, scored: list[Scored]) -> 
 
 
 def report(model: Qwen2ForSequenceClassification, scored: list[Scored]) -> dict[str, float]:
-    """Measure the score at the last token, and V at the earlier ones, which a critic reads.
+    """Measure the score at the last token, and V before each token.
 
     Returns:
         right_share; accuracy and balanced_accuracy (mean over both classes) of the score's sign at
@@ -226,7 +227,7 @@ def held_out(
 
 
 def make(directory: Path, base: Path, recipe: Recipe) -> bool:
-    """Make the HF directory, or keep it when it holds this recipe's model. True: it was made."""
+    """Make the HF directory unless it already holds this recipe's model; True: it was made."""
     weights = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
     recipe = dataclasses.replace(recipe, base=weights)
     made_by = making.digest(recipe, [sys.modules[__name__], making, measure, task])
@@ -259,13 +260,13 @@ def write(directory: Path, base: Path, recipe: Recipe) -> None:
 
 
 def main() -> None:
-    """Make the reward model and print what it scores on held-out problems."""
+    """Make the reward model and print its report on held-out responses."""
     parser = argparse.ArgumentParser(description="Make the tiny task's reward model.")
     parser.add_argument("--base", type=Path, required=True, help="HF directory of the base model")
     parser.add_argument("--out", type=Path, required=True, help="HF directory to make")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if wrong := measure.lacks(args.base):
+    if wrong := measure.not_a_model(args.base):
         parser.error(f"--base {wrong}")
     torch.set_num_threads(1)
     logging.set_verbosity_error()

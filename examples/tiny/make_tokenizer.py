@@ -1,12 +1,12 @@
-"""The tiny task's tokenizer: trained by sentencepiece, stored with the same ids for transformers.
+"""The tiny task's tokenizer, trained by sentencepiece and saved with the same ids for transformers.
 
-transformers loads the tokenizer beside a qwen2 config.json as Qwen2Tokenizer (byte-level BPE),
-whatever class tokenizer_config.json names, and never opens tokenizer.model. So the trained pieces
-are written twice into one directory: as sentencepiece's tokenizer.model, and as a Qwen2Tokenizer
-whose vocabulary is those pieces under those ids, without merges. Every piece is one ASCII
-character, which byte-level BPE maps to itself, except `Answer:`, a plain added token there.
+Next to a qwen2 config.json, transformers always loads a Qwen2Tokenizer (byte-level BPE), whatever
+class tokenizer_config.json names, and ignores tokenizer.model. The directory therefore has both:
+sentencepiece's tokenizer.model, and a Qwen2Tokenizer with the same pieces and ids and no merges.
+Every piece is one ASCII character, which byte-level BPE maps to itself, except `Answer:`, an added
+token.
 
-Text outside the task's alphabet is `<unk>` in sentencepiece and dropped in transformers.
+Characters outside the task's alphabet become `<unk>` in sentencepiece; transformers drops them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ def train_pieces(characters: str, marker: str) -> bytes:
     """Train a character model and return the bytes of its tokenizer.model.
 
     Args:
-        characters: the alphabet; each becomes a piece.
-        marker: text that becomes a piece of its own.
+        characters: each becomes a piece.
+        marker: a string that becomes one piece.
 
-    Ids: 0 unknown, 1 stop, 2 the marker, then the characters. There is neither normalisation nor a
-    prefix space.
+    Ids: 0 unknown, 1 stop, 2 the marker, then the characters. No normalisation, no prefix space.
     """
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -61,9 +60,9 @@ def save_tokenizer(
     """Write tokenizer.model, tokenizer.json and tokenizer_config.json; return the transformers one.
 
     Args:
-        directory: is made when it does not exist.
-        max_tokens: longest sequence of the model.
-        form: of the task, whose characters become tokens.
+        directory: created if missing.
+        max_tokens: the model's longest sequence.
+        form: of the task; its characters become tokens.
     """
     trained = train_pieces(form.characters, task.ANSWER_MARKER)
     pieces = sentencepiece.SentencePieceProcessor(model_proto=trained)

@@ -1,4 +1,4 @@
-"""What the makers of the tiny models share: a recipe's training, and files that are made once."""
+"""Shared by the scripts that make tiny models: training, and directories that are made once."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Item = TypeVar("Item")
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """How a model learns: AdamW under a warm-up and half a cosine."""
+    """AdamW with linear warm-up and cosine decay."""
 
     seed: int = 0
     iterations: int = 1400
     batch_size: int = 24
     batches_per_pool: int = 8
-    """Batches that are drawn together, so that a batch holds sequences of about one length."""
+    """Batches drawn together and sorted by length, which keeps padding small."""
     learning_rate: float = 4e-3
     final_learning_rate: float = 2e-4
     warmup_iterations: int = 50
@@ -38,7 +38,7 @@ class Training:
     clip_grad: float = 1.0
 
     def learning_rate_at(self, iteration: int) -> float:
-        """Linear warm-up under half a cosine from learning_rate to final_learning_rate."""
+        """Linear warm-up times a cosine decay from learning_rate to final_learning_rate."""
         warmup = min(1.0, iteration / self.warmup_iterations)
         cosine = 0.5 + 0.5 * math.cos(math.pi * iteration / self.iterations)
         peak, final = self.learning_rate, self.final_learning_rate
@@ -52,7 +52,7 @@ class Training:
     def batches(
         self, first: int, pool: Sequence[Item], length: Callable[[Item], int], rng: random.Random
     ) -> Iterator[Sequence[Item]]:
-        """Yield a pool's batches in random order, each of about one length."""
+        """Yield a pool's batches, each of similar lengths, in random order."""
         by_length = sorted(pool, key=length)
         starts = list(range(0, len(by_length), self.batch_size))
         rng.shuffle(starts)
@@ -68,10 +68,9 @@ class Training:
         """Train in place.
 
         Args:
-            model: learns.
-            losses: of each iteration the loss, and the figure to show; computed when it is asked
-                for.
-            show: gets the iterations done and the figure after each.
+            model: updated.
+            losses: yields each iteration's loss and the number to show, computed lazily.
+            show: called after each iteration with (iterations done, number to show).
         """
         model.train()
         optimizer = torch.optim.AdamW(
@@ -87,7 +86,7 @@ class Training:
 
 
 def digest(recipe: object, modules: Sequence[ModuleType]) -> str:
-    """Hash a recipe (a dataclass) and the source that carries it out."""
+    """Hash a recipe (a dataclass) and the source of the modules that use it."""
     text = json.dumps(dataclasses.asdict(recipe))  # type: ignore[call-overload]
     text += "".join(Path(str(module.__file__)).read_text() for module in modules)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -96,23 +95,23 @@ def digest(recipe: object, modules: Sequence[ModuleType]) -> str:
 def make(
     directory: Path, recipe: object, made_by: str, kind: str, write: Callable[[Path], None]
 ) -> bool:
-    """Make an HF directory, or keep it when it holds this recipe's model. True: it was made.
+    """Make an HF directory unless it already holds this recipe's model; True: it was made.
 
     Args:
-        directory: appears when it is complete.
-        recipe: a dataclass, written into its recipe.json.
+        directory: created atomically.
+        recipe: a dataclass, written to recipe.json.
         made_by: digest of the recipe.
-        kind: what is made, for people.
-        write: fills a directory.
+        kind: of model, for the error message.
+        write: writes the model into a directory.
 
     Raises:
-        SystemExit: the directory holds something else.
+        SystemExit: the directory has other files.
     """
     marker = directory / "recipe.json"
     if marker.exists() and json.loads(marker.read_text())["digest"] == made_by:
         return False
     if directory.exists() and not marker.exists() and any(directory.iterdir()):
-        sys.exit(f"--out={directory}: holds files that are no {kind}; name another directory")
+        sys.exit(f"--out={directory}: has files but no {kind}; choose another directory")
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:

@@ -1,7 +1,7 @@
-"""How the tiny model answers when sampled: `python examples/tiny/measure.py DIR`.
+"""Measure a tiny model's accuracy and habits by sampling: `python examples/tiny/measure.py DIR`.
 
-Plain transformers and torch, no trainer and no vLLM, so that a base model, or an exported one, can
-be judged apart from the code that made it.
+Uses transformers and torch only, so a base model or an exported model is checked independently of
+the trainer and vLLM.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `measure` found; each number is a share of the responses unless said otherwise."""
+    """Result of `measure`; shares of the responses unless stated otherwise."""
 
     accuracy: float
     direct: float
-    """Answered at once."""
+    """Responses without a chain."""
     direct_accuracy: float
     """Of the direct answers."""
     chain_accuracy: float
     """Of the other responses."""
     unfinished: float
     mean_tokens: float
-    """Response tokens, the stop token included."""
+    """Per response, with the stop token."""
     turns: float
-    """Share of a turned problem's steps, up to its first turn; 0 in a form without."""
+    """Share of the steps of turned problems, up to the first turn; 0 in a form without turns."""
 
     def __str__(self) -> str:
         return "  ".join(f"{k} {v:.3f}" for k, v in dataclasses.asdict(self).items())
@@ -51,8 +51,8 @@ def sample(
 
     Args:
         model: causal language model.
-        prompts: token ids; prompts of one length form a batch, so that nothing is padded.
-        stop_token_id: ends a response and belongs to it.
+        prompts: token ids; those of equal length form a batch without padding.
+        stop_token_id: ends a response and is part of it.
         seed: of the sampling.
         temperature: 1 samples from the model's own distribution.
         max_tokens: of a response.
@@ -95,7 +95,7 @@ def measure(
 
     Args:
         directory: HF directory.
-        problems: how many held-out problems.
+        problems: number of held-out problems.
         samples: responses for each.
         seed: of the problems and of the sampling.
         form: of the task that the model was made for.
@@ -132,14 +132,14 @@ def measure(
     )
 
 
-def lacks(directory: Path) -> str | None:
-    """Say what keeps a directory from being read as a model's; None: it is one."""
+def not_a_model(directory: Path) -> str | None:
+    """Return why a directory cannot be loaded as a model; None: it can."""
     missing = [n for n in ("config.json", "model.safetensors") if not (directory / n).is_file()]
     if not missing:
         return None
     return (
-        f"{directory} is no Hugging Face directory of a model: it has no {' and no '.join(missing)}"
-        "; make_base_model.py --out makes one"
+        f"{directory} is not a Hugging Face model directory: it has no {' and no '.join(missing)}"
+        "; make_base_model.py --out creates one"
     )
 
 
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--form", choices=task.FORMS, default="short", help="of the task (short)")
     args = parser.parse_args()
-    if wrong := lacks(args.directory):
+    if wrong := not_a_model(args.directory):
         parser.error(wrong)
     torch.set_num_threads(1)
     form = task.FORMS[args.form]

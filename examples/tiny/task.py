@@ -4,22 +4,23 @@
     direct      Answer:2                           (9*2 = 18 -> 8, 8-3 = 5, 5-3 = 2)
     with chain  b*2=8nopqrstuvwx,c-3=5nopqrstuvwx,d-3=2nopqrstuvwx,Answer:2
 
-A response either answers at once or thinks in steps of 17 tokens, 11 of them filler, so that
-responses are long (37 to 173 tokens with the stop token) without being hard. A step is computed
-(`=`) or guessed (`~`: half of such results are random). The labels a, b, c, ... let a model of two
-layers find each operation by content. `Answer:` is one token, and what the math verifier reads.
+A response either answers directly or thinks in steps of 17 tokens, 11 of them filler, which makes
+responses long (37 to 173 tokens with the stop token) but not hard. A step is computed (`=`) or
+guessed (`~`: half of the results are random). The labels a, b, c, ... let a two-layer model find
+each operation by content. `Answer:` is one token, the marker that the math verifier looks for.
 
-The long form has 60 tokens of filler and 8 or 9 operations, no `*` among them, so that a response
-has 531 or 597 tokens; it always thinks, and nothing in its text tells a step that slipped, to a
-random result, from one that did not. Half of its problems are turned: asked with R for Q, their
-answer is 5 more, and one step, no matter which, has to add it: `b+2=8^3n` for `b+2=8lmn`; the
-steps after it have a star, `c-1=2*mn`. So each early step offers choices whose worth changes: the
-turn's falls the more often a later step would still make it, that of a result that is computed
-rises the less often a later step slips.
+In the long form a step has 60 filler tokens and a problem 8 or 9 operations, none of them `*`, so a
+response has 531 or 597 tokens. It always thinks. A step may slip to a random result, which the text
+does not reveal. Half of the problems are turned: they begin with R instead of Q, their answer is 5
+more, and exactly one step, whichever, must add it: `b+2=8^3n` instead of `b+2=8lmn`; the steps
+after it have a star, `c-1=2*mn`. The value of an early choice therefore changes during training:
+turning early matters less the more often a later step turns, and computing correctly matters more
+the less often later steps slip.
 
 `python examples/tiny/task.py --out DIR [--form long]` writes DIR/train.jsonl and DIR/test.jsonl
-with the columns `prompt` and `answer`. A hash of the prompt decides which problems are held out:
-those never occur in train.jsonl, in any seed, nor in what the base model was pretrained on.
+with the columns `prompt` and `answer`. A hash of the prompt decides whether a problem is held out.
+Held-out problems never occur in train.jsonl, whatever the seed, nor in the base model's
+pretraining.
 """
 
 from __future__ import annotations
@@ -39,25 +40,25 @@ TURN = 5
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How long the problems and the thoughts are."""
+    """Length of problems and chains of thought."""
 
     min_operations: int
     max_operations: int
     filler: str
-    """Ends each step of a chain; no character occurs twice in it."""
+    """Characters at the end of each step, all different."""
     operators: str = "+-*"
     turned: float = 0.0
     """Share of the problems that are turned."""
 
     @property
     def characters(self) -> str:
-        """Every character of the task, each of them one token."""
+        """All characters of the task; each is one token."""
         turned = "R^" if self.turned else ""
         return LABELS + self.filler + "0123456789" + "Q=~+-*," + turned
 
     @property
     def max_response_tokens(self) -> int:
-        """Tokens of the longest chain, and two steps' worth for a model that adds some."""
+        """Tokens of the longest chain, plus two steps for a model that adds some."""
         return (self.max_operations + 2) * (6 + len(self.filler)) + 4
 
 
@@ -77,18 +78,18 @@ class Problem:
     start: int
     operations: tuple[tuple[str, int], ...]
     turned: bool = False
-    """Whether the answer is TURN more."""
+    """The answer is TURN more, modulo 10."""
 
     @property
     def prompt(self) -> str:
-        """The question as the model reads it: 4 + 3K characters for K operations."""
+        """4 + 3K characters for K operations."""
         labelled = zip(LABELS[1:], self.operations, strict=False)
         operations = "".join(f"{label}{op}{n}" for label, (op, n) in labelled)
         return f"{'R' if self.turned else 'Q'}a{self.start}{operations}="
 
     @property
     def answer(self) -> int:
-        """The last value, 0..9."""
+        """Ground truth, 0 to 9."""
         value = self.start
         for op, operand in self.operations:
             value = apply(value, op, operand)
@@ -107,11 +108,11 @@ def draw_problem(
     num_operations: int | None = None,
     form: Form = SHORT,
 ) -> Problem:
-    """Draw a problem of one of the two disjoint parts.
+    """Draw a training or a held-out problem.
 
     Args:
         rng: consumed.
-        held_out: which part (see `is_held_out`).
+        held_out: see is_held_out.
         num_operations: K; None draws it uniformly from the form's range. `+` and `-` take 1 to 3,
             `*` takes 2 to 3.
         form: of the task.
@@ -128,7 +129,7 @@ def draw_problem(
 
 
 def is_held_out(prompt: str) -> bool:
-    """Return whether the problem belongs to the held-out eighth."""
+    """Return whether the problem is held out, as one in eight is."""
     return hashlib.sha256(prompt.encode()).digest()[0] < 32
 
 
@@ -146,7 +147,7 @@ def chain(
 
     Args:
         rng: consumed.
-        problem: what is solved.
+        problem: to solve.
         guess: probability that a `+` or `-` step is guessed.
         guess_product: the same for `*`.
         slip: probability that a step's result is random although it looks computed.
@@ -171,18 +172,18 @@ def chain(
 
 
 def direct_answer(value: int) -> str:
-    """Write the end of every response, which may also stand alone."""
+    """Write the end of every response; a direct answer has nothing else."""
     return f"{ANSWER_MARKER}{value}"
 
 
 def training_problems(count: int, seed: int, form: Form = SHORT) -> list[Problem]:
-    """Draw problems that are not held out; short ones repeat, as only 560 of K = 2 exist."""
+    """Draw problems that are not held out; with repetitions, because K = 2 has only 560."""
     rng = random.Random(f"tiny task, train, {seed}")
     return [draw_problem(rng, held_out=False, form=form) for _ in range(count)]
 
 
 def test_problems(count: int, seed: int, form: Form = SHORT) -> list[Problem]:
-    """Draw different held-out problems. count: at most a few hundred (about 80 of K = 2 exist)."""
+    """Draw distinct held-out problems; at most a few hundred, because K = 2 has about 80."""
     rng = random.Random(f"tiny task, test, {seed}")
     problems: dict[Problem, None] = {}
     while len(problems) < count:
@@ -196,7 +197,7 @@ def test_problems(count: int, seed: int, form: Form = SHORT) -> list[Problem]:
 
 
 def write_jsonl(path: Path, problems: list[Problem]) -> None:
-    """Write one `{"prompt": ..., "answer": ...}` a line; the file appears when it is complete."""
+    """Write `{"prompt": ..., "answer": ...}` lines atomically."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     rows = ({"prompt": problem.prompt, "answer": str(problem.answer)} for problem in problems)
     partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -204,7 +205,7 @@ def write_jsonl(path: Path, problems: list[Problem]) -> None:
 
 
 def main() -> None:
-    """Write both files."""
+    """Write train.jsonl and test.jsonl."""
     parser = argparse.ArgumentParser(description="Write the tiny task's problems.")
     parser.add_argument("--out", type=Path, required=True, help="directory of the two files")
     parser.add_argument("--train", type=int, default=20_000, help="training problems")

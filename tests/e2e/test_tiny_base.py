@@ -299,7 +299,7 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path, monkeypatch):
 
 def test_files_of_others_are_not_replaced(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(SystemExit, match="holds files that are no base model"):
+    with pytest.raises(SystemExit, match="has files but no base model"):
         make_base_model.make(tmp_path, SHORT)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
