@@ -4,6 +4,7 @@ The hub is a server on this machine that answers as the hub does. Not exercised:
 redirects and its access rules.
 """
 
+import functools
 import hashlib
 import http.server
 import json
@@ -17,13 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from vapo_megatron.cli.prepare.columns import (
-    SHAPES,
-    Shape,
-    choose_columns,
-    choose_shape,
-    read_problem,
-)
+from vapo_megatron.cli.prepare.columns import SHAPES, Shape, choose_shape, read_problem
 from vapo_megatron.cli.prepare.rows import count_rows, find_file, only_data_file, read_rows
 from vapo_megatron.errors import DataError
 
@@ -32,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def read(path):
     """Every row as a problem, with the shape that its columns fit."""
-    name, shape, rows = read_rows(path, lambda columns, where: choose_shape(columns, None, where))
-    return [read_problem(name, shape, row, where) for where, row in rows]
+    shape, rows = read_rows(path, choose_shape)
+    return [read_problem(shape, row, where) for where, row in rows]
 
 
 @pytest.mark.parametrize(
@@ -48,14 +43,15 @@ def read(path):
     ],
 )
 def test_the_shape_is_found_from_the_columns(columns, name):
-    found, shape = choose_shape(columns, None, "f")
-    assert found == name and shape.prompt_column in columns and shape.answer_column in columns
-    assert choose_shape(columns, name, "f") == (found, shape)
+    shape = choose_shape(columns, "f")
+    assert shape.name == name
+    assert shape.prompt_column in columns and shape.answer_column in columns
+    assert choose_shape(columns, "f", name=name) == shape
 
 
 def test_a_column_is_taken_as_the_file_writes_it():
-    assert choose_shape(["Problem", "Answer"], None, "f")[1] == Shape("Problem", "Answer")
-    assert choose_shape(["Problem", "problem", "answer"], None, "f")[1] == SHAPES["aime"]
+    assert choose_shape(["Problem", "Answer"], "f") == Shape("aime", "Problem", "Answer")
+    assert choose_shape(["Problem", "problem", "answer"], "f") == SHAPES["aime"]
 
 
 @pytest.mark.parametrize(
@@ -70,15 +66,16 @@ def test_a_column_is_taken_as_the_file_writes_it():
 )  # fmt: skip
 def test_columns_that_fit_nothing_or_too_much(columns, name, message):
     with pytest.raises(DataError, match=message):
-        choose_shape(columns, name, "f")
+        choose_shape(columns, "f", name=name)
 
 
 def test_named_columns():
-    assert choose_columns(["a", "b"], "b", "a", "f") == ("plain", Shape("b", "a"))
+    named = functools.partial(choose_shape, ["a", "b"], "f", prompt_column="b")
+    assert named(answer_column="a") == Shape("plain", "b", "a")
     with pytest.raises(DataError, match="belong together"):
-        choose_columns(["a", "b"], "b", None, "f")
+        named()
     with pytest.raises(DataError, match="no column 'c'; give --answer-column as .*: a, b"):
-        choose_columns(["a", "b"], "b", "c", "f")
+        named(answer_column="c")
 
 
 MESSAGE = {"role": "user", "content": "p"}
@@ -106,7 +103,7 @@ TRUTH = {"ground_truth": "1"}
 )  # fmt: skip
 def test_a_bad_row_is_named(name, row, message):
     with pytest.raises(DataError, match=f"^f, row 3:? .*{message}"):
-        read_problem(name, SHAPES[name], row, "f, row 3")
+        read_problem(SHAPES[name], row, "f, row 3")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +159,7 @@ def test_rows_come_one_by_one(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "p", "answer": 1}\n' * 3 + "broken\n")
     assert count_rows(path) == 4
-    _, _, rows = read_rows(path, lambda columns, where: choose_shape(columns, None, where))
+    _, rows = read_rows(path, choose_shape)
     assert [next(rows)[0] for _ in range(3)] == [f"{path}, line {i}" for i in (1, 2, 3)]
     with pytest.raises(DataError, match="line 4"):
         next(rows)

@@ -1,10 +1,9 @@
-"""The shapes in which people have math problems: which columns hold problem and answer, and how."""
+"""Layouts of published math data sets: which columns hold problem and answer, and in what form."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vapo_megatron.data.problems import Problem, answer_text, prompt_text
 from vapo_megatron.errors import DataError
@@ -23,147 +22,133 @@ INSTRUCTIONS = (
     ("", f" {_STEPS} within \\boxed{{}}."),
     ("", "\nPlease reason step by step, and put your final answer within \\boxed{}."),
 )
-"""What published data sets put before and behind a problem: DAPO-Math-17k and its AIME; GSM8K and
+"""(prefix, suffix) around a problem in published data sets: DAPO-Math-17k and its AIME; GSM8K and
 MATH as verl converts them; Qwen's math prompt."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Where a row holds its problem and its answer."""
+class Shape(NamedTuple):
+    """A layout of columns."""
 
+    name: str
     prompt_column: str
     answer_column: str
 
 
 SHAPES = {
-    "verl": Shape("prompt", "reward_model"),
-    "gsm8k": Shape("question", "answer"),
-    "aime": Shape("problem", "answer"),
-    "plain": Shape("prompt", "answer"),
+    "verl": Shape("verl", "prompt", "reward_model"),
+    "gsm8k": Shape("gsm8k", "question", "answer"),
+    "aime": Shape("aime", "problem", "answer"),
+    "plain": Shape("plain", "prompt", "answer"),
 }
-"""verl: one user message in `prompt`, `reward_model.ground_truth`; DAPO-Math-17k is an example.
-gsm8k: a worked solution whose answer stands behind ####. aime, plain: text and answer."""
+"""verl: one user message in `prompt`, `reward_model.ground_truth`, for example DAPO-Math-17k.
+gsm8k: a worked solution with the answer after ####. aime, plain: text and answer."""
 
 
-def choose_shape(columns: Sequence[str], name: str | None, where: str) -> tuple[str, Shape]:
-    """Find the shape that fits a file's columns; upper and lower case are alike.
+def choose_shape(
+    columns: Sequence[str],
+    where: str,
+    *,
+    name: str | None = None,
+    prompt_column: str | None = None,
+    answer_column: str | None = None,
+) -> Shape:
+    """Choose the shape of a file: plain if its columns are given, else by name, else what fits.
 
     Args:
         columns: of the file.
-        name: of the shape that it must be; None: the only one that fits.
         where: the file, for messages.
+        name: key of SHAPES.
+        prompt_column, answer_column: given together, spelled as in the file.
 
     Returns:
-        The shape's name, and the columns as the file writes them.
+        The shape, its columns spelled as in the file; those of SHAPES match regardless of case.
 
     Raises:
-        DataError: none fits, several do, or the named one does not.
+        DataError: none fits, several do, or the requested one does not.
     """
-    fitting = {n: found for n, shape in SHAPES.items() if (found := _found(shape, columns))}
-    present = f"it has {', '.join(columns) or 'none'}"
-    if name is not None:
-        if name not in fitting:
-            wanted = " and ".join(dataclasses.astuple(SHAPES[name]))
-            raise DataError(
-                f"{where}: shape {name} needs the columns {wanted}, {present}; give another "
-                "--shape, or --prompt-column and --answer-column"
-            )
-        return name, fitting[name]
-    if len(fitting) == 1:
-        return next(iter(fitting.items()))
+    present = ", ".join(columns) or "none"
+    if prompt_column or answer_column:
+        if prompt_column is None or answer_column is None:
+            raise DataError("--prompt-column and --answer-column belong together; give both")
+        for option, column in (
+            ("--prompt-column", prompt_column),
+            ("--answer-column", answer_column),
+        ):
+            if column not in columns:
+                raise DataError(
+                    f"{where} has no column {column!r}; give {option} as one of those it has: "
+                    f"{present}"
+                )
+        return Shape("plain", prompt_column, answer_column)
+    # An exact match wins over one that differs in case, and of several such the first wins.
+    spelled = {c.lower(): c for c in reversed(columns)} | {c: c for c in columns}
+    fitting = {
+        shape.name: Shape(shape.name, spelled[shape.prompt_column], spelled[shape.answer_column])
+        for shape in SHAPES.values()
+        if shape.prompt_column in spelled and shape.answer_column in spelled
+    }
+    if name is not None and name not in fitting:
+        raise DataError(
+            f"{where}: shape {name} needs the columns {' and '.join(SHAPES[name][1:])}, it has "
+            f"{present}; give another --shape, or --prompt-column and --answer-column"
+        )
+    if name is not None or len(fitting) == 1:
+        return fitting[name or next(iter(fitting))]
     if fitting:
         raise DataError(
-            f"{where} could have the shape {' or '.join(fitting)}: {present}; give --shape"
+            f"{where} could have the shape {' or '.join(fitting)}: it has {present}; give --shape"
         )
-    known = "; ".join(f"{n}: {s.prompt_column}, {s.answer_column}" for n, s in SHAPES.items())
+    known = "; ".join(f"{s.name}: {s.prompt_column}, {s.answer_column}" for s in SHAPES.values())
     raise DataError(
-        f"{where}: its columns fit no known shape ({known}), {present}; give --prompt-column and "
-        "--answer-column"
+        f"{where}: its columns fit no known shape ({known}), it has {present}; give "
+        "--prompt-column and --answer-column"
     )
 
 
-def choose_columns(
-    columns: Sequence[str], prompt: str | None, answer: str | None, where: str
-) -> tuple[str, Shape]:
-    """Take two columns as they are named: the shape plain.
-
-    Args:
-        columns: of the file.
-        prompt, answer: the two that are wanted.
-        where: the file, for messages.
+def read_problem(shape: Shape, row: Mapping[str, Any], where: str) -> Problem:
+    """Return the problem and answer of a row, unchanged; `where` names file and row in errors.
 
     Raises:
-        DataError: one of them is not given, or not there.
+        DataError: a value is missing or has the wrong type.
     """
-    if prompt is None or answer is None:
-        raise DataError("--prompt-column and --answer-column belong together; give both")
-    for option, column in (("--prompt-column", prompt), ("--answer-column", answer)):
-        if column not in columns:
-            raise DataError(
-                f"{where} has no column {column!r}; give {option} as one of those it has: "
-                f"{', '.join(columns) or 'none'}"
-            )
-    return "plain", Shape(prompt, answer)
-
-
-def _found(shape: Shape, columns: Sequence[str]) -> Shape | None:
-    """Return the shape with the columns as they are written, None when one is missing."""
-    written = {c.lower(): c for c in reversed(columns)} | {c: c for c in columns}
-    try:
-        return Shape(written[shape.prompt_column], written[shape.answer_column])
-    except KeyError:
-        return None
-
-
-def read_problem(name: str, shape: Shape, row: Mapping[str, Any], where: str) -> Problem:
-    """Return a row's problem and its answer, as they stand there.
-
-    Args:
-        name: of the shape, a key of SHAPES.
-        shape: its columns in this file.
-        row: their values.
-        where: file and line or row.
-
-    Raises:
-        DataError: a value is missing or of another kind.
-    """
-    for column in dataclasses.astuple(shape):
+    for column in shape[1:]:
         if column not in row:
             raise DataError(
                 f"{where} has no column {column!r}, which the file's other rows have: it has "
                 f"{', '.join(row) or 'none'}; correct or remove the row"
             )
     prompt, answer = row[shape.prompt_column], row[shape.answer_column]
-    if name == "verl":
+    if shape.name == "verl":
         prompt = _user_message(prompt, shape.prompt_column, where)
         answer = _ground_truth(answer, shape.answer_column, where)
     problem = prompt_text(prompt, shape.prompt_column, where)
-    if name == "gsm8k":
-        answer = _behind_mark(answer, shape, where)
+    if shape.name == "gsm8k":
+        answer = _after_mark(answer, shape, where)
     return Problem(problem, answer_text(answer, shape.answer_column, where))
 
 
 def strip_instructions(prompt: str) -> str:
-    """Return the problem alone: without one of INSTRUCTIONS and without blanks around it."""
+    """Return the problem without INSTRUCTIONS and surrounding whitespace."""
     text = prompt.strip()
     for prefix, suffix in INSTRUCTIONS:
-        before, behind = prefix.strip(), suffix.strip()
-        if text.startswith(before) and text.endswith(behind):
-            return text[len(before) : len(text) - len(behind)].strip()
+        before, after = prefix.strip(), suffix.strip()
+        if text.startswith(before) and text.endswith(after):
+            return text[len(before) : len(text) - len(after)].strip()
     return text
 
 
 def _user_message(value: Any, column: str, where: str) -> Any:
-    """The text of the only message; a text that is no list of messages stays."""
-    if isinstance(value, str):
-        return value
+    """Return the text of the only message; a string is returned unchanged."""
+    match value:
+        case str():
+            return value
+        case [{"role": "user", **message}]:
+            return message.get("content")
     roles = [m.get("role") for m in value if isinstance(m, dict)] if isinstance(value, list) else []
-    if not isinstance(value, list) or roles != ["user"] or len(value) != 1:
-        raise DataError(
-            f"{where}: {column} must be a text or one message of the role user, found "
-            f"{_shown(roles or value)}; correct or remove the row"
-        )
-    return value[0].get("content")
+    raise DataError(
+        f"{where}: {column} must be a text or one message of the role user, found "
+        f"{_shown(roles or value)}; correct or remove the row"
+    )
 
 
 def _ground_truth(value: Any, column: str, where: str) -> Any:
@@ -175,8 +160,8 @@ def _ground_truth(value: Any, column: str, where: str) -> Any:
     return value["ground_truth"]
 
 
-def _behind_mark(value: Any, shape: Shape, where: str) -> str:
-    solution, mark, answer = str(value).rpartition("####")
+def _after_mark(value: Any, shape: Shape, where: str) -> str:
+    _, mark, answer = str(value).rpartition("####")
     if not mark:
         raise DataError(
             f"{where}: {shape.answer_column}={_shown(value)} has no '####', behind which the shape "

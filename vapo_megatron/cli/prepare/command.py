@@ -18,11 +18,12 @@ too many tokens, are dropped and counted.
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 from vapo_megatron.cli.command import Parser, run
-from vapo_megatron.cli.prepare.columns import SHAPES, Shape, choose_columns, choose_shape
+from vapo_megatron.cli.prepare.columns import SHAPES, choose_shape
 from vapo_megatron.cli.prepare.prepare import TEMPLATES, prepare
 from vapo_megatron.config import RolloutConfig
 from vapo_megatron.errors import DataError
@@ -39,11 +40,6 @@ def _prepare(options: argparse.Namespace) -> str:
     from vapo_megatron.reward.math_verifier import MathVerifier
     from vapo_megatron.rollout.tokenizer import load_tokenizer
 
-    def choose(columns: Sequence[str], where: str) -> tuple[str, Shape]:
-        if options.prompt_column or options.answer_column:
-            return choose_columns(columns, options.prompt_column, options.answer_column, where)
-        return choose_shape(columns, options.shape, where)
-
     if not Path(options.tokenizer).is_dir():
         raise DataError(f"--tokenizer={options.tokenizer} is no directory; give the model's")
     with MathVerifier() as verifier:
@@ -54,7 +50,12 @@ def _prepare(options: argparse.Namespace) -> str:
             verifier=verifier,
             template=options.template,
             max_prompt_tokens=options.max_prompt_tokens,
-            choose=choose,
+            choose=functools.partial(
+                choose_shape,
+                name=options.shape,
+                prompt_column=options.prompt_column,
+                answer_column=options.answer_column,
+            ),
             drop_unparsable=options.drop_unparsable,
             overwrite=options.overwrite,
         )

@@ -1,6 +1,6 @@
-"""Makes training data of published data sets: each problem once, in one prompt template, checked.
+"""Converts published data sets to training data: deduplicated, in one prompt template, checked.
 
-Rows stream through; what is kept in memory is each different problem once.
+Rows are streamed; memory holds each distinct problem once.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 Template = Literal["answer", "chat", "none"]
 TEMPLATES: tuple[Template, ...] = get_args(Template)
 METADATA_KEY = b"vapo_megatron.prepare"
-"""In the parquet file's metadata, the summary as JSON."""
+"""Key of the summary, as JSON, in the parquet file's metadata."""
 _CHUNK = 1000
-"""Problems between two updates of the display."""
+"""Problems between two updates of the progress bar."""
 
 
 @dataclasses.dataclass
 class Summary:
-    """What came in, what was left out and why, what was written."""
+    """Counts of rows read, and of problems dropped and written."""
 
     files: list[dict[str, Any]]
     """file, shape and rows of each input."""
@@ -47,9 +47,9 @@ class Summary:
     max_prompt_tokens: int
     rows: int = 0
     duplicates: int = 0
-    """Rows whose problem had come before."""
+    """Rows that repeat an earlier problem."""
     conflicting: int = 0
-    """Problems that came with different answers."""
+    """Problems whose rows disagree on the answer."""
     unparsable: int = 0
     """Problems whose answer the verifier cannot read."""
     too_long: int = 0
@@ -58,7 +58,7 @@ class Summary:
     longest_prompt_tokens: int = 0
 
     def describe(self) -> str:
-        """Return it as lines for people."""
+        """Return a text for the terminal."""
         lines = [f"{f['file']}: shape {f['shape']}, {f['rows']:,} rows" for f in self.files]
         lines += [
             f"{self.rows:10,} rows",
@@ -74,7 +74,7 @@ class Summary:
 
 @dataclasses.dataclass
 class _Kept:
-    """The first row of a problem."""
+    """The first row of a problem, and the different answers of later rows."""
 
     where: str
     prompt: str
@@ -90,27 +90,27 @@ def prepare(
     verifier: MathVerifier,
     template: Template = "answer",
     max_prompt_tokens: int = 2048,
-    choose: Choose | None = None,
+    choose: Choose = choose_shape,
     drop_unparsable: bool = False,
     overwrite: bool = False,
 ) -> Summary:
     """Write a parquet file with the columns `prompt` and `answer`.
 
     Args:
-        sources: files or hub ids, see prepare_rows.find_file; duplicates are found over all.
-        out: ends in .parquet; it appears under its name when it is whole.
-        tokenizer: of the model that will be trained: transformers'.
-        verifier: reads the answers.
-        template: answer: the problem between DAPO's instructions, as text; chat: the same as a
-            user's message in the tokenizer's chat template; none: prompts as they are. The first
-            two take off the instructions of prepare_shapes.INSTRUCTIONS before.
-        max_prompt_tokens: problems with longer prompts are left out.
-        choose: finds each file's shape; None: the one that fits.
-        drop_unparsable: leave out problems whose answer cannot be read instead of refusing them.
+        sources: files or hub ids, see rows.find_file; deduplicated across all of them.
+        out: ends in .parquet; written atomically.
+        tokenizer: transformers', of the model to train.
+        verifier: parses the answers.
+        template: answer: the problem within DAPO's instructions, as text; chat: the same as a user
+            message in the tokenizer's chat template; none: prompts unchanged. The first two first
+            remove columns.INSTRUCTIONS.
+        max_prompt_tokens: problems with longer prompts are dropped.
+        choose: chooses each file's shape.
+        drop_unparsable: drop problems whose answer the verifier cannot parse, instead of an error.
         overwrite: replace out.
 
     Raises:
-        DataError: names file, line or row, what is wrong and the remedy.
+        DataError: names the file, the line or row, the problem and the remedy.
     """
     if out.suffix != ".parquet":
         raise DataError(f"--out={out} must end in .parquet")
@@ -119,7 +119,6 @@ def prepare(
     if out.exists() and not overwrite:
         raise DataError(f"--out={out} exists; give another file, or --overwrite")
     render = make_template(template, tokenizer)
-    choose = choose or (lambda columns, where: choose_shape(columns, None, where))
     summary = Summary([], template, max_prompt_tokens)
     kept = _read([find_file(source) for source in sources], template, choose, summary)
     kept = _readable(kept, verifier, drop_unparsable, summary)
@@ -138,17 +137,13 @@ def prepare(
 
 
 def make_template(name: Template, tokenizer: Any) -> Callable[[str], str]:
-    """Return the function from a problem to its prompt's text.
+    """Return a function that formats a problem as a prompt; templates: see prepare.
 
-    Training encodes that text with the tokenizer's special tokens around it, so a begin token that
-    both would write is written by the tokenizer alone.
-
-    Args:
-        name: see prepare.
-        tokenizer: transformers'; used by chat alone.
+    Training encodes the prompt with the tokenizer's special tokens, so a BOS token that the chat
+    template writes too is removed from the text.
 
     Raises:
-        DataError: the tokenizer has no chat template, or one whose text it encodes to other ids.
+        DataError: the tokenizer has no chat template, or the text would be encoded to other ids.
     """
     if name == "none":
         return lambda problem: problem
@@ -177,46 +172,40 @@ def make_template(name: Template, tokenizer: Any) -> Callable[[str], str]:
 
 
 def _read(
-    paths: Sequence[Path],
-    template: Template,
-    choose: Choose,
-    summary: Summary,
+    paths: Sequence[Path], template: Template, choose: Choose, summary: Summary
 ) -> list[_Kept]:
-    """Return each problem's first row, in order, with the other answers that it came with."""
+    """Return the first row of each problem, in order, with the other answers that it has."""
     first: dict[bytes, _Kept] = {}
     for path in paths:
-        name, shape, rows = read_rows(path, choose)
-        count = 0
-        total = count_rows(path)
+        shape, rows = read_rows(path, choose)
+        count, total = 0, count_rows(path)
         with ProgressBar(f"rows of {path.name}") as bar:
-            for where, row in rows:
-                count += 1
-                problem = read_problem(name, shape, row, where)
+            for count, (where, row) in enumerate(rows, start=1):
+                problem = read_problem(shape, row, where)
                 bare = strip_instructions(problem.prompt)
-                shown = problem.prompt if template == "none" else bare
-                new = _Kept(where, shown, problem.answer)
+                new = _Kept(where, problem.prompt if template == "none" else bare, problem.answer)
                 known = first.setdefault(_key(bare), new)
-                if known is not new and known.answer != new.answer:
+                if known.answer != new.answer:
                     known.other_answers.add(new.answer)
                 if count % _CHUNK == 0 or count == total:
                     bar.show(count, total)
         if not count:
             raise DataError(f"data file {path} holds no rows; give a file with at least one")
-        summary.files.append({"file": str(path), "shape": name, "rows": count})
+        summary.files.append({"file": str(path), "shape": shape.name, "rows": count})
         summary.rows += count
     summary.duplicates = summary.rows - len(first)
     return list(first.values())
 
 
 def _key(problem: str) -> bytes:
-    """Identify a problem, however its words are spaced."""
+    """Hash a problem, ignoring differences in whitespace."""
     return hashlib.blake2b(" ".join(problem.split()).encode(), digest_size=16).digest()
 
 
 def _readable(
     kept: list[_Kept], verifier: MathVerifier, drop: bool, summary: Summary
 ) -> list[_Kept]:
-    """Leave out, or refuse, problems whose answer the verifier cannot read."""
+    """Drop problems whose answer the verifier cannot parse; an error unless `drop`."""
     bad: set[int] = set()
     for start, part in _chunks("answers read", kept):
         bad |= {start + i for i in verifier.unparsable_answers([k.answer for k in part])}
@@ -231,7 +220,7 @@ def _readable(
 
 
 def _unanimous(kept: list[_Kept], verifier: MathVerifier, summary: Summary) -> list[_Kept]:
-    """Leave out problems that came with answers that differ in value."""
+    """Drop problems whose rows have answers of different value."""
     pairs = [(k, other) for k in kept for other in sorted(k.other_answers)]
     verdicts = verifier.score(
         [f"\\boxed{{{ground_truth(other)}}}" for _, other in pairs], [k.answer for k, _ in pairs]
@@ -247,7 +236,7 @@ def _rendered(
     encode: Callable[[str], Sequence[int]],
     summary: Summary,
 ) -> Iterator[Problem]:
-    """Yield the problems in the template, those that are too long left out."""
+    """Yield the problems in the template, without those that are too long."""
     for _, part in _chunks("prompts", kept):
         for k in part:
             prompt = render(k.prompt)

@@ -1,4 +1,4 @@
-"""Rows of JSONL, CSV and parquet files, on this machine or on the Hugging Face hub, one by one."""
+"""Streams rows of JSONL, CSV and parquet files, local or from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ ENDINGS = (".jsonl", ".csv", ".parquet")
 _HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<file>[\w./ -]+))?")
 
 Row = tuple[str, dict[str, Any]]
-"""The file and its line or row, for messages; columns and values."""
-Choose = Callable[[Sequence[str], str], tuple[str, Shape]]
-"""(columns, file) -> the shape's name and columns."""
+"""(file and line or row, for messages; columns and values)."""
+Choose = Callable[[Sequence[str], str], Shape]
+"""(columns, file) -> shape; see columns.choose_shape."""
 
 
 def find_file(source: str) -> Path:
-    """Return a local file, or the local copy of a file of a data set on the Hugging Face hub.
+    """Return the path of a local file, or download a data set's file from the Hugging Face hub.
 
     Args:
         source: a path, OWNER/NAME or OWNER/NAME:PATH/IN/IT.
 
     Raises:
-        DataError: it does not exist, has another ending, or cannot be fetched; names the data set's
-            files where several could be meant.
+        DataError: it does not exist, has an unknown ending or cannot be downloaded, or the data set
+            has several files, which the message lists.
     """
     path = Path(source)
     if path.is_file():
@@ -51,13 +51,8 @@ def find_file(source: str) -> Path:
 
 
 def _fetch(hub_id: str, file: str | None) -> Path:
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise DataError(
-            f"--data={hub_id}: a data set on the hub needs the package huggingface_hub; install "
-            "it, or give a local file"
-        ) from None
+    import huggingface_hub
+
     try:
         if file is None:
             names = huggingface_hub.list_repo_files(hub_id, repo_type="dataset")
@@ -65,7 +60,7 @@ def _fetch(hub_id: str, file: str | None) -> Path:
         return Path(huggingface_hub.hf_hub_download(hub_id, file, repo_type="dataset"))
     except DataError:
         raise
-    except Exception as error:  # Of its own, of its HTTP library, of the system.
+    except Exception as error:  # The hub's own errors, its HTTP library's, the system's.
         raise DataError(
             f"--data={hub_id} cannot be fetched from the Hugging Face hub: "
             f"{' '.join(str(error).split())[:300]}; check the name and the network, or give a "
@@ -74,7 +69,7 @@ def _fetch(hub_id: str, file: str | None) -> Path:
 
 
 def only_data_file(hub_id: str, names: Sequence[str]) -> str:
-    """Return the one file of a data set that can be read; DataError names several, or none."""
+    """Return the only readable file of a data set. DataError: there are several, or none."""
     files = [name for name in names if name.endswith(ENDINGS)]
     if len(files) != 1:
         found = ", ".join(files[:20]) or "none"
@@ -86,7 +81,7 @@ def only_data_file(hub_id: str, names: Sequence[str]) -> str:
 
 
 def count_rows(path: Path) -> int:
-    """Return a file's rows; of a text file its lines, which may be a few more."""
+    """Return a file's number of rows; for a text file an upper bound, its number of lines."""
     if path.suffix == ".parquet":
         with parquet_file(path) as file:
             return file.metadata.num_rows
@@ -94,35 +89,28 @@ def count_rows(path: Path) -> int:
         return sum(block.count(b"\n") for block in iter(lambda: text.read(1 << 20), b""))
 
 
-def read_rows(path: Path, choose: Choose) -> tuple[str, Shape, Iterator[Row]]:
-    """Open a file and choose its shape.
+def read_rows(path: Path, choose: Choose) -> tuple[Shape, Iterator[Row]]:
+    """Return a file's shape and an iterator over its rows, which are read in batches.
 
-    Args:
-        path: of the file.
-        choose: finds the shape.
-
-    Returns:
-        The shape's name and columns, and the rows, of which only some are in memory at a time; of a
-        parquet file with the shape's columns alone.
+    Of a parquet file only the shape's columns are read.
 
     Raises:
-        DataError: from here or from the rows: the file and its line or row, and the remedy.
+        DataError: here or while iterating; names the file and the line or row.
     """
     if path.suffix == ".parquet":
         with parquet_file(path) as file:
-            name, shape = choose(file.schema_arrow.names, str(path))
-        return name, shape, _parquet(path, shape)
+            shape = choose(file.schema_arrow.names, str(path))
+        return shape, _parquet(path, shape)
     rows = _jsonl(path) if path.suffix == ".jsonl" else _csv(path)
     first = next(rows, None)
     if first is None:
         raise DataError(f"data file {path} holds no rows; give a file with at least one")
-    name, shape = choose(list(first[1]), str(path))
-    return name, shape, itertools.chain([first], rows)
+    return choose(list(first[1]), str(path)), itertools.chain([first], rows)
 
 
 def _parquet(path: Path, shape: Shape) -> Iterator[Row]:
     with parquet_file(path) as file:
-        for number, row in parquet_rows(file, [shape.prompt_column, shape.answer_column]):
+        for number, row in parquet_rows(file, shape[1:]):
             yield f"{path}, row {number}", row
 
 
@@ -132,7 +120,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    """Fields in quotes may hold line ends: a row is named by the line on which it ends."""
+    """Yield rows, named by their last line: quoted fields may contain line breaks."""
     csv.field_size_limit(sys.maxsize)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
