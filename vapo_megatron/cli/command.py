@@ -33,6 +33,18 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; --help lists the options")
 
 
+def add_values(
+    group: argparse._ActionsContainer,
+    kind: Callable[[str], Any],
+    metavar: str,
+    *options: tuple[str, Any, str],
+    **common: Any,
+) -> None:
+    """Add options that take a value of one kind, each as (name, default, help)."""
+    for name, default, text in options:
+        group.add_argument(name, type=kind, metavar=metavar, default=default, help=text, **common)
+
+
 def run(
     command: str,
     work: Callable[[], object],

@@ -12,7 +12,6 @@ GPU's data sheet. The exit code is 2 if nothing fits.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import signal
 import sys
 import time
@@ -121,7 +120,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
         raise ConfigError(
             f"--gpus={options.gpus} must be a multiple of --gpus-per-node={per_node}; change one"
         )
-    cluster = Cluster(
+    return Cluster(
         num_gpus=options.gpus,
         gpus_per_node=per_node,
         gpu_bytes=options.gpu_memory or int(sheet.memory_gb * 10**9),
@@ -130,10 +129,9 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
         nvlink_gb_per_second=options.nvlink or sheet.nvlink_gb_per_second,
         network_gb_per_second=options.network or sheet.network_gb_per_second,
         pcie_gb_per_second=options.pcie or sheet.pcie_gb_per_second,
+        storage_gb_per_second=options.storage,
         **dict(options.share),
     )
-    storage = options.storage or cluster.storage_gb_per_second
-    return dataclasses.replace(cluster, storage_gb_per_second=storage)
 
 
 def base_config(options: argparse.Namespace) -> VapoConfig:

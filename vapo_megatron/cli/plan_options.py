@@ -6,6 +6,7 @@ import argparse
 import math
 import re
 
+from vapo_megatron.cli.command import add_values
 from vapo_megatron.models.known import KNOWN_MODELS
 from vapo_megatron.planning.cluster import GPUS, Cluster
 from vapo_megatron.planning.ranking import RECOMPUTE
@@ -71,15 +72,13 @@ def share(text: str) -> tuple[str, float]:
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a plan, in groups."""
+    """Add the options of `vapo plan`, in groups."""
     add_model(parser)
-    parser.add_argument(
-        "--top", type=positive, default=12, metavar="N",
-        help="layouts in the table (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--details", type=positive, default=1, metavar="N",
-        help="layouts shown with each phase's bytes and seconds (default: %(default)s)",
+    add_values(
+        parser, positive, "N",
+        ("--top", 12, "layouts in the table (default: %(default)s)"),
+        ("--details", 1,
+         "layouts shown with each phase's bytes and seconds (default: %(default)s)"),
     )  # fmt: skip
     add_cluster(parser.add_argument_group("cluster"))
     add_workload(parser.add_argument_group("workload (default: the configuration's)"))
@@ -95,125 +94,100 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cluster(group: argparse._ArgumentGroup) -> None:
-    """Add what the job runs on."""
+    """Add the job's GPUs, hosts, network and storage."""
     defaults = Cluster(num_gpus=1)
-    group.add_argument("--gpus", type=positive, required=True, metavar="N", help="in the job")
-    group.add_argument(
-        "--gpus-per-node", type=positive, default=8, metavar="N", help="default: %(default)s"
-    )
+    add_values(group, positive, "N", ("--gpus", None, "in the job"), required=True)
+    add_values(group, positive, "N", ("--gpus-per-node", 8, "default: %(default)s"))
     group.add_argument(
         "--gpu", choices=GPUS, default="H100", help="data sheet to use (default: %(default)s)"
     )
-    group.add_argument("--gpu-memory", type=size, metavar="80GB", help="default: the data sheet's")
-    group.add_argument(
-        "--host-memory", type=size, metavar="2TB", help="per node (default: unlimited)"
+    add_values(group, size, "80GB", ("--gpu-memory", None, "default: the data sheet's"))
+    add_values(group, size, "2TB", ("--host-memory", None, "per node (default: unlimited)"))
+    add_values(
+        group, speed, "TFLOP/s", ("--tflops", None, "dense bfloat16 (default: the data sheet's)")
     )
-    for name, unit, what in (
-        ("tflops", "TFLOP/s", "dense bfloat16 (default: the data sheet's)"),
-        ("hbm", "GB/s", "GPU memory (default: the data sheet's)"),
-        ("nvlink", "GB/s", "per GPU, both directions together (default: the data sheet's)"),
-        ("network", "GB/s", "per GPU, each direction (default: that of NVIDIA's DGX)"),
-        ("pcie", "GB/s", "per GPU, each direction (default: the data sheet's)"),
-        (
-            "storage",
-            "GB/s",
-            f"written by the job (default: {defaults.storage_gb_per_second:g})",
-        ),
-    ):
-        group.add_argument(f"--{name}", type=speed, metavar=unit, help=what)
+    add_values(
+        group, speed, "GB/s",
+        ("--hbm", None, "GPU memory (default: the data sheet's)"),
+        ("--nvlink", None, "per GPU, both directions together (default: the data sheet's)"),
+        ("--network", None, "per GPU, each direction (default: that of NVIDIA's DGX)"),
+        ("--pcie", None, "per GPU, each direction (default: the data sheet's)"),
+        ("--storage", defaults.storage_gb_per_second, "written by the job (default: %(default)g)"),
+    )  # fmt: skip
     values = ", ".join(f"{name} {getattr(defaults, f'{name}_share'):g}" for name in SHARES)
     group.add_argument(
-        "--share",
-        type=share,
-        action="append",
-        default=[],
-        metavar="NAME=X",
+        "--share", type=share, action="append", default=[], metavar="NAME=X",
         help=f"fraction of a peak that is reached; may be repeated (default: {values})",
-    )
+    )  # fmt: skip
 
 
 def add_workload(group: argparse._ArgumentGroup) -> None:
-    """Add what a step does."""
+    """Add the batch sizes and lengths of a step, and the models that it needs."""
     group.add_argument(
         "--config", action="append", default=[], metavar="FILE",
         help="YAML of the run; its layout is ignored; may be repeated",
     )  # fmt: skip
-    for option, what in (
-        ("--responses", "responses per step"),
-        ("--group-size", "responses per prompt"),
-        ("--mini-batch", "responses per update"),
-        ("--max-prompt", "tokens of the longest prompt"),
-        ("--max-response", "tokens of the longest response"),
-        ("--prompt", "mean tokens of a prompt (default: 256)"),
-        ("--response", "mean tokens of a response (default: half of the longest)"),
-    ):
-        group.add_argument(option, type=positive, metavar="N", help=what)
+    add_values(
+        group, positive, "N",
+        ("--responses", None, "responses per step"),
+        ("--group-size", None, "responses per prompt"),
+        ("--mini-batch", None, "responses per update"),
+        ("--max-prompt", None, "tokens of the longest prompt"),
+        ("--max-response", None, "tokens of the longest response"),
+        ("--prompt", None, "mean tokens of a prompt (default: 256)"),
+        ("--response", None, "mean tokens of a response (default: half of the longest)"),
+    )  # fmt: skip
     group.add_argument(
         "--spread", type=speed, default=SPREAD, metavar="X",
         help="standard deviation of the log of the response lengths (default: %(default)s)",
     )  # fmt: skip
-    group.add_argument(
-        "--vllm-sequences",
-        type=positive,
-        metavar="N",
-        help="that a replica samples at once",
-    )
-    group.add_argument(
-        "--no-critic", action="store_true", help="as with GRPO (default: the configuration's)"
-    )
-    group.add_argument(
-        "--reference",
-        action="store_true",
-        help="with a KL term to a reference policy (default: the configuration's)",
-    )
+    add_values(group, positive, "N", ("--vllm-sequences", None, "that a replica samples at once"))
+    for option, what in (
+        ("--no-critic", "as with GRPO"),
+        ("--reference", "with a KL term to a reference policy"),
+    ):
+        group.add_argument(
+            option, action="store_true", help=f"{what} (default: the configuration's)"
+        )
 
 
 def add_layout(group: argparse._ArgumentGroup) -> None:
-    """Add what is searched for unless it is given."""
-    for option, what in (
-        ("--tp", "the trainer's tensor parallelism (powers of two within a node)"),
-        ("--pp", "the trainer's pipeline parallelism"),
-        ("--vpp", "model chunks per pipeline rank (1, 2, 4)"),
-        ("--vllm-tp", "tensor parallelism of a vLLM replica (powers of two within a node)"),
-        ("--max-tokens", "tokens of a microbatch (half, once and twice the longest sequence)"),
-    ):
-        group.add_argument(option, type=positive, metavar="N", help=what)
+    """Add the fields that are searched unless they are given."""
+    add_values(
+        group, positive, "N",
+        ("--tp", None, "the trainer's tensor parallelism (powers of two within a node)"),
+        ("--pp", None, "the trainer's pipeline parallelism"),
+        ("--vpp", None, "model chunks per pipeline rank (1, 2, 4)"),
+        ("--vllm-tp", None, "tensor parallelism of a vLLM replica (powers of two within a node)"),
+        ("--max-tokens", None,
+         "tokens of a microbatch (half, once and twice the longest sequence)"),
+    )  # fmt: skip
     group.add_argument("--recompute", choices=RECOMPUTE, help="activation recomputation")
     group.add_argument("--offload", choices=("yes", "no"), help="idle models to host memory")
-    group.add_argument(
-        "--vllm-share",
-        type=fraction,
-        metavar="X",
-        help="rollout.gpu_memory_utilization (the largest that fits, up to 0.9)",
-    )
+    memory = "rollout.gpu_memory_utilization (the largest that fits, up to 0.9)"
+    group.add_argument("--vllm-share", type=fraction, metavar="X", help=memory)
 
 
 def add_reshard(parser: argparse.ArgumentParser) -> None:
     """Add the options of `vapo plan reshard`."""
     add_model(parser)
-    for option, number in (("--nodes", 16), ("--gpus-per-node", 8)):
-        parser.add_argument(
-            option, type=positive, default=number, metavar="N", help="default: %(default)s"
-        )
-    for option, what in (
-        ("--tp", "the trainer's tensor parallelism"),
-        ("--pp", "the trainer's pipeline parallelism"),
-        ("--vllm-tp", "tensor parallelism of a vLLM replica"),
-    ):
-        parser.add_argument(option, type=positive, required=True, metavar="N", help=what)
-    parser.add_argument(
-        "--vpp",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="model chunks per pipeline rank (default: 1)",
-    )
-    for option, default, what in (
-        ("--nvlink", 900.0, "per GPU, both directions together"),
-        ("--network", 50.0, "per GPU, each direction"),
-    ):
-        parser.add_argument(
-            option, type=speed, default=default, metavar="GB/s",
-            help=f"{what} (default: %(default)s)",
-        )  # fmt: skip
+    add_values(
+        parser, positive, "N",
+        ("--nodes", 16, "default: %(default)s"),
+        ("--gpus-per-node", 8, "default: %(default)s"),
+    )  # fmt: skip
+    add_values(
+        parser, positive, "N",
+        ("--tp", None, "the trainer's tensor parallelism"),
+        ("--pp", None, "the trainer's pipeline parallelism"),
+        ("--vllm-tp", None, "tensor parallelism of a vLLM replica"),
+        required=True,
+    )  # fmt: skip
+    chunks = "model chunks per pipeline rank (default: %(default)s)"
+    add_values(parser, positive, "N", ("--vpp", 1, chunks))
+    add_values(
+        parser, speed, "GB/s",
+        ("--nvlink", 900.0, "per GPU, both directions together (default: %(default)s)"),
+        ("--network", 50.0, "per GPU, each direction (default: %(default)s)"),
+    )  # fmt: skip
     parser.add_argument("--per-rank", action="store_true", help="print the bytes of every rank")
