@@ -9,7 +9,6 @@ steps Adam over all parameters and casts them, whose seconds count and whose FLO
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -101,7 +100,7 @@ def logprobs(sizes: Sizes, directory: Path) -> list[Row]:
     )  # fmt: skip
     rows, found = [], {}
     for path in ("fused", "plain"):
-        found[path] = measure(dataclasses.replace(settings, path=path))
+        found[path] = measure(settings._replace(path=path))
         rows.append(_described_logprobs(path, sizes, found[path]))
     # Both round products to bfloat16, summed in another order: a logit of up to 4, nearly all, may
     # fall on the neighbouring number, at most 2^-6 away. Over T tokens, three standard deviations:

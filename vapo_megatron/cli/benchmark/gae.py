@@ -8,6 +8,7 @@ Both are also compared with the loop in float64.
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithm.gae import decoupled_gae, length_adaptive_lambda
-from vapo_megatron.cli.command import ProgressBar
+from vapo_megatron.cli.command import ProgressBar, add_values
 from vapo_megatron.errors import ConfigError
 
 
@@ -84,43 +85,43 @@ def seconds(function: Callable[[], object], repeats: int, device: torch.device) 
     return best
 
 
-def gae(arguments: argparse.Namespace) -> None:
+def gae(options: argparse.Namespace) -> None:
     """Print the times of the padded loop and of packed GAE, their ratio and the error."""
-    torch.set_num_threads(arguments.threads)
-    device = torch.device(arguments.device)
+    torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
     lengths = log_normal_lengths(
-        arguments.responses, arguments.tokens, arguments.max_length, arguments.seed
+        options.responses, options.tokens, options.max_length, options.seed
     )
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
-    generator = torch.Generator().manual_seed(arguments.seed)
-    values = torch.randn(arguments.tokens, generator=generator)
-    rewards = torch.zeros(arguments.tokens)
+    generator = torch.Generator().manual_seed(options.seed)
+    values = torch.randn(options.tokens, generator=generator)
+    rewards = torch.zeros(options.tokens)
     rewards[cu_seqlens[1:] - 1] = torch.randint(0, 2, lengths.shape, generator=generator) * 2.0 - 1
     lam = length_adaptive_lambda(lengths, 0.05)
 
     inside = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
     padded = [torch.zeros(inside.shape).masked_scatter_(inside, x) for x in (rewards, values)]
-    padded = [x.to(device) for x in (*padded, inside.float())]
-    wide = [x.double() for x in padded] + [lam.to(device)]
-    padded.append(lam.float().to(device))
-    exact = padded_loop(*wide)[0].cpu()[inside]
-    del wide
+    padded = [x.to(device) for x in (*padded, inside.float(), lam)]
+    exact = padded_loop(*(x.double() for x in padded))[0].cpu()[inside]
+    padded[-1] = padded[-1].float()
     packed = [x.to(device) for x in (rewards, values, cu_seqlens.int())]
     lam = lam.to(device)
 
     with ProgressBar("measurements") as bar:
         bar.show(0, 3)
-        loop = seconds(lambda: padded_loop(*padded), arguments.loop_repeats, device)
+        loop = seconds(lambda: padded_loop(*padded), options.loop_repeats, device)
         print(
-            f"{arguments.responses} responses, {arguments.tokens} tokens, longest "
+            f"{options.responses} responses, {options.tokens} tokens, longest "
             f"{int(lengths.max())}, {device}, {torch.get_num_threads()} CPU thread(s)"
         )
         print(f"padded loop, one lambda          {loop * 1e3:9.1f} ms")
         ways = (("one lambda", lam), ("decoupled ", 1.0))
         for done, (name, lambda_critic) in enumerate(ways, start=1):
             bar.show(done, 3)
-            compute = _packed(packed, lam, lambda_critic)
-            took = seconds(compute, arguments.repeats, device)
+            compute = functools.partial(
+                decoupled_gae, *packed, lambda_actor=lam, lambda_critic=lambda_critic
+            )
+            took = seconds(compute, options.repeats, device)
             error = (compute()[0].cpu().double() - exact).abs().max() / exact.abs().max()
             print(
                 f"packed, {name}               {took * 1e3:9.1f} ms   {loop / took:6.1f} times "
@@ -128,28 +129,20 @@ def gae(arguments: argparse.Namespace) -> None:
             )
 
 
-def _packed(
-    inputs: list[Tensor], lambda_actor: Tensor, lambda_critic: float | Tensor
-) -> Callable[[], tuple[Tensor, Tensor]]:
-    return lambda: decoupled_gae(*inputs, lambda_actor=lambda_actor, lambda_critic=lambda_critic)
-
-
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add the subcommand `gae`."""
     command = commands.add_parser(
         "gae", help="packed GAE against a padded, masked loop", description=__doc__
     )
-    for option, default, what in (
-        ("--responses", 512, "in the batch"),
-        ("--tokens", 2_100_000, "of all responses together"),
-        ("--max-length", 16384, "tokens of the longest response"),
-        ("--repeats", 10, "of packed GAE; the fastest counts"),
-        ("--loop-repeats", 3, "of the loop; the fastest counts"),
-        ("--threads", 1, "CPU threads"),
-        ("--seed", 0, "of the lengths and values"),
-    ):
-        command.add_argument(
-            option, type=int, default=default, metavar="N", help=f"{what} (default: {default})"
-        )
+    add_values(
+        command, int, "N",
+        ("--responses", 512, "in the batch (default: %(default)s)"),
+        ("--tokens", 2_100_000, "of all responses together (default: %(default)s)"),
+        ("--max-length", 16384, "tokens of the longest response (default: %(default)s)"),
+        ("--repeats", 10, "of packed GAE; the fastest counts (default: %(default)s)"),
+        ("--loop-repeats", 3, "of the loop; the fastest counts (default: %(default)s)"),
+        ("--threads", 1, "CPU threads (default: %(default)s)"),
+        ("--seed", 0, "of the lengths and values (default: %(default)s)"),
+    )  # fmt: skip
     command.add_argument("--device", default="cpu", help="torch device (default: cpu)")
     command.set_defaults(measure=gae)

@@ -12,24 +12,23 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
 import multiprocessing
 import statistics
 import time
-from typing import Any
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vapo_megatron.cli.command import ProgressBar
+from vapo_megatron.cli.command import ProgressBar, add_values
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.parallel.logprobs import linear_logprobs, vocab_parallel_logprobs
 
 PATHS = ("fused", "plain", "vocab_parallel")
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """One measurement."""
 
     path: str
@@ -45,8 +44,7 @@ class Settings:
     device: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Measurement:
+class Measurement(NamedTuple):
     """Of one forward and backward pass."""
 
     seconds: float
@@ -75,14 +73,16 @@ def measure(settings: Settings) -> Measurement:
         _forward_backward(settings, hidden, weight, targets, upstream)
     # Counted as held; freed before the pass, whose own gradient takes its place.
     weight.grad = torch.zeros_like(weight).add_(0)
-    held = _bytes_held(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    held = _memory_bytes(device, peak=False)
     hidden.grad = weight.grad = None
     start, cpu_start = time.perf_counter(), time.process_time()
     logprobs = _forward_backward(settings, hidden, weight, targets, upstream)
     return Measurement(
         time.perf_counter() - start,
         time.process_time() - cpu_start,
-        _peak_bytes(device) - held,
+        _memory_bytes(device, peak=True) - held,
         float(logprobs.detach().mean()),
     )
 
@@ -123,41 +123,22 @@ def _forward(
     return logprobs, -(log_p.exp() * log_p).sum(-1) if settings.entropy else None
 
 
-def _bytes_held(device: torch.device) -> int:
+def _memory_bytes(device: torch.device, *, peak: bool) -> int:
+    """Memory of this process, now or at its peak; on a GPU, of torch's tensors."""
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
-    return _status_bytes("VmRSS")
-
-
-def _peak_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return _status_bytes("VmHWM")
-
-
-def _status_bytes(field: str) -> int:
-    """A field of /proc/self/status. Unlike getrusage's, its peak excludes the parent's."""
+        read = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
+        return read(device)
+    # Unlike getrusage's, this peak excludes the parent's.
+    field = "VmHWM:" if peak else "VmRSS:"
     with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def measure_apart(settings: Settings) -> Measurement:
-    """`measure` in a fresh process.
-
-    Raises:
-        concurrent.futures.process.BrokenProcessPool: it was killed, for example out of memory.
-    """
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(measure, settings).result()
-
-
-def logprobs(arguments: argparse.Namespace) -> None:
+def logprobs(options: argparse.Namespace) -> None:
     """Print both paths' time and memory in alternating pairs, and the ratio of the medians."""
     settings = Settings(
-        "fused", arguments.tokens, arguments.vocab_size, arguments.hidden, arguments.dtype,
-        False, arguments.temperature, arguments.threads, arguments.device,
+        "fused", options.tokens, options.vocab_size, options.hidden, options.dtype,
+        False, options.temperature, options.threads, options.device,
     )  # fmt: skip
     full = settings.tokens * settings.vocab_size * getattr(torch, settings.dtype).itemsize
     print(
@@ -165,30 +146,32 @@ def logprobs(arguments: argparse.Namespace) -> None:
         f"{settings.dtype}, {settings.device}, {settings.threads} CPU thread(s), temperature "
         f"{settings.temperature:g}; the logits are {full / 1e6:.0f} MB"
     )
-    entropies = {"yes": [True], "no": [False], "both": [False, True]}[arguments.entropy]
-    done, total = 0, 2 * arguments.pairs * len(entropies)
+    entropies = {"yes": [True], "no": [False], "both": [False, True]}[options.entropy]
+    done, total = 0, 2 * options.pairs * len(entropies)
     with ProgressBar("measurements") as bar:
         for entropy in entropies:
-            seconds: dict[str, list[float]] = {"fused": [], arguments.unfused: []}
-            for _ in range(arguments.pairs):
+            seconds: dict[str, list[float]] = {"fused": [], options.unfused: []}
+            for _ in range(options.pairs):
                 for path, taken in seconds.items():
                     bar.show(done, total)
-                    found = _reported(dataclasses.replace(settings, path=path, entropy=entropy))
-                    taken.append(found.seconds)
+                    taken.append(_reported(settings._replace(path=path, entropy=entropy)).seconds)
                     done += 1
             fused, unfused = (statistics.median(taken) for taken in seconds.values())
             print(
                 f"{'with' if entropy else 'without'} entropy: median {fused:.2f} s fused, "
-                f"{unfused:.2f} s {arguments.unfused}, ratio {fused / unfused:.2f}",
+                f"{unfused:.2f} s {options.unfused}, ratio {fused / unfused:.2f}",
                 flush=True,
             )
         bar.show(done, total)
 
 
 def _reported(settings: Settings) -> Measurement:
+    """Measure in a new process, and print."""
+    context = multiprocessing.get_context("spawn")
     try:
-        found = measure_apart(settings)
-    except concurrent.futures.process.BrokenProcessPool:
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+            found = pool.submit(measure, settings).result()
+    except BrokenProcessPool:
         raise ConfigError(
             f"the {settings.path} measurement was killed, most likely out of memory: it needs "
             "about five times the size of the logits; lower --tokens or --vocab-size"
@@ -208,16 +191,14 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "logprobs", help="fused log-probabilities against full logits", description=__doc__
     )
-    for option, default, what in (
-        ("--tokens", 4096, "rows of the hidden states"),
-        ("--vocab-size", 152064, "rows of the output weight"),
-        ("--hidden", 896, "columns of both"),
-        ("--pairs", 3, "measurements of each path; the medians count"),
-        ("--threads", torch.get_num_threads(), "CPU threads"),
-    ):
-        command.add_argument(
-            option, type=int, default=default, metavar="N", help=f"{what} (default: {default})"
-        )
+    add_values(
+        command, int, "N",
+        ("--tokens", 4096, "rows of the hidden states (default: %(default)s)"),
+        ("--vocab-size", 152064, "rows of the output weight (default: %(default)s)"),
+        ("--hidden", 896, "columns of both (default: %(default)s)"),
+        ("--pairs", 3, "measurements of each path; the medians count (default: %(default)s)"),
+        ("--threads", torch.get_num_threads(), "CPU threads (default: %(default)s)"),
+    )  # fmt: skip
     for option, choices, what in (
         ("--dtype", ["float32", "bfloat16", "float16"], "of hidden states and weight"),
         ("--entropy", ["both", "yes", "no"], "with the entropy, without, or both"),

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from vapo_megatron.cli.command import ProgressBar
+from vapo_megatron.cli.command import ProgressBar, add_values
 from vapo_megatron.errors import ConfigError
 
 LAYOUTS = {
@@ -81,15 +81,9 @@ def write_numbered_model(directory: Path, hidden: int, layers: int, vocab_size: 
 def measure(
     directory: Path, count: int, engine: Any, config: Any, layout: tuple[int, int], repeats: int
 ) -> Measured:
-    """Measure one layout on this rank; collective over the world.
+    """Measure one trainer layout (TP, PP) on this rank, both ways in turns. Collective.
 
-    Args:
-        directory: of the numbered model.
-        count: of its elements.
-        engine: this rank's sampler.
-        config: the sampler's, with the world's size.
-        layout: TP and PP of the trainer.
-        repeats: of both ways, in turns.
+    `directory` holds the numbered model of `count` elements; `engine` and `config` are vLLM's.
     """
     from vapo_megatron.models.build import build_model
     from vapo_megatron.models.hf_config import read_model_shape
@@ -193,49 +187,46 @@ def _rank(
 
 def _report(layout: tuple[int, int, int], ranks: list[Measured]) -> None:
     tp_size, pp_size, sampler_tp = layout
-    world_size = len(ranks)
-    dp_size = world_size // (tp_size * pp_size)
+    dp_size, replicas = len(ranks) // (tp_size * pp_size), len(ranks) // sampler_tp
     received, missing = sum(r.received for r in ranks), sum(r.missing for r in ranks)
     assert received or not missing, "nothing was received"
     ratio = received / missing if missing else 1.0
     plan = statistics.median(ranks[0].seconds)
     gather = statistics.median(ranks[0].gather_seconds)
-    name = f"TP{tp_size} PP{pp_size} DP{dp_size} -> {world_size // sampler_tp} x TP{sampler_tp}"
+    name = f"TP{tp_size} PP{pp_size} DP{dp_size} -> {replicas} x TP{sampler_tp}"
+    by_plan = " ".join(f"{r.received / 1e6:.1f}" for r in ranks)
+    by_gather = " ".join(f"{r.unheld / 1e6:.1f}" for r in ranks)
     print(
-        f"{name:<22}{_megabytes([r.received for r in ranks]):>24} {ratio:7.3f} {plan:9.3f} s"
-        f"{_megabytes([r.unheld for r in ranks]):>24} {gather:9.3f} s {plan / gather:7.2f}",
+        f"{name:<22}{by_plan:>24} {ratio:7.3f} {plan:9.3f} s"
+        f"{by_gather:>24} {gather:9.3f} s {plan / gather:7.2f}",
         flush=True,
     )
 
 
-def _megabytes(sizes: list[int]) -> str:
-    return " ".join(f"{size / 1e6:.1f}" for size in sizes)
-
-
-def reshard(arguments: argparse.Namespace) -> None:
+def reshard(options: argparse.Namespace) -> None:
     """Print bytes and median seconds of both ways for each layout, and their ratios."""
-    if arguments.hidden % 256:
+    if options.hidden % 256:
         raise ConfigError(
-            f"--hidden={arguments.hidden} must be a multiple of 256 (heads of 64, divided by 4); "
+            f"--hidden={options.hidden} must be a multiple of 256 (heads of 64, divided by 4); "
             "change it"
         )
     os.environ.update(OMP_NUM_THREADS="1", VLLM_LOGGING_LEVEL="ERROR")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "empty.yaml").touch()
-        size = (arguments.hidden, arguments.layers, arguments.vocab_size)
+        size = (options.hidden, options.layers, options.vocab_size)
         count = write_numbered_model(directory, *size)
         print(
             f"{count / 1e6:.1f} million float32 parameters, {count * 4 / 1e6:.0f} MB; "
-            f"medians of {arguments.repeats}; bytes in MB, rank by rank\n"
+            f"medians of {options.repeats}; bytes in MB, rank by rank\n"
             f"{'':<22}{'received by the plan':>24} {'/ lack':>7} {'time':>11}"
             f"{'brought by a gather':>24} {'time':>11} {'ratio':>7}",
             flush=True,
         )
-        for world_size in [arguments.processes] if arguments.processes else sorted(LAYOUTS):
+        for world_size in [options.processes] if options.processes else sorted(LAYOUTS):
             torch.multiprocessing.spawn(
                 _rank,
-                (world_size, directory, count, LAYOUTS[world_size], arguments.repeats),
+                (world_size, directory, count, LAYOUTS[world_size], options.repeats),
                 nprocs=world_size,
             )
 
@@ -245,14 +236,12 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "reshard", help="weight sync into vLLM by a plan against a full gather", description=__doc__
     )
-    for option, default, what in (
-        ("--hidden", 512, "hidden size"),
-        ("--layers", 4, "number of layers"),
-        ("--vocab-size", 8192, "size of the vocabulary"),
-        ("--repeats", 5, "of each way; the medians count"),
-    ):
-        command.add_argument(
-            option, type=int, default=default, metavar="N", help=f"{what} (default: {default})"
-        )
+    add_values(
+        command, int, "N",
+        ("--hidden", 512, "hidden size (default: %(default)s)"),
+        ("--layers", 4, "number of layers (default: %(default)s)"),
+        ("--vocab-size", 8192, "size of the vocabulary (default: %(default)s)"),
+        ("--repeats", 5, "of each way; the medians count (default: %(default)s)"),
+    )  # fmt: skip
     command.add_argument("--processes", type=int, choices=sorted(LAYOUTS), help="default: each")
     command.set_defaults(measure=reshard, device="cpu")
