@@ -89,7 +89,7 @@ def test_a_step_by_turns_and_one_that_lacks_time(workers, tmp_path):
 def kept(run_dir):
     """The lines that tell of a step's skipped updates; a worker's function."""
     from tests.dumped import rollouts
-    from vapo_megatron.run.skipped_updates import kept_if_skipped
+    from vapo_megatron.run.output import kept_if_skipped
 
     settings, notes = config(run_dir, logging={"run_dir": str(run_dir)}), []
     for step, metrics in enumerate(({"critic": 2.0, "actor": 1.0}, {"critic": 1.0}, {}), 1):

@@ -52,8 +52,7 @@ from vapo_megatron.rollout.inputs import Inputs, read_inputs
 from vapo_megatron.rollout.replay import Replay
 from vapo_megatron.rollout.source import OnProgress, RolloutSource
 from vapo_megatron.run.checkpoint import load as checkpoint
-from vapo_megatron.run.output import RunOutput
-from vapo_megatron.run.skipped_updates import kept_if_skipped
+from vapo_megatron.run.output import RunOutput, kept_if_skipped
 from vapo_megatron.run.step_metrics import sampler_difference, step_metrics
 
 

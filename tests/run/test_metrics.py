@@ -13,10 +13,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.run.checkpoint.test_writer import limited
 from vapo_megatron.config.metrics import METRICS, accuracy_name, describe
-from vapo_megatron.data.batch import Prompt, Rollout
+from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
 from vapo_megatron.errors import DataError, UserError
-from vapo_megatron.run.directory import group_record, read_run
+from vapo_megatron.run.directory import read_run
 from vapo_megatron.run.metrics import MetricsWriter
+from vapo_megatron.run.token_records import group_records
 
 REQUIRED = """
 reward/mean rollout/response_length_mean rollout/truncated_fraction rollout/logprob_diff_mean
@@ -154,11 +155,10 @@ def test_accuracy_name():
 
 def test_rollouts_are_written_for_people(tmp_path):
     prompt = Prompt(7, "1+1=", (1, 2), "2")
-    rollouts = [
-        Rollout(prompt, 0, 14, (5, 6), (-0.5, -0.1), False, "two \u00e9\n", 3),
-        Rollout(prompt, 1, 15, (5, 6, 7), (-0.5, -0.1, -0.2), True, "three", 3),
-    ]
-    group = group_record(rollouts, ["correct", "wrong"], [1.0, -1.0])
+    right = Rollout(prompt, 0, 14, (5, 6), (-0.5, -0.1), False, "two \u00e9\n", 3)
+    wrong = Rollout(prompt, 1, 15, (5, 6, 7), (-0.5, -0.1, -0.2), True, "three", 3)
+    scored = [ScoredRollout(right, "correct", 1.0), ScoredRollout(wrong, "wrong", -1.0)]
+    (group,) = group_records(scored, 2, {}, None)
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.write_rollouts(12, [group, group])
     text = (tmp_path / "rollouts" / "step_000012.jsonl").read_text()

@@ -178,7 +178,12 @@ def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
 
     A damaged checkpoint is passed over: loading reports it and falls back to an older one.
     """
-    from vapo_megatron.run.checkpoint.fits import CRITIC_REMEDY, check_optimizer, check_roles
+    from vapo_megatron.run.checkpoint.files import (
+        CRITIC_REMEDY,
+        candidates,
+        check_optimizer,
+        check_roles,
+    )
     from vapo_megatron.weights.convert.sharded_files import ShardedReader
     from vapo_megatron.weights.convert.to_hf import check_tensors
 
@@ -190,8 +195,6 @@ def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
     if (state := _own_state(config)) is not None:
         check_roles(found[0], state["num_updates"], roles)
     if not found and path is not None:
-        from vapo_megatron.run.checkpoint.files import candidates
-
         field, remedy, roles = f"model.critic_checkpoint={path}", "critic_checkpoint", ("critic",)
         with_optimizer, other = config.model.critic_checkpoint_optimizer, CRITIC_REMEDY
         found = candidates(Path(path, "checkpoints")) or [Path(path)]
@@ -211,15 +214,7 @@ def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
                 f"another {remedy}"
             ) from None
         if with_optimizer:
-            check_optimizer(
-                found[0] / role,
-                role,
-                config.model,
-                config.parallel,
-                config.algorithm,
-                field=field,
-                remedy=other,
-            )
+            check_optimizer(found[0] / role, role, config, field=field, remedy=other)
 
 
 def _steps_done(config: VapoConfig) -> int:

@@ -11,16 +11,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from vapo_megatron.errors import DataError
-
-if TYPE_CHECKING:
-    from vapo_megatron.data.batch import Rollout
 
 METRICS_FILE, PROBLEMS_FILE, HELD_OUT_FILE = "metrics.jsonl", "problems.jsonl", "held_out.jsonl"
 """Files of one row per step."""
@@ -45,7 +41,7 @@ class Run:
         return self.config.get(name) or {}
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return a step's groups on file, as made by `group_record`."""
+        """Return a step's groups on file; see token_records.py."""
         return _read_lines(rollout_file(self.run_dir, step))
 
     def problems(self) -> list[dict[str, Any]]:
@@ -132,42 +128,3 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
             raise DataError(f"{file} line {number} is not a JSON object; remove the line")
         objects.append(found)
     return objects
-
-
-def group_record(
-    rollouts: Sequence[Rollout],
-    statuses: Sequence[str],
-    rewards: Sequence[float],
-    tokens: Sequence[Mapping[str, Any]] = (),
-) -> dict[str, Any]:
-    """Return one group of responses as a record, one line of rollouts/step_*.jsonl.
-
-    Args:
-        rollouts: samples of one prompt.
-        statuses: `Verdict.status` of each.
-        rewards: shaped reward of each.
-        tokens: per response, `pieces`, `values` (with a critic), `advantages` and `entropy` of
-            its kept tokens, as made by token_records.py; empty: no per-token data.
-    """
-    prompt = rollouts[0].prompt
-    assert all(r.prompt.index == prompt.index for r in rollouts), "a group has one prompt"
-    responses = [
-        {
-            "sample": rollout.sample,
-            "status": status,
-            "reward": float(reward),
-            "num_tokens": len(rollout.token_ids),
-            "truncated": rollout.truncated,
-            "text": rollout.text,
-        }
-        for rollout, status, reward in zip(rollouts, statuses, rewards, strict=True)
-    ]
-    if tokens:
-        responses = [r | {"tokens": dict(t)} for r, t in zip(responses, tokens, strict=True)]
-    return {
-        "prompt_index": prompt.index,
-        "prompt": prompt.text,
-        "answer": prompt.answer,
-        "policy_version": rollouts[0].policy_version,
-        "responses": responses,
-    }

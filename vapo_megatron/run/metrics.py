@@ -111,14 +111,13 @@ class MetricsWriter:
         *,
         held_out: bool = False,
     ) -> None:
-        """Write a step's problems and how many responses to each were correct.
+        """Write a step's problems (`Prompt.index`) and how many responses to each were correct.
 
         Args:
             step: of the row.
-            problems: `Prompt.index` of each group.
-            correct: number of correct responses in each group.
+            problems, correct: one number per group.
             group_size: responses per group.
-            held_out: the problems of an evaluation.
+            held_out: the problems are an evaluation's.
         """
         row = {"step": step, "group_size": group_size, "problems": list(problems)}
         path = self.run_dir / (HELD_OUT_FILE if held_out else PROBLEMS_FILE)
@@ -126,7 +125,7 @@ class MetricsWriter:
             append(file, [row | {"correct": list(correct)}])
 
     def write_rollouts(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Write a step's groups, each a `group_record`, to rollouts/step_*.jsonl; none: no file."""
+        """Write the step's records of token_records.py to rollouts/step_*.jsonl; none: no file."""
         if not groups:
             return
         file = rollout_file(self.run_dir, step)

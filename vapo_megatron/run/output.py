@@ -1,9 +1,9 @@
-"""A run's output: the progress display, a row per step, and some of the responses."""
+"""A run's output: the display, a row per step, some responses, all those of a skipped update."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +16,8 @@ from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.memory import PeakMemory
 from vapo_megatron.parallel.reduce import max_over_world, sum_over_world
+from vapo_megatron.roles.model import UpdatesSkipped
+from vapo_megatron.rollout.dump import write_step
 from vapo_megatron.rollout.source import Decode, OnProgress
 from vapo_megatron.run.metrics import MetricsWriter
 from vapo_megatron.run.phase_timer import PhaseTimer, tokens_per_second
@@ -73,7 +75,6 @@ class RunOutput:
             if start:
                 # Startup and loading the checkpoint do not count towards the first step.
                 self._timer.take()
-                self._timer.take_peaks()
                 self.note(f"resumed {run_dir} after step {start}")
             yield
 
@@ -95,7 +96,7 @@ class RunOutput:
         Returns:
             The times.
         """
-        times, peaks = self._timer.take(), self._timer.take_peaks()
+        times, peaks = self._timer.take()
         row = {name: value for name, value in metrics.items() if name != "num_tokens"}
         if peaks:
             largest = max_over_world(torch.tensor(list(peaks.values()), dtype=torch.float64))
@@ -145,3 +146,51 @@ class RunOutput:
             own = {s.rollout.position: s for s in scored}
             records = group_records([own[p] for p in shown], size, tokens, decode)
             self._writer.write_rollouts(step + 1, records)
+
+
+@contextlib.contextmanager
+def kept_if_skipped(
+    config: VapoConfig,
+    step: int,
+    scored: Sequence[ScoredRollout],
+    note: Callable[[str], None],
+) -> Iterator[dict[str, float]]:
+    """Dump a step's responses if an update in the body was skipped, for --replay. Collective.
+
+    They go to RUN/skipped/step_*/, as in rollout/dump.py, and are never deleted.
+
+    Args:
+        step: from 1.
+        scored: responses sampled by this rank.
+        note: prints a line.
+
+    Yields:
+        A dict for the metrics of the updates.
+
+    Raises:
+        UpdatesSkipped: the body's, with the step and where its responses are.
+    """
+    root = Path(config.logging.run_dir) / "skipped"
+
+    def keep() -> str:
+        write_step(
+            root,
+            step,
+            scored,
+            num_responses=config.algorithm.responses_per_step,
+            group_size=config.algorithm.group_size,
+            keep_last=step,
+        )
+        return f"its responses are in {root}, for --replay"
+
+    metrics: dict[str, float] = {}
+    try:
+        yield metrics
+    except UpdatesSkipped as error:
+        raise UpdatesSkipped(
+            f"step {step}: {error}; {keep()}. Restart the run to resume from its latest checkpoint"
+        ) from None
+    skipped = {name: int(metrics.get(f"{name}/skipped_updates", 0)) for name in ("critic", "actor")}
+    if any(skipped.values()):
+        counts = " and ".join(f"{count} of the {name}" for name, count in skipped.items() if count)
+        note(f"step {step}: updates skipped, {counts}: not finite; {keep()}")

@@ -6,19 +6,9 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
 
 from vapo_megatron.config.phases import TIMED
-
-
-class Memory(Protocol):
-    """Measures a phase's peak memory (parallel/memory.py)."""
-
-    def restart(self) -> None:
-        """Start a phase."""
-
-    def peak_bytes(self) -> int:
-        """Return the peak since then."""
+from vapo_megatron.parallel.memory import PeakMemory
 
 
 class PhaseTimer:
@@ -32,7 +22,7 @@ class PhaseTimer:
         self,
         on_start: Callable[[str], None] | None = None,
         synchronize: Callable[[], None] | None = None,
-        memory: Memory | None = None,
+        memory: PeakMemory | None = None,
     ):
         """Start the step's clock.
 
@@ -73,19 +63,14 @@ class PhaseTimer:
                 peak = self._memory.peak_bytes()
                 self._peaks[phase] = max(self._peaks.get(phase, 0), peak)
 
-    def take(self) -> dict[str, float]:
-        """Return `time/*_seconds` of the step that ends now, and start the next step's clock."""
+    def take(self) -> tuple[dict[str, float], dict[str, int]]:
+        """Return `time/*_seconds` and this process's `memory/*_peak_bytes`; start the next step."""
         now = time.perf_counter()
         times = {f"time/{p}_seconds": self._seconds[p] for p in TIMED if p in self._seconds}
         times["time/step_seconds"] = now - self._step_start
-        self._seconds, self._step_start = {}, now
-        return times
-
-    def take_peaks(self) -> dict[str, int]:
-        """Return this process's `memory/*_peak_bytes` of the phases since the last call."""
         peaks = {f"memory/{p}_peak_bytes": self._peaks[p] for p in TIMED if p in self._peaks}
-        self._peaks = {}
-        return peaks
+        self._seconds, self._peaks, self._step_start = {}, {}, now
+        return times, peaks
 
 
 def tokens_per_second(num_tokens: float, times: Mapping[str, float]) -> float:
@@ -95,6 +80,6 @@ def tokens_per_second(num_tokens: float, times: Mapping[str, float]) -> float:
         num_tokens: response tokens of the step, summed over all processes.
         times: from `PhaseTimer.take`.
     """
-    apart = ("time/evaluation_seconds", "time/checkpoint_seconds")
-    seconds = times["time/step_seconds"] - sum(times[name] for name in apart if name in times)
+    apart = (times.get(f"time/{phase}_seconds", 0.0) for phase in ("evaluation", "checkpoint"))
+    seconds = times["time/step_seconds"] - sum(apart)
     return num_tokens / seconds if seconds > 0 else math.nan

@@ -1,4 +1,4 @@
-"""Per-token values, advantages and entropies of the few responses written to rollouts/.
+"""Records of the few responses in rollouts/, with values, advantages and entropy of each token.
 
 Each data-parallel rank has those of the responses it trains on, wherever they were sampled. One
 all-reduce per step, of at most 3 * 1024 numbers per response, gives every rank those of the shown
@@ -18,7 +18,6 @@ from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import sum_over_data_parallel
 from vapo_megatron.rollout.source import Decode
-from vapo_megatron.run.directory import group_record
 
 _HALF = 512
 """Tokens kept at either end of a response that is longer than twice this."""
@@ -113,10 +112,10 @@ def group_records(
     tokens: Mapping[int, Mapping[str, Any]],
     decode: Decode | None,
 ) -> list[dict[str, Any]]:
-    """Return the shown responses as one record per group, which may be incomplete.
+    """Return the shown responses as lines of rollouts/step_*.jsonl, one group each.
 
     Args:
-        shown: responses by position.
+        shown: responses by position; a group may be incomplete.
         group_size: G.
         tokens: from gather_shown.
         decode: as in token_pieces; None: no per-token data in the records.
@@ -124,13 +123,31 @@ def group_records(
     records = []
     for _, members in itertools.groupby(shown, lambda s: s.rollout.position // group_size):
         group = list(members)
-        rollouts = [s.rollout for s in group]
-        known = []
-        if decode is not None:
-            known = [
-                {"pieces": token_pieces(r.token_ids, decode), **tokens[r.position]}
-                for r in rollouts
-            ]
-        statuses, rewards = [s.status for s in group], [s.reward for s in group]
-        records.append(group_record(rollouts, statuses, rewards, known))
+        first = group[0].rollout
+        record = {
+            "prompt_index": first.prompt.index,
+            "prompt": first.prompt.text,
+            "answer": first.prompt.answer,
+            "policy_version": first.policy_version,
+            "responses": [_response(s, tokens, decode) for s in group],
+        }
+        records.append(record)
     return records
+
+
+def _response(
+    scored: ScoredRollout, tokens: Mapping[int, Mapping[str, Any]], decode: Decode | None
+) -> dict[str, Any]:
+    rollout = scored.rollout
+    record = {
+        "sample": rollout.sample,
+        "status": scored.status,
+        "reward": float(scored.reward),
+        "num_tokens": len(rollout.token_ids),
+        "truncated": rollout.truncated,
+        "text": rollout.text,
+    }
+    if decode is not None:
+        pieces = token_pieces(rollout.token_ids, decode)
+        record["tokens"] = {"pieces": pieces, **tokens[rollout.position]}
+    return record

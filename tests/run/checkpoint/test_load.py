@@ -35,8 +35,7 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.minibatches import MiniBatch
     from vapo_megatron.roles.model import TrainedModel
-    from vapo_megatron.run.checkpoint.files import newest_whole
-    from vapo_megatron.run.checkpoint.fits import check_optimizer
+    from vapo_megatron.run.checkpoint.files import check_optimizer, newest_whole
     from vapo_megatron.run.checkpoint.load import load_run
     from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
@@ -76,15 +75,7 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
 
     start = 0
     if load:
-        check_optimizer(
-            newest_whole(root) / "critic",
-            "critic",
-            config.model,
-            config.parallel,
-            config.algorithm,
-            field="",
-            remedy="",
-        )
+        check_optimizer(newest_whole(root) / "critic", "critic", config, field="")
         start, state = load_run(newest_whole(root), {"critic": model})
         assert (start, state) == (saved_at, {"position": 7})
     losses, over = [], threading.Event()

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 from vapo_megatron.config import VapoConfig, load_config
-from vapo_megatron.data.batch import Prompt, Rollout
+from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
 from vapo_megatron.errors import DataError
-from vapo_megatron.run.directory import group_record
 from vapo_megatron.run.metrics import MetricsWriter
 from vapo_megatron.run.report.html import escape, script_json
 from vapo_megatron.run.report.page import build_report
+from vapo_megatron.run.token_records import group_records
 
 ROOT = Path(__file__).resolve().parents[3]
 HOSTILE = "</pre></script><script>alert(1)</script><img src=x onerror=alert(2)> {{config}} & \"'"
@@ -110,7 +110,7 @@ def _row(step: int, pretraining: int, rng: random.Random, evaluate: bool) -> dic
 def _group(step: int, index: int, pretraining: int, rng: random.Random) -> dict:
     learned = _progress(step, pretraining)
     prompt = Prompt(100 * step + index, f"Qa{step % 10}b*2c-3d+1=", (1, 2), "7")
-    rollouts, statuses = [], []
+    scored = []
     for sample in range(16):
         text, status = f"A{rng.randint(0, 6)}E", "wrong"
         if rng.random() < learned + 0.1:
@@ -119,9 +119,9 @@ def _group(step: int, index: int, pretraining: int, rng: random.Random) -> dict:
             text, status = "b*2~4nopqrstuvwx," * 10, "unparsable"
         truncated = status == "unparsable"
         ids = tuple(range(len(text)))
-        rollouts.append(Rollout(prompt, sample, sample, ids, (0.0,) * len(ids), truncated, text, 0))
-        statuses.append(status)
-    return group_record(rollouts, statuses, [1.0 if s == "correct" else -1.0 for s in statuses])
+        rollout = Rollout(prompt, sample, sample, ids, (0.0,) * len(ids), truncated, text, 0)
+        scored.append(ScoredRollout(rollout, status, 1.0 if status == "correct" else -1.0))
+    return group_records(scored, 16, {}, None)[0]
 
 
 class Page(HTMLParser):

@@ -1,4 +1,4 @@
-"""The directories of a run's checkpoints: names, completeness, retention.
+"""The directories of a run's checkpoints: names, completeness, retention, match with a config.
 
     latest                        name of the newest complete checkpoint, replaced atomically;
                                   step_000000: a run started from scratch, ignore the others
@@ -7,7 +7,7 @@
     step_000005.old               being deleted
 
 A directory is renamed to its final name once all of it is on disk, and away from it before anything
-in it is deleted.
+in it is deleted. Needs no megatron-core: the checks before a run use it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.storage import replacing, sha256_of, sync
 from vapo_megatron.errors import CheckpointError, tell
 from vapo_megatron.parallel.reduce import gather_objects
+from vapo_megatron.weights.convert.sharded_files import ShardedReader
 
 T = TypeVar("T")
 LATEST, SUMS, STATE = "latest", "checksums.json", "state.json"
+CRITIC_REMEDY = "take its weights alone with model.critic_checkpoint_optimizer=false"
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
@@ -244,3 +247,51 @@ def _bearing_with(directory: Path) -> Iterator[None]:
     except OSError as error:
         why = error.strerror or error
         tell(f"warning: {directory} cannot be deleted: {why}; the next checkpoint tries again")
+
+
+def check_roles(directory: Path, held: Collection[str], trained: Collection[str]) -> None:
+    """Raise a CheckpointError if a checkpoint has other roles than those the run trains."""
+    if set(held) != set(trained):
+        raise CheckpointError(
+            f"{directory} holds {' and '.join(held)}, but this configuration trains "
+            f"{' and '.join(trained)} (algorithm.stage, advantage_estimator); resume with the "
+            "run's own configuration, or start another run with logging.run_dir and, for its "
+            "critic, model.critic_checkpoint"
+        )
+
+
+def check_optimizer(
+    directory: Path, role: str, config: VapoConfig, *, field: str, remedy: str = CRITIC_REMEDY
+) -> None:
+    """Reject the state of another kind of optimizer than the configuration asks for.
+
+    The distributed optimizer has main parameters for every dtype, the other one only for bfloat16,
+    each under its own name.
+
+    Args:
+        directory: of the role's distributed checkpoint.
+        role: whose optimizer it is.
+        config: the run's.
+        field: that names the checkpoint, with its value.
+        remedy: in place of the settings of the run that wrote it.
+
+    Raises:
+        CheckpointError: names the settings on which the state depends.
+    """
+    keys = [key for key in ShardedReader(directory).tensors if key.startswith("optimizer.state.")]
+    kinds = {key.split(".")[2] for key in keys}
+    dtype, is_distributed = config.model.dtype, config.parallel.use_distributed_optimizer
+    has_main = dtype == "bfloat16" and not is_distributed
+    learns_attention = any(".self_attention.linear_proj." in key for key in keys)
+    is_frozen = role == "critic" and config.algorithm.freeze_critic_attention
+    if (
+        ("param" in kinds) != is_distributed
+        or ("fp32_param" in kinds) != has_main
+        or learns_attention == is_frozen
+    ):
+        raise CheckpointError(
+            f"{field}: the state of its {role}'s optimizer does not fit this run's "
+            f"parallel.use_distributed_optimizer={is_distributed}, model.dtype={dtype} and "
+            f"algorithm.freeze_critic_attention={config.algorithm.freeze_critic_attention}; use "
+            f"the settings of the run that wrote it, or {remedy}"
+        )

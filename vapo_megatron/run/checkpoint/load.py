@@ -26,7 +26,6 @@ from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.parallel.sharded_state import load_sharded
 from vapo_megatron.roles.model import TrainedModel
 from vapo_megatron.run.checkpoint import files as checkpoint_files
-from vapo_megatron.run.checkpoint.fits import CRITIC_REMEDY, check_optimizer, check_roles
 
 
 class Start(NamedTuple):
@@ -85,7 +84,7 @@ def load_run(directory: Path, models: Mapping[str, TrainedModel]) -> tuple[int, 
     """
     content = json.loads((directory / checkpoint_files.STATE).read_text())
     held = content["num_updates"]
-    check_roles(directory, held, models)
+    checkpoint_files.check_roles(directory, held, models)
     for role, model in models.items():
         with model.held("state"):
             load_sharded(model.model, model.optimizer, directory / role)
@@ -120,26 +119,13 @@ def find_critic(path: Path) -> tuple[Path, int]:
 def load_critic(directory: Path, updates: int, config: VapoConfig, critic: TrainedModel) -> None:
     """Load model.critic_checkpoint into a new run's critic: weights, optimizer, update count.
 
-    Collective; works for any layout.
-
-    Args:
-        directory, updates: from find_critic.
-        config: of the new run.
-        critic: of the new run.
+    Collective; `directory` and `updates` are from find_critic, the rest is the new run's.
 
     Raises:
         CheckpointError: the checkpoint is of another model or kind of optimizer.
     """
     field = f"model.critic_checkpoint={config.model.critic_checkpoint}"
-    check_optimizer(
-        directory,
-        "critic",
-        config.model,
-        config.parallel,
-        config.algorithm,
-        field=field,
-        remedy=CRITIC_REMEDY,
-    )
+    checkpoint_files.check_optimizer(directory, "critic", config, field=field)
     with critic.held("state"):
         load_sharded(critic.model, critic.optimizer, directory)
     critic.num_updates = updates

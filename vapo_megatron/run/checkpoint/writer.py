@@ -1,8 +1,8 @@
 """Writes a run's checkpoints during the run.
 
-`save` takes what this rank has to write, a thread writes it, and the checkpoint gets its name when
-all ranks have written theirs and met: in a `poll` after a later step, or in `wait`. Until then it
-is nothing that anybody would load. The thread makes no collective and starts no process.
+`save` takes a snapshot of what this rank writes, and a thread writes it. The checkpoint gets its
+final name once all ranks have written theirs: in a `poll` after a later step, or in `wait`. Until
+then nothing loads it. The thread makes no collective and starts no process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Written(NamedTuple):
 
     sha256: str
     results: list[WriteResult]
-    """Where in it each chunk is."""
+    """Where each chunk is in it."""
 
 
 class CheckpointWriter:
@@ -60,19 +60,19 @@ class CheckpointWriter:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._stop = threading.Event()
         self._step: int | None = None
-        self._futures: list[concurrent.futures.Future[dict[str, Written]]] = []
+        self._futures: list[concurrent.futures.Future[dict[str, Written] | None]] = []
         self._metadata: dict[str, Metadata] = {}
         self._num_bytes = 0
         self.seconds: float | None = None
-        """Of the latest one, from the beginning of save until all is on disk; None: of none."""
+        """Of the latest checkpoint, from the start of save until all is on disk."""
 
     def save(self, step: int, models: Mapping[str, TrainedModel], state: Mapping[str, Any]) -> None:
-        """Begin checkpoint `step`, and end the one before it; collective.
+        """Begin checkpoint `step` after finishing the one before it; collective.
 
         Args:
-            step: steps that are done.
+            step: number of finished steps.
             models: by role; they may change as soon as this returns.
-            state: what else the run needs to go on; JSON values, the same on every rank.
+            state: what else a resume needs; JSON values, the same on every rank.
 
         Raises:
             CheckpointError: the one before, or without `asynchronous` this one, cannot be written.
@@ -98,7 +98,7 @@ class CheckpointWriter:
             self.wait()
 
     def poll(self) -> None:
-        """Give a checkpoint its name if it is all written; collective.
+        """Publish the checkpoint if every rank has written its files; collective.
 
         Raises:
             CheckpointError: it cannot be written; the same on every rank.
@@ -110,17 +110,13 @@ class CheckpointWriter:
             self._complete()
 
     def wait(self) -> None:
-        """Have it written, and give it its name; collective.
-
-        Raises:
-            CheckpointError: see poll.
-        """
+        """Finish the checkpoint; collective. Raises CheckpointError: see poll."""
         if self._step is not None:
             concurrent.futures.wait(self._futures)
             self._complete()
 
     def _files_of(self, role: str, model: TrainedModel) -> dict[str, Content]:
-        """Take what this rank has to write of a model: files in the checkpoint."""
+        """Return what this rank writes of a model, by file name in the checkpoint."""
         wait_for_parameters(model.chunks)
         copy, rank = self._settings.asynchronous, dist.get_rank()
         snapshot = take_snapshot(model.model, model.optimizer, copy=copy)
@@ -139,14 +135,14 @@ class CheckpointWriter:
         self._futures.append(self._thread.submit(_write_files, directory, files, self._stop))
 
     def _complete(self) -> None:
-        """Meet; the main rank makes one checkpoint of what all have written."""
+        """Gather what all ranks have written; the main rank publishes it. Collective."""
         step, futures = self._step, self._futures
         assert step is not None
         self._step, self._futures = None, []
         error = next((e for f in futures if (e := f.exception()) is not None), None)
         if error is not None and not isinstance(error, OSError):
-            raise error  # not a user's
-        written = {} if error else {k: v for f in futures for k, v in f.result().items()}
+            raise error  # a bug, not a disk
+        written = {} if error else {k: v for f in futures for k, v in (f.result() or {}).items()}
         is_main, outcome = dist.get_rank() == 0, [""]
         of_ranks: list[Any] | None = [None] * dist.get_world_size() if is_main else None
         dist.gather_object((error, self._num_bytes, written), of_ranks)
@@ -160,7 +156,7 @@ class CheckpointWriter:
     def _publish(
         self, step: int, of_ranks: Iterable[tuple[OSError | None, int, dict[str, Written]]]
     ) -> str:
-        """Return why there is no checkpoint, or nothing."""
+        """Return why there is no checkpoint; empty: there is one."""
         errors, sizes, written = zip(*of_ranks, strict=True)
         error = next((e for e in errors if e is not None), None)
         try:
@@ -169,15 +165,18 @@ class CheckpointWriter:
                 sums = {name: file.sha256 for name, file in files.items()}
                 sums |= self._write_metadata(step, files)
                 checkpoint_files.publish(self._root, step, sums)
-                # Looked at with what is written next.
-                self._futures.append(self._thread.submit(self._delete_unkept, step))
+                # An error in it is raised with the next checkpoint's.
+                keep = self._settings
+                kept = {"keep_last": keep.keep_last, "keep_every": keep.keep_every}
+                delete = checkpoint_files.delete_unkept
+                self._futures.append(self._thread.submit(delete, self._root, step, **kept))
                 return ""
         except OSError as own:
             error = own
         return _describe(self._root, step, error, sum(sizes))
 
     def _write_metadata(self, step: int, files: Mapping[str, Written]) -> dict[str, str]:
-        """Say of each role which chunk is where; return the checksums."""
+        """Write each role's metadata, which locates its chunks; return the checksums."""
         partial = checkpoint_files.partial_directory(self._root, step)
         sums = {}
         for role, metadata in self._metadata.items():
@@ -187,22 +186,14 @@ class CheckpointWriter:
             sums[name] = sha256_of(partial / name)
         return sums
 
-    def _note_seconds(self, begun: float) -> dict[str, Written]:
+    def _note_seconds(self, begun: float) -> None:
         self.seconds = time.monotonic() - begun
-        return {}
-
-    def _delete_unkept(self, step: int) -> dict[str, Written]:
-        keep = self._settings
-        checkpoint_files.delete_unkept(
-            self._root, step, keep_last=keep.keep_last, keep_every=keep.keep_every
-        )
-        return {}
 
     def __enter__(self) -> CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Finish; after an error, when the ranks may no longer meet, give up what is begun."""
+        """Finish; after an error, when other ranks may hang, abandon what is unfinished."""
         try:
             if kind is None:
                 self.wait()
