@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -33,7 +34,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.smoke.report import Row, machine, markdown, read_rows, write_report, write_rows
+from tools.smoke.report import Row, machine, markdown, write_report
 
 NEEDED = {
     "torch": "torch",
@@ -140,8 +141,10 @@ def run_apart(
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
-    file = _rows_file(work, name)
-    return read_rows(file) if file.exists() else [_failed(name, reason)]
+    file = work / f"{name}.json"
+    if not file.exists():
+        return [_failed(name, reason)]
+    return [Row(**tree) for tree in json.loads(file.read_text())]
 
 
 def run_here(arguments: argparse.Namespace) -> None:
@@ -158,7 +161,8 @@ def run_here(arguments: argparse.Namespace) -> None:
         traceback.print_exc()
         first_line = (str(error).strip().splitlines() or [""])[0]
         rows = [_failed(name, f"{type(error).__name__}: {first_line[:300]}")]
-    write_rows(_rows_file(arguments.work, name), rows)
+    trees = [dataclasses.asdict(row) for row in rows]
+    (arguments.work / f"{name}.json").write_text(json.dumps(trees))
     sys.stdout.flush()
     sys.stderr.flush()
     # A section that is done must not hang in NCCL's or CUDA's clean-up.
@@ -196,10 +200,6 @@ def _is_installed(module: str) -> bool:
 
 def _failed(name: str, reason: str) -> Row:
     return Row(name, "", reason, "runs", passed=False)
-
-
-def _rows_file(work: Path, name: str) -> Path:
-    return work / f"{name}.json"
 
 
 def _free_port() -> int:

@@ -5,7 +5,6 @@ torch's varlen attention; offload moves from host to host; no MFU and no GPU mem
 """
 
 import contextlib
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -93,7 +92,7 @@ def test_bounds_by_hand():
 def _leaking() -> dict[str, float]:
     """Relative error of the output where two sequences are taken for one, by dtype."""
     apart = AttentionCase(heads=4, groups=2, head_dim=32, lengths=(33, 90))
-    together = dataclasses.replace(apart, lengths=(123,))
+    together = apart._replace(lengths=(123,))
     draws = [torch.randn(123, heads, 32) for heads in (4, 2, 2)]
     tensors = attention.Tensors(*draws, torch.randn(123, 128))
     (expected, *_) = attention.written_out(apart, tensors)

@@ -9,7 +9,6 @@ products and the softmax between them, forward and backward, over sums as long a
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from tools.smoke.models import exact_float32, make_config
 from tools.smoke.parity import UNIT_ROUNDOFF, relative
 from tools.smoke.report import Row, judged
 from tools.smoke.sizes import AttentionCase, Sizes
+from tools.smoke.training import timed
 from vapo_megatron.models.attention import PackedAttention
 from vapo_megatron.models.build import transformer_config
 from vapo_megatron.models.known import known_shape
@@ -106,37 +106,28 @@ def _layer(case: AttentionCase, dtype: str) -> tuple[PackedAttention, Any]:
     shape = known_shape("Qwen2.5-0.5B")
     config = make_config(dtype)
     layer = PackedAttention(
-        transformer_config(shape, config.model, config.parallel),
-        1,
-        AttnMaskType.causal,
-        "self",
-        case.head_dim**-0.5,
-        rotary=Rotary(torch.zeros(case.head_dim // 2)),
-    )
+        transformer_config(shape, config.model, config.parallel), 1, AttnMaskType.causal, "self",
+        case.head_dim**-0.5, rotary=Rotary(torch.zeros(case.head_dim // 2)),
+    )  # fmt: skip
     bounds = torch.tensor([0, *case.lengths]).cumsum(0).int().to(backend.device())
     longest = max(case.lengths)
-    parameters = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
-    return layer, parameters
+    return layer, PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds,
+        max_seqlen_q=longest, max_seqlen_kv=longest,
+    )  # fmt: skip
 
 
 def _timed(case: AttentionCase) -> Row:
-    """Forward and backward in bfloat16, the second of two; FLOPs as in
-    vapo_megatron/planning/flops.py."""
+    """Time forward and backward in bfloat16, the second of two; FLOPs: planning/flops.py."""
     tensors = Tensors(*(t.bfloat16() for t in _random(case)))
     layer, parameters = _layer(case, "bfloat16")
     leaves = [t.requires_grad_() for t in tensors[:3]]
-    for _ in range(2):
-        backend.synchronize()
-        start = time.perf_counter()
+
+    def call() -> None:
         layer(*leaves, packed_seq_params=parameters).backward(tensors.upstream)
-        backend.synchronize()
-        seconds = time.perf_counter() - start
+
+    timed(call)
+    seconds, _ = timed(call)
     rate = 3 * 4 * case.heads * case.head_dim * causal_pairs(case.lengths) / seconds
     return Row(
         "attention",

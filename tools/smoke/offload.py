@@ -16,7 +16,7 @@ from tools.smoke.models import build_role, make_config, whole_mini_batch
 from tools.smoke.report import Row
 from tools.smoke.sizes import Sizes
 from tools.smoke.training import described_shape, forward, planned, timed, trained_shape
-from vapo_megatron.parallel.offload import Storages, find_storages
+from vapo_megatron.parallel.offload import find_storages
 from vapo_megatron.roles.model import TrainedModel
 
 
@@ -29,20 +29,21 @@ def offload(sizes: Sizes, directory: Path, name: str) -> list[Row]:
     _, batch = forward(model, batch, plan)
     model.update([whole_mini_batch(batch, plan)])
     trained = model.trained
-    storages = find_storages(trained.chunks, trained.optimizer)
-    before, num_bytes = _bits(storages), _num_bytes(storages)
+    before = _bits(trained)
+    num_bytes = sum(copy.numel() for copy in before)
     held_before = _device_bytes()
     seconds_first, _ = timed(trained.offload)
     left_bytes = _device_bytes()
-    seconds_in, seconds_out, same = _turn(trained, before)
+    with contextlib.ExitStack() as stack:
+        seconds_in, _ = timed(lambda: stack.enter_context(trained.held("state")))
+        found = _bits(trained)
+        same = len(found) == len(before) and all(map(torch.equal, found, before))
+        seconds_out, _ = timed(stack.close)
     figures = {
-        "bytes": float(num_bytes),
-        "first_seconds": seconds_first,
-        "in_seconds": seconds_in,
-        "out_seconds": seconds_out,
-        "device_bytes_before": float(held_before),
-        "device_bytes_left": float(left_bytes),
-    }
+        "bytes": float(num_bytes), "first_seconds": seconds_first,
+        "in_seconds": seconds_in, "out_seconds": seconds_out,
+        "device_bytes_before": float(held_before), "device_bytes_left": float(left_bytes),
+    }  # fmt: skip
     trained.close()
     measured = (
         f"{num_bytes / 1e9:.3g} GB, {num_bytes / 1e9 / seconds_out:.3g} GB/s to the host, "
@@ -53,27 +54,13 @@ def offload(sizes: Sizes, directory: Path, name: str) -> list[Row]:
     return [Row("offload", case, measured, "same bits", same, figures)]
 
 
-def _turn(trained: TrainedModel, before: list[Tensor]) -> tuple[float, float, bool]:
-    """(seconds to the device, seconds to the host, whether all bits came back)."""
-    with contextlib.ExitStack() as stack:
-        seconds_in, _ = timed(lambda: stack.enter_context(trained.held("state")))
-        found = _bits(find_storages(trained.chunks, trained.optimizer))
-        same = len(found) == len(before) and all(map(torch.equal, found, before))
-        del found
-        seconds_out, _ = timed(stack.close)
-    return seconds_in, seconds_out, same
-
-
-def _bits(storages: Storages) -> list[Tensor]:
-    """Copies on the host of the bytes that a round trip must keep."""
+def _bits(trained: TrainedModel) -> list[Tensor]:
+    """Copy to the host the bytes that a round trip must keep."""
+    storages = find_storages(trained.chunks, trained.optimizer)
     return [
         torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().clone()
         for storage in (*storages.parameters, *storages.state)
     ]
-
-
-def _num_bytes(storages: Storages) -> int:
-    return sum(storage.nbytes() for storage in (*storages.parameters, *storages.state))
 
 
 def _device_bytes() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -30,35 +31,16 @@ class Row:
 
 def judged(section: str, case: str, what: str, error: float, bound: float) -> Row:
     """Return a row that passes where an error is within its bound; NaN is not."""
-    return Row(
-        section,
-        case,
-        f"{what} {error:.2g}",
-        f"{bound:.2g}",
-        error <= bound,
-        {"error": error, "bound": bound},
-    )
-
-
-def write_rows(file: Path, rows: Sequence[Row]) -> None:
-    """Write what one section found."""
-    file.write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
-
-
-def read_rows(file: Path) -> list[Row]:
-    """Read what `write_rows` wrote."""
-    return [Row(**tree) for tree in json.loads(file.read_text())]
+    figures = {"error": error, "bound": bound}
+    return Row(section, case, f"{what} {error:.2g}", f"{bound:.2g}", error <= bound, figures)
 
 
 def markdown(machine: dict[str, str], rows: Sequence[Row]) -> str:
     """Return the line of versions and the table."""
-    cells = [
-        HEADINGS,
-        *(
-            (row.section, row.case, row.measured, row.limit, "ok" if row.passed else "FAILED")
-            for row in rows
-        ),
-    ]
+    cells: list[tuple[str, ...]] = [HEADINGS]
+    for row in rows:
+        result = "ok" if row.passed else "FAILED"
+        cells.append((row.section, row.case, row.measured, row.limit, result))
     clean = [[" ".join(cell.replace("|", "/").split()) for cell in line] for line in cells]
     widths = [max(len(line[i]) for line in clean) for i in range(len(HEADINGS))]
     lines = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in clean]
@@ -82,15 +64,12 @@ def machine(on_gpu: bool) -> dict[str, str]:
         name = f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
     else:
         name = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
-    versions = {
-        package: f"{title} {importlib.metadata.version(package)}"
-        for package, title in (
-            ("torch", "torch"),
-            ("megatron-core", "megatron-core"),
-            ("transformer-engine", "Transformer Engine"),
-        )
-        if _installed(package)
-    }
+    titles = {"transformer-engine": "Transformer Engine"}
+    versions = {}
+    for package in ("torch", "megatron-core", "transformer-engine"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(package)
+            versions[package] = f"{titles.get(package, package)} {version}"
     versions.setdefault("transformer-engine", "no Transformer Engine")
     return {
         "date": datetime.date.today().isoformat(),
@@ -99,11 +78,3 @@ def machine(on_gpu: bool) -> dict[str, str]:
         **versions,
         **({"cuda": f"CUDA {torch.version.cuda}"} if on_gpu else {}),
     }
-
-
-def _installed(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from vapo_megatron.models.hf_config import ModelShape, parameter_count
 from vapo_megatron.models.known import known_shape
@@ -16,8 +16,7 @@ STATE_SHARE = 0.7
 """Of a GPU's memory that these bytes may take; activations and scores need the rest."""
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionCase:
+class AttentionCase(NamedTuple):
     """A packed batch of one layer."""
 
     heads: int
@@ -26,8 +25,7 @@ class AttentionCase:
     lengths: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """What a model is timed with: responses of different lengths, packed as the trainer does."""
 
     num_responses: int
@@ -45,8 +43,7 @@ class Load:
         return [(self.prompt_tokens, round(step * (i + 1))) for i in range(self.num_responses)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Of one run of the tool."""
 
     parity_shape: ModelShape
@@ -81,6 +78,7 @@ class Sizes:
 
 
 _MIXED = (1, 2, 127, 128, 129, 700, 64, 1500)
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_layers": 2}
 
 FULL = Sizes(
     # Widths of a real model; a short vocabulary, as the log-probabilities have a section of their
@@ -94,44 +92,24 @@ FULL = Sizes(
     attention_timed=AttentionCase(heads=28, groups=4, head_dim=128, lengths=(4096,) * 8),
     logprobs=(8192, 152064, 3584),
     load=Load(
-        num_responses=24,
-        prompt_tokens=256,
-        longest_response=4096,
-        tokens_per_microbatch=8192,
-        num_updates=2,
+        num_responses=24, prompt_tokens=256, longest_response=4096,
+        tokens_per_microbatch=8192, num_updates=2,
     ),
     shrink={},
-)
+)  # fmt: skip
 
 SMALL = Sizes(
     parity_shape=dataclasses.replace(
         known_shape("Qwen2.5-0.5B"),
-        hidden_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        ffn_hidden_size=256,
-        num_layers=2,
-        vocab_size=500,
+        hidden_size=128, ffn_hidden_size=256, vocab_size=500, **_HEADS,
     ),
     parity_lengths=((5, 9), (3, 1), (8, 20), (2, 30)),
     attention=(AttentionCase(heads=4, groups=2, head_dim=32, lengths=(1, 2, 31, 32, 33, 90)),),
     attention_timed=AttentionCase(heads=4, groups=2, head_dim=32, lengths=(128,) * 2),
     logprobs=(64, 2000, 64),
     load=Load(
-        num_responses=6,
-        prompt_tokens=8,
-        longest_response=48,
-        tokens_per_microbatch=96,
-        num_updates=1,
+        num_responses=6, prompt_tokens=8, longest_response=48,
+        tokens_per_microbatch=96, num_updates=1,
     ),
-    shrink={
-        "hidden_size": 64,
-        "num_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "ffn_hidden_size": 128,
-        "vocab_size": 1000,
-    },
-)
+    shrink={"hidden_size": 64, "ffn_hidden_size": 128, "vocab_size": 1000, **_HEADS},
+)  # fmt: skip

@@ -13,17 +13,10 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vapo_megatron.cli.command import (
-    Parser,
-    check_processes,
-    is_first_rank,
-    run,
-    under_torchrun,
-)
+from vapo_megatron.cli.command import Parser, check_processes, is_first_rank, run, under_torchrun
 from vapo_megatron.cli.launch import execute, torchrun_command
 from vapo_megatron.cli.preflight import require_paths
 from vapo_megatron.config import load_config
@@ -46,21 +39,12 @@ The exit code is 1 if one exceeds the tolerance.
 """
 
 
-def main(
-    argv: Sequence[str] | None = None,
-    worker: Sequence[str] = ("-m", "vapo_megatron", "gradients"),
-) -> int:
-    """Return 0; 1 if gradients differ; 2 for a user's mistake; 130 when interrupted.
-
-    Args:
-        argv: command line; None: this process's.
-        worker: what torchrun runs on every process, before the command line.
-    """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def main(argv: Sequence[str]) -> int:
+    """Return 0; 1 if gradients differ; 2 for a user's mistake; 130 when interrupted."""
 
     def work() -> int:
-        options = _parser().parse_args(arguments)
-        return options.work(options, [*worker, *arguments])
+        options = _parser().parse_args(argv)
+        return options.work(options, ["-m", "vapo_megatron", "gradients", *argv])
 
     # torchrun ends workers with SIGTERM: they have nothing to report or clean up.
     return run("gradients", work, interrupted="nothing was compared", signals=[signal.SIGINT])
