@@ -19,13 +19,13 @@ import torch.distributed as dist
 from vapo_megatron.cli.command import ProgressBar, check_processes
 from vapo_megatron.config import VapoConfig, check_together, read_config
 from vapo_megatron.data.batch import Prompt
-from vapo_megatron.data.prompts import read_prompts
+from vapo_megatron.data.prompts import PromptDataset, read_prompts
 from vapo_megatron.data.storage import append, replace_file
 from vapo_megatron.errors import CheckpointError, ConfigError, DataError, UserError
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.offload import is_on
-from vapo_megatron.parallel.reduce import any_rank, sum_over_world
+from vapo_megatron.parallel.reduce import any_rank, gather_objects, sum_over_world
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.scoring import check_answers
 from vapo_megatron.rollout.evaluation.judging import judge_problems, sampling_settings
@@ -53,7 +53,7 @@ def find_hf_directory(checkpoint: Path) -> Path:
     Raises:
         CheckpointError: neither; says how a run is exported.
     """
-    if not is_run_directory(checkpoint):
+    if not _is_run_directory(checkpoint):
         if (checkpoint / "config.json").is_file():
             return checkpoint
         raise CheckpointError(
@@ -77,8 +77,7 @@ def find_hf_directory(checkpoint: Path) -> Path:
     )
 
 
-def is_run_directory(checkpoint: Path) -> bool:
-    """Is it a run directory (logging.run_dir)?"""
+def _is_run_directory(checkpoint: Path) -> bool:
     return (checkpoint / "config.yaml").is_file()
 
 
@@ -97,7 +96,7 @@ def evaluation_config(
     Raises:
         ConfigError: see load_config; or the replicas do not divide the processes.
     """
-    files = [checkpoint / "config.yaml"] if is_run_directory(checkpoint) else []
+    files = [checkpoint / "config.yaml"] if _is_run_directory(checkpoint) else []
     config = read_config(files, overrides)
     tp_size = config.rollout.tensor_model_parallel_size
     world_size = tp_size if num_processes is None else num_processes
@@ -106,14 +105,12 @@ def evaluation_config(
             f"rollout.tensor_model_parallel_size={tp_size} must divide the number of processes, "
             f"{world_size}; set it, or --nproc (torchrun's --nproc-per-node)"
         )
+    # Tensor-parallel over all: with a data-parallel size of 1, no mini-batch has too few responses.
     layout = {
-        "world_size": world_size,
-        # With a data-parallel size of 1, no mini-batch has too few responses.
-        "tensor_model_parallel_size": world_size,
-        "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None,
+        "world_size": world_size, "tensor_model_parallel_size": world_size,
+        "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
         "sequence_parallel": False,
-    }
+    }  # fmt: skip
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=layout)})
     check_together(config)
     return config
@@ -124,7 +121,8 @@ class Evaluation(NamedTuple):
 
     hf_path: Path
     inputs: Inputs
-    """Of which held_out is set."""
+    dataset: PromptDataset
+    """inputs.held_out."""
     header: dict[str, Any]
     """First line of the samples file, which identifies the evaluation."""
 
@@ -162,7 +160,8 @@ def check(checkpoint: Path, data: Path, config: VapoConfig) -> Evaluation:
         "stop_token_ids": list(stop_token_ids), "seed": config.seed,
         "dtype": config.rollout.dtype or config.model.dtype,
     }  # fmt: skip
-    return Evaluation(hf_path, Inputs(shape, tokenizer, stop_token_ids, held_out=dataset), header)
+    inputs = Inputs(shape, tokenizer, stop_token_ids, held_out=dataset)
+    return Evaluation(hf_path, inputs, dataset, header)
 
 
 def check_out(out: Path, evaluation: Evaluation) -> None:
@@ -177,10 +176,7 @@ def check_out(out: Path, evaluation: Evaluation) -> None:
 
 
 def evaluate_checkpoint(
-    evaluation: Evaluation,
-    config: VapoConfig,
-    out: Path,
-    problems_per_batch: int | None = None,
+    evaluation: Evaluation, config: VapoConfig, out: Path, problems_per_batch: int | None = None
 ) -> dict[str, Estimate] | None:
     """Sample and judge every problem that is missing in `out`, then summarize. Collective.
 
@@ -199,15 +195,12 @@ def evaluate_checkpoint(
     """
     check_processes(config)
     backend.initialize_distributed(config.parallel.timeout_seconds)
-    hf_path, inputs, header = evaluation
-    assert inputs.held_out is not None
-    problems = inputs.held_out.problems
     with contextlib.ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
-        done = _begin(out, header, config.rollout.tensor_model_parallel_size, stack)
-        if missing := [p for p in problems if p.index not in done]:
-            _sample(hf_path, config, inputs, missing, problems_per_batch, out)
-        return _sum_up(out, header, config.seed) if dist.get_rank() == 0 else None
+        done = _begin(out, evaluation.header, config.rollout.tensor_model_parallel_size, stack)
+        if missing := [p for p in evaluation.dataset.problems if p.index not in done]:
+            _sample(evaluation, config, out, missing, problems_per_batch)
+        return _sum_up(out, evaluation.header, config.seed) if dist.get_rank() == 0 else None
 
 
 def _begin(
@@ -221,20 +214,18 @@ def _begin(
     Raises:
         DataError: on every rank.
     """
-    told: list[tuple[set[int], str | None]] = [(set(), None)]
+    done: set[int] = set()
+    problem = None
     if dist.get_rank() == 0:
         try:
             stack.enter_context(lock_file(out))
             done = set(collect(out, header))
             if len(done) < header["num_problems"]:
                 begin_parts(out, header, dist.get_world_size() // tp_size)
-            told = [(done, None)]
         except (UserError, OSError) as error:
-            told = [(set(), str(error))]
-    dist.broadcast_object_list(told, src=0)
-    done, problem = told[0]
-    unseen = problem is None and not out.is_file()
-    if any_rank(unseen):
+            problem = str(error)
+    done, problem = gather_objects((done, problem))[0]
+    if any_rank(problem is None and not out.is_file()):
         problem = (
             f"--out={out} is missing on a node; give a file on a file system that all nodes share"
         )
@@ -244,19 +235,17 @@ def _begin(
 
 
 def _sample(
-    hf_path: Path,
+    evaluation: Evaluation,
     config: VapoConfig,
-    inputs: Inputs,
+    out: Path,
     problems: Sequence[Prompt],
     problems_per_batch: int | None,
-    out: Path,
 ) -> None:
     """Sample batch by batch; each replica writes its own part. All are complete on return.
 
-    `inputs` has all problems, whose ground truths are checked first.
+    The ground truths of all problems, not only of `problems`, are checked first.
     """
-    dataset = inputs.held_out
-    assert dataset is not None
+    dataset = evaluation.dataset
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tp_size = config.rollout.tensor_model_parallel_size
     written = 0
@@ -267,7 +256,7 @@ def _sample(
             stack.enter_context(verifier).start()
         replica, num_replicas = rank // tp_size, world_size // tp_size
         check_answers(verifier, dataset.path, dataset.answers, replica, num_replicas)
-        engine = _engine(hf_path, config, inputs)
+        engine = _engine(evaluation, config)
         stack.callback(engine.shutdown)
         bar = stack.enter_context(ProgressBar("responses", after_seconds=0.0))
         part = stack.enter_context(part_of(out, engine.replica).open("ab"))
@@ -277,35 +266,31 @@ def _sample(
             problems_per_batch=problems_per_batch,
         ):  # fmt: skip
             if judged:
-                append(part, [_line(prompt, responses) for prompt, responses in judged])
+                lines = [
+                    {"prompt_index": prompt.index, "prompt": prompt.text, "answer": prompt.answer,
+                     "responses": responses}
+                    for prompt, responses in judged
+                ]  # fmt: skip
+                append(part, lines)
             written += len(judged)
     total = int(sum_over_world(torch.tensor(float(written), dtype=torch.float64)))
     assert total == len(problems), f"{total} of {len(problems)} problems were written"
 
 
-def _engine(hf_path: Path, config: VapoConfig, inputs: Inputs) -> Any:
+def _engine(evaluation: Evaluation, config: VapoConfig) -> Any:
     """Build vLLM with the directory's weights; each rank reads all and keeps its shard."""
     # Imported late, so that mistakes are reported before vLLM loads.
     from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    hf_path = evaluation.hf_path
     reader = HfReader(hf_path)
     engine = RolloutEngine(
-        str(hf_path), inputs, config.rollout,
+        str(hf_path), evaluation.inputs, config.rollout,
         dtype=config.rollout.dtype or config.model.dtype, seed=config.seed,
-        offload=is_on(config.parallel), rank=rank, world_size=world_size,
+        offload=is_on(config.parallel), rank=dist.get_rank(), world_size=dist.get_world_size(),
     )  # fmt: skip
     engine.load_weights(((name, reader.read(name)) for name in reader.names()), VERSION)
     return engine
-
-
-def _line(prompt: Prompt, responses: Any) -> dict[str, Any]:
-    return {
-        "prompt_index": prompt.index,
-        "prompt": prompt.text,
-        "answer": prompt.answer,
-        "responses": responses,
-    }
 
 
 def _sum_up(out: Path, header: dict[str, Any], seed: int) -> dict[str, Estimate]:
