@@ -21,6 +21,10 @@ def shape():
     return known_shape("Qwen2.5-32B")
 
 
+def passes(shape, config, tokens):
+    return activations.Passes(shape, config, "critic", pp_rank=0, tokens=tokens)
+
+
 def test_a_layer_of_32b_saves(shape):
     # On a GPU, for each token, with h = 5120 / 8 = 640, q = 640, k = 128, p = 896, F = 3456, n = 5:
     # norms      2 * 2 h = 2560 elements
@@ -33,7 +37,7 @@ def test_a_layer_of_32b_saves(shape):
 
     def saved(recompute, **options):
         of = dataclasses.replace(shape, **options)
-        return activations.layer_bytes(of, config, tokens=1000, recompute=recompute)
+        return passes(of, config, 1000).layer(recompute)
 
     assert saved("none") == 30_484_000
     assert saved("selective") == 2 * (2560 + 1536 + 10368) * 1000
@@ -47,9 +51,9 @@ def test_a_layer_of_32b_saves(shape):
 def test_without_sequence_parallelism_norms_are_whole(shape):
     # 4 norm tensors of 5120 in place of 640 elements.
     apart = make_config(sequence_parallel=False)
-    found = activations.layer_bytes(shape, apart, tokens=10, recompute="none")
-    assert found == (30_484 + 2 * 4 * (5120 - 640)) * 10
-    assert activations.layer_bytes(shape, apart, tokens=10, recompute="full") == 2 * 5120 * 10
+    found = passes(shape, apart, 10)
+    assert found.layer("none") == (30_484 + 2 * 4 * (5120 - 640)) * 10
+    assert found.layer("full") == 2 * 5120 * 10
 
 
 @pytest.mark.parametrize(
@@ -126,13 +130,13 @@ def test_backward_pass_of_a_layer():
     config = make_config(1, 2, 1, vllm_tp=1, recompute="none")
     for tokens, added in ((1000, 9_728_000), (500, 7_180_288), (800, 8_249_344)):
         where = {"pp_rank": 1, "tokens": tokens}
-        found, logits = activations.training_bytes(shape, config, "critic", **where)
-        held = activations.saved_bytes(shape, config, "critic", **where)
+        found, logits = activations.Passes(shape, config, "critic", **where).training()
+        held = activations.Passes(shape, config, "critic", **where).saved()
         assert found - held == 2 * (added + 4 * 896 * tokens) and logits == 0
     # The first stage's embedding has a gradient of 151936 * 896, more than all that.
     where = {"pp_rank": 0, "tokens": 1000}
-    found, _ = activations.training_bytes(shape, config, "critic", **where)
-    held = activations.saved_bytes(shape, config, "critic", **where)
+    found, _ = activations.Passes(shape, config, "critic", **where).training()
+    held = activations.Passes(shape, config, "critic", **where).saved()
     assert found - held == 2 * (151_936 * 896 + 2 * 896 * 1000)
 
 
@@ -142,21 +146,21 @@ def test_a_forward_pass_without_gradients():
     shape = known_shape("Qwen2.5-0.5B")
     config = make_config(1, 1, 1, vllm_tp=1)
     where = {"pp_rank": 0, "tokens": 1000}
-    assert activations.inference_bytes(shape, config, "critic", **where) == (2 * 19_072_000, 0)
+    assert activations.Passes(shape, config, "critic", **where).inference() == (2 * 19_072_000, 0)
     # Qwen3-0.6B has wide heads: 4 H + q + 2k + 3 q + k = 15360 for 5 H + 3 F = 14336.
     wide = known_shape("Qwen3-0.6B")
-    assert activations.inference_bytes(wide, config, "critic", **where) == (2 * 15_360_000, 0)
+    assert activations.Passes(wide, config, "critic", **where).inference() == (2 * 15_360_000, 0)
     # 192 MiB / (4 * 151936) = 331 rows of scores, two tiles of 41; a layer has more than both, and
     # they hide a part of it.
     logits = 151_936 * (331 * 2 + 2 * 41 * 4)
-    found = activations.inference_bytes(shape, config, "actor", **where)
+    found = activations.Passes(shape, config, "actor", **where).inference()
     assert found == (3 * 896 * 2 * 1000, logits)
     # All of 100 rows at once; a tile is an eighth of the largest chunk all the same.
     short = {"pp_rank": 0, "tokens": 100}
-    found = activations.inference_bytes(shape, config, "actor", **short)
+    found = activations.Passes(shape, config, "actor", **short).inference()
     assert found[1] == 151_936 * (100 * 2 + 2 * 41 * 4)
     long = {"pp_rank": 0, "tokens": 100_000}
-    found = activations.inference_bytes(shape, config, "actor", **long)
+    found = activations.Passes(shape, config, "actor", **long).inference()
     assert found == (2 * 1_907_200_000 - logits, logits)
 
 
@@ -168,7 +172,7 @@ def test_an_entropy_bonus_needs_another_tile():
     for tree["algorithm"]["entropy_coef"] in (0.0, 0.01):
         config = VapoConfig.model_validate(tree)
         where = {"pp_rank": 0, "tokens": 1000}
-        sizes.append(activations.training_bytes(shape, config, "actor", **where)[1])
+        sizes.append(activations.Passes(shape, config, "actor", **where).training()[1])
     assert sizes[1] - sizes[0] == 151_936 * 41 * 4
 
 
@@ -179,10 +183,7 @@ def test_norms_of_query_and_key_save_their_input():
     config = make_config(1, 1, 1, vllm_tp=1)
 
     def more(recompute):
-        return [
-            activations.layer_bytes(of, config, tokens=1, recompute=recompute)
-            for of in (shape, plain)
-        ]
+        return [passes(of, config, 1).layer(recompute) for of in (shape, plain)]
 
     with_norm, without = more("none")
     assert with_norm - without == 2 * 4096
@@ -200,5 +201,7 @@ def test_recomputation_saves_memory(shape, role):
     sizes = []
     for recompute in ("full", "selective", "none"):
         config = make_config(recompute=recompute)
-        sizes.append(sum(activations.training_bytes(shape, config, role, pp_rank=0, tokens=24576)))
+        sizes.append(
+            sum(activations.Passes(shape, config, role, pp_rank=0, tokens=24576).training())
+        )
     assert sizes == sorted(set(sizes))

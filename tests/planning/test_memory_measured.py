@@ -94,12 +94,12 @@ def _check(workers, layout, recompute, dtype, role, differences):
         assert state.parameters == pytest.approx(found.parameters, **near), rank
         assert state.gradients == pytest.approx(found.gradients, **near), rank
         assert state.optimizer == pytest.approx(found.optimizer, **near), rank
-        stage |= {"tokens": TOKENS, "kernels": "cpu"}
+        stage |= {"tokens": TOKENS, "on_cpu": True}
         near = {"rel": ACTIVATION_TOLERANCE}
-        training = sum(activations.training_bytes(shape, config, role, **stage))
+        training = sum(activations.Passes(shape, config, role, **stage).training())
         assert training == pytest.approx(found.training, **near), rank
         if layout is not TP2_SP:
-            inference = sum(activations.inference_bytes(shape, config, role, **stage))
+            inference = sum(activations.Passes(shape, config, role, **stage).inference())
             assert inference == pytest.approx(found.inference, **near), rank
 
 

@@ -41,19 +41,13 @@ out.
 
 from __future__ import annotations
 
-from typing import Literal
+import dataclasses
+import functools
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import Role
-from vapo_megatron.models.hf_config import ModelShape, padded_vocab_size
-from vapo_megatron.planning.model_bytes import (
-    DTYPE_BYTES,
-    Widths,
-    layers_per_chunk,
-    widths,
-)
-
-Kernels = Literal["gpu", "cpu"]
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.planning.model_bytes import Layout
 
 CHUNK_BYTES = 192 * 2**20
 """score_chunks.CHUNK_BYTES: float32 scores of one chunk of rows."""
@@ -88,216 +82,158 @@ def chunks_in_flight(config: VapoConfig, *, pp_rank: int) -> int:
     return min(ahead + 1, rounded * vpp_size)
 
 
-def layer_bytes(
-    shape: ModelShape, config: VapoConfig, *, tokens: int, recompute: str, kernels: Kernels = "gpu"
-) -> int:
-    """Bytes that one layer saves for its backward pass; see the module's table.
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """Bytes of one role's forward and backward passes on one GPU."""
 
-    Args:
-        shape: the model.
-        config: model.dtype, and the tensor and sequence parallelism.
-        tokens: of the packed microbatch, before sequence parallelism splits it.
-        recompute: as parallel.recompute.
-        kernels: column of the table; "cpu" is for tests.
-    """
-    w = widths(shape, config.parallel.tensor_model_parallel_size)
-    size = DTYPE_BYTES[config.model.dtype]
-    h = residual_width(shape, config)
-    if recompute == "full":
-        return tokens * h * size
-    wide = 4 if kernels == "cpu" else size
-    copies = 2 if kernels == "cpu" else 1
-    norms = 2 * h * (copies * wide + size)
-    mlp = (5 if kernels == "cpu" else 3) * w.ffn * size
-    attention = _attention_bytes(shape, config, w, recompute == "selective", kernels)
-    return tokens * (norms + attention + mlp)
+    shape: ModelShape
+    config: VapoConfig
+    role: Role
+    _: dataclasses.KW_ONLY
+    pp_rank: int
+    tokens: int
+    """S, of a packed microbatch, before sequence parallelism splits it."""
+    on_cpu: bool = False
+    """Use the table's CPU columns, as tests do."""
 
+    @functools.cached_property
+    def _layout(self) -> Layout:
+        return Layout(self.shape, self.config)
 
-def _attention_bytes(
-    shape: ModelShape, config: VapoConfig, w: Widths, selective: bool, kernels: Kernels
-) -> int:
-    """Bytes per token that attention saves between its two linear layers."""
-    size = DTYPE_BYTES[config.model.dtype]
-    tp_size = config.parallel.tensor_model_parallel_size
-    gathered = shape.num_key_value_heads < tp_size
-    projected = w.projected * (tp_size if gathered else 1)
-    # With one key-value head the query is a view of the projection as well.
-    copied = w.query if shape.num_key_value_heads > tp_size else 0
-    both = w.query + w.key
-    on_gpu = kernels == "gpu"
-    if selective:
-        total = size * (projected + w.query + (both if shape.qk_norm else copied))
-    elif on_gpu:
-        total = size * (projected + both + w.query) + 4 * w.heads
-    else:
-        total = size * (both + w.key + 2 * w.query) + 4 * w.heads
-    if shape.qk_norm and on_gpu:
-        total += size * copied
-    elif shape.qk_norm and size < 4:
-        total += 4 * 2 * both
-    elif shape.qk_norm:
-        total += size * (copied + both + (0 if selective else projected))
-    return total
+    @property
+    def _is_last(self) -> bool:
+        return self.pp_rank == self._layout.pp_size - 1
 
+    def training(self) -> tuple[int, int]:
+        """Return the peak of a forward and backward pass: (activations, logits), to be added up.
 
-def residual_width(shape: ModelShape, config: VapoConfig) -> int:
-    """Channels of the residual stream per token on one rank: h of the module's table."""
-    parallel = config.parallel
-    parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    return shape.hidden_size // parts
-
-
-def training_bytes(
-    shape: ModelShape,
-    config: VapoConfig,
-    role: Role,
-    *,
-    pp_rank: int,
-    tokens: int,
-    kernels: Kernels = "gpu",
-) -> tuple[int, int]:
-    """Peak bytes of a forward and backward pass on one GPU, S tokens in a microbatch.
-
-    What is in flight (saved_bytes), and the backward pass of one layer at a time, which adds the
-    largest of
-        gradients of gate, up and product          2 F S more than is freed by then
-        the second linear layer's                  F S + F H, and with sequence parallelism the
+        What is in flight (`saved`), and the backward pass of one layer at a time, which adds the
+        largest of
+            gradients of gate, up and product      2 F S more than is freed by then
+            the second linear layer's              F S + F H, and with sequence parallelism the
                                                    gathered gradient H S
-        the first linear layer's                   (2 H - F) S + 2 F H
-    and twice the gradient of the residual stream, h S; with a pipeline also two receive buffers of
-    that size. Sequence parallelism keeps a buffer [S, H] to gather into. On the first stage the
-    embedding's gradient [V/t, H] counts in place of a layer's backward pass where it is larger. The
-    log-probabilities' memory is freed before the layers' backward pass, so only the larger of the
-    two counts.
+            the first linear layer's               (2 H - F) S + 2 F H
+        and twice the gradient of the residual stream, h S; with a pipeline also two receive buffers
+        of that size. Sequence parallelism keeps a buffer [S, H] to gather into. On the first stage
+        the embedding's gradient [V/t, H] counts in place of a layer's backward pass where it is
+        larger. The log-probabilities' memory is freed before the layers' backward pass, so only the
+        larger of the two counts.
+        """
+        tokens, layout, w = self.tokens, self._layout, self._layout.widths
+        size = layout.element_bytes
+        residual, gathered = tokens * layout.residual_width * size, self._gather_buffer()
+        held = self.saved() + gathered
+        held += 2 * residual if layout.pp_size > 1 else 0
+        extra = max(
+            size * 2 * w.ffn * tokens,
+            size * w.ffn * (tokens + w.hidden) + gathered,
+            size * ((2 * w.hidden - w.ffn) * tokens + 2 * w.ffn * w.hidden),
+        )
+        extra += 2 * residual
+        if self.config.parallel.recompute == "full":
+            extra += self.layer("none") - self.layer("full")
+        if self.pp_rank == 0:
+            extra = max(extra, layout.vocabulary_rows * w.hidden * size)
+        logits = self._logits(training=True)
+        return held + max(0, extra - logits), logits
 
-    Returns:
-        (activations, logits); their sum is the peak.
-    """
-    parallel = config.parallel
-    w = widths(shape, parallel.tensor_model_parallel_size)
-    size, h = DTYPE_BYTES[config.model.dtype], residual_width(shape, config)
-    held = saved_bytes(shape, config, role, pp_rank=pp_rank, tokens=tokens, kernels=kernels)
-    gathered = _gather_bytes(shape, config, tokens)
-    held += gathered
-    held += 2 * tokens * h * size if parallel.pipeline_model_parallel_size > 1 else 0
-    extra = max(
-        size * 2 * w.ffn * tokens,
-        size * w.ffn * (tokens + w.hidden) + gathered,
-        size * ((2 * w.hidden - w.ffn) * tokens + 2 * w.ffn * w.hidden),
-    )
-    extra += 2 * h * tokens * size
-    if parallel.recompute == "full":
-        one = layer_bytes(shape, config, tokens=tokens, recompute="none", kernels=kernels)
-        extra += one - layer_bytes(shape, config, tokens=tokens, recompute="full")
-    if pp_rank == 0:
-        extra = max(extra, _vocabulary_rows(shape, config) * w.hidden * size)
-    logits = logits_bytes(shape, config, role, pp_rank=pp_rank, tokens=tokens, training=True)
-    return held + max(0, extra - logits), logits
+    def saved(self) -> int:
+        """Return what the chunks in flight save, and on the last stage what follows the layers.
 
+        After the layers: the final norm as in the table, then the actor's hidden states at the
+        predicting tokens [T, H], counted as [S, H], or the critic's in float32. On a CPU a chunk's
+        output is kept until its backward pass (build.py's deallocate_pipeline_outputs).
+        """
+        layout = self._layout
+        size, h = layout.element_bytes, layout.residual_width
+        in_flight = chunks_in_flight(self.config, pp_rank=self.pp_rank)
+        held = in_flight * layout.layers_per_chunk * self.layer(self.config.parallel.recompute)
+        if self.on_cpu:
+            held += (in_flight - self._is_last) * self.tokens * h * size
+        if self._is_last:
+            norm = h * (8 if self.on_cpu else size)
+            hidden = self.shape.hidden_size * size if self.role == "actor" else 4 * h
+            held += self.tokens * (norm + hidden)
+        return held
 
-def saved_bytes(
-    shape: ModelShape,
-    config: VapoConfig,
-    role: Role,
-    *,
-    pp_rank: int,
-    tokens: int,
-    kernels: Kernels = "gpu",
-) -> int:
-    """Bytes saved by the chunks in flight, and after the layers on the last stage.
+    def layer(self, recompute: str) -> int:
+        """Return what one layer saves for its backward pass with this parallel.recompute."""
+        layout = self._layout
+        size, h = layout.element_bytes, layout.residual_width
+        if recompute == "full":
+            return self.tokens * h * size
+        norms = 2 * h * (2 * 4 + size if self.on_cpu else 2 * size)
+        mlp = (5 if self.on_cpu else 3) * layout.widths.ffn * size
+        return self.tokens * (norms + self._attention(recompute == "selective") + mlp)
 
-    After the layers: the final norm as in the table, then the actor's hidden states at the
-    predicting tokens [T, H], counted as [S, H], or the critic's in float32. On a CPU a chunk's
-    output is kept until its backward pass (build.py's deallocate_pipeline_outputs).
-    """
-    parallel = config.parallel
-    size, h = DTYPE_BYTES[config.model.dtype], residual_width(shape, config)
-    layer = layer_bytes(shape, config, tokens=tokens, recompute=parallel.recompute, kernels=kernels)
-    in_flight = chunks_in_flight(config, pp_rank=pp_rank)
-    held = in_flight * layers_per_chunk(shape, config) * layer
-    is_last = pp_rank == parallel.pipeline_model_parallel_size - 1
-    if kernels == "cpu":
-        held += (in_flight - is_last) * tokens * h * size
-    if is_last:
-        norm = h * (8 if kernels == "cpu" else size)
-        held += tokens * (norm + (shape.hidden_size * size if role == "actor" else 4 * h))
-    return held
+    def _attention(self, selective: bool) -> int:
+        """Bytes per token that attention saves between its two linear layers."""
+        layout, shape, w = self._layout, self.shape, self._layout.widths
+        size = layout.element_bytes
+        gathered = shape.num_key_value_heads < layout.tp_size
+        projected = w.projected * (layout.tp_size if gathered else 1)
+        # With one key-value head the query is a view of the projection as well.
+        copied = w.query if shape.num_key_value_heads > layout.tp_size else 0
+        both = w.query + w.key
+        if selective:
+            total = size * (projected + w.query + (both if shape.qk_norm else copied))
+        elif self.on_cpu:
+            total = size * (both + w.key + 2 * w.query) + 4 * w.heads
+        else:
+            total = size * (projected + both + w.query) + 4 * w.heads
+        if not shape.qk_norm:
+            return total
+        if not self.on_cpu:
+            return total + size * copied
+        if size < 4:
+            return total + 4 * 2 * both
+        return total + size * (copied + both + (0 if selective else projected))
 
+    def inference(self) -> tuple[int, int]:
+        """Return the peak of a forward pass without gradients: (activations, logits), to be added.
 
-def inference_bytes(
-    shape: ModelShape,
-    config: VapoConfig,
-    role: Role,
-    *,
-    pp_rank: int,
-    tokens: int,
-    kernels: Kernels = "gpu",
-) -> tuple[int, int]:
-    """Peak bytes of a forward pass without gradients on one GPU.
+        In a layer: the stage's input, the layer's input, the norm's output and the previous
+        microbatch's output, with the residual stream, gate, up and product (a CPU has gate and up
+        twice), or with the projection, a copy of its query, rotated query and key, and attention's
+        output. After the layers: the hidden states, the same gathered, those of the predicting
+        tokens, and the scores.
+        """
+        layout, w = self._layout, self._layout.widths
+        h, bytes_per_channel = layout.residual_width, self.tokens * layout.element_bytes
+        mlp = 5 * h + (5 if self.on_cpu else 3) * w.ffn
+        attention = 4 * h + w.projected + 3 * w.query + w.key
+        logits = self._logits(training=False)
+        after = bytes_per_channel * (h + 2 * w.hidden) if logits else 0
+        layer = bytes_per_channel * max(mlp, attention)
+        return max(layer - logits, after) + self._gather_buffer(), logits
 
-    In a layer: the stage's input, the layer's input, the norm's output and the previous
-    microbatch's output, with the residual stream, gate, up and product (a CPU has gate and up
-    twice), or with the projection, a copy of its query, rotated query and key, and attention's
-    output. After the layers: the hidden states, the same gathered, those of the predicting tokens,
-    and the scores.
+    def _logits(self, *, training: bool) -> int:
+        """Bytes of the actor's log-probabilities on the last stage, 0 elsewhere.
 
-    Returns:
-        (activations, logits); their sum is the peak.
-    """
-    w = widths(shape, config.parallel.tensor_model_parallel_size)
-    size, h = DTYPE_BYTES[config.model.dtype], residual_width(shape, config)
-    mlp = 5 * h + (5 if kernels == "cpu" else 3) * w.ffn
-    attention = 4 * h + w.projected + 3 * w.query + w.key
-    logits = logits_bytes(shape, config, role, pp_rank=pp_rank, tokens=tokens, training=False)
-    layer = tokens * size * max(mlp, attention)
-    after = tokens * size * (h + 2 * w.hidden) if logits else 0
-    return max(layer - logits, after) + _gather_bytes(shape, config, tokens), logits
+        One chunk of scores in the weight's dtype (score_chunks.py). With bfloat16 weights also a
+        tile in float32, and another one for the entropy, which is computed with the old
+        log-probabilities and in the loss only for an entropy bonus. The backward pass adds the
+        gradient of the hidden states, the float32 gradient of the output weight's shard and, with
+        bfloat16 weights, a copy of it in their dtype (the scores are freed by then) or one slab.
+        """
+        if self.role != "actor" or not self._is_last:
+            return 0
+        size, columns = self._layout.element_bytes, self._layout.vocabulary_rows
+        most = max(1, CHUNK_BYTES // (4 * columns))
+        chunk = min(most, self.tokens)
+        tile = min(max(1, most // 8), chunk)
+        with_entropy = not training or self.config.algorithm.entropy_coef > 0
+        scores = columns * (chunk * size + (4 * tile * (1 + with_entropy) if size < 4 else 0))
+        if not training:
+            return scores
+        gradient = columns * self.shape.hidden_size
+        copy = size * gradient if size < 4 else 0
+        room = max(scores + min(copy, SLAB_BYTES), copy)
+        return self.tokens * self.shape.hidden_size * size + 4 * gradient + room
 
-
-def logits_bytes(
-    shape: ModelShape,
-    config: VapoConfig,
-    role: Role,
-    *,
-    pp_rank: int,
-    tokens: int,
-    training: bool,
-) -> int:
-    """Bytes of the actor's log-probabilities on the last stage, 0 elsewhere.
-
-    One chunk of scores in the weight's dtype (score_chunks.py). With bfloat16 weights also a tile
-    in float32, and another one for the entropy, which is computed with the old log-probabilities
-    and in the loss only for an entropy bonus. The backward pass adds the gradient of the hidden
-    states, the float32 gradient of the output weight's shard and, with bfloat16 weights, a copy of
-    it in their dtype (the scores are freed by then) or one slab.
-    """
-    if role != "actor" or pp_rank != config.parallel.pipeline_model_parallel_size - 1:
-        return 0
-    size = DTYPE_BYTES[config.model.dtype]
-    columns = _vocabulary_rows(shape, config)
-    most = max(1, CHUNK_BYTES // (4 * columns))
-    chunk = min(most, tokens)
-    tile = min(max(1, most // 8), chunk)
-    with_entropy = not training or config.algorithm.entropy_coef > 0
-    scores = columns * (chunk * size + (4 * tile * (1 + with_entropy) if size < 4 else 0))
-    if not training:
-        return scores
-    gradient = columns * shape.hidden_size
-    copy = size * gradient if size < 4 else 0
-    room = max(scores + min(copy, SLAB_BYTES), copy)
-    return tokens * shape.hidden_size * size + 4 * gradient + room
-
-
-def _vocabulary_rows(shape: ModelShape, config: VapoConfig) -> int:
-    """Rows of the padded vocabulary on one tensor-parallel rank."""
-    tp_size = config.parallel.tensor_model_parallel_size
-    divisor = config.model.make_vocab_size_divisible_by
-    return padded_vocab_size(shape, divisor, tp_size) // tp_size
-
-
-def _gather_bytes(shape: ModelShape, config: VapoConfig, tokens: int) -> int:
-    """Bytes of sequence parallelism's persistent buffer, which a layer's input is gathered into."""
-    parallel = config.parallel
-    if not parallel.sequence_parallel or parallel.tensor_model_parallel_size == 1:
-        return 0
-    return tokens * shape.hidden_size * DTYPE_BYTES[config.model.dtype]
+    def _gather_buffer(self) -> int:
+        """Bytes of sequence parallelism's buffer, which a layer's input is gathered into."""
+        layout = self._layout
+        if not self.config.parallel.sequence_parallel or layout.tp_size == 1:
+            return 0
+        return self.tokens * self.shape.hidden_size * layout.element_bytes

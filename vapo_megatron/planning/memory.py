@@ -32,14 +32,11 @@ from vapo_megatron.config.phases import (
     VALUES,
     Role,
 )
-from vapo_megatron.models.hf_config import ModelShape, padded_vocab_size, parameter_count
-from vapo_megatron.planning.activations import (
-    inference_bytes,
-    microbatch_tokens,
-    training_bytes,
-)
+from vapo_megatron.models.hf_config import ModelShape, parameter_count
+from vapo_megatron.planning.activations import Passes, microbatch_tokens
 from vapo_megatron.planning.model_bytes import (
     DTYPE_BYTES,
+    Layout,
     StateBytes,
     fp8_weight_bytes,
     num_parameters,
@@ -153,26 +150,23 @@ def phase_memory(
     """
     roles = config.algorithm.roles
     states = {role: state_bytes(shape, config, role, pp_rank=pp_rank) for role in roles}
-    tokens = microbatch_tokens(config)
     weights = sampler_weight_bytes(shape, config)
     found = {GENERATION: _generation(shape, config, gpu_bytes)}
     for role in roles:
         model: Role = "actor" if role == "reference" else role
-        activations, logits = inference_bytes(shape, config, model, pp_rank=pp_rank, tokens=tokens)
-        found[SCORES[role]] = PhaseMemory(
-            parameters=states[role].parameters, activations=activations, logits=logits
-        )
-    for role in config.algorithm.trained_roles:
-        found[UPDATES[role]] = _update(shape, config, role, states[role], pp_rank, tokens)
+        passes = Passes(shape, config, model, pp_rank=pp_rank, tokens=microbatch_tokens(config))
+        parameters = states[role].parameters
+        activations, logits = passes.inference()
+        found[SCORES[role]] = PhaseMemory(parameters, activations=activations, logits=logits)
+        if role in config.algorithm.trained_roles:
+            found[UPDATES[role]] = _update(passes, states[role])
     buckets = 4 * config.rollout.sync_bucket_bytes if config.parallel.world_size > 1 else 0
     found[SYNC] = PhaseMemory(
         parameters=states["actor"].parameters, sampler_weights=weights, sync_buckets=buckets
     )
     if not offloads(config):
         resident = {
-            "parameters": sum(s.parameters for s in states.values()),
-            "gradients": sum(s.gradients for s in states.values()),
-            "optimizer": sum(s.optimizer for s in states.values()),
+            **StateBytes(*map(sum, zip(*states.values(), strict=True)))._asdict(),
             "sampler_weights": weights,
             "kv_cache": found[GENERATION].kv_cache,
         }
@@ -182,23 +176,16 @@ def phase_memory(
     return {name: _with_reserve(found[name], name, config) for name in PHASES if name in found}
 
 
-def _update(
-    shape: ModelShape,
-    config: VapoConfig,
-    role: Role,
-    state: StateBytes,
-    pp_rank: int,
-    tokens: int,
-) -> PhaseMemory:
+def _update(passes: Passes, state: StateBytes) -> PhaseMemory:
     """The larger of a forward-backward pass and the optimizer step.
 
     With Transformer Engine megatron-core uses its fused Adam, which needs no temporaries. torch's
     AdamW, used otherwise, holds the square roots of all second moments, 4 bytes each.
     """
-    activations, logits = training_bytes(shape, config, role, pp_rank=pp_rank, tokens=tokens)
-    if config.model.layer_spec == "local":
-        narrow = DTYPE_BYTES[config.model.dtype] < 4
-        roots = 4 * state.optimizer // (12 if narrow else 8)
+    model = passes.config.model
+    activations, logits = passes.training()
+    if model.layer_spec == "local":
+        roots = 4 * state.optimizer // (12 if DTYPE_BYTES[model.dtype] < 4 else 8)
         activations = max(activations, roots - logits)
     return PhaseMemory(*state, activations=activations, logits=logits)
 
@@ -263,15 +250,6 @@ def kv_cache_tokens(shape: ModelShape, config: VapoConfig, *, gpu_bytes: int) ->
     return cache // block * VLLM_BLOCK_TOKENS
 
 
-def outer_stages(config: VapoConfig) -> set[int]:
-    """Return the first and the last pipeline stage: one of them needs the most memory.
-
-    Stages between have as many layers, fewer microbatches in flight than the first, and neither
-    the embedding nor the output.
-    """
-    return {0, config.parallel.pipeline_model_parallel_size - 1}
-
-
 def host_bytes(
     shape: ModelShape,
     config: VapoConfig,
@@ -320,21 +298,16 @@ def host_bytes_per_node(shape: ModelShape, config: VapoConfig, *, gpus_per_node:
     As many of them as possible are of the first replica: ranks are numbered by tensor-parallel
     rank, then data-parallel rank, then stage.
     """
-    parallel = config.parallel
-    tp_size, dp_size = parallel.tensor_model_parallel_size, parallel.data_parallel_size
-    num_gpus = min(gpus_per_node, parallel.world_size)
-    first = min(num_gpus, tp_size * -(-num_gpus // (tp_size * dp_size)))
+    layout = Layout(shape, config)
+    num_gpus = min(gpus_per_node, config.parallel.world_size)
+    first = min(num_gpus, layout.tp_size * -(-num_gpus // (layout.tp_size * layout.dp_size)))
     found = []
-    for stage in outer_stages(config):
+    for stage in layout.outer_stages:
         copying, other = (
             host_bytes(
-                shape,
-                config,
-                pp_rank=stage,
-                is_first_replica=is_first,
-                is_offloaded=offloads(config),
+                shape, config, pp_rank=stage, is_first_replica=copies, is_offloaded=offloads(config)
             )
-            for is_first in (True, False)
+            for copies in (True, False)
         )
         found.append([first * a + (num_gpus - first) * b for a, b in zip(copying, other)])
     return HostBytes(*max(found, key=sum))
@@ -345,10 +318,8 @@ def checkpoint_bytes(shape: ModelShape, config: VapoConfig) -> int:
 
     Each parameter once, however many ranks hold it, including the padding of the vocabulary.
     """
-    parallel = config.parallel
-    tp_size = parallel.tensor_model_parallel_size
-    rows = padded_vocab_size(shape, config.model.make_vocab_size_divisible_by, tp_size)
-    padding = (rows - shape.vocab_size) * shape.hidden_size
+    layout = Layout(shape, config)
+    padding = (layout.vocabulary_rows * layout.tp_size - shape.vocab_size) * shape.hidden_size
     elements = 0
     if "actor" in config.algorithm.trained_roles:
         elements += parameter_count(shape) + padding * (1 if shape.tied else 2)

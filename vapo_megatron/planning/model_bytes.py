@@ -81,11 +81,30 @@ def widths(shape: ModelShape, tp_size: int) -> Widths:
     )
 
 
-def layers_per_chunk(shape: ModelShape, config: VapoConfig) -> int:
-    """Layers of one model chunk; a stage has one chunk per virtual stage."""
-    parallel = config.parallel
-    chunks = parallel.pipeline_model_parallel_size
-    return shape.num_layers // (chunks * (parallel.virtual_pipeline_model_parallel_size or 1))
+class Layout:
+    """The trainer's parallel sizes, and what one of its ranks holds of the model."""
+
+    def __init__(self, shape: ModelShape, config: VapoConfig) -> None:
+        p = config.parallel
+        self.tp_size, self.pp_size = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+        self.vpp_size = p.virtual_pipeline_model_parallel_size or 1
+        self.dp_size = p.data_parallel_size
+        self.element_bytes = DTYPE_BYTES[config.model.dtype]
+        self.widths = widths(shape, self.tp_size)
+        self.residual_width = shape.hidden_size // (self.tp_size if p.sequence_parallel else 1)
+        """Channels of the residual stream per token: h of activations.py."""
+        self.layers_per_chunk = shape.num_layers // (self.pp_size * self.vpp_size)
+        divisor = config.model.make_vocab_size_divisible_by
+        self.vocabulary_rows = padded_vocab_size(shape, divisor, self.tp_size) // self.tp_size
+
+    @property
+    def outer_stages(self) -> set[int]:
+        """The first and the last pipeline stage: one of them needs the most memory.
+
+        Stages between have as many layers, fewer microbatches in flight than the first, and neither
+        the embedding nor the output.
+        """
+        return {0, self.pp_size - 1}
 
 
 def chunk_parameters(
@@ -103,25 +122,22 @@ def chunk_parameters(
     Returns:
         One list per chunk, in the order of its module's parameters.
     """
-    parallel = config.parallel
-    tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    w = widths(shape, tp_size)
+    layout = Layout(shape, config)
+    w, rows = layout.widths, layout.vocabulary_rows
+    if trained and role not in config.algorithm.trained_roles:
+        return [[] for _ in range(layout.vpp_size)]
     attention = [w.hidden * w.query, w.projected * w.hidden]
     attention += [w.projected] if shape.qkv_bias else []
     attention += [w.head, w.head] if shape.qk_norm else []
     if trained and role == "critic" and config.algorithm.freeze_critic_attention:
         attention = []
     layer = [w.hidden, *attention, w.hidden, 2 * w.ffn * w.hidden, w.ffn * w.hidden]
-    rows = padded_vocab_size(shape, config.model.make_vocab_size_divisible_by, tp_size) // tp_size
-    vpp_size = parallel.virtual_pipeline_model_parallel_size or 1
-    if trained and role not in config.algorithm.trained_roles:
-        return [[] for _ in range(vpp_size)]
-    chunks = [layer * layers_per_chunk(shape, config) for _ in range(vpp_size)]
+    chunks = [layer * layout.layers_per_chunk for _ in range(layout.vpp_size)]
     if pp_rank == 0:
         chunks[0] = [rows * w.hidden, *chunks[0]]
-    if pp_rank == pp_size - 1:
+    if pp_rank == layout.pp_size - 1:
         # A tied output projection is the embedding itself on a single stage, otherwise a copy.
-        shares = role != "critic" and shape.tied and pp_size == 1
+        shares = role != "critic" and shape.tied and layout.pp_size == 1
         output = w.hidden if role == "critic" else rows * w.hidden
         chunks[-1] = [*chunks[-1], w.hidden] + ([] if shares else [output])
     return chunks

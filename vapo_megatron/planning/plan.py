@@ -24,7 +24,7 @@ from vapo_megatron.planning import flops, memory
 from vapo_megatron.planning.cluster import GB, Cluster
 from vapo_megatron.planning.generation import Generation, generation
 from vapo_megatron.planning.memory import PhaseMemory, host_bytes_per_node
-from vapo_megatron.planning.model_bytes import state_bytes
+from vapo_megatron.planning.model_bytes import Layout, state_bytes
 from vapo_megatron.planning.roofline import Phase, scoring, sync_seconds, update
 from vapo_megatron.planning.workload import Workload, response_lengths
 
@@ -120,10 +120,9 @@ def offload_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> 
     if not memory.offloads(config):
         return 0.0
     copied = 0
+    stages = Layout(shape, config).outer_stages
     for role in config.algorithm.roles:
-        states = [
-            state_bytes(shape, config, role, pp_rank=stage) for stage in memory.outer_stages(config)
-        ]
+        states = [state_bytes(shape, config, role, pp_rank=stage) for stage in stages]
         times = 2 if role in config.algorithm.trained_roles else 0
         copied += max(s.parameters + times * (s.parameters + s.optimizer) for s in states)
     return copied / cluster.pcie_bytes
@@ -164,7 +163,7 @@ def peak_memory(shape: ModelShape, config: VapoConfig, gpu_bytes: int) -> dict[s
     """Return each phase's memory on the stage that needs most, for the roles of this run."""
     found = [
         memory.phase_memory(shape, config, gpu_bytes=gpu_bytes, pp_rank=stage)
-        for stage in memory.outer_stages(config)
+        for stage in Layout(shape, config).outer_stages
     ]
     return {name: max((f[name] for f in found), key=lambda p: p.total) for name in found[0]}
 
