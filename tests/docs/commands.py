@@ -98,6 +98,11 @@ RUNS = (
         (*SIZES, "algorithm.value_pretraining_steps=0", "algorithm.policy_steps=1"),
         shows="done: runs/tiny/policy",
     ),
+    Run(
+        _TRAIN + "model.hf_path=models/Qwen2.5-0.5B",
+        (*TINY_RUN, "logging.run_dir=runs/tiny/own"),
+        shows="done: runs/tiny/own",
+    ),
     Run(_TRAIN + "--replay", TINY_RUN, shows="done: runs/tiny/replay"),
     Run("vapo gradients collect", TINY_RUN),
     Run("vapo gradients compare"),
