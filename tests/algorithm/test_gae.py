@@ -102,20 +102,19 @@ LENGTHS = [
 ]
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("lam", [0.0, 0.3, 0.95, 1.0])
-def test_equals_the_loop(lengths, lam):
-    assert_matches_loop(lengths, lam)
+def test_equals_the_loop(subtests):
+    for lengths in LENGTHS:
+        for lam in [0.0, 0.3, 0.95, 1.0]:
+            with subtests.test(lengths=lengths, lam=lam):
+                assert_matches_loop(lengths, lam)
 
 
-@pytest.mark.parametrize(
-    "decay",
-    [1e-300, 1e-40, 1e-12, SMALLEST_DECAY / 2, SMALLEST_DECAY, 1e-8, 1e-3, 0.5, 1 - 1e-9, 1.0],
-)
-@pytest.mark.parametrize("through_gamma", [False, True])
-def test_every_decay_is_finite_and_equals_the_loop(decay, through_gamma):
-    lam, gamma = (1.0, decay) if through_gamma else (decay, 1.0)
-    assert_matches_loop([5 * ROW + 7, 3, 400], lam, gamma, torch.float64, 2e-9)
+def test_every_decay_is_finite_and_equals_the_loop(subtests):
+    decays = (1e-300, 1e-40, 1e-12, SMALLEST_DECAY / 2, SMALLEST_DECAY, 1e-8, 1e-3, 0.5, 1 - 1e-9)
+    for decay in (*decays, 1.0):
+        for lam, gamma in ((1.0, decay), (decay, 1.0)):
+            with subtests.test(lam=lam, gamma=gamma):
+                assert_matches_loop([5 * ROW + 7, 3, 400], lam, gamma, torch.float64, 2e-9)
 
 
 def test_float64_inputs_keep_float64_digits():

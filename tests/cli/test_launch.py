@@ -78,11 +78,12 @@ RECIPE_32B = [
 ]
 
 
-@pytest.mark.parametrize("field,value,source", RECIPE_32B, ids=[row[0] for row in RECIPE_32B])
-def test_the_32b_recipe_is_the_papers(field, value, source):
-    section, name = field.split(".")
-    found = getattr(getattr(load_config([BASE, overlay("32b")]), section), name)
-    assert found == value and type(found) is type(value), source
+def test_the_32b_recipe_is_the_papers():
+    config = load_config([BASE, overlay("32b")])
+    for field, value, source in RECIPE_32B:
+        section, name = field.split(".")
+        found = getattr(getattr(config, section), name)
+        assert found == value and type(found) is type(value), (field, source)
 
 
 def test_the_32b_recipe_makes_the_papers_updates():

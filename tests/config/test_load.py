@@ -92,9 +92,8 @@ def test_the_configuration_is_frozen():
         load_config([]).algorithm.gamma = 0.5
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
+def test_unknown_names_get_the_nearest_one():
+    for override, message in [
         ("algorithm.gama=1", "unknown field algorithm.gama; did you mean algorithm.gamma?"),
         ("algoritm.gamma=1", "unknown field algoritm; did you mean algorithm?"),
         (
@@ -106,15 +105,12 @@ def test_the_configuration_is_frozen():
         ("algorithm=3", "algorithm is a section, found 3; set algorithm.FIELD=VALUE"),
         ("foo", "override 'foo' must have the form section.field=value, for example "),
         ("=3", "override '=3' must have the form section.field=value"),
-    ],
-)
-def test_unknown_names_get_the_nearest_one(override, message):
-    assert rejected(override).startswith(message)
+    ]:
+        assert rejected(override).startswith(message), (override, message)
 
 
-@pytest.mark.parametrize(
-    ("override", "rule", "default"),
-    [
+def test_a_wrong_value_is_one_line_with_field_value_rule_and_default():
+    for override, rule, default in [
         ("algorithm.lambda_critic='x'", "a valid number or 'same_as_actor'", "1.0"),
         ("algorithm.lambda_actor=[1]", "a valid number or 'adaptive'", "adaptive"),
         ("algorithm.gamma=1.5", "less than or equal to 1", "1.0"),
@@ -137,15 +133,13 @@ def test_unknown_names_get_the_nearest_one(override, message):
         ("model.hf_path=5", "a valid string", "null"),
         ("seed=-1", "greater than or equal to 0", "0"),
         ("seed={'x': 1}", "a valid integer", "0"),
-    ],
-)
-def test_a_wrong_value_is_one_line_with_field_value_rule_and_default(override, rule, default):
-    name, value = override.split("=", 1)
-    text = {"nan": ".nan", "inf": ".inf"}.get(value, value)
-    message = rejected(f"{name}={text}")
-    assert "\n" not in message
-    assert message.startswith(f"{name}={value} must be {rule}")
-    assert f"leave it out for the default {default} (" in message
+    ]:
+        name, value = override.split("=", 1)
+        text = {"nan": ".nan", "inf": ".inf"}.get(value, value)
+        message = rejected(f"{name}={text}")
+        assert "\n" not in message, (override, rule, default)
+        assert message.startswith(f"{name}={value} must be {rule}"), (override, rule, default)
+        assert f"leave it out for the default {default} (" in message, (override, rule, default)
 
 
 def test_every_wrong_field_gets_a_line_and_lists_name_the_place():
@@ -154,9 +148,8 @@ def test_every_wrong_field_gets_a_line_and_lists_name_the_place():
     assert [line.split(" must be")[0] for line in lines] == starts
 
 
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
+def test_fields_that_do_not_fit_together():
+    for overrides, parts in [
         (["algorithm.lambda_actor=1.5"], ["lambda_actor=1.5", "[0, 1]", "or adaptive"]),
         (["algorithm.lambda_critic=-1"], ["lambda_critic=-1", "[0, 1]", "or same_as_actor"]),
         (
@@ -256,13 +249,11 @@ def test_every_wrong_field_gets_a_line_and_lists_name_the_place():
             ["algorithm.value_bound=1.9", "reward.overlong_buffer_tokens=9"],
             ["value_bound=1.9", "|reward|, 2:"],
         ),
-    ],
-)
-def test_fields_that_do_not_fit_together(overrides, parts):
-    message = rejected(*overrides)
-    assert "\n" not in message
-    for part in parts:
-        assert part in message
+    ]:
+        message = rejected(*overrides)
+        assert "\n" not in message, (overrides, parts)
+        for part in parts:
+            assert part in message, (overrides, parts)
 
 
 def test_layouts_that_fit_are_accepted():

@@ -5,8 +5,6 @@ Not exercised: chromium, which makes the other picture.
 
 import xml.etree.ElementTree as ET
 
-import pytest
-
 from docs import make_images
 
 ROWS = [
@@ -41,9 +39,9 @@ def test_a_curve_by_hand():
     assert "held-out problems, avg@8" in "".join(picture.itertext())
 
 
-@pytest.mark.parametrize(("last", "tick"), [(1, 1), (6, 1), (7, 2), (44, 10), (313, 100)])
-def test_ticks(last, tick):
-    assert make_images._tick(last) == tick
+def test_ticks():
+    for last, tick in [(1, 1), (6, 1), (7, 2), (44, 10), (313, 100)]:
+        assert make_images._tick(last) == tick, (last, tick)
 
 
 def test_a_run_without_chromium_has_its_curve(tmp_path, monkeypatch, capsys):

@@ -17,9 +17,8 @@ from vapo_megatron.reward.extraction import (
 )
 
 
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
+def test_every_format_is_read():
+    for response, answer in [
         (r"so \boxed{5}", "5"),
         (r"\boxed{\frac{\sqrt{2}}{3}} as shown.", r"\frac{\sqrt{2}}{3}"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
@@ -43,15 +42,12 @@ from vapo_megatron.reward.extraction import (
         ("####1,234", "1,234"),
         ("b*2=8nopqrstuvwx,Answer:8", "8"),
         ("Answer:8", "8"),
-    ],
-)
-def test_every_format_is_read(response, answer):
-    assert final_answer(response) == answer
+    ]:
+        assert final_answer(response) == answer, (response, answer)
 
 
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
+def test_only_the_last_counts():
+    for response, answer in [
         (r"\boxed{1} no, \boxed{2}", "2"),
         ("Answer: 1\nAnswer: 2", "2"),
         (r"Answer: 1. But \boxed{2}", "2"),
@@ -61,15 +57,12 @@ def test_every_format_is_read(response, answer):
         (r"Answer: \boxed{2}", "2"),
         (r"\boxed{Answer: 2}", "2"),
         (r"\boxed{\boxed{2}}", "2"),
-    ],
-)
-def test_only_the_last_counts(response, answer):
-    assert final_answer(response) == answer
+    ]:
+        assert final_answer(response) == answer, (response, answer)
 
 
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
+def test_a_marker_without_an_answer_is_none():
+    for response, answer in [
         ("", None),
         ("the result is 5", None),
         (r"\boxed{", None),
@@ -84,15 +77,12 @@ def test_only_the_last_counts(response, answer):
         ("Answer: 3\nAnswer:\n\nAnswer: **\n####\n", "3"),
         (r"Answer: 3 \boxed{} and \boxed{4", "3"),
         (r"Answer: \boxed{}", None),
-    ],
-)
-def test_a_marker_without_an_answer_is_none(response, answer):
-    assert final_answer(response) == answer
+    ]:
+        assert final_answer(response) == answer, (response, answer)
 
 
-@pytest.mark.parametrize(
-    ("text", "cleaned"),
-    [
+def test_words_that_change_the_value_stay():
+    for text, cleaned in [
         ("$5$ and $6$", "5 and 6"),
         ("$5$ or so", "5 or so"),
         ("not $5$", "not 5"),
@@ -108,10 +98,8 @@ def test_a_marker_without_an_answer_is_none(response, answer):
         ("5 x", "5 x"),
         (r"\$5", r"\$5"),
         ("5!", "5!"),
-    ],
-)
-def test_words_that_change_the_value_stay(text, cleaned):
-    assert clean(text) == cleaned
+    ]:
+        assert clean(text) == cleaned, (text, cleaned)
 
 
 def test_a_ground_truth_may_be_a_worked_solution_or_the_bare_answer():
