@@ -1,6 +1,7 @@
 """Commands that start torchrun themselves: how many processes, and mistakes that are found before.
 
-torchrun is a stand-in that prints its command line. What the processes do is in
+torchrun is a stand-in that prints its command line, or, where one start has shown that it is real,
+the command stops in this process where it would become torchrun. What the processes do is in
 tests/e2e/test_evaluate.py and test_gradient_check.py.
 """
 
@@ -14,8 +15,7 @@ from tests.cli.starting import ROOT, make_stand_in, start
 from tests.dumped import MODEL, config, dump
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
-
-VAPO = (sys.executable, "-m", "vapo_megatron")
+from vapo_megatron.cli.main import main
 
 
 @pytest.fixture
@@ -33,13 +33,34 @@ def evaluation(place, *more):
     return tuple(map(str, (*paths, *lengths, *more)))
 
 
-def started(place, *command, **environment):
-    """Return (torchrun's own options, the worker's command line)."""
-    done = start(*command, PYTHONPATH=make_stand_in(place), **environment)
-    assert (done.returncode, done.stderr) == (0, "")
-    given = json.loads(done.stdout)["arguments"]
+def read_command(given):
+    """(torchrun's own options, the worker's command line)."""
     count = next(i for i, argument in enumerate(given) if argument.startswith("--max-restarts"))
     return given[: count + 1], given[count + 1 :]
+
+
+def started(place, *command):
+    """read_command of a process that is started as a user does."""
+    done = start(*command, PYTHONPATH=make_stand_in(place))
+    assert (done.returncode, done.stderr) == (0, "")
+    return read_command(json.loads(done.stdout)["arguments"])
+
+
+class Started(BaseException):
+    """In the place of becoming another program."""
+
+
+@pytest.fixture
+def vapo(monkeypatch):
+    """vapo(*arguments): the command in this process; Started with what it would become."""
+
+    def stop(_, command):
+        raise Started(command[3:])
+
+    for name in ("LOCAL_RANK", "NNODES", "NODE_RANK", "NPROC_PER_NODE", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "execv", stop)
+    return lambda *arguments: main(arguments)
 
 
 @pytest.mark.parametrize(
@@ -50,10 +71,14 @@ def started(place, *command, **environment):
         (["--nproc=3"], 3),
     ],
 )
-def test_an_evaluation_starts_its_processes(place, more, processes):
+def test_an_evaluation_starts_its_processes(place, vapo, monkeypatch, more, processes):
     arguments = evaluation(place, *more)
     # Variables of a cluster's training job say nothing about an evaluation.
-    torchrun, worker = started(place, *VAPO, "evaluate", *arguments, NNODES="4", RANK="1")
+    monkeypatch.setenv("NNODES", "4")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(Started) as stopped:
+        vapo("evaluate", *arguments)
+    torchrun, worker = read_command(*stopped.value.args)
     assert {f"--nproc-per-node={processes}", "--nnodes=1"} <= set(torchrun)
     assert worker == ["-m", "--", "vapo_megatron", "evaluate", *arguments]
 
@@ -75,14 +100,20 @@ def collection(place, workers):
 
 
 def test_gradients_start_the_processes_of_their_layout(place, collection):
-    torchrun, worker = started(place, *VAPO, *collection)
+    torchrun, worker = started(place, sys.executable, "-m", "vapo_megatron", *collection)
     assert "--nproc-per-node=2" in torchrun and worker == ["-m", "--", "vapo_megatron", *collection]
 
 
-def refused(place, words, *arguments):
-    done = start(*VAPO, *arguments, PYTHONPATH=make_stand_in(place))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert words in done.stderr and done.stderr.count("\n") == 1
+@pytest.fixture
+def refused(vapo, capsys):
+    """refused(words, *arguments): the command ends with 2 and one line that holds the words."""
+
+    def check(words, *arguments):
+        assert vapo(*arguments) == 2
+        printed, told = capsys.readouterr()
+        assert printed == "" and words in told and told.count("\n") == 1
+
+    return check
 
 
 @pytest.mark.parametrize(
@@ -92,11 +123,11 @@ def refused(place, words, *arguments):
         ("o", "{}\n", "is not an evaluation's file; give another --out"),
     ],
 )
-def test_an_evaluations_mistake_is_found_before_torchrun(place, file, text, words):
+def test_an_evaluations_mistake_is_found_before_torchrun(place, refused, file, text, words):
     (place / file).write_text(text)
-    refused(place, words, "evaluate", *evaluation(place, "--nproc=2"))
+    refused(words, "evaluate", *evaluation(place, "--nproc=2"))
 
 
-def test_a_damaged_dump_is_found_before_torchrun(place, collection):
+def test_a_damaged_dump_is_found_before_torchrun(place, refused, collection):
     os.truncate(next((place / "run").rglob("*.safetensors")), 100)
-    refused(place, "cannot be read (", *collection)
+    refused("cannot be read (", *collection)

@@ -24,7 +24,6 @@ from vapo_megatron.data.storage import append, replace_file
 from vapo_megatron.errors import CheckpointError, ConfigError, DataError, UserError
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend
-from vapo_megatron.parallel.offload import is_on
 from vapo_megatron.parallel.reduce import any_rank, gather_objects, sum_over_world
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.scoring import check_answers
@@ -279,7 +278,8 @@ def _sample(
 
 def _engine(evaluation: Evaluation, config: VapoConfig) -> Any:
     """Build vLLM with the directory's weights; each rank reads all and keeps its shard."""
-    # Imported late, so that mistakes are reported before vLLM loads.
+    # Imported late, so that mistakes are reported before megatron-core and vLLM load.
+    from vapo_megatron.parallel.offload import is_on
     from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
     hf_path = evaluation.hf_path
