@@ -241,11 +241,11 @@ def test_pointing_at_charts_and_plots_shows_numbers(page):
     # One problem of three never has a right response; problem 1 has none at every fifth step.
     told = legend(page, plots[7])
     step = int(re.search(r"\? step (\d+) ", told)[1])
-    assert f"none right {0.333 if step % 5 else 0.667}" in told
+    assert f"none correct {0.333 if step % 5 else 0.667}" in told
     page.point("#plots figure:nth-of-type(9) .cells i")
-    assert "problem 1, step 1: 1 of 4 right" in legend(page, plots[8])
+    assert "problem 1, step 1: 1 of 4 correct" in legend(page, plots[8])
     page.point("#plots figure:nth-of-type(11) .cells div:nth-of-type(2) i:nth-of-type(3)")
-    assert "problem 1, step 20: 2 of 2 right" in legend(page, plots[10])
+    assert "problem 1, step 20: 2 of 2 correct" in legend(page, plots[10])
 
 
 def test_curves_are_drawn_in_their_colours_dark_or_light(page):

@@ -14,13 +14,13 @@ from vapo_megatron.run.metrics import MetricsWriter
 from vapo_megatron.run.report.diagnostics import plots
 from vapo_megatron.run.report.page import build_report
 
-FORESEES = "Does the critic foresee how a response ends?"
-BY_LENGTH = "Does the critic know what short and long responses earn?"
-CALIBRATED = "When the critic names a value, does that come?"
-PRAISED = "Which part of a response is praised or blamed?"
+PREDICTS = "Does the critic predict how a response ends?"
+BY_LENGTH = "Does the critic predict returns at every length?"
+CALIBRATED = "Is the critic calibrated?"
+ADVANTAGE = "Which parts of a response have a high advantage?"
 REACH = "How far back does the reward reach?"
-WEIGH = "Which lengths weigh in the loss?"
-UNSURE = "Is the policy unsure where responses of a group part?"
+WEIGH = "Which response lengths dominate the loss?"
+UNSURE = "Is the policy uncertain where responses of a group diverge?"
 LEFT = "Are there problems left to learn from?"
 LEARNT = "Which problems are learnt, and which forgotten?"
 MASTERED = "How many held-out problems has the policy mastered?"
@@ -55,7 +55,7 @@ def found(tmp_path, monkeypatch):
 def test_value_and_return_by_position(found):
     a = response("correct", "xy", [0.25, 0.75])
     b = response("correct", "xy", [0.75, None])
-    plot = found(a, b, response("wrong", "z", [-0.5]), gamma=0.5)[FORESEES]
+    plot = found(a, b, response("wrong", "z", [-0.5]), gamma=0.5)[PREDICTS]
     # Two tokens stand at 1/4 and 3/4, in the third and eighth tenth; one token at 1/2, the sixth.
     assert plot["value, correct"] == [[0.25, 0.5], [0.75, 0.75]]
     assert plot["return, correct"] == [[0.25, 0.5], [0.75, 1.0]]
@@ -74,8 +74,8 @@ def test_calibration(found):
     right, wrong = response("correct", "ab", [1.0, 0.8]), response("wrong", "ab", [0.0, 0.81])
     plot = found(right, wrong, gamma=0.5)[CALIBRATED]
     # Tenths of 0..1: 0 was followed by -0.5; 0.8 and 0.81 by 1 and -1; 1 by 0.5.
-    assert plot["what came"] == [[0.05, -0.5], [0.85, 0.0], [0.95, 0.5]]
-    assert plot["what it named"] == [[0.05, 0.0], [0.85, pytest.approx(0.805)], [0.95, 1.0]]
+    assert plot["mean return"] == [[0.05, -0.5], [0.85, 0.0], [0.95, 0.5]]
+    assert plot["mean value"] == [[0.05, 0.0], [0.85, pytest.approx(0.805)], [0.95, 1.0]]
     assert CALIBRATED not in found(response("wrong", "ab", [0.5, 0.5]))
 
 
@@ -84,9 +84,9 @@ def test_without_a_critic_nothing_is_said_of_it(found, estimator):
     response_of_group = response("wrong", "xy", None, [0.5, -1.0])
     del response_of_group["tokens"]["values"]
     run = found(response_of_group, advantage_estimator=estimator)
-    assert not {FORESEES, BY_LENGTH, CALIBRATED} & set(run)
+    assert not {PREDICTS, BY_LENGTH, CALIBRATED} & set(run)
     assert (REACH in run) == (estimator == "gae")
-    assert run[PRAISED] == {"not correct": [[0.25, 0.5], [0.75, -1.0]]}
+    assert run[ADVANTAGE] == {"not correct": [[0.25, 0.5], [0.75, -1.0]]}
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.2, 1e9])
@@ -100,7 +100,7 @@ def test_lambda_by_length_is_what_training_takes(found, alpha):
     expected = length_adaptive_lambda(torch.tensor(lengths), alpha).tolist()
     assert [y for _, y in plot["actor's lambda"]] == pytest.approx(expected)
     assert {y for _, y in plot["critic's lambda"]} == {0.9}
-    left = plot["of the reward in the first token's advantage"]
+    left = plot["share of the reward in the first token's advantage"]
     assert [y for _, y in left] == pytest.approx(
         [(0.99 * y) ** (n - 1) for n, y in zip(lengths, expected)]
     )
@@ -111,8 +111,8 @@ def test_lambda_by_length_is_what_training_takes(found, alpha):
 def test_advantage_by_position_past_the_gap(found):
     # Two of ten tokens are kept, the first and the last.
     run = found(response("wrong", "xy", [0.0, 0.25], [0.5, -1.0], num_tokens=10))
-    assert run[PRAISED] == {"not correct": [[0.05, 0.5], [0.95, -1.0]]}
-    assert run[FORESEES]["value, not correct"] == [[0.05, 0.0], [0.95, 0.25]]
+    assert run[ADVANTAGE] == {"not correct": [[0.05, 0.5], [0.95, -1.0]]}
+    assert run[PREDICTS]["value, not correct"] == [[0.05, 0.0], [0.95, 0.25]]
 
 
 def test_shares_of_the_loss(found):
@@ -140,7 +140,7 @@ def test_entropy_where_responses_part(found):
         response("wrong", "ab", [0.0] * 2, entropy=[0.1, 4.0]),
     )[UNSURE]
     # All begin with a; b and c part there: (2 + 3 + 4) / 3.
-    assert plot["where they part"] == [[0.75, 3.0]]
+    assert plot["where they diverge"] == [[0.75, 3.0]]
     assert plot["elsewhere"] == [[0.25, pytest.approx(0.1)]]
 
 
@@ -159,7 +159,7 @@ def test_pass_rates_of_problems(tmp_path):
     MetricsWriter(tmp_path, tensorboard=False, resume_step=3).close()
     found = {p["title"]: p for p in plots(read_run(tmp_path))}
     shares = {s["label"]: s["points"] for s in found[LEFT]["series"]}
-    assert shares["none right"] == [[1, 0.25], [2, 0.25]]
+    assert shares["none correct"] == [[1, 0.25], [2, 0.25]]
     assert shares["some"] == [[1, 0.5], [2, 0.25]]
     assert shares["all"] == [[1, 0.25], [2, 0.5]]
     # Two problems were met twice; 8: mean of 1 and 0; 9: of 4 / 8 and 2 / 4. The same: by number.
@@ -178,7 +178,7 @@ def test_pass_rates_of_held_out_problems(tmp_path):
     MetricsWriter(tmp_path, tensorboard=False, resume_step=3).close()
     found = {p["title"]: p for p in plots(read_run(tmp_path))}
     shares = {s["label"]: s["points"] for s in found[MASTERED]["series"]}
-    assert shares["none right"] == [[0, pytest.approx(2 / 3)], [2, pytest.approx(1 / 3)]]
+    assert shares["none correct"] == [[0, pytest.approx(2 / 3)], [2, pytest.approx(1 / 3)]]
     assert shares["all"] == [[0, pytest.approx(1 / 3)], [2, pytest.approx(1 / 3)]]
     assert found[SOLVED]["cells"] == [
         {"name": "problem 2", "visits": [(0, 0, 2), (2, 0, 2)]},

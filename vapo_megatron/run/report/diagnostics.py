@@ -1,6 +1,6 @@
-"""Questions that the kept responses' tokens, and all problems' pass rates, answer: points of plots.
+"""Plots that answer questions about the kept responses' tokens and all problems' pass rates.
 
-What is said of tokens is of the last steps of which responses were kept, and of these alone.
+Those about tokens use the last steps with kept responses, and no other responses.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ _LAST_STEPS = 5
 _PARTS = 10
 """Bins of the position in a response, of its length, and of the values."""
 
-_Group = Mapping[str, Any]
 _Response = Mapping[str, Any]
 _Pair = tuple[float, float]
-_Bin = tuple[float, list[float]]
 _Series = tuple[str, list[list[float]]]
+_POSITION, _LENGTH = "position in the response", "response length (tokens)"
 
 
 class _Token(NamedTuple):
@@ -36,60 +35,66 @@ class _Token(NamedTuple):
     length: int
     """Of the response."""
     outcome: float
-    """The return: the reward stands on the last token."""
+    """The return: the reward is on the last token."""
 
 
 def plots(run: Run) -> list[dict[str, Any]]:
     """Return the plots that can be drawn: title, what x and y are, series of [x, y] or cells."""
     groups = [g for step in run.rollout_steps[-_LAST_STEPS:] for g in run.rollouts(step)]
-    groups = [g for g in groups if all("tokens" in r for r in g["responses"])]
-    # Without config.yaml nobody knows what the tokens were trained for.
-    of_tokens = _token_plots(groups, settings(run.config)) if run.config else ()
-    found = [*of_tokens, *problem_plots(run.problems(), run.held_out())]
+    kept = [g["responses"] for g in groups if all("tokens" in r for r in g["responses"])]
+    found = [*problem_plots(run.problems(), run.held_out())]
+    if run.config:  # otherwise the algorithm is unknown
+        found = [*_token_plots(kept, settings(run.config)), *found]
     return [plot for plot in found if plot.get("series") or plot.get("cells")]
 
 
 def _token_plots(
-    groups: Sequence[_Group], algorithm: Mapping[str, Any]
+    groups: Sequence[Sequence[_Response]], algorithm: Mapping[str, Any]
 ) -> Iterable[dict[str, Any]]:
-    responses = [r for g in groups for r in g["responses"] if r["tokens"]["pieces"]]
+    responses = [r for group in groups for r in group if r["tokens"]["pieces"]]
     if not responses:
         return
-    right = [r for r in responses if r["status"] == "correct"]
-    other = [r for r in responses if r["status"] != "correct"]
-    kinds = [("correct", right), ("not correct", other)]
-    where, length = "position in the response", "response length (tokens)"
+    kinds = [
+        ("correct", [r for r in responses if r["status"] == "correct"]),
+        ("not correct", [r for r in responses if r["status"] != "correct"]),
+    ]
     longest = max(r["num_tokens"] for r in responses)
     if all("values" in r["tokens"] for r in responses):
-        by_kind = [(name, _tokens(some, "values", algorithm["gamma"])) for name, some in kinds]
-        tokens = [t for _, some in by_kind for t in some]
-        fields = (("value", "number"), ("return", "outcome"))
-        yield _plot("Does the critic foresee how a response ends?", where, "value and return", [
-            (f"{what}, {name}", _by_part([(t.place, getattr(t, field)) for t in some]))
-            for name, some in by_kind for what, field in fields
-        ])  # fmt: skip
-        yield _plot("Does the critic know what short and long responses earn?", length,
-                    "value and return", [
-            ("value", _by_length([(t.length, t.number) for t in tokens], longest)),
-            ("return", _by_length([(t.length, t.outcome) for t in tokens], longest)),
-        ])  # fmt: skip
-        yield _plot("When the critic names a value, does that come?", "value", "return", [
-            ("what came", _by_value([(t.number, t.outcome) for t in tokens])),
-            ("what it named", _by_value([(t.number, t.number) for t in tokens])),
-        ])  # fmt: skip
-    yield _plot("Which part of a response is praised or blamed?", where, "mean advantage", [
-        (name, _by_part([(t.place, t.number) for t in _tokens(some, "advantages")]))
+        yield from _critic_plots(kinds, longest, algorithm["gamma"])
+    yield _plot("Which parts of a response have a high advantage?", _POSITION, "mean advantage", [
+        (name, _by_position([(t.place, t.number) for t in _tokens(some, "advantages")]))
         for name, some in kinds
     ])  # fmt: skip
     if algorithm["advantage_estimator"] == "gae":
-        yield _plot("How far back does the reward reach?", length, "lambda and what comes of it",
+        yield _plot("How far back does the reward reach?", _LENGTH, "lambda, share of the reward",
                     _lambdas(algorithm, longest), low=0, high=1)  # fmt: skip
-    yield _plot("Which lengths weigh in the loss?", length, "share of the loss",
+    yield _plot("Which response lengths dominate the loss?", _LENGTH, "share of the loss",
                 _shares(responses, algorithm), low=0)  # fmt: skip
-    yield _plot("Is the policy unsure where responses of a group part?", where, "entropy (nat)", [
-        (name, _by_part(pairs)) for name, pairs in
-        zip(("where they part", "elsewhere"), _entropies(groups))
+    apart, alike = _entropies(groups)
+    yield _plot("Is the policy uncertain where responses of a group diverge?", _POSITION,
+                "entropy (nat)", [
+        ("where they diverge", _by_position(apart)), ("elsewhere", _by_position(alike)),
     ], low=0)  # fmt: skip
+
+
+def _critic_plots(
+    kinds: Sequence[tuple[str, Sequence[_Response]]], longest: int, gamma: float
+) -> Iterable[dict[str, Any]]:
+    by_kind = [(name, _tokens(some, "values", gamma)) for name, some in kinds]
+    tokens = [t for _, some in by_kind for t in some]
+    fields = (("value", "number"), ("return", "outcome"))
+    yield _plot("Does the critic predict how a response ends?", _POSITION, "value and return", [
+        (f"{what}, {name}", _by_position([(t.place, getattr(t, field)) for t in some]))
+        for name, some in by_kind for what, field in fields
+    ])  # fmt: skip
+    yield _plot("Does the critic predict returns at every length?", _LENGTH, "value and return", [
+        (what, _means(_by_length([(t.length, getattr(t, field)) for t in tokens], longest)))
+        for what, field in fields
+    ])  # fmt: skip
+    yield _plot("Is the critic calibrated?", "value", "return", [
+        ("mean return", _by_value([(t.number, t.outcome) for t in tokens])),
+        ("mean value", _by_value([(t.number, t.number) for t in tokens])),
+    ])  # fmt: skip
 
 
 def _plot(title: str, x: str, y: str, series: Sequence[_Series], **axis: float) -> dict[str, Any]:
@@ -98,14 +103,14 @@ def _plot(title: str, x: str, y: str, series: Sequence[_Series], **axis: float) 
 
 
 def _indices(response: _Response) -> list[int]:
-    """Where each kept token stands in the response; of a long one both ends are kept."""
+    """Index in the response of each kept token; of a long one both ends are kept."""
     held, length = len(response["tokens"]["pieces"]), response["num_tokens"]
     half = held if held == length else held // 2
     return [*range(half), *range(length - held + half, length)]
 
 
 def _tokens(responses: Sequence[_Response], name: str, gamma: float = 1.0) -> list[_Token]:
-    """Each kept token whose number is finite."""
+    """Return each kept token whose number is finite."""
     return [
         _Token(number, (at + 0.5) / length, length, r["reward"] * gamma ** (length - 1 - at))
         for r in responses
@@ -115,8 +120,10 @@ def _tokens(responses: Sequence[_Response], name: str, gamma: float = 1.0) -> li
     ]
 
 
-def _bins(pairs: Iterable[_Pair], low: float, high: float, parts: int) -> list[_Bin]:
-    """(middle, every y there) of each of the parts between low and high."""
+def _bins(
+    pairs: Iterable[_Pair], low: float, high: float, parts: int = _PARTS
+) -> list[tuple[float, list[float]]]:
+    """Return (middle, every y in it) of each of the parts between low and high."""
     width = (high - low) / parts
     bins: list[list[float]] = [[] for _ in range(parts)]
     for x, y in pairs:
@@ -124,27 +131,23 @@ def _bins(pairs: Iterable[_Pair], low: float, high: float, parts: int) -> list[_
     return [(round(low + (i + 0.5) * width, 6), found) for i, found in enumerate(bins)]
 
 
-def _means(bins: Iterable[_Bin]) -> list[list[float]]:
+def _by_length(pairs: Iterable[_Pair], longest: int) -> list[tuple[float, list[float]]]:
+    return _bins(pairs, 0.5, longest + 0.5, min(_PARTS, longest))
+
+
+def _means(bins: Iterable[tuple[float, list[float]]]) -> list[list[float]]:
     return [[middle, sum(found) / len(found)] for middle, found in bins if found]
 
 
-def _by_part(pairs: Iterable[_Pair]) -> list[list[float]]:
-    return _means(_bins(pairs, 0.0, 1.0, _PARTS))
-
-
-def _by_length(pairs: Iterable[_Pair], longest: int) -> list[list[float]]:
-    return _means(_bins_of_lengths(pairs, longest))
-
-
-def _bins_of_lengths(pairs: Iterable[_Pair], longest: int) -> list[_Bin]:
-    return _bins(pairs, 0.5, longest + 0.5, min(_PARTS, longest))
+def _by_position(pairs: Iterable[_Pair]) -> list[list[float]]:
+    return _means(_bins(pairs, 0.0, 1.0))
 
 
 def _by_value(pairs: Sequence[_Pair]) -> list[list[float]]:
     values = [value for value, _ in pairs]
     if not values or min(values) == max(values):
         return []
-    return _means(_bins(pairs, min(values), max(values), _PARTS))
+    return _means(_bins(pairs, min(values), max(values)))
 
 
 def _lambdas(algorithm: Mapping[str, Any], longest: int) -> list[_Series]:
@@ -153,25 +156,25 @@ def _lambdas(algorithm: Mapping[str, Any], longest: int) -> list[_Series]:
     names = ("lambda_actor", "lambda_critic", "length_adaptive_alpha")
     actor, critic = resolve_lambdas(lengths, **{name: algorithm[name] for name in names})
     left = (algorithm["gamma"] * actor) ** (lengths - 1)
-
-    def by_length(numbers: Any) -> list[list[float]]:
-        return np.stack(np.broadcast_arrays(lengths, numbers), axis=1).tolist()
-
+    curves = (
+        ("actor's lambda", actor),
+        ("critic's lambda", critic),
+        ("share of the reward in the first token's advantage", left),
+    )
     return [
-        ("actor's lambda", by_length(actor)),
-        ("critic's lambda", by_length(critic)),
-        ("of the reward in the first token's advantage", by_length(left)),
+        (name, np.stack(np.broadcast_arrays(lengths, numbers), axis=1).tolist())
+        for name, numbers in curves
     ]
 
 
 def _shares(responses: Sequence[_Response], algorithm: Mapping[str, Any]) -> list[_Series]:
-    """Share of the responses of a length if all tokens weigh the same, and if all responses do."""
+    """Return each length's share of the loss if all tokens weigh the same; if all responses do."""
     filtered = algorithm["overlong_filtering"]
     lengths = [r["num_tokens"] for r in responses if not (filtered and r["truncated"])]
     longest, total = max(lengths, default=0), sum(lengths)
     if not longest:
         return []
-    bins = _bins_of_lengths([(n, n) for n in lengths], longest)
+    bins = _by_length([(n, n) for n in lengths], longest)
     here = " (this run)"
     token, sample = ("", here) if algorithm["loss_aggregation"] == "sample" else (here, "")
     return [
@@ -180,13 +183,13 @@ def _shares(responses: Sequence[_Response], algorithm: Mapping[str, Any]) -> lis
     ]
 
 
-def _entropies(groups: Sequence[_Group]) -> tuple[list[_Pair], list[_Pair]]:
-    """(position, entropy) of tokens at which responses with one beginning differ; of the others."""
-    part: list[_Pair] = []
+def _entropies(groups: Sequence[Sequence[_Response]]) -> tuple[list[_Pair], list[_Pair]]:
+    """Return (position, entropy) of tokens at which responses with one prefix differ; of others."""
+    apart: list[_Pair] = []
     rest: list[_Pair] = []
     for group in groups:
-        # What begins alike, and how many tokens of it are alike.
-        todo = [([(r, _indices(r)) for r in group["responses"]], 0)]
+        # Responses with a common prefix, and how many tokens it has.
+        todo = [([(r, _indices(r)) for r in group], 0)]
         while todo:
             members, i = todo.pop()
             members = [(r, at) for r, at in members if i < len(at)]
@@ -196,8 +199,8 @@ def _entropies(groups: Sequence[_Group]) -> tuple[list[_Pair], list[_Pair]]:
             for r, at in members:
                 entropy = r["tokens"]["entropy"][i]
                 if entropy is not None:
-                    # Past the gap of a long response, at[i] > i, nobody knows what is alike.
-                    parts = len(follow) > 1 and at[i] == i
-                    (part if parts else rest).append(((at[i] + 0.5) / r["num_tokens"], entropy))
+                    # Past the gap of a long response, at[i] > i, the prefixes are unknown.
+                    diverges = len(follow) > 1 and at[i] == i
+                    (apart if diverges else rest).append(((at[i] + 0.5) / r["num_tokens"], entropy))
             todo += [(alike, i + 1) for alike in follow.values()]
-    return part, rest
+    return apart, rest

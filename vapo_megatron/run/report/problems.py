@@ -1,7 +1,6 @@
-"""Pass rates of problems over a run: how many are hopeless or mastered, what becomes of each.
+"""Plots of problems' pass rates over a run: how many are never or always solved, and each one's.
 
-Of those that it trained on, which it meets now and then, and of the held-out ones, all of which
-every evaluation meets.
+Training meets a problem now and then; every evaluation meets all held-out problems.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ from typing import Any
 
 from vapo_megatron.run.report.html import spread
 
-_MAX_POINTS = 100
-_MAX_PROBLEMS = 40
-_MAX_VISITS = 30
+_MAX_POINTS, _MAX_PROBLEMS, _MAX_VISITS = 100, 40, 30
 
 _Row = Mapping[str, Any]
 _Visit = tuple[int, int, int]
@@ -22,55 +19,23 @@ _Visit = tuple[int, int, int]
 
 def problem_plots(trained_on: Sequence[_Row], held_out: Sequence[_Row]) -> Iterable[dict[str, Any]]:
     """Yield the plots of the rows of problems.jsonl and of held_out.jsonl."""
-    for rows, how_many, which, visits in (
-        (
-            trained_on,
-            "Are there problems left to learn from?",
-            "Which problems are learnt, and which forgotten?",
-            "visits",
-        ),
-        (
-            held_out,
-            "How many held-out problems has the policy mastered?",
-            "Which held-out problems does it solve, and since when?",
-            "evaluations",
-        ),
-    ):
-        if not rows:
-            continue
-        yield {
-            "title": how_many,
-            "x": "step",
-            "y": "share of the problems by right responses",
-            "series": [
-                {"label": name, "points": points} for name, points in _shares(rows) if points
-            ],
-            "low": 0,
-            "high": 1,
-        }
-        visited = _visited(rows)
-        shown = spread(visited, _MAX_PROBLEMS)
-        if shown:
-            of = f" of {len(visited)}" if len(shown) < len(visited) else ""
-            yield {
-                "title": which,
-                "x": visits,
-                "y": f"{len(shown)}{of} problems",
-                "cells": [
-                    {"name": f"problem {index}", "visits": spread(v, _MAX_VISITS)}
-                    for index, v in shown
-                ],
-            }
+    if trained_on:
+        yield _shares("Are there problems left to learn from?", trained_on)
+        yield _cells("Which problems are learnt, and which forgotten?", "visits", trained_on)
+    if held_out:
+        yield _shares("How many held-out problems has the policy mastered?", held_out)
+        title = "Which held-out problems does it solve, and since when?"
+        yield _cells(title, "evaluations", held_out)
 
 
-def _shares(rows: Sequence[_Row]) -> list[tuple[str, list[list[float]]]]:
+def _shares(title: str, rows: Sequence[_Row]) -> dict[str, Any]:
     """Share of the problems with no, some, only correct responses, of so many steps at a time."""
     at_a_time = -(-len(rows) // _MAX_POINTS)
-    curves: dict[str, list[list[float]]] = {"none right": [], "some": [], "all": []}
+    curves: dict[str, list[list[float]]] = {"none correct": [], "some": [], "all": []}
     for start in range(0, len(rows), at_a_time):
         part = rows[start : start + at_a_time]
         kinds = [
-            "none right" if n == 0 else "all" if n == row["group_size"] else "some"
+            "none correct" if n == 0 else "all" if n == row["group_size"] else "some"
             for row in part
             for n in row["correct"]
         ]
@@ -78,7 +43,18 @@ def _shares(rows: Sequence[_Row]) -> list[tuple[str, list[list[float]]]]:
         for kind, points in curves.items():
             if kinds:
                 points.append([step, kinds.count(kind) / len(kinds)])
-    return list(curves.items())
+    series = [{"label": kind, "points": points} for kind, points in curves.items() if points]
+    y = "share of problems by correct responses"
+    return {"title": title, "x": "step", "y": y, "series": series, "low": 0, "high": 1}
+
+
+def _cells(title: str, visits: str, rows: Sequence[_Row]) -> dict[str, Any]:
+    """The visits to each problem."""
+    visited = _visited(rows)
+    shown = spread(visited, _MAX_PROBLEMS)
+    of = f" of {len(visited)}" if len(shown) < len(visited) else ""
+    cells = [{"name": f"problem {index}", "visits": spread(v, _MAX_VISITS)} for index, v in shown]
+    return {"title": title, "x": visits, "y": f"{len(shown)}{of} problems", "cells": cells}
 
 
 def _visited(rows: Sequence[_Row]) -> list[tuple[int, list[_Visit]]]:

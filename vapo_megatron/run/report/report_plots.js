@@ -13,7 +13,7 @@
   }
   function cells(plot) {
     const figure = card(parent, plot.title), grid = html("div", "cells", figure);
-    const said = `${plot.y}, the hardest above, and their ${plot.x} from left to right; the stronger the colour, the more responses right`;
+    const said = `${plot.y}, hardest at the top; their ${plot.x} from left to right. Stronger colour: more correct responses`;
     const caption = html("div", "caption", figure, said);
     grid.style.setProperty("--rows", plot.cells.length);
     grid.style.setProperty("--most", Math.max(...plot.cells.map(row => row.visits.length)));
@@ -21,7 +21,7 @@
       const row = html("div", "", grid);
       for (const [step, right, of] of visits) {
         const cell = html("i", "", row);
-        cell.title = `${name}, step ${step}: ${right} of ${of} right`;
+        cell.title = `${name}, step ${step}: ${right} of ${of} correct`;
         cell.style.background = `rgb(var(--high) / ${(.08 + .92 * right / of).toFixed(2)})`;
       }
     }

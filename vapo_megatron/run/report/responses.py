@@ -98,5 +98,5 @@ def _long(text: str) -> str:
     if left_out <= 0:
         return escape(text)
     half = _MAX_CHARACTERS // 2
-    note = f"<span class='gap'>{left_out:,} characters are in rollouts/ alone</span>"
+    note = f"<span class='gap'>{left_out:,} characters left out; see rollouts/</span>"
     return escape(text[:half]) + note + escape(text[-half:])
