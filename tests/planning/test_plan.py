@@ -25,7 +25,7 @@ from vapo_megatron.planning.ranking import (
     rank,
     trainer_layouts,
     variants,
-    with_offload,
+    with_parallel,
     with_sampler,
 )
 from vapo_megatron.planning.workload import workload_of
@@ -59,18 +59,16 @@ def test_the_fastest_first_and_all_fit(ranking):
 
 def test_the_best_of_a_layout_is_the_best_of_all_its_variants(ranking):
     """The ranking leaves variants out that cannot win; here none is left out."""
-    fixed = Fixed(tensor=2, pipeline=2)
+    fixed = Fixed(tp=2, pp=2)
     (layout,), _ = trainer_layouts(SMALL_SHAPE, SMALL_BASE, fixed, 8)
     workload = workload_of(SMALL_BASE)
     best = {}
     shares = [round(0.05 * n, 2) for n in range(1, 19)]
-    for variant, offload, size, share in itertools.product(
-        variants(SMALL_SHAPE, layout, fixed), (True, False), (1, 4), shares
+    for variant, size, share in itertools.product(
+        variants(SMALL_SHAPE, layout, fixed), (1, 4), shares
     ):
         config = with_sampler(
-            with_offload(variant, offload),
-            tensor_model_parallel_size=size,
-            gpu_memory_utilization=share,
+            variant, tensor_model_parallel_size=size, gpu_memory_utilization=share
         )
         phases = peak_memory(SMALL_SHAPE, config, SMALL.gpu_bytes)
         if misfit(SMALL_SHAPE, config, SMALL, phases) is None:
@@ -93,7 +91,7 @@ def test_more_memory_is_never_slower(ranking):
 
 
 def test_chosen_chunks_refuse_layouts_without_a_pipeline_and_search_the_others():
-    fixed = Fixed(tensor=2, virtual=2, recompute="full")
+    fixed = Fixed(tp=2, vpp=2, recompute="full")
     found = rank(SMALL_SHAPE, SMALL_BASE, SMALL, workload_of(SMALL_BASE), fixed)
     layouts = {
         (p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size)
@@ -107,7 +105,7 @@ def test_chosen_chunks_refuse_layouts_without_a_pipeline_and_search_the_others()
 
 def test_what_does_not_fit_says_why():
     little = dataclasses.replace(SMALL, gpu_bytes=20 * 10**9)
-    found = rank(SMALL_SHAPE, SMALL_BASE, little, workload_of(SMALL_BASE), Fixed(tensor=1))
+    found = rank(SMALL_SHAPE, SMALL_BASE, little, workload_of(SMALL_BASE), Fixed(tp=1))
     assert not found.plans
     assert found.rejected["TP 1 x PP 1"].split(" needs ")[0] in memory.PHASES
     assert "GB of 20.0 (gradients 30.5; parameters 15.2" in found.rejected["TP 1 x PP 1"]
@@ -140,7 +138,7 @@ def test_the_first_or_the_last_stage_is_the_fullest(tp_size, pp_size, vpp_size, 
 
 def test_a_critic_costs_its_phases():
     workload = workload_of(SMALL_BASE)
-    config = with_offload(SMALL_BASE, True)
+    config = with_parallel(SMALL_BASE, offload=True)
     group = {"advantage_estimator": "grpo", "value_pretraining_steps": 0}
     algorithm = config.algorithm.model_copy(update=group)
     critic_free = config.model_copy(update={"algorithm": algorithm})
@@ -167,7 +165,7 @@ def test_a_critic_costs_its_phases():
 def test_copies_to_hosts_by_hand():
     # bfloat16 on one GPU: 2 bytes of parameters, 12 of optimizer, of 7.6e9 and 7.1e9 parameters.
     # Each role: 2 for its scores, 2 + 12 there and back for its updates: 30 bytes.
-    config = with_offload(base(1, responses_per_step=64, mini_batch_size=64), True)
+    config = with_parallel(base(1, responses_per_step=64, mini_batch_size=64), offload=True)
     cluster = dataclasses.replace(
         Cluster(num_gpus=1, gpus_per_node=1), pcie_gb_per_second=1.0, pcie_share=1.0
     )
@@ -179,7 +177,9 @@ def test_copies_to_hosts_by_hand():
     more = make_plan(SMALL_SHAPE, third, cluster, workload_of(third))
     more_seconds = more.training.offload_seconds - plan.training.offload_seconds
     assert more_seconds == pytest.approx(2 * 7.615, rel=0.001)
-    resident = make_plan(SMALL_SHAPE, with_offload(config, False), cluster, workload_of(config))
+    resident = make_plan(
+        SMALL_SHAPE, with_parallel(config, offload=False), cluster, workload_of(config)
+    )
     assert resident.training.offload_seconds == 0
     # Two stages: the actor's last has a norm more than its first, 3584; the critic's first is the
     # fullest, and has the embedding, 545e6, and half of 6.53e9.
@@ -196,7 +196,7 @@ def test_copies_to_hosts_by_hand():
 
 def test_tokens_per_second_both_ways():
     workload = workload_of(SMALL_BASE, mean_response_tokens=1000, prompt_tokens=200)
-    plan = make_plan(SMALL_SHAPE, with_offload(SMALL_BASE, True), SMALL, workload)
+    plan = make_plan(SMALL_SHAPE, with_parallel(SMALL_BASE, offload=True), SMALL, workload)
     responses = plan.response_tokens_per_second * plan.step_seconds * 8
     assert responses == pytest.approx(256 * 1000, rel=1e-3)
     assert plan.total_tokens_per_second * plan.step_seconds * 8 - responses == pytest.approx(51200)

@@ -55,7 +55,7 @@ def test_a_mini_batch_needs_a_response_on_each_rank():
 
 
 def test_what_is_chosen_is_not_searched():
-    fixed = Fixed(tensor=8, pipeline=4, virtual=2, recompute="full", max_tokens=24576)
+    fixed = Fixed(tp=8, pp=4, vpp=2, recompute="full", max_tokens=24576, offload=False)
     shape = known_shape("Qwen2.5-32B")
     sizes, _ = layouts(shape, base(), fixed)
     assert sizes == [(8, 4)]
@@ -63,23 +63,25 @@ def test_what_is_chosen_is_not_searched():
     (variant,) = ranking.variants(shape, found[0], fixed)
     assert variant.parallel.virtual_pipeline_model_parallel_size == 2
     assert variant.parallel.max_tokens_per_microbatch == 24576
-    assert ranking.sampler_sizes(shape, base(), Fixed(sampler_tensor=2), 8) == [2]
-    assert ranking.offload_choices(base(), Fixed(offload=False)) == [False]
-    assert ranking.offload_choices(base(), Fixed()) == [False, True]
+    assert variant.parallel.offload is False
+    assert ranking.sampler_sizes(shape, base(), Fixed(vllm_tp=2), 8) == [2]
+    chosen = ranking.with_parallel(found[0], offload=True)
+    (variant,) = ranking.variants(shape, chosen, fixed._replace(offload=None))
+    assert variant.parallel.offload is True, "the configuration's own"
 
 
 def test_a_chosen_layout_outside_a_node_is_looked_at():
     shape = known_shape("Llama-3.1-70B")
-    sizes, _ = layouts(shape, base(64), Fixed(tensor=16))
+    sizes, _ = layouts(shape, base(64), Fixed(tp=16))
     assert sizes == [(16, 1), (16, 2), (16, 4)]
 
 
 def test_variants_are_different_and_good():
     shape = known_shape("Qwen2.5-32B")
-    found, _ = ranking.trainer_layouts(shape, base(), Fixed(tensor=8, pipeline=4), 8)
+    found, _ = ranking.trainer_layouts(shape, base(), Fixed(tp=8, pp=4), 8)
     variants = list(ranking.variants(shape, found[0], Fixed()))
-    # VPP 1, 2, 4; three recomputations; budgets of 22528, half and twice of it.
-    assert len(variants) == 27 == len({v.to_yaml() for v in variants})
+    # VPP 1, 2, 4; three recomputations; budgets of 22528, half and twice of it; offload or not.
+    assert len(variants) == 54 == len({v.to_yaml() for v in variants})
     budgets = {v.parallel.max_tokens_per_microbatch for v in variants}
     assert budgets == {11264, 22528, 45056}
     assert all(v.parallel.sequence_parallel for v in variants)
@@ -89,7 +91,7 @@ def test_variants_are_different_and_good():
 
 def test_no_chunks_without_a_pipeline_or_layers_for_them():
     shape = known_shape("Qwen2.5-0.5B")
-    found, _ = ranking.trainer_layouts(shape, base(8), Fixed(tensor=1), 8)
+    found, _ = ranking.trainer_layouts(shape, base(8), Fixed(tp=1), 8)
     chunks = [
         {
             v.parallel.virtual_pipeline_model_parallel_size
@@ -99,7 +101,7 @@ def test_no_chunks_without_a_pipeline_or_layers_for_them():
     ]
     # 24 layers on PP 1, 2, 4, 8: 24, 12, 6, 3 of a stage.
     assert chunks == [{None}, {None, 2, 4}, {None, 2}, {None}]
-    sizes, rejected = layouts(shape, base(8), Fixed(tensor=1, virtual=2))
+    sizes, rejected = layouts(shape, base(8), Fixed(tp=1, vpp=2))
     assert sizes == [(1, 2), (1, 4)]
     assert rejected == {
         "TP 1 x PP 1": "parallel.virtual_pipeline_model_parallel_size=2 needs "
@@ -114,13 +116,13 @@ def test_no_chunks_with_batched_sends():
     config = base()
     parallel = config.parallel.model_copy(update={"batch_p2p_comm": True})
     config = config.model_copy(update={"parallel": parallel})
-    found, _ = ranking.trainer_layouts(shape, config, Fixed(tensor=8, pipeline=4), 8)
+    found, _ = ranking.trainer_layouts(shape, config, Fixed(tp=8, pp=4), 8)
     chunks = [
         v.parallel.virtual_pipeline_model_parallel_size
         for v in ranking.variants(shape, found[0], Fixed())
     ]
-    assert chunks == [None] * 9  # Recomputations times budgets.
-    _, rejected = layouts(shape, config, Fixed(tensor=8, pipeline=4, virtual=2))
+    assert chunks == [None] * 18  # Recomputations times budgets, each with offload and without.
+    _, rejected = layouts(shape, config, Fixed(tp=8, pp=4, vpp=2))
     assert "batch_p2p_comm=true must not be combined" in rejected["TP 8 x PP 4"]
 
 
@@ -149,4 +151,4 @@ def test_sizes_of_vllm(name, sizes):
 def test_a_size_of_vllm_that_cannot_be(name, chosen):
     # 8 divides 32B's 40 heads, but not 4 GPUs; 3 divides neither 28 heads nor 4.
     with pytest.raises(ConfigError, match=f"size={chosen} must divide parallel.world_size=4 and"):
-        ranking.sampler_sizes(known_shape(name), base(4), Fixed(sampler_tensor=chosen), 8)
+        ranking.sampler_sizes(known_shape(name), base(4), Fixed(vllm_tp=chosen), 8)

@@ -44,28 +44,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         if arguments[:1] == ["reshard"]:
-            _print(reshard(_reshard_parser().parse_args(arguments[1:])))
+            usage = "vapo plan reshard --model MODEL --tp N --pp N --vllm-tp N [options]"
+            parser = Parser(prog="vapo plan reshard", usage=usage, description=RESHARD)
+            add_reshard(parser)
+            _print(reshard(parser.parse_args(arguments[1:])))
             return
-        text, refusal = plan(_plan_parser().parse_args(arguments))
+        usage = "vapo plan --model MODEL --gpus N [options] | vapo plan reshard --help"
+        parser = Parser(prog="vapo plan", usage=usage, description=__doc__)
+        add_plan(parser)
+        text, refusal = plan(parser.parse_args(arguments))
         _print(text)
         if refusal is not None:
             raise UserError(refusal)
 
     return run("plan", work, interrupted="nothing was written")
-
-
-def _plan_parser() -> Parser:
-    usage = "vapo plan --model MODEL --gpus N [options] | vapo plan reshard --help"
-    parser = Parser(prog="vapo plan", usage=usage, description=__doc__)
-    add_plan(parser)
-    return parser
-
-
-def _reshard_parser() -> Parser:
-    usage = "vapo plan reshard --model MODEL --tp N --pp N --vllm-tp N [options]"
-    parser = Parser(prog="vapo plan reshard", usage=usage, description=RESHARD)
-    add_reshard(parser)
-    return parser
 
 
 def _print(text: str) -> None:
@@ -85,16 +77,9 @@ def plan(options: argparse.Namespace) -> tuple[str, str | None]:
         prompt_tokens=options.prompt,
         spread=options.spread,
     )
-    fixed = Fixed(
-        tensor=options.tp,
-        pipeline=options.pp,
-        virtual=options.vpp,
-        recompute=options.recompute,
-        max_tokens=options.max_tokens,
-        offload=None if options.offload is None else options.offload == "yes",
-        sampler_tensor=options.vllm_tp,
-        sampler_share=options.vllm_share,
-    )
+    fixed = Fixed(**{name: getattr(options, name) for name in Fixed._fields})
+    if options.offload is not None:
+        fixed = fixed._replace(offload=options.offload == "yes")
     ranking = rank(shape, base, cluster, workload, fixed)
     table = describe.describe_ranking(ranking, options.top)
     job = describe.describe_job(options.model, shape, cluster, workload)
@@ -115,22 +100,25 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     Raises:
         ConfigError: nodes would have different sizes.
     """
-    sheet, per_node = GPUS[options.gpu], min(options.gpus_per_node, options.gpus)
+    per_node = min(options.gpus_per_node, options.gpus)
     if options.gpus % per_node:
         raise ConfigError(
             f"--gpus={options.gpus} must be a multiple of --gpus-per-node={per_node}; change one"
         )
+    given = {
+        "gpu_bytes": options.gpu_memory,
+        "peak_tflops": options.tflops,
+        "memory_gb_per_second": options.hbm,
+        "nvlink_gb_per_second": options.nvlink,
+        "network_gb_per_second": options.network,
+        "pcie_gb_per_second": options.pcie,
+    }
+    fields = GPUS[options.gpu] | {name: value for name, value in given.items() if value is not None}
     return Cluster(
         num_gpus=options.gpus,
         gpus_per_node=per_node,
-        gpu_bytes=options.gpu_memory or int(sheet.memory_gb * 10**9),
-        peak_tflops=options.tflops or sheet.peak_tflops,
-        memory_gb_per_second=options.hbm or sheet.memory_gb_per_second,
-        nvlink_gb_per_second=options.nvlink or sheet.nvlink_gb_per_second,
-        network_gb_per_second=options.network or sheet.network_gb_per_second,
-        pcie_gb_per_second=options.pcie or sheet.pcie_gb_per_second,
         storage_gb_per_second=options.storage,
-        **dict(options.share),
+        **{**fields, **dict(options.share)},
     )
 
 

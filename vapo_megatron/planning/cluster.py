@@ -27,96 +27,82 @@ Shares were measured on H100 and are assumed to be the same on other GPUs.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, Literal
 
 from vapo_megatron.planning.flops import BF16_PEAK_FLOPS
 
 GB = 1e9
 
 
-class Gpu(NamedTuple):
-    """Data-sheet figures of a GPU."""
-
-    memory_gb: float
-    peak_tflops: float
-    """Dense bfloat16, without sparsity."""
-    memory_gb_per_second: float
-    nvlink_gb_per_second: float
-    """Both directions together, as NVIDIA states it."""
-    network_gb_per_second: float
-    """Per direction, with one adapter per GPU as in NVIDIA's DGX of that GPU."""
-    pcie_gb_per_second: float
-    """Per direction: half of what NVIDIA states."""
+def _gpu(
+    name: str, memory_gb: int, memory: float, nvlink: float, network: float, pcie: float
+) -> dict[str, Any]:
+    return {
+        "gpu_bytes": memory_gb * 10**9,
+        "peak_tflops": BF16_PEAK_FLOPS[name] / 1e12,
+        "memory_gb_per_second": memory,
+        "nvlink_gb_per_second": nvlink,
+        "network_gb_per_second": network,
+        "pcie_gb_per_second": pcie,
+    }
 
 
 GPUS = {
-    "A100": Gpu(80, BF16_PEAK_FLOPS["A100"] / 1e12, 2039, 600, 25, 32),
-    "H100": Gpu(80, BF16_PEAK_FLOPS["H100"] / 1e12, 3350, 900, 50, 64),
-    "H200": Gpu(141, BF16_PEAK_FLOPS["H200"] / 1e12, 4800, 900, 50, 64),
+    "A100": _gpu("A100", 80, 2039, 600, 25, 32),
+    "H100": _gpu("H100", 80, 3350, 900, 50, 64),
+    "H200": _gpu("H200", 141, 4800, 900, 50, 64),
 }
+"""Fields of Cluster that a GPU's data sheet states."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """What a job runs on. A share applies to the figure above it; bandwidths are per GPU."""
+    """What a job runs on: peaks and the share of each that is reached; bandwidths are per GPU."""
 
     num_gpus: int
     gpus_per_node: int = 8
     gpu_bytes: int = 80 * 10**9
     peak_tflops: float = 989.0
+    """Dense bfloat16, without sparsity."""
     matmul_share: float = 0.80
     attention_share: float = 0.55
     memory_gb_per_second: float = 3350.0
     memory_share: float = 0.87
     decode_share: float = 0.60
     nvlink_gb_per_second: float = 900.0
-    """Both directions together: half of it per direction."""
+    """Both directions together, as NVIDIA states it: half of it per direction."""
     nvlink_share: float = 0.82
     network_gb_per_second: float = 50.0
-    """Per direction."""
+    """Per direction, with one adapter per GPU as in NVIDIA's DGX of that GPU."""
     network_share: float = 0.81
     pcie_gb_per_second: float = 64.0
-    """Per direction."""
+    """Per direction: half of what NVIDIA states."""
     pcie_share: float = 0.73
     storage_gb_per_second: float = 20.0
     """Write bandwidth of the whole job."""
     collective_seconds: float = 10e-6
     decode_step_seconds: float = 5e-3
 
-    @property
-    def matmul_flops(self) -> float:
-        """FLOP/s of matrix multiplications."""
-        return self.peak_tflops * 1e12 * self.matmul_share
+    def rate(
+        self,
+        of: Literal["matmul", "attention", "memory", "decode", "nvlink", "network", "pcie"],
+    ) -> float:
+        """Return what is reached: FLOP/s of products and attention, else bytes/s per direction.
 
-    @property
-    def attention_flops(self) -> float:
-        """FLOP/s of attention."""
-        return self.peak_tflops * 1e12 * self.attention_share
-
-    @property
-    def memory_bytes(self) -> float:
-        """Bytes/s of a GPU's memory."""
-        return self.memory_gb_per_second * GB * self.memory_share
-
-    @property
-    def decode_bytes(self) -> float:
-        """Bytes/s of weights and KV cache while decoding."""
-        return self.memory_gb_per_second * GB * self.decode_share
-
-    @property
-    def nvlink_bytes(self) -> float:
-        """Bytes/s per direction within a node."""
-        return self.nvlink_gb_per_second / 2 * GB * self.nvlink_share
-
-    @property
-    def network_bytes(self) -> float:
-        """Bytes/s per direction between nodes."""
-        return self.network_gb_per_second * GB * self.network_share
-
-    @property
-    def pcie_bytes(self) -> float:
-        """Bytes/s between a GPU and its host."""
-        return self.pcie_gb_per_second * GB * self.pcie_share
+        "memory" is a GPU's, "decode" the same while weights and KV cache are read; "nvlink" is
+        within a node, "network" between nodes, "pcie" between a GPU and its host.
+        """
+        peaks = {
+            "matmul": self.peak_tflops * 1e12,
+            "attention": self.peak_tflops * 1e12,
+            "memory": self.memory_gb_per_second * GB,
+            "decode": self.memory_gb_per_second * GB,
+            "nvlink": self.nvlink_gb_per_second / 2 * GB,
+            "network": self.network_gb_per_second * GB,
+            "pcie": self.pcie_gb_per_second * GB,
+        }
+        share: float = getattr(self, f"{of}_share")
+        return peaks[of] * share
 
     def ring_bytes(self, size: int, stride: int = 1) -> float:
         """Bytes/s per direction and GPU in a ring of `size` ranks that are `stride` apart.
@@ -125,9 +111,9 @@ class Cluster:
         adapters of all its members in that node.
         """
         if self.gpus_per_node % (size * stride) == 0:
-            return self.nvlink_bytes
+            return self.rate("nvlink")
         members = min(size, max(1, self.gpus_per_node // stride))
-        return min(self.nvlink_bytes, members * self.network_bytes)
+        return min(self.rate("nvlink"), members * self.rate("network"))
 
     def all_gather_seconds(self, num_bytes: float, size: int, stride: int = 1) -> float:
         """Time of an all-gather or reduce-scatter; `num_bytes` is the size of the full tensor."""
@@ -138,4 +124,4 @@ class Cluster:
     def neighbour_bytes(self, size: int, stride: int) -> float:
         """Bytes/s per direction to the next of `size` ranks that are `stride` apart."""
         within = self.gpus_per_node % (size * stride) == 0
-        return self.nvlink_bytes if within else self.network_bytes
+        return self.rate("nvlink") if within else self.rate("network")

@@ -103,9 +103,9 @@ def _rank(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> _Rank:
     read = sampler_weight_bytes(dataclasses.replace(shape, tied=True), config)
     reduced = 2 * cluster.all_gather_seconds(shape.hidden_size * size, tp_size)
     return _Rank(
-        weight_seconds=read / cluster.decode_bytes,
-        token_seconds=products / cluster.matmul_flops,
-        cached_seconds=kv_cache_bytes_per_token(shape, config) / cluster.decode_bytes,
+        weight_seconds=read / cluster.rate("decode"),
+        token_seconds=products / cluster.rate("matmul"),
+        cached_seconds=kv_cache_bytes_per_token(shape, config) / cluster.rate("decode"),
         sequence_seconds=2 * shape.num_layers * reduced,
         step_seconds=cluster.decode_step_seconds
         + (2 * shape.num_layers * cluster.collective_seconds if tp_size > 1 else 0),
@@ -115,7 +115,7 @@ def _rank(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> _Rank:
 def _prefill(shape: ModelShape, cluster: Cluster, workload: Workload, tp_size: int) -> float:
     """Seconds of one prompt; the group's other requests hit the prefix cache."""
     products = flops.forward_flops(shape, [workload.prompt_tokens], role="actor", num_outputs=1)
-    return products / tp_size / cluster.matmul_flops
+    return products / tp_size / cluster.rate("matmul")
 
 
 @functools.lru_cache(maxsize=1024)

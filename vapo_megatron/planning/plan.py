@@ -9,15 +9,7 @@ import dataclasses
 from typing import Literal
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.config.phases import (
-    ACTOR_UPDATE,
-    CRITIC_UPDATE,
-    GENERATION,
-    LOGPROBS,
-    REFERENCE_LOGPROBS,
-    SYNC,
-    VALUES,
-)
+from vapo_megatron.config.phases import GENERATION, SYNC
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning import flops, memory
@@ -96,19 +88,11 @@ def training_time(
     shape: ModelShape, config: VapoConfig, cluster: Cluster, workload: Workload
 ) -> Training:
     """Predict the trainer's phases of a step."""
-    arguments = (shape, config, cluster, workload)
-    roles, trained_roles = config.algorithm.roles, config.algorithm.trained_roles
-    found = {}
-    if "critic" in roles:
-        found[VALUES] = scoring(*arguments, "critic")
-    found[LOGPROBS] = scoring(*arguments, "actor")
-    if "reference" in roles:
-        found[REFERENCE_LOGPROBS] = found[LOGPROBS]
-    if "critic" in trained_roles:
-        found[CRITIC_UPDATE] = update(*arguments, "critic")
-    if "actor" in trained_roles:
-        found[ACTOR_UPDATE] = update(*arguments, "actor")
-    return Training(found, offload_seconds(shape, config, cluster))
+    arguments, algorithm = (shape, config, cluster, workload), config.algorithm
+    found = {memory.SCORES[role]: scoring(*arguments, role) for role in algorithm.roles}
+    found |= {memory.UPDATES[role]: update(*arguments, role) for role in algorithm.trained_roles}
+    in_order = {name: found[name] for name in memory.PHASES if name in found}
+    return Training(in_order, offload_seconds(shape, config, cluster))
 
 
 def offload_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> float:
@@ -125,7 +109,7 @@ def offload_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> 
         states = [state_bytes(shape, config, role, pp_rank=stage) for stage in stages]
         times = 2 if role in config.algorithm.trained_roles else 0
         copied += max(s.parameters + times * (s.parameters + s.optimizer) for s in states)
-    return copied / cluster.pcie_bytes
+    return copied / cluster.rate("pcie")
 
 
 def make_plan(
@@ -300,8 +284,8 @@ def resharding_seconds(shape: ModelShape, plan: Plan) -> float:
     )
     bandwidths = cost.Cluster(
         gpus_per_node=per_node,
-        nvlink_gb_per_second=2 * cluster.nvlink_bytes / GB,
-        network_gb_per_second=cluster.network_bytes / GB,
-        memory_gb_per_second=cluster.memory_bytes / GB,
+        nvlink_gb_per_second=2 * cluster.rate("nvlink") / GB,
+        network_gb_per_second=cluster.rate("network") / GB,
+        memory_gb_per_second=cluster.rate("memory") / GB,
     )
     return cost.plan_cost(sync_plan, bandwidths, rollout.sync_bucket_bytes).seconds

@@ -5,7 +5,6 @@ A layout is TP x PP; its variants are the settings that trade time for memory.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -20,10 +19,8 @@ from vapo_megatron.planning.generation import generation
 from vapo_megatron.planning.memory import PhaseMemory
 from vapo_megatron.planning.plan import (
     Plan,
-    Training,
     make_plan,
     misfit,
-    offload_seconds,
     peak_memory,
     training_time,
 )
@@ -36,18 +33,17 @@ LARGEST_SHARE, SHARE_STEP = 0.9, 0.05
 is never slower. 0.9 is vLLM's default."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Fixed:
-    """Settings fixed by the user; None: searched over."""
+class Fixed(NamedTuple):
+    """Settings fixed by the user, named as the options of `vapo plan`; None: searched over."""
 
-    tensor: int | None = None
-    pipeline: int | None = None
-    virtual: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
     recompute: str | None = None
     max_tokens: int | None = None
     offload: bool | None = None
-    sampler_tensor: int | None = None
-    sampler_share: float | None = None
+    vllm_tp: int | None = None
+    vllm_share: float | None = None
 
 
 class Misfit(NamedTuple):
@@ -99,17 +95,35 @@ def rank(
     plans: list[Plan] = []
     misfits: dict[str, Misfit] = {}
     for layout in layouts:
-        timed = _timed_variants(shape, layout, cluster, workload, fixed)
-        best = [
-            _best_variant(shape, timed, cluster, workload, fixed.sampler_share, size, at_least)
-            for size, at_least in samplers.items()
+        timed = [
+            (variant, training_time(shape, variant, cluster, workload))
+            for variant in variants(shape, layout, fixed)
         ]
-        fitting = [one for one in best if isinstance(one, Plan)]
+        timed.sort(key=lambda pair: pair[1].seconds)
+        fitting, not_fitting = [], []
+        for size, at_least in samplers.items():
+            best: Plan | None = None
+            for variant, training in timed:
+                if best and training.seconds + at_least >= best.step_seconds:
+                    break  # no later variant can win
+                config = with_sampler(variant, tensor_model_parallel_size=size)
+                config, phases = _with_largest_share(
+                    shape, config, cluster.gpu_bytes, fixed.vllm_share
+                )
+                reason = misfit(shape, config, cluster, phases)
+                if reason:
+                    needed = max(phase.total for phase in phases.values())
+                    needed = needed if needed > cluster.gpu_bytes else math.inf
+                    not_fitting.append(Misfit(needed, reason, config))
+                    continue
+                plan = make_plan(shape, config, cluster, workload, training, phases)
+                if best is None or plan.step_seconds < best.step_seconds:
+                    best = plan
+            fitting += [best] if best else []
         plans += fitting
         if not fitting:
             p = layout.parallel
             name = f"TP {p.tensor_model_parallel_size} x PP {p.pipeline_model_parallel_size}"
-            not_fitting = [one for one in best if isinstance(one, Misfit)]
             misfits[name] = min(not_fitting, key=lambda one: one.needed)
     return Ranking(sorted(plans, key=lambda plan: plan.step_seconds), undivided, misfits)
 
@@ -130,13 +144,13 @@ def trainer_layouts(
         gpus_per_node: limits TP unless that is fixed.
     """
     world_size = base.parallel.world_size
-    tensors = [fixed.tensor] if fixed.tensor else _powers_of_two(min(gpus_per_node, world_size))
-    chunks = fixed.virtual if fixed.virtual != 1 else None
+    tensors = [fixed.tp] if fixed.tp else _powers_of_two(min(gpus_per_node, world_size))
+    chunks = fixed.vpp if fixed.vpp != 1 else None
     found, rejected = [], {}
     for tp_size in tensors:
         pipelines = [n for n in range(1, world_size + 1) if world_size % (tp_size * n) == 0]
-        for pp_size in [fixed.pipeline] if fixed.pipeline else pipelines or [1]:
-            config = _with_parallel(
+        for pp_size in [fixed.pp] if fixed.pp else pipelines or [1]:
+            config = with_parallel(
                 base,
                 tensor_model_parallel_size=tp_size,
                 pipeline_model_parallel_size=pp_size,
@@ -148,7 +162,7 @@ def trainer_layouts(
                 check_layout(shape, config.parallel)
             except ConfigError as error:
                 # More stages than layers is no news unless the user asked for it.
-                if pp_size <= shape.num_layers or fixed.pipeline:
+                if pp_size <= shape.num_layers or fixed.pp:
                     rejected[f"TP {tp_size} x PP {pp_size}"] = str(error).split(";")[0]
                 continue
             found.append(config)
@@ -156,7 +170,7 @@ def trainer_layouts(
 
 
 def variants(shape: ModelShape, layout: VapoConfig, fixed: Fixed) -> Iterator[VapoConfig]:
-    """Yield a layout with every number of virtual stages, recomputation and microbatch size to try.
+    """Yield a layout with all virtual stages, recomputation, microbatches and offload to try.
 
     Token budgets are the longest sequence, half and twice of it: a smaller budget fills a pipeline
     with more microbatches, and a longer response gets a microbatch of its own.
@@ -166,16 +180,19 @@ def variants(shape: ModelShape, layout: VapoConfig, fixed: Fixed) -> Iterator[Va
     chunked = pp_size > 1 and not layout.parallel.batch_p2p_comm
     chunks = [n for n in (1, 2, 4) if per_stage % n == 0] if chunked else [1]
     longest = layout.rollout.max_prompt_tokens + layout.rollout.max_response_tokens
-    for vpp_size, recompute, max_tokens in itertools.product(
-        [fixed.virtual] if fixed.virtual else chunks,
+    offload = layout.parallel.offload if fixed.offload is None else fixed.offload
+    for vpp_size, recompute, max_tokens, offloads in itertools.product(
+        [fixed.vpp] if fixed.vpp else chunks,
         [fixed.recompute] if fixed.recompute else RECOMPUTE,
         [fixed.max_tokens] if fixed.max_tokens else (longest, longest // 2, 2 * longest),
+        (False, True) if offload is None else (offload,),
     ):
-        config = _with_parallel(
+        config = with_parallel(
             layout,
             virtual_pipeline_model_parallel_size=vpp_size if vpp_size > 1 else None,
             recompute=recompute,
             max_tokens_per_microbatch=max_tokens,
+            offload=offloads,
         )
         check_together(config)
         check_layout(shape, config.parallel)
@@ -191,7 +208,7 @@ def sampler_sizes(
         ConfigError: the fixed size divides neither the heads nor the GPUs.
     """
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-    world_size, chosen = base.parallel.world_size, fixed.sampler_tensor
+    world_size, chosen = base.parallel.world_size, fixed.vllm_tp
     sizes = [chosen] if chosen else _powers_of_two(min(gpus_per_node, world_size))
     found = [
         size
@@ -209,15 +226,9 @@ def sampler_sizes(
     return found
 
 
-def offload_choices(base: VapoConfig, fixed: Fixed) -> list[bool]:
-    """Return the values of parallel.offload to try: both, unless it is fixed."""
-    chosen = base.parallel.offload if fixed.offload is None else fixed.offload
-    return [False, True] if chosen is None else [chosen]
-
-
-def with_offload(config: VapoConfig, offload: bool) -> VapoConfig:
-    """Return the configuration with or without offloading."""
-    return _with_parallel(config, offload=offload)
+def with_parallel(config: VapoConfig, **fields: Any) -> VapoConfig:
+    """Return the configuration with other parallel fields."""
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=fields)})
 
 
 def with_sampler(config: VapoConfig, **fields: Any) -> VapoConfig:
@@ -225,26 +236,8 @@ def with_sampler(config: VapoConfig, **fields: Any) -> VapoConfig:
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=fields)})
 
 
-def _with_parallel(config: VapoConfig, **fields: Any) -> VapoConfig:
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=fields)})
-
-
 def _powers_of_two(largest: int) -> list[int]:
     return [2**n for n in range(largest.bit_length()) if 2**n <= largest]
-
-
-def _timed_variants(
-    shape: ModelShape, layout: VapoConfig, cluster: Cluster, workload: Workload, fixed: Fixed
-) -> list[tuple[VapoConfig, Training]]:
-    """Return a layout's variants with their trainer's times, fastest first."""
-    found = []
-    for variant in variants(shape, layout, fixed):
-        phases = training_time(shape, variant, cluster, workload).phases
-        for offload in offload_choices(layout, fixed):
-            config = with_offload(variant, offload)
-            copies = offload_seconds(shape, config, cluster)
-            found.append((config, Training(phases, copies)))
-    return sorted(found, key=lambda pair: pair[1].seconds)
 
 
 def _fastest_generation(
@@ -255,46 +248,6 @@ def _fastest_generation(
     whole_gpu = with_sampler(config, gpu_memory_utilization=1.0)
     tokens = memory.kv_cache_tokens(shape, whole_gpu, gpu_bytes=cluster.gpu_bytes)
     return generation(shape, config, cluster, workload, tokens).seconds
-
-
-def _best_variant(
-    shape: ModelShape,
-    timed: list[tuple[VapoConfig, Training]],
-    cluster: Cluster,
-    workload: Workload,
-    share: float | None,
-    sampler_size: int,
-    generation_seconds: float,
-) -> Plan | Misfit:
-    """Return the fastest plan with one size of vLLM's replicas, or what is closest to fitting.
-
-    Args:
-        shape: the model.
-        timed: variants with their trainer's times, fastest first.
-        cluster: what the job runs on.
-        workload: of a step.
-        share: rollout.gpu_memory_utilization; None: the largest that fits.
-        sampler_size: ranks of a vLLM replica.
-        generation_seconds: lower bound, which ends the search once no later variant can win.
-    """
-    best: Plan | None = None
-    misfits: list[Misfit] = []
-    for variant, training in timed:
-        if best and training.seconds + generation_seconds >= best.step_seconds:
-            break
-        config = with_sampler(variant, tensor_model_parallel_size=sampler_size)
-        config, phases = _with_largest_share(shape, config, cluster.gpu_bytes, share)
-        reason = misfit(shape, config, cluster, phases)
-        if reason:
-            needed = max(phase.total for phase in phases.values())
-            misfits.append(
-                Misfit(needed if needed > cluster.gpu_bytes else math.inf, reason, config)
-            )
-            continue
-        plan = make_plan(shape, config, cluster, workload, training, phases)
-        if best is None or plan.step_seconds < best.step_seconds:
-            best = plan
-    return best or min(misfits, key=lambda one: one.needed)
 
 
 def _with_largest_share(

@@ -29,12 +29,7 @@ from vapo_megatron.config.phases import Role
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning import flops
 from vapo_megatron.planning.cluster import Cluster
-from vapo_megatron.planning.model_bytes import (
-    DTYPE_BYTES,
-    num_parameters,
-    sampler_weight_bytes,
-    widths,
-)
+from vapo_megatron.planning.model_bytes import Layout, num_parameters, sampler_weight_bytes
 from vapo_megatron.planning.workload import Loads, Workload, loads
 
 BACKWARD_MATMUL, BACKWARD_ATTENTION, BACKWARD_MEMORY = 2.0, 2.5, 2.0
@@ -54,10 +49,10 @@ float32."""
 class Rates(NamedTuple):
     """Seconds of a pass per token, pair, output and microbatch."""
 
-    token: float
-    pair: float
-    output: float
-    microbatch: float
+    token: float = 0.0
+    pair: float = 0.0
+    output: float = 0.0
+    microbatch: float = 0.0
 
     def seconds(self, work: Loads) -> Any:
         """Total over the microbatches; float64 in the shape of `work`."""
@@ -89,33 +84,28 @@ class Phase:
     overlapped, and the optimizer step."""
 
 
-class _Trainer:
+class _Trainer(Layout):
     """A layout's costs, which the phases are composed of."""
 
     def __init__(self, shape: ModelShape, config: VapoConfig, cluster: Cluster) -> None:
-        p = config.parallel
+        super().__init__(shape, config)
         self.shape, self.config, self.cluster = shape, config, cluster
-        self.tp_size, self.pp_size = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-        self.vpp_size = p.virtual_pipeline_model_parallel_size or 1
-        self.dp_size = p.data_parallel_size
-        self.element_bytes = DTYPE_BYTES[config.model.dtype]
 
     def layers(
         self, *, matmul: float, attention: float, memory: float, communication: float
     ) -> Rates:
         """All layers of a stage; the arguments say how many forward passes' worth of each part."""
         shape, cluster, size = self.shape, self.cluster, self.element_bytes
-        w = widths(shape, self.tp_size)
+        w = self.widths
         one, two = (flops.layer_forward_flops(shape, [n]) for n in (1, 2))
         # A sequence of 1 token has 1 pair, one of 2 has 3.
         per_pair = two - 2 * one
-        region = w.hidden / (self.tp_size if self.config.parallel.sequence_parallel else 1)
-        elements = 10 * region + 2 * (w.query + w.key) + 3 * w.ffn
-        token = matmul * (one - per_pair) / self.tp_size / cluster.matmul_flops
-        token += memory * elements * size / cluster.memory_bytes
+        elements = 10 * self.residual_width + 2 * (w.query + w.key) + 3 * w.ffn
+        token = matmul * (one - per_pair) / self.tp_size / cluster.rate("matmul")
+        token += memory * elements * size / cluster.rate("memory")
         # An all-reduce moves as much as an all-gather and a reduce-scatter.
         token += communication * 4 * cluster.all_gather_seconds(w.hidden * size, self.tp_size)
-        pair = attention * per_pair / self.tp_size / cluster.attention_flops
+        pair = attention * per_pair / self.tp_size / cluster.rate("attention")
         calls = communication * 2 * cluster.collective_seconds if self.tp_size > 1 else 0.0
         num_layers = shape.num_layers // self.pp_size
         return Rates(*(num_layers * x for x in (token, pair, 0.0, calls)))
@@ -123,26 +113,25 @@ class _Trainer:
     def output(self, role: Role, *, matmul: float, score_bytes: float) -> Rates:
         """The last stage's output projection or value head."""
         if role == "critic":
-            return Rates(0, 0, 0, 0)  # The value head has H weights, a layer about 12 H^2.
+            return Rates()  # The value head has H weights, a layer about 12 H^2.
         scores = self.shape.vocab_size / self.tp_size
         matmul *= flops.output_forward_flops(self.shape, 1, role=role) / self.tp_size
-        seconds = matmul / self.cluster.matmul_flops
-        return Rates(0, 0, seconds + score_bytes * scores / self.cluster.memory_bytes, 0)
+        seconds = matmul / self.cluster.rate("matmul")
+        return Rates(output=seconds + score_bytes * scores / self.cluster.rate("memory"))
 
     def sends(self, times: float) -> Rates:
         """Activations from stage to stage, which the interleaved schedule overlaps."""
         if self.pp_size == 1 or self.vpp_size > 1:
-            return Rates(0, 0, 0, 0)
-        parts = self.tp_size if self.config.parallel.sequence_parallel else 1
+            return Rates()
         bandwidth = self.cluster.neighbour_bytes(self.pp_size, self.tp_size * self.dp_size)
-        token = self.shape.hidden_size * self.element_bytes / parts / bandwidth
-        return Rates(times * token, 0, 0, times * self.cluster.collective_seconds)
+        token = self.residual_width * self.element_bytes / bandwidth
+        return Rates(token=times * token, microbatch=times * self.cluster.collective_seconds)
 
     def trained_parameters(self, role: Role) -> int:
         """Trained parameters of a rank on the stage that has most."""
         return max(
             num_parameters(self.shape, self.config, role, pp_rank=stage, trained=True)
-            for stage in (0, self.pp_size - 1)
+            for stage in self.outer_stages
         )
 
 
@@ -182,7 +171,7 @@ def update(
         communication=1,
     )
     held = trainer.trained_parameters(role)
-    accumulated = Rates(0, 0, 0, ACCUMULATED_BYTES * held / cluster.memory_bytes)
+    accumulated = Rates(microbatch=ACCUMULATED_BYTES * held / cluster.rate("memory"))
     stage = forward.plus(backward).plus(accumulated).plus(trainer.sends(2))
     # Forward, recomputed, and backward.
     score_bytes = SCORE_BYTES_FORWARD + SCORE_BYTES_BACKWARD
@@ -192,7 +181,7 @@ def update(
     one_pass = float(stage.seconds(work).mean(1).sum()) / count
     collectives = _gradient_seconds(trainer, held, overlapped_seconds=one_pass / 2)
     owned = held / (trainer.dp_size if parallel.use_distributed_optimizer else 1)
-    memory = (OWNED_BYTES * owned + HELD_BYTES * held) / cluster.memory_bytes
+    memory = (OWNED_BYTES * owned + HELD_BYTES * held) / cluster.rate("memory")
     phase = _pipeline(trainer, stage, stage.plus(output), work, collectives + memory)
     if role == "actor":
         return phase
@@ -264,7 +253,7 @@ def sync_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> flo
     # A node's ranks differ in TP first, then in DP, and in PP only if both fit into the node.
     stages = max(1, per_node // (trainer.tp_size * trainer.dp_size))
     share = min(1.0, stages / trainer.pp_size * min(1.0, per_node / trainer.tp_size))
-    across = (1 - share) * whole / per_node / cluster.network_bytes
+    across = (1 - share) * whole / per_node / cluster.rate("network")
     missing = 1 - min(1.0, sampler_size / (trainer.tp_size * trainer.pp_size))
-    within = missing * shard / cluster.nvlink_bytes
-    return max(across, within) + 2 * shard / cluster.memory_bytes
+    within = missing * shard / cluster.rate("nvlink")
+    return max(across, within) + 2 * shard / cluster.rate("memory")
