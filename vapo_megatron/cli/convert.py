@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from vapo_megatron.cli.command import Parser, ProgressBar, run
+from vapo_megatron.cli.command import Parser, ProgressBar, add_values, run
 from vapo_megatron.config import load_config
 
 TO_MEGATRON = """Convert a Hugging Face directory to a megatron-core distributed checkpoint.
@@ -53,13 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _to_megatron(options: argparse.Namespace, bar: ProgressBar) -> Path:
     tp_size = options.tensor_model_parallel_size
     pp_size = options.pipeline_model_parallel_size
+    vpp_size = options.virtual_pipeline_model_parallel_size
     settings = {
         "parallel.world_size": tp_size * pp_size,
         "parallel.tensor_model_parallel_size": tp_size,
         "parallel.pipeline_model_parallel_size": pp_size,
-        "parallel.virtual_pipeline_model_parallel_size": (
-            options.virtual_pipeline_model_parallel_size or "null"
-        ),
+        "parallel.virtual_pipeline_model_parallel_size": vpp_size or "null",
         "model.make_vocab_size_divisible_by": options.make_vocab_size_divisible_by,
         "model.value_head_init_std": options.value_head_init_std,
         "seed": options.seed,
@@ -68,27 +67,18 @@ def _to_megatron(options: argparse.Namespace, bar: ProgressBar) -> Path:
     from vapo_megatron.weights.convert.to_megatron import convert_to_megatron
 
     return convert_to_megatron(
-        options.hf,
-        options.out,
-        config.parallel,
-        options.role,
+        options.hf, options.out, config.parallel, options.role,
         make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by,
-        value_head_init_std=config.model.value_head_init_std,
-        seed=config.seed,
-        overwrite=options.overwrite,
-        on_progress=bar.show,
-    )
+        value_head_init_std=config.model.value_head_init_std, seed=config.seed,
+        overwrite=options.overwrite, on_progress=bar.show,
+    )  # fmt: skip
 
 
 def _to_hf(options: argparse.Namespace, bar: ProgressBar) -> Path:
     from vapo_megatron.weights.convert.to_hf import convert_to_hf
 
     return convert_to_hf(
-        options.megatron,
-        options.out,
-        options.hf,
-        overwrite=options.overwrite,
-        on_progress=bar.show,
+        options.megatron, options.out, options.hf, overwrite=options.overwrite, on_progress=bar.show
     )
 
 
@@ -108,15 +98,13 @@ def _parser() -> Parser:
         help="a critic is made from a policy (new value head) or a reward model with one label",
     )  # fmt: skip
     layout = to_megatron.add_argument_group("layout that each rank reads its own files of")
-    for name, default, what in (
-        ("tensor-model-parallel-size", 1, "ranks that share each layer's matrices"),
-        ("pipeline-model-parallel-size", 1, "ranks that share the layers"),
-        ("virtual-pipeline-model-parallel-size", None, "model chunks on each pipeline rank"),
-    ):
-        layout.add_argument(f"--{name}", type=int, default=default, metavar="N", help=what)
-    layout.add_argument(
-        "--make-vocab-size-divisible-by", type=int, default=128, metavar="N",
-        help="pads the vocabulary to a multiple of this times the tensor-parallel size",
+    add_values(
+        layout, int, "N",
+        ("--tensor-model-parallel-size", 1, "ranks that share each layer's matrices"),
+        ("--pipeline-model-parallel-size", 1, "ranks that share the layers"),
+        ("--virtual-pipeline-model-parallel-size", None, "model chunks on each pipeline rank"),
+        ("--make-vocab-size-divisible-by", 128,
+         "pads the vocabulary to a multiple of this times the tensor-parallel size"),
     )  # fmt: skip
     head = to_megatron.add_argument_group("a critic's new value head")
     head.add_argument(

@@ -9,12 +9,11 @@ mini-batches, microbatches and losses. Only the optimizer updates are left out.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,8 +35,7 @@ if TYPE_CHECKING:
 ROLES = ("critic", "actor")
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """One parameter's gradients, a and b."""
 
     name: str
@@ -65,12 +63,17 @@ def collect_gradients(config: VapoConfig, replay: Path, step: int, out: Path) ->
     """
     from vapo_megatron.trainer import StepTrainer
 
-    config = _changed(config, "algorithm", value_pretraining_steps=0, stage="all")
-    # A wrong layout must reach its gradients.
-    config = _changed(config, "rollout", max_logprob_difference=None)
-    # A new run's models: nothing is loaded after they are built.
-    config = _changed(config, "logging", run_dir=str(out))
-    config = _changed(config, "model", critic_checkpoint_optimizer=False)
+    changes: dict[str, dict[str, Any]] = {
+        "algorithm": {"value_pretraining_steps": 0, "stage": "all"},
+        # A wrong layout must reach its gradients.
+        "rollout": {"max_logprob_difference": None},
+        # A new run's models: nothing is loaded after they are built.
+        "logging": {"run_dir": str(out)},
+        "model": {"critic_checkpoint_optimizer": False},
+    }
+    config = config.model_copy(
+        update={name: getattr(config, name).model_copy(update=c) for name, c in changes.items()}
+    )
     inputs = check(config, replay, step)
     with StepTrainer(config, replay, inputs) as trainer:
         (first, *_) = trainer.prepare(step - 1).mini_batches
@@ -104,10 +107,7 @@ def compare_gradients(a: Path, b: Path) -> list[Difference]:
     for role in _roles(a, b):
         file_a, file_b = a / f"{role}.safetensors", b / f"{role}.safetensors"
         try:
-            with (
-                safe_open(file_a, framework="pt") as in_a,
-                safe_open(file_b, framework="pt") as in_b,
-            ):
+            with safe_open(file_a, "pt") as in_a, safe_open(file_b, "pt") as in_b:
                 names = list(in_a.keys())
                 if sorted(names) != sorted(in_b.keys()):
                     odd = sorted(set(names) ^ set(in_b.keys()))
@@ -115,9 +115,10 @@ def compare_gradients(a: Path, b: Path) -> list[Difference]:
                         f"{file_a} and {file_b} hold different parameters, for example {odd[0]}; "
                         "collect both from the same model"
                     )
-                for name in names:
-                    pair = in_a.get_tensor(name), in_b.get_tensor(name)
-                    found.append(_difference(f"{role} {name}", *pair))
+                found += [
+                    _difference(f"{role} {name}", in_a.get_tensor(name), in_b.get_tensor(name))
+                    for name in names
+                ]
         except (OSError, SafetensorError) as error:
             raise DataError(
                 f"{file_a} and {file_b} cannot both be read ({error}); collect them again"
@@ -129,24 +130,18 @@ def describe_gradients(directory: Path) -> str:
     """Return layout, step and losses of what collect_gradients wrote, as a line."""
     parts: list[str] = []
     for role in _roles(directory):
-        with safe_open(directory / f"{role}.safetensors", framework="pt") as file:
-            metadata = file.metadata() or {}
+        with safe_open(directory / f"{role}.safetensors", "pt") as file:
+            written = file.metadata() or {}
         if not parts:
-            parts.append(f"{directory}: {metadata.get('layout')}, step {metadata.get('step')}")
-        parts.append(f"{role} loss {metadata.get('loss')}")
+            parts.append(f"{directory}: {written.get('layout')}, step {written.get('step')}")
+        parts.append(f"{role} loss {written.get('loss')}")
     return ", ".join(parts)
 
 
 def _roles(*directories: Path) -> list[str]:
     """Return the roles with gradients in any of the directories; both if there are none."""
-    found = [
-        role for role in ROLES if any((d / f"{role}.safetensors").exists() for d in directories)
-    ]
-    return found or list(ROLES)
-
-
-def _changed(config: VapoConfig, section: str, **fields: Any) -> VapoConfig:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=fields)})
+    names = {path.name for directory in directories for path in directory.glob("*.safetensors")}
+    return [role for role in ROLES if f"{role}.safetensors" in names] or list(ROLES)
 
 
 def _write(trainer: StepTrainer, role: str, out: Path, step: int, mini_batch: MiniBatch) -> None:

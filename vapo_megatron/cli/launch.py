@@ -3,8 +3,9 @@
 `vapo train` and the recipes share this path. Under torchrun the same command is one of its workers.
 A user's mistake is found before torchrun starts, so it is one line without torchrun's report.
 
-ENVIRONMENT is all that a launch sets. CUDA_DEVICE_MAX_CONNECTIONS=1 is set by every process that
-loads megatron-core, however it was started (parallel/backend.py). NCCL_* belong to the cluster.
+A launch sets OMP_NUM_THREADS=1 alone: one process per GPU, so more threads in each only compete.
+CUDA_DEVICE_MAX_CONNECTIONS=1 is set by every process that loads megatron-core, however it was
+started (parallel/backend.py). NCCL_* belong to the cluster.
 PYTORCH_ALLOC_CONF is left alone: vLLM's custom all-reduce cannot share expandable segments between
 ranks, and crashes when it captures CUDA graphs (vllm-project/vllm, issue 42609).
 """
@@ -20,11 +21,6 @@ from typing import NoReturn
 
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.parallel.health import early_stop
-
-ENVIRONMENT = {
-    # One process per GPU: more threads in each only compete.
-    "OMP_NUM_THREADS": "1",
-}
 
 GPUS_PER_NODE = 8
 
@@ -63,8 +59,7 @@ def _train(arguments: Sequence[str], worker: Sequence[str], program: str) -> int
             file=sys.stderr,
         )
         return 2
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     early_stop.block_signals()
     # Not RANK: some clusters set it for nodes.
     under_torchrun = "LOCAL_RANK" in os.environ
@@ -109,9 +104,7 @@ def torchrun_command(
     port = 29500 if num_nodes > 1 else _free_port()
     module_flag = ["-m"] if worker[0] == "-m" else []
     return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
+        *(sys.executable, "-m", "torch.distributed.run"),
         f"--nnodes={num_nodes}",
         f"--node-rank={node_rank}",
         f"--master-addr={environment.get('MASTER_ADDR') or '127.0.0.1'}",
@@ -125,15 +118,9 @@ def torchrun_command(
     ]
 
 
-def become_torchrun(num_processes: int, worker: Sequence[str]) -> NoReturn:
-    """Become torchrun with this many processes on this machine; see torchrun_command."""
-    execute(torchrun_command({"NPROC_PER_NODE": str(num_processes)}, num_processes, worker))
-
-
 def execute(command: Sequence[str]) -> NoReturn:
     """Replace this process by a command."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], list(command))

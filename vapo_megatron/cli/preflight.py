@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,9 +60,11 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
     else:
         from vapo_megatron.rollout.replay import check_dump
 
-        algorithm = config.algorithm
-        steps = range(_steps_done(config), algorithm.num_steps)
-        check_dump(replay, algorithm, config.rollout, shape, steps)
+        # Of the checkpoint to resume from, damaged or not.
+        found = _own_checkpoints(config)
+        steps_done = int(found[0].name.split("_")[1]) if found else 0
+        steps = range(steps_done, config.algorithm.num_steps)
+        check_dump(replay, config.algorithm, config.rollout, shape, steps)
     _check_weights(config, shape)
     _check_checkpoint(config, shape)
     return inputs
@@ -91,10 +92,6 @@ def check_answers(config: VapoConfig, inputs: Inputs) -> None:
                 bar.show(len(answers), len(answers))
             if bad:
                 raise unparsable_answer(dataset.path, bad[-1], answers[bad[-1]])
-
-
-def _data_files(config: VapoConfig) -> list[str]:
-    return [path for path in (config.data.train_path, config.evaluation.path) if path is not None]
 
 
 def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = True) -> None:
@@ -158,19 +155,16 @@ def _check_weights(config: VapoConfig, shape: ModelShape) -> None:
     """Compare the headers of the initial weights with the model's sizes."""
     from vapo_megatron.weights.load_hf import check_weights
 
-    for role, field, directory in _starts(config):
+    starts = [("actor", "model.hf_path", config.model.hf_path)]
+    if "critic" in config.algorithm.trained_roles:
+        starts.append(("critic", "model.critic_hf_path", config.model.critic_hf_path))
+    for role, field, path in starts:
+        if path is None:
+            continue
         try:
-            check_weights(directory, shape, role)
+            check_weights(Path(path), shape, role)
         except CheckpointError as error:
-            raise CheckpointError(f"{field}: {error}") from None
-
-
-def _starts(config: VapoConfig) -> Iterator[tuple[str, str, Path]]:
-    """Yield (role, field, directory) of each role's initial weights."""
-    model = config.model
-    yield "actor", f"model.hf_path={model.hf_path}", Path(str(model.hf_path))
-    if "critic" in config.algorithm.trained_roles and model.critic_hf_path is not None:
-        yield "critic", f"model.critic_hf_path={model.critic_hf_path}", Path(model.critic_hf_path)
+            raise CheckpointError(f"{field}={path}: {error}") from None
 
 
 def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
@@ -215,12 +209,6 @@ def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
             ) from None
         if with_optimizer:
             check_optimizer(found[0] / role, role, config, field=field, remedy=other)
-
-
-def _steps_done(config: VapoConfig) -> int:
-    """Steps of the checkpoint to resume from, damaged or not."""
-    found = _own_checkpoints(config)
-    return int(found[0].name.split("_")[1]) if found else 0
 
 
 def _own_checkpoints(config: VapoConfig) -> list[Path]:

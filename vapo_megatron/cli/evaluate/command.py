@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vapo_megatron.cli.command import Parser, run, under_torchrun
-from vapo_megatron.cli.launch import become_torchrun
+from vapo_megatron.cli.launch import execute, torchrun_command
 from vapo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ def _evaluate(options: argparse.Namespace, worker: Sequence[str]) -> Path | None
     evaluation = checkpoint.check(options.checkpoint, options.data, config)
     if config.parallel.world_size > 1 and not under_torchrun():
         checkpoint.check_out(out, evaluation)
-        become_torchrun(config.parallel.world_size, worker)
+        # Variables of a cluster's training job, such as NNODES, are not an evaluation's.
+        processes = {"NPROC_PER_NODE": str(config.parallel.world_size)}
+        execute(torchrun_command(processes, config.parallel.world_size, worker))
     found = checkpoint.evaluate_checkpoint(evaluation, config, out, options.batch)
     if found is None:
         return None
