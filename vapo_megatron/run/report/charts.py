@@ -52,8 +52,8 @@ def chart_data(run: Run) -> dict[str, Any]:
     phases = [p for p in TIMED if f"time/{p}_seconds" in names]
     shown = {name for chart in _CHARTS for name, _ in chart["series"]}
     shown |= {"time/step_seconds"} | {f"time/{p}_seconds" for p in phases}
-    charts = [_fill(chart, rows) for chart in _CHARTS]
     others = [n for n in names if n not in shown and describe(n) and not accuracy_name({n: 0})]
+    charts = [_fill(chart, rows) for chart in _CHARTS]
     more = [_fill(_chart(name, (name, "")), rows) for name in others]
     return {
         "pretraining": run.section("algorithm").get("value_pretraining_steps", 0),
@@ -65,7 +65,7 @@ def chart_data(run: Run) -> dict[str, Any]:
 
 
 def _phases(phases: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the phases' seconds as bars, which of many steps show the mean of several."""
+    """Return the phases' seconds as bars; with many steps, each is the mean of several."""
     per = -(-len(rows) // _MAX_BARS)
     groups = [rows[i : i + per] for i in range(0, len(rows), per)]
 
@@ -91,13 +91,13 @@ def _phases(phases: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def _fill(chart: Mapping[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a chart with its points in place of the metrics' names, and its note."""
+    """Return a chart with points in place of the metrics' names, their descriptions and unit."""
     filled, units = [], []
     for name, label in chart["series"]:
         if name == "evaluation/avg@K":
             name = next((n for row in rows if (n := accuracy_name(row))), name)
             label = label.replace("{K}", name.removeprefix("evaluation/"))
-        points = _points(rows, name)
+        points = [[row["step"], row[name]] for row in rows if name in row]
         if points:
             metric = describe(name)
             assert metric, f"{name} is in config/metrics.py"
@@ -110,7 +110,3 @@ def _fill(chart: Mapping[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any
             about = metric.description
             filled.append({"label": label, "role": role, "points": points, "about": about})
     return {**chart, "series": filled, "unit": units[0] if units else ""}
-
-
-def _points(rows: list[dict[str, Any]], name: str) -> list[list[float | None]]:
-    return [[row["step"], row[name]] for row in rows if name in row]

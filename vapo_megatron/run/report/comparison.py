@@ -1,8 +1,8 @@
-"""One self-contained page that lays the curves of several runs over each other.
+"""comparison.html: one self-contained page with the curves of several runs in the same charts.
 
-Runs are told apart by colour and by dashes; tables show final and best values, and the
-configuration fields in which the runs differ. Runs that differ in their seed alone may stand
-together as an arm: then a curve is the mean of its runs, in a band from the lowest to the highest.
+Tables show final and best values, and the configuration fields in which the runs differ. Runs that
+differ only in their seed may form an arm: its curve is their mean, in a band from the lowest to the
+highest.
 """
 
 from __future__ import annotations
@@ -15,21 +15,13 @@ from typing import Any
 
 from vapo_megatron.config.metrics import describe
 from vapo_megatron.errors import DataError
-from vapo_megatron.run.report.arms import (
-    MEASURES,
-    Arm,
-    curve,
-    finite_points,
-    mean_and_ends,
-    read_arms,
-    samples,
-)
+from vapo_megatron.run.report.arms import MEASURES, Arm, mean_and_ends, read_arms
 from vapo_megatron.run.report.html import breakable, escape, script_json, write_page
 from vapo_megatron.run.report.sections import yaml_value
 
 _NUM_COLORS = 6
 _DASHES = ("", "7 3", "2 3", "9 3 2 3", "1 4")
-"""With 6 colours, 30 arms look different; the first six differ in their colours alone too."""
+"""With 6 colours, 30 arms look different; the first six also differ in colour alone."""
 
 
 def build_comparison(
@@ -44,46 +36,42 @@ def build_comparison(
     Args:
         run_dirs: two or more run directories, finished or not.
         out: the page; None: comparison.html in the deepest directory that holds all runs.
-        by_arm: runs whose paths differ in a directory `seed_N` alone are one arm, which is named by
-            the rest of the path: ARM/seed_0 and ARM/seed_1, or seed_0/ARM and seed_1/ARM. Arms
-            stand in the order in which run_dirs names them first.
-        lead: HTML that stands above all else, such as `table` makes; its text is escaped.
+        by_arm: see read_arms: ARM/seed_0 and ARM/seed_1, or seed_0/ARM and seed_1/ARM.
+        lead: HTML for the top of the page, such as `table` makes; its text is escaped.
 
     Raises:
         DataError: fewer than two runs, one given twice, or one that is no run directory.
     """
     paths = [Path(run_dir).resolve() for run_dir in run_dirs]
-    twice = sorted({str(path) for path in paths if paths.count(path) > 1})
-    if twice:
-        raise DataError(f"{twice[0]} is given twice; a comparison takes each run once")
+    if len(set(paths)) < len(paths):
+        twice = min(path for path in paths if paths.count(path) > 1)
+        raise DataError(f"{twice} is given twice; a comparison takes each run once")
     if len(paths) < 2:
         raise DataError(f"a comparison takes two or more runs, found {len(paths)}")
     parent = Path(os.path.commonpath([path.parent for path in paths]))
     arms = read_arms(paths, parent, by_arm)
     names = [arm.name for arm in arms]
-    several = len(arms) < len(paths)
+    title, how = f"{len(paths)} runs", "The last step's value, and the best of any step."
+    if len(arms) < len(paths):
+        title, how = f"{_count(len(arms), 'arm')}, {title}", _MEANS
     slots = {
         "kind": "Runs compared",
-        "title": f"{_count(len(arms), 'arm')}, {len(paths)} runs"
-        if several
-        else f"{len(paths)} runs",
+        "title": title,
         "subtitle": escape(parent),
         "lead": lead,
         "arms": "".join(_key(i, arm) for i, arm in enumerate(arms)),
-        "how": _MEANS if several else _SINGLE,
+        "how": how,
         "data": script_json(_chart_data(arms)),
         "values": table(names, _values(arms)),
         "config": table(names, _differing(arms)) or '<p class="empty">No field differs.</p>',
     }
-    return write_page(
-        Path(out) if out else parent / "comparison.html", "report_comparison.html", slots
-    )
+    page = Path(out) if out else parent / "comparison.html"
+    return write_page(page, "report_comparison.html", slots)
 
 
-_SINGLE = "The last step's value, and the best of any step."
 _MEANS = (
-    "Mean over an arm's runs of each one's last value, and of each one's best; below it the lowest "
-    "and the highest of them. Curves: the mean where all runs of the arm have a value, in a band "
+    "The mean over an arm's runs of their last values, or of their best; below it the lowest and "
+    "the highest. Curves: the mean at the steps where all runs of the arm have a value, in a band "
     "from the lowest to the highest."
 )
 
@@ -93,14 +81,12 @@ def table(names: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> st
 
     Args:
         names: text.
-        rows: of each its title, text, and its cells, HTML; none at all: nothing is returned.
+        rows: title (text) and cells (HTML); without rows nothing is returned.
     """
-    body = "".join(
-        f'<tr><th scope="row">{breakable(title)}</th>'
-        + "".join(f"<td>{cell}</td>" for cell in cells)
-        + "</tr>"
-        for title, cells in rows
-    )
+    body = ""
+    for title, cells in rows:
+        values = "".join(f"<td>{cell}</td>" for cell in cells)
+        body += f'<tr><th scope="row">{breakable(title)}</th>{values}</tr>'
     heads = "".join(f'<th scope="col">{breakable(name)}</th>' for name in names)
     if not body:
         return ""
@@ -115,15 +101,13 @@ def _count(number: int, what: str) -> str:
 
 
 def _look(number: int) -> dict[str, str]:
-    """Colour and dashes of an arm's curves."""
-    return {
-        "color": f"var(--series{number % _NUM_COLORS})",
-        "dash": _DASHES[number % len(_DASHES)],
-    }
+    """Return the colour and the dashes of an arm's curves."""
+    color = f"var(--series{number % _NUM_COLORS})"
+    return {"color": color, "dash": _DASHES[number % len(_DASHES)]}
 
 
 def _key(number: int, arm: Arm) -> str:
-    """A button that picks the arm's curves."""
+    """Return a button that picks the arm's curves."""
     done = [run.rows[-1]["step"] if run.rows else 0 for run in arm.runs]
     alike = min(done) == max(done)
     steps = _count(done[0], "step") if alike else f"{min(done)} to {max(done)} steps"
@@ -146,31 +130,28 @@ def _chart_data(arms: Sequence[Arm]) -> dict[str, Any]:
         assert about, f"{metric} is in config/metrics.py"
         series = [
             {
-                "label": " ".join(filter(None, (arm.name, samples(arm, metric)))),
+                "label": arm.label(metric),
                 "about": about.description,
                 "arm": number,
                 "points": found,
                 **_look(number),
             }
             for number, arm in enumerate(arms)
-            if (found := curve(arm, metric))
+            if (found := arm.curve(metric))
         ]
         if series:
             charts.append({"title": title, "unit": about.unit, "series": series, **axis})
-    pretraining = {
-        run.section("algorithm").get("value_pretraining_steps", 0)
-        for arm in arms
-        for run in arm.runs
-    }
+    runs = [run for arm in arms for run in arm.runs]
+    pretraining = {run.section("algorithm").get("value_pretraining_steps", 0) for run in runs}
     same = pretraining.pop() if len(pretraining) == 1 else 0
-    steps = sorted({row["step"] for arm in arms for run in arm.runs for row in run.rows})
+    steps = sorted({row["step"] for run in runs for row in run.rows})
     return {"pretraining": same, "steps": steps, "charts": charts, "more": [], "phases": None}
 
 
 def _values(arms: Sequence[Arm]) -> Iterable[tuple[str, list[str]]]:
-    """Per metric, each arm's final value, and its best one; of one run with the step of that."""
+    """Yield each metric's final values, and its best ones; that of one run with its step."""
     for title, metric, better, _ in MEASURES:
-        found = [finite_points(arm, metric) for arm in arms]
+        found = [arm.finite_points(metric) for arm in arms]
         if not any(found):
             continue
         last = [[run[-1] for run in of_arm] for of_arm in found]
@@ -184,7 +165,7 @@ def _values(arms: Sequence[Arm]) -> Iterable[tuple[str, list[str]]]:
 def _cells(
     points: Sequence[Sequence[tuple[int, float]]], better: str, with_step: bool
 ) -> list[str]:
-    """Cells of a row, from each run's (step, value); the best mean stands out."""
+    """Return a row's cells from each run's (step, value); the best mean is bold."""
     ends = [mean_and_ends([v for _, v in of_arm]) if of_arm else None for of_arm in points]
     means = [e[0] for e in ends if e]
     best = {"high": max, "low": min}[better](means) if better and len(means) > 1 else None
@@ -208,10 +189,10 @@ def _number(value: float, digits: int = 4) -> str:
 
 
 def _differing(arms: Sequence[Arm]) -> Iterable[tuple[str, list[str]]]:
-    """Fields in which the arms differ; logging.run_dir, which always does, is left out.
+    """Yield the fields in which the arms differ, except logging.run_dir, which always does.
 
-    What fewer arms have than another value stands out; what differs among an arm's own runs, as the
-    seed does, is no difference of the arms where each has the same values.
+    All but the most common values are bold. What differs only within arms, as the seed does, counts
+    only if the arms have different values.
     """
     flat = [[flatten(run.config) for run in arm.runs] for arm in arms]
     names = dict.fromkeys(name for of_arm in flat for fields in of_arm for name in fields)
@@ -223,11 +204,8 @@ def _differing(arms: Sequence[Arm]) -> Iterable[tuple[str, list[str]]]:
         if len(set(texts)) == 1 or name == "logging.run_dir":
             continue
         counts = Counter(texts)
-        most = max(counts.values())
-        yield (
-            name,
-            [f"<b>{escape(text)}</b>" if counts[text] < most else escape(text) for text in texts],
-        )
+        rare = {text for text, count in counts.items() if count < max(counts.values())}
+        yield name, [f"<b>{escape(t)}</b>" if t in rare else escape(t) for t in texts]
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""How a report becomes one file: slots are filled, style and scripts go inside, nothing is loaded.
+"""Makes a self-contained page: fills a template's slots, inlines style and scripts.
 
-The page's content security policy lets its own script alone run.
+The page's content security policy allows only its own script.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ _STYLES = ("uplot/uPlot.min.css", "report.css")
 
 
 def write_page(out: Path, content: str, slots: Mapping[str, str]) -> Path:
-    """Fill the frame and what stands in it, write the page to `out` and return `out`.
+    """Fill the frame and its content, write the page to `out` and return `out`.
 
     Args:
-        out: replaced as a whole.
-        content: file of the package; `{{name}}` in it stands for the slot of that name.
-        slots: HTML, in which text of a run is escaped; of the frame `kind`, `title`, `subtitle` and
-            `data`, and those of the content.
+        out: replaced atomically.
+        content: template of the package, with `{{name}}` for each slot.
+        slots: HTML with escaped text: the content's, and `kind`, `title`, `subtitle`, `data` of the
+            frame.
     """
-    # The licence asks that its text goes along with every copy.
+    # The licence requires its text in every copy.
     licence = f"\n/*! {_read('uplot/LICENSE')}*/\n"
     script = licence + "".join(map(_read, _SCRIPTS))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     given = {"style": "\n".join(map(_read, _STYLES)), "script": script, "hash": f"sha256-{digest}"}
     given["content"] = _fill(_read(content), slots)
     page = _fill(_read("report_frame.html"), {**given, **slots})
-    # Text from a model may hold lone surrogates, which UTF-8 cannot.
+    # A model's text may hold lone surrogates, which UTF-8 cannot encode.
     replace_file(out, page.encode("utf-8", "replace").decode("utf-8"))
     return out
 
 
 def _fill(template: str, slots: Mapping[str, str]) -> str:
-    """In one pass, so that nothing in a slot's text is read as a slot."""
+    """Fill all slots in one pass, so that a slot's text is never taken for a slot."""
     return re.sub(r"\{\{(\w+)\}\}", lambda match: slots[match[1]], template)
 
 
@@ -61,13 +61,12 @@ def _read(name: str) -> str:
 
 
 def script_json(data: object) -> str:
-    """Return JSON that may stand in a script element."""
-    # "<" would let a string close the script element that the JSON stands in.
+    """Return JSON for a script element, which no string in it can close."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def escape(text: object) -> str:
-    """Return text that HTML shows as it is, inside an element or a quoted attribute."""
+    """Escape text for an element or a quoted attribute."""
     return html.escape(str(text), quote=True)
 
 
@@ -79,7 +78,7 @@ def spread(items: Sequence[_T], most: int) -> Sequence[_T]:
 
 
 def breakable(name: object) -> str:
-    """As escape; a line may end after the name's dots, slashes and underscores."""
+    """As escape; lines may break after dots, slashes and underscores."""
     return re.sub(r"([._/])(?=[A-Za-z])", r"\1<wbr>", escape(name))
 
 
@@ -89,9 +88,9 @@ _UNSEEN |= {code: f"\u27e8U+{code:04X}\u27e9" for code in [*range(0x7F, 0xA0), *
 
 
 def visible(text: str) -> str:
-    """Return a model's text with signs for what nobody sees, or what turns the text around it.
+    """Make a text's invisible and direction-changing characters visible.
 
     Control characters become their pictures (a null U+2400); zero-width and directional ones their
-    numbers in angle brackets. Joiners, which emoji and some scripts need, stay.
+    code points in angle brackets. Joiners, which emoji and some scripts need, stay.
     """
     return text.translate(_UNSEEN)
