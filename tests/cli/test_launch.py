@@ -1,13 +1,14 @@
 """`vapo train` and the recipes: what they resolve to, how they start, and what a mistake prints.
 
 torchrun is real where it is named so; elsewhere a stand-in prints the command line and the state
-that it would have been started with. Does not train: tests/e2e/test_run.py starts the 32B recipe
-both ways.
+that it would have been started with, or the command stops in this process before it. Does not train:
+tests/e2e/test_run.py starts the 32B recipe both ways.
 """
 
 import json
 import math
 import os
+import runpy
 import socket
 import sys
 
@@ -20,6 +21,7 @@ from tests.models.qwen25 import config_json
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.workers import free_port
 from vapo_megatron.cli.launch import torchrun_command
+from vapo_megatron.cli.main import main
 from vapo_megatron.config import ConfigError, VapoConfig, load_config
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel.health.early_stop import SIGNALS
@@ -236,20 +238,45 @@ def inputs(directory, size):
     return (f"model.hf_path={directory}", f"data.train_path={data}", "evaluation.path=null")
 
 
-@pytest.mark.parametrize("size,nodes", [("32b", 16), ("7b", 1), ("0.5b", 1)])
-def test_bash_hands_over_to_torchrun(size, nodes, stand_in, tmp_path):
-    arguments = (*inputs(tmp_path, size), f"logging.run_dir={tmp_path}/a b")
-    variables = {"NNODES": "16", "NODE_RANK": "1", "MASTER_ADDR": "first"} if nodes > 1 else {}
+def test_bash_hands_over_to_torchrun(stand_in, tmp_path):
+    arguments = (*inputs(tmp_path, "32b"), f"logging.run_dir={tmp_path}/a b")
+    variables = {"NNODES": "16", "NODE_RANK": "1", "MASTER_ADDR": "first"}
     # Some clusters number nodes so; it must not pass for torchrun.
-    done = start("bash", recipe(size), *arguments, PYTHONPATH=stand_in, RANK="1", **variables)
+    done = start("bash", recipe("32b"), *arguments, PYTHONPATH=stand_in, RANK="1", **variables)
     assert (done.returncode, done.stderr) == (0, "")
     seen = json.loads(done.stdout)
-    processes = load_config([BASE, overlay(size)]).parallel.world_size
-    assert f"--nnodes={nodes}" in seen["arguments"]
-    assert f"--nproc-per-node={processes // nodes}" in seen["arguments"]
-    assert seen["arguments"][-5:] == [str(recipe(size)), *arguments]
+    assert {"--nnodes=16", "--nproc-per-node=8"} <= set(seen["arguments"])
+    assert seen["arguments"][-5:] == [str(recipe("32b")), *arguments]
     assert seen["environment"]["OMP_NUM_THREADS"] == "1"
     assert set(SIGNALS) <= set(seen["blocks"]), "a cluster's early signal would end torchrun"
+
+
+class Started(BaseException):
+    """In the place of becoming torchrun."""
+
+
+@pytest.fixture
+def before_torchrun(monkeypatch):
+    """In this process: Started, with the command line, where it would become torchrun."""
+
+    def stop(_, command):
+        raise Started(command)
+
+    for name in ("LOCAL_RANK", "NNODES", "NODE_RANK", "NPROC_PER_NODE", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "execv", stop)
+
+
+@pytest.mark.parametrize("size", ["7b", "0.5b"])
+def test_the_other_recipes_do_too(size, before_torchrun, monkeypatch, tmp_path):
+    arguments = [*inputs(tmp_path, size), f"logging.run_dir={tmp_path}/a b"]
+    monkeypatch.setattr(sys, "argv", [str(recipe(size)), *arguments])
+    with pytest.raises(Started) as stopped:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    (command,) = stopped.value.args
+    processes = load_config([BASE, overlay(size)]).parallel.world_size
+    assert {"--nnodes=1", f"--nproc-per-node={processes}"} <= set(command)
+    assert command[-5:] == sys.argv
 
 
 def test_the_command_hands_over_to_torchrun(stand_in, tmp_path):
@@ -310,16 +337,13 @@ def test_a_mistake_is_one_line_and_nothing_starts(arguments, words, stand_in):
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_a_mistake_in_a_file_is_found_before_torchrun(stand_in, tmp_path):
+def test_a_mistake_in_a_file_is_found_before_torchrun(before_torchrun, tmp_path, capsys):
     arguments = [f"--config={BASE}", *inputs(tmp_path, "0.5b"), f"logging.run_dir={tmp_path}/run"]
     os.truncate(tmp_path / "model-00003-of-00016.safetensors", 100_000)
-    command = [sys.executable, "-m", "vapo_megatron", "train", *arguments]
-    done = start(*command, PYTHONPATH=stand_in)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        "model-00003-of-00016.safetensors cannot be read" in done.stderr
-        and done.stderr.count("\n") == 1
-    )
+    assert main(["train", *arguments]) == 2
+    printed, told = capsys.readouterr()
+    assert "model-00003-of-00016.safetensors cannot be read" in told
+    assert printed == "" and told.count("\n") == 1
 
 
 def test_a_configuration_is_required_without_a_recipe():

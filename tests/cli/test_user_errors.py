@@ -535,16 +535,15 @@ def test_the_number_of_processes_is_checked_on_every_rank(world_size, place, mon
 
 
 def test_torchrun_tells_it_once_and_every_rank_ends_with_2(place):
-    append("train.jsonl", "x")(place)
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command = [*torchrun, f"--master-port={free_port()}", "-m", "vapo_megatron.train"]
     done = subprocess.run(
-        [*command, "--config", str(place / "config.yaml")],
+        [*command, "--config", str(place / "config.yaml"), "data.train_path=/a.jsonl"],
         cwd=ROOT, env={**clean, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
         timeout=280,
     )  # fmt: skip
     assert done.returncode != 0
     told = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert len(told) == 1 and "train.jsonl, line 4 is not JSON" in told[0], done.stderr
+    assert len(told) == 1 and "train_path=/a.jsonl does not exist; set" in told[0], done.stderr
     assert "exitcode  : 2" in done.stderr

@@ -343,34 +343,6 @@ def test_two_nodes_train_under_slurm(overrides, tmp_path):
     assert "step 2/2" in cluster.log(0) and "error" not in cluster.log(1)
 
 
-def test_dry_run_needs_no_processes():
-    start = time.monotonic()
-    done = run(["bash", RECIPE, "--dry-run", "algorithm.policy_steps=7"])
-    assert "world_size: 128" in done.stdout and "policy_steps: 7" in done.stdout
-    assert time.monotonic() - start < 30
-
-
-@pytest.mark.parametrize(
-    "argument,words",
-    [
-        ("algorithm.clip_hihg=0.3", "algorithm.clip_high"),
-        ("model.hf_path=/nowhere", "/nowhere"),
-        ("parallel.world_size=4", "parallel.world_size"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2(argument, words, overrides):
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "vapo_megatron.train", "--config", str(TINY), *overrides,
-            "parallel.world_size=1", "parallel.tensor_model_parallel_size=1", argument,
-        ],
-        cwd=ROOT, env=environment(), capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert words in done.stderr and "Traceback" not in done.stderr
-    assert len([line for line in done.stderr.splitlines() if line.startswith("error:")]) == 1
-
-
 @pytest.mark.slow
 def test_an_answer_that_cannot_be_read_is_named_before_the_run(overrides, tmp_path):
     problems = tmp_path / "bad.jsonl"

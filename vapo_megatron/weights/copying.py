@@ -25,14 +25,15 @@ class Blocks:
     """Reusable memory for one block of rows."""
 
     def __init__(self) -> None:
-        self._memory = bytearray(0)
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def get(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor, valid until the next call."""
         size = torch.Size(shape).numel() * dtype.itemsize
         if size > len(self._memory):
-            self._memory = bytearray(max(size, BLOCK_BYTES))
-        return torch.frombuffer(memoryview(self._memory)[:size], dtype=dtype).view(*shape)
+            # Not zeros: small tensors would pay for touching all of a block.
+            self._memory = torch.empty(max(size, BLOCK_BYTES), dtype=torch.uint8)
+        return self._memory[:size].view(dtype).view(*shape)
 
 
 def row_blocks(num_rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
