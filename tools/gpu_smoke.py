@@ -116,11 +116,7 @@ def run_apart(
 ) -> list[Row]:
     """Run a section in a process of its own; return its rows, or one that says why it failed.
 
-    Args:
-        name, section: of SECTIONS.
-        arguments: device, small and budget are used.
-        work: files that sections leave for each other; gets the section's rows and log.
-        left_seconds: of the budget.
+    `work` holds the files that sections leave for each other, their rows and their logs.
     """
     if left_seconds <= 0:
         return [_failed(name, f"not run: the {arguments.budget:g} s of --budget are spent")]

@@ -21,7 +21,7 @@ from vapo_megatron.cli.command import Parser, run
 from vapo_megatron.cli.plan_options import add_plan, add_reshard
 from vapo_megatron.config import ParallelConfig, VapoConfig, load_config
 from vapo_megatron.errors import ConfigError, UserError
-from vapo_megatron.models.hf_config import ModelShape, check_layout, parameter_count
+from vapo_megatron.models.hf_config import check_layout, parameter_count
 from vapo_megatron.models.known import shape_of
 from vapo_megatron.planning import describe
 from vapo_megatron.planning.cluster import GB, GPUS, Cluster
@@ -152,10 +152,9 @@ def base_config(options: argparse.Namespace) -> VapoConfig:
     return config.model_copy(update={"parallel": parallel})
 
 
-def shape_and_data_parallelism(options: argparse.Namespace) -> tuple[ModelShape, int]:
-    """Return the model's sizes and the data-parallel size, checked as a run would."""
-    shape = shape_of(options.model)
-    world_size = options.nodes * options.gpus_per_node
+def reshard(options: argparse.Namespace) -> str:
+    """Return a table of what RESHARD compares; the layout is checked as a run would."""
+    shape, world_size = shape_of(options.model), options.nodes * options.gpus_per_node
     parallel = ParallelConfig(
         world_size=world_size,
         tensor_model_parallel_size=options.tp,
@@ -170,16 +169,11 @@ def shape_and_data_parallelism(options: argparse.Namespace) -> tuple[ModelShape,
             f"--nodes={options.nodes} * --gpus-per-node={options.gpus_per_node} must be a multiple "
             f"of --tp={options.tp} * --pp={options.pp}; change one of them"
         )
-    return shape, parallel.data_parallel_size
-
-
-def reshard(options: argparse.Namespace) -> str:
-    """Return what RESHARD says, as a table."""
     # These load torch, so they come after the options are checked.
     from vapo_megatron.weights.reshard import cost, shards
     from vapo_megatron.weights.reshard.planner import make_plan
 
-    shape, dp_size = shape_and_data_parallelism(options)
+    dp_size = parallel.data_parallel_size
     trainer = shards.trainer_layout(
         shape, tp_size=options.tp, pp_size=options.pp, vpp_size=options.vpp, dp_size=dp_size
     )

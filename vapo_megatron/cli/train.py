@@ -141,11 +141,7 @@ def _train(config: VapoConfig, replay: Path | None) -> None:
 
 
 def _check(config: VapoConfig, replay: Path | None) -> Inputs:
-    """Check all that one process can, before torchrun starts and again on every rank.
-
-    Raises:
-        UserError: the first thing that is wrong: what, where, and the remedy.
-    """
+    """Check all that one process can, before torchrun starts and again on every rank."""
     inputs = check_inputs(config, replay)
     check_not_in_use(Path(config.logging.run_dir))
     if replay is None:
@@ -154,11 +150,7 @@ def _check(config: VapoConfig, replay: Path | None) -> Inputs:
 
 
 def _check_memory(config: VapoConfig, shape: ModelShape) -> None:
-    """Refuse what cannot fit into this process's GPU; without a GPU nothing is checked.
-
-    Raises:
-        ConfigError: see planning.plan.check_fits.
-    """
+    """Refuse what cannot fit into this process's GPU; without a GPU nothing is checked."""
     import torch
 
     from vapo_megatron.planning.plan import check_fits

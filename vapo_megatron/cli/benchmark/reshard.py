@@ -22,9 +22,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from safetensors.torch import save_file
 
 from vapo_megatron.cli.command import ProgressBar, add_values
+from vapo_megatron.config import load_config
 from vapo_megatron.errors import ConfigError
+from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.rollout.inputs import Inputs
+from vapo_megatron.weights.mapping import hf_tensors
 
 LAYOUTS = {
     # processes -> (TP and PP of the trainer, the rest is data parallel; TP of the sampler)
@@ -50,12 +55,8 @@ class Measured(NamedTuple):
 
 def write_numbered_model(directory: Path, hidden: int, layers: int, vocab_size: int) -> int:
     """Write an untied Qwen2 whose weights have the bits 1, 2, 3, ...; return how many."""
-    from safetensors.torch import save_file
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
-
-    from vapo_megatron.models.hf_config import read_model_shape
-    from vapo_megatron.weights.mapping import hf_tensors
 
     heads = hidden // 64
     config = {
@@ -86,7 +87,6 @@ def measure(
     `directory` holds the numbered model of `count` elements; `engine` and `config` are vLLM's.
     """
     from vapo_megatron.models.build import build_model
-    from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
     from vapo_megatron.weights.gather import gather_hf_tensors
     from vapo_megatron.weights.load_hf import load_hf_weights
@@ -148,9 +148,6 @@ def _rank(
     """Run one process; rank 0 prints."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    from vapo_megatron.config import load_config
-    from vapo_megatron.models.hf_config import read_model_shape
-    from vapo_megatron.rollout.inputs import Inputs
     from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
     init = f"file://{directory}/init_{world_size}"
@@ -158,7 +155,7 @@ def _rank(
     done, bar = 0, ProgressBar(f"layouts of {world_size} processes")
     for sampler_tp in sorted({layout[2] for layout in layouts}):
         config = load_config(
-            directory / "empty.yaml",
+            [],
             [
                 f"parallel.world_size={world_size}", "model.dtype=float32",
                 f"rollout.tensor_model_parallel_size={sampler_tp}",
@@ -213,7 +210,6 @@ def reshard(options: argparse.Namespace) -> None:
     os.environ.update(OMP_NUM_THREADS="1", VLLM_LOGGING_LEVEL="ERROR")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        (directory / "empty.yaml").touch()
         size = (options.hidden, options.layers, options.vocab_size)
         count = write_numbered_model(directory, *size)
         print(
