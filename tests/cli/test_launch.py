@@ -1,8 +1,8 @@
 """`vapo train` and the recipes: what they resolve to, how they start, and what a mistake prints.
 
 torchrun is real where it is named so; elsewhere a stand-in prints the command line and the state
-that it would have been started with, or the command stops in this process before it. Does not train:
-tests/e2e/test_run.py starts the 32B recipe both ways.
+that it would have been started with, or the command stops in this process before it. Does not
+train: tests/e2e/test_run.py starts the 32B recipe both ways.
 """
 
 import json

@@ -142,13 +142,13 @@ def test_correct_responses_are_rare_and_uneven(workers, references, record):
 
 @pytest.mark.parametrize("role", ["actor", pytest.param("critic", marks=pytest.mark.slow)])
 def test_padding_and_empty_microbatches_change_nothing(workers, references, record, role):
-    layout = Layout(tp=2, sp=True, budget=SMALL)
+    layout = Layout(tp=2, pp=2, vpp=2, sp=True, budget=SMALL)
     measured = check(workers, references, record, role, layout)
     assert any(tokens % 2 for tokens in measured.tokens[0]), "nothing had to be padded"
     layout = Layout(pp=2, vpp=2, budget=PACKED)
     measured = check(workers, references, record, role, layout)
     assert len(measured.tokens[0]) % 2, "no microbatch had to be added"
-    layout = Layout(dp=2, budget=UNPACKED)
+    layout = Layout(dp=2, overlap=True, budget=UNPACKED)
     measured = check(workers, references, record, role, layout)
     assert any(0 in rank for rank in measured.tokens), "no rank ran out of responses"
 
