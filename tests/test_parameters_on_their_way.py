@@ -23,7 +23,7 @@ def write(hf, role, overlap, root):
     from vapo_megatron.roles.actor import Actor
     from vapo_megatron.roles.critic import Critic
     from vapo_megatron.run.checkpoint.writer import CheckpointWriter
-    from vapo_megatron.weights.load_hf import export_hf
+    from vapo_megatron.weights.export_hf import export_hf
 
     rate = {f"{role}_learning_rate": 1e-2, f"{role}_warmup_updates": 0}
     config = make_config(

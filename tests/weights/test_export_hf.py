@@ -17,7 +17,7 @@ from tests.weights.loaded import FEW_HEADS, Layout, forward, load, widen
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.weights import export_hf as writer
-from vapo_megatron.weights.load_hf import export_hf
+from vapo_megatron.weights.export_hf import export_hf
 
 LAYOUTS = [Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(1, 2, 2)]
 

@@ -20,7 +20,8 @@ from vapo_megatron.models.build import build_model
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import groups
 from vapo_megatron.weights import hf_reader
-from vapo_megatron.weights.load_hf import HfReader, check_hf_tensors, load_hf_weights
+from vapo_megatron.weights.hf_reader import HfReader
+from vapo_megatron.weights.load_hf import check_hf_tensors, load_hf_weights
 from vapo_megatron.weights.mapping import local_parameters
 
 FILE = "model.safetensors"

@@ -8,32 +8,30 @@ all. Every rank must call; the leaders must share the directory's file system.
 
 from __future__ import annotations
 
-import dataclasses
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_megatron.data.storage import replace_directory
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.hf_directory import (
+    MAX_FILE_BYTES,
     TensorPlan,
     architecture,
-    copy_auxiliary,
-    partial_of,
-    prepare,
+    atomic_directory,
+    copy_settings,
+    divide,
+    file_names,
     read_config,
-    write_config,
+    together,
     write_index,
     write_safetensors,
 )
-from vapo_megatron.weights.hf_reader import SINGLE_FILE
 from vapo_megatron.weights.mapping import (
     VALUE_HEAD,
     VALUE_HEAD_BIAS,
@@ -47,15 +45,8 @@ if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
     from vapo_megatron.parallel.groups import Ranks
 
-MAX_FILE_BYTES = 4 << 30
-
-
-@dataclasses.dataclass(frozen=True)
-class _File:
-    """A file: parameters of this stage, and their HF tensors in the same order."""
-
-    parameters: list[LocalParameter]
-    tensors: list[TensorPlan]
+_Planned: TypeAlias = tuple[LocalParameter, list[TensorPlan]]
+"""A parameter of this stage, and its HF tensors."""
 
 
 def export_hf(
@@ -88,17 +79,11 @@ def export_hf(
         CheckpointError: on every rank, when a directory cannot be replaced or written.
     """
     out_dir, source = Path(out_dir).absolute(), Path(copy_from)
-    partial = partial_of(out_dir)
-    is_main = ranks.rank == 0
-    _agree(_problem_of(lambda: prepare(out_dir, source)) if is_main else None)
-
     try:
-        _export(chunks, shape, ranks, partial, source, role, max_file_bytes)
-        _agree(_problem_of(lambda: replace_directory(partial, out_dir)) if is_main else None)
-    except CheckpointError:
-        if is_main:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
+        with atomic_directory(out_dir, source) as partial:
+            _export(chunks, shape, ranks, partial, source, role, max_file_bytes)
+    except CheckpointError as error:
+        raise CheckpointError(f"HF export: {error}") from None
     return out_dir
 
 
@@ -120,17 +105,21 @@ def _export(
     bias = None
     if role == "critic":
         bias = _value_bias(chunks[-1], architecture(read_config(source), shape.family, role))
-    files = _plan(parameters, shape, max_file_bytes, bias is not None)
-    stage_names, weight_map, total_bytes = _name_files(files, ranks)
-    paths = [partial / name for name in stage_names]
-    _agree(_write_stage(files, paths, shape, ranks, bias) if ranks.dp_rank == 0 else None)
+    planned = [(p, _tensors_of(p, shape, bias is not None)) for p in parameters]
+    mine = divide(planned, lambda item: sum(t.num_bytes for t in item[1]), max_file_bytes)
+    files, first = _all_files(mine, ranks)
+    paths = [partial / name for name in list(files)[first : first + len(mine)]]
+
+    def write() -> None:
+        if ranks.dp_rank == 0:
+            _write_stage(mine, paths, shape, ranks, bias)
 
     def finish() -> None:
-        copy_auxiliary(source, partial)
-        write_config(source, partial, shape.family, role, dtype)
-        write_index(partial, weight_map, total_bytes)
+        copy_settings(source, partial, shape.family, role, dtype)
+        write_index(partial, files)
 
-    _agree(_problem_of(finish) if ranks.rank == 0 else None)
+    together(write)
+    together(finish, alone=True)
 
 
 def _value_bias(last_chunk: torch.nn.Module, class_name: str) -> Tensor | None:
@@ -141,82 +130,49 @@ def _value_bias(last_chunk: torch.nn.Module, class_name: str) -> Tensor | None:
     return bias
 
 
-def _problem_of(action: Callable[[], object]) -> str | None:
-    try:
-        action()
-    except (OSError, ValueError) as error:
-        return str(error) or repr(error)
-    return None
+def _tensors_of(parameter: LocalParameter, shape: ModelShape, with_bias: bool) -> list[TensorPlan]:
+    dtype = parameter.data.dtype
+    sizes = parameter.row.shapes(shape)
+    tensors = [
+        TensorPlan(name, size, dtype) for name, size in zip(parameter.hf_names, sizes, strict=True)
+    ]
+    if parameter.hf_names == (VALUE_HEAD,) and with_bias:
+        tensors.append(TensorPlan(VALUE_HEAD_BIAS, (1,), dtype))
+    return tensors
 
 
-def _agree(problem: str | None) -> None:
-    """Raise on every rank if one has a problem, so that none waits for a rank that has left."""
-    for found in gather_objects(problem):
-        if found:
-            raise CheckpointError(f"HF export: {found}")
-
-
-def _plan(
-    parameters: list[LocalParameter], shape: ModelShape, max_file_bytes: int, with_bias: bool
-) -> list[_File]:
-    """Divide this stage's parameters over files; the same on every rank of the stage."""
-    files: list[_File] = []
-    used = 0
-    for parameter in parameters:
-        dtype = parameter.data.dtype
-        tensors = [
-            TensorPlan(name, size, dtype)
-            for name, size in zip(parameter.hf_names, parameter.row.shapes(shape), strict=True)
-        ]
-        if parameter.hf_names == (VALUE_HEAD,) and with_bias:
-            tensors.append(TensorPlan(VALUE_HEAD_BIAS, (1,), dtype))
-        num_bytes = sum(t.num_bytes for t in tensors)
-        if not files or used + num_bytes > max_file_bytes:
-            files.append(_File([], []))
-            used = 0
-        files[-1].parameters.append(parameter)
-        files[-1].tensors.extend(tensors)
-        used += num_bytes
-    return files
-
-
-def _name_files(files: list[_File], ranks: Ranks) -> tuple[list[str], dict[str, str], int]:
-    """Return this stage's file names; of all stages, tensor name -> file name and total bytes."""
+def _all_files(mine: list[list[_Planned]], ranks: Ranks) -> tuple[dict[str, list[TensorPlan]], int]:
+    """Return the tensors of all stages' files by name, and the index of this stage's first file."""
     leads = ranks.tp_rank == 0 and ranks.dp_rank == 0
-    mine = (ranks.pp_rank, [[(t.name, t.num_bytes) for t in f.tensors] for f in files])
-    plans = gather_objects(mine if leads else None)
-    stages = [stage for _, stage in sorted(p for p in plans if p is not None)]
-    count = sum(map(len, stages))
-    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    if count == 1:
-        names = [SINGLE_FILE]
+    of_stage = [[t for _, tensors in file for t in tensors] for file in mine]
+    plans = dict(filter(None, gather_objects((ranks.pp_rank, of_stage) if leads else None)))
+    stages = [plans[stage] for stage in sorted(plans)]
     contents = [file for stage in stages for file in stage]
-    weight_map = {t: name for name, file in zip(names, contents, strict=True) for t, _ in file}
     first = sum(map(len, stages[: ranks.pp_rank]))
-    total_bytes = sum(size for file in contents for _, size in file)
-    return names[first : first + len(files)], weight_map, total_bytes
+    return dict(zip(file_names(len(contents)), contents, strict=True)), first
 
 
 def _write_stage(
-    files: list[_File],
+    files: list[list[_Planned]],
     paths: list[Path],
     shape: ModelShape,
     ranks: Ranks,
     bias: Tensor | None,
-) -> str | None:
-    """Gather this stage's parameters and write them on its leader; return a problem or None."""
+) -> None:
+    """Gather this stage's parameters and write them on its leader."""
     problem = None
     for file, path in zip(files, paths, strict=True):
-        tensors = (t for p in file.parameters for t in _gather(p, shape, ranks, bias))
+        tensors = (t for p, _ in file for t in _gather(p, shape, ranks, bias))
         if ranks.tp_rank == 0:
             try:
-                write_safetensors(path, file.tensors, tensors)
+                write_safetensors(path, [t for _, plans in file for t in plans], tensors)
             except OSError as error:
                 problem = f"{path}: {error.strerror}"
         # The other ranks, and the leader after an error, still take part in each gather.
         for _ in tensors:
             pass
-    return problem
+    if problem:
+        raise CheckpointError(problem)
 
 
 def _gather(

@@ -1,24 +1,34 @@
-"""Writes the files of an HF directory; a new directory is built beside the old one."""
+"""Writes the files of an HF directory; a new directory is built beside the old one.
+
+An export, and a conversion in either direction, runs in one process or in several that share a file
+system: each writes its own files.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vapo_megatron.data.storage import replace_directory
 from vapo_megatron.errors import CheckpointError
+from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights.copying import write_exactly
 from vapo_megatron.weights.hf_reader import DTYPES, INDEX_FILE, SINGLE_FILE
 
+T = TypeVar("T")
+MAX_FILE_BYTES = 4 << 30
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = {"format": "pt", "producer": "vapo_megatron"}
 CONVERSION_FILE = "conversion.json"
@@ -43,13 +53,37 @@ class TensorPlan:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def partial_of(out_dir: Path) -> Path:
-    """Return the hidden directory beside out_dir in which it is built."""
-    return out_dir.parent / f".{out_dir.name}.partial"
+def together(action: Callable[[], T], *, alone: bool = False) -> T | None:
+    """Run an action on all processes; if it fails on one, raise on all, so that none waits for it.
+
+    Args:
+        action: to run.
+        alone: only rank 0 runs it, the others wait.
+
+    Raises:
+        CheckpointError: the first problem.
+    """
+    result = problem = None
+    try:
+        if not alone or _is_main():
+            result = action()
+    except (OSError, ValueError) as error:
+        problem = str(error) or repr(error)
+    for found in gather_objects(problem):
+        if found:
+            raise CheckpointError(found)
+    return result
 
 
-def prepare(out_dir: Path, source: Path, *, overwrite: bool = True) -> Path:
-    """Make an empty directory beside out_dir, removing what an interrupted run has left there.
+def _is_main() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+@contextlib.contextmanager
+def atomic_directory(out_dir: Path, source: Path, *, overwrite: bool = True) -> Iterator[Path]:
+    """Yield a hidden directory to fill; rename it to out_dir when all processes are done.
+
+    It is removed on an error; what a killed process leaves is removed by the next one.
 
     Args:
         out_dir: path of the finished directory.
@@ -57,9 +91,20 @@ def prepare(out_dir: Path, source: Path, *, overwrite: bool = True) -> Path:
         overwrite: replace an earlier export or conversion; nothing else ever is.
 
     Raises:
-        CheckpointError: out_dir is taken, or source cannot be copied.
+        CheckpointError: on every rank, when out_dir is taken or source cannot be copied.
     """
-    partial = partial_of(out_dir)
+    partial = out_dir.parent / f".{out_dir.name}.partial"
+    together(lambda: _prepare(partial, out_dir, source, overwrite), alone=True)
+    try:
+        yield partial
+        together(lambda: replace_directory(partial, out_dir), alone=True)
+    except BaseException:
+        if _is_main():
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _prepare(partial: Path, out_dir: Path, source: Path, overwrite: bool) -> None:
     if not (source / "config.json").is_file():
         raise CheckpointError(f"{source} has no config.json to copy; give an HF directory")
     if source.resolve().is_relative_to(out_dir.resolve()):
@@ -76,7 +121,6 @@ def prepare(out_dir: Path, source: Path, *, overwrite: bool = True) -> Path:
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    return partial
 
 
 def _is_replaceable(directory: Path) -> bool:
@@ -92,6 +136,27 @@ def _is_replaceable(directory: Path) -> bool:
             return (file.metadata() or {}).get("producer") == _METADATA["producer"]
     except SafetensorError:
         return False
+
+
+def divide(items: Sequence[T], num_bytes: Callable[[T], int], max_file_bytes: int) -> list[list[T]]:
+    """Divide items, in order, over files of at most max_file_bytes; a larger item has its own."""
+    files: list[list[T]] = []
+    used = 0
+    for item in items:
+        size = num_bytes(item)
+        if not files or used + size > max_file_bytes:
+            files.append([])
+            used = 0
+        files[-1].append(item)
+        used += size
+    return files
+
+
+def file_names(count: int) -> list[str]:
+    """Return the names that transformers gives to the safetensors files of a model."""
+    if count == 1:
+        return [SINGLE_FILE]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
 def write_safetensors(path: Path, tensors: list[TensorPlan], data: Iterator[Tensor]) -> None:
@@ -133,12 +198,39 @@ def safetensors_header(tensors: list[TensorPlan]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def copy_auxiliary(source: Path, partial: Path) -> None:
-    """Copy tokenizer and generation settings, following links; nothing executable."""
+def copy_settings(
+    source: Path, partial: Path, family: str, role: str, dtype: torch.dtype | None
+) -> None:
+    """Copy tokenizer and generation settings, following links, but nothing executable.
+
+    config.json gets the architecture and the type of the export; if neither changes, it is copied
+    byte for byte.
+
+    Args:
+        source: directory with a config.json.
+        partial: where to write.
+        family, role: see architecture.
+        dtype: of the parameters; None: as the file says.
+    """
     for pattern in _AUXILIARY:
         for file in source.glob(pattern):
             if file.is_file() and file.suffix not in (".py", ".safetensors"):
                 shutil.copyfile(file, partial / file.name)
+    before = read_config(source)
+    config = {**before, "architectures": [architecture(before, family, role)]}
+    config.pop("auto_map", None)  # Names Python files, which are not copied.
+    if dtype is not None:
+        name = str(dtype).removeprefix("torch.")
+        config.update(
+            dict.fromkeys({"torch_dtype", "dtype"} & set(config) or {"torch_dtype"}, name)
+        )
+    if role == "critic" and config["architectures"] != before.get("architectures"):
+        labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+        config.update(num_labels=1, classifier_dropout=0.0, **labels)
+    if config == before:
+        shutil.copyfile(source / "config.json", partial / "config.json")
+    else:
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def architecture(config: dict[str, Any], family: str, role: str) -> str:
@@ -164,51 +256,21 @@ def read_config(source: Path) -> dict[str, Any]:
     return json.loads((source / "config.json").read_text())
 
 
-def write_config(
-    source: Path, partial: Path, family: str, role: str, dtype: torch.dtype | None
-) -> None:
-    """Write the source's config.json with the architecture and the type of the export.
-
-    If nothing changes, the file is copied byte for byte.
-
-    Args:
-        source: directory with a config.json.
-        partial: where to write.
-        family, role: see architecture.
-        dtype: of the parameters; None: as the file says.
-    """
-    before = read_config(source)
-    config = {**before, "architectures": [architecture(before, family, role)]}
-    config.pop("auto_map", None)  # Names Python files, which are not copied.
-    if dtype is not None:
-        name = str(dtype).removeprefix("torch.")
-        config.update(
-            dict.fromkeys({"torch_dtype", "dtype"} & set(config) or {"torch_dtype"}, name)
-        )
-    if role == "critic" and config["architectures"] != before.get("architectures"):
-        labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
-        config.update(num_labels=1, classifier_dropout=0.0, **labels)
-    if config == before:
-        shutil.copyfile(source / "config.json", partial / "config.json")
-    else:
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def write_index(partial: Path, weight_map: dict[str, str], total_bytes: int) -> None:
+def write_index(partial: Path, files: dict[str, list[TensorPlan]]) -> None:
     """Write the index of several files, after checking that all exist.
 
     Args:
         partial: the directory.
-        weight_map: tensor name -> file name.
-        total_bytes: of all tensors.
+        files: file name -> its tensors.
     """
-    files = set(weight_map.values())
     missing = sorted(f for f in files if not (partial / f).is_file())
     if missing:
         raise CheckpointError(
             f"{partial} lacks {', '.join(missing)}: each pipeline stage's first rank writes "
             "its files there; export to a file system that they share"
         )
-    if files != {SINGLE_FILE}:
+    if SINGLE_FILE not in files:
+        weight_map = {t.name: file for file, tensors in files.items() for t in tensors}
+        total_bytes = sum(t.num_bytes for tensors in files.values() for t in tensors)
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

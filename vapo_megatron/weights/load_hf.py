@@ -20,7 +20,6 @@ from vapo_megatron.errors import CheckpointError
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.convert.sharded_files import ShardedReader, is_distributed_checkpoint
 from vapo_megatron.weights.convert.to_hf import check_checkpoint
-from vapo_megatron.weights.export_hf import export_hf
 from vapo_megatron.weights.hf_reader import DTYPES, HfReader
 from vapo_megatron.weights.mapping import (
     EMBEDDING,
@@ -36,8 +35,6 @@ from vapo_megatron.weights.mapping import (
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
     from vapo_megatron.parallel.groups import Ranks
-
-__all__ = ["HfReader", "check_hf_tensors", "check_weights", "export_hf", "load_hf_weights"]
 
 
 def check_weights(hf_path: str | Path, shape: ModelShape, role: str) -> None:

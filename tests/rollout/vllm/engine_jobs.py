@@ -359,7 +359,8 @@ def of_family(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:
 
     from tests.weights.loaded import Layout, load
     from vapo_megatron.rollout.vllm import engine as engine_module
-    from vapo_megatron.weights.load_hf import export_hf, load_hf_weights
+    from vapo_megatron.weights.export_hf import export_hf
+    from vapo_megatron.weights.load_hf import load_hf_weights
     from vapo_megatron.weights.reshard.sync import WeightSync
 
     chunks, shape, ranks, _, trainer = load(str(first_path), Layout(tp=2))

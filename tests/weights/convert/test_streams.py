@@ -46,12 +46,10 @@ def write_large(directory: Path) -> None:
     names = hf_tensors(read_model_shape(directory), "actor")
     plans = [TensorPlan(name, size, torch.bfloat16) for name, size in names.items()]
     noise = torch.randint(0, 256, (8_000_003,), dtype=torch.uint8)
-    weight_map = {}
-    for i in range(4):
-        file = f"model-{i + 1:05d}-of-00004.safetensors"
-        weight_map.update(dict.fromkeys((p.name for p in plans[i::4]), file))
-        write_safetensors(directory / file, plans[i::4], pieces(plans[i::4], noise))
-    write_index(directory, weight_map, sum(p.num_bytes for p in plans))
+    files = {f"model-{i + 1:05d}-of-00004.safetensors": plans[i::4] for i in range(4)}
+    for file, some in files.items():
+        write_safetensors(directory / file, some, pieces(some, noise))
+    write_index(directory, files)
 
 
 def pieces(plans, noise):

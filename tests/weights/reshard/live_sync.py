@@ -22,7 +22,7 @@ from vapo_megatron.parallel.optimizer import (
     set_learning_rate,
 )
 from vapo_megatron.parallel.schedule import forward_backward
-from vapo_megatron.weights.load_hf import export_hf
+from vapo_megatron.weights.export_hf import export_hf
 from vapo_megatron.weights.reshard import sync as sync_module
 from vapo_megatron.weights.reshard.plan import SAMPLER, LiveWeight
 from vapo_megatron.weights.reshard.sync import WeightSync

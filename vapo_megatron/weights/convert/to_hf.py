@@ -19,20 +19,23 @@ from vapo_megatron.weights.convert.sharded_tensors import (
     is_of_model,
     sharded_tensors,
 )
-from vapo_megatron.weights.convert.team import ByteCount, OnProgress, Team, atomic_directory
+from vapo_megatron.weights.convert.team import OnProgress, Team
 from vapo_megatron.weights.copying import Blocks, row_blocks, write_exactly
-from vapo_megatron.weights.export_hf import MAX_FILE_BYTES
 from vapo_megatron.weights.hf_directory import (
     CONVERSION_FILE,
+    MAX_FILE_BYTES,
     TensorPlan,
     architecture,
-    copy_auxiliary,
+    atomic_directory,
+    copy_settings,
+    divide,
+    file_names,
     read_config,
     safetensors_header,
-    write_config,
+    together,
     write_index,
 )
-from vapo_megatron.weights.hf_reader import DTYPES, SINGLE_FILE
+from vapo_megatron.weights.hf_reader import DTYPES
 from vapo_megatron.weights.mapping import EMBEDDING, OUTPUT, VALUE_HEAD_BIAS
 
 if TYPE_CHECKING:
@@ -98,22 +101,22 @@ def convert_to_hf(
             items.append(_Item(plan, None))
     if info.get("tied_output"):
         (embedding,) = [i for i in items if i.plan.name == EMBEDDING]
-        items.append(dataclasses.replace(embedding, plan=_renamed(embedding.plan, OUTPUT)))
+        plan = dataclasses.replace(embedding.plan, name=OUTPUT)
+        items.append(dataclasses.replace(embedding, plan=plan))
     # Wider types first: the safetensors reader needs each tensor aligned to its type.
     items.sort(key=lambda item: -item.plan.dtype.itemsize)
-    files = _divide(items, max_file_bytes)
+    contents = divide(items, lambda item: item.plan.num_bytes, max_file_bytes)
+    files = dict(zip(file_names(len(contents)), contents, strict=True))
 
-    with atomic_directory(out, source, team, overwrite=overwrite) as partial:
-        team.together(lambda: _write(files, partial, reader, team))
+    with atomic_directory(out, source, overwrite=overwrite) as partial:
+        together(lambda: _write(files, partial, reader, team))
 
         def finish() -> None:
-            copy_auxiliary(source, partial)
             dtype = None if info and hf is None else reader.dtype(_EMBEDDING_KEY)
-            write_config(source, partial, shape.family, role, dtype)
-            weight_map = {i.plan.name: name for name, file in files.items() for i in file}
-            write_index(partial, weight_map, sum(i.plan.num_bytes for i in items))
+            copy_settings(source, partial, shape.family, role, dtype)
+            write_index(partial, {name: [i.plan for i in file] for name, file in files.items()})
 
-        team.together(finish, alone=True)
+        together(finish, alone=True)
     return out
 
 
@@ -189,31 +192,12 @@ def _conversion(directory: Path) -> dict:
     return noted
 
 
-def _renamed(plan: TensorPlan, name: str) -> TensorPlan:
-    return dataclasses.replace(plan, name=name)
-
-
 def _items(reader: ShardedReader, tensors: list[ShardedTensor]) -> list[_Item]:
     return [
         _Item(TensorPlan(name, size, reader.dtype(tensor.key)), tensor, part)
         for tensor in tensors
         for part, (name, size) in enumerate(zip(tensor.hf_names, tensor.hf_shapes, strict=True))
     ]
-
-
-def _divide(items: list[_Item], max_file_bytes: int) -> dict[str, list[_Item]]:
-    """Return file name -> its tensors."""
-    files: list[list[_Item]] = []
-    used = 0
-    for item in items:
-        if not files or used + item.plan.num_bytes > max_file_bytes:
-            files.append([])
-            used = 0
-        files[-1].append(item)
-        used += item.plan.num_bytes
-    count = len(files)
-    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    return dict(zip([SINGLE_FILE] if count == 1 else names, files, strict=True))
 
 
 def _write(
@@ -223,7 +207,7 @@ def _write(
     names = list(files)
     sizes = [sum(item.plan.num_bytes for item in files[name]) for name in names]
     mine = team.divide(sizes)
-    progress = ByteCount(sum(sizes[i] for i in mine), team)
+    team.total = sum(sizes[i] for i in mine)
     blocks = Blocks()
     for name in (names[i] for i in mine):
         with open(directory / name, "wb") as file:
@@ -235,7 +219,7 @@ def _write(
                 for start, count in row_blocks(item.plan.shape[0], row_bytes):
                     _write_rows(item, start, count, reader, blocks, file, place)
                     place += count * row_bytes
-                    progress.add(count * row_bytes)
+                    team.add(count * row_bytes)
 
 
 def _write_rows(

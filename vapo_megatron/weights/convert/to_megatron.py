@@ -33,9 +33,14 @@ from vapo_megatron.weights.convert.sharded_tensors import (
     sharded_tensors,
     stage_of,
 )
-from vapo_megatron.weights.convert.team import ByteCount, OnProgress, Team, atomic_directory
+from vapo_megatron.weights.convert.team import OnProgress, Team
 from vapo_megatron.weights.copying import Blocks, row_blocks, write_exactly
-from vapo_megatron.weights.hf_directory import CONVERSION_FILE, copy_auxiliary, write_config
+from vapo_megatron.weights.hf_directory import (
+    CONVERSION_FILE,
+    atomic_directory,
+    copy_settings,
+    together,
+)
 from vapo_megatron.weights.hf_reader import DTYPES, HfReader
 from vapo_megatron.weights.load_hf import check_hf_tensors
 from vapo_megatron.weights.mapping import EMBEDDING, OUTPUT, VALUE_HEAD, VALUE_HEAD_BIAS
@@ -95,19 +100,18 @@ def convert_to_megatron(
     head = torch.randn(1, shape.hidden_size, generator=torch.Generator().manual_seed(seed))
     head = (value_head_init_std * head).to(dtypes["embedding.word_embeddings.weight"])
 
-    with atomic_directory(out, hf, team, overwrite=overwrite) as partial:
+    with atomic_directory(out, hf, overwrite=overwrite) as partial:
         worker = _Worker(partial, reader, parallel, team, None if VALUE_HEAD in present else head)
-        written = team.together(lambda: worker.write(tensors, dtypes))
+        written = together(lambda: worker.write(tensors, dtypes))
         everything = list(itertools.chain(*gather_objects(written or [])))
 
         def finish() -> None:
             finish_checkpoint(partial, [*_extra_states(partial, tensors, parallel), *everything])
-            copy_auxiliary(hf, partial)
-            write_config(hf, partial, shape.family, role, None)
+            copy_settings(hf, partial, shape.family, role, None)
             content = {"producer": "vapo_megatron", "role": role, "tied_output": tied_output}
             (partial / CONVERSION_FILE).write_text(json.dumps(content, indent=1) + "\n")
 
-        team.together(finish, alone=True)
+        together(finish, alone=True)
     return out
 
 
@@ -159,16 +163,13 @@ class _Worker:
         """Write this process's tensors into every rank's files."""
         sizes = [torch.Size(t.part(1, t.num_rows, t.num_columns)).numel() for t in tensors]
         mine = self.team.divide(sizes)
-        total = sum(sizes[i] * dtypes[tensors[i].key].itemsize for i in mine)
-        progress = ByteCount(total, self.team)
+        self.team.total = sum(sizes[i] * dtypes[tensors[i].key].itemsize for i in mine)
         written = []
         for i in mine:
-            written += self._write_tensor(tensors[i], dtypes[tensors[i].key], progress)
+            written += self._write_tensor(tensors[i], dtypes[tensors[i].key])
         return written
 
-    def _write_tensor(
-        self, tensor: ShardedTensor, dtype: torch.dtype, progress: ByteCount
-    ) -> list[Written]:
+    def _write_tensor(self, tensor: ShardedTensor, dtype: torch.dtype) -> list[Written]:
         written = []
         first_rank = stage_of(tensor, self.pp_size, self.vpp_size) * self.tp_size
         of_rows = defaultdict(list)  # boxes that share rows: read them once
@@ -199,7 +200,7 @@ class _Worker:
                         else:
                             copy_rows(tensor, row, count, self.reader, file, place)
                     written.append(chunk)
-                    progress.add(math.prod(chunk.sizes) * dtype.itemsize)
+                    self.team.add(math.prod(chunk.sizes) * dtype.itemsize)
         return written
 
     def _file(self, rank: int) -> BinaryIO:
