@@ -1,4 +1,4 @@
-"""The human-readable files of a run directory, which the report is made from.
+"""Reads the files of a run directory that the report is made from.
 
 config.yaml (resolved), metrics.jsonl (one row per step), problems.jsonl (one row per step: its
 problems and how many responses to each were correct), held_out.jsonl (the same for evaluations),
@@ -21,8 +21,6 @@ from vapo_megatron.errors import DataError
 METRICS_FILE, PROBLEMS_FILE, HELD_OUT_FILE = "metrics.jsonl", "problems.jsonl", "held_out.jsonl"
 """Files of one row per step."""
 
-_ROLLOUT_FILE = re.compile(r"step_(\d+)\.jsonl")
-
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -44,13 +42,9 @@ class Run:
         """Return a step's groups on file; see token_records.py."""
         return _read_lines(rollout_file(self.run_dir, step))
 
-    def problems(self) -> list[dict[str, Any]]:
-        """Return each step's problems and how many responses to each were correct."""
-        return _rows_of(self.run_dir / PROBLEMS_FILE)
-
-    def held_out(self) -> list[dict[str, Any]]:
-        """Return the same for each evaluation."""
-        return _rows_of(self.run_dir / HELD_OUT_FILE)
+    def problems(self, *, held_out: bool = False) -> list[dict[str, Any]]:
+        """Return each step's (or evaluation's) problems and their counts of correct responses."""
+        return _rows_of(self.run_dir / (HELD_OUT_FILE if held_out else PROBLEMS_FILE))
 
 
 def read_run(run_dir: str | Path) -> Run:
@@ -97,7 +91,8 @@ def rollout_file(run_dir: Path, step: int) -> Path:
 def rollout_steps(run_dir: Path) -> list[int]:
     """Return the steps with some responses on file, in order."""
     names = (file.name for file in (run_dir / "rollouts").glob("step_*.jsonl"))
-    return sorted(int(match[1]) for match in map(_ROLLOUT_FILE.fullmatch, names) if match)
+    matches = (re.fullmatch(r"step_(\d+)\.jsonl", name) for name in names)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:

@@ -42,10 +42,9 @@ class MetricsWriter:
         Args:
             run_dir: created if missing.
             tensorboard: also write events, to run_dir/tensorboard.
-            resume_step: first step that will be written: s + 1 after loading a checkpoint of
-                step s, 0 for a run from scratch.
+            resume_step: first step that will be written; 0 for a run from scratch.
             is_unevaluated: the last step's evaluation was interrupted; rewrite its row.
-            wandb_project: also log rows to this W&B project; see WandbRun.
+            wandb_project: also log rows to this W&B project.
 
         Raises:
             DataError: a line of a file is invalid.

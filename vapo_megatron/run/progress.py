@@ -1,7 +1,7 @@
-"""What a run shows while it runs: a live display on a terminal, one line per step elsewhere.
+"""A run's progress: a live display on a terminal, one line per step elsewhere.
 
-Only the main rank shows anything. While the display is live, all other output of every rank
-(libraries, C++ code, child processes) goes to a log file, so that it cannot garble the display.
+While the display is live, all other output of every rank (libraries, C++ code, child processes)
+goes to a log file, so that it cannot garble the display.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _FIGURES = (
     ("tokens/s", "tokens_per_second", ",.0f"),
     ("time per step", "time/step_seconds", "seconds"),
 )
-"""Label, metric and format of what is shown of a step."""
+"""Label, metric and format of a step's figures."""
 
 
 class Progress:
-    """A run's display; a context manager."""
+    """A run's display; a context manager. Only the main rank shows anything."""
 
     def __init__(
         self,
@@ -58,10 +58,10 @@ class Progress:
             total_steps: N of "step k / N".
             value_pretraining_steps: how many of them, the first, train only the critic.
             title: of the live display.
-            is_main: only the main rank shows anything.
-            first_step: the step that runs next, above 1 after a resume.
-            log_path: receives all other output of this process while the display is live; required
-                for that. Ranks that share a terminal may share the file.
+            is_main: whether this is the main rank.
+            first_step: above 1 after a resume.
+            log_path: receives all other output while the display is live, and is required for that;
+                ranks may share it.
             clock: seconds; tests pass their own.
         """
         if mode == "auto":
@@ -72,7 +72,8 @@ class Progress:
         self._title, self._log_path = title, log_path
         self._figures: dict[str, str] = {}
         """Of the live display, each as last measured."""
-        self._print: Callable[[str], None] = _print_nothing
+        self.note: Callable[[str], None] = _show_nothing
+        """Shows a line that stays, above the live display."""
         self._resources = contextlib.ExitStack()
         self.bars = rich_progress.Progress(
             rich_progress.SpinnerColumn(),
@@ -92,7 +93,7 @@ class Progress:
         self._phase = self.bars.add_task(self._phase_name, total=None, note="")
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """Show what the run is doing now, such as "generation"; done and total fill its bar."""
+        """Show the current phase, such as "generation"; done and total fill its bar."""
         if name != self._phase_name:
             self.bars.remove_task(self._phase)
             self._phase_name = name
@@ -120,14 +121,10 @@ class Progress:
             width = len(str(self._total_steps))
             parts = [f"step {step:>{width}}/{self._total_steps}", f"{self._kind(step):17}"]
             parts += [f"{label} {value}" for label, value in figures.items()]
-            self._print("  ".join([*parts, left]).rstrip())
+            self.note("  ".join([*parts, left]).rstrip())
         if "accuracy" in figures:
             figures["accuracy"] += f" after step {step}" if step else " before training"
         self._figures |= figures
-
-    def note(self, text: str) -> None:
-        """Show a line that stays, above the live display."""
-        self._print(text)
 
     def __enter__(self) -> Progress:
         if self._mode == "live":
@@ -144,15 +141,15 @@ class Progress:
                         redirect_stderr=False,
                     )
                 )
-                # A killed process cannot bring a hidden cursor back.
+                # A killed process could not show a hidden cursor again.
                 console.show_cursor(True)
-                self._print = lambda text: console.print(Text(text))
+                self.note = lambda text: console.print(Text(text))
         elif self._mode == "plain" and self._is_main:
-            self._print = lambda text: print(text, flush=True)
+            self.note = lambda text: print(text, flush=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._print = _print_nothing
+        self.note = _show_nothing
         self._resources.close()
 
     def _kind(self, step: int) -> str:
@@ -248,5 +245,5 @@ def _flush() -> None:
     sys.stderr.flush()
 
 
-def _print_nothing(text: str) -> None:
-    """Stands for printing where nothing is shown."""
+def _show_nothing(text: str) -> None:
+    """Stands in for `note` where nothing is shown."""

@@ -21,24 +21,18 @@ from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import max_over_world, sum_over_data_parallel
 
 
-@emits(
-    "rollout/logprob_diff_mean",
-    "rollout/logprob_diff_max",
-)
+@emits("rollout/logprob_diff_mean", "rollout/logprob_diff_max")
 def sampler_difference(batch: RolloutBatch, limit: float | None, ranks: Ranks) -> dict[str, float]:
     """Compare the sampler's log-probabilities with the trainer's, before any update.
 
-    Both are of the same tokens under the same weights, so only rounding remains; a stale or
-    mis-sharded weight shows here at once.
+    The tokens and weights are the same, so only rounding differs: a stale or mis-sharded weight
+    shows here at once. Not finite where a log-probability is not; such updates are skipped, so the
+    limit does not apply.
 
     Args:
         batch: this data-parallel rank's, with old_logprobs.
         limit: largest |difference| of a token in nats; None: any.
         ranks: this rank's place.
-
-    Returns:
-        rollout/logprob_diff_mean and _max, over all ranks' response tokens; not finite where one of
-        the log-probabilities is not, on which no limit is needed: no update is made with it.
 
     Raises:
         RuntimeError: on every rank, when a token exceeds the limit.
@@ -98,9 +92,8 @@ def step_metrics(
     )
     advantage_mean, advantage_std = mean_and_std(of_advantages)
     lengths = summary.response_lengths
-    of_status = dict(
-        zip(STATUSES, summary.statuses.bincount(minlength=len(STATUSES)) / len(lengths))
-    )
+    counts = summary.statuses.bincount(minlength=len(STATUSES))
+    of_status = dict(zip(STATUSES, counts / len(lengths)))
     result = {
         "num_tokens": lengths.sum(),
         "reward/mean": summary.rewards.mean(),

@@ -19,11 +19,7 @@ ID_FILE = "wandb_run_id"
 
 
 def check_wandb(project: str | None) -> None:
-    """Reject logging.wandb_project where the package is missing; it is not imported here.
-
-    Raises:
-        ConfigError: names the field and the remedy.
-    """
+    """Raise a ConfigError if wandb is not installed, without importing it."""
     if project is not None and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"logging.wandb_project={project} needs the package wandb; pip install wandb, or "
@@ -37,13 +33,7 @@ class WandbRun:
     def __init__(
         self, run_dir: Path, project: str, config: Mapping[str, Any], *, resumes: bool
     ) -> None:
-        """Start or continue it.
-
-        Args:
-            run_dir: exists.
-            project: W&B project.
-            config: shown with the run.
-            resumes: False: the run starts from scratch, as a W&B run of its own.
+        """Continue the W&B run of a resumed run directory, or start one.
 
         Raises:
             UserError: W&B cannot be used: not installed, not logged in, no network.
@@ -62,7 +52,7 @@ class WandbRun:
                 resume="allow",
                 dir=str(run_dir),
                 config=dict(config),
-                # The run's own display decides where standard output goes.
+                # progress.py redirects standard output.
                 settings=wandb.Settings(console="off"),
             )
         except wandb.errors.Error as error:
@@ -74,7 +64,7 @@ class WandbRun:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Log a row of metrics with its step; null metrics are left out."""
+        """Log a row of metrics with its step, except null metrics."""
         self._run.log({name: value for name, value in row.items() if value is not None})
 
     def close(self, *, failed: bool) -> None:

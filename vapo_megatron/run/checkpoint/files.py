@@ -2,6 +2,8 @@
 
     latest                        name of the newest complete checkpoint, replaced atomically;
                                   step_000000: a run started from scratch, ignore the others
+    step_000010/actor/, critic/   megatron-core distributed checkpoints: model, optimizer
+    step_000010/state.json        step, data position, update counters, policy version
     step_000010/checksums.json    SHA-256 of every other file in it, written last
     step_000010.partial           being written, or left by a run that died
     step_000005.old               being deleted
@@ -176,11 +178,7 @@ def _rank() -> int:
 
 
 def publish(root: Path, step: int, sums: Mapping[str, str]) -> None:
-    """Turn a partial checkpoint into `latest`; all its other files are on disk.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Turn a partial checkpoint into `latest`; its other files are on disk. Raises OSError."""
     final = root / directory_name(step)
     partial = partial_directory(root, step)
     with replacing(partial / SUMS) as out:
@@ -188,7 +186,7 @@ def publish(root: Path, step: int, sums: Mapping[str, str]) -> None:
     for directory in {(partial / name).parent for name in sums}:
         sync(directory)
     if final.exists():  # abandoned by a run that was set back, or damaged
-        final.rename(_unnamed(final))
+        final.rename(_unused_name(final))
     partial.rename(final)
     sync(root)
     _set_latest(root, final.name)
@@ -212,16 +210,16 @@ def delete_unkept(root: Path, step: int, *, keep_last: int, keep_every: int) -> 
         root: directory of the run's checkpoints.
         step: of the latest; later ones are of steps that are being made again.
         keep_last: checkpoints kept, this one included.
-        keep_every: those of every so many steps are kept besides; 0: none.
+        keep_every: steps divisible by it are also kept; 0: none.
     """
     directories = step_directories(root)
     upto = [s for s in directories if s <= step]
     kept = set(upto[-keep_last:]) | {s for s in upto if keep_every and s % keep_every == 0}
     for old in directories.keys() - kept:
-        with _bearing_with(directories[old]):
-            directories[old].rename(_unnamed(directories[old]))
+        with _retried_later(directories[old]):
+            directories[old].rename(_unused_name(directories[old]))
     for path in root.glob("step_*.old"):
-        with _bearing_with(path):
+        with _retried_later(path):
             shutil.rmtree(path)
 
 
@@ -231,15 +229,15 @@ def delete_unfinished(root: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _unnamed(directory: Path) -> Path:
-    """Return the name of a checkpoint that is being deleted, which is free."""
+def _unused_name(directory: Path) -> Path:
+    """Return an unused name for a checkpoint that will be deleted."""
     old = directory.with_name(f"{directory.name}.old")
-    return _unnamed(old) if old.exists() else old
+    return _unused_name(old) if old.exists() else old
 
 
 @contextlib.contextmanager
-def _bearing_with(directory: Path) -> Iterator[None]:
-    """Delete a directory; if that fails, warn and retry at the next checkpoint."""
+def _retried_later(directory: Path) -> Iterator[None]:
+    """Only warn if the body cannot delete a directory; the next checkpoint retries."""
     try:
         yield
     except FileNotFoundError:  # another process deleted it

@@ -1,13 +1,7 @@
-"""Resuming a run from its newest complete checkpoint; starting a critic from another run's.
+"""Resumes a run from its newest complete checkpoint; starts a critic from another run's.
 
-    checkpoints/latest                      name of the newest complete checkpoint
-    checkpoints/step_000010/actor/          megatron-core distributed checkpoint: model, optimizer
-    checkpoints/step_000010/critic/
-    checkpoints/step_000010/state.json      step, data position, update counters, policy version
-    checkpoints/step_000010/checksums.json  of every other file: see files.py
-
-Written by writer.py. Every file is verified against its checksum before it is loaded; loading works
-for any layout and executes no code from a checkpoint.
+Every file is verified against its checksum before it is loaded. Loading works for any layout and
+executes no code from a checkpoint.
 """
 
 from __future__ import annotations

@@ -16,8 +16,13 @@ from typing import Any
 from vapo_megatron.config.metrics import describe
 from vapo_megatron.errors import DataError
 from vapo_megatron.run.report.arms import MEASURES, Arm, mean_and_ends, read_arms
-from vapo_megatron.run.report.html import breakable, escape, script_json, write_page
-from vapo_megatron.run.report.sections import yaml_value
+from vapo_megatron.run.report.html import (
+    breakable,
+    escape,
+    script_json,
+    write_page,
+    yaml_value,
+)
 
 _NUM_COLORS = 6
 _DASHES = ("", "7 3", "2 3", "9 3 2 3", "1 4")

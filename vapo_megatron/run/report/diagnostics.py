@@ -42,7 +42,7 @@ def plots(run: Run) -> list[dict[str, Any]]:
     """Return the plots that can be drawn: title, what x and y are, series of [x, y] or cells."""
     groups = [g for step in run.rollout_steps[-_LAST_STEPS:] for g in run.rollouts(step)]
     kept = [g["responses"] for g in groups if all("tokens" in r for r in g["responses"])]
-    found = [*problem_plots(run.problems(), run.held_out())]
+    found = [*problem_plots(run.problems(), run.problems(held_out=True))]
     if run.config:  # otherwise the algorithm is unknown
         found = [*_token_plots(kept, settings(run.config)), *found]
     return [plot for plot in found if plot.get("series") or plot.get("cells")]

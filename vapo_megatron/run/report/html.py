@@ -13,7 +13,9 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import yaml
 
 from vapo_megatron.data.storage import replace_file
 
@@ -70,8 +72,16 @@ def escape(text: object) -> str:
     return html.escape(str(text), quote=True)
 
 
+def yaml_value(value: Any) -> str:
+    """Return a field's value as YAML shows it."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = yaml.safe_dump(value, default_flow_style=True, width=1000)
+    return text.removesuffix("\n...\n").strip()
+
+
 def spread(items: Sequence[_T], most: int) -> Sequence[_T]:
-    """Return at most so many of the items, evenly from the first to the last."""
+    """Return at most `most` items, evenly spaced from the first to the last."""
     if len(items) <= most:
         return items
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]

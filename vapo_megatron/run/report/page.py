@@ -1,32 +1,29 @@
 """report.html: one self-contained page about a run, finished or not.
 
-Numbers go into the page as JSON and its script draws them; text (configuration, prompts, responses)
-goes in escaped.
+Numbers are JSON that the page's script draws; text (configuration, prompts, responses) is escaped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from vapo_megatron.config.metrics import accuracy_name
-from vapo_megatron.config.techniques import algorithm_name
+from vapo_megatron.config.schema import VapoConfig
+from vapo_megatron.config.techniques import TECHNIQUES, algorithm_name, settings
 from vapo_megatron.run.directory import Run, read_run
 from vapo_megatron.run.progress import format_seconds
 from vapo_megatron.run.report.charts import chart_data
 from vapo_megatron.run.report.diagnostics import plots
-from vapo_megatron.run.report.html import escape, script_json, write_page
+from vapo_megatron.run.report.html import escape, script_json, write_page, yaml_value
 from vapo_megatron.run.report.responses import rollouts
-from vapo_megatron.run.report.sections import configuration, techniques
+
+_UNKNOWN = '<p class="empty">config.yaml not found.</p>'
 
 
 def build_report(run_dir: str | Path) -> Path:
-    """Write run_dir/report.html from the run's files so far and return its path.
-
-    Raises:
-        DataError: run_dir is no run directory, or a file in it cannot be read.
-    """
+    """Write run_dir/report.html from the run's files so far; see read_run for its errors."""
     run = read_run(run_dir)
     return write_page(run.run_dir / "report.html", "report_run.html", _slots(run))
 
@@ -39,9 +36,9 @@ def _slots(run: Run) -> dict[str, str]:
         "subtitle": _subtitle(run),
         "headline": "".join(_card(*figure) for figure in _headline(run)),
         "data": script_json({**chart_data(run), "tokens": tokens, "plots": plots(run)}),
-        "techniques": techniques(run.config),
+        "techniques": _techniques(run.config),
         "rollouts": responses,
-        "config": configuration(run.config),
+        "config": _configuration(run.config),
     }
 
 
@@ -111,3 +108,45 @@ def _first_to_last(values: list[float], form: str) -> str:
 
 def _column(rows: list[dict[str, Any]], name: str) -> list[float]:
     return [row[name] for row in rows if row.get(name) is not None]
+
+
+def _techniques(config: Mapping[str, Any]) -> str:
+    """Return the list of the seven techniques: name, fields, whether it is on."""
+    if not config:
+        return _UNKNOWN
+    found = settings(config)
+    items = []
+    for number, (name, fields, is_on, sentence) in enumerate(TECHNIQUES, 1):
+        state = "on" if is_on(found) else "off"
+        values = "".join(
+            f"<code>{field} = {escape(yaml_value(found[field]))}</code>" for field in fields.split()
+        )
+        items.append(
+            f'<li class="{state}"><div class="head"><b>{number}</b><h3>{name}</h3>'
+            f'<span class="state">{state}</span></div><p>{sentence}</p>'
+            f'<div class="settings">{values}</div></li>'
+        )
+    return f'<ol class="techniques">{"".join(items)}</ol>'
+
+
+def _configuration(config: Mapping[str, Any]) -> str:
+    """Return every field by section; those that differ from their default are marked."""
+    if not config:
+        return _UNKNOWN
+    defaults = VapoConfig().model_dump()
+    top = {name: value for name, value in config.items() if not isinstance(value, dict)}
+    sections = {"run": top} if top else {}
+    sections |= {name: value for name, value in config.items() if isinstance(value, dict)}
+    blocks = []
+    for name, fields in sections.items():
+        of_section = defaults if name == "run" else defaults.get(name, {})
+        rows = "".join(_field(field, value, of_section) for field, value in fields.items())
+        blocks.append(f"<section><h3>{escape(name)}</h3><table>{rows}</table></section>")
+    return f'<div class="config">{"".join(blocks)}</div>'
+
+
+def _field(name: str, value: Any, defaults: Mapping[str, Any]) -> str:
+    changed = ""
+    if name in defaults and defaults[name] != value:
+        changed = f' class="changed" title="default: {escape(yaml_value(defaults[name]))}"'
+    return f"<tr{changed}><th>{escape(name)}</th><td>{escape(yaml_value(value))}</td></tr>"

@@ -29,7 +29,7 @@ def problem_plots(trained_on: Sequence[_Row], held_out: Sequence[_Row]) -> Itera
 
 
 def _shares(title: str, rows: Sequence[_Row]) -> dict[str, Any]:
-    """Share of the problems with no, some, only correct responses, of so many steps at a time."""
+    """Share of the problems with no, some, only correct responses, in at most _MAX_POINTS bins."""
     at_a_time = -(-len(rows) // _MAX_POINTS)
     curves: dict[str, list[list[float]]] = {"none correct": [], "some": [], "all": []}
     for start in range(0, len(rows), at_a_time):

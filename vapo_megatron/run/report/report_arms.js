@@ -15,7 +15,7 @@
         if (s.show !== show) u.setSeries(i, { show }, false);
       });
     }
-    // Where names would fill the charts, these buttons alone tell them.
+    // Too many names would fill the charts; the buttons show them.
     document.getElementById("charts").classList.toggle("crowded", (picked.length || buttons.length) > 6);
   }
   function lift(only) {

@@ -62,7 +62,7 @@ function draw(figure, spec, series, table, bands) {
     },
   }, table, host);
   Object.assign(u.root, { role: "img", ariaLabel: figure.querySelector("h3").textContent });
-  // uPlot itself follows a mouse alone.
+  // uPlot itself follows only a mouse.
   const touch = ({ pointerType, offsetX, offsetY }) => { if (pointerType === "touch") u.setCursor({ left: offsetX, top: offsetY }, true, true); };
   u.over.addEventListener("pointermove", touch);
   charts.push(u);

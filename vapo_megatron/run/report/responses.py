@@ -1,6 +1,6 @@
-"""The report's responses with their verdicts, and what is known of their tokens.
+"""The report's responses with their verdicts and tokens.
 
-The HTML holds the text, escaped; the page's script shades it by the numbers beside it.
+The HTML holds the escaped text; the page's script shades it by the tokens' numbers.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from vapo_megatron.run.report.html import escape, spread, visible
 _MAX_CHARACTERS = 8000
 _MAX_STEPS = 12
 _MAX_TOKENS = 120_000
-"""Of the whole page; each response has its share."""
+"""Of the whole page; all responses have equal shares."""
 _STATUSES = ("correct", "wrong", "unparsable", "timed_out")
 
 
 def rollouts(run: Run) -> tuple[str, list[dict[str, Any] | None]]:
-    """Return the groups kept of up to 12 steps, spread from the first to the last.
+    """Return the kept groups of up to 12 steps, from the first to the last, as HTML.
 
-    Returns:
-        (HTML, tokens): tokens of each response in the order of the page; None: not known.
+    Also the tokens of each response in the order of the page; None: not recorded.
     """
     parts: list[str] = []
     responses: list[Mapping[str, Any]] = []
@@ -41,7 +40,7 @@ def rollouts(run: Run) -> tuple[str, list[dict[str, Any] | None]]:
 def _tokens(
     known: Mapping[str, Sequence[Any]] | None, response: Mapping[str, Any], most: int
 ) -> dict[str, Any] | None:
-    """Both ends of what was kept, at most `most` tokens; `gap` is [where, how many] lack there."""
+    """Return both ends of the kept tokens, at most `most`; `gap`: [where, how many] are not."""
     if known is None:
         return None
     shown = {n: known[n] for n in ("values", "advantages", "entropy") if n in known}
@@ -92,7 +91,7 @@ def _preview(text: str) -> str:
 
 
 def _long(text: str) -> str:
-    """Escape a text; of a very long one the beginning and the end."""
+    """Escape a text; a very long one is cut in the middle."""
     text = visible(text)
     left_out = len(text) - _MAX_CHARACTERS
     if left_out <= 0:
