@@ -4,7 +4,8 @@ from setuptools import find_packages, setup
 
 RUNTIME = [
     "megatron-core>=0.16.1,<0.20",
-    "torch>=2.11",
+    # The first with varlen_attn(enable_gqa=...) among those that the supported vLLM pins.
+    "torch>=2.13",
     "pydantic>=2",
     "pyyaml",
     "numpy",

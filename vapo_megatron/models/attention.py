@@ -14,7 +14,6 @@ import vapo_megatron.parallel  # noqa: F401  prepares megatron-core for this mac
 # isort: split
 import dataclasses
 import functools
-import inspect
 from typing import Any
 
 import torch
@@ -105,34 +104,13 @@ class PackedAttention(MegatronModule):
 def _varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> Tensor:
-    """Call torch's varlen attention, whose keywords differ between releases of torch.
-
-    2.10   is_causal                       2.11   scale, window_size
-    2.12   scale, window_size, enable_gqa, as in 2.13
-    """
+    """Call torch's varlen attention; window_size (-1, 0): causal."""
     from torch.nn.attention import varlen
 
-    attend: Any = varlen.varlen_attn
-    known = inspect.signature(attend).parameters
-    keywords: dict[str, Any] = {}
-    if "window_size" in known:
-        keywords["window_size"] = (-1, 0)
-    else:
-        keywords["is_causal"] = True
-    if "scale" in known:
-        keywords["scale"] = scale
-    else:
-        query = query * (scale * query.size(-1) ** 0.5)
-    if "enable_gqa" in known:
-        keywords["enable_gqa"] = query.size(1) != key.size(1)
-    else:
-        key, value = (_one_head_each(x, query) for x in (key, value))
-    return attend(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **keywords)
-
-
-def _one_head_each(x: Tensor, query: Tensor) -> Tensor:
-    """Repeat key or value [S, groups, d] for each query head of its group: [S, heads, d]."""
-    return x.repeat_interleave(query.size(1) // x.size(1), dim=1)
+    return varlen.varlen_attn(
+        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+        scale=scale, window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1),
+    )  # fmt: skip
 
 
 def packed_attention(
@@ -156,7 +134,7 @@ def packed_attention(
     plan = _plan(bounds, heads * channels, query.device)
     if query.is_cuda and heads != key.size(1):
         # The float32 kernel has no grouped heads: torch would fall back to one with all scores.
-        key, value = (_one_head_each(x, query) for x in (key, value))
+        key, value = (x.repeat_interleave(heads // x.size(1), dim=1) for x in (key, value))
     outputs = []
     padded = (_Pad.apply(x, plan).split(plan.splits) for x in (query, key, value))
     for batch, *parts in zip(plan.batches, *padded):
