@@ -10,7 +10,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests.models.built import Layout, build, call, write_hf
-from vapo_megatron.models.build import gather_hidden, output_weight, values_of
+from vapo_megatron.models.build import gather_hidden, output_weight
+from vapo_megatron.models.value_head import values_of
 from vapo_megatron.weights import layout as weight_layout
 from vapo_megatron.weights.load_hf import load_hf_weights
 

@@ -6,7 +6,7 @@ Does not exercise its checkpoints (tests/parallel does) nor a pipeline (tests/di
 import torch
 
 from tests.models.built import Layout, build, call, write_hf
-from vapo_megatron.models.build import values_of
+from vapo_megatron.models.value_head import values_of
 from vapo_megatron.weights.load_hf import load_hf_weights
 
 LENGTHS = (7, 2, 11)

@@ -17,7 +17,7 @@ def place(fields):
     mine = groups.initialize(ParallelConfig(**fields))
     assert groups.current() is mine
     sums = []
-    for group in (mine.tp_group, mine.pp_group, mine.dp_group, mine.model_parallel_group):
+    for group in (mine.tp_group, mine.pp_group, mine.dp_group):
         total = torch.tensor(mine.rank)
         dist.all_reduce(total, group=group)
         sums.append(total.item())
@@ -25,7 +25,7 @@ def place(fields):
         "sizes": (mine.tp_size, mine.pp_size, mine.dp_size, mine.vpp_size),
         "ranks": (mine.tp_rank, mine.pp_rank, mine.dp_rank),
         "sums": tuple(sums),
-        "stages": (mine.first_stage_rank, mine.last_stage_rank),
+        "last stage": mine.last_stage_rank,
         "ends": (mine.is_first_stage, mine.is_last_stage),
     }
 
@@ -33,7 +33,7 @@ def place(fields):
 def test_one_process(workers):
     (only,) = workers.run(1, place, {})
     assert only["sizes"] == (1, 1, 1, 1) and only["ranks"] == (0, 0, 0)
-    assert only["ends"] == (True, True) and only["stages"] == (0, 0)
+    assert only["ends"] == (True, True) and only["last stage"] == 0
 
 
 def test_tensor_parallel_is_fastest(workers):
@@ -41,9 +41,9 @@ def test_tensor_parallel_is_fastest(workers):
     fields = {"world_size": 4, "tensor_model_parallel_size": 2}
     results = workers.run(4, place, fields)
     assert [r["ranks"] for r in results] == [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1)]
-    # tp: 0+1, 2+3; pp: alone; dp: 0+2, 1+3; a replica is a tensor-parallel pair.
+    # tp: 0+1, 2+3; pp: alone; dp: 0+2, 1+3.
     assert [r["sums"] for r in results] == [
-        (1, 0, 2, 1), (1, 1, 4, 1), (5, 2, 2, 5), (5, 3, 4, 5),
+        (1, 0, 2), (1, 1, 4), (5, 2, 2), (5, 3, 4),
     ]  # fmt: skip
 
 
@@ -58,11 +58,11 @@ def test_the_pipeline_is_slowest(workers):
     results = workers.run(4, place, fields)
     assert {r["sizes"] for r in results} == {(2, 2, 1, 2)}
     assert [r["ranks"] for r in results] == [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)]
-    assert [r["stages"] for r in results] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [r["last stage"] for r in results] == [2, 3, 2, 3]
     assert [r["ends"] for r in results] == [(True, False)] * 2 + [(False, True)] * 2
-    # tp: 0+1, 2+3; pp: 0+2, 1+3; dp: alone; all four hold the one replica.
+    # tp: 0+1, 2+3; pp: 0+2, 1+3; dp: alone.
     assert [r["sums"] for r in results] == [
-        (1, 2, 0, 6), (1, 4, 1, 6), (5, 2, 2, 6), (5, 4, 3, 6),
+        (1, 2, 0), (1, 4, 1), (5, 2, 2), (5, 4, 3),
     ]  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def test_replicas_of_a_pipeline(workers):
     fields = {"world_size": 4, "pipeline_model_parallel_size": 2}
     results = workers.run(4, place, fields)
     assert [r["ranks"] for r in results] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
-    assert [r["stages"] for r in results] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [r["last stage"] for r in results] == [2, 3, 2, 3]
 
 
 def again(first, second):

@@ -12,11 +12,7 @@ import torch
 from tests.parallel.training import ALL, LEARNING_RATE, Layout, Trained, make_config
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.parallel.optimizer import (
-    actor_learning_rate,
-    critic_learning_rate,
-    learning_rate,
-)
+from vapo_megatron.parallel.optimizer import learning_rate
 
 
 def _config(**optimizer):
@@ -24,31 +20,26 @@ def _config(**optimizer):
     return VapoConfig.model_validate({"optimizer": {**none, **optimizer}})
 
 
-def test_warmup_is_linear_and_then_constant():
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_warmup_is_linear_and_then_constant(role):
+    def rates(warmup_updates, count):
+        other = {"actor": "critic", "critic": "actor"}[role]
+        fields = {f"{role}_learning_rate": 8.0, f"{role}_warmup_updates": warmup_updates}
+        optimizer = _config(**fields, **{f"{other}_learning_rate": 1.0}).optimizer
+        return [learning_rate(u, optimizer, role) for u in range(count)]
+
     # 4 updates of warm-up: 1/4, 2/4, 3/4 of the peak, then the peak.
-    rates = [learning_rate(u, peak=8.0, warmup_updates=4) for u in range(6)]
-    assert rates == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
-    assert learning_rate(0, peak=8.0, warmup_updates=0) == 8.0
-    assert learning_rate(0, peak=8.0, warmup_updates=1) == 8.0
+    assert rates(4, 6) == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
+    assert rates(0, 1) == rates(1, 1) == [8.0]
 
 
 def test_defaults_are_the_papers():
     # 320 updates of warm-up, then 1e-6 and 2e-6.
-    config = VapoConfig()
-    assert actor_learning_rate(159, config.optimizer) == pytest.approx(0.5e-6)
-    assert critic_learning_rate(159, config.optimizer) == pytest.approx(1e-6)
-    assert actor_learning_rate(5000, config.optimizer) == 1e-6
-    assert critic_learning_rate(5000, config.optimizer) == 2e-6
-
-
-def test_actor_warms_up_from_its_own_first_update():
-    config = _config(actor_learning_rate=1.0, actor_warmup_updates=2)
-    assert [actor_learning_rate(u, config.optimizer) for u in range(3)] == [0.5, 1.0, 1.0]
-
-
-def test_critic_warms_up_from_the_start_of_value_pretraining():
-    config = _config(critic_learning_rate=6.0, critic_warmup_updates=3)
-    assert [critic_learning_rate(u, config.optimizer) for u in range(4)] == [2.0, 4.0, 6.0, 6.0]
+    optimizer = VapoConfig().optimizer
+    assert learning_rate(159, optimizer, "actor") == pytest.approx(0.5e-6)
+    assert learning_rate(159, optimizer, "critic") == pytest.approx(1e-6)
+    assert learning_rate(5000, optimizer, "actor") == 1e-6
+    assert learning_rate(5000, optimizer, "critic") == 2e-6
 
 
 @pytest.fixture(scope="module")

@@ -153,7 +153,8 @@ class Trained:
         ]
 
     def head(self, output, microbatch):
-        from vapo_megatron.models.build import gather_hidden, output_weight, values_of
+        from vapo_megatron.models.build import gather_hidden, output_weight
+        from vapo_megatron.models.value_head import values_of
         from vapo_megatron.parallel.logprobs import linear_logprobs
 
         if self.role == "critic":

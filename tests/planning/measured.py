@@ -161,7 +161,8 @@ def checkpoint_size(shape: ModelShape, config: VapoConfig, directory: str) -> in
 
 
 def _head(shape: ModelShape, config: VapoConfig, role: str, model: Any, here: Any) -> Any:
-    from vapo_megatron.models.build import gather_hidden, output_weight, values_of
+    from vapo_megatron.models.build import gather_hidden, output_weight
+    from vapo_megatron.models.value_head import values_of
     from vapo_megatron.parallel.logprobs import linear_logprobs
 
     def values(output, microbatch, *, with_entropy=False):

@@ -107,7 +107,8 @@ def _varlen_attention(
     """Call torch's varlen attention; window_size (-1, 0): causal."""
     from torch.nn.attention import varlen
 
-    return varlen.varlen_attn(
+    attend: Any = varlen.varlen_attn
+    return attend(
         query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
         scale=scale, window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1),
     )  # fmt: skip

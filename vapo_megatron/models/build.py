@@ -6,7 +6,7 @@ virtual stage, its layers' shards, with random weights.
 The last chunk of the last stage differs from a plain GPTModel in what it returns:
   actor   the hidden states before the output projection, so that logits [S, V] never exist in full;
           `gather_hidden` makes them [S, H] and `output_weight` is the projection's shard
-  critic  float32 values; `values_of` makes them [S]
+  critic  float32 values; value_head.py's `values_of` makes them [S]
 Every other chunk returns the hidden states that the next one takes.
 """
 
@@ -34,19 +34,10 @@ from vapo_megatron.models.attention import check_flash_attention, uses_flash_att
 from vapo_megatron.models.hf_config import ModelShape, check_layout, padded_vocab_size
 from vapo_megatron.models.layer_spec import block_spec, check_fp8, uses_transformer_engine
 from vapo_megatron.models.rope import Rotary, rope_frequencies, softmax_scale
-from vapo_megatron.models.value_head import ValueHead, values_of
+from vapo_megatron.models.value_head import ValueHead
 from vapo_megatron.parallel.backend import check_launch_order
 from vapo_megatron.parallel.backend import device as this_device
 from vapo_megatron.parallel.groups import Ranks
-
-__all__ = [
-    "build_model",
-    "freeze_attention",
-    "gather_hidden",
-    "output_weight",
-    "transformer_config",
-    "values_of",
-]
 
 Role = Literal["actor", "critic"]
 

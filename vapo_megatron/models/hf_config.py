@@ -28,7 +28,7 @@ class _Family:
     defaults: dict[str, Any]
     """transformers' defaults for keys that config.json lacks; null counts as given."""
     only: dict[str, Any]
-    """Keys with the only supported value."""
+    """Keys with the only supported value, beside _ONLY."""
 
 
 _FAMILIES = {
@@ -53,6 +53,15 @@ _FAMILIES = {
     ),
 }
 """By model_type: Qwen2 and Qwen2.5; dense Qwen3; Llama 3 (and 2, the same architecture)."""
+
+_ONLY = {
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "partial_rotary_factor": 1,
+    "attention_dropout": 0,
+    "dual_chunk_attention_config": None,
+}
+"""Of every family: what transformers or vLLM would compute differently."""
 
 _ROPE_KEYS = {
     "linear": {"factor"},
@@ -129,22 +138,12 @@ class _Reader:
             raise self.error(key, value, "must be a positive integer")
         return value
 
-    def number(self, key: str, default: float) -> float:
-        """Return a positive number."""
-        return self.positive(key, self.get(key, default))
-
     def positive(self, key: str, value: Any) -> float:
         """Check that the value of a key is a positive number."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value < math.inf:
             raise self.error(key, value, "must be a positive number")
         return float(value)
-
-    def require(self, key: str, supported: Any, default: Any) -> None:
-        """Refuse any value but one."""
-        value = self.get(key, default)
-        if value != supported:
-            raise self.error(key, value, f"only {supported!r} is supported")
 
     def error(self, key: str, value: Any, rule: str) -> ConfigError:
         """Build the error for one key."""
@@ -180,36 +179,30 @@ def _shape(reader: _Reader) -> ModelShape:
         head_dim=reader.size("head_dim", hidden_size // heads),
         ffn_hidden_size=reader.size("intermediate_size"),
         vocab_size=reader.size("vocab_size"),
-        norm_eps=reader.number("rms_norm_eps", 1e-6),
+        norm_eps=reader.positive("rms_norm_eps", reader.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
-        tied=_tied(reader),
+        tied=reader.get("tie_word_embeddings", False),
         max_position_embeddings=reader.size("max_position_embeddings"),
-        initializer_range=reader.number("initializer_range", 0.02),
+        initializer_range=reader.positive(
+            "initializer_range", reader.get("initializer_range", 0.02)
+        ),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
     )
 
 
 def _check_supported(reader: _Reader, family: _Family) -> None:
-    """Refuse what transformers or vLLM would compute differently."""
-    reader.require("hidden_act", "silu", "silu")
-    reader.require("use_sliding_window", False, False)
-    reader.require("partial_rotary_factor", 1, 1)
-    reader.require("attention_dropout", 0, 0)
-    reader.require("dual_chunk_attention_config", None, None)
-    for key, value in family.only.items():
-        reader.require(key, value, value)
+    for key, supported in (_ONLY | family.only).items():
+        value = reader.get(key, supported)
+        if value != supported:
+            raise reader.error(key, value, f"only {supported!r} is supported")
     kinds = reader.get("layer_types", [])
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise reader.error("layer_types", kinds, "all must be full_attention")
-
-
-def _tied(reader: _Reader) -> bool:
     tied = reader.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise reader.error("tie_word_embeddings", tied, "must be true or false")
-    return tied
 
 
 def _rope(reader: _Reader) -> tuple[float, dict[str, Any] | None]:
@@ -274,42 +267,34 @@ def check_layout(shape: ModelShape, parallel: ParallelConfig) -> None:
     tp_size = parallel.tensor_model_parallel_size
     stages = parallel.pipeline_model_parallel_size
     chunks = stages * (parallel.virtual_pipeline_model_parallel_size or 1)
-    for key, value in (
-        ("num_attention_heads", shape.num_attention_heads),
-        ("intermediate_size", shape.ffn_hidden_size),
+    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
+    rows = (heads + 2 * groups) * shape.head_dim
+    # megatron-core gives each rank whole key-value heads, or cuts each head's query, key and value
+    # rows evenly over the ranks that share it, even within a head.
+    for is_possible, rule in (
+        (heads % tp_size == 0, f"must divide the model's num_attention_heads={heads}; lower"),
+        (
+            shape.ffn_hidden_size % tp_size == 0,
+            f"must divide the model's intermediate_size={shape.ffn_hidden_size}; lower",
+        ),
+        (
+            groups % tp_size == 0 or tp_size % groups == 0,
+            f"must be a divisor or a multiple of the model's num_key_value_heads={groups}; change",
+        ),
+        (
+            rows % tp_size == 0,
+            f"must divide the model's {rows} query, key and value rows, (num_attention_heads="
+            f"{heads} + 2 * num_key_value_heads={groups}) * head_dim={shape.head_dim}; lower",
+        ),
     ):
-        if value % tp_size:
+        if not is_possible:
             raise ConfigError(
-                f"parallel.tensor_model_parallel_size={tp_size} must divide the model's {key}="
-                f"{value}; lower it, and use pipeline_model_parallel_size instead"
+                f"parallel.tensor_model_parallel_size={tp_size} {rule} it, and use "
+                "pipeline_model_parallel_size instead"
             )
-    _check_key_value_heads(shape, tp_size)
     if shape.num_layers % chunks:
         raise ConfigError(
             f"parallel.pipeline_model_parallel_size={stages} times "
             f"virtual_pipeline_model_parallel_size={chunks // stages} must divide the model's "
             f"num_hidden_layers={shape.num_layers}; change one of them"
-        )
-
-
-def _check_key_value_heads(shape: ModelShape, tp_size: int) -> None:
-    """Refuse what megatron-core cannot shard.
-
-    Each rank holds whole key-value heads, or each head's query, key and value rows are cut evenly
-    over the ranks that share it, even within a head.
-    """
-    groups = shape.num_key_value_heads
-    if groups % tp_size and tp_size % groups:
-        raise ConfigError(
-            f"parallel.tensor_model_parallel_size={tp_size} must be a divisor or a multiple of the "
-            f"model's num_key_value_heads={groups}; change it, and use "
-            "pipeline_model_parallel_size instead"
-        )
-    rows = (shape.num_attention_heads + 2 * groups) * shape.head_dim
-    if rows % tp_size:
-        raise ConfigError(
-            f"parallel.tensor_model_parallel_size={tp_size} must divide the model's {rows} query, "
-            f"key and value rows, (num_attention_heads={shape.num_attention_heads} + 2 * "
-            f"num_key_value_heads={groups}) * head_dim={shape.head_dim}; lower it, and use "
-            "pipeline_model_parallel_size instead"
         )

@@ -37,10 +37,6 @@ class Ranks:
     dp_group: ProcessGroup
     vpp_size: int
     """Model chunks on each pipeline rank, 1 when the pipeline is not virtual."""
-    model_parallel_group: ProcessGroup
-    """The TP x PP ranks that hold one copy of the model."""
-    first_stage_rank: int
-    """Global rank of the member of pp_group that holds the first stage."""
     last_stage_rank: int
     """Global rank of the member of pp_group that holds the last stage."""
 
@@ -92,7 +88,6 @@ def _read(vpp_size: int) -> Ranks:
     tp_group = parallel_state.get_tensor_model_parallel_group()
     pp_group = parallel_state.get_pipeline_model_parallel_group()
     dp_group = parallel_state.get_data_parallel_group()
-    stages = dist.get_process_group_ranks(pp_group)
     return Ranks(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -106,9 +101,7 @@ def _read(vpp_size: int) -> Ranks:
         dp_rank=dp_group.rank(),
         dp_group=dp_group,
         vpp_size=vpp_size,
-        model_parallel_group=parallel_state.get_model_parallel_group(),
-        first_stage_rank=stages[0],
-        last_stage_rank=stages[-1],
+        last_stage_rank=dist.get_process_group_ranks(pp_group)[-1],
     )
 
 

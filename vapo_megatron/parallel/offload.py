@@ -47,12 +47,8 @@ def is_on(parallel: ParallelConfig) -> bool:
     return parallel.offload
 
 
-PARTS = ("parameters", "state", "gradients")
-"""PARTS[i] is what ORDER[i + 1] adds."""
-
-
 class Storages(NamedTuple):
-    """A model's device memory, each storage once."""
+    """A model's device memory, each storage once. Field i is what level i + 1 adds."""
 
     parameters: list[torch.UntypedStorage]
     state: list[torch.UntypedStorage]
@@ -134,14 +130,14 @@ class Offload:
             self._storages = find_storages(self._chunks, self._optimizer)
             found = [_sizes(part) for part in self._storages[:2]]
             assert found == self._sizes[:2], "a tensor of the model has changed its size"
-            _copy((away, mine) for mine, away in self._pairs(PARTS[:2]))
+            _copy((away, mine) for mine, away in self._pairs(0, 2))
         _empty(self._storages[after:before])
 
     def _reload(self, before: int, after: int) -> None:
         for part, sizes in list(zip(self._storages, self._sizes))[before:after]:
             for storage, size in zip(part, sizes, strict=True):
                 storage.resize_(size)
-        _copy(self._pairs(PARTS[before:after]))
+        _copy(self._pairs(before, after))
         if after == ORDER.index("training"):
             for storage in self._storages.gradients:
                 _bytes_of(storage).zero_()
@@ -151,12 +147,12 @@ class Offload:
         _empty(self._storages)
         self._buffer.close()
 
-    def _pairs(self, parts: Sequence[str]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (bytes on the device, bytes in the host buffer) of each storage of these parts."""
+    def _pairs(self, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (bytes on the device, bytes in the host buffer) of each storage of these fields."""
         start = 0
-        for name, part, sizes in zip(PARTS[:2], self._storages, self._sizes):
+        for field, (part, sizes) in enumerate(zip(self._storages[:2], self._sizes)):
             for storage, size in zip(part, sizes, strict=True):
-                if name in parts:
+                if first <= field < last:
                     yield _bytes_of(storage), self._buffer.tensor[start : start + size]
                 start += size
 

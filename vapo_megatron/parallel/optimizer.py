@@ -173,33 +173,20 @@ def gradients_are_finite(chunks: Sequence[DistributedDataParallel]) -> Tensor:
     return torch.stack(sums).isfinite().all()
 
 
-def learning_rate(update: int, *, peak: float, warmup_updates: int) -> float:
+def learning_rate(update: int, optimizer: OptimizerConfig, role: str) -> float:
     """Linear warm-up counted in updates, then constant.
 
-    peak * min(1, (update + 1) / warmup_updates): the first update already moves.
-    Source: VAPO section 5.1 (AdamW with warm-up, then constant).
+    peak * min(1, (update + 1) / warmup_updates): the first update already moves, and update
+    warmup_updates - 1 is the first at the peak. Source: VAPO section 5.1.
 
     Args:
-        update: updates made before this one, 0 for the first.
-        peak: the rate after warm-up.
-        warmup_updates: the peak is reached at update warmup_updates - 1; 0: at once.
+        update: updates that this role made before, 0 for the first; the critic's count from the
+            start of value pretraining.
+        optimizer: peaks and warm-ups.
+        role: "actor" or "critic".
     """
+    if role == "actor":
+        peak, warmup_updates = optimizer.actor_learning_rate, optimizer.actor_warmup_updates
+    else:
+        peak, warmup_updates = optimizer.critic_learning_rate, optimizer.critic_warmup_updates
     return peak * min(1.0, (update + 1) / warmup_updates) if warmup_updates else peak
-
-
-def actor_learning_rate(update: int, optimizer: OptimizerConfig) -> float:
-    """Rate of the actor's update number `update`, counted from its own first update."""
-    return learning_rate(
-        update,
-        peak=optimizer.actor_learning_rate,
-        warmup_updates=optimizer.actor_warmup_updates,
-    )
-
-
-def critic_learning_rate(update: int, optimizer: OptimizerConfig) -> float:
-    """Rate of the critic's update number `update`, counted from the start of value pretraining."""
-    return learning_rate(
-        update,
-        peak=optimizer.critic_learning_rate,
-        warmup_updates=optimizer.critic_warmup_updates,
-    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -63,16 +62,9 @@ def unused_part(
         return offer
 
     store.set(f"nonce/{rank}", nonce)
-    name = _poll(offered if rank == 0 else accepted, world_size, timeout_seconds)
-    return dist.PrefixStore(name, store)
-
-
-def _poll(found: Callable[[], str | None], world_size: int, timeout_seconds: float) -> str:
     deadline = time.monotonic() + timeout_seconds
-    while True:
-        result = found()
-        if result is not None:
-            return result
+    while (name := offered() if rank == 0 else accepted()) is None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{world_size} processes did not meet in {timeout_seconds:g} s")
         time.sleep(0.05)
+    return dist.PrefixStore(name, store)

@@ -22,7 +22,7 @@ from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.logprobs import linear_logprobs
 from vapo_megatron.parallel.minibatches import MiniBatch
-from vapo_megatron.parallel.optimizer import actor_learning_rate
+from vapo_megatron.parallel.optimizer import learning_rate
 from vapo_megatron.parallel.reduce import max_over_world
 from vapo_megatron.parallel.schedule import forward_only
 from vapo_megatron.roles.model import (
@@ -136,7 +136,7 @@ class Actor:
         updates: list[dict[str, Tensor]] = []
         for mini_batch in mini_batches:
             loss_function = partial(self._loss, mini_batch)
-            rate = actor_learning_rate(self.trained.num_updates, self.config.optimizer)
+            rate = learning_rate(self.trained.num_updates, self.config.optimizer, "actor")
             learned = self.trained.update(mini_batch, loss_function, rate)
             if not mini_batch.num_positive_tokens:
                 # Undefined, and a 0 would bias the mean over the updates.

@@ -12,11 +12,11 @@ from vapo_megatron.algorithm.value_loss import bounded_values, value_loss
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.metrics import emits
 from vapo_megatron.data.batch import Microbatch
-from vapo_megatron.models.build import values_of
 from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.models.value_head import values_of
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.minibatches import MiniBatch
-from vapo_megatron.parallel.optimizer import critic_learning_rate
+from vapo_megatron.parallel.optimizer import learning_rate
 from vapo_megatron.parallel.schedule import forward_only
 from vapo_megatron.roles.model import TrainedModel, mean_of_updates
 
@@ -59,7 +59,7 @@ class Critic:
         """
         updates = []
         for mini_batch in list(mini_batches) * self.config.algorithm.critic_updates_per_step:
-            rate = critic_learning_rate(self.trained.num_updates, self.config.optimizer)
+            rate = learning_rate(self.trained.num_updates, self.config.optimizer, "critic")
             loss_function = partial(self._loss, mini_batch)
             updates.append(self.trained.update(mini_batch, loss_function, rate))
         totals = mean_of_updates(updates)

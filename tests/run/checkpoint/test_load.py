@@ -30,8 +30,8 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
 
     from vapo_megatron.config import VapoConfig
     from vapo_megatron.data.batch import RolloutBatch, make_microbatch
-    from vapo_megatron.models.build import values_of
     from vapo_megatron.models.hf_config import read_model_shape
+    from vapo_megatron.models.value_head import values_of
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.minibatches import MiniBatch
     from vapo_megatron.roles.model import TrainedModel

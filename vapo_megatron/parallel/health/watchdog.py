@@ -299,11 +299,8 @@ class Watchdog:
 def _is_in_collective(thread: int | None) -> bool:
     """Is the thread inside a function of torch.distributed?"""
     frame = sys._current_frames().get(thread or 0)
-    while frame is not None:
-        if "/torch/distributed/" in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back
-    return False
+    stack = traceback.walk_stack(frame) if frame else ()
+    return any("/torch/distributed/" in caller.f_code.co_filename for caller, _ in stack)
 
 
 def _one_line(error: BaseException) -> str:
