@@ -49,8 +49,8 @@ class Asked(NamedTuple):
 class Engine:
     """Answers 7 or 8 to everything: of a group's samples those before its right ones are right."""
 
-    def __init__(self, hf_path, inputs, rollout, *, dtype, seed, offload, rank, world_size):
-        self.replica, self.num_replicas, self.seed = rank, world_size, seed
+    def __init__(self, hf_path, inputs, rollout, *, dtype, seed, offload):
+        self.replica, self.num_replicas, self.seed = dist.get_rank(), dist.get_world_size(), seed
         self.policy_version: int | None = None
         self.asked: list[Asked] = []
 

@@ -41,13 +41,14 @@ def evaluate(hf, data, out, port, tp_size):
     """What a rank is told, or the verifiers that it starts; a worker's function."""
     from vapo_megatron.cli.evaluate import checkpoint as module
     from vapo_megatron.errors import UserError
+    from vapo_megatron.reward import scoring
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     config = module.evaluation_config(
         hf, [*OVERRIDES, f"rollout.tensor_model_parallel_size={tp_size}"], 2
     )
-    verifiers, verifier = [], module.MathVerifier
+    verifiers, verifier = [], scoring.MathVerifier
 
     def noted(*arguments):
         verifiers.append(arguments)
@@ -55,7 +56,7 @@ def evaluate(hf, data, out, port, tp_size):
 
     with (
         mock.patch.object(module, "_engine", lambda *_: OneSampler(0, 1)),
-        mock.patch.object(module, "MathVerifier", noted),
+        mock.patch.object(scoring, "MathVerifier", noted),
     ):
         try:
             module.evaluate_checkpoint(module.check(hf, data, config), config, out)

@@ -124,7 +124,7 @@ def sampled(hf, tmp, kinds, steps, algorithm, state, out_of_time):
     inputs = read_inputs(
         shape, str(hf), settings.data, settings.rollout, settings.evaluation, seed=settings.seed
     )
-    with vllm_replaced_by(lambda *_, rank, world_size, **__: Engine(kinds, rank, world_size)):
+    with vllm_replaced_by(lambda *_, **__: Engine(kinds, place.rank, place.world_size)):
         source = Sampling(
             inputs, place, model=settings.model, rollout=settings.rollout,
             algorithm=settings.algorithm, reward=settings.reward, evaluation=settings.evaluation,

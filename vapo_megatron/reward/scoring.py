@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.data.batch import Rollout, ScoredRollout
+from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.parallel.reduce import max_over_world
+from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.shaping import shaped_reward
 from vapo_megatron.reward.verifier import Verifier, unparsable_answer
 
@@ -50,29 +53,35 @@ def score_rollouts(
     ]
 
 
-def check_answers(
-    verifier: Verifier | None,
-    path: str,
-    answers: Sequence[str],
-    replica: int,
-    num_replicas: int,
-) -> None:
-    """Refuse ground truths that the verifier cannot parse, before a run starts. Collective.
+def start_verifier(
+    reward: RewardConfig, datasets: Sequence[PromptDataset | None], tp_size: int
+) -> MathVerifier | None:
+    """Start the verifier, and refuse ground truths that it cannot parse. Collective.
 
     Args:
-        verifier: on the first rank of each vLLM replica, which checks its share; None elsewhere.
-        path: data file, named in the error.
-        answers: one per row.
-        replica, num_replicas: this replica checks every num_replicas-th row, starting at `replica`.
+        reward: the verifier's settings.
+        datasets: each replica checks its share of every one.
+        tp_size: ranks of a vLLM replica.
+
+    Returns:
+        On the first rank of each replica a verifier, to be closed; None elsewhere.
 
     Raises:
-        DataError: on every rank, naming the last such row of the file.
+        DataError: on every rank, naming the last such row of a file.
     """
-    found = -1
-    if verifier is not None:
-        share = range(replica, len(answers), num_replicas)
-        bad = verifier.unparsable_answers([answers[i] for i in share])
-        found = share[bad[-1]] if bad else -1
-    row = int(max_over_world(torch.tensor(float(found), dtype=torch.float64)))
-    if row >= 0:
-        raise unparsable_answer(path, row, answers[row])
+    replica, rank_in_replica = divmod(dist.get_rank(), tp_size)
+    verifier = None
+    if rank_in_replica == 0:
+        verifier = MathVerifier(reward.num_workers, reward.timeout_seconds)
+        verifier.start()
+    for dataset in filter(None, datasets):
+        answers = dataset.answers
+        found = -1
+        if verifier is not None:
+            share = range(replica, len(answers), dist.get_world_size() // tp_size)
+            bad = verifier.unparsable_answers([answers[i] for i in share])
+            found = share[bad[-1]] if bad else -1
+        row = int(max_over_world(torch.tensor(float(found), dtype=torch.float64)))
+        if row >= 0:
+            raise unparsable_answer(dataset.path, row, answers[row])
+    return verifier

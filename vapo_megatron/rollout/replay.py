@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from vapo_megatron.config import AlgorithmConfig, RolloutConfig
 from vapo_megatron.config.phases import REPLAY
@@ -15,25 +13,19 @@ from vapo_megatron.errors import DataError
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.rollout.dump import held_steps, read_file, read_headers
 from vapo_megatron.rollout.requests import assign, max_model_len
-from vapo_megatron.rollout.source import Decode, HasTime, Phase
+from vapo_megatron.rollout.source import HasTime, Phase, RolloutSource
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
     from vapo_megatron.parallel.groups import Ranks
 
 
-class Replay:
-    """A RolloutSource whose step s is step s of a dump."""
+class Replay(RolloutSource):
+    """A source whose step s is step s of a dump; it has no data, sampler or evaluation."""
 
     def __init__(self, directory: Path, ranks: Ranks) -> None:
-        """Find the dump.
-
-        Args:
-            directory: a run directory, or its replay directory, which check_dump has accepted.
-            ranks: this rank's place.
-        """
+        """Find the dump in a run directory or its replay directory; check_dump has accepted it."""
         self._root, self._ranks = replay_directory(directory), ranks
-        self.decode: Decode | None = None
         self.note = f"replay of {self._root}: nothing is sampled, published or evaluated"
 
     def rollouts(
@@ -62,33 +54,6 @@ class Replay:
                 raise DataError(found)
         # Dynamic sampling leaves a rank's groups scattered over the step.
         return sorted(scored, key=lambda s: s.rollout.position), {}
-
-    def holds(self, policy_version: int) -> bool:
-        """Return True: nothing samples, so no weights need to be published."""
-        return True
-
-    def leave_device(self) -> None:
-        """Do nothing: there is no sampler on the device."""
-
-    def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
-        """Do nothing: there is no sampler."""
-        return {}
-
-    def evaluate(
-        self, policy_version: int, phase: Phase, has_time: HasTime | None = None
-    ) -> tuple[dict[str, float], list[int]]:
-        """Return nothing: there is no sampler."""
-        return {}, []
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: a replay has no position in the data."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the step number selects the files."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def check_dump(

@@ -25,21 +25,18 @@ from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import any_rank
-from vapo_megatron.reward.math_verifier import MathVerifier
-from vapo_megatron.reward.scoring import check_answers, score_rollouts
+from vapo_megatron.reward.scoring import score_rollouts, start_verifier
 from vapo_megatron.rollout.dump import write_step
 from vapo_megatron.rollout.dynamic_sampling import sample_mixed_groups
-from vapo_megatron.rollout.evaluation.judging import evaluate
+from vapo_megatron.rollout.evaluation.judging import evaluate, judge_problems
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.requests import SamplingSettings
-from vapo_megatron.rollout.source import Decode, HasTime, Phase
+from vapo_megatron.rollout.source import HasTime, Phase, RolloutSource
 from vapo_megatron.weights.reshard.sync import WeightSync
 
 
-class Sampling:
-    """One rank's RolloutSource."""
-
-    note = ""
+class Sampling(RolloutSource):
+    """One rank's sampler, verifier and place in the data."""
 
     def __init__(
         self,
@@ -68,33 +65,25 @@ class Sampling:
         """
         self._rollout, self._algorithm, self._reward = rollout, algorithm, reward
         self._evaluation, self._logging = evaluation, logging
-        self.decode: Decode | None = functools.lru_cache(65536)(
+        self.decode = functools.lru_cache(65536)(
             functools.partial(inputs.tokenizer.decode, clean_up_tokenization_spaces=False)
         )
         assert inputs.dataset is not None, "a replay samples nothing"
         self._dataset, self._held_out = inputs.dataset, inputs.held_out
-        rank, world_size = ranks.rank, ranks.world_size
-        tp_size = rollout.tensor_model_parallel_size
-        with contextlib.ExitStack() as unfinished:
-            self._verifier = None
-            if rank % tp_size == 0:
-                self._verifier = MathVerifier(reward.num_workers, reward.timeout_seconds)
-                unfinished.enter_context(self._verifier).start()
-            self._check_answers(rank // tp_size, world_size // tp_size)
-            # Imported here: loading vLLM takes long, and the checks above may fail first.
-            from vapo_megatron.rollout.vllm.engine import RolloutEngine
+        self._verifier = start_verifier(
+            reward, [self._dataset, self._held_out], rollout.tensor_model_parallel_size
+        )
+        # Imported here: loading vLLM takes long, and the checks above may fail first.
+        from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
-            self.engine = RolloutEngine(
-                str(model.hf_path),
-                inputs,
-                rollout,
-                dtype=rollout.dtype or model.dtype,
-                seed=seed,
-                offload=offload,
-                rank=rank,
-                world_size=world_size,
-            )
-            unfinished.pop_all()
+        self.engine = RolloutEngine(
+            str(model.hf_path),
+            inputs,
+            rollout,
+            dtype=rollout.dtype or model.dtype,
+            seed=seed,
+            offload=offload,
+        )
         self._sync = WeightSync(inputs.shape, ranks, model, rollout, self.engine)
         self._settings = SamplingSettings(
             temperature=rollout.temperature,
@@ -105,10 +94,6 @@ class Sampling:
             # So that each rank keeps whole groups when groups are dropped.
             whole_groups=algorithm.dynamic_sampling,
         )
-
-    def _check_answers(self, replica: int, num_replicas: int) -> None:
-        for dataset in filter(None, (self._dataset, self._held_out)):
-            check_answers(self._verifier, dataset.path, dataset.answers, replica, num_replicas)
 
     def rollouts(
         self,
@@ -193,16 +178,18 @@ class Sampling:
         if self._held_out is None:
             return {}, []
         with phase(EVALUATION) as on_progress:
-            return evaluate(
+            problems = self._held_out.problems
+            judged = judge_problems(
                 self.engine,
                 self._verifier,
-                self._held_out.problems,
+                problems,
                 self._evaluation,
                 self._rollout,
                 policy_version=policy_version,
                 on_progress=on_progress,
                 has_time=has_time,
             )
+            return evaluate(judged, problems, self._evaluation.samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next prompt."""

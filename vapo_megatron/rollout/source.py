@@ -26,12 +26,16 @@ HasTime = Callable[[], bool]
 """Whether there is time to continue, checked periodically; None: always."""
 
 
-class RolloutSource(Protocol):
-    """What the trainer needs; every rank calls the same methods in the same order."""
+class RolloutSource:
+    """What the trainer needs; every rank calls the same methods in the same order.
 
-    note: str
-    """Shown to the user when the run starts; empty: nothing."""
-    decode: Decode | None
+    A subclass defines `rollouts`; the other methods are those of a source that has neither a
+    sampler nor a position in the data.
+    """
+
+    note: str = ""
+    """Shown to the user when the run starts."""
+    decode: Decode | None = None
     """None: there is no tokenizer, on any rank."""
 
     def rollouts(
@@ -51,15 +55,18 @@ class RolloutSource(Protocol):
         Raises:
             Stopped: on every rank, once one of them has no time left.
         """
+        raise NotImplementedError
 
     def holds(self, policy_version: int) -> bool:
         """Return whether it can sample from this version without a weight sync."""
+        return True
 
     def leave_device(self) -> None:
         """Free the device until the next `publish`; the weights are dropped."""
 
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
         """Sync the actor's weights to the sampler; return metrics of the sync."""
+        return {}
 
     def evaluate(
         self, policy_version: int, phase: Phase, has_time: HasTime | None = None
@@ -68,9 +75,11 @@ class RolloutSource(Protocol):
 
         Both are empty without held-out problems. Raises Stopped as `rollouts` does.
         """
+        return {}, []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data as JSON values."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""

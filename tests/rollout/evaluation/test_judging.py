@@ -84,7 +84,8 @@ def judged_on(replicas_of, count, batch):
                 problems_per_batch=batch,
             )
         )  # fmt: skip
-        metrics = evaluate(sampler, verifier, problems(count), *SECTIONS, policy_version=0)
+        judged = judge_problems(sampler, verifier, problems(count), *SECTIONS, policy_version=0)
+        metrics = evaluate(judged, problems(count), SAMPLES)
     if verifier is not None:
         verifier.close()
     sizes = [len(asked) for asked in sampler.asked]
@@ -95,12 +96,15 @@ def stopped_on(out_of_time):
     """Worker: how an evaluation of two replicas ends of which one has no time after a batch."""
     import torch.distributed as dist
 
-    from vapo_megatron.rollout.evaluation.judging import evaluate
+    from vapo_megatron.rollout.evaluation.judging import evaluate, judge_problems
 
     sampler = Sampler(dist.get_rank(), 2)
     has_time = lambda: dist.get_rank() != out_of_time or not sampler.asked  # noqa: E731
     with MathVerifier(1, 60) as verifier, pytest.raises(Stopped):
-        evaluate(sampler, verifier, problems(5), *SECTIONS, policy_version=0, has_time=has_time)
+        judged = judge_problems(
+            sampler, verifier, problems(5), *SECTIONS, policy_version=0, has_time=has_time
+        )
+        evaluate(judged, problems(5), SAMPLES)
     return len(sampler.asked)
 
 

@@ -47,7 +47,7 @@ def config(tmp: Path, tp_size: int, *overrides: str) -> Any:
     )  # fmt: skip
 
 
-def build_engine(path: Path, config: Any, rank: int, world_size: int = 2) -> Any:
+def build_engine(path: Path, config: Any) -> Any:
     """An engine with the directory's own tokenizer."""
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel.offload import is_on
@@ -60,7 +60,6 @@ def build_engine(path: Path, config: Any, rank: int, world_size: int = 2) -> Any
     return RolloutEngine(
         str(path), Inputs(shape, tokenizer, stop), rollout,
         dtype=config.model.dtype, seed=config.seed, offload=is_on(config.parallel),
-        rank=rank, world_size=world_size,
     )  # fmt: skip
 
 
@@ -249,7 +248,7 @@ def two_replicas(tmp: Path, first_path: Path, second_path: Path) -> dict[str, An
     torch.manual_seed(rank)
     with NoNetwork() as attempts:
         before = process_state()
-        engine = build_engine(first_path, config(tmp, 1), rank)
+        engine = build_engine(first_path, config(tmp, 1))
         found: dict[str, Any] = {"constructor": (before, process_state())}
         found["facts"] = engine.replica, engine.num_replicas, engine.stop_token_ids
         first = weights(first_path)
@@ -309,7 +308,7 @@ def one_replica(tmp: Path, path: Path) -> dict[str, Any]:
     random.seed(rank)
     torch.manual_seed(rank)
     stop = "rollout.stop_token_ids=[7, 9]"
-    engine = build_engine(path, config(tmp, 2, stop), rank)
+    engine = build_engine(path, config(tmp, 2, stop))
     found: dict[str, Any] = {"facts": (engine.replica, engine.num_replicas, engine.stop_token_ids)}
     all_weights = weights(path)
     part = [p for p in all_weights if p[0] != "model.layers.0.mlp.up_proj.weight"]
@@ -339,11 +338,10 @@ def one_replica(tmp: Path, path: Path) -> dict[str, Any]:
 
 def preempting(tmp: Path, path: Path) -> list:
     """World 2, TP=1, with a KV cache of 8 blocks of 128 tokens, for 15 responses of up to 150."""
-    import torch.distributed as dist
 
     # 2 layers * 2 (keys, values) * 2 heads * 32 * 4 bytes = 1024 bytes a token
     small = f"rollout.kv_cache_bytes={8 * 128 * 1024}"
-    engine = build_engine(path, config(tmp, 1, small), dist.get_rank())
+    engine = build_engine(path, config(tmp, 1, small))
     engine.load_weights(weights(path), 0)
     scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
     preempt, count = scheduler._preempt_request, []
@@ -371,7 +369,7 @@ def of_family(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:
         **arguments(*a, **k), "load_format": "safetensors"
     }  # fmt: skip
     try:
-        engine = build_engine(out, config(tmp, 2), dist.get_rank())
+        engine = build_engine(out, config(tmp, 2))
     finally:
         engine_module.engine_arguments = arguments
     engine.policy_version = 0
@@ -389,6 +387,6 @@ def refused(tmp: Path, path: Path, *overrides: str) -> str:
     """What the constructor says of a model or settings that vLLM cannot serve."""
     import torch.distributed as dist
 
-    error = error_of(build_engine, path, config(tmp, 1, *overrides), dist.get_rank())
+    error = error_of(build_engine, path, config(tmp, 1, *overrides))
     dist.barrier()
     return error

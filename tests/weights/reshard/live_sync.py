@@ -86,7 +86,7 @@ def layouts_into_vllm(
         tmp, sampler_tp, f"parallel.world_size={world_size}", "rollout.sync_bucket_bytes=20000",
         "rollout.verify_sync_every=2", *overrides,
     )  # fmt: skip
-    engine = engine_jobs.build_engine(path, config, rank, world_size)
+    engine = engine_jobs.build_engine(path, config)
     loaded = _updated(path, layouts[0])
     export_hf(loaded.chunks, loaded.shape, loaded.ranks, tmp / "export", copy_from=str(path))
     groups.destroy()

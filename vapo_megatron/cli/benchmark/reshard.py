@@ -166,7 +166,7 @@ def _rank(
         bar.show(done, len(layouts))
         engine = RolloutEngine(
             str(directory), inputs, config.rollout,
-            dtype="float32", seed=0, offload=False, rank=rank, world_size=world_size,
+            dtype="float32", seed=0, offload=False,
         )  # fmt: skip
         for tp_size, pp_size, wanted in layouts:
             if wanted == sampler_tp:

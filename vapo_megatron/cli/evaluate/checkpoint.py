@@ -25,8 +25,7 @@ from vapo_megatron.errors import CheckpointError, ConfigError, DataError, UserEr
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.reduce import any_rank, gather_objects, sum_over_world
-from vapo_megatron.reward.math_verifier import MathVerifier
-from vapo_megatron.reward.scoring import check_answers
+from vapo_megatron.reward.scoring import start_verifier
 from vapo_megatron.rollout.evaluation.judging import judge_problems, sampling_settings
 from vapo_megatron.rollout.evaluation.samples_file import (
     begin_parts,
@@ -244,17 +243,12 @@ def _sample(
 
     The ground truths of all problems, not only of `problems`, are checked first.
     """
-    dataset = evaluation.dataset
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     tp_size = config.rollout.tensor_model_parallel_size
     written = 0
     with contextlib.ExitStack() as stack:
-        verifier = None
-        if rank % tp_size == 0:
-            verifier = MathVerifier(config.reward.num_workers, config.reward.timeout_seconds)
-            stack.enter_context(verifier).start()
-        replica, num_replicas = rank // tp_size, world_size // tp_size
-        check_answers(verifier, dataset.path, dataset.answers, replica, num_replicas)
+        verifier = start_verifier(config.reward, [evaluation.dataset], tp_size)
+        if verifier is not None:
+            stack.callback(verifier.close)
         engine = _engine(evaluation, config)
         stack.callback(engine.shutdown)
         bar = stack.enter_context(ProgressBar("responses", after_seconds=0.0))
@@ -287,7 +281,7 @@ def _engine(evaluation: Evaluation, config: VapoConfig) -> Any:
     engine = RolloutEngine(
         str(hf_path), evaluation.inputs, config.rollout,
         dtype=config.rollout.dtype or config.model.dtype, seed=config.seed,
-        offload=is_on(config.parallel), rank=dist.get_rank(), world_size=dist.get_world_size(),
+        offload=is_on(config.parallel),
     )  # fmt: skip
     engine.load_weights(((name, reader.read(name)) for name in reader.names()), VERSION)
     return engine

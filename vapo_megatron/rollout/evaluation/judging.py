@@ -7,8 +7,9 @@ each replica has judged its share of the problems, and responses stay on the ran
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,20 +37,14 @@ Judged = list[tuple[Prompt, list[Response]]]
     "evaluation/truncated_fraction",
 )
 def evaluate(
-    engine: Any,
-    verifier: Verifier | None,
-    problems: Sequence[Prompt],
-    evaluation: EvaluationConfig,
-    rollout: RolloutConfig,
-    *,
-    policy_version: int,
-    on_progress: Callable[[int, int], None] | None = None,
-    has_time: Callable[[], bool] | None = None,
+    judged: Iterable[Judged], problems: Sequence[Prompt], samples: int
 ) -> tuple[dict[str, float], list[int]]:
-    """Sample `evaluation.samples` responses per problem and judge them. Collective over the world.
+    """Reduce judged responses to metrics. Collective over the world.
 
-    The seeds do not depend on the training step, so evaluations of a run differ only by the
-    weights.
+    Args:
+        judged: from judge_problems, which samples while it is iterated.
+        problems: all that are judged, on any rank.
+        samples: K responses of each.
 
     Returns:
         On every rank (metrics, correct): evaluation/avg@K, pass@K, majority@K, response_length_mean
@@ -58,24 +53,13 @@ def evaluate(
     Raises:
         Stopped: on every rank: one of them has no time left.
     """
-    samples = evaluation.samples
     names = value_names(samples)
     rows = {prompt.index: row for row, prompt in enumerate(problems)}
     table = torch.zeros(len(problems), 1 + len(names), dtype=torch.float64)
     try:
-        for judged in judge_problems(
-            engine,
-            verifier,
-            problems,
-            evaluation,
-            rollout,
-            policy_version=policy_version,
-            on_progress=on_progress,
-            has_time=has_time,
-        ):
-            for prompt, responses in judged:
-                row = [1.0, *problem_values(responses).values()]
-                table[rows[prompt.index]] += torch.tensor(row, dtype=torch.float64)
+        for prompt, responses in itertools.chain.from_iterable(judged):
+            row = [1.0, *problem_values(responses).values()]
+            table[rows[prompt.index]] += torch.tensor(row, dtype=torch.float64)
     except Stopped:
         table.fill_(-math.inf)
     # One rank has a problem's numbers, the others zeros: the sum is exact.
@@ -118,7 +102,8 @@ def judge_problems(
     """Sample, judge and count votes, batch by batch; memory does not grow with the problems.
 
     The ranks of a replica iterate together; replicas do not wait for each other. A response depends
-    only on its problem and sample number: not on the number of replicas or on other problems.
+    only on its problem and sample number: not on the number of replicas, other problems or the
+    training step, so that evaluations of a run differ only by the weights.
 
     Args:
         engine: this rank's sampler.

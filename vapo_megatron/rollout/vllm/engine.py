@@ -9,9 +9,7 @@ With parallel.offload vLLM sleeps while the trainer computes: `sleep` drops weig
 `weights_replaced` allocates the weights again, and the next `generate` the cache, so that the
 trainer's own weights can be offloaded in between.
 
-vLLM assumes that it owns the process. Its changes to random states, environment, thread and matmul
-settings are undone (process_state.py); its handling of process groups, and of weights on a CPU, is
-replaced (patches.py).
+vLLM assumes that it owns the process; process.py undoes or replaces what would harm the trainer.
 """
 
 from __future__ import annotations
@@ -43,12 +41,6 @@ from vapo_megatron.rollout.requests import (
 from vapo_megatron.rollout.tokenizer import decode_responses
 from vapo_megatron.rollout.vllm.arguments import engine_arguments
 from vapo_megatron.rollout.vllm.live_weights import live_weights, load_hf_tensors
-from vapo_megatron.rollout.vllm.process_state import (
-    name_run,
-    process_state_kept,
-    random_state_kept,
-    unlink_shared_memory,
-)
 from vapo_megatron.weights.reshard.plan import LiveWeight
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -70,7 +62,13 @@ with warnings.catch_warnings():
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    from vapo_megatron.rollout.vllm.patches import adapt_vllm
+    from vapo_megatron.rollout.vllm.process import (
+        adapt_vllm,
+        name_run,
+        process_state_kept,
+        random_state_kept,
+        unlink_shared_memory,
+    )
 
 
 class RolloutEngine:
@@ -85,8 +83,6 @@ class RolloutEngine:
         dtype: str,
         seed: int,
         offload: bool,
-        rank: int,
-        world_size: int,
     ) -> None:
         """Build the engine with dummy weights, to be replaced before `generate`. Collective.
 
@@ -97,22 +93,24 @@ class RolloutEngine:
             dtype: of the weights.
             seed: of the run; the responses' seeds depend on it.
             offload: the engine will be put to sleep.
-            rank: in the world.
-            world_size: divisible by rollout.tensor_model_parallel_size.
 
         Raises:
             ConfigError: the lengths exceed the model's, or vLLM refuses the model.
         """
-        tp_size = rollout.tensor_model_parallel_size
-        assert dist.is_initialized(), "torch.distributed must be initialized before the engine"
-        assert world_size % tp_size == 0, (
-            f"world size {world_size} must divide by vLLM TP {tp_size}"
-        )
+        rank, tp_size = dist.get_rank(), rollout.tensor_model_parallel_size
         self._max_response_tokens, self._seed = rollout.max_response_tokens, seed
         self._tokenizer, self.stop_token_ids = inputs.tokenizer, inputs.stop_token_ids
         self.replica = rank // tp_size
-        self.num_replicas = world_size // tp_size
-        longest = max_model_len(inputs.shape, rollout)
+        self.num_replicas = dist.get_world_size() // tp_size
+        arguments = engine_arguments(
+            hf_path,
+            rollout,
+            max_model_len(inputs.shape, rollout),
+            dtype=dtype,
+            seed=seed,
+            offload=offload,
+            on_cpu=current_platform.is_cpu(),
+        )
         _check_head_dim(inputs.shape)
         self.policy_version: int | None = None
         """Version of the engine's weights; None: there are none to sample from."""
@@ -121,15 +119,6 @@ class RolloutEngine:
         with process_state_kept(), random_state_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                arguments = engine_arguments(
-                    hf_path,
-                    rollout,
-                    longest,
-                    dtype=dtype,
-                    seed=seed,
-                    offload=offload,
-                    on_cpu=current_platform.is_cpu(),
-                )
                 self._llm = LLM(**arguments)
             except ValueError as error:
                 raise ConfigError(
@@ -206,10 +195,8 @@ class RolloutEngine:
         """Sample this replica's share of a step.
 
         Args:
-            prompts: of the whole step, the same on every rank of the world: group i occupies
-                [i*group_size, (i+1)*group_size).
-            group_size: G.
-            step: the seeds depend on it.
+            prompts: of the whole step, the same on every rank of the world, each group_size times.
+            group_size, step: see request_seeds.
             sampling: temperature, limits, and the number of the sampling round.
             policy_version: must be the engine's.
             on_progress: called with (finished, all) of this replica's responses as they finish.

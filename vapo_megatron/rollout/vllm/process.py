@@ -1,0 +1,107 @@
+"""Keeps vLLM, which assumes that it owns the process, from harming the trainer.
+
+Undoes its changes to random states, environment, thread and matmul settings; replaces its handling
+of process groups, and of weights on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import vllm.distributed.parallel_state as vllm_groups
+import vllm.model_executor.layers.utils as vllm_layers
+import vllm.v1.executor.uniproc_executor as vllm_executor
+import vllm.v1.sample.sampler as vllm_sampler
+from torch import Tensor
+from vllm.platforms import current_platform
+
+
+def adapt_vllm(rank: int, run_name: str) -> None:
+    """Patch vLLM for use in the trainer's process."""
+    vllm_groups.destroy_distributed_environment = _destroy_own_world
+    # vLLM names the memory that a replica's ranks share on a CPU after the first of these.
+    arguments = (f"vapo:{run_name}", rank, int(os.environ.get("LOCAL_RANK", rank)))
+    vllm_executor.ExecutorWithExternalLauncher._distributed_args = (  # type: ignore[method-assign]
+        lambda self: arguments
+    )
+    if current_platform.is_cpu():
+        vllm_layers.dispatch_cpu_unquantized_gemm = _keep_weight_unpacked
+        vllm_sampler.batched_count_greater_than = _count_at_least
+        # vLLM's own moves and binds the whole process's memory to one NUMA node.
+        torch.ops._C.init_cpu_memory_env = lambda nodes: None  # type: ignore[attr-defined]
+
+
+def _destroy_own_world() -> None:
+    """vLLM's own calls destroy_process_group(), which would destroy the trainer's groups too."""
+    if vllm_groups._WORLD:
+        vllm_groups._WORLD.destroy()
+    vllm_groups._WORLD = None
+    vllm_groups._NODE_COUNT = None
+
+
+def _keep_weight_unpacked(layer: Any, remove_weight: bool) -> None:
+    """vLLM's own repacks each weight and leaves shape (0,), which cannot be updated in place."""
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def _count_at_least(x: Tensor, values: Tensor) -> Tensor:
+    """Return the sampled token's rank, which is unused; vLLM's own needs a C++ compiler."""
+    return (x >= values).sum(-1)
+
+
+@contextlib.contextmanager
+def process_state_kept() -> Iterator[None]:
+    """Restore the environment, thread setter and matmul precision after building the engine.
+
+    VLLM_* variables that the body adds stay: vLLM reads them later.
+    """
+    environment = dict(os.environ)
+    set_num_threads, precision = torch.set_num_threads, torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(environment):
+            if not name.startswith("VLLM_"):
+                del os.environ[name]
+        os.environ.update(environment)
+        torch.set_num_threads = set_num_threads
+        torch.set_float32_matmul_precision(precision)
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Restore the random states, which vLLM seeds and draws from."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def name_run() -> str:
+    """Return a name for vLLM's shared memory that no other run on the machine has. Collective."""
+    name = [os.urandom(8).hex()]
+    dist.broadcast_object_list(name, src=0)
+    return name[0]
+
+
+def unlink_shared_memory(run_name: str, first_rank: int, tp_size: int) -> None:
+    """Unlink the memory that a replica's ranks share on a CPU; their mappings stay valid.
+
+    vLLM never does, so a killed run would leak it.
+    """
+    ranks = "-".join(str(first_rank + i) for i in range(tp_size))
+    for file in Path("/dev/shm").glob(f"{run_name}-*"):
+        if f"[{ranks}]" in file.name:
+            file.unlink(missing_ok=True)
