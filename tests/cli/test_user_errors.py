@@ -30,10 +30,11 @@ from tools import convert_hf_to_megatron, evaluate
 from vapo_megatron.cli import preflight, train
 from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.cli.train import main
-from vapo_megatron.config import DataConfig, ParallelConfig, load_config
+from vapo_megatron.config import ParallelConfig, load_config
 from vapo_megatron.data import storage
 from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
-from vapo_megatron.data.prompts import read_prompts
+from vapo_megatron.data.problems import load_problems
+from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.errors import DataError, UserError
 from vapo_megatron.rollout.dump import _write_file
 from vapo_megatron.run.output import RunOutput
@@ -130,9 +131,10 @@ def checkpoint(run, *, ffn=None, roles=("actor", "critic"), **data):
             source = write_tiny_hf(place / "other", **{**SIZES, "ffn": ffn})
             for role in roles:
                 convert_to_megatron(source, made / role, ParallelConfig(), role)
-        dataset = read_prompts(
-            str(problems), DataConfig(), lambda text: [1], seed=0, shuffle=True, max_prompt_tokens=1
-        )
+        dataset = PromptDataset(
+            load_problems(problems), lambda text: [1],
+            path=str(problems), seed=0, shuffle=True, max_prompt_tokens=1,
+        )  # fmt: skip
         state = {**dataset.state_dict(), **data} if data != {"of": "a replay"} else {}
         content = {"step": 1, "num_updates": dict.fromkeys(roles, 2), "run": {"data": state}}
         (made / "state.json").write_text(json.dumps(content))

@@ -5,46 +5,17 @@ from __future__ import annotations
 import array
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vapo_megatron.data.batch import Prompt
 from vapo_megatron.data.order import seeded_permutation
-from vapo_megatron.data.problems import Problem, load_problems
+from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import DataError
-
-if TYPE_CHECKING:
-    from vapo_megatron.config import DataConfig
 
 OnProgress = Callable[[int, int], None]
 
 _PURPOSE = 1
 """Separates this order from other orders of the same seed."""
-
-
-def read_prompts(
-    path: str,
-    data: DataConfig,
-    tokenize: Callable[[str], Sequence[int]],
-    *,
-    seed: int,
-    shuffle: bool,
-    max_prompt_tokens: int,
-    on_progress: OnProgress | None = None,
-) -> PromptDataset:
-    """Read and tokenize a file of problems; `data` names its columns. Others: see PromptDataset.
-
-    Raises:
-        DataError: see load_problems and PromptDataset; names the file.
-    """
-    return PromptDataset(
-        load_problems(path, data.prompt_column, data.answer_column),
-        tokenize,
-        path=path,
-        seed=seed,
-        shuffle=shuffle,
-        max_prompt_tokens=max_prompt_tokens,
-        on_progress=on_progress,
-    )
 
 
 class PromptDataset:
@@ -74,7 +45,6 @@ class PromptDataset:
         max_prompt_tokens: int,
         on_progress: OnProgress | None = None,
     ) -> None:
-        assert problems, "load_problems refuses an empty file"
         self.path = path
         self._rows = list(problems)
         self._seed = seed

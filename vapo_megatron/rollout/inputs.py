@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from vapo_megatron.config import DataConfig, EvaluationConfig, RolloutConfig
-from vapo_megatron.data.prompts import OnProgress, PromptDataset, read_prompts
+from vapo_megatron.data.problems import load_problems
+from vapo_megatron.data.prompts import OnProgress, PromptDataset
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.rollout.tokenizer import check_tokenizer, load_tokenizer
 
@@ -37,25 +38,22 @@ def read_inputs(
     """Load the tokenizer; read and tokenize all problems.
 
     Args:
-        shape: what config.json holds.
-        hf_path: Hugging Face directory of the tokenizer.
-        data: file of the training problems, and the columns of both files.
-        rollout: stop tokens and the prompts' length limit.
-        evaluation: file of the evaluation problems.
+        shape, hf_path: the model's sizes, and the directory of its tokenizer.
+        data, rollout, evaluation: the files, their columns, the stop tokens and the length limit.
         seed: of the order of the training prompts.
         on_progress: called with (tokenized, all) prompts of each file.
 
     Raises:
         ConfigError: the tokenizer does not load or is not the model's; see rollout/tokenizer.py.
-        DataError: a file or a problem cannot be used; see data/prompts.py.
+        DataError: a file or a problem cannot be used; see data/problems.py and data/prompts.py.
     """
     tokenizer = load_tokenizer(hf_path)
     stop = check_tokenizer(hf_path, tokenizer, rollout.stop_token_ids, shape.vocab_size)
 
     def read(path: str, shuffle: bool) -> PromptDataset:
-        limit = rollout.max_prompt_tokens
-        return read_prompts(
-            path, data, tokenizer.encode, seed=seed, shuffle=shuffle, max_prompt_tokens=limit,
+        return PromptDataset(
+            load_problems(path, data.prompt_column, data.answer_column), tokenizer.encode,
+            path=path, seed=seed, shuffle=shuffle, max_prompt_tokens=rollout.max_prompt_tokens,
             on_progress=on_progress,
         )  # fmt: skip
 

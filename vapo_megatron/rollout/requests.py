@@ -60,7 +60,7 @@ class SamplingSettings:
 def request_seed(
     seed: int, step: int, role: SeedRole, prompt_index: int, sample: int, round: int = 0
 ) -> int:
-    """Return the seed of one response's random numbers.
+    """Return the seed of one response's random numbers, in [0, 2**63) as torch takes it.
 
     It depends only on the request, never on where or when it is sampled: not on the number of
     replicas, the other requests of the batch, the process or the Python version.
@@ -72,9 +72,6 @@ def request_seed(
         prompt_index: `Prompt.index`.
         sample: number of the response to this prompt in this round.
         round: number of the sampling round in this step.
-
-    Returns:
-        An integer in [0, 2**63), which torch.Generator.manual_seed takes.
     """
     key = f"{seed}/{step}/{role}/{prompt_index}/{sample}" + (f"/{round}" if round else "")
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
@@ -97,10 +94,7 @@ def request_seeds(
     Args:
         prompts: group i occupies [i*group_size, (i+1)*group_size).
         group_size: G.
-        seed: the run's seed.
-        step: step of the run.
-        role: "train" or "evaluation".
-        round: number of the sampling round in this step.
+        seed, step, role, round: see request_seed.
     """
     assert len(prompts) % group_size == 0, f"{len(prompts)} prompts are not groups of {group_size}"
     drawn: collections.Counter[int] = collections.Counter()

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from vapo_megatron.cli.command import ProgressBar, check_processes
 from vapo_megatron.config import VapoConfig, check_together, read_config
 from vapo_megatron.data.batch import Prompt
-from vapo_megatron.data.prompts import PromptDataset, read_prompts
+from vapo_megatron.data.problems import load_problems
+from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.data.storage import append, replace_file
 from vapo_megatron.errors import CheckpointError, ConfigError, DataError, UserError
 from vapo_megatron.models.hf_config import read_model_shape
@@ -139,8 +140,9 @@ def check(checkpoint: Path, data: Path, config: VapoConfig) -> Evaluation:
     hf_path = find_hf_directory(checkpoint)
     tokenizer = load_tokenizer(hf_path)
     with ProgressBar("prompts") as bar:
-        dataset = read_prompts(
-            str(data), config.data, tokenizer.encode, seed=config.seed, shuffle=False,
+        dataset = PromptDataset(
+            load_problems(data, config.data.prompt_column, config.data.answer_column),
+            tokenizer.encode, path=str(data), seed=config.seed, shuffle=False,
             max_prompt_tokens=config.rollout.max_prompt_tokens, on_progress=bar.show,
         )  # fmt: skip
     shape = read_model_shape(hf_path)
