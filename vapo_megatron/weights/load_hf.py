@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from vapo_megatron.errors import CheckpointError
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.convert.sharded_files import ShardedReader, is_distributed_checkpoint
 from vapo_megatron.weights.convert.to_hf import check_checkpoint
-from vapo_megatron.weights.hf_reader import DTYPES, HfReader
+from vapo_megatron.weights.hf_reader import DTYPES, HfReader, compare_tensors
 from vapo_megatron.weights.mapping import (
     EMBEDDING,
     OUTPUT,
@@ -58,39 +58,35 @@ def check_hf_tensors(reader: HfReader, shape: ModelShape, role: str) -> None:
     Raises:
         CheckpointError: names tensors with what was expected and found.
     """
+    present = dict.fromkeys(reader.names())
     expected = hf_tensors(shape, role)
-    present = set(reader.names())
-    optional, ignored = set(), set()
-    if role == "critic":
-        optional.add(VALUE_HEAD)
-        ignored.add(OUTPUT)
-        if VALUE_HEAD in present:
-            expected[VALUE_HEAD_BIAS] = (1,)
-            optional.add(VALUE_HEAD_BIAS)
-    elif shape.tied:
-        ignored.add(OUTPUT)
-    problems = []
-    for name, size in expected.items():
-        if name not in present:
-            if name not in optional:
-                problems.append(f"{name} is missing (expected shape {list(size)})")
-        elif reader.shape(name) != size:
-            problems.append(
-                f"{name}: expected shape {list(size)}, found {list(reader.shape(name))}"
-            )
-        elif reader.dtype(name) not in DTYPES:
-            problems.append(f"{name}: expected {' or '.join(DTYPES)}, found {reader.dtype(name)}")
-    problems += [
-        f"{name} is unknown"
-        for name in reader.names()
-        if name not in expected and name not in ignored and not name.endswith("rotary_emb.inv_freq")
-    ]
-    if problems:
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+    if role == "critic" and VALUE_HEAD not in present:
+        del expected[VALUE_HEAD]
+    elif role == "critic" and VALUE_HEAD_BIAS in present:
+        expected[VALUE_HEAD_BIAS] = (1,)
+    ignored = {OUTPUT} if role == "critic" or shape.tied else set()
+    ignored |= {name for name in present if name.endswith("rotary_emb.inv_freq")}
+    compare_tensors(reader, role, expected, [n for n in present if n not in ignored], DTYPES)
+
+
+def check_tied(reader: HfReader, read: Callable[[str], Iterator[Tensor]]) -> None:
+    """Refuse a tied model whose file has a different output matrix.
+
+    Args:
+        reader: of the file.
+        read: yields parts of a tensor; called with EMBEDDING and OUTPUT if their headers agree.
+    """
+    expected, found = (f"{list(reader.shape(n))} {reader.dtype(n)}" for n in (EMBEDDING, OUTPUT))
+    if expected != found:
         raise CheckpointError(
-            f"{reader.directory} does not hold the {role} that config.json describes: "
-            f"{'; '.join(problems[:5])}{more}"
+            f"{reader.directory}: {OUTPUT}: expected {expected} as {EMBEDDING}, found {found}"
         )
+    for embedding, output in zip(read(EMBEDDING), read(OUTPUT), strict=True):
+        if not torch.equal(embedding, output):
+            raise CheckpointError(
+                f"{reader.directory}: config.json says tie_word_embeddings=true, but {OUTPUT} "
+                f"differs from {EMBEDDING}; set it to false"
+            )
 
 
 def load_hf_weights(
@@ -124,7 +120,14 @@ def load_hf_weights(
     parameters = local_parameters(chunks, shape, role)
     present = set(reader.names())
     if role == "actor" and shape.tied and OUTPUT in present:
-        _check_really_tied(reader, parameters, shape, ranks)
+        embeddings = [p for p in parameters if p.hf_names == (EMBEDDING,)]
+
+        def read(name: str) -> Iterator[Tensor]:
+            for parameter in embeddings:
+                renamed = dataclasses.replace(parameter, hf_names=(name,))
+                yield from _parts(reader, renamed, shape, ranks)
+
+        check_tied(reader, read)
     head = getattr(unwrap(chunks[-1]), "output_layer", None)
     if role == "critic" and head is not None and VALUE_HEAD_BIAS in present:
         head.set_bias(reader.read(VALUE_HEAD_BIAS))
@@ -176,28 +179,3 @@ def _parts(
     )
     for name, (start, stop) in zip(parameter.hf_names, all_bounds, strict=True):
         yield reader.read(name, dim, start, stop)
-
-
-def _check_really_tied(
-    reader: HfReader,
-    parameters: list[LocalParameter],
-    shape: ModelShape,
-    ranks: Ranks,
-) -> None:
-    """Refuse a tied model whose file has a different output matrix."""
-    expected, found = (f"{list(reader.shape(n))} {reader.dtype(n)}" for n in (EMBEDDING, OUTPUT))
-    if expected != found:
-        raise CheckpointError(
-            f"{reader.directory}: {OUTPUT}: expected {expected} as {EMBEDDING}, found {found}"
-        )
-    for parameter in parameters:
-        if parameter.hf_names != (EMBEDDING,):
-            continue
-        as_output = dataclasses.replace(parameter, hf_names=(OUTPUT,))
-        (embedding,) = _parts(reader, parameter, shape, ranks)
-        (output,) = _parts(reader, as_output, shape, ranks)
-        if not torch.equal(embedding, output):
-            raise CheckpointError(
-                f"{reader.directory}: config.json says tie_word_embeddings=true, but {OUTPUT} "
-                f"differs from {EMBEDDING}; set it to false"
-            )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +45,11 @@ class Row:
     is_copy: bool = False
     """A second copy of an HF tensor that another row owns: loaded, never exported."""
 
+    @property
+    def is_in_layer(self) -> bool:
+        """Does every layer have it? Then `{}` in its names stands for the layer's number."""
+        return "{}" in self.hf[0]
+
 
 def _q(s: ModelShape) -> int:
     return s.num_attention_heads * s.head_dim
@@ -66,96 +71,39 @@ _LAYER = "decoder.layers.{}."
 _HF_LAYER = "model.layers.{}."
 
 TABLE: tuple[Row, ...] = (
-    Row(
-        ("embedding.word_embeddings.weight",),
-        (EMBEDDING,),
-        "vocabulary",
-        _vocabulary,
-    ),
-    Row(
-        (
-            _LAYER + "input_layernorm.weight",
-            _LAYER + "self_attention.linear_qkv.layer_norm_weight",
-        ),
-        (_HF_LAYER + "input_layernorm.weight",),
-        "replicated",
-        _norm,
-    ),
-    Row(
-        (_LAYER + "self_attention.linear_qkv.weight",),
-        tuple(_HF_LAYER + f"self_attn.{x}_proj.weight" for x in "qkv"),
-        "qkv",
-        lambda s: ((_q(s), s.hidden_size), (_kv(s), s.hidden_size), (_kv(s), s.hidden_size)),
-    ),
-    Row(
-        (_LAYER + "self_attention.linear_qkv.bias",),
-        tuple(_HF_LAYER + f"self_attn.{x}_proj.bias" for x in "qkv"),
-        "qkv",
-        lambda s: ((_q(s),), (_kv(s),), (_kv(s),)),
-        when=lambda s, role: s.qkv_bias,
-    ),
-    Row(
-        (_LAYER + "self_attention.q_layernorm.weight",),
-        (_HF_LAYER + "self_attn.q_norm.weight",),
-        "replicated",
-        lambda s: ((s.head_dim,),),
-        when=lambda s, role: s.qk_norm,
-    ),
-    Row(
-        (_LAYER + "self_attention.k_layernorm.weight",),
-        (_HF_LAYER + "self_attn.k_norm.weight",),
-        "replicated",
-        lambda s: ((s.head_dim,),),
-        when=lambda s, role: s.qk_norm,
-    ),
-    Row(
-        (_LAYER + "self_attention.linear_proj.weight",),
-        (_HF_LAYER + "self_attn.o_proj.weight",),
-        "row",
-        lambda s: ((s.hidden_size, _q(s)),),
-    ),
-    Row(
-        (_LAYER + "pre_mlp_layernorm.weight", _LAYER + "mlp.linear_fc1.layer_norm_weight"),
-        (_HF_LAYER + "post_attention_layernorm.weight",),
-        "replicated",
-        _norm,
-    ),
-    Row(
-        (_LAYER + "mlp.linear_fc1.weight",),
-        (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"),
-        "gate_up",
-        lambda s: ((s.ffn_hidden_size, s.hidden_size),) * 2,
-    ),
-    Row(
-        (_LAYER + "mlp.linear_fc2.weight",),
-        (_HF_LAYER + "mlp.down_proj.weight",),
-        "row",
-        lambda s: ((s.hidden_size, s.ffn_hidden_size),),
-    ),
+    Row(("embedding.word_embeddings.weight",), (EMBEDDING,), "vocabulary", _vocabulary),
+    Row((_LAYER + "input_layernorm.weight", _LAYER + "self_attention.linear_qkv.layer_norm_weight"),
+        (_HF_LAYER + "input_layernorm.weight",), "replicated", _norm),
+    Row((_LAYER + "self_attention.linear_qkv.weight",),
+        tuple(_HF_LAYER + f"self_attn.{x}_proj.weight" for x in "qkv"), "qkv",
+        lambda s: ((_q(s), s.hidden_size), (_kv(s), s.hidden_size), (_kv(s), s.hidden_size))),
+    Row((_LAYER + "self_attention.linear_qkv.bias",),
+        tuple(_HF_LAYER + f"self_attn.{x}_proj.bias" for x in "qkv"), "qkv",
+        lambda s: ((_q(s),), (_kv(s),), (_kv(s),)), when=lambda s, role: s.qkv_bias),
+    Row((_LAYER + "self_attention.q_layernorm.weight",),
+        (_HF_LAYER + "self_attn.q_norm.weight",), "replicated",
+        lambda s: ((s.head_dim,),), when=lambda s, role: s.qk_norm),
+    Row((_LAYER + "self_attention.k_layernorm.weight",),
+        (_HF_LAYER + "self_attn.k_norm.weight",), "replicated",
+        lambda s: ((s.head_dim,),), when=lambda s, role: s.qk_norm),
+    Row((_LAYER + "self_attention.linear_proj.weight",),
+        (_HF_LAYER + "self_attn.o_proj.weight",), "row", lambda s: ((s.hidden_size, _q(s)),)),
+    Row((_LAYER + "pre_mlp_layernorm.weight", _LAYER + "mlp.linear_fc1.layer_norm_weight"),
+        (_HF_LAYER + "post_attention_layernorm.weight",), "replicated", _norm),
+    Row((_LAYER + "mlp.linear_fc1.weight",),
+        (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"), "gate_up",
+        lambda s: ((s.ffn_hidden_size, s.hidden_size),) * 2),
+    Row((_LAYER + "mlp.linear_fc2.weight",),
+        (_HF_LAYER + "mlp.down_proj.weight",), "row",
+        lambda s: ((s.hidden_size, s.ffn_hidden_size),)),
     Row(("decoder.final_layernorm.weight",), ("model.norm.weight",), "replicated", _norm),
-    Row(
-        ("output_layer.weight",),
-        (OUTPUT,),
-        "vocabulary",
-        _vocabulary,
-        when=lambda s, role: role == "actor" and not s.tied,
-    ),
-    Row(
-        ("output_layer.weight",),
-        (EMBEDDING,),
-        "vocabulary",
-        _vocabulary,
-        when=lambda s, role: role == "actor" and s.tied,
-        is_copy=True,
-    ),
-    Row(
-        ("output_layer.weight",),
-        (VALUE_HEAD,),
-        "replicated",
-        lambda s: ((1, s.hidden_size),),
-        when=lambda s, role: role == "critic",
-    ),
-)
+    Row(("output_layer.weight",), (OUTPUT,), "vocabulary", _vocabulary,
+        when=lambda s, role: role == "actor" and not s.tied),
+    Row(("output_layer.weight",), (EMBEDDING,), "vocabulary", _vocabulary,
+        when=lambda s, role: role == "actor" and s.tied, is_copy=True),
+    Row(("output_layer.weight",), (VALUE_HEAD,), "replicated", lambda s: ((1, s.hidden_size),),
+        when=lambda s, role: role == "critic"),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,26 +124,25 @@ def rows(shape: ModelShape, role: str) -> list[Row]:
     return [row for row in TABLE if row.when(shape, role)]
 
 
+def rows_in_order(shape: ModelShape, role: str) -> list[tuple[Row, int | None]]:
+    """Return (row, layer) in the order of the model's layers, without copies.
+
+    The layer is None outside the layers.
+    """
+    own = [row for row in rows(shape, role) if not row.is_copy]
+    first, *last = ((row, None) for row in own if not row.is_in_layer)
+    in_layers = [row for row in own if row.is_in_layer]
+    layers = [(row, layer) for layer in range(shape.num_layers) for row in in_layers]
+    return [first, *layers, *last]
+
+
 def hf_tensors(shape: ModelShape, role: str) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every HF tensor of the model, in the order of its layers."""
-    in_layer: list[Row] = []
-    outside: list[Row] = []
-    for row in rows(shape, role):
-        if not row.is_copy:
-            (in_layer if "{}" in row.hf[0] else outside).append(row)
-    found = dict(_named_shapes(outside[:1], shape, 0))
-    for layer in range(shape.num_layers):
-        found.update(_named_shapes(in_layer, shape, layer))
-    found.update(_named_shapes(outside[1:], shape, 0))
-    return found
-
-
-def _named_shapes(
-    some: list[Row], shape: ModelShape, layer: int
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for row in some:
-        for name, size in zip(row.hf, row.shapes(shape), strict=True):
-            yield name.format(layer), size
+    return {
+        name.format(layer): size
+        for row, layer in rows_in_order(shape, role)
+        for name, size in zip(row.hf, row.shapes(shape), strict=True)
+    }
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from vapo_megatron.weights.layout import Kind, RowRun, bounds, row_runs, shard_dim
-from vapo_megatron.weights.mapping import VALUE_HEAD_BIAS, Row, rows
+from vapo_megatron.weights.mapping import VALUE_HEAD_BIAS, Row, rows_in_order
 
 if TYPE_CHECKING:
+    from vapo_megatron.config import ParallelConfig
     from vapo_megatron.models.hf_config import ModelShape
 
 _BIAS_ROW = Row(("output_layer.bias",), (VALUE_HEAD_BIAS,), "replicated", lambda shape: ((1,),))
@@ -111,14 +112,9 @@ def sharded_tensors(
         padded_vocab: rows of the embedding with its padding.
         value_bias: the value head has a bias.
     """
-    table = [row for row in rows(shape, role) if not row.is_copy]
+    order = rows_in_order(shape, role)
     if value_bias:
-        table.append(_BIAS_ROW)
-    in_layer = [row for row in table if "{}" in row.hf[0]]
-    outside = [row for row in table if "{}" not in row.hf[0]]
-    layers = [(row, layer) for layer in range(shape.num_layers) for row in in_layer]
-    first, last = outside[:1], outside[1:]
-    order = [(r, None) for r in first] + layers + [(r, None) for r in last]
+        order.append((_BIAS_ROW, None))
     return [_sharded(row, layer, shape, padded_vocab) for row, layer in order]
 
 
@@ -137,11 +133,17 @@ def _sharded(row: Row, layer: int | None, shape: ModelShape, padded_vocab: int) 
     )
 
 
-def stage_of(tensor: ShardedTensor, pp_size: int, vpp_size: int) -> int:
-    """Return the pipeline stage that holds a tensor; chunks of layers take turns over stages."""
+def first_rank_of(tensor: ShardedTensor, parallel: ParallelConfig) -> int:
+    """Return the first rank of the pipeline stage that holds a tensor, with DP 1.
+
+    Chunks of layers take turns over stages.
+    """
+    pp_size = parallel.pipeline_model_parallel_size
+    stage = 0 if tensor.key.startswith("embedding.") else pp_size - 1
     if tensor.layer is not None:
-        return tensor.layer // (tensor.num_layers // (pp_size * vpp_size)) % pp_size
-    return 0 if tensor.key.startswith("embedding.") else pp_size - 1
+        num_chunks = pp_size * (parallel.virtual_pipeline_model_parallel_size or 1)
+        stage = tensor.layer // (tensor.num_layers // num_chunks) % pp_size
+    return stage * parallel.tensor_model_parallel_size
 
 
 def is_of_model(key: str) -> bool:

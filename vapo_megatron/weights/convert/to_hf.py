@@ -35,7 +35,7 @@ from vapo_megatron.weights.hf_directory import (
     together,
     write_index,
 )
-from vapo_megatron.weights.hf_reader import DTYPES
+from vapo_megatron.weights.hf_reader import DTYPES, compare_tensors
 from vapo_megatron.weights.mapping import EMBEDDING, OUTPUT, VALUE_HEAD_BIAS
 
 if TYPE_CHECKING:
@@ -157,24 +157,8 @@ def check_tensors(reader: ShardedReader, shape: ModelShape, role: str) -> list[S
     expected = sharded_tensors(shape, role, padded, value_bias=_BIAS_KEY in found)
     if role == "critic" and _HEAD_KEY not in found:
         expected = [tensor for tensor in expected if tensor.key != _HEAD_KEY]
-    problems = []
-    for tensor in {tensor.key: tensor for tensor in expected}.values():
-        key, size = tensor.key, list(tensor.global_shape)
-        if key not in found:
-            problems.append(f"{key} is missing (expected shape {size})")
-        elif list(reader.shape(key)) != size:
-            problems.append(f"{key}: expected shape {size}, found {list(reader.shape(key))}")
-        elif reader.dtype(key) not in DTYPES.values():
-            types = " or ".join(map(str, DTYPES.values()))
-            problems.append(f"{key}: expected {types}, found {reader.dtype(key)}")
-    known = {tensor.key for tensor in expected}
-    problems += [f"{key} is unknown" for key in sorted(found - known)]
-    if problems:
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise CheckpointError(
-            f"{reader.directory} does not hold the {role} that config.json describes: "
-            f"{'; '.join(problems[:5])}{more}"
-        )
+    sizes = {tensor.key: tensor.global_shape for tensor in expected}
+    compare_tensors(reader, role, sizes, sorted(found), DTYPES.values())
     return expected
 
 

@@ -30,8 +30,8 @@ from vapo_megatron.weights.convert.sharded_files import (
 from vapo_megatron.weights.convert.sharded_tensors import (
     EXTRA_STATES,
     ShardedTensor,
+    first_rank_of,
     sharded_tensors,
-    stage_of,
 )
 from vapo_megatron.weights.convert.team import OnProgress, Team
 from vapo_megatron.weights.copying import Blocks, row_blocks, write_exactly
@@ -42,7 +42,7 @@ from vapo_megatron.weights.hf_directory import (
     together,
 )
 from vapo_megatron.weights.hf_reader import DTYPES, HfReader
-from vapo_megatron.weights.load_hf import check_hf_tensors
+from vapo_megatron.weights.load_hf import check_hf_tensors, check_tied
 from vapo_megatron.weights.mapping import EMBEDDING, OUTPUT, VALUE_HEAD, VALUE_HEAD_BIAS
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def convert_to_megatron(
     dtypes = _dtypes(reader, tensors)
     tied_output = shape.tied and role == "actor" and OUTPUT in present
     if tied_output:
-        _check_equal(reader)
+        check_tied(reader, lambda name: _row_blocks(reader, name))
     head = torch.randn(1, shape.hidden_size, generator=torch.Generator().manual_seed(seed))
     head = (value_head_init_std * head).to(dtypes["embedding.word_embeddings.weight"])
 
@@ -153,10 +153,7 @@ class _Worker:
         new_head: Tensor | None,
     ) -> None:
         self.directory, self.reader, self.team = directory, reader, team
-        self.tp_size = parallel.tensor_model_parallel_size
-        self.pp_size = parallel.pipeline_model_parallel_size
-        self.vpp_size = parallel.virtual_pipeline_model_parallel_size or 1
-        self.new_head = new_head
+        self.parallel, self.new_head = parallel, new_head
         self.rows, self.cut = Blocks(), Blocks()
 
     def write(self, tensors: list[ShardedTensor], dtypes: dict[str, torch.dtype]) -> list[Written]:
@@ -171,9 +168,9 @@ class _Worker:
 
     def _write_tensor(self, tensor: ShardedTensor, dtype: torch.dtype) -> list[Written]:
         written = []
-        first_rank = stage_of(tensor, self.pp_size, self.vpp_size) * self.tp_size
+        first_rank = first_rank_of(tensor, self.parallel)
         of_rows = defaultdict(list)  # boxes that share rows: read them once
-        for box in tensor.boxes(self.tp_size):
+        for box in tensor.boxes(self.parallel.tensor_model_parallel_size):
             of_rows[box.first_row, box.num_rows].append(box)
         for (first_row, num_rows), boxes in of_rows.items():
             for start, count in row_blocks(num_rows, tensor.num_columns * dtype.itemsize):
@@ -215,15 +212,7 @@ def _extra_states(
 ) -> list[Written]:
     """Write the empty extra states of every layer into its stage's first file."""
     written = []
-    pp_size, vpp_size = (
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size or 1,
-    )
-    ranks = {
-        t.layer: stage_of(t, pp_size, vpp_size) * parallel.tensor_model_parallel_size
-        for t in tensors
-        if t.layer is not None
-    }
+    ranks = {t.layer: first_rank_of(t, parallel) for t in tensors if t.layer is not None}
     for layer, rank in ranks.items():
         keys = [f"{key}/shard_{layer}_{len(ranks)}" for key in EXTRA_STATES]
         written += append_empty_objects(directory, f"__{rank}_0.distcp", keys)
@@ -245,21 +234,11 @@ def _dtypes(reader: HfReader, tensors: list[ShardedTensor]) -> dict[str, torch.d
     return {key: DTYPES[reader.dtype(name)] for key, name in first.items()}
 
 
-def _check_equal(reader: HfReader) -> None:
-    """Refuse a tied model whose file has a different output matrix."""
-    sides = [f"{list(reader.shape(n))} {reader.dtype(n)}" for n in (EMBEDDING, OUTPUT)]
-    if sides[0] != sides[1]:
-        raise CheckpointError(
-            f"{reader.directory}: {OUTPUT}: expected {sides[0]} as {EMBEDDING}, found {sides[1]}"
-        )
-    (num_rows, columns), dtype = reader.shape(EMBEDDING), DTYPES[reader.dtype(EMBEDDING)]
-    blocks = Blocks(), Blocks()
+def _row_blocks(reader: HfReader, name: str) -> Iterator[Tensor]:
+    """Yield blocks of rows of an HF tensor, each valid until the next one."""
+    (num_rows, columns), dtype = reader.shape(name), DTYPES[reader.dtype(name)]
+    blocks = Blocks()
     for start, count in row_blocks(num_rows, columns * dtype.itemsize):
-        embedding, output = (b.get((count, columns), dtype) for b in blocks)
-        reader.read_rows(EMBEDDING, start, embedding)
-        reader.read_rows(OUTPUT, start, output)
-        if not torch.equal(embedding, output):
-            raise CheckpointError(
-                f"{reader.directory}: config.json says tie_word_embeddings=true, but {OUTPUT} "
-                f"differs from {EMBEDDING}; set it to false"
-            )
+        block = blocks.get((count, columns), dtype)
+        reader.read_rows(name, start, block)
+        yield block

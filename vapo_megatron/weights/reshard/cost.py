@@ -136,7 +136,7 @@ def _stage_bytes(shape: ModelShape, trainer: TrainerLayout, bytes_per_element: i
             # Shards are equal, and the first has no padding unless it is padding alone.
             pieces = trainer_pieces(row, shape, trainer, tp_rank=0)
             size = sum(piece.rows * piece.columns for piece in pieces)
-            if "{}" in row.hf[0]:
+            if row.is_in_layer:
                 elements += num_layers * size
             elif stage == trainer.stage_of(row):
                 elements += size

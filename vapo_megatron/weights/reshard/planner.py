@@ -56,7 +56,7 @@ def make_plan(
     check_sampler(shape, sampler_tp_size, trainer.world_size)
     planner = _BlockPlanner(shape, trainer, sampler_tp_size, gpus_per_node, relay)
     table = rows(shape, "actor")
-    in_layer = [row for row in table if "{}" in row.hf[0]]
+    in_layer = [row for row in table if row.is_in_layer]
     blocks = []
     for stage, chunks in enumerate(trainer.layers):
         layers = tuple(
@@ -67,7 +67,7 @@ def make_plan(
         blocks.append(planner.block(in_layer, {stage: (0, None)}, layers))
     outside: dict[tuple[tuple[int, Home], ...], list[Row]] = {}
     for row in table:
-        if "{}" not in row.hf[0] and not row.is_copy:
+        if not row.is_in_layer and not row.is_copy:
             outside.setdefault(tuple(_homes(row, table, trainer).items()), []).append(row)
     # These last: two stages hold a tied embedding, which evens out their loads.
     for homes, some in outside.items():
