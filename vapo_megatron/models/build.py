@@ -177,11 +177,39 @@ def build_model(
         settings.perform_initialization = False
         settings.use_cpu_initialization = True
         settings.init_model_with_meta_device = True
+    transformer_engine = uses_transformer_engine(model)
+    frequencies = rope_frequencies(shape)
+
+    def build_chunk(stage: int) -> GPTModel:
+        vp_stage = stage if ranks.vpp_size > 1 else None
+        last = ranks.is_last_stage and stage == ranks.vpp_size - 1
+        chunk = GPTModel(
+            config=settings,
+            transformer_layer_spec=block_spec(
+                settings,
+                Rotary(frequencies),
+                transformer_engine=transformer_engine,
+                vp_stage=vp_stage,
+            ),
+            vocab_size=padded_vocab_size(shape, model.make_vocab_size_divisible_by, ranks.tp_size),
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=ranks.is_first_stage and stage == 0,
+            post_process=last,
+            share_embeddings_and_output_weights=shape.tied and role == "actor",
+            position_embedding_type="rope" if transformer_engine else "none",
+            rotary_base=shape.rope_theta,
+            vp_stage=vp_stage,
+        )
+        if transformer_engine:
+            chunk.rotary_pos_emb.inv_freq = frequencies.to(this_device())
+        if last and role == "actor":
+            chunk.output_layer = OutputProjection(chunk.output_layer, settings)
+        elif last:
+            chunk.output_layer = ValueHead(settings, model.value_head_init_std, seed)
+        return chunk
+
     with where:
-        return [
-            _build_chunk(shape, model, ranks, role, settings, stage, seed)
-            for stage in range(ranks.vpp_size)
-        ]
+        return [build_chunk(stage) for stage in range(ranks.vpp_size)]
 
 
 def freeze_attention(chunks: list[GPTModel]) -> None:
@@ -194,46 +222,6 @@ def freeze_attention(chunks: list[GPTModel]) -> None:
             # Transformer Engine keeps the layer's first norm with the projection behind it.
             if ".self_attention." in name and not name.endswith(".layer_norm_weight"):
                 parameter.requires_grad_(False)
-
-
-def _build_chunk(
-    shape: ModelShape,
-    model: ModelConfig,
-    ranks: Ranks,
-    role: Role,
-    settings: TransformerConfig,
-    stage: int,
-    seed: int,
-) -> GPTModel:
-    """Build one virtual stage."""
-    vp_stage = stage if ranks.vpp_size > 1 else None
-    last = ranks.is_last_stage and stage == ranks.vpp_size - 1
-    transformer_engine = uses_transformer_engine(model)
-    frequencies = rope_frequencies(shape)
-    chunk = GPTModel(
-        config=settings,
-        transformer_layer_spec=block_spec(
-            settings,
-            Rotary(frequencies),
-            transformer_engine=transformer_engine,
-            vp_stage=vp_stage,
-        ),
-        vocab_size=padded_vocab_size(shape, model.make_vocab_size_divisible_by, ranks.tp_size),
-        max_sequence_length=shape.max_position_embeddings,
-        pre_process=ranks.is_first_stage and stage == 0,
-        post_process=last,
-        share_embeddings_and_output_weights=shape.tied and role == "actor",
-        position_embedding_type="rope" if transformer_engine else "none",
-        rotary_base=shape.rope_theta,
-        vp_stage=vp_stage,
-    )
-    if transformer_engine:
-        chunk.rotary_pos_emb.inv_freq = frequencies.to(this_device())
-    if last and role == "actor":
-        chunk.output_layer = OutputProjection(chunk.output_layer, settings)
-    elif last:
-        chunk.output_layer = ValueHead(settings, model.value_head_init_std, seed)
-    return chunk
 
 
 class OutputProjection(tensor_parallel.ColumnParallelLinear):

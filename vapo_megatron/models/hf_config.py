@@ -15,9 +15,6 @@ from typing import Any
 from vapo_megatron.config import ParallelConfig
 from vapo_megatron.errors import ConfigError
 
-ROPE_TYPES = ("linear", "llama3", "yarn")
-"""Scalings of the rotary frequencies that do not depend on the sequence length."""
-
 
 @dataclasses.dataclass(frozen=True)
 class _Family:
@@ -70,6 +67,7 @@ _ROPE_KEYS = {
     },
     "yarn": {"factor", "original_max_position_embeddings"},
 }  # fmt: skip
+"""The scalings of the rotary frequencies that do not depend on the sequence length."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +86,7 @@ class ModelShape:
     norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any] | None
-    """None, or rope_type (one of ROPE_TYPES) and that scaling's own parameters."""
+    """None, or rope_type (linear, llama3 or yarn) and that scaling's own parameters."""
     tied: bool
     """The output projection is the embedding."""
     max_position_embeddings: int
@@ -217,8 +215,8 @@ def _rope(reader: _Reader) -> tuple[float, dict[str, Any] | None]:
     rope_type = tree.pop("rope_type", None) or legacy_type or "default"
     if rope_type == "default":
         return theta, None
-    if rope_type not in ROPE_TYPES:
-        raise reader.error("rope_type", rope_type, f"must be default, {', '.join(ROPE_TYPES)}")
+    if not isinstance(rope_type, str) or rope_type not in _ROPE_KEYS:
+        raise reader.error("rope_type", rope_type, f"must be default, {', '.join(_ROPE_KEYS)}")
     if tree.get("partial_rotary_factor", 1) != 1:
         raise reader.error("partial_rotary_factor", tree["partial_rotary_factor"], "must be 1")
     length = reader.get("original_max_position_embeddings")
@@ -245,10 +243,7 @@ def parameter_count(shape: ModelShape, *, value_head: bool = False) -> int:
     attention += 2 * shape.head_dim if shape.qk_norm else 0
     layer = attention + 3 * hidden * shape.ffn_hidden_size + 2 * hidden
     vocabulary = shape.vocab_size * hidden
-    if value_head:
-        output = hidden
-    else:
-        output = 0 if shape.tied else vocabulary
+    output = hidden if value_head else 0 if shape.tied else vocabulary
     return vocabulary + shape.num_layers * layer + hidden + output
 
 

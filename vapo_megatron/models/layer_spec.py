@@ -87,39 +87,32 @@ def check_fp8(shape: ModelShape, model: ModelConfig, tp_size: int) -> None:
     """
     if model.fp8 is None:
         return
-    what = f"model.fp8={model.fp8}"
-    if not uses_transformer_engine(model):
-        raise ConfigError(
-            f"{what} needs Transformer Engine, which is not installed, or there is no GPU; install "
-            "transformer-engine on a GPU machine, or set model.fp8=null"
-        )
-    if not is_te_min_version("2.2.0"):
-        raise ConfigError(
-            f"{what} needs transformer-engine 2.2 or newer; update it, or set model.fp8=null"
-        )
-    if torch.cuda.get_device_capability() < (8, 9):
-        raise ConfigError(
-            f"{what} needs a GPU of compute capability 8.9 or newer (Ada, Hopper); set "
-            "model.fp8=null"
-        )
-    for key, width in _fp8_widths(shape, tp_size).items():
-        if width % FP8_MULTIPLE:
-            raise ConfigError(
-                f"{what} needs the {key}, {width} with parallel.tensor_model_parallel_size="
-                f"{tp_size}, to be a multiple of {FP8_MULTIPLE}; lower the size, or set "
-                "model.fp8=null"
-            )
-
-
-def _fp8_widths(shape: ModelShape, tp_size: int) -> dict[str, int]:
-    """Rows and columns of a rank's matrices: each is the inner dimension of some product."""
     heads, groups = shape.num_attention_heads, shape.num_key_value_heads
-    return {
+    # Rows and columns of a rank's matrices: each is the inner dimension of some product.
+    widths = {
         "model's hidden_size": shape.hidden_size,
         "rank's query, key and value rows": (heads + 2 * groups) * shape.head_dim // tp_size,
         "rank's query rows": heads * shape.head_dim // tp_size,
         "rank's intermediate_size": shape.ffn_hidden_size // tp_size,
     }
+    odd = next((key for key, width in widths.items() if width % FP8_MULTIPLE), None)
+    if not uses_transformer_engine(model):
+        lacking = (
+            "Transformer Engine, which is not installed, or there is no GPU; install "
+            "transformer-engine on a GPU machine"
+        )
+    elif not is_te_min_version("2.2.0"):
+        lacking = "transformer-engine 2.2 or newer; update it"
+    elif torch.cuda.get_device_capability() < (8, 9):
+        lacking = "a GPU of compute capability 8.9 or newer (Ada, Hopper); use another one"
+    elif odd:
+        lacking = (
+            f"the {odd}, {widths[odd]} with parallel.tensor_model_parallel_size={tp_size}, to be a "
+            f"multiple of {FP8_MULTIPLE}; lower the size"
+        )
+    else:
+        return
+    raise ConfigError(f"model.fp8={model.fp8} needs {lacking}, or set model.fp8=null")
 
 
 def block_spec(

@@ -14,6 +14,7 @@ m, s, u and z_t of all tokens take one all-gather; the backward pass does not co
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,49 +24,21 @@ from vapo_megatron.parallel.score_chunks import Call, Gradients, tiles
 
 
 def vocab_parallel_logprobs(
-    logits: Tensor,
-    targets: Tensor,
-    tp_group: dist.ProcessGroup | None,
-    *,
-    vocab_size: int,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
-    chunk_size: int | None = None,
+    logits: Tensor, targets: Tensor, tp_group: dist.ProcessGroup | None, **settings: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of the targets, and the distribution's entropy, from sharded logits.
-
-    log softmax(logits / temperature)[target], the softmax taken over `vocab_size` entries.
+    """`linear_logprobs` of logits that exist already.
 
     Args:
         logits: [..., V_padded/tp], this rank's columns; bfloat16, float16, float32 or float64.
-            Not modified.
-        targets: int64 [...], global vocabulary indices in [0, vocab_size), the same on every rank.
-        tp_group: the tensor-parallel group; None where one process holds the whole vocabulary.
-        vocab_size: entries of the unpadded vocabulary; columns beyond it get no probability and no
-            gradient.
-        temperature: divides the logits.
-        with_entropy: also return -sum_j p_j log p_j, in nats.
-        chunk_size: see score_chunks.py; None: what fits CHUNK_BYTES.
-
-    Returns:
-        (logprobs, entropy), each [...], float32 (float64 for float64 logits), the same on every
-        rank; entropy is None unless asked for. Both are differentiable; the gradient has the dtype
-        of the logits.
-
-    Raises:
-        ValueError: shapes, temperature, chunk size or targets that do not fit.
+            Not modified; the gradient has their dtype.
+        targets, tp_group, settings: as in `linear_logprobs`.
     """
-    call = Call.check(
-        logits.shape[:-1], logits.shape[-1], logits.dtype, targets, tp_group,
-        vocab_size, temperature, with_entropy, chunk_size,
-    )  # fmt: skip
-    flat = logits.reshape(-1, logits.shape[-1])
-    return call.shaped(_Logprobs.apply(flat, None, targets.reshape(-1), call), targets.shape)
+    return linear_logprobs(logits, None, targets, tp_group, **settings)
 
 
 def linear_logprobs(
     hidden: Tensor,
-    weight_shard: Tensor,
+    weight_shard: Tensor | None,
     targets: Tensor,
     tp_group: dist.ProcessGroup | None,
     *,
@@ -74,11 +47,13 @@ def linear_logprobs(
     with_entropy: bool = False,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`vocab_parallel_logprobs` of `hidden @ weight_shard.T`, without ever holding those logits.
+    """Log-probabilities of the targets, and the distribution's entropy, from hidden states.
 
-    Forward and backward hold no more than [chunk_size, V_padded/tp] scores, in all (a single row,
-    with entropy, needs another); backward computes them again. The products are rounded to the
-    weight's dtype, as a linear layer's output is; all else is float32.
+    log softmax(hidden @ weight_shard.T / temperature)[target], the softmax taken over `vocab_size`
+    entries, without ever holding those logits: forward and backward hold no more than
+    [chunk_size, V_padded/tp] scores, in all (a single row, with entropy, needs another); backward
+    computes them again. The products are rounded to the weight's dtype, as a linear layer's output
+    is; all else is float32 (float64 for float64 inputs).
 
     The gradient of `hidden` is TP-partial: it is this rank's share, and its sum over the
     tensor-parallel ranks is the gradient. What made `hidden` the same on all ranks takes that sum
@@ -88,34 +63,39 @@ def linear_logprobs(
 
     Args:
         hidden: [..., H], the same on every rank; a rank-dependent slice is an error of the caller.
-        weight_shard: [V_padded/tp, H], this rank's rows, same dtype as hidden.
-        targets: int64 [...], as in `vocab_parallel_logprobs`; so are all other arguments.
-        tp_group: as there.
-        vocab_size: as there.
-        temperature: as there.
-        with_entropy: as there.
-        chunk_size: as there.
+        weight_shard: [V_padded/tp, H], this rank's rows, same dtype as hidden. None: `hidden` is
+            this rank's logits.
+        targets: int64 [...], global vocabulary indices in [0, vocab_size), the same on every rank.
+        tp_group: the tensor-parallel group; None where one process holds the whole vocabulary.
+        vocab_size: entries of the unpadded vocabulary; columns beyond it get no probability and no
+            gradient.
+        temperature: divides the logits.
+        with_entropy: also return -sum_j p_j log p_j, in nats.
+        chunk_size: see score_chunks.py; None: what fits CHUNK_BYTES.
 
     Returns:
-        (logprobs, entropy) as in `vocab_parallel_logprobs`.
+        (logprobs, entropy), each [...], float32 or float64, the same on every rank; entropy is None
+        unless asked for. Both are differentiable.
 
     Raises:
         ValueError: shapes, dtypes, temperature, chunk size or targets that do not fit.
     """
-    if hidden.dtype != weight_shard.dtype or hidden.shape[-1] != weight_shard.shape[-1]:
-        raise ValueError(
-            f"hidden {list(hidden.shape)} {hidden.dtype} and weight_shard "
-            f"{list(weight_shard.shape)} {weight_shard.dtype} must share dtype and last size; "
-            "cast or slice one of them"
-        )
+    width = hidden.shape[-1]
+    if weight_shard is not None:
+        if hidden.dtype != weight_shard.dtype or width != weight_shard.shape[-1]:
+            raise ValueError(
+                f"hidden {list(hidden.shape)} {hidden.dtype} and weight_shard "
+                f"{list(weight_shard.shape)} {weight_shard.dtype} must share dtype and last size; "
+                "cast or slice one of them"
+            )
+        width = weight_shard.shape[0]
     call = Call.check(
-        hidden.shape[:-1], weight_shard.shape[0], hidden.dtype, targets, tp_group,
+        hidden.shape[:-1], width, hidden.dtype, targets, tp_group,
         vocab_size, temperature, with_entropy, chunk_size,
     )  # fmt: skip
     flat = hidden.reshape(-1, hidden.shape[-1])
-    return call.shaped(
-        _Logprobs.apply(flat, weight_shard, targets.reshape(-1), call), targets.shape
-    )
+    logprobs, entropy = _Logprobs.apply(flat, weight_shard, targets.reshape(-1), call)
+    return logprobs.view(targets.shape), entropy.view(targets.shape) if with_entropy else None
 
 
 class _Logprobs(torch.autograd.Function):

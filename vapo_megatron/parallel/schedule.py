@@ -144,7 +144,9 @@ def _run(
         )
         return output, partial(after, microbatch)
 
-    iterators = [_on_device(padded) for _ in chunks]
+    device = backend.device()
+    # Each microbatch is moved to the device when its forward pass starts.
+    iterators = [(_moved(microbatch, device) for microbatch in padded) for _ in chunks]
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -178,13 +180,6 @@ def _packing(microbatch: Microbatch) -> PackedSeqParams:
         max_seqlen_q=microbatch.max_seqlen,
         max_seqlen_kv=microbatch.max_seqlen,
     )
-
-
-def _on_device(microbatches: Sequence[Microbatch]) -> Iterator[Microbatch]:
-    """Yield microbatches on the device; each is moved when its forward pass starts."""
-    device = backend.device()
-    for microbatch in microbatches:
-        yield _moved(microbatch, device)
 
 
 def _moved(data: Any, device: torch.device) -> Any:

@@ -81,13 +81,6 @@ class Call:
             tp_group, tp_size, tp_rank * width, columns, wide, temperature, with_entropy, chunk
         )
 
-    def shaped(
-        self, outputs: tuple[Tensor, Tensor], shape: torch.Size
-    ) -> tuple[Tensor, Tensor | None]:
-        """Give the flat outputs the targets' shape."""
-        logprobs, entropy = outputs
-        return logprobs.view(shape), entropy.view(shape) if self.with_entropy else None
-
     def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Each target's column [rows, 1], clamped to this rank's, and whether it is one."""
         column = targets[:, None] - self.first
