@@ -180,7 +180,7 @@ def test_every_curve_holds_the_rows_numbers(run_dir, page):
         "Entropy": ["actor/entropy"],
         "Explained variance": ["critic/explained_variance"],
         "Value loss": ["critic/loss"],
-        "Difference to the sampler": ["rollout/logprob_diff_mean", "rollout/logprob_diff_max"],
+        "Sampler-trainer difference": ["rollout/logprob_diff_mean", "rollout/logprob_diff_max"],
         "Clip fractions": ["actor/clip_fraction_low", "actor/clip_fraction_high"],
         "Gradient norm": ["actor/grad_norm", "critic/grad_norm"],
         "Lambda of the actor": ["algorithm/lambda_actor_mean"],

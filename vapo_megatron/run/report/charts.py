@@ -9,38 +9,34 @@ from vapo_megatron.config.metrics import accuracy_name, describe
 from vapo_megatron.config.phases import PHASES, TIMED
 from vapo_megatron.run.directory import Run
 
+_Series = tuple[tuple[str, str], ...]
 
-def _chart(title: str, *series: tuple[str, str], **options: Any) -> dict[str, Any]:
-    return {"title": title, "series": [list(s) for s in series], **options}
-
-
-_CHARTS = (
-    _chart(
-        "Accuracy", ("evaluation/avg@K", "held-out, {K}"), ("reward/correct_fraction", "training"),
-        ("rollout/sampled_correct_fraction", "all that was sampled"), low=0, high=1,
-    ),
-    _chart("Reward", ("reward/mean", "mean")),
-    _chart(
-        "Response length", ("rollout/response_length_mean", "mean"),
-        ("rollout/response_length_max", "longest"), low=0,
-    ),
-    _chart("Entropy", ("actor/entropy", "policy"), low=0),
-    _chart("Explained variance", ("critic/explained_variance", "critic"), high=1, floor=-1),
-    _chart("Value loss", ("critic/loss", "critic"), low=0),
-    _chart(
-        "Difference to the sampler", ("rollout/logprob_diff_mean", "mean"),
-        ("rollout/logprob_diff_max", "max"), log=True,
-    ),
-    _chart(
-        "Clip fractions", ("actor/clip_fraction_low", "low"), ("actor/clip_fraction_high", "high"),
-        low=0,
-    ),
-    _chart("Gradient norm", ("actor/grad_norm", "actor"), ("critic/grad_norm", "critic"), log=True),
-    _chart("Lambda of the actor", ("algorithm/lambda_actor_mean", "mean"), high=1),
-    _chart("Positive-example LM loss", ("actor/positive_lm_loss", "NLL"), low=0),
-    _chart("Tokens per second", ("tokens_per_second", "all processes"), low=0),
+_CHARTS: tuple[tuple[str, _Series, dict[str, Any]], ...] = (
+    ("Accuracy", (
+        ("evaluation/avg@K", "held-out, {K}"), ("reward/correct_fraction", "training"),
+        ("rollout/sampled_correct_fraction", "all sampled"),
+    ), {"low": 0, "high": 1}),
+    ("Reward", (("reward/mean", "mean"),), {}),
+    ("Response length", (
+        ("rollout/response_length_mean", "mean"), ("rollout/response_length_max", "longest"),
+    ), {"low": 0}),
+    ("Entropy", (("actor/entropy", "policy"),), {"low": 0}),
+    ("Explained variance", (("critic/explained_variance", "critic"),), {"high": 1, "floor": -1}),
+    ("Value loss", (("critic/loss", "critic"),), {"low": 0}),
+    ("Sampler-trainer difference", (
+        ("rollout/logprob_diff_mean", "mean"), ("rollout/logprob_diff_max", "max"),
+    ), {"log": True}),
+    ("Clip fractions", (
+        ("actor/clip_fraction_low", "low"), ("actor/clip_fraction_high", "high"),
+    ), {"low": 0}),
+    ("Gradient norm", (
+        ("actor/grad_norm", "actor"), ("critic/grad_norm", "critic"),
+    ), {"log": True}),
+    ("Lambda of the actor", (("algorithm/lambda_actor_mean", "mean"),), {"high": 1}),
+    ("Positive-example LM loss", (("actor/positive_lm_loss", "NLL"),), {"low": 0}),
+    ("Tokens per second", (("tokens_per_second", "all processes"),), {"low": 0}),
 )  # fmt: skip
-"""Title and (metric, label) of each curve; its axis shows low and high, nothing below floor."""
+"""Title, (metric, label) of each curve, and the axis: shows low and high, nothing below floor."""
 
 _MAX_BARS = 160
 
@@ -50,11 +46,11 @@ def chart_data(run: Run) -> dict[str, Any]:
     rows = run.rows
     names = dict.fromkeys(name for row in rows for name in row if name != "step")
     phases = [p for p in TIMED if f"time/{p}_seconds" in names]
-    shown = {name for chart in _CHARTS for name, _ in chart["series"]}
+    shown = {name for chart in _CHARTS for name, _ in chart[1]}
     shown |= {"time/step_seconds"} | {f"time/{p}_seconds" for p in phases}
     others = [n for n in names if n not in shown and describe(n) and not accuracy_name({n: 0})]
-    charts = [_fill(chart, rows) for chart in _CHARTS]
-    more = [_fill(_chart(name, (name, "")), rows) for name in others]
+    charts = [_chart(*chart, rows) for chart in _CHARTS]
+    more = [_chart(name, ((name, ""),), {}, rows) for name in others]
     return {
         "pretraining": run.section("algorithm").get("value_pretraining_steps", 0),
         "charts": [chart for chart in charts if chart["series"]],
@@ -90,10 +86,12 @@ def _phases(phases: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[st
     }
 
 
-def _fill(chart: Mapping[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a chart with points in place of the metrics' names, their descriptions and unit."""
+def _chart(
+    title: str, series: _Series, axis: dict[str, Any], rows: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a chart with each metric's points and description, and their unit."""
     filled, units = [], []
-    for name, label in chart["series"]:
+    for name, label in series:
         if name == "evaluation/avg@K":
             name = next((n for row in rows if (n := accuracy_name(row))), name)
             label = label.replace("{K}", name.removeprefix("evaluation/"))
@@ -109,4 +107,4 @@ def _fill(chart: Mapping[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any
             role = name.split("/")[0] if name.startswith(("actor/", "critic/")) else "run"
             about = metric.description
             filled.append({"label": label, "role": role, "points": points, "about": about})
-    return {**chart, "series": filled, "unit": units[0] if units else ""}
+    return {"title": title, "series": filled, **axis, "unit": units[0] if units else ""}

@@ -40,7 +40,7 @@
     buttons[kind].type = "button";
     buttons[kind].addEventListener("click", () => choose(kind));
   }
-  // What 99 % of the tokens stay within, so that one outlier does not pale the rest.
+  // The 99th percentile: one outlier must not make all other tokens pale.
   const spans = {};
   for (const kind of numbers) {
     const sizes = known.flatMap(t => t[kind]).filter(v => v !== null).map(Math.abs).sort((a, b) => a - b);
