@@ -12,8 +12,8 @@ Positions are global, so a dump can be read by any number of ranks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import itertools
 import re
 import shutil
 import zlib
@@ -134,14 +134,10 @@ def read_file(path: Path) -> list[ScoredRollout]:
     Raises:
         DataError: the file is damaged.
     """
-    header = _read_header(path)
-    try:
-        with safe_open(path, framework="np") as file:
-            arrays = {name: file.get_tensor(name) for name in file.keys()}
-    except (OSError, SafetensorError) as error:
-        raise _damaged(path, error) from None
-    if _checksum(arrays) != header.crc32:
-        raise _damaged(path, "its checksum differs")
+    with _opened(path) as (header, file):
+        arrays = {name: file.get_tensor(name) for name in file.keys()}
+        if _checksum(arrays) != header.crc32:
+            raise ValueError("its checksum differs")
     return _unpack(arrays)
 
 
@@ -165,24 +161,29 @@ def _write_file(
 
 
 def _read_header(path: Path) -> FileHeader:
+    with _opened(path) as (header, _):
+        return header
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[FileHeader, Any]]:
+    """Yield a file's header and its reader; an error of the body means that it is damaged."""
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        raise _damaged(path, error) from None
-    if metadata.get("format") != _FORMAT:
-        raise _damaged(path, f"its format is {metadata.get('format')!r}, not {_FORMAT!r}")
-    try:
-        return FileHeader(**{f.name: int(metadata[f.name]) for f in dataclasses.fields(FileHeader)})
-    except (KeyError, ValueError) as error:
-        raise _damaged(path, f"its header: {error}") from None
-
-
-def _damaged(path: Path, why: object) -> DataError:
-    return DataError(
-        f"{path} cannot be read ({' '.join(str(why).split())}); copy it again from the run that "
-        "dumped it"
-    )
+            found = metadata.get("format")
+            if found != _FORMAT:
+                raise ValueError(f"its format is {found!r}, not {_FORMAT!r}")
+            try:
+                fields = [int(metadata[f.name]) for f in dataclasses.fields(FileHeader)]
+            except (KeyError, ValueError) as error:
+                raise ValueError(f"its header: {error}") from None
+            yield FileHeader(*fields), file
+    except (OSError, SafetensorError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be read ({' '.join(str(error).split())}); copy it again from the run "
+            "that dumped it"
+        ) from None
 
 
 def _checksum(arrays: Mapping[str, np.ndarray]) -> int:
@@ -215,51 +216,10 @@ def _pack(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
     }
 
 
-def _unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
-    prompts = [
-        Prompt(index, text, tokens, answer)
-        for index, text, tokens, answer in zip(
-            arrays["prompt_index"].tolist(),
-            map(_to_text, _split(arrays, "prompt_text")),
-            map(_to_tuple, _split(arrays, "prompt_tokens")),
-            map(_to_text, _split(arrays, "answer")),
-            strict=True,
-        )
-    ]
-    rollouts = [
-        Rollout(prompts[prompt], sample, position, tokens, logprobs, truncated, text, version)
-        for prompt, sample, position, tokens, logprobs, truncated, text, version in zip(
-            arrays["prompt"].tolist(),
-            arrays["sample"].tolist(),
-            arrays["position"].tolist(),
-            map(_to_tuple, _split(arrays, "tokens")),
-            map(_to_tuple, _split(arrays, "logprobs")),
-            arrays["truncated"].tolist(),
-            map(_to_text, _split(arrays, "text")),
-            arrays["policy_version"].tolist(),
-            strict=True,
-        )
-    ]
-    verdicts = zip(arrays["status"].tolist(), arrays["reward"].tolist(), strict=True)
-    return [
-        ScoredRollout(rollout, STATUSES[status], reward)
-        for rollout, (status, reward) in zip(rollouts, verdicts, strict=True)
-    ]
-
-
 def _joined(name: str, parts: Iterator[np.ndarray]) -> dict[str, np.ndarray]:
     arrays = list(parts)
     lengths = np.array([len(a) for a in arrays], np.int64)
     return {name: np.concatenate(arrays), f"{name}_lengths": lengths}
-
-
-def _split(arrays: Mapping[str, np.ndarray], name: str) -> Iterator[np.ndarray]:
-    ends = arrays[f"{name}_lengths"].cumsum().tolist()
-    return (arrays[name][a:b] for a, b in itertools.pairwise([0, *ends]))
-
-
-def _to_tuple(array: np.ndarray) -> tuple[Any, ...]:
-    return tuple(array.tolist())
 
 
 def _to_bytes(text: str) -> np.ndarray:
@@ -267,5 +227,35 @@ def _to_bytes(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
 
 
-def _to_text(array: np.ndarray) -> str:
-    return array.tobytes().decode("utf-8", "surrogatepass")
+def _unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
+    def parts(name: str) -> list[np.ndarray]:
+        return np.split(arrays[name], arrays[f"{name}_lengths"].cumsum()[:-1])
+
+    def tuples(name: str) -> list[tuple[Any, ...]]:
+        return [tuple(part.tolist()) for part in parts(name)]
+
+    def texts(name: str) -> list[str]:
+        return [part.tobytes().decode("utf-8", "surrogatepass") for part in parts(name)]
+
+    prompts = list(
+        map(
+            Prompt,
+            arrays["prompt_index"].tolist(),
+            texts("prompt_text"),
+            tuples("prompt_tokens"),
+            texts("answer"),
+        )
+    )
+    rollouts = map(
+        Rollout,
+        [prompts[number] for number in arrays["prompt"].tolist()],
+        arrays["sample"].tolist(),
+        arrays["position"].tolist(),
+        tuples("tokens"),
+        tuples("logprobs"),
+        arrays["truncated"].tolist(),
+        texts("text"),
+        arrays["policy_version"].tolist(),
+    )
+    statuses = [STATUSES[number] for number in arrays["status"].tolist()]
+    return list(map(ScoredRollout, rollouts, statuses, arrays["reward"].tolist()))
