@@ -175,16 +175,15 @@ class RolloutBatch:
         bounds, sequence_bounds = self.cu_seqlens, self.sequence_cu_seqlens
         in_t = slice(int(bounds[first]), int(bounds[end]))
         in_s = slice(int(sequence_bounds[first]), int(sequence_bounds[end]))
-        picked: dict[str, Tensor | None] = {
-            "sequence_cu_seqlens": sequence_bounds[first : end + 1] - sequence_bounds[first],
-            "cu_seqlens": bounds[first : end + 1] - bounds[first],
-        }
-        for name in _PER_RESPONSE:
-            picked[name] = getattr(self, name)[first:end]
-        for name in _PER_TOKEN:
-            value = getattr(self, name)
-            picked[name] = None if value is None else value[in_t]
-        return RolloutBatch(tokens=self.tokens[in_s], **picked)  # type: ignore[arg-type]
+        picked = {name: getattr(self, name)[first:end] for name in _PER_RESPONSE}
+        known = (name for name in _PER_TOKEN if getattr(self, name) is not None)
+        return RolloutBatch(
+            tokens=self.tokens[in_s],
+            sequence_cu_seqlens=sequence_bounds[first : end + 1] - sequence_bounds[first],
+            cu_seqlens=bounds[first : end + 1] - bounds[first],
+            **picked,
+            **{name: getattr(self, name)[in_t] for name in known},
+        )
 
     def per_token(self, per_response: Tensor) -> Tensor:
         """Spread [B] over the tokens of each response -> [T]."""
@@ -227,12 +226,9 @@ class Microbatch:
 
 
 def make_microbatch(batch: RolloutBatch, *, multiple_of: int = 1) -> Microbatch:
-    """Build the index tensors of a packed forward pass.
+    """Build the index tensors of a packed forward pass; S is padded to a multiple of multiple_of.
 
-    Args:
-        batch: the responses of this microbatch.
-        multiple_of: S is padded at its end to a multiple of this (tensor-parallel size under
-            sequence parallelism).
+    Sequence parallelism needs a multiple of the tensor-parallel size.
     """
     cu_s = batch.sequence_cu_seqlens
     size = int(cu_s[-1])

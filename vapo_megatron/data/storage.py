@@ -35,12 +35,7 @@ class HashedFile:
     """
 
     def __init__(self, path: Path, stop: threading.Event | None = None) -> None:
-        """Open the file for writing; its directory is created.
-
-        Args:
-            path: an existing file is replaced.
-            stop: set when the file is no longer wanted.
-        """
+        """Create or replace the file, and its directory; `stop` is set when it is not wanted."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "wb", buffering=0)
         self._digest, self._stop = hashlib.sha256(), stop
@@ -64,12 +59,7 @@ class HashedFile:
         """Do nothing: the file is unbuffered."""
 
     def check(self) -> None:
-        """Report an earlier error.
-
-        Raises:
-            OSError: a write failed.
-            Abandoned: the file is no longer wanted.
-        """
+        """Raise OSError if a write has failed, Abandoned if the file is no longer wanted."""
         if self._error is not None:
             raise self._error
         if self._stop is not None and self._stop.is_set():
@@ -99,11 +89,7 @@ def sha256_of(path: Path) -> str:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file that atomically replaces `path` after the body, unless it raises.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Yield a temporary file that atomically replaces `path` after the body, unless it raises."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
@@ -116,21 +102,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def replace_file(file: Path, text: str) -> None:
-    """Replace a file's content atomically.
-
-    Raises:
-        UserError: see writing.
-    """
+    """Replace a file's content atomically. Raises UserError: see writing."""
     with writing(file), replacing(file) as out:
         out.write(text.encode())
 
 
 def replace_directory(partial: Path, final: Path) -> None:
-    """Sync a directory to disk and rename it; an earlier directory of that name is deleted last.
-
-    Raises:
-        OSError: it cannot be done.
-    """
+    """Sync a directory to disk and rename it; an earlier directory of that name is deleted last."""
     for path in [*partial.rglob("*"), partial]:
         sync(path)
     earlier = final.with_name(f".{final.name}.replaced")
@@ -191,11 +169,7 @@ def free_bytes(path: Path) -> int:
 
 
 def lock_run(run_dir: Path) -> contextlib.AbstractContextManager[None]:
-    """Lock a run directory against other runs during the body.
-
-    Raises:
-        DataError: another run has held the lock for LOCK_SECONDS.
-    """
+    """Lock a run directory; DataError: another run has held the lock for LOCK_SECONDS."""
     refusal = (
         f"logging.run_dir={run_dir}: another run is using it; stop that run, or set another "
         f"directory (if its machine is gone, remove {run_dir / LOCK_FILE})"

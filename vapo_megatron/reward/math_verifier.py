@@ -65,11 +65,7 @@ class MathVerifier:
         return self._pool.process_ids
 
     def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
-        """Judge responses[i] against answers[i]; see Verifier.
-
-        Args:
-            responses: their text, without the prompts.
-            answers: ground truths: an expression, or a text that ends in a marked answer.
+        """Judge; see Verifier. An answer is an expression, or a text that ends in a marked one.
 
         Raises:
             DataError: a ground truth cannot be parsed.
@@ -90,13 +86,8 @@ class MathVerifier:
         golds = [self._known_answers.get(answer) for answer in answers]
         found = [final_answer(response) for response in responses]
         decided = [_decide(answer, gold) for answer, gold in zip(found, golds)]
-        pairs = list(
-            dict.fromkeys(
-                (answer, gold)
-                for answer, gold, status in zip(found, golds, decided)
-                if status is None
-            )
-        )
+        undecided = [pair for pair, status in zip(zip(found, golds), decided) if status is None]
+        pairs = list(dict.fromkeys(undecided))
         statuses = self._pool.run([{"gold": gold, "answer": answer} for answer, gold in pairs])
         judged = dict(zip(pairs, map(_as_status, statuses)))
         return [

@@ -22,17 +22,14 @@ def score_rollouts(
     reward: RewardConfig,
     max_response_tokens: int,
 ) -> list[ScoredRollout]:
-    """Score responses on the rank that sampled them.
+    """Score this replica's responses, in their order, on its first rank.
 
     Args:
-        verifier: on the first rank of each vLLM replica; None elsewhere, where nothing is scored so
-            that no response counts twice.
+        verifier: None on the replica's other ranks, which return an empty list so that no response
+            counts twice.
         rollouts: this replica's.
         reward: turns a verdict into a number.
         max_response_tokens: the sampling limit, for the overlong penalty.
-
-    Returns:
-        The scored rollouts in the same order; an empty list without a verifier.
     """
     if verifier is None:
         return []

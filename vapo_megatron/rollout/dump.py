@@ -65,10 +65,8 @@ def write_step(
 
     Args:
         root: the run's replay directory, on a file system that all ranks share.
-        step: from 1.
+        step, num_responses, group_size: see FileHeader.
         scored: this rank's; if empty, it writes no file.
-        num_responses: of the step, over all ranks.
-        group_size: G.
         keep_last: steps kept, including this one. Later steps, from before a resume, are deleted.
 
     Raises:

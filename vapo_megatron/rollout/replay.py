@@ -65,14 +65,7 @@ def check_dump(
 ) -> None:
     """Refuse a dump that is incomplete or damaged, or does not match the configuration.
 
-    Reads only the files' headers.
-
-    Args:
-        directory: a run directory, or its replay directory.
-        algorithm: sizes of a step.
-        rollout: longest prompt and response.
-        shape: of the model to train.
-        steps: to train on, from 0.
+    Reads only the files' headers, of the steps to train on, from 0.
 
     Raises:
         DataError: names the file or the steps.

@@ -54,14 +54,8 @@ class Sampling(RolloutSource):
     ) -> None:
         """Start the verifier, check all ground truths, then start vLLM. Collective.
 
-        Args:
-            inputs: of a run that samples.
-            ranks: this rank's place.
-            seed: of the run.
-            offload: vLLM will be told to leave the device.
-
-        Raises:
-            UserError: on every rank: a ground truth cannot be parsed, or vLLM refuses the model.
+        With offload, vLLM will be told to leave the device. Raises UserError, on every rank: a
+        ground truth cannot be parsed, or vLLM refuses the model.
         """
         self._rollout, self._algorithm, self._reward = rollout, algorithm, reward
         self._evaluation, self._logging = evaluation, logging

@@ -152,12 +152,12 @@ def judge_problems(
 
 
 def _response(rollout: Rollout, verdict: Verdict, keep_text: bool) -> Response:
-    response = {
+    return {
         "sample": rollout.sample,
         "status": verdict.status,
         "answer": verdict.extracted,
         "vote": None,
         "num_tokens": len(rollout.token_ids),
         "truncated": rollout.truncated,
+        **({"text": rollout.text} if keep_text else {}),
     }
-    return {**response, "text": rollout.text} if keep_text else response

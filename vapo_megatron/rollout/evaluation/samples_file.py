@@ -29,11 +29,7 @@ _PIECES, _PIECE_BYTES = 64, 4096
 
 
 def lock_file(out: Path) -> contextlib.AbstractContextManager[None]:
-    """Lock a file against other evaluations; its directory is created.
-
-    Raises:
-        DataError: another process has the lock.
-    """
+    """Lock a file, and create its directory; DataError: another evaluation has the lock."""
     return locked(
         out.with_name(f".{out.name}.lock"),
         f"{out} is being written by another evaluation; wait for it, or give another --out",

@@ -19,15 +19,10 @@ def engine_arguments(
     offload: bool,
     on_cpu: bool,
 ) -> dict[str, Any]:
-    """Return the arguments of vllm.LLM.
+    """Return the arguments for those of RolloutEngine; of hf_path, vLLM reads only config.json.
 
     Args:
-        hf_path: vLLM reads only its config.json.
-        rollout: sizes and memory.
-        max_model_len: longest prompt and response together.
-        dtype: of the weights.
-        seed: any integer.
-        offload: the engine will be put to sleep.
+        max_model_len: longest prompt and response together, in tokens.
         on_cpu: vLLM's CPU build, which neither sleeps nor captures graphs.
     """
     return {

@@ -35,11 +35,7 @@ def live_weights(model: Any) -> dict[str, LiveWeight]:
 
 
 def load_hf_tensors(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Replace all weights with vLLM's own loaders.
-
-    Args:
-        model: vLLM's.
-        named_tensors: (Hugging Face name, full tensor).
+    """Replace all weights by Hugging Face names and full tensors, with vLLM's own loaders.
 
     Raises:
         RuntimeError: a parameter is missing or given twice.
