@@ -34,16 +34,12 @@ def random_case(seed):
 CASES = [random_case(seed) for seed in range(300)]
 
 
-def by_rank(plan):
-    return [share.microbatches for share in plan.ranks]
-
-
 def positions(plan):
-    return sorted(p for share in plan.ranks for p in share.positions)
+    return sorted(p for rank in plan.ranks for micro in rank for p in micro)
 
 
 def microbatches(plans):
-    return [micro for plan in plans for rank in plan.ranks for micro in rank.microbatches]
+    return [micro for plan in plans for rank in plan.ranks for micro in rank]
 
 
 def test_nothing_is_dropped_or_doubled():
@@ -67,13 +63,13 @@ def test_every_rank_makes_the_same_number_of_passes():
     for lengths, options in CASES:
         for plan in plan_step(lengths, **options).mini_batches:
             assert len(plan.ranks) == options["dp_size"]
-            assert {len(rank.microbatches) for rank in plan.ranks} == {plan.num_microbatches}
+            assert {len(rank) for rank in plan.ranks} == {plan.num_microbatches}
 
 
 def test_empty_passes_only_where_responses_run_out():
     for lengths, options in CASES:
         for plan in plan_step(lengths, **options).mini_batches:
-            for rank in (share.microbatches for share in plan.ranks):
+            for rank in plan.ranks:
                 responses = sum(map(len, rank))
                 filled = sum(1 for micro in rank if micro)
                 assert filled == min(responses, plan.num_microbatches)
@@ -85,7 +81,7 @@ def test_passes_are_as_few_as_first_fit_finds():
         budget = options["max_tokens_per_microbatch"]
         for plan in plan_step(lengths, **options).mini_batches:
             least = 0
-            for rank in (share.microbatches for share in plan.ranks):
+            for rank in plan.ranks:
                 members = [lengths[p] for micro in rank for p in micro]
                 alone = sum(1 for length in members if length > budget)
                 fitting = sum(length for length in members if length <= budget)
@@ -147,10 +143,10 @@ def test_ranks_are_balanced_on_heavy_tailed_lengths(attention_tokens):
                 attention_tokens=attention_tokens,
             ).mini_batches
             costs = [cost(length, attention_tokens) for length in lengths]
-            loads = [sum(costs[p] for micro in rank for p in micro) for rank in by_rank(plan)]
+            loads = [sum(costs[p] for micro in rank for p in micro) for rank in plan.ranks]
             assert max(loads) < 1.03 * sum(loads) / 8
             assert positions(plan) == list(range(512))
-            assert {len(rank.microbatches) for rank in plan.ranks} == {plan.num_microbatches}
+            assert {len(rank) for rank in plan.ranks} == {plan.num_microbatches}
             for micro in microbatches([plan]):
                 assert len(micro) == 1 or 0 < sum(lengths[p] for p in micro) <= budget
             dealt_worst.append(max(sum(costs[rank::8]) for rank in range(8)) / (sum(costs) / 8))
@@ -178,7 +174,7 @@ def test_the_quadratic_term_counts():
         seed=0,
         attention_tokens=100,
     ).mini_batches
-    ranks = [sorted(p for micro in rank for p in micro) for rank in by_rank(plan)]
+    ranks = [sorted(p for micro in rank for p in micro) for rank in plan.ranks]
     assert sorted(ranks) == [[0], list(range(1, 12))]
 
 
@@ -187,7 +183,7 @@ def test_one_rank_and_room_for_all_is_one_pass_longest_first():
     (plan,) = plan_step(
         lengths, mini_batch_size=5, dp_size=1, max_tokens_per_microbatch=27, seed=3
     ).mini_batches
-    assert by_rank(plan) == [[[1, 3, 2, 0, 4]]]
+    assert plan.ranks == [[[1, 3, 2, 0, 4]]]
 
 
 def test_passes_are_evened_out_where_the_budget_allows():
@@ -196,7 +192,7 @@ def test_passes_are_evened_out_where_the_budget_allows():
     (plan,) = plan_step(
         [50, 40, 10, 10], mini_batch_size=4, dp_size=1, max_tokens_per_microbatch=100, seed=0
     ).mini_batches
-    assert by_rank(plan) == [[[1, 2, 3], [0]]]
+    assert plan.ranks == [[[1, 2, 3], [0]]]
 
 
 def test_without_room_to_even_out_first_fit_stands():
@@ -205,7 +201,7 @@ def test_without_room_to_even_out_first_fit_stands():
     (plan,) = plan_step(
         [70, 60, 40, 30], mini_batch_size=4, dp_size=1, max_tokens_per_microbatch=100, seed=0
     ).mini_batches
-    assert sorted(sorted(micro) for micro in by_rank(plan)[0]) == [[0, 3], [1, 2]]
+    assert sorted(sorted(micro) for micro in plan.ranks[0]) == [[0, 3], [1, 2]]
 
 
 def test_first_fits_passes_are_split_where_evening_out_cannot_add_one():
@@ -227,7 +223,7 @@ def test_a_rank_without_enough_responses_has_empty_passes():
     (plan,) = plan_step(
         [90, 30, 30, 30, 5], mini_batch_size=5, dp_size=2, max_tokens_per_microbatch=60, seed=0
     ).mini_batches
-    shapes = sorted([sorted(map(len, rank)) for rank in by_rank(plan)])
+    shapes = sorted([sorted(map(len, rank)) for rank in plan.ranks])
     assert shapes == [[0, 1], [2, 2]]
 
 

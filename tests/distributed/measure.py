@@ -159,7 +159,7 @@ def _plan(layout: Layout) -> list[list[list[int]]]:
         seed=0,
         attention_tokens=attention_tokens(4096),
     )
-    return [rank.microbatches for rank in plan.mini_batches[0].ranks]
+    return plan.mini_batches[0].ranks
 
 
 def _rows(mine: list[list[int]]) -> list[int]:

@@ -88,7 +88,7 @@ def planned(sizes: Sizes, shape: ModelShape) -> tuple[RolloutBatch, list[list[in
         attention_tokens=attention_tokens(shape.hidden_size),
     )
     batch = random_batch([lengths[p] for p in plan.positions(0)], shape.vocab_size, seed=0)
-    return batch, plan.mini_batches[0].ranks[0].microbatches
+    return batch, plan.mini_batches[0].ranks[0]
 
 
 def logprobs(sizes: Sizes, directory: Path) -> list[Row]:

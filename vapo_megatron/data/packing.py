@@ -24,31 +24,23 @@ def attention_tokens(hidden_size: int) -> int:
     return 12 * hidden_size
 
 
-@dataclasses.dataclass(frozen=True)
-class RankPlan:
-    """What one data-parallel rank computes for an optimizer update."""
-
-    microbatches: list[list[int]]
-    """Positions of responses in the step, longest first, for each forward pass."""
-
-    @property
-    def positions(self) -> list[int]:
-        """All responses, in the order of the forward passes."""
-        return [position for microbatch in self.microbatches for position in microbatch]
+Microbatches = list[list[int]]
+"""What a data-parallel rank computes for an update: by forward pass, the positions of its responses
+in the step, longest first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MiniBatchPlan:
     """One optimizer update."""
 
-    ranks: list[RankPlan]
+    ranks: list[Microbatches]
     """By data-parallel rank. All have the same number of microbatches; a rank with fewer responses
     has empty ones."""
 
     @property
     def num_microbatches(self) -> int:
         """Forward passes of each rank."""
-        return len(self.ranks[0].microbatches)
+        return len(self.ranks[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +51,11 @@ class StepPlan:
 
     def positions(self, dp_rank: int) -> list[int]:
         """Return the responses of a rank in the order of its batch: that of its forward passes."""
-        return [p for plan in self.mini_batches for p in plan.ranks[dp_rank].positions]
+        return [p for plan in self.mini_batches for part in plan.ranks[dp_rank] for p in part]
 
     def microbatch_sizes(self, dp_rank: int) -> list[list[int]]:
         """Return how many responses each microbatch of each mini-batch takes of a rank's batch."""
-        return [list(map(len, plan.ranks[dp_rank].microbatches)) for plan in self.mini_batches]
+        return [list(map(len, plan.ranks[dp_rank])) for plan in self.mini_batches]
 
 
 def cost(length: int, attention_tokens: int) -> float:
@@ -128,12 +120,12 @@ def balanced_partition(costs: dict[int, float], parts: int) -> list[list[int]]:
 
 def _microbatches(
     ranks: list[list[int]], lengths: list[int], costs: list[float], budget: int
-) -> list[RankPlan]:
+) -> list[Microbatches]:
     """Return each rank's microbatches within the budget, the same number on every rank."""
     first_fit = [_first_fit(rank, lengths, budget) for rank in ranks]
     count = max(len(bins) for bins in first_fit)
     return [
-        RankPlan(_in_equal_parts(rank, bins, count, lengths, costs, budget))
+        _in_equal_parts(rank, bins, count, lengths, costs, budget)
         for rank, bins in zip(ranks, first_fit)
     ]
 

@@ -168,8 +168,8 @@ def loads(workload: Workload, hidden_size: int, dp_size: int, max_tokens: int) -
     found = np.zeros((4, packed, dp_size))
     for index, mini_batch in enumerate(plan.mini_batches):
         found[3, index] = mini_batch.num_microbatches
-        for rank, share in enumerate(mini_batch.ranks):
-            mine = share.positions
+        for rank, microbatches in enumerate(mini_batch.ranks):
+            mine = [position for microbatch in microbatches for position in microbatch]
             of_rank = lengths[mine]
             found[:3, index, rank] = (
                 of_rank.sum(),
