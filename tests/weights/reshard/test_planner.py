@@ -57,7 +57,7 @@ def moved(plan: Plan, *, relays: bool) -> np.ndarray:
     counts = np.zeros((3, 2, plan.world_size), dtype=np.int64)
     for block in plan.blocks:
         for move in block.relays if relays else block.moves:
-            count = move.num_elements * max(1, len(block.layers))
+            count = move.source.num_elements * max(1, len(block.layers))
             counts[link_class(plan, move), 0, move.source_rank] += count
             counts[link_class(plan, move), 1, move.destination_rank] += count
     return counts

@@ -78,7 +78,7 @@ def _carried_out(path, case, bucket_bytes, during=contextlib.nullcontext):
     )  # fmt: skip
     num_relays = sum(len(block.relays) for block in plan.blocks)
     expected = _expected(path, sampler_tp, rank % sampler_tp, dtype)
-    planned = sum(m.num_elements for m in plan.received(rank) if m.source_rank != rank)
+    planned = sum(m.source.num_elements for m in plan.received(rank) if m.source_rank != rank)
     found = []
     for size in bucket_bytes:
         live = {n: LiveWeight(torch.zeros_like(t), 0) for n, t in expected.items()}

@@ -68,16 +68,12 @@ def plan_cost(plan: Plan, cluster: Cluster, bucket_bytes: int = BUCKET_BYTES) ->
     sent, received = (np.zeros((3, plan.world_size)) for _ in range(2))
     seconds = 0.0
     for bucket in buckets(plan, bucket_bytes):
-        through_memory = bucket.copied + bucket.sent.sum(0) + bucket.received.sum(0)
-        seconds += float(
-            (
-                cluster.link_seconds(bucket.sent, bucket.received)
-                + cluster.memory_seconds(through_memory)
-            ).max()
-        )
-        for total, on_links in ((sent, bucket.sent), (received, bucket.received)):
-            total[0] += bucket.copied
-            total[1:] += on_links
+        out, into, copied = bucket.counts
+        on_links = cluster.link_seconds(out, into)
+        in_memory = cluster.memory_seconds(copied + out.sum(0) + into.sum(0))
+        seconds += float((on_links + in_memory).max())
+        sent += np.vstack([copied, out])
+        received += np.vstack([copied, into])
     return Cost(sent, received, seconds)
 
 

@@ -37,6 +37,15 @@ class Slice(NamedTuple):
     rows: int
     columns: int
 
+    @property
+    def num_elements(self) -> int:
+        """Elements of the rectangle."""
+        return self.rows * self.columns
+
+    def part(self, first: int, rows: int) -> Slice:
+        """Return some of its rows, counted from its first."""
+        return self._replace(row=self.row + first, rows=rows)
+
 
 class Move(NamedTuple):
     """A slice sent into a sampler's parameter.
@@ -51,20 +60,6 @@ class Move(NamedTuple):
     source: Slice
     destination: Slice
     """As many rows and columns as the source."""
-
-    @property
-    def num_elements(self) -> int:
-        """Elements moved."""
-        return self.source.rows * self.source.columns
-
-    def part(self, first: int, rows: int) -> Move:
-        """Return the move of some rows, counted from the slice's first."""
-        if rows == self.source.rows:
-            return self
-        source, destination = (
-            x._replace(row=x.row + first, rows=rows) for x in (self.source, self.destination)
-        )
-        return self._replace(source=source, destination=destination)
 
 
 class Layer(NamedTuple):
@@ -147,7 +142,7 @@ class Transfer(NamedTuple):
     @property
     def num_elements(self) -> int:
         """Elements of the buffer."""
-        return sum(s.rows * s.columns for s in self.slices)
+        return sum(s.num_elements for s in self.slices)
 
 
 class Step(NamedTuple):

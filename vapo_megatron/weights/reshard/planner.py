@@ -95,18 +95,9 @@ class _Demand(NamedTuple):
     tp_rank: int | None
     """The trainer's tensor-parallel rank that holds it; None: all of them."""
 
-    @property
-    def num_elements(self) -> int:
-        """Elements of the slice."""
-        return self.source.rows * self.source.columns
-
     def part(self, first: int, num_rows: int) -> _Demand:
         """Return some of its rows."""
-        if num_rows == self.source.rows:
-            return self
-        source, destination = (
-            x._replace(row=x.row + first, rows=num_rows) for x in (self.source, self.destination)
-        )
+        source, destination = (x.part(first, num_rows) for x in (self.source, self.destination))
         return self._replace(source=source, destination=destination)
 
 
@@ -226,7 +217,7 @@ class _BlockPlanner:
             # What every trainer rank holds is small: it is not cut.
             cut = [alike for alike in everything if alike[0].tp_rank is not None]
             whole = [alike for alike in everything if alike[0].tp_rank is None]
-            total = sum(alike[0].num_elements for alike in cut)
+            total = sum(alike[0].source.num_elements for alike in cut)
             turns = [
                 (cut[index], place, first, num_rows)
                 for index, place, first, num_rows in _assign_rows(
@@ -257,24 +248,26 @@ class _BlockPlanner:
             if demand.tp_rank is not None:
                 cut.setdefault(self._candidates(demand, homes), []).append(demand)
         for (near, ranks), some in cut.items():
-            quotas = _quotas([loads[near][rank] for rank in ranks], [x.num_elements for x in some])
+            quotas = _quotas(
+                [loads[near][rank] for rank in ranks], [x.source.num_elements for x in some]
+            )
             for index, turn, first, num_rows in _assign_rows([x.source for x in some], quotas):
                 part = some[index].part(first, num_rows)
-                loads[near][ranks[turn]] += part.num_elements
+                loads[near][ranks[turn]] += part.source.num_elements
                 moves.append(self._move(part, ranks[turn], homes))
         # Replicated parameters (norms) are too small for a message of their own: they go with one
         # that their destination receives anyway.
         traffic: dict[int, dict[int, int]] = {}
         for move in moves:
             sources = traffic.setdefault(move.destination_rank, {})
-            sources[move.source_rank] = sources.get(move.source_rank, 0) + move.num_elements
+            sources[move.source_rank] = sources.get(move.source_rank, 0) + move.source.num_elements
         for demand in demands:
             if demand.tp_rank is None:
                 near, ranks = self._candidates(demand, homes)
                 sources = {r: n for r, n in traffic.get(demand.rank, {}).items() if r in ranks}
                 load = loads[near]
                 source = max(sources or ranks, key=lambda r: (sources.get(r, 0), -load[r], -r))
-                load[source] += demand.num_elements
+                load[source] += demand.source.num_elements
                 moves.append(self._move(demand, source, homes))
         return moves
 

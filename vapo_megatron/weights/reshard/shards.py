@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 LayerRange = tuple[int, int]
 """[first, stop) of consecutive layers, numbered from 0 in the whole model."""
 
+Rectangle = tuple[int, int, int, int]
+"""(row, column, rows, columns)."""
+
 
 class Piece(NamedTuple):
     """A rectangle of an HF tensor, and its place in a local parameter; in elements."""
@@ -110,19 +113,7 @@ def trainer_pieces(
 ) -> list[Piece]:
     """List what a tensor-parallel rank of the trainer holds of one row of the name table."""
     name = row.megatron[-1] if trainer.transformer_engine else row.megatron[0]
-    sizes = matrix_sizes(row, shape)
-    dim = layout.shard_dim(row.kind)
-    if dim is None:
-        return stacked(row.hf, [(0, 0, *size) for size in sizes], name)
-    all_bounds = layout.part_bounds(
-        row.kind,
-        [size[dim] for size in sizes],
-        tp_rank,
-        trainer.tp_size,
-        num_groups=shape.num_key_value_heads,
-        padded_rows=trainer.vocab_rows,
-    )
-    cut = [cut_along(size, dim, *part) for size, part in zip(sizes, all_bounds, strict=True)]
+    cut = rectangles(row, shape, tp_rank, trainer.tp_size, trainer.vocab_rows)
     if row.kind != "qkv":
         return stacked(row.hf, cut, name)
     # A shard interleaves its key-value heads; see layout.merge_qkv.
@@ -135,25 +126,42 @@ def trainer_pieces(
     return stacked(row.hf * num_groups, groups, name)
 
 
+def rectangles(
+    row: Row, shape: ModelShape, tp_rank: int, tp_size: int, vocab_rows: int
+) -> list[Rectangle]:
+    """List a tensor-parallel rank's part of each HF tensor; see layout.part_bounds."""
+    sizes = matrix_sizes(row, shape)
+    dim = layout.shard_dim(row.kind)
+    if dim is None:
+        return [(0, 0, *size) for size in sizes]
+    all_bounds = layout.part_bounds(
+        row.kind,
+        [size[dim] for size in sizes],
+        tp_rank,
+        tp_size,
+        num_groups=shape.num_key_value_heads,
+        padded_rows=vocab_rows,
+    )
+    return [cut_along(size, dim, *part) for size, part in zip(sizes, all_bounds, strict=True)]
+
+
 def matrix_sizes(row: Row, shape: ModelShape) -> list[tuple[int, int]]:
     """Return rows and columns of each HF tensor."""
     return [(size[0], size[1] if len(size) > 1 else 1) for size in row.shapes(shape)]
 
 
-def cut_along(size: tuple[int, int], dim: int, start: int, stop: int) -> tuple[int, int, int, int]:
-    """Return (row, column, rows, columns) of [start, stop) along one dimension."""
+def cut_along(size: tuple[int, int], dim: int, start: int, stop: int) -> Rectangle:
+    """Return [start, stop) along one dimension."""
     rows, columns = size
     if dim == 0:
         return start, 0, stop - start, columns
     return 0, start, rows, stop - start
 
 
-def stacked(
-    tensors: tuple[str, ...], rectangles: list[tuple[int, int, int, int]], parameter: str
-) -> list[Piece]:
+def stacked(tensors: tuple[str, ...], parts: list[Rectangle], parameter: str) -> list[Piece]:
     """Stack rectangles in one parameter; the tensors take turns."""
     pieces, below = [], 0
-    for i, rectangle in enumerate(rectangles):
+    for i, rectangle in enumerate(parts):
         if rectangle[2]:
             pieces.append(Piece(tensors[i % len(tensors)], *rectangle, parameter, below, 0))
         below += rectangle[2]

@@ -31,16 +31,37 @@ class Unit(NamedTuple):
     """Each move is cut into this many, along its rows."""
 
 
-class Bucket(NamedTuple):
-    """The units of one step, and their bytes."""
+class Counts(NamedTuple):
+    """Bytes of one step."""
 
-    units: tuple[Unit, ...]
     sent: np.ndarray
     """[2, world_size] int64: bytes that each rank sends within its node and across nodes."""
     received: np.ndarray
     """The same, received."""
     copied: np.ndarray
     """[world_size] int64: bytes copied within each process."""
+
+    @classmethod
+    def zero(cls, plan: Plan) -> Counts:
+        """Return those of an empty step."""
+        shapes = ((2, plan.world_size), (2, plan.world_size), (plan.world_size,))
+        return cls(*(np.zeros(shape, np.int64) for shape in shapes))
+
+    def plus(self, other: Counts) -> Counts:
+        """Return the sum."""
+        return Counts(*(x + y for x, y in zip(self, other, strict=True)))
+
+    @property
+    def largest(self) -> int:
+        """What the busiest rank sends or receives."""
+        return int(max(self.sent.sum(0).max(), self.received.sum(0).max()))
+
+
+class Bucket(NamedTuple):
+    """The units of one step, and their bytes."""
+
+    units: list[Unit]
+    counts: Counts
 
 
 def buckets(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
@@ -55,7 +76,7 @@ def buckets(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
     """
 
     @functools.cache
-    def divided(blocks: tuple[int, ...], is_relay: bool) -> list[_Counts]:
+    def divided(blocks: tuple[int, ...], is_relay: bool) -> list[Counts]:
         return _divide(plan, blocks, is_relay, bucket_bytes)
 
     waiting = collections.deque(
@@ -64,11 +85,11 @@ def buckets(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
         for all_counts in [divided(tuple(index for index, _ in blocks), False)]
         for part, counts in enumerate(all_counts)
     )
-    relaying: collections.deque[tuple[int, Unit, _Counts]] = collections.deque()
+    relaying: collections.deque[tuple[int, Unit, Counts]] = collections.deque()
     found: list[Bucket] = []
     while waiting or relaying:
         units: list[Unit] = []
-        total = _Counts.zero(plan)
+        total = Counts.zero(plan)
         while relaying and relaying[0][0] <= len(found):
             if (both := total.plus(relaying[0][2])).largest > bucket_bytes and units:
                 break
@@ -86,7 +107,7 @@ def buckets(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
                 for part, counts in enumerate(relays):
                     later = Unit(unit.blocks, True, part, len(relays))
                     relaying.append((len(found) + RELAY_LAG, later, counts))
-        found.append(Bucket(tuple(units), *total))
+        found.append(Bucket(units, total))
     return found
 
 
@@ -138,30 +159,7 @@ def _order(plan: Plan) -> Iterator[tuple[tuple[int, Layer | None], ...]]:
         )
 
 
-class _Counts(NamedTuple):
-    """Bytes, as in Bucket."""
-
-    sent: np.ndarray
-    received: np.ndarray
-    copied: np.ndarray
-
-    @classmethod
-    def zero(cls, plan: Plan) -> _Counts:
-        shapes = ((2, plan.world_size), (2, plan.world_size), (plan.world_size,))
-        return cls(*(np.zeros(shape, np.int64) for shape in shapes))
-
-    def plus(self, other: _Counts) -> _Counts:
-        return _Counts(*(x + y for x, y in zip(self, other, strict=True)))
-
-    @property
-    def largest(self) -> int:
-        """What the busiest rank sends or receives."""
-        return int(max(self.sent.sum(0).max(), self.received.sum(0).max()))
-
-
-def _divide(
-    plan: Plan, blocks: tuple[int, ...], is_relay: bool, bucket_bytes: int
-) -> list[_Counts]:
+def _divide(plan: Plan, blocks: tuple[int, ...], is_relay: bool, bucket_bytes: int) -> list[Counts]:
     """Divide the moves, or relays, of some blocks into the fewest parts within the limit."""
     moves = [
         m for i in blocks for m in (plan.blocks[i].relays if is_relay else plan.blocks[i].moves)
@@ -186,12 +184,12 @@ def _divide(
         parts = min(most_rows, max(parts + 1, -(-parts * largest // bucket_bytes)))
 
 
-def _count(plan: Plan, table: np.ndarray, part: int, parts: int) -> _Counts:
+def _count(plan: Plan, table: np.ndarray, part: int, parts: int) -> Counts:
     """Count the bytes of one part of the moves in `table`: sources, destinations, rows, columns."""
     source, destination, rows, columns = table.T
     first, stop = _bounds(rows, part, parts)
     sizes = (stop - first) * columns * plan.bytes_per_element
-    counts = _Counts.zero(plan)
+    counts = Counts.zero(plan)
     near = source // plan.gpus_per_node == destination // plan.gpus_per_node
     here = source == destination
     np.add.at(counts.copied, source[here], sizes[here])
@@ -206,7 +204,10 @@ def _parts(moves: Sequence[Move], part: int, parts: int) -> Iterator[Move]:
     for move in moves:
         first, stop = _bounds(move.source.rows, part, parts)
         if first < stop:
-            yield move.part(first, stop - first)
+            source, destination = (
+                x.part(first, stop - first) for x in (move.source, move.destination)
+            )
+            yield move._replace(source=source, destination=destination)
 
 
 def _bounds(rows: Any, part: int, parts: int) -> tuple[Any, Any]:

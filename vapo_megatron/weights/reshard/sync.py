@@ -21,7 +21,7 @@ from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights.mapping import local_parameters, unwrap, wait_for_parameters
 from vapo_megatron.weights.reshard.plan import SAMPLER, LiveWeight, Plan, Step
 from vapo_megatron.weights.reshard.planner import make_plan
-from vapo_megatron.weights.reshard.shards import TrainerLayout, trainer_layout
+from vapo_megatron.weights.reshard.shards import trainer_layout
 from vapo_megatron.weights.reshard.steps import steps_of
 from vapo_megatron.weights.reshard.transfer import Weights, execute
 from vapo_megatron.weights.reshard.verify import destination_problems, differences, source_problems
@@ -139,11 +139,20 @@ class WeightSync:
 
     def _prepare(self, chunks: Sequence[torch.nn.Module]) -> _Prepared:
         """Make the plan and check it; raises on all ranks."""
-        rollout, rank = self._rollout, self._ranks.rank
+        rollout, ranks, rank = self._rollout, self._ranks, self._ranks.rank
         live = self._engine.live_weights()
         weights = all_weights(chunks, live)
         first = next(iter(live.values())).tensor
-        trainer = self._trainer_layout(chunks)
+        parameters = local_parameters(chunks, self._shape, "actor")
+        trainer = trainer_layout(
+            self._shape,
+            tp_size=ranks.tp_size,
+            pp_size=ranks.pp_size,
+            vpp_size=ranks.vpp_size,
+            dp_size=ranks.dp_size,
+            make_vocab_size_divisible_by=self._model.make_vocab_size_divisible_by,
+            transformer_engine=any(p.name.endswith("layer_norm_weight") for p in parameters),
+        )
         of_nodes = gather_objects(int(os.environ.get("LOCAL_WORLD_SIZE", trainer.world_size)))
         plan = make_plan(
             self._shape,
@@ -156,38 +165,20 @@ class WeightSync:
         received, sent = plan.received(rank), plan.sent(rank)
         problems = destination_problems(received, live, first.dtype)
         problems += source_problems([m for m in received if m.source_rank == rank] + sent, weights)
-        problems += self._vocabulary_problems(chunks, trainer)
+        # A shard's first row depends on the vocabulary's padding.
+        num_rows = trainer.vocab_rows // trainer.tp_size
+        problems += [
+            f"{p.name} has {p.data.shape[0]} rows, not {num_rows}"
+            for p in parameters
+            if p.row.kind == "vocabulary" and p.data.shape[0] != num_rows
+        ]
         _raise_together(problems, "the plan does not fit the live weights")
         identity = (hashlib.sha256(repr(plan).encode()).hexdigest(), first.dtype)
         assert len(set(gather_objects(identity))) == 1, "ranks have made different plans"
         steps = steps_of(plan, rank, rollout.sync_bucket_bytes)
-        elements = sum(m.num_elements for m in received if m.source_rank != rank)
+        elements = sum(m.source.num_elements for m in received if m.source_rank != rank)
         num_bytes = sum(gather_objects(elements)) * first.element_size()
         return _Prepared(plan, steps, weights, live, first.dtype, first.device, num_bytes)
-
-    def _trainer_layout(self, chunks: Sequence[torch.nn.Module]) -> TrainerLayout:
-        ranks = self._ranks
-        parameters = local_parameters(chunks, self._shape, "actor")
-        return trainer_layout(
-            self._shape,
-            tp_size=ranks.tp_size,
-            pp_size=ranks.pp_size,
-            vpp_size=ranks.vpp_size,
-            dp_size=ranks.dp_size,
-            make_vocab_size_divisible_by=self._model.make_vocab_size_divisible_by,
-            transformer_engine=any(p.name.endswith("layer_norm_weight") for p in parameters),
-        )
-
-    def _vocabulary_problems(
-        self, chunks: Sequence[torch.nn.Module], trainer: TrainerLayout
-    ) -> list[str]:
-        """Check the vocabulary's padding, on which a shard's first row depends."""
-        rows = trainer.vocab_rows // trainer.tp_size
-        return [
-            f"{p.name} has {p.data.shape[0]} rows, not {rows}"
-            for p in local_parameters(chunks, self._shape, "actor")
-            if p.row.kind == "vocabulary" and p.data.shape[0] != rows
-        ]
 
 
 def all_weights(

@@ -22,6 +22,9 @@ Weights = Mapping[tuple[int, str], Tensor]
 """This rank's parameters by a slice's (chunk, parameter): the trainer's and the sampler's."""
 
 
+Transfers = tuple[Transfer, ...]
+
+
 class _Posted(NamedTuple):
     """A step in flight."""
 
@@ -62,15 +65,17 @@ def execute(
     Returns:
         Bytes received from other ranks.
     """
-    buffers = [_Buffers.of(steps[turn::2], dtype, device) for turn in range(2)]
+    send, receive = (
+        [_buffer(sides[turn::2], dtype, device) for turn in range(2)]
+        for sides in ([s.sends for s in steps], [s.receives for s in steps])
+    )
     posted: _Posted | None = None
     num_bytes = 0
     for turn, step in enumerate(steps):
-        pair = buffers[turn % 2]
-        sent = pair.split(pair.send, step.sends)
+        sent = _split(send[turn % 2], step.sends)
         for message, transfer in zip(sent, step.sends, strict=True):
             _pack(message, transfer, weights)
-        current = _post(step, sent, pair.split(pair.receive, step.receives))
+        current = _post(step, sent, _split(receive[turn % 2], step.receives))
         for move in step.copies:
             view_of(weights, move.destination).copy_(view_of(weights, move.source))
         num_bytes += _finish(posted, weights)
@@ -78,26 +83,16 @@ def execute(
     return num_bytes + _finish(posted, weights)
 
 
-class _Buffers(NamedTuple):
-    """Flat buffers of one step, in the order of the peers."""
+def _buffer(sides: Sequence[Transfers], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate what the largest of some steps' transfers need."""
+    sizes = [sum(t.num_elements for t in transfers) for transfers in sides]
+    return torch.empty(max(sizes, default=0), dtype=dtype, device=device)
 
-    send: Tensor
-    receive: Tensor
 
-    @staticmethod
-    def of(steps: Sequence[Step], dtype: torch.dtype, device: torch.device) -> _Buffers:
-        """Allocate what the largest of the steps needs."""
-        sizes = [
-            max((sum(t.num_elements for t in transfers) for transfers in side), default=0)
-            for side in ([s.sends for s in steps], [s.receives for s in steps])
-        ]
-        return _Buffers(*(torch.empty(size, dtype=dtype, device=device) for size in sizes))
-
-    @staticmethod
-    def split(buffer: Tensor, transfers: Sequence[Transfer]) -> list[Tensor]:
-        """Cut the start of a buffer into one message per transfer."""
-        sizes = [t.num_elements for t in transfers]
-        return list(buffer[: sum(sizes)].split(sizes)) if sizes else []
+def _split(buffer: Tensor, transfers: Transfers) -> list[Tensor]:
+    """Cut the start of a flat buffer into one message per transfer, in the order of the peers."""
+    sizes = [t.num_elements for t in transfers]
+    return list(buffer[: sum(sizes)].split(sizes)) if sizes else []
 
 
 def _pack(message: Tensor, transfer: Transfer, weights: Weights) -> None:
@@ -131,4 +126,4 @@ def _finish(posted: _Posted | None, weights: Weights) -> int:
 
 
 def _flat_parts(message: Tensor, transfer: Transfer) -> tuple[Tensor, ...]:
-    return message.split([part.rows * part.columns for part in transfer.slices])
+    return message.split([part.num_elements for part in transfer.slices])

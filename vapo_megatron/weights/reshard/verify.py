@@ -82,7 +82,7 @@ def _uncovered(parts: list[Slice], rows: int, columns: int) -> str:
                 other.column < part.column + part.columns
             ):
                 return f"is written twice by {part} and {other}"
-    covered = sum(part.rows * part.columns for part in parts)
+    covered = sum(part.num_elements for part in parts)
     if covered != rows * columns:
         return f"gets {covered} of its {rows * columns} elements"
     return ""

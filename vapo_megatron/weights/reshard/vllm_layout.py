@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.mapping import Row
-from vapo_megatron.weights.reshard.shards import Piece, cut_along, matrix_sizes, stacked
+from vapo_megatron.weights.reshard.shards import (
+    Piece,
+    cut_along,
+    matrix_sizes,
+    rectangles,
+    stacked,
+)
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
@@ -61,26 +67,15 @@ def sampler_pieces(row: Row, shape: ModelShape, tp_size: int, tp_rank: int) -> l
     """
     if row.is_copy:
         return []
-    sizes = matrix_sizes(row, shape)
     if row.kind == "qkv":
-        query, key, value = sizes
-        kv_heads = shape.num_key_value_heads
+        query, *others = matrix_sizes(row, shape)
         # Where ranks outnumber key-value heads, consecutive ranks hold the same one.
-        parts = min(tp_size, kv_heads)
+        parts = min(tp_size, shape.num_key_value_heads)
         part = tp_rank // (tp_size // parts)
         cut = [cut_along(query, 0, *layout.bounds(query[0], tp_rank, tp_size))]
-        cut += [cut_along(size, 0, *layout.bounds(size[0], part, parts)) for size in (key, value)]
+        cut += [cut_along(size, 0, *layout.bounds(size[0], part, parts)) for size in others]
         return stacked(row.hf, cut, row.hf[0].replace("q_proj", "qkv_proj"))
-    if row.kind == "vocabulary":
-        ((vocab_size, columns),) = sizes
-        start, stop = layout.bounds(_vocab_rows(shape), tp_rank, tp_size)
-        cut = [cut_along((vocab_size, columns), 0, min(start, vocab_size), min(stop, vocab_size))]
-        return stacked(row.hf, cut, row.hf[0])
-    if row.kind == "replicated":
-        return stacked(row.hf, [(0, 0, *size) for size in sizes], row.hf[0])
-    dim = layout.shard_dim(row.kind)
-    assert dim is not None
-    cut = [cut_along(size, dim, *layout.bounds(size[dim], tp_rank, tp_size)) for size in sizes]
+    cut = rectangles(row, shape, tp_rank, tp_size, _vocab_rows(shape))
     return stacked(row.hf, cut, row.hf[0].replace("gate_proj", "gate_up_proj"))
 
 
