@@ -97,22 +97,22 @@ def transformer_config(
         deallocate_pipeline_outputs=on_gpu,
         # Losses are already divided by global counts: megatron-core must not average.
         calculate_per_token_loss=True,
-        **_recompute(parallel.recompute),
+        **_RECOMPUTE[parallel.recompute],
         **_fusions(on_gpu, transformer_engine),
         **_fp8(model.fp8),
     )
 
 
-def _recompute(recompute: str) -> dict[str, Any]:
-    if recompute == "none":
-        return {}
-    if recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    return {
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
-    }
+    },
+}
+"""megatron-core's fields by parallel.recompute."""
 
 
 def _fusions(on_gpu: bool, transformer_engine: bool) -> dict[str, Any]:
@@ -250,10 +250,9 @@ class OutputProjection(tensor_parallel.ColumnParallelLinear):
 
 
 def output_weight(chunk: torch.nn.Module) -> Tensor:
-    """Return this rank's rows of the output projection [V_padded / tp, H], tied or not.
+    """Return this rank's rows of the actor's output projection [V_padded / tp, H], tied or not.
 
-    Args:
-        chunk: the actor's last chunk on the last stage, DDP-wrapped or not.
+    The chunk is the last one of the last stage, DDP-wrapped or not.
     """
     model: Any = getattr(chunk, "module", chunk)
     if model.share_embeddings_and_output_weights:

@@ -231,9 +231,7 @@ def _rope(reader: _Reader) -> tuple[float, dict[str, Any] | None]:
 def parameter_count(shape: ModelShape, *, value_head: bool = False) -> int:
     """Count parameters as transformers does: a tied output projection once, no padding.
 
-    Args:
-        shape: the architecture.
-        value_head: count a critic, which has H value weights in place of the output projection.
+    With value_head, count a critic, which has H value weights in place of the output projection.
     """
     hidden = shape.hidden_size
     q_size = shape.num_attention_heads * shape.head_dim

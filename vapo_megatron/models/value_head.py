@@ -35,12 +35,7 @@ class ValueHead(torch.nn.Linear):
         seed: of the initial weights, the same on every rank.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        init_std: float = 0.0,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, init_std: float = 0.0, seed: int = 0) -> None:
         super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
         self.sequence_parallel = config.sequence_parallel
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -26,11 +26,7 @@ def distributed_backend() -> str:
 
 
 def initialize_distributed(timeout_seconds: float) -> None:
-    """Join the processes that torchrun started; with GPUs, each uses its own.
-
-    Args:
-        timeout_seconds: longest wait in a collective.
-    """
+    """Join torchrun's processes, each with its own GPU; timeout_seconds: of a collective."""
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
     joined, rank, world_size = store.join(timeout_seconds)

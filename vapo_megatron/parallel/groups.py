@@ -80,15 +80,10 @@ def initialize(parallel: ParallelConfig, seed: int = 0) -> Ranks:
         distributed_timeout_minutes=math.ceil(parallel.timeout_seconds / 60),
     )
     model_parallel_cuda_manual_seed(seed)
-    _current = _read(vpp_size)
-    return _current
-
-
-def _read(vpp_size: int) -> Ranks:
     tp_group = parallel_state.get_tensor_model_parallel_group()
     pp_group = parallel_state.get_pipeline_model_parallel_group()
     dp_group = parallel_state.get_data_parallel_group()
-    return Ranks(
+    _current = Ranks(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         tp_size=tp_group.size(),
@@ -103,6 +98,7 @@ def _read(vpp_size: int) -> Ranks:
         vpp_size=vpp_size,
         last_stage_rank=dist.get_process_group_ranks(pp_group)[-1],
     )
+    return _current
 
 
 def current() -> Ranks:

@@ -49,10 +49,7 @@ class PeakMemory:
 def available_host_bytes(root: Path = Path("/")) -> int:
     """Return available host memory: the lower of the kernel's and the control group's figure.
 
-    Page cache that can be reclaimed counts as available.
-
-    Args:
-        root: directory that holds proc and sys.
+    Page cache that can be reclaimed counts as available. `root` holds proc and sys.
     """
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
     found = [int(fields["MemAvailable"].split()[0]) * 1024]

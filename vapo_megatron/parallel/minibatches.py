@@ -52,24 +52,16 @@ def packed_multiple(parallel: ParallelConfig, fp8: str | None) -> int:
 def make_microbatches(
     batch: RolloutBatch, sizes: Iterable[int], *, multiple_of: int
 ) -> list[Microbatch]:
-    """Cut a batch into packed forward passes, each of the next so many responses.
+    """Cut this rank's batch into packed forward passes, each of the next so many responses.
 
-    Args:
-        batch: this data-parallel rank's.
-        sizes: responses of each pass.
-        multiple_of: from packed_multiple.
+    What packed_multiple returns is multiple_of.
     """
     parts = _consecutive(batch, sizes)
     return [make_microbatch(part, multiple_of=multiple_of) for part in parts]
 
 
 def filled_in(microbatches: Sequence[Microbatch], batch: RolloutBatch) -> list[Microbatch]:
-    """Return the same forward passes with the fields that their batch has by now.
-
-    Args:
-        microbatches: all that were cut from the batch, in order.
-        batch: the same responses, with more fields.
-    """
+    """Return all forward passes of a batch, in order, with the fields that it has by now."""
     parts = _consecutive(batch, (m.batch.num_responses for m in microbatches))
     return [dataclasses.replace(m, batch=part) for m, part in zip(microbatches, parts)]
 
@@ -82,7 +74,6 @@ def make_mini_batches(
     Args:
         microbatches: of all mini-batches, complete with advantages and returns.
         counts: microbatches of each mini-batch.
-        ranks: this rank's place.
     """
     rest = iter(microbatches)
     parts = [list(itertools.islice(rest, count)) for count in counts]

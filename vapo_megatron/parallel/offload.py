@@ -92,11 +92,7 @@ class Offload:
     """Offloads one model. `held` is the level on the device, at first "training"."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
-        """Allocate the host buffer; nothing is copied yet.
-
-        Args:
-            chunks, optimizer: see find_storages; Adam's state is initialized here.
-        """
+        """Initialize Adam's state and allocate the host buffer; arguments as in find_storages."""
         if optimizer is not None:
             make_optimizer_state(optimizer)
         self._chunks, self._optimizer = chunks, optimizer

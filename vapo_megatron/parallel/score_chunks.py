@@ -190,7 +190,5 @@ class Gradients:
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of source and weight, in their dtypes."""
-        if self.grad_weight is None:
-            return self.grad_source, None
-        assert self.weight is not None
-        return self.grad_source, self.grad_weight.to(self.weight.dtype)
+        grad_weight = self.grad_weight
+        return self.grad_source, None if grad_weight is None else grad_weight.to(self.source.dtype)

@@ -26,10 +26,7 @@ import torch.distributed.checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.state_dict_utils import (
-    load_preprocess,
-    save_preprocess,
-)
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as strategies
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -231,7 +228,13 @@ class _SnapshotWriter(FileSystemWriter):
         for item in plan.items:
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, Tensor), f"{item.index.fqn}: not a tensor"
-            self.items.append((item.index, self._kept(tensor.detach())))
+            tensor = tensor.detach()
+            if self._live is not None and tensor.device.type != "cpu":
+                tensor = tensor.cpu()
+            # What the distributed optimizer has gathered for saving is a copy already.
+            elif self._live and tensor.untyped_storage().data_ptr() in self._live:
+                tensor = tensor.clone()
+            self.items.append((item.index, tensor))
         nothing: Future[list[WriteResult]] = Future()
         nothing.set_result([])
         return nothing
@@ -239,14 +242,6 @@ class _SnapshotWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Keep the metadata."""
         self.metadata = metadata
-
-    def _kept(self, tensor: Tensor) -> Tensor:
-        if self._live is None:
-            return tensor
-        if tensor.device.type != "cpu":
-            return tensor.cpu()
-        # What the distributed optimizer has gathered for saving is a copy already.
-        return tensor.clone() if tensor.untyped_storage().data_ptr() in self._live else tensor
 
 
 def _state(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:

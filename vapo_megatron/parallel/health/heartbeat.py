@@ -55,10 +55,7 @@ class Monitor:
     ) -> str:
         """Name ranks whose heartbeat has stopped; "" if there are none.
 
-        Args:
-            heartbeats: by rank.
-            now: seconds.
-            at_most: a shorter limit than silence_seconds and the phase's own.
+        A limit of at_most seconds may be shorter than silence_seconds and the phase's own.
         """
         found = []
         for rank, heartbeat in heartbeats.items():
@@ -68,10 +65,8 @@ class Monitor:
                 continue
             limit = min(self._silence_seconds, heartbeat.limit_seconds, at_most or math.inf)
             if now - since > limit and not heartbeat.is_over:
-                seconds = f"{now - since:.0f} s"
-                found.append(
-                    f"{describe(rank, heartbeat)} is dead or stopped, silent for {seconds}"
-                )
+                what = f"is dead or stopped, silent for {now - since:.0f} s"
+                found.append(f"{describe(rank, heartbeat)} {what}")
         return "; ".join(found)
 
     def overdue(self, heartbeats: Mapping[int, Heartbeat], now: float) -> str:
