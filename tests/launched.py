@@ -6,6 +6,7 @@ seconds of a short run are imports.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -107,4 +108,6 @@ def _command(
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(Path(out, name), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
+    # As in workers.py: vLLM collects several times for each engine that it makes.
+    gc.freeze()
     sys.exit(function(*args))

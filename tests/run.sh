@@ -5,6 +5,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/setup_env.sh
 export OMP_NUM_THREADS=1
+# Without bytecode on disk every process compiles the tests and translates megatron-core anew.
+unset PYTHONDONTWRITEBYTECODE
 "$VAPO_PYTHON" -m ruff check .
 [[ $# -gt 0 ]] || set -- -n 2 --dist loadfile
 exec "$VAPO_PYTHON" -m pytest -q "$@"
