@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithm.dynamic_sampling import next_round_size, select_groups
+from vapo_megatron.config import AlgorithmConfig
 from vapo_megatron.config.metrics import emits
 from vapo_megatron.config.phases import REWARD
 from vapo_megatron.data.batch import ScoredRollout
@@ -33,20 +34,16 @@ from vapo_megatron.rollout.source import Phase
 def sample_mixed_groups(
     sample: Callable[[int, int], Sequence[ScoredRollout]],
     phase: Phase,
-    *,
-    num_groups: int,
-    group_size: int,
-    max_rounds: int,
+    algorithm: AlgorithmConfig,
 ) -> tuple[list[ScoredRollout], dict[str, float]]:
-    """Sample rounds of prompts and keep num_groups groups, mixed ones first. Collective.
+    """Sample rounds of prompts and keep num_prompts groups, mixed ones first. Collective.
 
     Args:
         sample: called with a round (from 0) and a number of prompts; samples a group of responses
             to each of the next prompts and returns this rank's share by position, judged.
         phase: times the wait for the other ranks' verdicts.
-        num_groups: P, groups to return, over all ranks.
-        group_size: G.
-        max_rounds: after these, other groups fill up what is missing.
+        algorithm: num_prompts (P, over all ranks), group_size (G), and dynamic_sampling_max_rounds,
+            after which other groups fill up what is missing.
 
     Returns:
         (this rank's responses of the kept groups, ordered by position, which is renumbered
@@ -55,10 +52,11 @@ def sample_mixed_groups(
     Raises:
         RuntimeError: on every rank: the sampler did not return every response of a group.
     """
+    num_groups, group_size = algorithm.num_prompts, algorithm.group_size
     held: list[ScoredRollout] = []
     of_held = of_all = torch.zeros(0, dtype=torch.long)
     missing, rounds = num_groups, 0
-    while missing and rounds < max_rounds:
+    while missing and rounds < algorithm.dynamic_sampling_max_rounds:
         num_mixed = int(((of_all > 0) & (of_all < group_size)).sum())
         asked = next_round_size(missing, num_mixed, len(of_all), num_groups)
         scored = sample(rounds, asked)
@@ -109,9 +107,7 @@ def _placed(
 def _metrics(of_all: Tensor, of_held: Tensor, group_size: int) -> dict[str, float]:
     """Count groups: sampled = trained on + dropped_all_correct + dropped_all_wrong + surplus.
 
-    Args:
-        of_all, of_held: int64, correct responses of each group sampled, and of each trained on.
-        group_size: G.
+    of_all, of_held: int64, correct responses of each group sampled, and of each trained on.
     """
 
     def unmixed(counts: Tensor) -> Tensor:

@@ -102,13 +102,7 @@ class Sampling(RolloutSource):
         algorithm, logging = self._algorithm, self._logging
         sample = functools.partial(self._sample, step, policy_version, phase, has_time)
         if algorithm.dynamic_sampling and trains_actor:
-            scored, metrics = sample_mixed_groups(
-                sample,
-                phase,
-                num_groups=algorithm.num_prompts,
-                group_size=algorithm.group_size,
-                max_rounds=algorithm.dynamic_sampling_max_rounds,
-            )
+            scored, metrics = sample_mixed_groups(sample, phase, algorithm)
         else:
             scored, metrics = sample(0, algorithm.num_prompts), {}
         if logging.dump_steps:

@@ -174,7 +174,7 @@ class RolloutEngine:
         Args:
             named_tensors: (Hugging Face name, full tensor); the same in the same order on every
                 rank of the replica, which keeps its shard. Fully consumed: it may communicate.
-            policy_version: of these weights.
+            policy_version: see weights_replaced.
 
         Raises:
             RuntimeError: a parameter is missing or given twice; the engine then refuses to sample.
