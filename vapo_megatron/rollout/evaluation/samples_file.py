@@ -27,6 +27,9 @@ _PATHS = ("checkpoint", "data")
 """Not compared: the same weights and problems may have moved when the evaluation resumes."""
 _PIECES, _PIECE_BYTES = 64, 4096
 
+_Found = tuple[Path, int, dict[str, float]]
+"""A problem's file, where its line begins there, and its problem_values."""
+
 
 def lock_file(out: Path) -> contextlib.AbstractContextManager[None]:
     """Lock a file, and create its directory; DataError: another evaluation has the lock."""
@@ -53,17 +56,16 @@ def collect(out: Path, header: Mapping[str, Any]) -> dict[int, dict[str, float]]
     """
     header = {"evaluation": FORMAT, **header}
     parts = sorted(out.parent.glob(f"{glob.escape(out.name)}.part*"))
-    found: dict[int, tuple[Path, int]] = {}
-    values: dict[int, dict[str, float]] = {}
+    found: dict[int, _Found] = {}
     is_complete = out.exists() and not parts
     for path in [out, *parts] if out.exists() else parts:
-        end = _read(path, header, found, values)
+        end = _read(path, header, found)
         is_complete = is_complete and 0 < end == path.stat().st_size
     if not is_complete:
-        _write(out, header, [found[index] for index in sorted(found)])
+        _write(out, header, [found[index][:2] for index in sorted(found)])
         for part in parts:
             part.unlink()
-    return {index: values[index] for index in sorted(values)}
+    return {index: found[index][2] for index in sorted(found)}
 
 
 def begin_parts(out: Path, header: Mapping[str, Any], count: int) -> None:
@@ -77,13 +79,8 @@ def part_of(out: Path, replica: int) -> Path:
     return out.with_name(f"{out.name}.part{replica:04}")
 
 
-def _read(
-    path: Path,
-    header: dict[str, Any],
-    found: dict[int, tuple[Path, int]],
-    values: dict[int, dict[str, float]],
-) -> int:
-    """Add each problem's line start and values; return where the last complete line ends.
+def _read(path: Path, header: dict[str, Any], found: dict[int, _Found]) -> int:
+    """Add what a file holds to `found`; return where its last complete line ends.
 
     Raises:
         DataError: a line was not written by an evaluation with this header.
@@ -104,8 +101,7 @@ def _read(
                 index = content["prompt_index"]
                 assert isinstance(index, int)
                 assert len(content["responses"]) == header["samples"]
-                values[index] = problem_values(content["responses"])
-                found[index] = path, begin
+                found[index] = path, begin, problem_values(content["responses"])
             except DataError:
                 raise
             except (ValueError, KeyError, TypeError, AssertionError, RecursionError):

@@ -5,6 +5,7 @@ Runs on the rank that sampled the responses; nothing is communicated.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,14 +30,11 @@ def count_votes(verifier: Verifier, judged: Sequence[Sequence[Response]]) -> lis
     Returns:
         For each problem and response the index of its class, from 0 in order of appearance.
     """
-    compared = [_wrong_answers(responses) if _is_open(responses) else [] for responses in judged]
-    pairs = [
-        (earlier, later)
-        for answers in compared
-        for i, later in enumerate(answers)
-        for earlier in answers[:i]
-    ]
-    equal = _equal_pairs(verifier, list(dict.fromkeys(pairs)))
+    pairs: dict[tuple[str, str], None] = {}
+    for responses in filter(_is_open, judged):
+        wrong = dict.fromkeys(r["answer"] for r in responses if r["status"] == "wrong")
+        pairs.update(dict.fromkeys(itertools.combinations(wrong, 2)))
+    equal = _equal_pairs(verifier, list(pairs))
     return [_classes(responses, equal) for responses in judged]
 
 
@@ -48,17 +46,12 @@ def _is_open(responses: Sequence[Response]) -> bool:
     return largest <= correct <= len(wrong) and correct > 0
 
 
-def _wrong_answers(responses: Sequence[Response]) -> list[str]:
-    """Return the distinct wrong answers in order of appearance."""
-    return list(dict.fromkeys(r["answer"] for r in responses if r["status"] == "wrong"))
-
-
 def _equal_pairs(verifier: Verifier, pairs: Sequence[tuple[str, str]]) -> set[tuple[str, str]]:
     """Return the pairs (earlier, later) that the verifier judges equal."""
     earlier = list(dict.fromkeys(e for e, _ in pairs))
     unparsable = {earlier[i] for i in verifier.unparsable_answers(earlier)}
     judged = [(e, a) for e, a in pairs if e not in unparsable]
-    verdicts = verifier.score([_boxed(a) for _, a in judged], [e for e, _ in judged])
+    verdicts = verifier.score([f"\\boxed{{{a}}}" for _, a in judged], [e for e, _ in judged])
     return {pair for pair, verdict in zip(judged, verdicts) if verdict.is_correct}
 
 
@@ -82,7 +75,3 @@ def _classes(responses: Sequence[Response], equal: set[tuple[str, str]]) -> list
             first_of_class.append(name)
         votes.append(vote)
     return votes
-
-
-def _boxed(answer: str) -> str:
-    return f"\\boxed{{{answer}}}"
