@@ -84,14 +84,14 @@ def plan(options: argparse.Namespace) -> tuple[str, str | None]:
     table = describe.describe_ranking(ranking, options.top)
     job = describe.describe_job(options.model, shape, cluster, workload)
     if not ranking.plans:
-        closest = describe.describe_closest(shape, ranking, cluster)
-        return f"{job}\n\n{table}\n\n{closest}", describe.nothing_fits(ranking, cluster)
+        closest, refusal = describe.describe_misfit(shape, ranking, cluster)
+        return f"{job}\n\n{table}\n\n{closest}", refusal
     shown = [
         describe.describe_plan(shape, one, resharding_seconds(shape, one))
         for one in ranking.plans[: options.details]
     ]
     pasted = "to paste:\n" + describe.to_paste(ranking.plans[0].config).rstrip()
-    return "\n\n".join([job, table, *shown, pasted, describe.describe_notes()]), None
+    return "\n\n".join([job, table, *shown, pasted, describe.NOT_MODELLED]), None
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:

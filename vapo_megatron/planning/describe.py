@@ -17,20 +17,19 @@ from vapo_megatron.planning.cluster import GB, Cluster
 from vapo_megatron.planning.memory import PhaseMemory, checkpoint_bytes, host_bytes_per_node
 from vapo_megatron.planning.plan import Plan, make_plan, misfit, model_flops, peak_memory
 from vapo_megatron.planning.ranking import Ranking
-from vapo_megatron.planning.roofline import Phase
 from vapo_megatron.planning.workload import Workload, workload_of
 
-NOT_MODELLED = (
-    "inefficient kernel shapes, launch overhead and stragglers: seconds are a roofline estimate, "
-    "so expect a run to be somewhat slower",
-    "pipeline stages that wait for each other because microbatches differ in length",
-    "preemption in vLLM; actual response lengths (assumed log-normal with the given mean)",
-    "a critic's frozen attention: its backward pass and saved inputs are counted as if trained",
-    "extra rounds of dynamic sampling: a step samples its responses once",
-    "FP8 compute and saved inputs: counted as bfloat16 (the weights' FP8 copies are counted)",
-    "verifier, exchange of responses, advantages, evaluation, startup",
-    "contention between nodes in a weight sync, and between GPUs for host memory",
-)
+NOT_MODELLED = """\
+not modelled:
+  - inefficient kernel shapes, launch overhead and stragglers: seconds are a roofline estimate, \
+so expect a run to be somewhat slower
+  - pipeline stages that wait for each other because microbatches differ in length
+  - preemption in vLLM; actual response lengths (assumed log-normal with the given mean)
+  - a critic's frozen attention: its backward pass and saved inputs are counted as if trained
+  - extra rounds of dynamic sampling: a step samples its responses once
+  - FP8 compute and saved inputs: counted as bfloat16 (the weights' FP8 copies are counted)
+  - verifier, exchange of responses, advantages, evaluation, startup
+  - contention between nodes in a weight sync, and between GPUs for host memory"""
 
 LEGEND = """\
 vLLM: TP of a replica; share: gpu_memory_utilization; budget: tokens per microbatch
@@ -68,8 +67,8 @@ def describe_job(name: str, shape: ModelShape, c: Cluster, w: Workload) -> str:
     roles = " and ".join(w.trained_roles)
     nodes = math.ceil(c.num_gpus / c.gpus_per_node)
     return (
-        f"{name}: {parameter_count(shape) / 1e9:.2f}e9 parameters, {roles}, on {c.num_gpus} "
-        f"GPU{'s' if c.num_gpus > 1 else ''} in {nodes} node{'s' if nodes > 1 else ''}\n"
+        f"{name}: {parameter_count(shape) / 1e9:.2f}e9 parameters, {roles}, on "
+        f"{_counted(c.num_gpus, 'GPU')} in {_counted(nodes, 'node')}\n"
         f"GPU: {c.gpu_bytes / GB:g} GB, {c.peak_tflops:g} TFLOP/s, memory "
         f"{c.memory_gb_per_second:g} GB/s, NVLink {c.nvlink_gb_per_second:g}, network "
         f"{c.network_gb_per_second:g}, PCIe {c.pcie_gb_per_second:g}; storage "
@@ -78,6 +77,10 @@ def describe_job(name: str, shape: ModelShape, c: Cluster, w: Workload) -> str:
         f"{w.response_tokens / w.num_responses:.0f} tokens, at most {w.max_response_tokens}; "
         f"prompts of {w.prompt_tokens}; mini-batches of {w.mini_batch_size}"
     )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}"
 
 
 def describe_ranking(ranking: Ranking, top: int) -> str:
@@ -94,33 +97,29 @@ def describe_ranking(ranking: Ranking, top: int) -> str:
         if left > 0:
             lines.append(f"... and {left} slower (--top {len(ranking.plans)} shows all)")
         blocks += ["\n".join(lines), LEGEND]
-    if ranking.rejected:
-        blocks.append("\n".join(_rejections(ranking.rejected)))
+    by_reason: dict[str, list[str]] = {}
+    for layout, reason in ranking.rejected.items():
+        by_reason.setdefault(reason, []).append(layout)
+    if by_reason:
+        lines = [f"  {', '.join(layouts)}: {reason}" for reason, layouts in by_reason.items()]
+        blocks.append("\n".join(["rejected:", *lines]))
     return "\n\n".join(blocks)
 
 
-def describe_closest(shape: ModelShape, ranking: Ranking, c: Cluster) -> str:
-    """Return the memory of the layout closest to fitting."""
-    if ranking.closest is None:
-        return "no layout divides the GPUs and the model"
-    name, closest = ranking.closest
-    phases = peak_memory(shape, closest.config, c.gpu_bytes)
-    p, offload = closest.config.parallel, "yes" if memory.offloads(closest.config) else "no"
-    title = f"closest: {name}, recompute {p.recompute}, offload {offload}"
-    return "\n".join([title, "", *_memory_table(phases, c.gpu_bytes)])
-
-
-def nothing_fits(ranking: Ranking, c: Cluster) -> str:
-    """Return one line: the layout closest to fitting, its shortfall, and what would help."""
-    where = f"{c.num_gpus} GPU{'s' if c.num_gpus > 1 else ''} of {c.gpu_bytes / GB:g} GB"
+def describe_misfit(shape: ModelShape, ranking: Ranking, c: Cluster) -> tuple[str, str]:
+    """Return the memory of what is closest to fitting, and one line: why, and what would help."""
+    where = f"{_counted(c.num_gpus, 'GPU')} of {c.gpu_bytes / GB:g} GB"
     if ranking.closest is None:
         name, reason = next(iter(ranking.undivided.items()))
-        return (
+        return "no layout divides the GPUs and the model", (
             f"no layout divides {where} and the model: {name}: {reason}; use another number of "
             "GPUs, or fix fewer options"
         )
     name, closest = ranking.closest
-    return (
+    phases = peak_memory(shape, closest.config, c.gpu_bytes)
+    offload = "yes" if memory.offloads(closest.config) else "no"
+    title = f"closest: {name}, recompute {closest.config.parallel.recompute}, offload {offload}"
+    return "\n".join([title, "", *_memory_table(phases, c.gpu_bytes)]), (
         f"nothing fits into {where}; the closest, {name}: {closest.reason}; use more or larger "
         "GPUs, shorter sequences, or fix fewer options"
     )
@@ -142,16 +141,6 @@ def _row(plan: Plan, columns: list[str]) -> str:
     )
 
 
-def _rejections(rejected: dict[str, str]) -> list[str]:
-    """One line per reason, with all layouts it applies to."""
-    by_reason: dict[str, list[str]] = {}
-    for layout, reason in rejected.items():
-        by_reason.setdefault(reason, []).append(layout)
-    return ["rejected:"] + [
-        f"  {', '.join(layouts)}: {reason}" for reason, layouts in by_reason.items()
-    ]
-
-
 def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> str:
     """Return one layout in detail.
 
@@ -166,41 +155,27 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
     used = flops.utilization(
         model_flops(shape, plan.workload), seconds, c.peak_tflops * 1e12 * c.num_gpus
     )
-    head = (
+    host = host_bytes_per_node(shape, plan.config, gpus_per_node=c.gpus_per_node)
+    disk = checkpoint_bytes(shape, plan.config)
+    lines = [
         f"TP {p.tensor_model_parallel_size} x PP {p.pipeline_model_parallel_size} x DP "
         f"{p.data_parallel_size} (VPP {p.virtual_pipeline_model_parallel_size or 1}), recompute "
-        f"{p.recompute}, vLLM TP {r.tensor_model_parallel_size}: {plan.step_seconds:.0f} s a step"
-    )
-    return "\n".join(
-        [
-            head,
-            f"  {plan.response_tokens_per_second:.0f} response tokens/s/GPU; "
-            f"{plan.total_tokens_per_second:.0f} with the prompts; updates at {used:.0%} MFU",
-            "",
-            *_memory_table(plan.memory, c.gpu_bytes),
-            "",
-            *_time_table(plan, sync),
-            "",
-            f"  vLLM: KV cache of {plan.kv_cache_tokens} tokens in each of "
-            f"{c.num_gpus // r.tensor_model_parallel_size} replicas",
-            *_host_and_disk(shape, plan),
-        ]
-    )
-
-
-def _host_and_disk(shape: ModelShape, plan: Plan) -> Iterable[str]:
-    """Host memory per node and the size of a checkpoint, of all roles together."""
-    c = plan.cluster
-    host = host_bytes_per_node(shape, plan.config, gpus_per_node=c.gpus_per_node)
-    yield (
+        f"{p.recompute}, vLLM TP {r.tensor_model_parallel_size}: {plan.step_seconds:.0f} s a step",
+        f"  {plan.response_tokens_per_second:.0f} response tokens/s/GPU; "
+        f"{plan.total_tokens_per_second:.0f} with the prompts; updates at {used:.0%} MFU",
+        "",
+        *_memory_table(plan.memory, c.gpu_bytes),
+        "",
+        *_time_table(plan, sync),
+        "",
+        f"  vLLM: KV cache of {plan.kv_cache_tokens} tokens in each of "
+        f"{c.num_gpus // r.tensor_model_parallel_size} replicas",
         f"  host memory: {host.offloaded / GB:.0f} GB per node for offloading, "
-        f"{host.checkpoint / GB:.0f} GB while a checkpoint is saved"
-    )
-    disk = checkpoint_bytes(shape, plan.config)
-    seconds = disk / (c.storage_gb_per_second * GB)
-    yield (
-        f"  checkpoint: {disk / 1e12:.2f} TB, {seconds:.0f} s at {c.storage_gb_per_second:g} GB/s"
-    )
+        f"{host.checkpoint / GB:.0f} GB while a checkpoint is saved",
+        f"  checkpoint: {disk / 1e12:.2f} TB, {disk / (c.storage_gb_per_second * GB):.0f} s at "
+        f"{c.storage_gb_per_second:g} GB/s",
+    ]
+    return "\n".join(lines)
 
 
 def _memory_table(phases: dict[str, PhaseMemory], gpu_bytes: int) -> Iterable[str]:
@@ -219,17 +194,14 @@ def _time_table(plan: Plan, sync: float | None) -> Iterable[str]:
         f"{generation.batch} sequences; {generation.tail:.0%} of decoding below half of that",
         "sync": "estimate" if sync is None else f"estimate; {sync:.2f} s by the resharding plan",
     }
-    notes |= {name: _phase_note(phase) for name, phase in plan.training.phases.items()}
+    for name, phase in plan.training.phases.items():
+        notes[name] = (
+            f"bubble {phase.bubble:.1%}; slowest rank {phase.imbalance:+.1%}; last stage "
+            f"{phase.stages:+.0%}; {phase.between_seconds:.1f} s between updates"
+        )
     yield "  seconds"
     for name, value in seconds.items():
         yield f"  {name:<15}{value:>8.1f}  {notes.get(name, '')}".rstrip()
-
-
-def _phase_note(phase: Phase) -> str:
-    return (
-        f"bubble {phase.bubble:.1%}; slowest rank {phase.imbalance:+.1%}; last stage "
-        f"{phase.stages:+.0%}; {phase.between_seconds:.1f} s between updates"
-    )
 
 
 def to_paste(config: VapoConfig) -> str:
@@ -241,45 +213,32 @@ def to_paste(config: VapoConfig) -> str:
     )
 
 
-def describe_notes() -> str:
-    """Return what is not modelled."""
-    return "not modelled:\n" + "\n".join(f"  - {note}" for note in NOT_MODELLED)
+def dry_run_comment(config: VapoConfig) -> str:
+    """Plan a configuration as it is, on H100s with parallel.gpu_memory_gb, as YAML comments.
 
-
-def describe_dry_run(config: VapoConfig, shape: ModelShape) -> str:
-    """Plan a configuration as it is, on H100s with parallel.gpu_memory_gb.
-
-    Raises:
-        ConfigError: the layout does not divide the model.
+    Without the model's sizes, or where the layout does not divide them, one comment says why.
     """
-    check_layout(shape, config.parallel)
+    try:
+        if config.model.hf_path is None:
+            raise ConfigError("model.hf_path is not set")
+        shape = shape_of(config.model.hf_path)
+        check_layout(shape, config.parallel)
+        workload = workload_of(config)
+    except ConfigError as error:
+        return f"# no plan: {error} (vapo plan plans published models without their files)\n"
     num_gpus = config.parallel.world_size
     cluster = Cluster(
         num_gpus=num_gpus,
         gpus_per_node=min(8, num_gpus),
         gpu_bytes=int(config.parallel.gpu_memory_gb * GB),
     )
-    workload = workload_of(config)
     plan = make_plan(shape, config, cluster, workload)
     reason = misfit(shape, config, cluster, plan.memory)
-    return "\n".join(
-        [
-            describe_job(str(config.model.hf_path), shape, cluster, workload),
-            f"DOES NOT FIT: {reason}" if reason else "fits",
-            "",
-            describe_plan(shape, plan),
-            "",
-            describe_notes(),
-        ]
-    )
-
-
-def dry_run_comment(config: VapoConfig) -> str:
-    """Return describe_dry_run as YAML comments, or one comment that says why there is no plan."""
-    try:
-        if config.model.hf_path is None:
-            raise ConfigError("model.hf_path is not set")
-        text = describe_dry_run(config, shape_of(config.model.hf_path))
-    except ConfigError as error:
-        text = f"no plan: {error} (vapo plan plans published models without their files)"
-    return "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())
+    blocks = [
+        describe_job(str(config.model.hf_path), shape, cluster, workload)
+        + f"\n{f'DOES NOT FIT: {reason}' if reason else 'fits'}",
+        describe_plan(shape, plan),
+        NOT_MODELLED,
+    ]
+    lines = "\n\n".join(blocks).splitlines()
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines)

@@ -80,19 +80,16 @@ def generation(
         workload: of a step.
         kv_cache_tokens: capacity of a replica's cache.
     """
-    batch = min(
-        config.rollout.max_num_sequences, max(1, int(kv_cache_tokens // _running_tokens(workload)))
-    )
-    tp_size = config.rollout.tensor_model_parallel_size
-    rank = _rank(shape, config, cluster)
-    prompt_seconds = _prefill(shape, cluster, workload, tp_size)
-    return _replay(rank, prompt_seconds, cluster.num_gpus // tp_size, workload, batch)
-
-
-def _running_tokens(workload: Workload) -> float:
-    """Mean length of a running sequence; longer ones run longer and weigh more."""
     lengths = response_lengths(workload).astype(float)
-    return workload.prompt_tokens + float((lengths * lengths).sum() / (2 * lengths.sum()))
+    # Longer sequences run longer and weigh more in a running sequence's mean length.
+    running = workload.prompt_tokens + float((lengths * lengths).sum() / (2 * lengths.sum()))
+    batch = min(config.rollout.max_num_sequences, max(1, int(kv_cache_tokens // running)))
+    tp_size = config.rollout.tensor_model_parallel_size
+    # One prompt's; the group's other requests hit the prefix cache.
+    products = flops.forward_flops(shape, [workload.prompt_tokens], role="actor", num_outputs=1)
+    prompt_seconds = products / tp_size / cluster.rate("matmul")
+    rank = _rank(shape, config, cluster)
+    return _replay(rank, prompt_seconds, cluster.num_gpus // tp_size, workload, batch)
 
 
 def _rank(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> _Rank:
@@ -110,12 +107,6 @@ def _rank(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> _Rank:
         step_seconds=cluster.decode_step_seconds
         + (2 * shape.num_layers * cluster.collective_seconds if tp_size > 1 else 0),
     )
-
-
-def _prefill(shape: ModelShape, cluster: Cluster, workload: Workload, tp_size: int) -> float:
-    """Seconds of one prompt; the group's other requests hit the prefix cache."""
-    products = flops.forward_flops(shape, [workload.prompt_tokens], role="actor", num_outputs=1)
-    return products / tp_size / cluster.rate("matmul")
 
 
 @functools.lru_cache(maxsize=1024)

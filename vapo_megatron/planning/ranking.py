@@ -19,6 +19,7 @@ from vapo_megatron.planning.generation import generation
 from vapo_megatron.planning.memory import PhaseMemory
 from vapo_megatron.planning.plan import (
     Plan,
+    Training,
     make_plan,
     misfit,
     peak_memory,
@@ -106,19 +107,13 @@ def rank(
             for variant, training in timed:
                 if best and training.seconds + at_least >= best.step_seconds:
                     break  # no later variant can win
-                config = with_sampler(variant, tensor_model_parallel_size=size)
-                config, phases = _with_largest_share(
-                    shape, config, cluster.gpu_bytes, fixed.vllm_share
+                found = _planned(
+                    shape, variant, training, cluster, workload, size, fixed.vllm_share
                 )
-                reason = misfit(shape, config, cluster, phases)
-                if reason:
-                    needed = max(phase.total for phase in phases.values())
-                    needed = needed if needed > cluster.gpu_bytes else math.inf
-                    not_fitting.append(Misfit(needed, reason, config))
-                    continue
-                plan = make_plan(shape, config, cluster, workload, training, phases)
-                if best is None or plan.step_seconds < best.step_seconds:
-                    best = plan
+                if isinstance(found, Misfit):
+                    not_fitting.append(found)
+                elif best is None or found.step_seconds < best.step_seconds:
+                    best = found
             fitting += [best] if best else []
         plans += fitting
         if not fitting:
@@ -126,6 +121,25 @@ def rank(
             name = f"TP {p.tensor_model_parallel_size} x PP {p.pipeline_model_parallel_size}"
             misfits[name] = min(not_fitting, key=lambda one: one.needed)
     return Ranking(sorted(plans, key=lambda plan: plan.step_seconds), undivided, misfits)
+
+
+def _planned(
+    shape: ModelShape,
+    variant: VapoConfig,
+    training: Training,
+    cluster: Cluster,
+    workload: Workload,
+    sampler_size: int,
+    share: float | None,
+) -> Plan | Misfit:
+    """Plan a variant with one size of vLLM's replicas, and with the largest share that fits."""
+    config = with_sampler(variant, tensor_model_parallel_size=sampler_size)
+    config, phases = _with_largest_share(shape, config, cluster.gpu_bytes, share)
+    reason = misfit(shape, config, cluster, phases)
+    if reason is None:
+        return make_plan(shape, config, cluster, workload, training, phases)
+    fullest = max(phase.total for phase in phases.values())
+    return Misfit(fullest if fullest > cluster.gpu_bytes else math.inf, reason, config)
 
 
 def trainer_layouts(
