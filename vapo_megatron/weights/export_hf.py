@@ -65,8 +65,6 @@ def export_hf(
 
     Args:
         chunks: this rank's model chunks, with or without DDP.
-        shape: of the model.
-        ranks: this rank's place.
         out_dir: replaced as a whole if it is an earlier export.
         copy_from: directory whose config.json, generation settings and tokenizer are copied.
         role: "actor" or "critic".

@@ -24,7 +24,6 @@ from torch import Tensor
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.layout import Kind
 from vapo_megatron.weights.mapping import (
-    LocalParameter,
     hf_tensors,
     local_parameters,
     unwrap,
@@ -68,8 +67,6 @@ def gather_hf_tensors(
     Args:
         chunks: this rank's model chunks; with DDP around them, parameters that overlap_param_gather
             has not fetched yet are fetched first.
-        shape: of the model.
-        ranks: this rank's place.
         role: "actor" or "critic".
         bucket_bytes: largest gathered bucket, unless one parameter is larger. Peak memory is about
             one bucket, its shards and one parameter.
@@ -79,7 +76,8 @@ def gather_hf_tensors(
     """
     wait_for_parameters(chunks)
     parameters = [p for p in local_parameters(chunks, shape, role) if not p.row.is_copy]
-    stages = _all_stages([_describe(p) for p in parameters], ranks)
+    mine = [_Shard(p.hf_names, p.row.kind, tuple(p.data.shape), p.data.dtype) for p in parameters]
+    stages = _all_stages(mine, ranks)
     found = sorted(name for stage in stages for shard in stage for name in shard.hf_names)
     assert found == sorted(hf_tensors(shape, role)), "the stages do not add up to the model"
     for stage, shards in enumerate(stages):
@@ -96,11 +94,6 @@ def gather_hf_tensors(
                     num_rows=shape.vocab_size,
                 )
                 yield from zip(shard.hf_names, full, strict=True)
-
-
-def _describe(parameter: LocalParameter) -> _Shard:
-    data = parameter.data
-    return _Shard(parameter.hf_names, parameter.row.kind, tuple(data.shape), data.dtype)
 
 
 def _all_stages(mine: list[_Shard], ranks: Ranks) -> list[list[_Shard]]:
@@ -167,7 +160,7 @@ def full_gradients(
 
     Args:
         chunks: this rank's, with DDP around them.
-        shape, ranks, role, bucket_bytes: see gather_hf_tensors.
+        role, bucket_bytes: see gather_hf_tensors.
 
     Yields:
         (HF name, float32), stage by stage. A tied embedding's gradient is the sum over both uses, a

@@ -163,7 +163,6 @@ def write_safetensors(path: Path, tensors: list[TensorPlan], data: Iterator[Tens
     """Write a safetensors file: 8 bytes with the header's size, a JSON header, then the tensors.
 
     Args:
-        path: of the file.
         tensors: what it holds.
         data: the tensors in order, each whole or in blocks of rows.
     """

@@ -76,7 +76,6 @@ class HfReader:
         """Fill `out` with rows of a tensor from `start` on, without mapping the file into memory.
 
         Args:
-            name: of the tensor.
             start: the first row.
             out: [rows, ...], contiguous, of the tensor's type.
 

@@ -104,7 +104,6 @@ def load_hf_weights(
         chunks: from build_model, one for each virtual pipeline stage.
         shape: of the model that was built.
         hf_path: directory with safetensors files, or one that convert_hf_to_megatron.py wrote.
-        ranks: this rank's place.
         role: a critic takes a policy or a reward model; see check_hf_tensors.
 
     Returns:

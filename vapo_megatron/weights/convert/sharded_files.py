@@ -246,7 +246,6 @@ class ShardedReader:
         """Fill `out` with rows of a tensor from `start` on.
 
         Args:
-            key: of the tensor.
             layer: which, where layers are its first dimension.
             start: the first row that is wanted.
             out: [rows] or [rows, columns], contiguous, of the tensor's type.

@@ -96,18 +96,12 @@ class ShardedTensor:
                 yield Box(rank, half * size + start, stop - start, 0, columns)
 
 
-def sharded_key(row: Row) -> str:
-    """Return the checkpoint's name of a row of the name table."""
-    return row.megatron[-1].replace("layers.{}.", "layers.")
-
-
 def sharded_tensors(
     shape: ModelShape, role: str, padded_vocab: int, *, value_bias: bool = False
 ) -> list[ShardedTensor]:
     """List a model's tensors in HF order.
 
     Args:
-        shape: of the model.
         role: "actor" or "critic".
         padded_vocab: rows of the embedding with its padding.
         value_bias: the value head has a bias.
@@ -115,22 +109,23 @@ def sharded_tensors(
     order = rows_in_order(shape, role)
     if value_bias:
         order.append((_BIAS_ROW, None))
-    return [_sharded(row, layer, shape, padded_vocab) for row, layer in order]
-
-
-def _sharded(row: Row, layer: int | None, shape: ModelShape, padded_vocab: int) -> ShardedTensor:
-    shapes = row.shapes(shape)
-    padded = row.kind == "vocabulary"
-    return ShardedTensor(
-        key=sharded_key(row),
-        layer=layer,
-        num_layers=shape.num_layers,
-        hf_names=tuple(name.format(layer) for name in row.hf),
-        hf_shapes=shapes,
-        kind=row.kind,
-        num_rows=padded_vocab if padded else sum(size[0] for size in shapes),
-        num_groups=shape.num_key_value_heads,
-    )
+    tensors = []
+    for row, layer in order:
+        shapes = row.shapes(shape)
+        unpadded = sum(size[0] for size in shapes)
+        tensors.append(
+            ShardedTensor(
+                key=row.megatron[-1].replace("layers.{}.", "layers."),
+                layer=layer,
+                num_layers=shape.num_layers,
+                hf_names=tuple(name.format(layer) for name in row.hf),
+                hf_shapes=shapes,
+                kind=row.kind,
+                num_rows=padded_vocab if row.kind == "vocabulary" else unpadded,
+                num_groups=shape.num_key_value_heads,
+            )
+        )
+    return tensors
 
 
 def first_rank_of(tensor: ShardedTensor, parallel: ParallelConfig) -> int:

@@ -91,9 +91,12 @@ def convert_to_hf(
         )
     shape = read_model_shape(source)
     role = checkpoint_role(reader)
-    tensors = check_checkpoint(reader, shape, role)
+    items = [
+        _Item(TensorPlan(name, size, reader.dtype(tensor.key)), tensor, part)
+        for tensor in check_checkpoint(reader, shape, role)
+        for part, (name, size) in enumerate(zip(tensor.hf_names, tensor.hf_shapes, strict=True))
+    ]
     info = _conversion(megatron)
-    items = _items(reader, tensors)
     if role == "critic" and _BIAS_KEY not in reader.tensors:
         class_name = architecture(read_config(source), shape.family, role)
         if class_name.endswith("TokenClassification"):
@@ -138,7 +141,6 @@ def check_tensors(reader: ShardedReader, shape: ModelShape, role: str) -> list[S
 
     Args:
         reader: of the checkpoint. Optimizer state in it is ignored.
-        shape: of the model.
         role: "actor" or "critic". A critic may start from an actor's checkpoint; its output layer
             is then not in the result.
 
@@ -174,14 +176,6 @@ def _conversion(directory: Path) -> dict:
     if not isinstance(noted, dict):
         raise CheckpointError(f"{file} is damaged, not a JSON object; convert the checkpoint again")
     return noted
-
-
-def _items(reader: ShardedReader, tensors: list[ShardedTensor]) -> list[_Item]:
-    return [
-        _Item(TensorPlan(name, size, reader.dtype(tensor.key)), tensor, part)
-        for tensor in tensors
-        for part, (name, size) in enumerate(zip(tensor.hf_names, tensor.hf_shapes, strict=True))
-    ]
 
 
 def _write(

@@ -7,6 +7,7 @@ tokenizer, too, so that training accepts it in place of a Hugging Face directory
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -141,20 +142,17 @@ def _sources(tensor: ShardedTensor, start: int, count: int) -> Iterator[tuple[st
             yield name, run.first + first - run.start, first - start, last - first
 
 
+@dataclasses.dataclass
 class _Worker:
     """One process's part of the work."""
 
-    def __init__(
-        self,
-        directory: Path,
-        reader: HfReader,
-        parallel: ParallelConfig,
-        team: Team,
-        new_head: Tensor | None,
-    ) -> None:
-        self.directory, self.reader, self.team = directory, reader, team
-        self.parallel, self.new_head = parallel, new_head
-        self.rows, self.cut = Blocks(), Blocks()
+    directory: Path
+    reader: HfReader
+    parallel: ParallelConfig
+    team: Team
+    new_head: Tensor | None
+    rows: Blocks = dataclasses.field(default_factory=Blocks)
+    cut: Blocks = dataclasses.field(default_factory=Blocks)
 
     def write(self, tensors: list[ShardedTensor], dtypes: dict[str, torch.dtype]) -> list[Written]:
         """Write this process's tensors into every rank's files."""

@@ -15,6 +15,7 @@ randomness. The layers of one pipeline stage are planned once and repeated.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,7 +43,6 @@ def make_plan(
     """Plan a weight sync from the trainer's shards to the sampler's.
 
     Args:
-        shape: of the model.
         trainer: see shards.trainer_layout; the sampler runs on the same ranks.
         sampler_tp_size: consecutive ranks that form one vLLM replica.
         gpus_per_node: consecutive ranks that share a node.
@@ -109,23 +109,18 @@ class _Candidates(NamedTuple):
     ranks: tuple[int, ...]
 
 
+@dataclasses.dataclass
 class _BlockPlanner:
     """Plans block after block, with each rank's load so far."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        trainer: TrainerLayout,
-        sampler_tp_size: int,
-        gpus_per_node: int,
-        relay: bool,
-    ) -> None:
-        self.shape = shape
-        self.trainer = trainer
-        self.sampler_tp_size = sampler_tp_size
-        self.gpus_per_node = gpus_per_node
-        self.relay = relay
-        self.loads = {near: [0] * trainer.world_size for near in (True, False)}
+    shape: ModelShape
+    trainer: TrainerLayout
+    sampler_tp_size: int
+    gpus_per_node: int
+    relay: bool
+
+    def __post_init__(self) -> None:
+        self.loads = {near: [0] * self.trainer.world_size for near in (True, False)}
         """Elements that each rank sends so far, within its node (True) and across nodes (False)."""
         self._found: dict[tuple[int, int | None, tuple[int, ...]], _Candidates] = {}
 

@@ -73,8 +73,6 @@ class WeightSync:
         """Send nothing yet.
 
         Args:
-            shape: of the model.
-            ranks: this rank's place.
             model: make_vocab_size_divisible_by is used.
             rollout: the sampler's layout, bucket size, verification.
             engine: this rank's sampler.

@@ -9,7 +9,7 @@ rank holds its shard of the sampler, and the buffers are freed. No full tensor i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,8 +73,8 @@ def execute(
     num_bytes = 0
     for turn, step in enumerate(steps):
         sent = _split(send[turn % 2], step.sends)
-        for message, transfer in zip(sent, step.sends, strict=True):
-            _pack(message, transfer, weights)
+        for matrix, part in _parts(sent, step.sends):
+            matrix.copy_(view_of(weights, part))
         current = _post(step, sent, _split(receive[turn % 2], step.receives))
         for move in step.copies:
             view_of(weights, move.destination).copy_(view_of(weights, move.source))
@@ -95,9 +95,12 @@ def _split(buffer: Tensor, transfers: Transfers) -> list[Tensor]:
     return list(buffer[: sum(sizes)].split(sizes)) if sizes else []
 
 
-def _pack(message: Tensor, transfer: Transfer, weights: Weights) -> None:
-    for flat, part in zip(_flat_parts(message, transfer), transfer.slices, strict=True):
-        flat.view(part.rows, part.columns).copy_(view_of(weights, part))
+def _parts(messages: Sequence[Tensor], transfers: Transfers) -> Iterator[tuple[Tensor, Slice]]:
+    """Yield the matrix [rows, columns] of each slice within its message."""
+    for message, transfer in zip(messages, transfers, strict=True):
+        flat = message.split([part.num_elements for part in transfer.slices])
+        for vector, part in zip(flat, transfer.slices, strict=True):
+            yield vector.view(part.rows, part.columns), part
 
 
 def _post(step: Step, sent: list[Tensor], received: list[Tensor]) -> _Posted:
@@ -119,11 +122,6 @@ def _finish(posted: _Posted | None, weights: Weights) -> int:
         return 0
     for work in posted.works:
         work.wait()
-    for message, transfer in zip(posted.received, posted.step.receives, strict=True):
-        for flat, part in zip(_flat_parts(message, transfer), transfer.slices, strict=True):
-            view_of(weights, part).copy_(flat.view(part.rows, part.columns))
+    for matrix, part in _parts(posted.received, posted.step.receives):
+        view_of(weights, part).copy_(matrix)
     return sum(message.nbytes for message in posted.received)
-
-
-def _flat_parts(message: Tensor, transfer: Transfer) -> tuple[Tensor, ...]:
-    return message.split([part.num_elements for part in transfer.slices])

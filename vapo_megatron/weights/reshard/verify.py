@@ -10,6 +10,7 @@ with c odd. Every factor is odd, so one wrong element always changes the sum; so
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -138,26 +139,24 @@ def differences(
     Returns:
         One sentence for each slice that differs, naming its parameter.
     """
-    outgoing: list[list[Move]] = [[] for _ in range(plan.world_size)]
-    incoming: list[list[Move]] = [[] for _ in range(plan.world_size)]
-    for move in plan.received(rank):
-        incoming[move.source_rank].append(move)
-        if move.source_rank == rank:
-            outgoing[rank].append(move)
-    for move in plan.sent(rank):
-        outgoing[move.destination_rank].append(move)
-    sent = [checksum(view_of(weights, m.source), dtype) for moves in outgoing for m in moves]
-    flat = [move for moves in incoming for move in moves]
-    received = [checksum(view_of(weights, m.destination), dtype) for m in flat]
-    expected = torch.empty(len(flat), dtype=torch.int64, device=device)
+    received, everyone = plan.received(rank), range(plan.world_size)
+    copies = [move for move in received if move.source_rank == rank]
+    # Sorting is stable, so both ends of a pair of ranks list their moves in the plan's order.
+    incoming = sorted(received, key=lambda m: m.source_rank)
+    outgoing = sorted(copies + plan.sent(rank), key=lambda m: m.destination_rank)
+    sources = collections.Counter(m.source_rank for m in incoming)
+    destinations = collections.Counter(m.destination_rank for m in outgoing)
+    sent = [checksum(view_of(weights, m.source), dtype) for m in outgoing]
+    found = [checksum(view_of(weights, m.destination), dtype) for m in incoming]
+    expected = torch.empty(len(incoming), dtype=torch.int64, device=device)
     dist.all_to_all_single(
         expected,
         _stacked(sent, device),
-        [len(moves) for moves in incoming],
-        [len(moves) for moves in outgoing],
+        [sources[other] for other in everyone],
+        [destinations[other] for other in everyone],
     )
-    wrong = (_stacked(received, device) != expected).tolist()
-    return [_named(move) for move, is_wrong in zip(flat, wrong, strict=True) if is_wrong]
+    wrong = (_stacked(found, device) != expected).tolist()
+    return [_named(move) for move, is_wrong in zip(incoming, wrong, strict=True) if is_wrong]
 
 
 def _stacked(values: list[Tensor], device: torch.device) -> Tensor:
