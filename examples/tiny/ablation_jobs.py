@@ -148,11 +148,9 @@ def seed_jobs(
             num_steps=steps, estimate_seconds=30.0 + 10.0 * steps,
         )  # fmt: skip
 
-    of_form = ("--form", form)
-    add_script(
-        "base", (), ("make_base_model.py", "make_tokenizer.py", "making.py", "task.py"), *of_form
-    )
-    add_script("data", (), ("task.py",), *of_form)
+    of_base = ("make_base_model.py", "make_tokenizer.py", "making.py", "task.py")
+    add_script("base", (), of_base, "--form", form)
+    add_script("data", (), ("task.py",), "--form", form)
     if table.has_reward_model:
         sources = ("make_reward_model.py", "making.py", "measure.py")
         add_script("reward_model", ("base",), sources, "--base", base)
@@ -163,11 +161,15 @@ def seed_jobs(
     for name, arm in arms.items():
         recipe = [f"algorithms/{arm.recipe}.yaml"] if arm.recipe else []
         add_run(name, recipe, start, *arm.changes)
-    wanted = set(arms)
-    for name in reversed(jobs):
-        if name in wanted:
-            wanted |= {need.removeprefix(f"{prefix}/") for need in jobs[name].needs}
-    return [job for name, job in jobs.items() if name in wanted]
+    return _needed(jobs, [f"{prefix}/{name}" for name in arms])
+
+
+def _needed(jobs: Mapping[str, Job], wanted: Iterable[str]) -> list[Job]:
+    """Return the jobs with these names and their dependencies, in order."""
+    names = set(wanted)
+    for job in reversed(jobs.values()):
+        names |= set(job.needs) if job.name in names else set()
+    return [job for job in jobs.values() if job.name in names]
 
 
 def _require_own(files: Sequence[Path], own: Sequence[str], more: Sequence[str]) -> None:

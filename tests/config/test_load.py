@@ -148,108 +148,112 @@ def test_every_wrong_field_gets_a_line_and_lists_name_the_place():
     assert [line.split(" must be")[0] for line in lines] == starts
 
 
+CONFLICTS = [
+    (["algorithm.lambda_actor=1.5"], ["lambda_actor=1.5", "[0, 1]", "or adaptive"]),
+    (["algorithm.lambda_critic=-1"], ["lambda_critic=-1", "[0, 1]", "or same_as_actor"]),
+    (
+        ["algorithm.advantage_estimator=grpo"],
+        ["value_pretraining_steps=50", "must be 0", "=grpo", "set algorithm.value_pretraining"],
+    ),
+    (
+        [
+            "algorithm.advantage_estimator=dr_grpo",
+            "algorithm.value_pretraining_steps=0",
+            "algorithm.group_size=1",
+        ],
+        ["group_size=1", "at least 2", "dr_grpo", "raise it"],
+    ),
+    (
+        ["algorithm.value_pretraining_patience=5"],
+        ["patience=5", "needs algorithm.stage=value_pretraining", "set it to null"],
+    ),
+    (
+        ["algorithm.stage=value_pretraining", "algorithm.lambda_critic=0.95"],
+        ["Monte-Carlo", "lambda_critic=1, found gae and 0.95"],
+    ),
+    (
+        [
+            "algorithm.stage=value_pretraining",
+            "algorithm.advantage_estimator=grpo",
+        ],
+        ["advantage_estimator=gae", "found grpo and 1.0"],
+    ),
+    (
+        [
+            "algorithm.stage=value_pretraining",
+            "algorithm.value_pretraining_patience=50",
+        ],
+        ["value_pretraining_steps=50 must exceed", "patience (50)", "raise it"],
+    ),
+    (
+        ["algorithm.stage=value_pretraining", "algorithm.value_pretraining_steps=0"],
+        ["value_pretraining_steps=0 must exceed", "stage=value_pretraining", "raise it"],
+    ),
+    (
+        [
+            "model.critic_checkpoint=runs/x",
+            "algorithm.advantage_estimator=grpo",
+            "algorithm.value_pretraining_steps=0",
+        ],
+        ["critic_checkpoint=runs/x needs a critic", "=grpo", "set critic_checkpoint=null"],
+    ),
+    (["algorithm.group_size=7"], ["responses_per_step=8192", "divisible by group_size=7"]),
+    (["algorithm.mini_batch_size=500"], ["responses_per_step=8192", "mini_batch_size=500"]),
+    (
+        ["parallel.world_size=1024"],
+        ["mini_batch_size=512", "at least the data-parallel size 1024", "lower"],
+    ),
+    (
+        ["parallel.world_size=6", "parallel.tensor_model_parallel_size=4"],
+        ["world_size=6", "tensor_model_parallel_size(4)", "= 4", "change one"],
+    ),
+    (["parallel.context_parallel_size=2"], ["context_parallel_size=2", "only 1", "recompute"]),
+    (["parallel.sequence_parallel=true"], ["sequence_parallel=true", "found 1", "=false"]),
+    (
+        ["parallel.virtual_pipeline_model_parallel_size=2"],
+        ["virtual_pipeline_model_parallel_size=2", "found 1", "null"],
+    ),
+    (
+        [
+            "parallel.world_size=2",
+            "parallel.pipeline_model_parallel_size=2",
+            "parallel.virtual_pipeline_model_parallel_size=2",
+            "parallel.batch_p2p_comm=true",
+        ],
+        ["batch_p2p_comm=true", "parallel_size=2", "set batch_p2p_comm=null, or virtual"],
+    ),
+    (["parallel.overlap_param_gather=true"], ["overlap_param_gather=true", "overlap_grad"]),
+    (
+        ["parallel.world_size=4", "rollout.tensor_model_parallel_size=3"],
+        ["parallel.world_size=4", "rollout.tensor_model_parallel_size=3"],
+    ),
+    (["model.fp8=hybrid", "model.dtype=float32"], ["fp8=hybrid", "dtype=bfloat16", "fp8=null"]),
+    (["model.fp8=e4m3", "model.layer_spec=local"], ["fp8=e4m3", "layer_spec=local", "auto"]),
+    (
+        ["model.layer_spec=transformer_engine", "model.dtype=float32"],
+        ["layer_spec=transformer_engine", "found float32", "layer_spec=local"],
+    ),
+    (
+        ["algorithm.dynamic_sampling=true", "algorithm.group_size=1"],
+        ["dynamic_sampling=true", "found 1", "raise group_size", "dynamic_sampling=false"],
+    ),
+    (["rollout.top_p=0.7"], ["rollout.top_p=0.7", "must be 1", "evaluation.top_p"]),
+    (["rollout.top_k=50"], ["rollout.top_k=50", "must be -1", "evaluation.top_k"]),
+    (
+        ["reward.overlong_buffer_tokens=30000"],
+        ["overlong_buffer_tokens=30000", "max_response_tokens=20480", "lower it"],
+    ),
+    (["algorithm.value_bound=0.9"], ["value_bound=0.9", "|reward|, 1:", "raise it", "null"]),
+    (
+        ["algorithm.value_bound=1.9", "reward.overlong_buffer_tokens=9"],
+        ["value_bound=1.9", "|reward|, 2:"],
+    ),
+]
+"""Overrides, and parts of the error's line."""
+
+
 def test_fields_that_do_not_fit_together():
-    for overrides, parts in [
-        (["algorithm.lambda_actor=1.5"], ["lambda_actor=1.5", "[0, 1]", "or adaptive"]),
-        (["algorithm.lambda_critic=-1"], ["lambda_critic=-1", "[0, 1]", "or same_as_actor"]),
-        (
-            ["algorithm.advantage_estimator=grpo"],
-            ["value_pretraining_steps=50", "must be 0", "=grpo", "set algorithm.value_pretraining"],
-        ),
-        (
-            [
-                "algorithm.advantage_estimator=dr_grpo",
-                "algorithm.value_pretraining_steps=0",
-                "algorithm.group_size=1",
-            ],
-            ["group_size=1", "at least 2", "dr_grpo", "raise it"],
-        ),
-        (
-            ["algorithm.value_pretraining_patience=5"],
-            ["patience=5", "needs algorithm.stage=value_pretraining", "set it to null"],
-        ),
-        (
-            ["algorithm.stage=value_pretraining", "algorithm.lambda_critic=0.95"],
-            ["Monte-Carlo", "lambda_critic=1, found gae and 0.95"],
-        ),
-        (
-            [
-                "algorithm.stage=value_pretraining",
-                "algorithm.advantage_estimator=grpo",
-            ],
-            ["advantage_estimator=gae", "found grpo and 1.0"],
-        ),
-        (
-            [
-                "algorithm.stage=value_pretraining",
-                "algorithm.value_pretraining_patience=50",
-            ],
-            ["value_pretraining_steps=50 must exceed", "patience (50)", "raise it"],
-        ),
-        (
-            ["algorithm.stage=value_pretraining", "algorithm.value_pretraining_steps=0"],
-            ["value_pretraining_steps=0 must exceed", "stage=value_pretraining", "raise it"],
-        ),
-        (
-            [
-                "model.critic_checkpoint=runs/x",
-                "algorithm.advantage_estimator=grpo",
-                "algorithm.value_pretraining_steps=0",
-            ],
-            ["critic_checkpoint=runs/x needs a critic", "=grpo", "set critic_checkpoint=null"],
-        ),
-        (["algorithm.group_size=7"], ["responses_per_step=8192", "divisible by group_size=7"]),
-        (["algorithm.mini_batch_size=500"], ["responses_per_step=8192", "mini_batch_size=500"]),
-        (
-            ["parallel.world_size=1024"],
-            ["mini_batch_size=512", "at least the data-parallel size 1024", "lower"],
-        ),
-        (
-            ["parallel.world_size=6", "parallel.tensor_model_parallel_size=4"],
-            ["world_size=6", "tensor_model_parallel_size(4)", "= 4", "change one"],
-        ),
-        (["parallel.context_parallel_size=2"], ["context_parallel_size=2", "only 1", "recompute"]),
-        (["parallel.sequence_parallel=true"], ["sequence_parallel=true", "found 1", "=false"]),
-        (
-            ["parallel.virtual_pipeline_model_parallel_size=2"],
-            ["virtual_pipeline_model_parallel_size=2", "found 1", "null"],
-        ),
-        (
-            [
-                "parallel.world_size=2",
-                "parallel.pipeline_model_parallel_size=2",
-                "parallel.virtual_pipeline_model_parallel_size=2",
-                "parallel.batch_p2p_comm=true",
-            ],
-            ["batch_p2p_comm=true", "parallel_size=2", "set batch_p2p_comm=null, or virtual"],
-        ),
-        (["parallel.overlap_param_gather=true"], ["overlap_param_gather=true", "overlap_grad"]),
-        (
-            ["parallel.world_size=4", "rollout.tensor_model_parallel_size=3"],
-            ["parallel.world_size=4", "rollout.tensor_model_parallel_size=3"],
-        ),
-        (["model.fp8=hybrid", "model.dtype=float32"], ["fp8=hybrid", "dtype=bfloat16", "fp8=null"]),
-        (["model.fp8=e4m3", "model.layer_spec=local"], ["fp8=e4m3", "layer_spec=local", "auto"]),
-        (
-            ["model.layer_spec=transformer_engine", "model.dtype=float32"],
-            ["layer_spec=transformer_engine", "found float32", "layer_spec=local"],
-        ),
-        (
-            ["algorithm.dynamic_sampling=true", "algorithm.group_size=1"],
-            ["dynamic_sampling=true", "found 1", "raise group_size", "dynamic_sampling=false"],
-        ),
-        (["rollout.top_p=0.7"], ["rollout.top_p=0.7", "must be 1", "evaluation.top_p"]),
-        (["rollout.top_k=50"], ["rollout.top_k=50", "must be -1", "evaluation.top_k"]),
-        (
-            ["reward.overlong_buffer_tokens=30000"],
-            ["overlong_buffer_tokens=30000", "max_response_tokens=20480", "lower it"],
-        ),
-        (["algorithm.value_bound=0.9"], ["value_bound=0.9", "|reward|, 1:", "raise it", "null"]),
-        (
-            ["algorithm.value_bound=1.9", "reward.overlong_buffer_tokens=9"],
-            ["value_bound=1.9", "|reward|, 2:"],
-        ),
-    ]:
+    for overrides, parts in CONFLICTS:
         message = rejected(*overrides)
         assert "\n" not in message, (overrides, parts)
         for part in parts:
