@@ -21,8 +21,11 @@ SUMMARY: pytest.StashKey[list] = pytest.StashKey()
 
 
 def pytest_configure(config):
-    """Nothing to say yet."""
+    """Start with nothing to say, and with an interrupt that interrupts."""
     config.stash[SUMMARY] = []
+    # A shell starts a background command with it ignored, and every child would inherit that.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionfinish(session):
