@@ -144,7 +144,7 @@ def _first_step(trainer):
     scored, _ = trainer.source.rollouts(0, 0, trainer.phase, trains_actor=True)
     _, batch, plan = trainer._distribute(scored, 0)
     rank = trainer.ranks.dp_rank
-    positions = [mini_batch.ranks[rank].positions for mini_batch in plan.mini_batches]
+    positions = [sum(mini_batch.ranks[rank], []) for mini_batch in plan.mini_batches]
     assert batch.positions.tolist() == sum(positions, [])
     metrics = trainer.train_step(0)
     with trainer.phase("generation") as show:
