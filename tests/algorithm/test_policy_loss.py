@@ -12,7 +12,7 @@ from tests import reference
 from vapo_megatron.algorithm.policy_loss import (
     clipped_policy_loss,
     loss_count,
-    ratio_deviation,
+    ratio_difference,
     token_weights,
 )
 
@@ -116,7 +116,8 @@ def test_at_ratio_1_the_gradient_is_minus_the_advantage():
     loss.backward()
     torch.testing.assert_close(new.grad, -advantages * mask, rtol=1e-15, atol=0)
     assert all(float(value) == 0 for value in metrics.values())
-    assert float(ratio_deviation(new, old, mask)) == 0
+    differences = ratio_difference(new, old, mask, high=0.1, num_tokens=1)
+    assert all(float(value) == 0 for value in differences.values())
 
 
 def test_small_kl_keeps_its_digits_in_float32():
@@ -163,9 +164,11 @@ def test_order_and_padding_do_not_matter():
     assert bool(padded[0].grad.isfinite().all())
     for name, value in metrics.items():
         assert float(other_metrics[name]) == pytest.approx(float(value), abs=1e-14)
-    assert float(ratio_deviation(*padded[:2], padded[3])) == float(
-        ratio_deviation(*tensors[:2], tensors[3])
+    found, expected = (
+        ratio_difference(*some[:2], some[3], high=0.1, num_tokens=160) for some in (padded, tensors)
     )
+    for name, value in expected.items():
+        assert float(found[name]) == pytest.approx(float(value), abs=1e-14)
 
 
 @pytest.mark.parametrize("count", [0, torch.tensor(0), torch.tensor(0.0)])
@@ -191,12 +194,19 @@ def test_metrics_are_detached():
     assert not any(value.requires_grad or value.ndim for value in metrics.values())
 
 
-def test_ratio_deviation():
-    # ratios 1.5 and .25 (masked out: 9): the largest distance from 1 is .75
-    new = torch.tensor([1.5, 0.25, 9.0]).log()
-    mask = torch.tensor([True, True, False])
-    assert float(ratio_deviation(new, torch.zeros(3), mask)) == pytest.approx(0.75)
-    assert float(ratio_deviation(new[:0], new[:0], mask[:0])) == 0
+def test_ratio_difference():
+    # Ratios 1.5, .25 and, of weight .5, 1.1 (masked out: 9), of 4 tokens in the whole mini-batch.
+    new = torch.tensor([1.5, 0.25, 1.1, 9.0]).log()
+    mask = torch.tensor([1.0, 1.0, 0.5, 0.0])
+    found = ratio_difference(new, torch.zeros(4), mask, high=0.3, num_tokens=4)
+    expected = {
+        "ratio_diff_mean": (0.5 + 0.75 + 0.1) / 4,
+        "ratio_diff_high_fraction": 2 / 4,
+        "ratio_diff_max": 0.75,
+    }
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(expected)
+    empty = ratio_difference(new[:0], new[:0], mask[:0], high=0.3, num_tokens=0)
+    assert all(float(value) == 0 for value in empty.values())
 
 
 BOUNDS = torch.tensor([0, 4, 4, 6, 9], dtype=torch.int32)

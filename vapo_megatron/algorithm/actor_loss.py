@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from vapo_megatron.algorithm.policy_loss import clipped_policy_loss, ratio_deviation, token_weights
+from vapo_megatron.algorithm.policy_loss import clipped_policy_loss, ratio_difference, token_weights
 from vapo_megatron.algorithm.positive_lm_loss import positive_lm_loss
 from vapo_megatron.algorithm.reference_kl import reference_kl
 
@@ -50,6 +50,8 @@ class LossSettings(NamedTuple):
     positive_lm_coef: float
     kl_coef: float
     entropy_coef: float
+    high_ratio_difference: float
+    """|ratio - 1| above which a token counts in ratio_diff_high_fraction, see agreement.py."""
 
 
 def actor_loss(
@@ -109,5 +111,11 @@ def actor_loss(
         "policy_loss": policy_loss.detach(),
         "positive_lm_loss": nll.detach(),
         "loss": loss.detach(),
-        "ratio_diff_max": ratio_deviation(logprobs, tokens.old_logprobs, tokens.loss_mask),
+        **ratio_difference(
+            logprobs,
+            tokens.old_logprobs,
+            tokens.policy_weights,
+            high=settings.high_ratio_difference,
+            num_tokens=counts.policy_tokens,
+        ),
     }

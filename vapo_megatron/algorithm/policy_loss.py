@@ -84,24 +84,40 @@ def clipped_policy_loss(
 
 
 @torch.no_grad()
-def ratio_deviation(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-    """Largest distance of a trained token's ratio from 1; 0 before a step's first update.
+def ratio_difference(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    high: float,
+    num_tokens: int | Tensor,
+) -> dict[str, Tensor]:
+    """How far the trained tokens' ratios are from 1; rounding before a step's first update.
 
-        max_t |exp(logprobs_t - old_logprobs_t) - 1|,   0 without tokens
-
-    Reduce it over microbatches and ranks by maximum, not by sum.
+        d_t = |exp(logprobs_t - old_logprobs_t) - 1|
 
     Args:
         logprobs, old_logprobs: [T] float32 or float64.
         loss_mask: [T] bool, or float weights.
+        high: see agreement.py.
+        num_tokens: tokens whose mask is not 0, summed over all microbatches and data-parallel ranks
+            of the mini-batch.
 
     Returns:
-        0-d tensor, detached.
+        0-d tensors, detached. ratio_diff_mean and ratio_diff_high_fraction (of the tokens, those
+        with d > high): sum them over microbatches and ranks. ratio_diff_max: take the maximum.
     """
     require_wide(logprobs=logprobs, old_logprobs=old_logprobs)
     require_mask(loss_mask)
-    deviation = keep(logprobs - old_logprobs, loss_mask).expm1().abs()
-    return torch.cat([deviation, deviation.new_zeros(1)]).max()
+    difference = keep(logprobs - old_logprobs, loss_mask).expm1().abs()
+    trained = trained_on(loss_mask)
+    return {
+        "ratio_diff_mean": global_mean(difference, trained, num_tokens),
+        "ratio_diff_high_fraction": global_mean(
+            (difference > high).to(difference.dtype), trained, num_tokens
+        ),
+        "ratio_diff_max": torch.cat([difference, difference.new_zeros(1)]).max(),
+    }
 
 
 def token_weights(

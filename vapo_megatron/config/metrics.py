@@ -50,7 +50,12 @@ METRICS: dict[str, Metric] = {
     "rollout/logprob_diff_mean": Metric(
         "nat", "Mean |log-probability in vLLM - in the trainer| over response tokens."
     ),
-    "rollout/logprob_diff_max": Metric("nat", "Largest such difference."),
+    "rollout/logprob_diff_high_fraction": Metric(
+        "",
+        "Fraction of response tokens that differ by more than rollout.max_logprob_difference; the "
+        "run stops above 0.01.",
+    ),
+    "rollout/logprob_diff_max": Metric("nat", "Largest such difference; reported only."),
     "rollout/sampler_ratio_mean": Metric(
         "", "Mean ratio of a token's probabilities in the trainer and in vLLM."
     ),
@@ -72,8 +77,16 @@ METRICS: dict[str, Metric] = {
     "actor/approx_kl": Metric("nat", "Mean of ratio - 1 - log(ratio): KL to the old policy."),
     "actor/clip_fraction_low": Metric("", "Fraction of tokens with no gradient: lower clip."),
     "actor/clip_fraction_high": Metric("", "Fraction of tokens with no gradient: upper clip."),
+    "actor/first_ratio_diff_mean": Metric(
+        "", "Mean |ratio - 1| in the step's first mini-batch; the run stops if it is not rounding."
+    ),
+    "actor/first_ratio_diff_high_fraction": Metric(
+        "",
+        "Fraction of the first mini-batch's tokens with |ratio - 1| above 1e-4 (float32) or 0.2 "
+        "(bfloat16); the run stops above 0.01.",
+    ),
     "actor/first_ratio_diff_max": Metric(
-        "", "Largest |ratio - 1| in the step's first mini-batch, where it should be 0."
+        "", "Largest |ratio - 1| in the step's first mini-batch; reported only."
     ),
     "actor/grad_norm": Metric("", "Gradient norm before clipping, mean over the step's updates."),
     "actor/skipped_updates": Metric(

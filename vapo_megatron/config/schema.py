@@ -178,8 +178,9 @@ class RolloutConfig(Section):
     )
     max_logprob_difference: float | None = _field(
         None,
-        "Stop the run when vLLM's and the trainer's log-probability of a token differ by more than "
-        "this (a sign of stale or wrongly sharded weights); null: only report it.",
+        "Stop the run when vLLM's and the trainer's log-probabilities differ by more than this on "
+        "1 % of the tokens, or by a tenth of it in the mean (a sign of stale or wrongly sharded "
+        "weights); null: only report it.",
         gt=0,
     )
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithm.actor_loss import (
-    LossCounts,
-    LossSettings,
-    LossTokens,
-    actor_loss,
-)
+from vapo_megatron.algorithm.actor_loss import LossCounts, LossSettings, LossTokens, actor_loss
+from vapo_megatron.algorithm.agreement import RATIO_LIMITS, LogprobsDiffer, excess
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.metrics import emits
 from vapo_megatron.data.batch import Microbatch
@@ -31,10 +27,6 @@ from vapo_megatron.roles.model import (
     TrainedModel,
     mean_of_updates,
 )
-
-# Before the first update of a step the weights and microbatches are those that old_logprobs were
-# computed with, so the ratio differs from 1 only by rounding.
-RATIO_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
 def policy_logprobs(
@@ -69,7 +61,10 @@ def policy_logprobs(
 
 def loss_settings(config: VapoConfig) -> LossSettings:
     """Return the configuration fields that the actor's loss depends on."""
-    fields = dict(config.algorithm) | {"max_response_tokens": config.rollout.max_response_tokens}
+    fields = dict(config.algorithm) | {
+        "max_response_tokens": config.rollout.max_response_tokens,
+        "high_ratio_difference": RATIO_LIMITS[config.model.dtype].high,
+    }
     return LossSettings(**{name: fields[name] for name in LossSettings._fields})
 
 
@@ -117,6 +112,8 @@ class Actor:
         "actor/approx_kl",
         "actor/clip_fraction_low",
         "actor/clip_fraction_high",
+        "actor/first_ratio_diff_mean",
+        "actor/first_ratio_diff_high_fraction",
         "actor/first_ratio_diff_max",
         "actor/grad_norm",
         "actor/skipped_updates",
@@ -126,11 +123,12 @@ class Actor:
         """Make one update per mini-batch.
 
         Returns:
-            Metrics averaged over the updates, see mean_of_updates; first_ratio_diff_max is the
-            largest |ratio - 1| in the first mini-batch.
+            Metrics averaged over the updates, see mean_of_updates; first_ratio_diff_* are those of
+            the first mini-batch.
 
         Raises:
             UpdatesSkipped: on every rank.
+            LogprobsDiffer: on every rank; see _check_ratio.
         """
         assert isinstance(self.trained, TrainedModel)
         updates: list[dict[str, Tensor]] = []
@@ -142,11 +140,13 @@ class Actor:
                 # Undefined, and a 0 would bias the mean over the updates.
                 del learned["positive_lm_loss"]
             updates.append(learned)
-            ratio_diff_max = learned.pop("ratio_diff_max")
+            ratios = {n: learned.pop(n) for n in list(learned) if n.startswith("ratio_diff_")}
             if len(updates) == 1:
-                is_made = bool(learned["grad_norm"].isfinite())
-                first = self._check_ratio(ratio_diff_max, is_made=is_made)
-        totals = {"first_ratio_diff_max": first, **mean_of_updates(updates)}
+                ratios["ratio_diff_max"] = max_over_world(ratios["ratio_diff_max"].cpu())
+                first = {f"first_{name}": value for name, value in ratios.items()}
+                if learned["grad_norm"].isfinite():
+                    self._check_ratio(ratios)
+        totals = {**first, **mean_of_updates(updates)}
         totals["learning_rate"] = torch.tensor(rate, dtype=torch.float64)
         return {f"actor/{name}": float(value) for name, value in totals.items()}
 
@@ -186,18 +186,21 @@ class Actor:
         settings = loss_settings(self.config)
         return actor_loss(logprobs, entropy, tokens, counts, settings)
 
-    def _check_ratio(self, largest: Tensor, *, is_made: bool) -> Tensor:
-        """Return the largest |ratio - 1| over all ranks; assert that it is only rounding.
+    def _check_ratio(self, ratios: Mapping[str, Tensor]) -> None:
+        """Check that the first mini-batch's ratios differ from 1 by rounding only.
 
-        A skipped update may have any ratio, because some number was not finite.
+        Weights and microbatches are then those that old_logprobs were computed with.
+
+        Raises:
+            LogprobsDiffer: on every rank, because the numbers are global.
         """
-        largest = max_over_world(largest.cpu())
-        limit = RATIO_TOLERANCE[self.config.model.dtype]
-        assert not is_made or float(largest) <= limit, (
-            f"the ratio at the step's first mini-batch differs from 1 by {float(largest):.3g} "
-            f"(limit {limit:g}): the update and old_logprobs used different inputs or weights"
-        )
-        return largest
+        mean, high = (float(ratios[f"ratio_diff_{n}"]) for n in ("mean", "high_fraction"))
+        found = excess(mean, high, RATIO_LIMITS[self.config.model.dtype])
+        if found:
+            raise LogprobsDiffer(
+                f"the ratio in the step's first mini-batch differs from 1 by {found}: the update "
+                "and old_logprobs used different inputs or weights"
+            )
 
 
 class Reference:

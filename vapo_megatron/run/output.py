@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from vapo_megatron.algorithm.agreement import far_maximum
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.techniques import algorithm_name
 from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
@@ -34,6 +35,7 @@ class RunOutput:
         self._writer: MetricsWriter | None = None
         self._progress = Progress("off", config.algorithm.num_steps, 0)
         self._memory = PeakMemory()
+        self._has_warned = False
         self._timer = PhaseTimer(
             lambda name: self._progress.phase(name), backend.synchronize, self._memory
         )
@@ -107,7 +109,16 @@ class RunOutput:
             row["tokens_per_second"] = tokens_per_second(metrics["num_tokens"], times)
         if self._writer is not None:
             self._progress.step(done, self._writer.write(done, row | times))
+        self._warn_of_rounding(done, row)
         return times
+
+    def _warn_of_rounding(self, step: int, row: Mapping[str, float]) -> None:
+        """Print a line, once a run, if a maximum that stops no run is large."""
+        config = self._config
+        far = far_maximum(row, config.model.dtype, config.rollout.max_logprob_difference)
+        if far and not self._has_warned:
+            self._has_warned = True
+            self.note(f"step {step}: {far}; docs/metrics.md says what that means")
 
     def evaluation(self, done: int, correct: Sequence[int]) -> None:
         """Write how many responses to each held-out problem were correct, if there are any."""

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from vapo_megatron.algorithm.agreement import Limits, LogprobsDiffer, difference_sums, excess
 from vapo_megatron.algorithm.lambdas import resolve_lambdas
 from vapo_megatron.algorithm.statistics import (
     explained_variance_from_moments,
@@ -21,7 +22,11 @@ from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import max_over_world, sum_over_data_parallel
 
 
-@emits("rollout/logprob_diff_mean", "rollout/logprob_diff_max")
+@emits(
+    "rollout/logprob_diff_mean",
+    "rollout/logprob_diff_high_fraction",
+    "rollout/logprob_diff_max",
+)
 def sampler_difference(batch: RolloutBatch, limit: float | None, ranks: Ranks) -> dict[str, float]:
     """Compare the sampler's log-probabilities with the trainer's, before any update.
 
@@ -31,24 +36,35 @@ def sampler_difference(batch: RolloutBatch, limit: float | None, ranks: Ranks) -
 
     Args:
         batch: this data-parallel rank's, with old_logprobs.
-        limit: largest |difference| of a token in nats; None: any.
+        limit: rollout.max_logprob_difference, in nats; None: any difference is accepted.
         ranks: this rank's place.
 
+    Returns:
+        rollout/logprob_diff_mean, _max and, with a limit, _high_fraction (of the tokens, those that
+        exceed it), over all ranks' response tokens. Mean and maximum are not finite where one of
+        the log-probabilities is not; that is no excess, because no update is made with it.
+
     Raises:
-        RuntimeError: on every rank, when a token exceeds the limit.
+        LogprobsDiffer: on every rank, if the mean exceeds a tenth of the limit, or the difference
+            exceeds the limit on more than 1 % of the tokens.
     """
     assert batch.old_logprobs is not None
     difference = (batch.rollout_logprobs - batch.old_logprobs).abs()
     everything = torch.ones_like(difference, dtype=torch.bool)
-    mean, _ = mean_and_std(sum_over_data_parallel(masked_sums(difference, everything), ranks))
+    limits = Limits(0.1 * limit, limit) if limit is not None else Limits(math.inf, math.inf)
+    sums = difference_sums(difference, everything, limits.high)
+    count, total, num_high = sum_over_data_parallel(sums, ranks).tolist()
+    mean, high = total / max(count, 1), num_high / max(count, 1)
     largest = float(max_over_world(torch.cat([difference, torch.zeros(1)]).max()))
-    if limit is not None and math.isfinite(largest) and largest > limit:
-        raise RuntimeError(
-            f"sampler and trainer differ by {largest:.3g} nat on a token, more than "
-            f"rollout.max_logprob_difference={limit:g}: the sampler holds stale or mis-sharded "
-            "weights, or the limit is too tight for the dtype"
+    if math.isfinite(largest) and (found := excess(mean, high, limits)):
+        raise LogprobsDiffer(
+            f"sampler and trainer differ by {found}, in nats; "
+            f"rollout.max_logprob_difference={limit:g} allows a tenth of it in the mean and all of "
+            "it on 99 % of the tokens: the sampler has stale or wrongly sharded weights, or the "
+            "limit is too tight for the dtype"
         )
-    return {"rollout/logprob_diff_mean": float(mean), "rollout/logprob_diff_max": largest}
+    metrics = {"rollout/logprob_diff_mean": mean, "rollout/logprob_diff_max": largest}
+    return metrics | ({} if limit is None else {"rollout/logprob_diff_high_fraction": high})
 
 
 @emits(
