@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from vapo_megatron.config.metrics import accuracy_name
 from vapo_megatron.run.directory import read_run
 from vapo_megatron.run.report.page import build_report

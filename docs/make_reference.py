@@ -9,8 +9,11 @@ tests/docs/test_reference.py fails when a page is behind the code.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from vapo_megatron.config import describe_fields
 from vapo_megatron.config.metrics import METRICS
