@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,9 @@ def rollouts(step: int = 1) -> list[ScoredRollout]:
                     prompt=prompt,
                     sample=position % GROUP_SIZE,
                     position=position,
-                    token_ids=tuple(draw.randrange(60) for _ in range(length)),
+                    token_ids=array("i", [draw.randrange(60) for _ in range(length)]),
                     # A multiple of 2^-10 is the same in float32.
-                    logprobs=tuple(-draw.randint(1, 9000) / 1024 for _ in range(length)),
+                    logprobs=array("f", [-draw.randint(1, 9000) / 1024 for _ in range(length)]),
                     truncated=length > 10,
                     text=draw.choice(TEXTS),
                     policy_version=step - 1,

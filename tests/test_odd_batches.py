@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shutil
+from array import array
 
 import pytest
 import torch.distributed as dist
@@ -35,8 +36,10 @@ def odd(kind):
     found = []
     for item in rollouts():
         r = item.rollout
-        logprobs = (*r.logprobs[:-1], math.nan)
-        nothing = {"token_ids": (), "logprobs": (), "text": "", "truncated": True}
+        logprobs = array("f", [*r.logprobs[:-1], math.nan])
+        nothing = {
+            "token_ids": array("i"), "logprobs": array("f"), "text": "", "truncated": True,
+        }  # fmt: skip
         if kind == "correct":
             item = changed(item, "correct", 1.0)
         elif kind == "wrong":

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sys
+from array import array
 from statistics import fmean
 from typing import Any, NamedTuple
 from unittest import mock
@@ -54,7 +55,10 @@ class Engine:
         self.policy_version: int | None = None
         self.asked: list[Asked] = []
 
-    def generate(self, prompts, group_size, step, sampling, policy_version, on_progress, has_time):
+    def generate(
+        self, prompts, group_size, step, sampling, policy_version, on_progress, has_time,
+        on_finished,
+    ):  # fmt: skip
         assert policy_version == self.policy_version
         role, round = sampling.seed_role, sampling.round
         seeds = request_seeds(
@@ -67,19 +71,22 @@ class Engine:
         )
         on_progress(len(prompts), len(prompts))
         right = {p: 1 + p % 2 for p in problems}
-        return [
+        rollouts = [
             Rollout(
                 prompt=prompt,
                 sample=i % group_size,
                 position=i,
-                token_ids=tuple(3 + seed // 57**t % 57 for t in range(1 + i % 5)),
-                logprobs=(-4.0,) * (1 + i % 5),
+                token_ids=array("i", [3 + seed // 57**t % 57 for t in range(1 + i % 5)]),
+                logprobs=array("f", [-4.0] * (1 + i % 5)),
                 truncated=False,
                 text="Answer: 7" if i % group_size < right[prompt.index] else "Answer: 8",
                 policy_version=policy_version,
             )
             for i, (prompt, seed) in enumerate(zip(prompts, seeds))
         ]
+        for rollout in rollouts:
+            on_finished(rollout)
+        return rollouts
 
     def shutdown(self):
         pass

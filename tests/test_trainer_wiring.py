@@ -52,7 +52,7 @@ def alone(scored):
         length, one = len(response), torch.zeros(1)
         yield make_microbatch(
             RolloutBatch(
-                tokens=torch.tensor(prompt + response),
+                tokens=torch.tensor([*prompt, *response]),
                 sequence_cu_seqlens=torch.tensor([0, len(prompt) + length]).int(),
                 cu_seqlens=torch.tensor([0, length]).int(),
                 positions=one, rewards=one, is_correct=one, truncated=one,

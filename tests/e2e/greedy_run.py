@@ -46,7 +46,7 @@ def train_and_answer(out: str, num_configs: str, *arguments: str) -> int:
         )
         problems = trainer.source._held_out.problems[:16]
         rollouts = trainer.source.engine.generate(problems, 1, 0, greedy, trainer.policy_version)
-        answers = {r.position: (r.prompt.token_ids, r.token_ids) for r in rollouts}
+        answers = {r.position: (r.prompt.token_ids, list(r.token_ids)) for r in rollouts}
         mine = f"{out}.{trainer.ranks.rank}"
         Path(mine).write_text(json.dumps(answers))
     sys.audit("socket.getaddrinfo", "would.be.seen")

@@ -3,6 +3,8 @@
 Does not exercise NCCL.
 """
 
+from array import array
+
 import torch
 
 from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
@@ -24,8 +26,8 @@ def rollout(position: int) -> ScoredRollout:
         prompt=prompt,
         sample=0,
         position=position,
-        token_ids=tuple(position * 1000 + t for t in range(length)),
-        logprobs=tuple(-position - 0.1 * t for t in range(length)),
+        token_ids=array("i", [position * 1000 + t for t in range(length)]),
+        logprobs=array("f", [-position - 0.1 * t for t in range(length)]),
         truncated=position % 5 == 0,
         text="",
         policy_version=0,
@@ -60,7 +62,7 @@ def check(results, dp_size: int):
         assert summary.is_correct.tolist() == [p % 2 == 1 for p in range(NUM)]
         wanted = WANTED[dp_size][dp_rank]
         expected = [rollout(p) for p in wanted]
-        tokens = [t for e in expected for t in e.rollout.prompt.token_ids + e.rollout.token_ids]
+        tokens = [t for e in expected for t in (*e.rollout.prompt.token_ids, *e.rollout.token_ids)]
         logprobs = [v for e in expected for v in e.rollout.logprobs]
         assert batch.tokens.tolist() == tokens
         assert torch.equal(batch.rollout_logprobs, torch.tensor(logprobs))

@@ -227,7 +227,7 @@ def test_an_endless_answer_is_killed_and_delays_nobody():
         seconds = time.monotonic() - started
         assert statuses(verdicts) == ["timed_out"] * 8 + ["wrong"] * 7 + ["correct"]
         assert 1.5 <= seconds < 8
-        verifier.score(["Answer: 2/3"], ["7/3"])
+        verifier.score(["Answer: 2/5"], ["7/3"])
         after = set(verifier.process_ids)
         assert len(after) == 2 and len(after & before) == 1  # one was replaced
 
@@ -417,6 +417,20 @@ def test_a_ground_truth_read_too_slowly_during_a_run_is_not_a_bad_one():
         responses = ["Answer: 4/3", r"\boxed{2}"]
         assert statuses(verifier.score(responses, ["4/3", "2"])) == ["timed_out", "correct"]
         assert statuses(verifier.score(responses, ["4/3", "2"])) == ["correct"] * 2
+
+
+def test_a_pair_is_judged_once_until_it_is_forgotten():
+    """One that timed out too: the other members of its group would wait as long."""
+    with MathVerifier(num_workers=1, timeout_seconds=1.0) as verifier:
+        asked, run = [], verifier._pool.run
+        verifier._pool.run = lambda requests: asked.append(len(requests)) or run(requests)
+        responses = ["Answer: 4/8", ENDLESS]
+        for _ in range(2):
+            assert statuses(verifier.score(responses, ["0.5", "5"])) == ["correct", "timed_out"]
+        verifier.forget()
+        assert statuses(verifier.score(responses, ["0.5", "5"])) == ["correct", "timed_out"]
+    # Of each call the ground truths, then the pairs.
+    assert asked == [1, 2, 0, 0, 0, 2]
 
 
 def test_no_process_outlives_the_verifier():

@@ -1,15 +1,27 @@
-"""From rollouts to scored rollouts. Not exercised: which rank holds the verifier."""
+"""From rollouts to scored rollouts, while others are still sampled.
+
+Not exercised: which rank holds the verifier.
+"""
+
+import threading
+import time
+from array import array
+
+import pytest
 
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.data.batch import Prompt, Rollout
+from vapo_megatron.errors import Stopped
 from vapo_megatron.reward.math_verifier import MathVerifier
-from vapo_megatron.reward.scoring import score_rollouts
+from vapo_megatron.reward.scoring import LARGEST_BATCH, VerdictStream, score_rollouts
+from vapo_megatron.reward.verifier import Verdict
 
 
 def rollout(text, answer, position, length=4, truncated=False):
     # The prompt holds the right answer in every format: only the response may count.
     prompt = Prompt(0, rf"Answer: {answer} \boxed{{{answer}}} #### {answer}", (1, 2), answer)
-    return Rollout(prompt, 0, position, (5,) * length, (0.0,) * length, truncated, text, 0)
+    tokens, logprobs = array("i", [5] * length), array("f", [0.0] * length)
+    return Rollout(prompt, 0, position, tokens, logprobs, truncated, text, 0)
 
 
 def test_the_response_alone_is_judged_and_the_verdict_stays_apart_from_the_reward():
@@ -21,8 +33,10 @@ def test_the_response_alone_is_judged_and_the_verdict_stays_apart_from_the_rewar
         rollout("Answer: 7", "7", 6, length=10, truncated=True),
         rollout("Answer: 7", "7", 5, length=9),
     ]
-    with MathVerifier(num_workers=1, timeout_seconds=60) as verifier:
-        scored = score_rollouts(verifier, rollouts, reward, 10)
+    with MathVerifier(1, timeout_seconds=60) as verifier, VerdictStream(verifier) as stream:
+        for one in reversed(rollouts):
+            stream.submit(one)
+        scored = score_rollouts(stream, rollouts, reward, 10)
     assert [s.rollout.position for s in scored] == [9, 8, 7, 6, 5]
     assert [s.status for s in scored] == ["correct", "wrong", "unparsable", "correct", "correct"]
     assert [s.is_correct for s in scored] == [True, False, False, True, True]
@@ -30,5 +44,96 @@ def test_the_response_alone_is_judged_and_the_verdict_stays_apart_from_the_rewar
     assert [s.reward for s in scored] == [1.0, -1.0, -1.0, -0.5 - 2.0, 1.0 - 1.5]
 
 
-def test_without_a_verifier_nothing_is_scored():
-    assert score_rollouts(None, [rollout("Answer: 7", "7", 0)], RewardConfig(), 10) == []
+def test_where_nothing_is_kept_nothing_is_scored():
+    with VerdictStream(None) as stream:
+        assert score_rollouts(stream, [], RewardConfig(), 10) == []
+
+
+class SlowVerifier:
+    """Takes its time for each response, which is correct where it repeats the answer."""
+
+    def __init__(self, seconds=0.0):
+        self.seconds, self.batches, self.forgotten = seconds, [], 0
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def score(self, responses, answers):
+        self.batches.append(list(responses))
+        self.may_go_on.wait(60)
+        time.sleep(self.seconds * len(responses))
+        return [Verdict("correct" if r == a else "wrong") for r, a in zip(responses, answers)]
+
+    def forget(self):
+        self.forgotten += 1
+
+
+def statuses(scored):
+    return [s.status for s in scored]
+
+
+def test_the_wait_after_the_last_response_is_for_its_verdict_alone():
+    """Responses every 0.15 s, verdicts of 0.1 s: 10 of them at the end would take a second."""
+    verifier = SlowVerifier(0.1)
+    rollouts = [rollout(str(i % 3), "1", i) for i in range(10)]
+    with VerdictStream(verifier) as stream:
+        for one in rollouts:
+            time.sleep(0.15)
+            stream.submit(one)
+        began = time.monotonic()
+        scored = score_rollouts(stream, rollouts, RewardConfig(), 10)
+        waited = time.monotonic() - began
+    assert statuses(scored) == ["correct" if i % 3 == 1 else "wrong" for i in range(10)]
+    assert waited < 0.5
+    assert sorted(text for batch in verifier.batches for text in batch) == sorted("0120120120")
+    assert verifier.forgotten == 1
+
+
+def test_a_verdict_is_there_before_the_next_response():
+    """Fails by its time limit where the verifier starts only after the last one."""
+    verifier = SlowVerifier()
+    rollouts = [rollout("1", "1", i) for i in range(5)]
+    with VerdictStream(verifier) as stream:
+        for one in rollouts:
+            stream.submit(one)
+            stream._calls[-1].result(timeout=60)
+        assert verifier.batches == [["1"]] * 5
+
+
+def test_what_waits_is_judged_together_in_bounded_batches():
+    verifier, count = SlowVerifier(), 2 * LARGEST_BATCH + 9
+    rollouts = [rollout(str(i), str(i - i % 2), i) for i in range(count)]
+    verifier.may_go_on.clear()
+    with VerdictStream(verifier) as stream:
+        for one in reversed(rollouts):
+            stream.submit(one)
+        while not verifier.batches:
+            time.sleep(0.01)
+        verifier.may_go_on.set()
+        scored = score_rollouts(stream, rollouts, RewardConfig(), 10)
+    assert statuses(scored) == ["wrong" if i % 2 else "correct" for i in range(count)]
+    assert len(verifier.batches) <= 4 and max(map(len, verifier.batches)) == LARGEST_BATCH
+
+
+def test_a_stopped_step_does_not_wait_and_judges_no_more():
+    verifier = SlowVerifier()
+    verifier.may_go_on.clear()
+    with pytest.raises(Stopped), VerdictStream(verifier) as stream:
+        stream.submit(rollout("first", "1", 0))
+        while not verifier.batches:
+            time.sleep(0.01)
+        stream.submit(rollout("second", "1", 1))
+        raise Stopped
+    assert not stream._calls[0].done()
+    verifier.may_go_on.set()
+    stream._calls[0].result(timeout=60)
+    assert stream._calls[1].cancelled() and verifier.batches == [["first"]]
+
+
+def test_the_verifiers_error_reaches_the_step():
+    class Broken(SlowVerifier):
+        def score(self, responses, answers):
+            raise RuntimeError("it did not start")
+
+    with pytest.raises(RuntimeError, match="did not start"), VerdictStream(Broken()) as stream:
+        stream.submit(rollout("1", "1", 0))
+        stream.verdicts([rollout("1", "1", 0)])

@@ -8,6 +8,7 @@ import contextlib
 import json
 import sys
 import types
+from array import array
 from typing import Any, NamedTuple
 
 import pytest
@@ -48,7 +49,9 @@ class Engine:
     def __init__(self, kinds, rank, world_size):
         self.kinds, self.replica, self.num_replicas = kinds, rank, world_size
 
-    def generate(self, prompts, group_size, step, settings, version, on_progress, has_time):
+    def generate(
+        self, prompts, group_size, step, settings, version, on_progress, has_time, on_finished
+    ):
         seeds = request_seeds(
             prompts, group_size, seed=0, step=step, role="train", round=settings.round
         )
@@ -59,15 +62,20 @@ class Engine:
         on_progress(0, len(prompts))
         kinds = {p: self.kinds[prompts[p].index] for p in mine}
         given = [p for p, kind in kinds.items() if (kind, p % 2) != ("x", 1) and kind != "n"]
-        return [self.respond(prompts[p], p, p % group_size, seeds[p]) for p in given]
+        responses = [self.respond(prompts[p], p, p % group_size, seeds[p]) for p in given]
+        # In any order, as vLLM finishes them.
+        for response in sorted(responses, key=lambda r: seeds[r.position]):
+            on_finished(response)
+        return responses
 
     def respond(self, prompt, position, sample, seed):
         kind = self.kinds[prompt.index]
         if kind == "e":
-            return Rollout(prompt, sample, position, (), (), True, "", 0)
+            return Rollout(prompt, sample, position, array("i"), array("f"), True, "", 0)
         text = "Answer: 7" if kind == "c" or (kind, sample) == ("m", 0) else "Answer: 8"
-        token_ids = tuple(seed // 60**i % 60 for i in range(10))
-        return Rollout(prompt, sample, position, token_ids, (-0.5,) * 10, False, text, 0)
+        token_ids = array("i", [seed // 60**i % 60 for i in range(10)])
+        logprobs = array("f", [-0.5] * 10)
+        return Rollout(prompt, sample, position, token_ids, logprobs, False, text, 0)
 
     def shutdown(self):
         pass
@@ -273,7 +281,7 @@ def test_exhausted_rounds(sample):
     assert step.shown == [("", 16), ("round 2", 16), ("round 3", 16)]
     assert step.metrics["rollout/groups_filled"] == 5
     assert step.metrics["rollout/groups_dropped_all_wrong"] == 16
-    responses = [s.rollout.token_ids for s in step.scored if s.rollout.prompt.index == 0]
+    responses = [tuple(s.rollout.token_ids) for s in step.scored if s.rollout.prompt.index == 0]
     assert len(responses) == len(set(responses)) == 6
 
 

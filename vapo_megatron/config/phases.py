@@ -46,7 +46,7 @@ def _phase(
 START = _phase("start", "vLLM and the models are built", limit="start_seconds", is_timed=False)
 BETWEEN = _phase("the work between phases", "metrics are reduced and written", is_timed=False)
 GENERATION = _phase("generation", "vLLM samples the responses", limit="generation_seconds")
-REWARD = _phase("reward", "responses are verified")
+REWARD = _phase("reward", "the last responses are verified; the others were during generation")
 DUMP = _phase("dump", "responses are dumped for a replay")
 REPLAY = _phase("replay", "responses are read from a dump")
 EXCHANGE = _phase("exchange", "responses move to the ranks that train on them")

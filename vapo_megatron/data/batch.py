@@ -11,6 +11,7 @@ Shape legend, used by every docstring of the package:
 from __future__ import annotations
 
 import dataclasses
+from array import array
 
 import torch
 from torch import Tensor
@@ -37,10 +38,11 @@ class Rollout:
     """Sample index within the prompt's group, 0..G-1."""
     position: int
     """Position in the step's repeated prompt list, 0..P*G-1: the same in every layout."""
-    token_ids: tuple[int, ...]
-    """The response, its stop token included."""
-    logprobs: tuple[float, ...]
-    """Per response token: log-probability under the distribution that was sampled from."""
+    token_ids: array[int]
+    """int32, typecode "i": the response, its stop token included."""
+    logprobs: array[float]
+    """float32, typecode "f", per response token: log-probability under the distribution that was
+    sampled from."""
     truncated: bool
     """True when a length limit ended the response, so that it has no stop token."""
     text: str

@@ -125,8 +125,8 @@ def exchange(
 def _pack(item: ScoredRollout) -> np.ndarray:
     """int32 [prompt + 2 * response]: token ids, then the log-probabilities' bits."""
     r = item.rollout
-    tokens = np.array(r.prompt.token_ids + r.token_ids, dtype=np.int32)
-    return np.concatenate([tokens, np.array(r.logprobs, dtype=np.float32).view(np.int32)])
+    tokens = (np.array(ids, dtype=np.int32) for ids in (r.prompt.token_ids, r.token_ids))
+    return np.concatenate([*tokens, np.array(r.logprobs, dtype=np.float32).view(np.int32)])
 
 
 def _unpack(

@@ -1,7 +1,8 @@
 """Judges final answers with math-verify, in processes that are killed when a computation hangs.
 
 The parent extracts the final answer and decides what needs no mathematics: no answer, equal texts,
-plain integers. The rest goes to worker processes, each distinct (answer, ground truth) once.
+plain integers. The rest goes to worker processes, each distinct (answer, ground truth) once until
+`forget`: also one that timed out, so that a group that shares an answer waits for it once.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class MathVerifier:
             )
         self._pool = JudgePool(num_workers, timeout_seconds, memory_limit_bytes)
         self._known_answers: dict[str, str] = {}
+        self._judged: dict[tuple[str | None, str | None], Status] = {}
 
     def __enter__(self) -> MathVerifier:
         return self
@@ -87,13 +89,18 @@ class MathVerifier:
         found = [final_answer(response) for response in responses]
         decided = [_decide(answer, gold) for answer, gold in zip(found, golds)]
         undecided = [pair for pair, status in zip(zip(found, golds), decided) if status is None]
-        pairs = list(dict.fromkeys(undecided))
+        judged = self._judged  # Another thread may call `forget`.
+        pairs = [pair for pair in dict.fromkeys(undecided) if pair not in judged]
         statuses = self._pool.run([{"gold": gold, "answer": answer} for answer, gold in pairs])
-        judged = dict(zip(pairs, map(_as_status, statuses)))
+        judged.update(zip(pairs, map(_as_status, statuses)))
         return [
             Verdict(status or judged[answer, gold], None if _is_too_long(answer) else answer)
             for answer, gold, status in zip(found, golds, decided)
         ]
+
+    def forget(self) -> None:
+        """Forget verdicts; see Verifier. Ground truths stay known."""
+        self._judged = {}
 
     def unparsable_answers(self, answers: Sequence[str]) -> list[int]:
         """Return the indices of ground truths that cannot be parsed within the time limit.

@@ -40,6 +40,9 @@ class Verifier(Protocol):
     def unparsable_answers(self, answers: Sequence[str]) -> list[int]:
         """Return the indices of ground truths that cannot be parsed: a run refuses them."""
 
+    def forget(self) -> None:
+        """Forget verdicts: a new step judges again what was, perhaps, only too slow."""
+
     def close(self) -> None:
         """End its processes."""
 

@@ -17,6 +17,7 @@ import dataclasses
 import re
 import shutil
 import zlib
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -229,8 +230,8 @@ def _unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
     def parts(name: str) -> list[np.ndarray]:
         return np.split(arrays[name], arrays[f"{name}_lengths"].cumsum()[:-1])
 
-    def tuples(name: str) -> list[tuple[Any, ...]]:
-        return [tuple(part.tolist()) for part in parts(name)]
+    def packed(name: str, typecode: str) -> list[array[Any]]:
+        return [array(typecode, part.tobytes()) for part in parts(name)]
 
     def texts(name: str) -> list[str]:
         return [part.tobytes().decode("utf-8", "surrogatepass") for part in parts(name)]
@@ -240,7 +241,7 @@ def _unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
             Prompt,
             arrays["prompt_index"].tolist(),
             texts("prompt_text"),
-            tuples("prompt_tokens"),
+            [tuple(part.tolist()) for part in parts("prompt_tokens")],
             texts("answer"),
         )
     )
@@ -249,8 +250,8 @@ def _unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
         [prompts[number] for number in arrays["prompt"].tolist()],
         arrays["sample"].tolist(),
         arrays["position"].tolist(),
-        tuples("tokens"),
-        tuples("logprobs"),
+        packed("tokens", "i"),
+        packed("logprobs", "f"),
         arrays["truncated"].tolist(),
         texts("text"),
         arrays["policy_version"].tolist(),

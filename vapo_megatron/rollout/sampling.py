@@ -25,7 +25,7 @@ from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import any_rank
-from vapo_megatron.reward.scoring import score_rollouts, start_verifier
+from vapo_megatron.reward.scoring import VerdictStream, score_rollouts, start_verifier
 from vapo_megatron.rollout.dump import write_step
 from vapo_megatron.rollout.dynamic_sampling import sample_mixed_groups
 from vapo_megatron.rollout.evaluation.judging import evaluate, judge_problems
@@ -126,21 +126,24 @@ class Sampling(RolloutSource):
         round: int,
         num_prompts: int,
     ) -> list[ScoredRollout]:
-        """Sample and judge this rank's share of one round, ordered by position."""
+        """Sample and judge this rank's share of one round, ordered by position.
+
+        Responses are judged as they finish: the reward phase waits for the last verdicts alone.
+        """
         group_size = self._algorithm.group_size
         prompts = repeat_for_group(self._dataset.next(num_prompts), group_size)
         settings = dataclasses.replace(self._settings, round=round)
         scored = None
-        with contextlib.suppress(Stopped):
+        with contextlib.suppress(Stopped), VerdictStream(self._verifier) as stream:
             with phase(GENERATION) as show:
                 on_progress = functools.partial(show, part=f"round {round + 1}" if round else "")
                 rollouts = self.engine.generate(
-                    prompts, group_size, step, settings, policy_version, on_progress, has_time
-                )
+                    prompts, group_size, step, settings, policy_version, on_progress, has_time,
+                    on_finished=stream.submit,
+                )  # fmt: skip
             with phase(REWARD):
-                scored = score_rollouts(
-                    self._verifier, rollouts, self._reward, settings.max_response_tokens
-                )
+                limit = settings.max_response_tokens
+                scored = score_rollouts(stream, rollouts, self._reward, limit)
         # This replica may have finished in time while another had to stop.
         if any_rank(scored is None):
             raise Stopped

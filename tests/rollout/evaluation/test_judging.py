@@ -6,6 +6,7 @@ the verifier are real. Not exercised: vLLM (tests/e2e/test_evaluate.py).
 
 import dataclasses
 import math
+from array import array
 
 import pytest
 
@@ -25,11 +26,14 @@ SECTIONS = (
 class Sampler:
     """Responses of a replica: right where problem + sample is divisible by 3, but for sample 3."""
 
-    def __init__(self, replica, num_replicas):
+    def __init__(self, replica, num_replicas, keeps_rollouts=True):
         self._replica, self.num_replicas = replica, num_replicas
+        self._keeps_rollouts = keeps_rollouts
         self.asked = []
 
-    def generate(self, prompts, group_size, step, sampling, version, on_progress, has_time):
+    def generate(
+        self, prompts, group_size, step, sampling, version, on_progress, has_time, on_finished
+    ):
         from vapo_megatron.rollout.requests import assign
 
         if has_time is not None and not has_time():
@@ -40,6 +44,8 @@ class Sampler:
         made = []
         unit = group_size if sampling.whole_groups else 1
         positions = assign(len(prompts), self.num_replicas, unit)[self._replica]
+        if not self._keeps_rollouts:
+            return []
         for position in positions:
             prompt, sample = prompts[position], position % group_size
             right = (prompt.index + sample) % 3 == 0
@@ -47,10 +53,11 @@ class Sampler:
             if sample == 3 and prompt.index != 3:
                 # A thousand characters are read, no more.
                 text = "no idea" if prompt.index else "Answer: " + "12" * 501
-            ids = (5,) * (1 + prompt.index + sample)
+            ids = array("i", [5] * (1 + prompt.index + sample))
             truncated = len(ids) > 6
-            logprobs = (0.0,) * len(ids)
+            logprobs = array("f", [0.0] * len(ids))
             made.append(Rollout(prompt, sample, position, ids, logprobs, truncated, text, version))
+            on_finished(made[-1])
             if on_progress:
                 on_progress(len(made), len(positions))
         return made
@@ -71,8 +78,9 @@ def judged_on(replicas_of, count, batch):
     from vapo_megatron.rollout.evaluation.judging import evaluate, judge_problems
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    sampler = Sampler(rank // replicas_of, size // replicas_of)
-    verifier = MathVerifier(1, 60) if rank % replicas_of == 0 else None
+    is_first = rank % replicas_of == 0
+    sampler = Sampler(rank // replicas_of, size // replicas_of, is_first)
+    verifier = MathVerifier(1, 60) if is_first else None
     shown = []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("gather_object", "all_gather_object", "broadcast_object_list"):
@@ -170,8 +178,8 @@ class Broken(Sampler):
     """Of weights that are NaN."""
 
     def generate(self, *args, **named):
-        made = super().generate(*args, **named)
-        return [dataclasses.replace(r, logprobs=(math.nan,) * len(r.logprobs)) for r in made]
+        made = super().generate(*args, **{**named, "on_finished": lambda rollout: None})
+        return [dataclasses.replace(r, logprobs=array("f", [math.nan])) for r in made]
 
 
 def test_what_is_not_finite_has_no_accuracy():

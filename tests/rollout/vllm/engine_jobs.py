@@ -85,13 +85,15 @@ def odd_completions(tmp: Path) -> list:
     """What generate makes of requests that end in each way; vLLM alone is a stand-in."""
     from types import SimpleNamespace
 
+    from vllm.logprobs import FlatLogprobs
+
     from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
     def ended(reason, *token_ids, logprob=-0.5):
-        logprobs = [{t: SimpleNamespace(logprob=logprob)} for t in token_ids]
-        return SimpleNamespace(
-            token_ids=list(token_ids), logprobs=logprobs or None, finish_reason=reason
-        )
+        logprobs = FlatLogprobs()
+        for token_id in token_ids:
+            logprobs.append_fast([token_id], [logprob], [1], [None])
+        return SimpleNamespace(token_ids=list(token_ids), logprobs=logprobs, finish_reason=reason)
 
     completions = {
         0: ended("stop", 4, 2),
@@ -106,8 +108,10 @@ def odd_completions(tmp: Path) -> list:
     engine._tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [str(i) for i in ids])
     engine.stop_token_ids, engine._asleep = (2,), set()
     engine.replica, engine.num_replicas, engine.policy_version = 0, 1, 7
-    engine._complete = lambda *_: completions
-    return engine.generate(prompts(3, 2), 2, 1, settings(), 7)
+    engine._complete = lambda requests, keep, *_: [keep(*c) for c in reversed(completions.items())]
+    engine.keeps_rollouts, finished = True, []
+    returned = engine.generate(prompts(3, 2), 2, 1, settings(), 7, on_finished=finished.append)
+    return returned, [r.position for r in finished]
 
 
 class NoNetwork:
@@ -309,6 +313,7 @@ def one_replica(tmp: Path, path: Path) -> dict[str, Any]:
     torch.manual_seed(rank)
     stop = "rollout.stop_token_ids=[7, 9]"
     engine = build_engine(path, config(tmp, 2, stop))
+    keeps, engine.keeps_rollouts = engine.keeps_rollouts, True
     found: dict[str, Any] = {"facts": (engine.replica, engine.num_replicas, engine.stop_token_ids)}
     all_weights = weights(path)
     part = [p for p in all_weights if p[0] != "model.layers.0.mlp.up_proj.weight"]
@@ -327,6 +332,9 @@ def one_replica(tmp: Path, path: Path) -> dict[str, Any]:
     found["stopped"] = stopped, len(questions)
     found["sampled"] = engine.generate(ask, 2, 1, settings(), 0)
     found["greedy"] = engine.generate(ask[::2], 1, 1, settings(0), 0)
+    engine.keeps_rollouts = keeps
+    found["kept"] = len(engine.generate(ask, 2, 1, settings(), 0))
+    engine.keeps_rollouts = True
     engine.sleep()
     engine.load_weights(all_weights, 1)
     found["woken"] = engine.generate(ask[::2], 1, 1, settings(0), 1)

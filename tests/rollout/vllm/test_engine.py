@@ -56,12 +56,13 @@ def reference(models):
 
 def test_what_vllm_gives_up_is_left_out(vllm_workers, tmp_path):
     """What is empty or not finite is not: the trainer knows what to do with it."""
-    (rollouts,) = vllm_workers.run(1, jobs.odd_completions, tmp_path)
-    assert [(r.position, r.sample, r.token_ids, r.truncated) for r in rollouts] == [
+    ((rollouts, finished),) = vllm_workers.run(1, jobs.odd_completions, tmp_path)
+    assert finished == [5, 4, 1, 0], "each is told of when it ends"
+    assert [(r.position, r.sample, tuple(r.token_ids), r.truncated) for r in rollouts] == [
         (0, 0, (4, 2), False), (1, 1, (4, 5), True), (4, 0, (), True), (5, 1, (2,), False),
     ]  # fmt: skip
     assert [r.text for r in rollouts] == ["[4, 2]", "[4, 5]", "[]", "[2]"]
-    assert rollouts[2].logprobs == () and math.isnan(rollouts[3].logprobs[0])
+    assert len(rollouts[2].logprobs) == 0 and math.isnan(rollouts[3].logprobs[0])
 
 
 def position(rollout):
@@ -76,7 +77,7 @@ def both(found, key):
 @torch.no_grad()
 def logits_of(model, rollout):
     """float32 [response length, V]: what transformers predicts at each response token."""
-    ids = torch.tensor([rollout.prompt.token_ids + rollout.token_ids])
+    ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.token_ids]])
     return model(ids).logits[0, len(rollout.prompt.token_ids) - 1 : -1]
 
 
@@ -173,7 +174,7 @@ def test_a_request_samples_the_same_tokens_whatever_its_batch_and_replica(found)
 
 def test_samples_steps_and_roles_differ(found):
     sampled = both(found, "sampled")
-    assert len({(r.prompt.index, r.token_ids) for r in sampled}) == len(sampled)
+    assert len({(r.prompt.index, *r.token_ids) for r in sampled}) == len(sampled)
     for other in ("next step", "evaluation"):
         same = sum(a.token_ids == b.token_ids for a, b in zip(sampled, both(found, other)))
         assert same <= 2  # A response that stops at its first token may come twice.
@@ -277,8 +278,9 @@ def test_the_trainers_groups_survive_shutdown(found):
     assert [f["trainer's groups after shutdown"] for f in found] == [6, 6]
 
 
-def test_tensor_parallel_ranks_hold_the_same_rollouts(found_tp2):
+def test_tensor_parallel_ranks_sample_the_same_and_one_keeps_it(found_tp2):
     one, two = found_tp2
+    assert (one["kept"], two["kept"]) == (64, 0)
     assert one["facts"] == two["facts"] == (0, 1, (7, 9))
     for key in ("sampled", "greedy"):
         assert [(r.position, r.token_ids) for r in one[key]] == [

@@ -50,8 +50,9 @@ def _sampled(engine: Any) -> Sampled:
     # Longer than a block of the KV cache, so that the prefix cache fills.
     ask = engine_jobs.prompts(2 * engine.num_replicas, length=150, vocab=300)
     settings = engine_jobs.settings(0, limit=12)
+    engine.keeps_rollouts = True  # On each rank, to compare.
     rollouts = engine.generate(ask, 1, 1, settings, engine.policy_version)
-    responses = [(r.position, r.token_ids, r.logprobs) for r in rollouts]
+    responses = [(r.position, tuple(r.token_ids), tuple(r.logprobs)) for r in rollouts]
     return Sampled(_hashes(engine.live_weights()), responses)
 
 

@@ -20,6 +20,7 @@ from vapo_megatron.config.metrics import emits
 from vapo_megatron.data.batch import Prompt, Rollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.reduce import sum_over_world
+from vapo_megatron.reward.scoring import VerdictStream
 from vapo_megatron.reward.verifier import Verdict, Verifier
 from vapo_megatron.rollout.evaluation.statistics import means, problem_values, value_names
 from vapo_megatron.rollout.evaluation.votes import Response, count_votes
@@ -132,16 +133,17 @@ def judge_problems(
             if on_progress is not None:
                 on_progress(round((start + size * done / total) * samples), len(problems) * samples)
 
-        rollouts = engine.generate(
-            repeat_for_group(list(part), samples), samples, 0, sampling, policy_version,
-            show, has_time,
-        )  # fmt: skip
-        if not all(math.isfinite(x) for rollout in rollouts for x in rollout.logprobs):
-            raise RuntimeError("a log-probability is not finite; look for NaN weights")
+        with VerdictStream(verifier) as stream:
+            rollouts = engine.generate(
+                repeat_for_group(list(part), samples), samples, 0, sampling, policy_version,
+                show, has_time, on_finished=stream.submit,
+            )  # fmt: skip
+            if not all(math.isfinite(x) for rollout in rollouts for x in rollout.logprobs):
+                raise RuntimeError("a log-probability is not finite; look for NaN weights")
+            verdicts = stream.verdicts(rollouts)
         if verifier is None:
             yield []
             continue
-        verdicts = verifier.score([r.text for r in rollouts], [r.prompt.answer for r in rollouts])
         responses = [_response(r, v, keep_text) for r, v in zip(rollouts, verdicts)]
         groups = [responses[i : i + samples] for i in range(0, len(responses), samples)]
         for group, votes in zip(groups, count_votes(verifier, groups)):

@@ -3,7 +3,7 @@
 Every rank holds one vLLM worker. `rollout.tensor_model_parallel_size` consecutive ranks form a
 replica, which samples its own share of each step; replicas do not communicate while they sample.
 All ranks of a replica run the same scheduler over the same requests in the same order, so that
-their collectives match; after `generate` each of them holds the replica's rollouts.
+their collectives match; the first of them alone keeps the replica's rollouts.
 
 With parallel.offload vLLM sleeps while the trainer computes: `sleep` drops weights and KV cache,
 `weights_replaced` allocates the weights again, and the next `generate` the cache, so that the
@@ -19,6 +19,7 @@ import itertools
 import logging
 import os
 import warnings
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -102,6 +103,7 @@ class RolloutEngine:
         self._tokenizer, self.stop_token_ids = inputs.tokenizer, inputs.stop_token_ids
         self.replica = rank // tp_size
         self.num_replicas = dist.get_world_size() // tp_size
+        self.keeps_rollouts = rank % tp_size == 0
         arguments = engine_arguments(
             hf_path,
             rollout,
@@ -191,6 +193,7 @@ class RolloutEngine:
         policy_version: int,
         on_progress: Callable[[int, int], None] | None = None,
         has_time: Callable[[], bool] | None = None,
+        on_finished: Callable[[Rollout], None] | None = None,
     ) -> list[Rollout]:
         """Sample this replica's share of a step.
 
@@ -201,11 +204,12 @@ class RolloutEngine:
             policy_version: must be the engine's.
             on_progress: called with (finished, all) of this replica's responses as they finish.
             has_time: checked periodically; None: there always is.
+            on_finished: called with each rollout that will be returned, as soon as it is complete.
 
         Returns:
-            This replica's rollouts ordered by position, on every rank of the replica, without those
-            that vLLM aborted. Log-probabilities are of the distribution that was sampled from, with
-            temperature, top-p and top-k.
+            On the replica's first rank its rollouts ordered by position, without those that vLLM
+            aborted; none on its other ranks. Log-probabilities are of the distribution that was
+            sampled from, with temperature, top-p and top-k.
 
         Raises:
             RuntimeError: the engine has other weights.
@@ -233,14 +237,19 @@ class RolloutEngine:
             (p, prompts[p].token_ids, _request(sampling, self.stop_token_ids, seeds[p]))
             for p in positions
         ]
+        rollouts: dict[int, Rollout] = {}
+
+        def keep(position: int, completion: Any) -> None:
+            # vLLM may have aborted it.
+            if self.keeps_rollouts and completion.finish_reason in ("length", "stop"):
+                rollout = self._rollout(prompts[position], position, group_size, completion)
+                rollouts[position] = rollout
+                if on_finished is not None:
+                    on_finished(rollout)
+
         with random_state_kept():
-            completions = self._complete(requests, on_progress, has_time)
-        finished = [p for p in positions if _is_finished(completions.get(p))]
-        texts = decode_responses(self._tokenizer, [completions[p].token_ids for p in finished])
-        return [
-            self._rollout(prompts[p], p, group_size, completions[p], text)
-            for p, text in zip(finished, texts)
-        ]
+            self._complete(requests, keep, on_progress, has_time)
+        return [rollouts[p] for p in positions if p in rollouts]
 
     def shutdown(self) -> None:
         """Free vLLM's memory; the trainer's process groups stay. Safe to call twice."""
@@ -265,15 +274,19 @@ class RolloutEngine:
     def _complete(
         self,
         requests: Sequence[tuple[int, Sequence[int], SamplingParams]],
+        keep: Callable[[int, Any], None],
         on_progress: Callable[[int, int], None] | None,
         has_time: Callable[[], bool] | None,
-    ) -> dict[int, Any]:
-        """Run requests (position, prompt, parameters) -> vLLM's completions by position."""
+    ) -> None:
+        """Run requests (position, prompt, parameters); give `keep` each completion as it ends.
+
+        vLLM's own lists and objects, 200 bytes a token, are gone once `keep` returns.
+        """
         engine = self._llm.llm_engine
         # A resumed run has no cached prefixes either, and must sample the same.
         self._forget_prefixes()
         names = []
-        completions: dict[int, Any] = {}
+        finished = 0
         try:
             for position, token_ids, parameters in requests:
                 names.append(str(position))
@@ -282,16 +295,16 @@ class RolloutEngine:
             while engine.has_unfinished_requests():
                 if has_time is not None and next(tokens) % TOKENS_BETWEEN_QUESTIONS == 0:
                     self._stop_unless(has_time())
-                before = len(completions)
-                for output in engine.step():
+                outputs = engine.step()
+                for output in outputs:
                     assert isinstance(output, RequestOutput)
-                    completions[int(output.request_id)] = output.outputs[0]
-                if on_progress is not None and len(completions) > before:
-                    on_progress(len(completions), len(requests))
+                    keep(int(output.request_id), output.outputs[0])
+                finished += len(outputs)
+                if on_progress is not None and outputs:
+                    on_progress(finished, len(requests))
         except BaseException:
             engine.abort_request(names)
             raise
-        return completions
 
     def _stop_unless(self, has_time: bool) -> None:
         """Raise Stopped on all ranks of the replica together, so that their collectives match."""
@@ -300,12 +313,11 @@ class RolloutEngine:
         if lacks_time:
             raise Stopped
 
-    def _rollout(
-        self, prompt: Prompt, position: int, group_size: int, completion: Any, text: str
-    ) -> Rollout:
-        token_ids = tuple(completion.token_ids)
-        logprobs = tuple(c[t].logprob for c, t in zip(completion.logprobs or (), token_ids))
-        assert len(logprobs) == len(token_ids), f"{len(logprobs)} logprobs of {token_ids}"
+    def _rollout(self, prompt: Prompt, position: int, group_size: int, completion: Any) -> Rollout:
+        token_ids, flat = array("i", completion.token_ids), completion.logprobs
+        assert flat.token_ids == list(completion.token_ids), (
+            f"log-probabilities of {flat.token_ids} for {completion.token_ids}"
+        )
         truncated = not token_ids or token_ids[-1] not in self.stop_token_ids
         assert not token_ids or completion.finish_reason == ("length" if truncated else "stop"), (
             f"a response ending in {token_ids[-1]} finished with {completion.finish_reason}"
@@ -316,16 +328,11 @@ class RolloutEngine:
             sample=position % group_size,
             position=position,
             token_ids=token_ids,
-            logprobs=logprobs,
+            logprobs=array("f", flat.logprobs),
             truncated=truncated,
-            text=text,
+            text=decode_responses(self._tokenizer, [completion.token_ids])[0],
             policy_version=self.policy_version,
         )
-
-
-def _is_finished(completion: Any) -> bool:
-    """Return whether a response is complete; vLLM may have aborted it."""
-    return completion is not None and completion.finish_reason in ("length", "stop")
 
 
 def _check_head_dim(shape: ModelShape) -> None:
@@ -354,6 +361,7 @@ def _request(sampling: SamplingSettings, stop: Sequence[int], seed: int) -> Samp
         stop_token_ids=list(stop),
         ignore_eos=True,  # Only the stop tokens above.
         logprobs=0,  # Only of the sampled token.
+        flat_logprobs=True,  # Lists of numbers: half the memory of a dict per token.
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
