@@ -42,7 +42,7 @@ from vapo_megatron.parallel.minibatches import (
 )
 from vapo_megatron.parallel.offload import check_host_memory, is_on
 from vapo_megatron.parallel.reduce import any_rank
-from vapo_megatron.planning.memory import host_bytes
+from vapo_megatron.planning.host_memory import host_bytes
 from vapo_megatron.roles.actor import Actor, Reference
 from vapo_megatron.roles.advantages import with_advantages, with_loss_mask, with_policy_mask
 from vapo_megatron.roles.critic import Critic
@@ -123,7 +123,7 @@ class StepTrainer:
         self.output = RunOutput(config, self.ranks)
 
     def _check_host_memory(self, *, is_offloaded: bool) -> None:
-        """Check that each node has host memory for offload and checkpoints; collective.
+        """Check that each node has host memory for offload, checkpoints and a step; collective.
 
         Raises:
             ConfigError: on every rank, before the models are built.
@@ -135,12 +135,17 @@ class StepTrainer:
             pp_rank=self.ranks.pp_rank,
             is_first_replica=self.ranks.dp_rank == 0,
             is_offloaded=is_offloaded,
+            keeps_rollouts=self.ranks.rank % config.rollout.tensor_model_parallel_size == 0,
         )
+        parts = {
+            "what is offloaded": needed.offloaded,
+            "a checkpoint": needed.checkpoint,
+            "a step's responses": needed.step,
+        }
         remedies = ["checkpoint.asynchronous=false"] * config.checkpoint.asynchronous
         remedies += ["parallel.offload=false"] * is_offloaded
-        if remedies:
-            parts = {"what is offloaded": needed.offloaded, "a checkpoint": needed.checkpoint}
-            check_host_memory(parts, config.parallel, remedies)
+        remedies += ["a smaller algorithm.responses_per_step"]
+        check_host_memory(parts, config.parallel, remedies)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Run one step of VAPO (arXiv 2504.05118) and return its metrics. step counts from 0."""

@@ -21,7 +21,7 @@ from tests.workers import free_port
 from vapo_megatron.config import CheckpointConfig, VapoConfig
 from vapo_megatron.config.phases import PHASES
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.planning.memory import HostBytes, host_bytes
+from vapo_megatron.planning.host_memory import HostBytes, host_bytes
 from vapo_megatron.roles.device_schedule import DeviceSchedule
 from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
@@ -116,7 +116,9 @@ def predicted(hf, settings, place):
     """Bytes in this process's host memory where checkpoints are copied, and where they are not."""
     from vapo_megatron.models.hf_config import read_model_shape
 
-    where = {"pp_rank": place.pp_rank, "is_first_replica": place.dp_rank == 0}
+    where = {
+        "pp_rank": place.pp_rank, "is_first_replica": place.dp_rank == 0, "keeps_rollouts": True,
+    }  # fmt: skip
     return [
         host_bytes(
             read_model_shape(hf),
@@ -158,7 +160,7 @@ def kept(hf, parallel, dtype, root):
         DistributedOptimizer, "get_parameter_state_dp_zero", see_gathered
     ), CheckpointWriter(root, CheckpointConfig()) as writer:  # fmt: skip
         writer.save(1, {role: models[role] for role in ("actor", "critic")}, {})
-        real = HostBytes(offloaded, sum(copied))
+        real = HostBytes(offloaded, sum(copied), 0)
     turns.close()
     return predicted(hf, settings, models["actor"].ranks), real, max(gathered)
 
@@ -225,9 +227,11 @@ def test_a_node_without_the_memory_is_refused_before_the_models_are_built(
     assert len(set(messages)) == 1 and len(set(of_ranks)) == size, "each holds something else"
     message, needed = messages[0], HostBytes(*map(sum, zip(*of_ranks)))
     assert f"this run needs {needed.total / 1e9:.3g} GB of host memory on the node of" in message
-    parts = [f"{n / 1e9:.3g} for {what}" for n, what in zip(needed, ("what is offloaded", "a che"))]
-    assert f"({parts[0]}, {parts[1]}ckpoint), but 0.0001 GB are allowed by parallel.hos" in message
-    assert message.endswith("or set checkpoint.asynchronous=false or parallel.offload=false")
+    purposes = ("what is offloaded", "a checkpoint", "a step's responses")
+    parts = ", ".join(f"{n / 1e9:.3g} for {what}" for n, what in zip(needed, purposes, strict=True))
+    assert f"({parts}), but 0.0001 GB are allowed by parallel.host_memory_gb" in message
+    remedies = "checkpoint.asynchronous=false or parallel.offload=false or a smaller"
+    assert message.endswith(f"or set {remedies} algorithm.responses_per_step")
 
 
 def replayed(hf, dumped, run_dir, offload, steps, port, every_steps=1):

@@ -105,8 +105,8 @@ class ParallelConfig(Section):
     )
     host_memory_gb: float | None = _field(
         None,
-        "Host memory per node that offload and checkpoints may use, in 1e9 bytes; null: all that "
-        "is available.",
+        "Host memory per node that offload, checkpoints and a step's responses may use, in 1e9 "
+        "bytes; null: all that is available.",
         gt=0,
     )
     gpu_memory_gb: float = _field(

@@ -14,7 +14,8 @@ from vapo_megatron.models.hf_config import ModelShape, check_layout, parameter_c
 from vapo_megatron.models.known import shape_of
 from vapo_megatron.planning import flops, memory
 from vapo_megatron.planning.cluster import GB, Cluster
-from vapo_megatron.planning.memory import PhaseMemory, checkpoint_bytes, host_bytes_per_node
+from vapo_megatron.planning.host_memory import host_bytes_per_node
+from vapo_megatron.planning.memory import PhaseMemory, checkpoint_bytes
 from vapo_megatron.planning.plan import Plan, make_plan, misfit, model_flops, peak_memory
 from vapo_megatron.planning.ranking import Ranking
 from vapo_megatron.planning.workload import Workload, workload_of
@@ -171,7 +172,8 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
         f"  vLLM: KV cache of {plan.kv_cache_tokens} tokens in each of "
         f"{c.num_gpus // r.tensor_model_parallel_size} replicas",
         f"  host memory: {host.offloaded / GB:.0f} GB per node for offloading, "
-        f"{host.checkpoint / GB:.0f} GB while a checkpoint is saved",
+        f"{host.checkpoint / GB:.0f} GB while a checkpoint is saved, {host.step / GB:.0f} GB for a "
+        "step's responses at their longest",
         f"  checkpoint: {disk / 1e12:.2f} TB, {disk / (c.storage_gb_per_second * GB):.0f} s at "
         f"{c.storage_gb_per_second:g} GB/s",
     ]

@@ -1,4 +1,4 @@
-"""Predicted bytes: per GPU and phase of a step, of host memory on a node, and of a checkpoint.
+"""Predicted bytes: per GPU and phase of a step, and of a checkpoint.
 
 Counted: parameters, gradients and optimizer state as megatron-core allocates them (model_bytes.py);
 activations tensor by tensor as the layers save them (activations.py); vLLM's weights, and its KV
@@ -10,16 +10,15 @@ vLLM sleeps while the trainer works: no weights, no KV cache. Without it the par
 and optimizer states of all roles, vLLM's weights and its KV cache stay throughout.
 
 Not modelled: inputs that model.fp8 saves in FP8 (counted in bfloat16, an overestimate), inputs that
-a frozen attention need not save (counted), the batch itself (about 60 bytes a token), cuBLAS and
+a frozen attention need not save (counted), a microbatch's inputs (70 bytes a token), cuBLAS and
 NVSHMEM workspaces, NCCL's growth with the number of nodes, the frozen part of a critic's checkpoint
 (counted with an optimizer), other processes on the GPU, evaluation (like generation), and loading,
-exporting and saving weights. Host memory counts only what offload keeps and what checkpoints need.
+exporting and saving weights. Host memory is in host_memory.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import (
@@ -39,7 +38,6 @@ from vapo_megatron.planning.model_bytes import (
     Layout,
     StateBytes,
     fp8_weight_bytes,
-    num_parameters,
     sampler_weight_bytes,
     state_bytes,
     widths,
@@ -111,21 +109,6 @@ class PhaseMemory:
     def total(self) -> int:
         """Sum of all parts."""
         return sum(vars(self).values())
-
-
-class HostBytes(NamedTuple):
-    """Host memory, of one process or of a node."""
-
-    offloaded: int
-    """Parameters and optimizer states of all roles. Gradients are zero between updates and are
-    dropped instead of offloaded."""
-    checkpoint: int
-    """While a checkpoint is saved or loaded."""
-
-    @property
-    def total(self) -> int:
-        """Both."""
-        return sum(self)
 
 
 def offloads(config: VapoConfig) -> bool:
@@ -250,69 +233,6 @@ def kv_cache_tokens(shape: ModelShape, config: VapoConfig, *, gpu_bytes: int) ->
     return cache // block * VLLM_BLOCK_TOKENS
 
 
-def host_bytes(
-    shape: ModelShape,
-    config: VapoConfig,
-    *,
-    pp_rank: int,
-    is_first_replica: bool,
-    is_offloaded: bool,
-) -> HostBytes:
-    """Host memory of one process.
-
-    With checkpoint.asynchronous the ranks of the first data-parallel replica copy all trained
-    roles: parameters, and in float32 Adam's two moments and what the optimizer updates (see
-    checkpoint_bytes). Before, the distributed optimizer's state is gathered, one role at a time,
-    and megatron-core leaves it on every rank: get_parameter_state_dp_zero with
-    return_on_all_ranks in distrib_optimizer.py.
-
-    Args:
-        shape: the model.
-        config: the layout divides the model.
-        pp_rank: the process's pipeline stage.
-        is_first_replica: its data-parallel rank is 0.
-        is_offloaded: see `offloads`; a run knows whether it has a GPU.
-    """
-    algorithm = config.algorithm
-    offloaded = 0
-    if is_offloaded:
-        states = [state_bytes(shape, config, role, pp_rank=pp_rank) for role in algorithm.roles]
-        offloaded = sum(s.parameters + s.optimizer for s in states)
-    copied, gathered = 0, []
-    for role in algorithm.trained_roles:
-        every, trained = (
-            num_parameters(shape, config, role, pp_rank=pp_rank, trained=only)
-            for only in (False, True)
-        )
-        optimizer = trained * _optimizer_checkpoint_bytes(config)
-        copied += every * DTYPE_BYTES[config.model.dtype] + optimizer
-        gathered.append(optimizer if config.parallel.use_distributed_optimizer else 0)
-    if not (config.checkpoint.asynchronous and is_first_replica):
-        copied = 0
-    return HostBytes(offloaded, max(copied, *gathered))
-
-
-def host_bytes_per_node(shape: ModelShape, config: VapoConfig, *, gpus_per_node: int) -> HostBytes:
-    """Host memory of the fullest node: all its GPUs belong to the fullest stage.
-
-    As many of them as possible are of the first replica: ranks are numbered by tensor-parallel
-    rank, then data-parallel rank, then stage.
-    """
-    layout = Layout(shape, config)
-    num_gpus = min(gpus_per_node, config.parallel.world_size)
-    first = min(num_gpus, layout.tp_size * -(-num_gpus // (layout.tp_size * layout.dp_size)))
-    found = []
-    for stage in layout.outer_stages:
-        copying, other = (
-            host_bytes(
-                shape, config, pp_rank=stage, is_first_replica=copies, is_offloaded=offloads(config)
-            )
-            for copies in (True, False)
-        )
-        found.append([first * a + (num_gpus - first) * b for a, b in zip(copying, other)])
-    return HostBytes(*max(found, key=sum))
-
-
 def checkpoint_bytes(shape: ModelShape, config: VapoConfig) -> int:
     """Size on disk of one checkpoint of the whole job: its models and their optimizers.
 
@@ -325,10 +245,10 @@ def checkpoint_bytes(shape: ModelShape, config: VapoConfig) -> int:
         elements += parameter_count(shape) + padding * (1 if shape.tied else 2)
     if "critic" in config.algorithm.trained_roles:
         elements += parameter_count(shape, value_head=True) + padding
-    return elements * (DTYPE_BYTES[config.model.dtype] + _optimizer_checkpoint_bytes(config))
+    return elements * (DTYPE_BYTES[config.model.dtype] + optimizer_checkpoint_bytes(config))
 
 
-def _optimizer_checkpoint_bytes(config: VapoConfig) -> int:
+def optimizer_checkpoint_bytes(config: VapoConfig) -> int:
     """Per parameter, in float32: Adam's two moments, and what the optimizer updates.
 
     That is the main parameters of a bfloat16 model or the distributed optimizer's shards; without

@@ -15,7 +15,8 @@ from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning import flops, memory
 from vapo_megatron.planning.cluster import GB, Cluster
 from vapo_megatron.planning.generation import Generation, generation
-from vapo_megatron.planning.memory import PhaseMemory, host_bytes_per_node
+from vapo_megatron.planning.host_memory import host_bytes_per_node
+from vapo_megatron.planning.memory import PhaseMemory
 from vapo_megatron.planning.model_bytes import Layout, state_bytes
 from vapo_megatron.planning.roofline import Phase, scoring, sync_seconds, update
 from vapo_megatron.planning.workload import Workload, response_lengths
@@ -199,8 +200,9 @@ def _host_misfit(shape: ModelShape, config: VapoConfig, gpus_per_node: int) -> s
         less = host_bytes_per_node(shape, other, gpus_per_node=gpus_per_node)
         remedy = f"; with checkpoint.asynchronous=false {less.total / GB:.1f}"
     return (
-        f"offload needs {needed.offloaded / GB:.1f} GB and a checkpoint "
-        f"{needed.checkpoint / GB:.1f} of a node's {limit:.1f} GB of host memory{remedy}"
+        f"offload needs {needed.offloaded / GB:.1f} GB, a checkpoint {needed.checkpoint / GB:.1f} "
+        f"and a step's responses {needed.step / GB:.1f} of a node's {limit:.1f} GB of host "
+        f"memory{remedy}"
     )
 
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +343,38 @@ def one_replica(tmp: Path, path: Path) -> dict[str, Any]:
     engine.shutdown()
     dist.barrier()
     return found
+
+
+def host_bytes(tmp: Path, path: Path) -> tuple[float, float]:
+    """World 2, TP=1: Python's bytes per response token, with 16 responses of 500 in the sampler.
+
+    Of those being sampled, after token 260, because Python holds smaller numbers once; and of the
+    finished ones without their text.
+    """
+    import tracemalloc
+
+    lengths = "rollout.max_prompt_tokens=8", "rollout.max_response_tokens=500"
+    engine = build_engine(path, config(tmp, 1, *lengths))
+    engine.load_weights(weights(path), 0)
+    engine.stop_token_ids = ()  # So that all are of the same length.
+    ask = prompts(32, length=8)
+    engine.generate(ask, 1, 1, settings(limit=9), 0)
+    step, held = engine._llm.llm_engine.step, []
+
+    def watched():
+        held.append(tracemalloc.get_traced_memory()[0])
+        return step()
+
+    engine._llm.llm_engine.step = watched
+    tracemalloc.start()
+    try:
+        rollouts = engine.generate(ask, 1, 2, settings(limit=500), 0)
+    finally:
+        tracemalloc.stop()
+    engine.shutdown()
+    running = (held[-1] - held[260]) / ((len(held) - 1 - 260) * len(rollouts))
+    finished = sum(sys.getsizeof(r.token_ids) + sys.getsizeof(r.logprobs) for r in rollouts)
+    return running, finished / sum(len(r.token_ids) for r in rollouts)
 
 
 def preempting(tmp: Path, path: Path) -> list:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.rollout.vllm import engine_jobs as jobs
 from tests.weights.tiny_hf import EOS, write_tiny_hf
+from vapo_megatron.planning.host_memory import VLLM_HOST_TOKEN_BYTES
 
 TINY = {"num_layers": 2, "heads": 2, "kv_heads": 2, "vocab": 64}
 PARTS = ("constructor", "generate")
@@ -317,6 +318,16 @@ def test_preempted_responses_are_sampled_alike(vllm_workers, models, found, foun
         assert preemptions > 0
         expected = [(r.position, r.token_ids) for r in found[rank]["crowded"]]
         assert [(r.position, r.token_ids) for r in sampled] == expected
+
+
+@pytest.mark.slow
+def test_host_bytes_of_a_token_are_those_of_the_plan(vllm_workers, found_tp2, tmp_path):
+    """With a dict for each token it would be 370; a response that is finished is two arrays."""
+    write_tiny_hf(tmp_path / "hf", **{**TINY, "vocab": 2000})
+    write_tiny_tokenizer(tmp_path / "hf", 2000)
+    for running, finished in vllm_workers.run(2, jobs.host_bytes, tmp_path, tmp_path / "hf"):
+        assert 0.95 * VLLM_HOST_TOKEN_BYTES < running < VLLM_HOST_TOKEN_BYTES
+        assert 8 <= finished < 8.5
 
 
 FAMILIES = {

@@ -1,0 +1,156 @@
+"""Predicted bytes of host memory, of one process and of a node.
+
+Counted: what offload keeps, what checkpoints need, and a step's responses, batch and microbatches
+at their longest. Not counted: libraries and their workers (several GB a process), data sets,
+evaluation (two samplers' batches at a time), and what models cache for a microbatch on a CPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.planning.memory import offloads, optimizer_checkpoint_bytes
+from vapo_megatron.planning.model_bytes import DTYPE_BYTES, Layout, num_parameters, state_bytes
+
+VLLM_HOST_TOKEN_BYTES = 260
+"""Python lists and numbers of a response that is being sampled, per token and rank: token ids and
+flat log-probabilities. 255 measured (tests/rollout/vllm/test_engine.py)."""
+
+ROLLOUT_TOKEN_BYTES = 4 + 4 + 4
+"""Of a finished response: int32 id, float32 log-probability, about four characters of text."""
+
+
+class HostBytes(NamedTuple):
+    """Host memory, of one process or of a node."""
+
+    offloaded: int
+    """Parameters and optimizer states of all roles. Gradients are zero between updates and are
+    dropped instead of offloaded."""
+    checkpoint: int
+    """While a checkpoint is saved or loaded."""
+    step: int
+    """A step's responses, if all prompts and responses have their longest length."""
+
+    @property
+    def total(self) -> int:
+        """All of it: a checkpoint is written while the next step goes on."""
+        return sum(self)
+
+
+def host_bytes(
+    shape: ModelShape,
+    config: VapoConfig,
+    *,
+    pp_rank: int,
+    is_first_replica: bool,
+    is_offloaded: bool,
+    keeps_rollouts: bool,
+) -> HostBytes:
+    """Host memory of one process.
+
+    With checkpoint.asynchronous the ranks of the first data-parallel replica copy all trained
+    roles: parameters, and in float32 Adam's two moments and what the optimizer updates (see
+    checkpoint_bytes). Before, the distributed optimizer's state is gathered, one role at a time,
+    and megatron-core leaves it on every rank: get_parameter_state_dp_zero with
+    return_on_all_ranks in distrib_optimizer.py.
+
+    Args:
+        shape: the model.
+        config: the layout divides the model.
+        pp_rank: the process's pipeline stage.
+        is_first_replica: its data-parallel rank is 0.
+        is_offloaded: see `offloads`; a run knows whether it has a GPU.
+        keeps_rollouts: see step_host_bytes.
+    """
+    algorithm = config.algorithm
+    offloaded = 0
+    if is_offloaded:
+        states = [state_bytes(shape, config, role, pp_rank=pp_rank) for role in algorithm.roles]
+        offloaded = sum(s.parameters + s.optimizer for s in states)
+    copied, gathered = 0, []
+    for role in algorithm.trained_roles:
+        every, trained = (
+            num_parameters(shape, config, role, pp_rank=pp_rank, trained=only)
+            for only in (False, True)
+        )
+        optimizer = trained * optimizer_checkpoint_bytes(config)
+        copied += every * DTYPE_BYTES[config.model.dtype] + optimizer
+        gathered.append(optimizer if config.parallel.use_distributed_optimizer else 0)
+    if not (config.checkpoint.asynchronous and is_first_replica):
+        copied = 0
+    step = step_host_bytes(config, keeps_rollouts=keeps_rollouts)
+    return HostBytes(offloaded, max(copied, *gathered), step)
+
+
+def step_host_bytes(config: VapoConfig, *, keeps_rollouts: bool) -> int:
+    """Host memory of one process for a step whose prompts and responses are all the longest.
+
+    First vLLM samples, on every rank of a replica; then the trainer has a batch. The first rank of
+    the replica (keeps_rollouts) has the finished responses throughout, and with dynamic sampling
+    up to as many again of the latest round.
+    """
+    parallel, rollout, count = config.parallel, config.rollout, config.algorithm.responses_per_step
+    prompt, response = rollout.max_prompt_tokens, rollout.max_response_tokens
+    num_replicas = parallel.world_size // rollout.tensor_model_parallel_size
+    sampled, trained = -(-count // num_replicas), -(-count // parallel.data_parallel_size)
+    finished = 0
+    if keeps_rollouts:
+        rounds = 2 if config.algorithm.dynamic_sampling else 1
+        finished = rounds * sampled * response * ROLLOUT_TOKEN_BYTES
+    running = min(sampled, rollout.max_num_sequences) * response * VLLM_HOST_TOKEN_BYTES
+    batch = batch_bytes(config, trained * (prompt + response), trained * response)
+    return finished + max(running, batch)
+
+
+def batch_bytes(config: VapoConfig, tokens: int, response_tokens: int) -> int:
+    """Bytes of a data-parallel rank's batch and its microbatches in an actor's update.
+
+    Microbatches are views of the batch, apart from what indexes their tokens; there is one set for
+    a whole step. See data/batch.py for the fields.
+
+    Args:
+        config: model, parallel and algorithm are used.
+        tokens: S, prompts and responses.
+        response_tokens: T.
+    """
+    algorithm = config.algorithm
+    per_token = 8 + 8  # tokens, position_ids
+    if config.parallel.sequence_parallel or config.model.fp8:
+        per_token += 8  # the microbatch's tokens are padded, and so a copy
+    # predicting; rollout_logprobs, loss_mask, old_logprobs, entropy, advantages
+    per_response_token = 8 + 4 + 1 + 4 + 4 + 4
+    per_response_token += 4 * (algorithm.sampler_correction != "none")  # policy_mask
+    per_response_token += 4 * ("reference" in algorithm.roles)  # reference_logprobs
+    per_response_token += 8 * ("critic" in algorithm.roles)  # values, returns
+    return per_token * tokens + per_response_token * response_tokens
+
+
+def host_bytes_per_node(shape: ModelShape, config: VapoConfig, *, gpus_per_node: int) -> HostBytes:
+    """Host memory of the fullest node: all its GPUs belong to the fullest stage.
+
+    As many of them as possible are of the first replica: ranks are numbered by tensor-parallel
+    rank, then data-parallel rank, then stage.
+    """
+    layout = Layout(shape, config)
+    num_gpus = min(gpus_per_node, config.parallel.world_size)
+    first = min(num_gpus, layout.tp_size * -(-num_gpus // (layout.tp_size * layout.dp_size)))
+    keeping, rest = (step_host_bytes(config, keeps_rollouts=keeps) for keeps in (True, False))
+    replicas = -(-num_gpus // config.rollout.tensor_model_parallel_size)
+    step = replicas * keeping + (num_gpus - replicas) * rest
+    found = []
+    for stage in layout.outer_stages:
+        copying, other = (
+            host_bytes(
+                shape,
+                config,
+                pp_rank=stage,
+                is_first_replica=copies,
+                is_offloaded=offloads(config),
+                keeps_rollouts=False,
+            )
+            for copies in (True, False)
+        )
+        found.append([first * a + (num_gpus - first) * b for a, b in zip(copying, other)])
+    return HostBytes(*max(found, key=sum))._replace(step=step)
