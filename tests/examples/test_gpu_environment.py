@@ -5,6 +5,7 @@ Does not install the pins nor build the image, which takes a compiler and tens o
 
 import ast
 import re
+from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -66,3 +67,26 @@ def test_the_image_copies_what_exists():
     assert {"requirements/gpu.txt", "vapo_megatron", "examples", "setup.py"} <= set(sources)
     for source in sources:
         assert (ROOT / source).exists(), source
+
+
+def test_the_image_has_one_cudnn():
+    """Torch's own: the base brings none, and Transformer Engine is built against pip's headers."""
+    (base,) = [rest for word, rest in instructions() if word == "FROM"]
+    assert base.startswith("nvidia/cuda:13.0") and "-devel-" in base and "cudnn" not in base
+    (build,) = [
+        rest for word, rest in instructions() if "requirements/gpu.txt" in rest and "CPATH" in rest
+    ]
+    assert build.startswith('nvidia="$VIRTUAL_ENV/lib/python3.12/site-packages/nvidia"')
+    assert 'CPATH="$nvidia/cudnn/include:$nvidia/nccl/include"' in build
+    assert "--no-build-isolation --requirement requirements/gpu.txt" in build
+
+
+def test_transformer_engine_is_one_that_megatron_core_asks_for():
+    """By megatron-core's metadata; a version above 0.16 asks for none in particular."""
+    asked = [Requirement(text) for text in metadata.requires("megatron-core") or ()]
+    ranges = [r.specifier for r in asked if r.name == "transformer-engine" and r.specifier]
+    assert ranges or not metadata.version("megatron-core").startswith("0.16.")
+    (declared_range,) = [r.specifier for r in declared() if r.name == "transformer-engine"]
+    for version in ("2.8.0", "2.9.0", pins("gpu.txt")["transformer-engine"], "2.12.0"):
+        for megatron_cores in ranges:
+            assert declared_range.contains(version) == megatron_cores.contains(version), version

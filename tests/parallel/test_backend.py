@@ -170,7 +170,7 @@ def test_cuda_runs_kernels_in_order_unless_the_user_says_otherwise():
         import vapo_megatron.parallel as parallel
         print(os.environ[name])
         os.environ[name] = "8"
-        parallel.megatron_on_cpu.install()
+        parallel.environment.set_defaults()
         print(os.environ[name])
         """
     )

@@ -3,9 +3,8 @@
 `vapo train` and the recipes share this path. Under torchrun the same command is one of its workers.
 A user's mistake is found before torchrun starts, so it is one line without torchrun's report.
 
-A launch sets OMP_NUM_THREADS=1 alone: one process per GPU, so more threads in each only compete.
-CUDA_DEVICE_MAX_CONNECTIONS=1 is set by every process that loads megatron-core, however it was
-started (parallel/backend.py). NCCL_* belong to the cluster.
+A launch sets OMP_NUM_THREADS=1: one process per GPU, so more threads in each only compete. What
+CUDA and NCCL read is set by every process, however it was started (parallel/environment.py).
 PYTORCH_ALLOC_CONF is left alone: vLLM's custom all-reduce cannot share expandable segments between
 ranks, and crashes when it captures CUDA graphs (vllm-project/vllm, issue 42609).
 """

@@ -27,6 +27,7 @@ from vapo_megatron.data.storage import check_not_in_use
 from vapo_megatron.errors import ConfigError, UserError, tell
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.known import known_shape
+from vapo_megatron.parallel import libraries
 from vapo_megatron.parallel.health import early_stop
 from vapo_megatron.parallel.health.processes import end_now
 
@@ -123,6 +124,8 @@ def _dry_run(config: VapoConfig, replay: Path | None) -> None:
 def _train(config: VapoConfig, replay: Path | None) -> None:
     check_processes(config)
     inputs = _check(config, replay)
+    if is_first_rank():
+        libraries.report()
     # Heavy imports come after the checks, so that a mistake is reported at once.
     from vapo_megatron.loop import VapoTrainer
 

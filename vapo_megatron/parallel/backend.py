@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.parallel import store
-from vapo_megatron.parallel.megatron_on_cpu import CONNECTIONS
+from vapo_megatron.parallel.environment import CONNECTIONS
 
 
 def device() -> torch.device:

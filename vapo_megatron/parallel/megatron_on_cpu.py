@@ -24,7 +24,6 @@ import importlib.machinery
 import importlib.util
 import logging
 import marshal
-import os
 import re
 import sys
 import warnings
@@ -32,8 +31,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 
+from vapo_megatron.parallel import libraries
+
 PACKAGE = "megatron.core"
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _CPU_CUDA = "vapo_megatron.parallel.cpu_cuda"
 _STAND_IN = "_vapo_cpu_cuda"
 _TRANSLATION = hashlib.blake2b(
@@ -43,10 +43,7 @@ _TRANSLATION = hashlib.blake2b(
 
 
 def install() -> None:
-    """Install the hook, and set what megatron-core relies on with a GPU; may be called twice."""
-    # CUDA reads it at start: kernels then run in launch order, communication before the computation
-    # that hides it.
-    os.environ.setdefault(CONNECTIONS, "1")
+    """Install the hook; may be called twice."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         assert PACKAGE not in sys.modules or has_gpu(), (
             f"{PACKAGE} was imported before vapo_megatron.parallel: too late to translate it"
@@ -81,6 +78,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
             return None
+        if fullname == PACKAGE:
+            libraries.check_imports()
         if has_gpu():
             return None
         if fullname == PACKAGE:

@@ -67,6 +67,26 @@ def test_of_ranks_equally_far_the_one_that_waits_for_nobody_is_named():
     assert "rank 0" in (told := monitor.overdue(everyone, 11)) and "; rank 1" in told
 
 
+def test_where_nobody_shows_that_it_waits_the_line_says_where_all_are():
+    """NCCL: ranks 0 to 2 and 5 wait for rank 4 in an .item(); rank 3 went on."""
+    waits = {"runs_ahead": True, "where": "parallel/reduce.py:43 (max_over_world)"}
+    works = {"runs_ahead": True, "where": "data/packing.py:88 (plan_step)"}
+    ahead = {**waits, "position": (5, 0), "phase": "sync"}
+    monitor, found = Monitor(100), beats(waits, waits, waits, ahead, works, waits)
+    monitor.overdue(found, 0)
+    assert monitor.overdue(found, 11) == (
+        "step 3 has made no progress for 11 s, longer than timeouts.update_seconds=10, and NCCL "
+        "does not say who waits for whom: "
+        "rank 3 (host, process 7) in sync at parallel/reduce.py:43 (max_over_world); "
+        "rank 4 (host, process 7) in critic_update at data/packing.py:88 (plan_step); "
+        "ranks 0-2,5 in critic_update at parallel/reduce.py:43 (max_over_world)"
+    )
+    scattered = beats(*({**waits, "where": f"line {rank}"} for rank in range(128)))
+    monitor.overdue(scattered, 20)
+    told = monitor.overdue(scattered, 31)
+    assert told.count("rank ") == 8 and told.endswith("at line 7; and 120 more places")
+
+
 @pytest.mark.parametrize("limit,silence", [(10.0, 100.0), (100.0, 10.0)])
 def test_silence_is_told_after_the_shorter_of_two_limits(limit, silence):
     monitor = Monitor(silence)

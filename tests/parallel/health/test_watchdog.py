@@ -8,9 +8,11 @@ import re
 import subprocess
 import sys
 import time
+from argparse import Namespace
 
 import psutil
 import pytest
+from torch.distributed.flight_recorder.components.loader import read_dir
 
 from tests import faults
 from tests.dumped import MODEL, dump
@@ -40,6 +42,15 @@ CASES = {
         [1, 1],
         r"rank 0 \(.*\) in exchange of step 1 has made no progress for \d+ s, longer than "
         r"timeouts\.other_seconds=4; stacks: ",
+    ),
+    "hangs unseen": (
+        ("hangs unseen", "exchange", 1, 0),
+        {"other_seconds": 4},
+        [1, 1],
+        r"step 1 has made no progress for \d+ s, longer than timeouts\.other_seconds=4, and NCCL "
+        r"does not say who waits for whom: "
+        r"rank 0 \(.*\) in exchange at .*/tests/faults\.py:\d+ \(<lambda>\); "
+        r"rank 1 \(.*\) in exchange at torch/distributed/\S+:\d+ \(all_reduce\); stacks: ",
     ),
     "hangs on a full disk": (
         ("hangs", "exchange", 1, 0),
@@ -123,9 +134,23 @@ def test_one_rank_ends_all(case, jobs):
     other = (stacks / f"rank_{1 - rank:04d}.txt").read_text()
     assert re.search(words.partition(";")[0], other)
     assert "train_step" in other and "all_reduce" in other and "in _heartbeat_loop" in other
-    if case in ("hangs", "holds the GIL", "fails"):
+    if case in ("hangs", "hangs unseen", "holds the GIL", "fails"):
         own = (stacks / f"rank_{rank:04d}.txt").read_text()
         assert "in <lambda>" in own, f"not where it hangs, or failed: {own}"
+
+
+def test_the_flight_recorder_shows_who_has_not_called_a_collective(jobs):
+    """Rank 0 hangs before a sum in which rank 1 waits; torch's own reader finds both files."""
+    out, started = jobs
+    _, done = started["hangs"].ended()
+    place = out / "hangs/stacks/collectives"
+    assert f"collectives: torchfrtrace {place}" in done.stderr
+    dumps, _ = read_dir(Namespace(trace_dir=str(place), prefix=None))
+    assert sorted(dumps) == ["rank_0", "rank_1"]
+    calls = [[e["collective_seq_id"] for e in dumps[f"rank_{r}"]["entries"]] for r in (0, 1)]
+    assert calls[1] == [*calls[0], calls[0][-1] + 1]
+    waits = dumps["rank_1"]["entries"][-1]
+    assert not waits["retired"] and "train_step" in {frame["name"] for frame in waits["frames"]}
 
 
 @pytest.mark.parametrize("case", WELL)

@@ -4,6 +4,9 @@ All ranks go through the same phases in the same order, so their positions compa
 furthest behind holds up the others, which wait for it in later phases. Only the ranks furthest
 behind are measured against their phase's limit, from the moment they became that. A rank that waits
 for a slow one is thus never taken for a hanging one.
+
+Of ranks that are equally far, those in a collective wait for the others. With NCCL nothing shows
+who waits: there the line says where every rank is.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ import math
 from collections.abc import Mapping
 
 from vapo_megatron.config.phases import PHASES, START
+
+PLACES = 8
+"""How many groups of ranks a line names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +36,12 @@ class Heartbeat:
     limit_seconds: float = 0.0
     """Time limit of the phase."""
     in_collective: bool = False
+    """It is in a function of torch.distributed; says nothing of a rank that `runs_ahead`."""
+    runs_ahead: bool = False
+    """Its collectives return before they are done, as NCCL's do: whoever waits for another rank is
+    in the next .item() or synchronize, like one that waits for its own kernels."""
+    where: str = ""
+    """The code that its main thread is in."""
     failure: str = ""
     """The error that ends this rank."""
     is_over: bool = False
@@ -81,6 +93,8 @@ class Monitor:
         seconds = now - self._lowest[1]
         if seconds <= max(heartbeat.limit_seconds for heartbeat in slowest.values()):
             return ""
+        if any(heartbeat.runs_ahead for heartbeat in slowest.values()):
+            return _held_up(running, min(slowest), seconds)
         # Of ranks at the same position, those in a collective wait for the others.
         culprits = {rank: h for rank, h in slowest.items() if not h.in_collective} or slowest
         return "; ".join(
@@ -88,3 +102,30 @@ class Monitor:
             f"timeouts.{PHASES[h.phase].limit}={h.limit_seconds:g}"
             for rank, h in culprits.items()
         )
+
+
+def _held_up(running: Mapping[int, Heartbeat], slowest: int, seconds: float) -> str:
+    """Say where all ranks are, those first that share their place with the fewest others."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for rank, heartbeat in sorted(running.items()):
+        places.setdefault((heartbeat.phase, heartbeat.where), []).append(rank)
+    found = []
+    for (phase, where), ranks in sorted(places.items(), key=lambda item: len(item[1])):
+        host = f" ({running[ranks[0]].place})" if len(ranks) == 1 else ""
+        found.append(f"{_numbers(ranks)}{host} in {phase} at {where}")
+    more = f"; and {len(found) - PLACES} more places" if len(found) > PLACES else ""
+    first = running[slowest]
+    what = f"step {first.step}" if first.step else "the start"
+    return (
+        f"{what} has made no progress for {seconds:.0f} s, longer than "
+        f"timeouts.{PHASES[first.phase].limit}={first.limit_seconds:g}, and NCCL does not say who "
+        f"waits for whom: {'; '.join(found[:PLACES])}{more}"
+    )
+
+
+def _numbers(ranks: list[int]) -> str:
+    """[0, 1, 2, 5] -> "ranks 0-2,5"."""
+    starts = [rank for rank in ranks if rank - 1 not in ranks]
+    ends = [rank for rank in ranks if rank + 1 not in ranks]
+    spans = [f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, ends, strict=True)]
+    return f"rank{'s' * (len(ranks) > 1)} {','.join(spans)}"

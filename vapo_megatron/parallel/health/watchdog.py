@@ -6,7 +6,8 @@ store through which the ranks met, and reads the others': rank 0 reads all, the 
 second thread depends on nobody: it ends this process when there is a verdict, when the store or
 torchrun is gone, and, by faulthandler's own timer, when no Python thread can run any more.
 
-Before exiting, each process writes its threads' stacks to RUN_DIR/stacks/rank_*.txt, and kills its
+Before exiting, each process writes its threads' stacks to RUN_DIR/stacks/rank_*.txt and its latest
+collectives, from torch's flight recorder, to RUN_DIR/stacks/collectives/rank_*. It then kills its
 descendants.
 """
 
@@ -24,12 +25,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
+
+from torch._C import _distributed_c10d as _c10d
 
 from vapo_megatron.config import TimeoutsConfig
 from vapo_megatron.config.phases import BETWEEN, PHASES, START
 from vapo_megatron.errors import UserError, tell
-from vapo_megatron.parallel import store
+from vapo_megatron.parallel import backend, store
 from vapo_megatron.parallel.health.heartbeat import Heartbeat, Monitor, describe
 from vapo_megatron.parallel.health.processes import end_now
 
@@ -40,6 +43,16 @@ SIGNALLED_SILENCE_SECONDS = 20.0
 # Time for ranks that hit the same error, or its consequences, to exit by themselves.
 PATIENCE_SECONDS = 5.0
 TEARDOWN_SECONDS = 30.0
+
+PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
+
+
+class Frame(NamedTuple):
+    """Where a thread is, or has called from."""
+
+    file: str
+    line: int
+    function: str
 
 
 class Watchdog:
@@ -76,6 +89,9 @@ class Watchdog:
         self._store, self._publisher = store.own_connection(), store.own_connection()
         self._send_lock, self._beat = threading.Lock(), 0
         self._phase, self._count = START, 0
+        self._runs_ahead = backend.distributed_backend() == "nccl"
+        trace = "_dump_nccl_trace" if self._runs_ahead else "_dump_fr_trace"
+        self._flight_recorder: Callable[..., bytes] = getattr(_c10d, trace)
         self._place = f"{socket.gethostname()}, process {os.getpid()}"
         self._main = threading.main_thread().ident
         self._failure: BaseException | None = None
@@ -149,7 +165,7 @@ class Watchdog:
             self._publisher.set(f"heartbeat/{self._rank}", heartbeat)
 
     def _heartbeat(self) -> Heartbeat:
-        error = self._failure
+        error, stack = self._failure, _stack(self._main)
         return Heartbeat(
             place=self._place,
             beat=self._beat,
@@ -157,7 +173,9 @@ class Watchdog:
             phase=self._phase,
             step=self.step,
             limit_seconds=getattr(self._timeouts, PHASES[self._phase].limit),
-            in_collective=_is_in_collective(self._main),
+            in_collective=any("/torch/distributed/" in frame.file for frame in stack),
+            runs_ahead=self._runs_ahead,
+            where=_where(stack),
             failure="" if error is None else _one_line(error),
             is_over=self._closed.is_set(),
         )
@@ -259,10 +277,14 @@ class Watchdog:
         if not is_user_error:
             with contextlib.suppress(OSError):
                 self._write_stacks(text)
-            text = f"{text}; stacks: {self._stacks_path.parent}"
+            text += f"; stacks: {self._stacks_path.parent}"
+            text += f"; collectives: torchfrtrace {self._stacks_path.parent / 'collectives'}"
         if not (is_user_error and is_own):  # Then the command prints it.
             with contextlib.suppress(OSError):
                 tell(text, self._stderr)
+        if not is_user_error:
+            with contextlib.suppress(OSError):
+                self._write_collectives()
         self._reported.set()
         # Healthy ranks stay, too, until the others have read the verdict.
         if not self._closed.wait(TEARDOWN_SECONDS if is_own else PATIENCE_SECONDS):
@@ -295,12 +317,29 @@ class Watchdog:
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
 
+    def _write_collectives(self) -> None:
+        """Write the flight recorder's buffer, which torchfrtrace compares across ranks."""
+        path = self._stacks_path.parent / "collectives" / f"rank_{self._rank}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # All collectives, with their stacks, not only those that are under way.
+        path.write_bytes(self._flight_recorder(True, True, False))
 
-def _is_in_collective(thread: int | None) -> bool:
-    """Is the thread inside a function of torch.distributed?"""
+
+def _stack(thread: int | None) -> list[Frame]:
+    """Return a thread's frames, the innermost first."""
     frame = sys._current_frames().get(thread or 0)
-    stack = traceback.walk_stack(frame) if frame else ()
-    return any("/torch/distributed/" in caller.f_code.co_filename for caller, _ in stack)
+    frames = traceback.walk_stack(frame) if frame else ()
+    return [Frame(f.f_code.co_filename, line, f.f_code.co_name) for f, line in frames]
+
+
+def _where(stack: list[Frame]) -> str:
+    """Return, for example, "roles/model.py:150 (update), in megatron/core/utils.py:9 (f)"."""
+    own = [frame for frame in stack if frame.file.startswith(PACKAGE)]
+    places = []
+    for frame in dict.fromkeys([*own[:1], *stack[:1]]):
+        file = frame.file.removeprefix(PACKAGE).rpartition("/site-packages/")[2]
+        places.append(f"{file}:{frame.line} ({frame.function})")
+    return ", in ".join(places)
 
 
 def _one_line(error: BaseException) -> str:

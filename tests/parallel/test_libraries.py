@@ -1,0 +1,156 @@
+"""Versions found, known bad pairs, and installations that cannot be imported, by stand-ins.
+
+Not exercised: a CUDA build of torch, and the libraries themselves.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from vapo_megatron.parallel import libraries
+
+FINE = {
+    "torch": "2.13.0+cu130", "CUDA": "13.0", "NCCL": "2.29.7", "cuDNN": "9.20.0",
+    "Transformer Engine": "2.11.0", "vLLM": "0.32.0", "megatron-core": "0.16.1",
+    "NCCL_NVLS_ENABLE": "0",
+}  # fmt: skip
+"""What requirements/gpu.txt installs."""
+
+
+def test_the_pinned_versions_are_not_known_to_be_bad():
+    assert libraries.known_bad(FINE) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"NCCL_NVLS_ENABLE": "1"}, "NCCL 2.29.7 with NCCL_NVLS_ENABLE 1: a communicator fails"),
+        ({"system cuDNN": "9.13.0"}, "system cuDNN 9.13.0 with cuDNN 9.20.0: Transformer Engine"),
+        ({"cuDNN": "9.15.1"}, "cuDNN 9.15.1 with Transformer Engine 2.11.0: with parallel.recomp"),
+        ({"Transformer Engine": "2.12.0"}, "megatron-core 0.16.1 with Transformer Engine 2.12.0:"),
+        ({"Transformer Engine": "2.8.0"}, "megatron-core 0.16.1 with Transformer Engine 2.8.0:"),
+        ({"torch": "2.11.0+cu130"}, "vLLM 0.32.0 with torch 2.11.0+cu130: vLLM's kernels are"),
+    ],
+)
+def test_a_known_bad_pair_is_one_line_with_its_source(changes, words):
+    (line,) = libraries.known_bad({**FINE, **changes})
+    assert line.startswith(words) and "\n" not in line
+    assert line.endswith(")") and ("https://" in line or "metadata" in line)
+
+
+def test_each_pair_of_the_table_is_seen_by_the_test_above():
+    assert len(libraries.KNOWN_BAD) == 6
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"megatron-core": "0.19.2", "Transformer Engine": "2.14.0"},
+        {"NCCL": "2.28.9", "NCCL_NVLS_ENABLE": "1"},
+        {"NCCL_NVLS_ENABLE": "yes"},  # No number: NCCL ignores it.
+        {"cuDNN": "9.15.1", "Transformer Engine": None},
+        {"cuDNN": "unusable (cuDNN version incompatibility)"},
+        {"vLLM": "0.26.0", "torch": "2.11.0"},
+        {"system cuDNN": "9.20.0"},
+    ],
+)
+def test_other_pairs_are_not(changes):
+    assert libraries.known_bad({**FINE, **changes}) == []
+
+
+def test_versions_of_this_machine(monkeypatch, capsys):
+    found = libraries.versions()
+    assert found["torch"] == torch.__version__ and found["megatron-core"].startswith("0.")
+    assert list(found)[:7] == list(FINE)[:7]
+    found["NCCL"], found["NCCL_NVLS_ENABLE"] = "2.29.7", "1"
+    monkeypatch.setattr(libraries, "versions", lambda: found)
+    libraries.report()
+    printed, told = capsys.readouterr()
+    assert printed.startswith(f"found torch {torch.__version__}, CUDA ")
+    assert ", megatron-core 0." in printed and printed.count("\n") == 1
+    assert told.startswith("warning: NCCL 2.29.7 with NCCL_NVLS_ENABLE 1: ")
+
+
+def test_versions_load_no_library_but_torch():
+    code = (
+        "import sys; from vapo_megatron.parallel import libraries; libraries.versions();"
+        "print([m for m in ('megatron', 'vllm', 'transformer_engine') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_cudnn_of_cuda_has_three_numbers(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    assert libraries._cudnn() == "9.20.0"
+
+    def conflict():
+        raise RuntimeError("cuDNN version incompatibility: found (9, 1, 0)")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", conflict)
+    assert libraries._cudnn() == "unusable (cuDNN version incompatibility: found (9, 1, 0))"
+
+
+def test_a_systems_cudnn_is_found_and_pythons_is_not_taken_for_one(monkeypatch, tmp_path):
+    pips = tmp_path / "site-packages/nvidia/cudnn/lib"
+    for place, name in ((tmp_path / "lib64", "libcudnn.so.9.13.0"), (pips, "libcudnn.so.9")):
+        place.mkdir(parents=True)
+        (place / name).touch()
+    (tmp_path / "lib64/libcudnn.so").symlink_to("libcudnn.so.9.13.0")
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{pips}")
+    before = libraries._system_cudnn()
+    assert before is None or before != "9", "a machine may have one; pip's is none"
+    monkeypatch.setenv("CUDNN_HOME", str(tmp_path))
+    assert libraries._system_cudnn() == "9.13.0"
+
+
+DAMAGED = {
+    "RuntimeError": "raise RuntimeError('cudnn shared object not found.')",
+    "OSError": "import ctypes; ctypes.CDLL('libtransformer_engine_of_another_cuda.so')",
+    "FileNotFoundError": "open('/nonexistent/transformer_engine_torch.so')",
+    "AssertionError": "assert False, 'Transformer Engine package version mismatch'",
+}
+
+
+def start(tmp_path, module, text, spec):
+    """Import what training imports, beside a library that does this."""
+    file = tmp_path / "libraries" / module / "__init__.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    if module == "transformer_engine":
+        (file.parent / "pytorch.py").touch()
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path / 'libraries')!r})\n"
+        "from vapo_megatron.errors import ConfigError\n"
+        "from vapo_megatron.config import ModelConfig\n"
+        "try:\n"
+        "    from vapo_megatron.models.layer_spec import uses_transformer_engine\n"
+        f"    print('imported', uses_transformer_engine(ModelConfig(layer_spec={spec!r})))\n"
+        "except ConfigError as error:\n"
+        "    print('ConfigError', error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("error", DAMAGED)
+def test_a_damaged_transformer_engine_is_a_config_error_whatever_the_layers_are(tmp_path, error):
+    told = start(tmp_path, "transformer_engine", DAMAGED[error], spec="local")
+    what = "OSError" if error == "OSError" else error
+    assert told.startswith("ConfigError transformer_engine.pytorch is installed but cannot be ")
+    assert f"({what}: " in told and "model.layer_spec" in told
+    assert told.endswith("or pip uninstall transformer-engine transformer-engine-torch")
+    assert len(told.splitlines()) == 1
+
+
+def test_a_damaged_apex_is_one_too(tmp_path):
+    told = start(tmp_path, "apex", "raise RuntimeError('compiled for another CUDA')", spec="local")
+    assert told.startswith("ConfigError apex is installed but cannot be imported (RuntimeError: ")
+    assert told.endswith("or pip uninstall apex")
+
+
+def test_one_that_is_not_installed_is_no_error(tmp_path):
+    assert start(tmp_path, "unrelated", "", spec="local") == "imported False"
