@@ -11,6 +11,7 @@ import os
 import runpy
 import socket
 import sys
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -20,6 +21,7 @@ from tests.cli.starting import ROOT, make_stand_in, start
 from tests.models.qwen25 import config_json
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.workers import free_port
+from vapo_megatron.cli import train
 from vapo_megatron.cli.launch import torchrun_command
 from vapo_megatron.cli.main import main
 from vapo_megatron.config import ConfigError, VapoConfig, load_config
@@ -299,6 +301,24 @@ def test_as_torchruns_worker_the_command_trains(tmp_path, stand_in):
     done = start(sys.executable, "-m", "vapo_megatron", "train", *arguments, **worker)
     assert (done.returncode, done.stdout) == (2, "")
     assert "parallel.world_size=3 must be the number of processes started, 2" in done.stderr
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_rank_0_names_the_libraries_before_anything_is_built(rank, monkeypatch, capsys):
+    def build(*_):
+        raise Started
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(train, "check_processes", lambda config: None)
+    monkeypatch.setattr(train, "_check", lambda config, replay: None)
+    monkeypatch.setitem(sys.modules, "vapo_megatron.loop", SimpleNamespace(VapoTrainer=build))
+    with pytest.raises(Started):
+        train._train(VapoConfig(), None)
+    printed = capsys.readouterr().out
+    assert printed.startswith("found torch ") == (rank == "0") and printed.count("\n") == (
+        rank == "0"
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
