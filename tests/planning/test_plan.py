@@ -5,6 +5,7 @@ The bytes' own tests are in test_memory.py, the seconds' in test_roofline.py.
 
 import dataclasses
 import itertools
+import re
 import sys
 import types
 
@@ -18,8 +19,20 @@ from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.known import known_shape
 from vapo_megatron.planning import memory
 from vapo_megatron.planning.cluster import Cluster
-from vapo_megatron.planning.describe import dry_run_comment, to_paste
-from vapo_megatron.planning.plan import check_fits, make_plan, misfit, model_flops, peak_memory
+from vapo_megatron.planning.describe import (
+    describe_plan,
+    describe_ranking,
+    dry_run_comment,
+    to_paste,
+)
+from vapo_megatron.planning.plan import (
+    PUBLISHED_OVER_PREDICTED,
+    check_fits,
+    make_plan,
+    misfit,
+    model_flops,
+    peak_memory,
+)
 from vapo_megatron.planning.ranking import (
     Fixed,
     rank,
@@ -324,3 +337,39 @@ def test_a_run_asks_its_gpu(monkeypatch, tmp_path, capsys, gigabytes, refused):
     assert error.count("\n") == 1
     expected = "error: this configuration cannot fit into a GPU: " if refused else "was reached"
     assert expected in error
+
+
+def test_every_plan_has_its_range(ranking):
+    plan = ranking.plans[0]
+    least, most = plan.step_seconds_range
+    assert least / plan.step_seconds == pytest.approx(PUBLISHED_OVER_PREDICTED[0])
+    assert most / plan.step_seconds == pytest.approx(PUBLISHED_OVER_PREDICTED[1])
+    step = f"{plan.step_seconds:.0f}"
+    row = describe_ranking(ranking, top=1).splitlines()[1].split()
+    assert row[row.index(step) + 1] == f"{least:.0f}-{most:.0f}"
+    assert f": {step} s a step ({least:.0f} to {most:.0f})\n" in describe_plan(SMALL_SHAPE, plan)
+    assert "vLLM TP 8: 2083 s a step (1521 to 3396)\n" in dry_run_comment(load_config(RECIPE))
+
+
+@pytest.mark.parametrize("slower", [1, 1e6])
+def test_columns_never_run_into_each_other(ranking, slower):
+    """However large a number is: two blanks before it."""
+    cluster = dataclasses.replace(SMALL, peak_tflops=989 / slower, gpu_bytes=80 * 10**12)
+    fixed = Fixed(tp=2, pp=2, vllm_tp=1, recompute="full", vpp=1, offload=True)
+    slow = rank(SMALL_SHAPE, SMALL_BASE, cluster, workload_of(SMALL_BASE), fixed)
+    (plan,) = slow.plans
+    cells = [
+        re.split(r"\s{2,}", line.strip()) for line in describe_ranking(slow, top=1).splitlines()[:2]
+    ]
+    row = dict(zip(*cells, strict=True))
+    assert row["step s"] == f"{plan.step_seconds:.0f}"
+    assert row["sample"] == f"{plan.seconds['generation']:.1f}"
+    assert row["critic"] == f"{plan.seconds['critic_update']:.1f}"
+    assert row["peak GB"] == f"{plan.peak[1].total / 1e9:.1f}"
+    lines = [line.strip() for line in describe_plan(SMALL_SHAPE, plan).splitlines()]
+    phase = next(line for line in lines if line.startswith("generation "))
+    sizes = dataclasses.astuple(plan.memory["generation"])
+    shown = [float(cell) for cell in re.split(r"\s{2,}", phase)[1:]]
+    assert sum(shown[:-1]) == pytest.approx(sum(sizes) / 1e9, rel=1e-2)
+    seconds = [re.split(r"\s{2,}", line)[:2] for line in lines]
+    assert ["generation", f"{plan.seconds['generation']:.1f}"] in seconds

@@ -21,13 +21,13 @@ from vapo_megatron.cli.command import Parser, run
 from vapo_megatron.cli.plan_options import add_plan, add_reshard
 from vapo_megatron.config import ParallelConfig, VapoConfig, load_config
 from vapo_megatron.errors import ConfigError, UserError
-from vapo_megatron.models.hf_config import check_layout, parameter_count
+from vapo_megatron.models.hf_config import ModelShape, check_layout, parameter_count
 from vapo_megatron.models.known import shape_of
 from vapo_megatron.planning import describe
 from vapo_megatron.planning.cluster import GB, GPUS, Cluster
 from vapo_megatron.planning.plan import resharding_seconds
-from vapo_megatron.planning.ranking import Fixed, rank
-from vapo_megatron.planning.workload import workload_of
+from vapo_megatron.planning.ranking import Fixed, Ranking, rank
+from vapo_megatron.planning.workload import Workload, workload_of
 
 RESHARD = """Compare the bytes and seconds of a weight sync with a gather of full tensors.
 
@@ -69,18 +69,7 @@ def _print(text: str) -> None:
 
 def plan(options: argparse.Namespace) -> tuple[str, str | None]:
     """Return the ranked layouts, the first in detail, and why nothing fits, if nothing does."""
-    shape, cluster = shape_of(options.model), cluster_of(options)
-    base = base_config(options)
-    workload = workload_of(
-        base,
-        mean_response_tokens=options.response,
-        prompt_tokens=options.prompt,
-        spread=options.spread,
-    )
-    fixed = Fixed(**{name: getattr(options, name) for name in Fixed._fields})
-    if options.offload is not None:
-        fixed = fixed._replace(offload=options.offload == "yes")
-    ranking = rank(shape, base, cluster, workload, fixed)
+    shape, cluster, workload, ranking = ranked(options)
     table = describe.describe_ranking(ranking, options.top)
     job = describe.describe_job(options.model, shape, cluster, workload)
     if not ranking.plans:
@@ -92,6 +81,22 @@ def plan(options: argparse.Namespace) -> tuple[str, str | None]:
     ]
     pasted = "to paste:\n" + describe.to_paste(ranking.plans[0].config).rstrip()
     return "\n\n".join([job, table, *shown, pasted, describe.NOT_MODELLED]), None
+
+
+def ranked(options: argparse.Namespace) -> tuple[ModelShape, Cluster, Workload, Ranking]:
+    """Return what the options describe, and its layouts, ranked."""
+    shape, cluster = shape_of(options.model), cluster_of(options)
+    base = base_config(options)
+    workload = workload_of(
+        base,
+        mean_response_tokens=options.response,
+        prompt_tokens=options.prompt,
+        spread=options.spread,
+    )
+    fixed = Fixed(**{name: getattr(options, name) for name in Fixed._fields})
+    if options.offload is not None:
+        fixed = fixed._replace(offload=options.offload == "yes")
+    return shape, cluster, workload, rank(shape, base, cluster, workload, fixed)
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:

@@ -1,10 +1,13 @@
 """GPUs, interconnects and storage: data-sheet figures, and the share of them that is achieved.
 
-Every default is a published figure, chosen before it was used for a prediction; none is fitted.
+Every default is a published figure, chosen before it was used for a prediction; none is fitted to a
+job. One set serves all jobs and GPUs; what that costs is plan.PUBLISHED_OVER_PREDICTED.
 
     peaks        NVIDIA's data sheets: H100 SXM 989 TFLOP/s in bfloat16 without sparsity, 3.35 TB/s,
                  NVLink 900 GB/s (both directions), PCIe 5 x16 64 GB/s per direction; A100 SXM 312,
-                 2.039, 600, and PCIe 4 with 32
+                 2.039, 600, and PCIe 4 with 32; GB200 NVL72 per GPU 2500 (half of the sparse
+                 5000), 8, 1800, and to the CPU NVLink-C2C with 900 GB/s for two GPUs; H20 148, 4,
+                 900, as its sellers state
     network      one 400 Gb/s adapter per GPU (NVIDIA DGX H100), 50 GB/s per direction; 200 Gb/s in
                  a DGX A100
     matmul       .80: 792.1 of 989 TFLOP/s, the best shape on H100 (S. Bekman, Machine Learning
@@ -51,6 +54,8 @@ GPUS = {
     "A100": _gpu("A100", 80, 2039, 600, 25, 32),
     "H100": _gpu("H100", 80, 3350, 900, 50, 64),
     "H200": _gpu("H200", 141, 4800, 900, 50, 64),
+    "H20": _gpu("H20", 96, 4000, 900, 50, 64),
+    "GB200": _gpu("GB200", 186, 8000, 1800, 50, 225),
 }
 """Fields of Cluster that a GPU's data sheet states."""
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import yaml
 
@@ -16,14 +15,21 @@ from vapo_megatron.planning import flops, memory
 from vapo_megatron.planning.cluster import GB, Cluster
 from vapo_megatron.planning.host_memory import host_bytes_per_node
 from vapo_megatron.planning.memory import PhaseMemory, checkpoint_bytes
-from vapo_megatron.planning.plan import Plan, make_plan, misfit, model_flops, peak_memory
+from vapo_megatron.planning.plan import (
+    PUBLISHED_OVER_PREDICTED,
+    Plan,
+    make_plan,
+    misfit,
+    model_flops,
+    peak_memory,
+)
 from vapo_megatron.planning.ranking import Ranking
 from vapo_megatron.planning.workload import Workload, workload_of
 
 NOT_MODELLED = """\
 not modelled:
   - inefficient kernel shapes, launch overhead and stragglers: seconds are a roofline estimate, \
-so expect a run to be somewhat slower
+and published jobs lie within the range (docs/planning.md)
   - pipeline stages that wait for each other because microbatches differ in length
   - preemption in vLLM; actual response lengths (assumed log-normal with the given mean)
   - a critic's frozen attention: its backward pass and saved inputs are counted as if trained
@@ -32,7 +38,9 @@ so expect a run to be somewhat slower
   - verifier, exchange of responses, advantages, evaluation, startup
   - contention between nodes in a weight sync, and between GPUs for host memory"""
 
-LEGEND = """\
+LEGEND = f"""\
+range: {PUBLISHED_OVER_PREDICTED[0]:g} to {PUBLISHED_OVER_PREDICTED[1]:g} times the prediction, \
+as published jobs took
 vLLM: TP of a replica; share: gpu_memory_utilization; budget: tokens per microbatch
 copies: offload; bubble: share of the trainer's seconds; uneven: slowest rank over the mean
 tok/s/GPU: response tokens; all tok: with prompts; peak: of the fullest GPU, in the phase named"""
@@ -88,12 +96,12 @@ def describe_ranking(ranking: Ranking, top: int) -> str:
     """Return the fastest plans as a table, and why other layouts are rejected."""
     blocks = []
     if ranking.plans:
-        columns = list(ranking.plans[0].seconds)
-        head = f"{'TP':>3}{'PP':>4}{'VPP':>4}{'DP':>4}{'vLLM':>5}{'share':>6} {'recompute':<10}"
-        head += f"{'budget':>7}{'offload':>8}{'step s':>8}"
-        head += "".join(f"{_SHORT.get(name, name):>7}" for name in columns)
-        head += f"{'bubble':>7}{'uneven':>7}{'tok/s/GPU':>10}{'all tok':>8}{'peak GB':>8} in"
-        lines = [head, *(_row(plan, columns) for plan in ranking.plans[:top])]
+        phases = list(ranking.plans[0].seconds)
+        head = ["TP", "PP", "VPP", "DP", "vLLM", "share", "recompute", "budget", "offload"]
+        head += ["step s", "range", *(_SHORT.get(name, name) for name in phases)]
+        head += ["bubble", "uneven", "tok/s/GPU", "all tok", "peak GB", "in"]
+        rows = [head, *(_row(plan, phases) for plan in ranking.plans[:top])]
+        lines = _aligned(rows, left=("recompute", "in"))
         left = len(ranking.plans) - top
         if left > 0:
             lines.append(f"... and {left} slower (--top {len(ranking.plans)} shows all)")
@@ -126,20 +134,48 @@ def describe_misfit(shape: ModelShape, ranking: Ranking, c: Cluster) -> tuple[st
     )
 
 
-def _row(plan: Plan, columns: list[str]) -> str:
+def _row(plan: Plan, phases: Sequence[str]) -> list[str]:
     p, r = plan.config.parallel, plan.config.rollout
     phase, peak = plan.peak
-    cells = "".join(f"{plan.seconds[name]:>7.1f}" for name in columns)
-    share = "-" if r.kv_cache_bytes else f"{r.gpu_memory_utilization:.2f}"
-    return (
-        f"{p.tensor_model_parallel_size:>3}{p.pipeline_model_parallel_size:>4}"
-        f"{p.virtual_pipeline_model_parallel_size or 1:>4}{p.data_parallel_size:>4}"
-        f"{r.tensor_model_parallel_size:>5}{share:>6} {p.recompute:<10}"
-        f"{p.max_tokens_per_microbatch:>7}{'yes' if p.offload else 'no':>8}"
-        f"{plan.step_seconds:>8.0f}{cells}{plan.training.mean('bubble'):>7.1%}"
-        f"{plan.training.mean('imbalance'):>7.1%}{plan.response_tokens_per_second:>10.0f}"
-        f"{plan.total_tokens_per_second:>8.0f}{peak.total / GB:>8.1f} {phase}"
-    )
+    least, most = plan.step_seconds_range
+    return [
+        str(p.tensor_model_parallel_size),
+        str(p.pipeline_model_parallel_size),
+        str(p.virtual_pipeline_model_parallel_size or 1),
+        str(p.data_parallel_size),
+        str(r.tensor_model_parallel_size),
+        "-" if r.kv_cache_bytes else f"{r.gpu_memory_utilization:.2f}",
+        p.recompute,
+        str(p.max_tokens_per_microbatch),
+        "yes" if p.offload else "no",
+        f"{plan.step_seconds:.0f}",
+        f"{least:.0f}-{most:.0f}",
+        *(f"{plan.seconds[name]:.1f}" for name in phases),
+        f"{plan.training.mean('bubble'):.1%}",
+        f"{plan.training.mean('imbalance'):.1%}",
+        f"{plan.response_tokens_per_second:.0f}",
+        f"{plan.total_tokens_per_second:.0f}",
+        f"{peak.total / GB:.1f}",
+        phase,
+    ]
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: Collection[str]) -> list[str]:
+    """Return the rows as lines, with columns as wide as their widest cell.
+
+    Args:
+        rows: the first one is the head.
+        left: heads of the columns that are aligned to the left.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if head in left else cell.rjust(width)
+            for head, cell, width in zip(rows[0], row, widths, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> str:
@@ -158,12 +194,15 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
     )
     host = host_bytes_per_node(shape, plan.config, gpus_per_node=c.gpus_per_node)
     disk = checkpoint_bytes(shape, plan.config)
+    least, most = plan.step_seconds_range
     lines = [
         f"TP {p.tensor_model_parallel_size} x PP {p.pipeline_model_parallel_size} x DP "
         f"{p.data_parallel_size} (VPP {p.virtual_pipeline_model_parallel_size or 1}), recompute "
-        f"{p.recompute}, vLLM TP {r.tensor_model_parallel_size}: {plan.step_seconds:.0f} s a step",
+        f"{p.recompute}, vLLM TP {r.tensor_model_parallel_size}: {plan.step_seconds:.0f} s a step "
+        f"({least:.0f} to {most:.0f})",
         f"  {plan.response_tokens_per_second:.0f} response tokens/s/GPU; "
-        f"{plan.total_tokens_per_second:.0f} with the prompts; updates at {used:.0%} MFU",
+        f"{plan.total_tokens_per_second:.0f} with the prompts; updates at {used:.0%} MFU, "
+        f"{used * c.peak_tflops:.0f} TFLOP/s/GPU",
         "",
         *_memory_table(plan.memory, c.gpu_bytes),
         "",
@@ -181,12 +220,11 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
 
 
 def _memory_table(phases: dict[str, PhaseMemory], gpu_bytes: int) -> Iterable[str]:
-    limit = f"of {gpu_bytes / GB:g}"
-    yield f"  {'GB':<15}" + "".join(f"{name:>8}" for name in PARTS.values()) + f"{limit:>9}"
+    rows = [["GB", *PARTS.values(), f"of {gpu_bytes / GB:g}"]]
     for name, phase in phases.items():
-        sizes = dataclasses.asdict(phase)
-        cells = "".join(f"{sizes[part] / GB:>8.1f}" for part in PARTS)
-        yield f"  {name:<15}{cells}{phase.total / GB:>9.1f}"
+        sizes = [getattr(phase, part) for part in PARTS] + [phase.total]
+        rows.append([name, *(f"{size / GB:.1f}" for size in sizes)])
+    return (f"  {line}" for line in _aligned(rows, left=("GB",)))
 
 
 def _time_table(plan: Plan, sync: float | None) -> Iterable[str]:
@@ -201,9 +239,9 @@ def _time_table(plan: Plan, sync: float | None) -> Iterable[str]:
             f"bubble {phase.bubble:.1%}; slowest rank {phase.imbalance:+.1%}; last stage "
             f"{phase.stages:+.0%}; {phase.between_seconds:.1f} s between updates"
         )
-    yield "  seconds"
-    for name, value in seconds.items():
-        yield f"  {name:<15}{value:>8.1f}  {notes.get(name, '')}".rstrip()
+    rows = [["phase", "seconds", ""]]
+    rows += [[name, f"{value:.1f}", notes.get(name, "")] for name, value in seconds.items()]
+    return (f"  {line}" for line in _aligned(rows, left=("phase", "")))
 
 
 def to_paste(config: VapoConfig) -> str:

@@ -31,8 +31,11 @@ BF16_PEAK_FLOPS = {
     "H100 NVL": 835e12,
     "H200": 989e12,
     "H200 NVL": 835e12,
+    "H20": 148e12,
+    "GB200": 2500e12,
 }
-"""Dense bfloat16 FLOP/s without sparsity, from NVIDIA's data sheets; SXM unless named."""
+"""Dense bfloat16 FLOP/s without sparsity, from NVIDIA's data sheets; SXM unless named. H20 as its
+sellers state it: NVIDIA has no public data sheet."""
 
 
 def forward_flops(

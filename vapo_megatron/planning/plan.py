@@ -21,6 +21,10 @@ from vapo_megatron.planning.model_bytes import Layout, state_bytes
 from vapo_megatron.planning.roofline import Phase, scoring, sync_seconds, update
 from vapo_megatron.planning.workload import Workload, response_lengths
 
+PUBLISHED_OVER_PREDICTED = (0.73, 1.63)
+"""Least and most that published jobs took, as a multiple of what is predicted for them: the error
+of predicted seconds. From the jobs and figures of tests/planning/published.py."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Training:
@@ -68,6 +72,12 @@ class Plan:
     def step_seconds(self) -> float:
         """Of a step that updates every trained role."""
         return sum(self.seconds.values())
+
+    @property
+    def step_seconds_range(self) -> tuple[float, float]:
+        """step_seconds with the planner's error: the least and the most to expect."""
+        least, most = PUBLISHED_OVER_PREDICTED
+        return least * self.step_seconds, most * self.step_seconds
 
     @property
     def response_tokens_per_second(self) -> float:
