@@ -125,7 +125,7 @@ def test_a_plan(printed, tmp_path):
     assert columns.split()[:5] == ["TP", "PP", "VPP", "DP", "vLLM"] and len(rows) == 13
     seconds = [int(row.split()[9]) for row in rows[:12]]
     assert seconds == sorted(seconds)
-    for name in ("vLLM", "share", "budget", "copies", "bubble", "uneven", "tok/s/GPU"):
+    for name in ("range", "vLLM", "share", "budget", "copies", "bubble", "uneven", "tok/s/GPU"):
         assert name in columns and f"{name}:" in legend
     assert (
         "TP 1 x PP 1: actor_update needs 2" in rejected and "GB of 80.0 (gradients 131" in rejected
@@ -135,7 +135,7 @@ def test_a_plan(printed, tmp_path):
     totals = {line.split()[0]: float(line.split()[-1]) for line in memory.splitlines()[1:]}
     assert max(totals.values()) == float(sizes[-2]) <= 80 and len(totals) == 6
     # Bubble and imbalance of the row are between those of its phases.
-    for column, pattern in ((17, r"bubble ([\d.]+)%"), (18, r"slowest rank \+([\d.]+)%")):
+    for column, pattern in ((18, r"bubble ([\d.]+)%"), (19, r"slowest rank \+([\d.]+)%")):
         shares = [float(share) for share in re.findall(pattern, times)]
         assert len(shares) == 4
         assert min(shares) <= float(sizes[column].removesuffix("%")) <= max(shares)
