@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Run the package on one GPU, in under 8 minutes, and print a table of what came of it.
+"""Run the package on a machine's GPUs, in under 10 minutes, and print a table of what came of it.
 
 python tools/gpu_smoke.py --out DIR                 on a GPU: every section, at full size
-python tools/gpu_smoke.py --sections parity         some of them
+python tools/gpu_smoke.py --sections parity,te      some of them
 python tools/gpu_smoke.py --device cpu --small      the same code on a CPU, at tiny sizes
 
-Each section runs in a process of its own with a time limit, so that one that fails, crashes or
+Each section runs in processes of its own with a time limit, so that one that fails, crashes or
 hangs costs its own row alone. docs/gpu.md says what each row means. Needs torch,
-megatron-core, numpy, packaging, pydantic, PyYAML and safetensors; neither vLLM, nor Transformer
-Engine, nor a model on disk.
+megatron-core, numpy, packaging, pydantic, PyYAML and safetensors, and no model on disk; what needs
+vLLM, Transformer Engine or a second GPU is skipped without it.
 
 Exit codes: 0 every row is ok; 1 some are not; 2 it cannot run here.
 """
@@ -18,10 +18,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import faulthandler
 import importlib
 import importlib.util
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -49,7 +51,7 @@ NEEDED = {
 
 
 class Section(NamedTuple):
-    """What one process runs: function(sizes, directory, *arguments)."""
+    """What a process runs: function(sizes, directory, *arguments), a list or a stream of rows."""
 
     module: str
     function: str
@@ -58,12 +60,20 @@ class Section(NamedTuple):
     arguments: tuple[str, ...] = ()
     on_cpu: bool = False
     """Always: it computes what a GPU is compared with."""
+    on_all_gpus: bool = False
+    """One process for each of 8, 4 or 2 GPUs; two on a CPU. Rank 0 has the rows."""
+    needs: str = ""
+    """The section that must run before, because it leaves files."""
 
 
 SECTIONS = {
     "attention": Section("tools.smoke.attention", "attention", 90),
     "reference": Section("tools.smoke.parity", "reference", 120, on_cpu=True),
-    "parity": Section("tools.smoke.parity", "parity", 120),
+    "parity": Section("tools.smoke.parity", "parity", 120, needs="reference"),
+    "te": Section("tools.smoke.te", "transformer_engine", 90, needs="reference"),
+    "nccl": Section("tools.smoke.nccl", "nccl", 180, on_all_gpus=True, needs="reference"),
+    "sampler": Section("tools.smoke.sampler", "sampler", 180),
+    "step": Section("tools.smoke.step", "step", 180),
     "logprobs": Section("tools.smoke.training", "logprobs", 60),
     "offload": Section("tools.smoke.offload", "offload", 60, ("Qwen2.5-0.5B",)),
     **{
@@ -84,8 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if refusal:
         print(f"gpu_smoke: {refusal}", file=sys.stderr)
         return 2
-    if "parity" in names and "reference" not in names:
-        names.insert(names.index("parity"), "reference")
+    for name in list(names):
+        if SECTIONS[name].needs and SECTIONS[name].needs not in names[: names.index(name)]:
+            names.insert(names.index(name), SECTIONS[name].needs)
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + arguments.budget
@@ -114,55 +125,126 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_apart(
     name: str, section: Section, arguments: argparse.Namespace, work: Path, left_seconds: float
 ) -> list[Row]:
-    """Run a section in a process of its own; return its rows, or one that says why it failed.
+    """Run a section in processes of its own; return its rows, and one for each that failed.
 
     `work` holds the files that sections leave for each other, their rows and their logs.
     """
     if left_seconds <= 0:
         return [_failed(name, f"not run: the {arguments.budget:g} s of --budget are spent")]
-    environment = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-    environment.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    if section.on_cpu or arguments.device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, __file__, "--run-section", json.dumps([name, *section])]
-    command += ["--work", str(work), *["--small"] * arguments.small]
     limit = min(section.limit_seconds, left_seconds)
-    with open(work / f"{name}.log", "wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            reason = f"the process ended with code {process.wait(limit)} and no rows"
-        except subprocess.TimeoutExpired:
-            reason = f"longer than {limit:.0f} s"
-        finally:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-    file = work / f"{name}.json"
+    description = json.dumps([name, *section._replace(limit_seconds=limit)])
+    command = [sys.executable, __file__, "--run-section", description]
+    command += ["--work", str(work), *["--small"] * arguments.small]
+    with open(work / f"{name}.log", "ab") as log, contextlib.ExitStack() as stack:
+        processes = []
+        for environment in _environments(section, arguments.device):
+            process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+            stack.callback(_end, process)
+            processes.append(process)
+        _wait(processes, limit)
+        codes = [process.poll() for process in processes]
+    rows: list[Row] = []
+    for rank, code in enumerate(codes):
+        reason = (
+            f"longer than {limit:.0f} s" if code is None
+            else f"the process ended with code {code} and no rows"
+        )  # fmt: skip
+        found, is_complete = _read_rows(work / f"{name}.{rank}.json")
+        rows += found
+        if not is_complete:
+            where = f"rank {rank}: " if len(codes) > 1 else ""
+            rows.append(_failed(name, where + reason + " after these" * bool(found)))
+    return rows
+
+
+def _environments(section: Section, device: str) -> list[dict[str, str]]:
+    """Return the environment of each process, as torchrun would set it."""
+    count = 1
+    if section.on_all_gpus:
+        count = 2 if device == "cpu" else _num_gpus()
+    shared = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    shared.update(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+    # What NCCL finds wrong is in the log.
+    shared.setdefault("NCCL_DEBUG", "WARN")
+    if section.on_cpu or device == "cpu":
+        shared["CUDA_VISIBLE_DEVICES"] = ""
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def _num_gpus() -> int:
+    """The largest of 8, 4, 2 and 1 GPUs that there are."""
+    import torch
+
+    return next(n for n in (8, 4, 2, 1) if n <= max(1, torch.cuda.device_count()))
+
+
+def _wait(processes: Sequence[subprocess.Popen], limit_seconds: float) -> None:
+    """Wait until all have ended; once one has failed, the others, which wait for it, get 10 s."""
+    deadline = time.monotonic() + limit_seconds
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if any(process.poll() for process in processes):
+            deadline = min(deadline, time.monotonic() + 10)
+            for process in processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        time.sleep(0.05)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Kill a process and those that it has started, unless they have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+
+
+def _read_rows(file: Path) -> tuple[list[Row], bool]:
+    """Return a process's rows so far, and whether they are all."""
     if not file.exists():
-        return [_failed(name, reason)]
-    return [Row(**tree) for tree in json.loads(file.read_text())]
+        return [], False
+    tree = json.loads(file.read_text())
+    return [Row(**row) for row in tree["rows"]], tree["is_complete"]
 
 
 def run_here(arguments: argparse.Namespace) -> None:
-    """Be the process of one section: write its rows, or one row with its error; does not return."""
+    """Be a process of one section: write its rows as they come; does not return.
+
+    An error is a row, too, and the exit code is then 1.
+    """
     from tools.smoke.sizes import FULL, SMALL
 
     name, *fields = json.loads(arguments.run_section)
     section = Section(*fields)
     sizes = SMALL if arguments.small else FULL
+    file = arguments.work / f"{name}.{os.environ['RANK']}.json"
+    rows: list[Row] = []
+
+    def write(is_complete: bool) -> None:
+        trees = [dataclasses.asdict(row) for row in rows]
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps({"rows": trees, "is_complete": is_complete}))
+        part.replace(file)
+
+    # A hang leaves its stack in the log.
+    faulthandler.dump_traceback_later(max(1.0, section.limit_seconds - 5))
+    code = 0
     try:
         function = getattr(importlib.import_module(section.module), section.function)
-        rows = function(sizes, arguments.work, *section.arguments)
+        for row in function(sizes, arguments.work, *section.arguments):
+            rows.append(row)
+            write(is_complete=False)
     except Exception as error:
         traceback.print_exc()
         first_line = (str(error).strip().splitlines() or [""])[0]
-        rows = [_failed(name, f"{type(error).__name__}: {first_line[:300]}")]
-    trees = [dataclasses.asdict(row) for row in rows]
-    (arguments.work / f"{name}.json").write_text(json.dumps(trees))
+        rows.append(_failed(name, f"{type(error).__name__}: {first_line[:300]}"))
+        code = 1
+    write(is_complete=True)
     sys.stdout.flush()
     sys.stderr.flush()
     # A section that is done must not hang in NCCL's or CUDA's clean-up.
-    os._exit(0)
+    os._exit(code)
 
 
 def _refusal(arguments: argparse.Namespace, names: Sequence[str]) -> str:
@@ -212,7 +294,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--small", action="store_true", help="tiny sizes")
     parser.add_argument("--sections", help=f"some of {','.join(SECTIONS)}; default: all")
     parser.add_argument(
-        "--budget", type=float, default=450.0, help="seconds for all sections (default 450)"
+        "--budget", type=float, default=570.0, help="seconds for all sections (default 570)"
     )
     parser.add_argument("--out", type=Path, help="directory for gpu_smoke.md, .json and .log")
     parser.add_argument("--run-section", help=argparse.SUPPRESS)

@@ -9,8 +9,9 @@ products and the softmax between them, forward and backward, over sums as long a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def attention(sizes: Sizes, directory: Path) -> list[Row]:
     rows = []
     for case in sizes.attention:
         # The same numbers in both: what bfloat16 holds exactly.
-        tensors = Tensors(*(t.bfloat16() for t in _random(case)))
+        tensors = random_tensors(case, torch.bfloat16)
         expected = written_out(case, tensors)
         for dtype in UNIT_ROUNDOFF:
             found = packed(case, tensors, dtype)
@@ -58,12 +59,14 @@ def attention(sizes: Sizes, directory: Path) -> list[Row]:
     return [*rows, _timed(sizes.attention_timed)]
 
 
-def packed(case: AttentionCase, tensors: Tensors, dtype: str) -> list[Tensor]:
-    """Output and gradients of query, key and value, of the layers' own attention."""
+def packed(
+    case: AttentionCase, tensors: Tensors, dtype: str, layer: Callable[..., Tensor] | None = None
+) -> list[Tensor]:
+    """Output and gradients of query, key and value; layer=None: the layers' own attention."""
     cast = Tensors(*(t.to(getattr(torch, dtype)) for t in tensors))
-    layer, parameters = _layer(case, dtype)
+    layer = layer or _layer(case, dtype)
     leaves = [t.detach().requires_grad_() for t in cast[:3]]
-    output = layer(*leaves, packed_seq_params=parameters)
+    output = layer(*leaves, packed_seq_params=_bounds(case))
     output.backward(cast.upstream)
     return [output.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
 
@@ -93,25 +96,31 @@ def rounding_bound(case: AttentionCase, dtype: str) -> float:
     return 2 * UNIT_ROUNDOFF[dtype] * math.sqrt(2 * 3 * longest)
 
 
-def _random(case: AttentionCase) -> Tensors:
+def random_tensors(case: AttentionCase, dtype: torch.dtype) -> Tensors:
+    """Draw normal numbers on this device."""
     draw = torch.Generator().manual_seed(0)
     size = sum(case.lengths)
     heads, groups = ((size, n, case.head_dim) for n in (case.heads, case.groups))
     shapes: tuple[tuple[int, ...], ...] = (heads, groups, groups, (size, heads[1] * heads[2]))
-    return Tensors(*(torch.randn(s, generator=draw).to(backend.device()) for s in shapes))
+    drawn = (torch.randn(s, generator=draw) for s in shapes)
+    return Tensors(*(t.to(backend.device(), dtype) for t in drawn))
 
 
-def _layer(case: AttentionCase, dtype: str) -> tuple[PackedAttention, Any]:
-    """The attention of a layer whose rotation turns nothing, and the bounds of its sequences."""
+def _layer(case: AttentionCase, dtype: str) -> PackedAttention:
+    """The attention of a layer whose rotation turns nothing."""
     shape = known_shape("Qwen2.5-0.5B")
-    config = make_config(dtype)
-    layer = PackedAttention(
+    config = make_config(dtype, layer_spec="local")
+    return PackedAttention(
         transformer_config(shape, config.model, config.parallel), 1, AttnMaskType.causal, "self",
         case.head_dim**-0.5, rotary=Rotary(torch.zeros(case.head_dim // 2)),
     )  # fmt: skip
+
+
+def _bounds(case: AttentionCase) -> PackedSeqParams:
+    """Where the sequences begin and end, as a model gives it to its layers."""
     bounds = torch.tensor([0, *case.lengths]).cumsum(0).int().to(backend.device())
     longest = max(case.lengths)
-    return layer, PackedSeqParams(
+    return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds,
         max_seqlen_q=longest, max_seqlen_kv=longest,
     )  # fmt: skip
@@ -119,8 +128,8 @@ def _layer(case: AttentionCase, dtype: str) -> tuple[PackedAttention, Any]:
 
 def _timed(case: AttentionCase) -> Row:
     """Time forward and backward in bfloat16, the second of two; FLOPs: planning/flops.py."""
-    tensors = Tensors(*(t.bfloat16() for t in _random(case)))
-    layer, parameters = _layer(case, "bfloat16")
+    tensors = random_tensors(case, torch.bfloat16)
+    layer, parameters = _layer(case, "bfloat16"), _bounds(case)
     leaves = [t.requires_grad_() for t in tensors[:3]]
 
     def call() -> None:

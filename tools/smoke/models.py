@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.models.build import Role
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel import backend, groups
+from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.minibatches import MiniBatch, make_microbatches, make_mini_batches
 from vapo_megatron.roles.actor import Actor
 from vapo_megatron.roles.critic import Critic
@@ -22,26 +25,40 @@ from vapo_megatron.weights.mapping import hf_tensors
 
 
 def make_config(
-    dtype: str, *, hf_path: str | None = None, tokens_per_microbatch: int = 32768
+    dtype: str,
+    *,
+    hf_path: str | None = None,
+    tokens_per_microbatch: int = 32768,
+    layer_spec: str = "auto",
+    parallel: Mapping[str, Any] | None = None,
+    rollout: Mapping[str, Any] | None = None,
 ) -> VapoConfig:
-    """Return the configuration of one process; all losses are on."""
+    """Return a configuration in which all losses are on; by default of one process."""
     return VapoConfig.model_validate(
         {
-            "model": {"hf_path": hf_path, "dtype": dtype, "value_head_init_std": 0.02},
-            "parallel": {"max_tokens_per_microbatch": tokens_per_microbatch},
+            "model": {
+                "hf_path": hf_path, "dtype": dtype, "layer_spec": layer_spec,
+                "value_head_init_std": 0.02,
+            },
+            "parallel": {"max_tokens_per_microbatch": tokens_per_microbatch, **(parallel or {})},
+            "rollout": rollout or {},
             "algorithm": {"entropy_coef": 0.01},
         }
-    )
+    )  # fmt: skip
 
 
-def build_role(role: Role, shape: ModelShape, config: VapoConfig) -> Actor | Critic:
-    """Build a role over process groups of this process alone, NCCL's on a GPU."""
+def start_groups(config: VapoConfig) -> Ranks:
+    """Build the process groups of a configuration, NCCL's on a GPU; those before are forgotten."""
     if not dist.is_initialized():
         backend.initialize_distributed(timeout_seconds=60)
     groups.destroy()
-    here = groups.initialize(config.parallel)
+    return groups.initialize(config.parallel)
+
+
+def build_role(role: Role, shape: ModelShape, config: VapoConfig) -> Actor | Critic:
+    """Build a role, and the process groups that it is spread over."""
     kind = Actor if role == "actor" else Critic
-    return kind(shape, config, here, config.model.hf_path)
+    return kind(shape, config, start_groups(config), config.model.hf_path)
 
 
 def exact_float32() -> None:
@@ -79,24 +96,52 @@ def random_batch(lengths: Sequence[tuple[int, int]], vocab_size: int, seed: int)
     )
 
 
-def whole_mini_batch(batch: RolloutBatch, plan: Sequence[Sequence[int]]) -> MiniBatch:
-    """Return one mini-batch of all responses. plan: [microbatch] -> positions, in batch order."""
-    microbatches = make_microbatches(batch, map(len, plan), multiple_of=1)
+def whole_mini_batch(
+    batch: RolloutBatch, plan: Sequence[Sequence[int]], multiple_of: int = 1
+) -> MiniBatch:
+    """Return one mini-batch of all of this rank's responses.
+
+    Args:
+        batch: this data-parallel rank's.
+        plan: [microbatch] -> positions, in the batch's order.
+        multiple_of: from packed_multiple.
+    """
+    microbatches = make_microbatches(batch, map(len, plan), multiple_of=multiple_of)
     (mini_batch,) = make_mini_batches(microbatches, [len(plan)], groups.current())
     return mini_batch
 
 
-def write_random_hf(directory: Path, shape: ModelShape, role: str, seed: int) -> None:
-    """Write the tensors of a Hugging Face directory, float32 numbers that bfloat16 holds exactly.
+def write_random_hf(
+    directory: Path, shape: ModelShape, role: str, seed: int, dtype: torch.dtype = torch.float32
+) -> None:
+    """Write the tensors of a Hugging Face directory, numbers that bfloat16 holds exactly.
 
     Matrices keep the size of what they multiply; norms and biases are not at their neutral values,
-    so that leaving one out would show.
+    so that leaving one out would show. An actor has a config.json, too, for vLLM.
     """
     draw = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, size in hf_tensors(shape, role).items():
         scale = size[1] ** -0.5 if len(size) == 2 else 0.1
         tensor = scale * torch.randn(size, generator=draw) + float(name.endswith("norm.weight"))
-        tensors[name] = tensor.bfloat16().float()
+        tensors[name] = tensor.bfloat16().to(dtype)
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / "model.safetensors")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    if role == "actor":
+        (directory / "config.json").write_text(json.dumps(_hf_config(shape)))
+
+
+def _hf_config(shape: ModelShape) -> dict[str, Any]:
+    """The config.json of a Qwen2."""
+    assert shape.family == "qwen2", shape.family
+    return {
+        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu",
+        "hidden_size": shape.hidden_size, "intermediate_size": shape.ffn_hidden_size,
+        "num_hidden_layers": shape.num_layers, "vocab_size": shape.vocab_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "rms_norm_eps": shape.norm_eps, "rope_theta": shape.rope_theta,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "tie_word_embeddings": shape.tied, "initializer_range": shape.initializer_range,
+        "torch_dtype": "bfloat16",
+    }  # fmt: skip

@@ -35,10 +35,13 @@ from tools.smoke.models import (
 )
 from tools.smoke.report import Row, judged
 from tools.smoke.sizes import Sizes
+from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.build import Role
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel import groups
+from vapo_megatron.parallel.minibatches import MiniBatch, packed_multiple
 from vapo_megatron.roles.actor import Actor
+from vapo_megatron.roles.critic import Critic
 from vapo_megatron.weights.gather import full_gradients
 
 ROLES: tuple[Role, ...] = ("actor", "critic")
@@ -53,13 +56,20 @@ class Numbers(NamedTuple):
     gradients: dict[str, Tensor]
     """By HF name, of the role's loss."""
 
+    @property
+    def gradient_norm(self) -> float:
+        """2-norm over all tensors."""
+        norms = [gradient.double().norm() for gradient in self.gradients.values()]
+        return float(torch.stack(norms).norm())
+
 
 def reference(sizes: Sizes, directory: Path) -> list[Row]:
     """Write weights and what float32 makes of them, one response at a time."""
     found = {}
     for seed, role in enumerate(ROLES):
         write_random_hf(directory / role, sizes.parity_shape, role, seed)
-        found[role] = compute(sizes, directory, role, "float32", packed=False, old=None)
+        config = make_config("float32", hf_path=str(directory / role))
+        found[role] = compute(sizes, role, config, packed=False, old=None)[0]
     torch.save({role: numbers._asdict() for role, numbers in found.items()}, _file(directory))
     return []
 
@@ -67,52 +77,95 @@ def reference(sizes: Sizes, directory: Path) -> list[Row]:
 def parity(sizes: Sizes, directory: Path) -> list[Row]:
     """Compare this device's float32 and bfloat16, packed, with the reference."""
     exact_float32()
-    saved = torch.load(_file(directory), weights_only=True)
     rows = []
     for dtype in UNIT_ROUNDOFF:
-        bound = rounding_bound(sizes.parity_shape, dtype)
         for role in ROLES:
-            expected = Numbers(**saved[role])
-            found = compute(
-                sizes, directory, role, dtype, packed=True, old=expected.outputs[:, 0].clone()
-            )
-            error = output_error(found.outputs, expected.outputs)
-            rows.append(judged("parity", f"{role} {dtype}, forward", "error", error, bound))
-            errors = {
-                name: relative(found.gradients[name], gradient)
-                for name, gradient in expected.gradients.items()
-            }
-            worst = max(errors, key=lambda name: errors[name])
-            what = f"{worst} error"
-            rows.append(judged("parity", f"{role} {dtype}, backward", what, errors[worst], bound))
+            expected = load_reference(directory, role)
+            config = make_config(dtype, hf_path=str(directory / role))
+            old = expected.outputs[:, 0].clone()
+            found, *_ = compute(sizes, role, config, packed=True, old=old)
+            bound = rounding_bound(sizes.parity_shape, dtype)
+            rows += compared("parity", f"{role} {dtype}", found, expected, bound)
     return rows
 
 
+def load_reference(directory: Path, role: Role) -> Numbers:
+    """Return what `reference` has computed."""
+    return Numbers(**torch.load(_file(directory), weights_only=True)[role])
+
+
+def compared(section: str, case: str, found: Numbers, expected: Numbers, bound: float) -> list[Row]:
+    """Judge the outputs, and the gradient that differs most."""
+    error = output_error(found.outputs, expected.outputs)
+    worst, largest = worst_gradient(found, expected)
+    return [
+        judged(section, f"{case}, forward", "error", error, bound),
+        judged(section, f"{case}, backward", f"{worst} error", largest, bound),
+    ]
+
+
+def worst_gradient(found: Numbers, expected: Numbers) -> tuple[str, float]:
+    """Return the name of the parameter whose gradient differs most, and by how much."""
+    errors = {
+        name: relative(found.gradients[name], gradient)
+        for name, gradient in expected.gradients.items()
+    }
+    worst = max(errors, key=lambda name: errors[name])
+    return worst, errors[worst]
+
+
 def compute(
-    sizes: Sizes, directory: Path, role: Role, dtype: str, *, packed: bool, old: Tensor | None
-) -> Numbers:
-    """Run one role forward, and forward and backward.
+    sizes: Sizes, role: Role, config: VapoConfig, *, packed: bool, old: Tensor | None
+) -> tuple[Numbers, Actor | Critic, MiniBatch]:
+    """Run one role forward, and forward and backward, over the configuration's layout.
 
     Args:
-        sizes, directory: of the weights.
+        sizes: of the model and the responses.
         role: "actor" or "critic".
-        dtype: of parameters and activations.
-        packed: all responses in one forward pass; else each in its own.
-        old: old_logprobs [T]; None: those that are computed here.
+        config: model.hf_path has the weights.
+        packed: this rank's responses in two forward passes if its layout is a pipeline, else in
+            one; False: each in its own.
+        old: old_logprobs [T] of all responses; None: those that are computed here.
+
+    Returns:
+        The numbers, whose outputs are those of this data-parallel rank's responses and whose
+        gradients are of all; the model; and the mini-batch, whose old_logprobs or values are the
+        model's own.
     """
     shape, lengths = sizes.parity_shape, sizes.parity_lengths
-    model = build_role(role, shape, make_config(dtype, hf_path=str(directory / role)))
+    model = build_role(role, shape, config)
+    ranks = groups.current()
+    first, count = share(len(lengths), ranks.dp_size, ranks.dp_rank)
     batch = random_batch(lengths, shape.vocab_size, seed=2)
-    plan = [list(range(len(lengths)))] if packed else [[i] for i in range(len(lengths))]
-    microbatches = whole_mini_batch(batch, plan).microbatches
+    tokens = slice(int(batch.cu_seqlens[first]), int(batch.cu_seqlens[first + count]))
+    batch = batch.narrow(first, count)
+    passes = min(count, ranks.pp_size) if packed else count
+    plan = [list(range(*bounds)) for bounds in cuts(count, passes)]
+    multiple = packed_multiple(config.parallel, config.model.fp8)
+    microbatches = whole_mini_batch(batch, plan, multiple).microbatches
     if isinstance(model, Actor):
         outputs = torch.stack(model.compute_logprobs(microbatches), -1)
-        batch = batch.replace(old_logprobs=outputs[:, 0] if old is None else old)
+        own = batch.replace(old_logprobs=outputs[:, 0].contiguous())
+        batch = own if old is None else batch.replace(old_logprobs=old[tokens])
     else:
         outputs = model.compute_values(microbatches)[:, None]
-    model.compute_gradients(whole_mini_batch(batch, plan))
+        own = batch
+    model.compute_gradients(whole_mini_batch(batch, plan, multiple))
     named = full_gradients(model.trained.chunks, shape, groups.current(), role)
-    return Numbers(outputs, {name: gradient.float().cpu().clone() for name, gradient in named})
+    gradients = {name: gradient.float().cpu().clone() for name, gradient in named}
+    return Numbers(outputs, gradients), model, whole_mini_batch(own, plan, multiple)
+
+
+def cuts(count: int, parts: int) -> list[tuple[int, int]]:
+    """Return the bounds of consecutive parts whose sizes differ by at most one."""
+    bounds = [count * i // parts for i in range(parts + 1)]
+    return list(zip(bounds, bounds[1:]))
+
+
+def share(count: int, dp_size: int, dp_rank: int) -> tuple[int, int]:
+    """Return (first, number) of a data-parallel rank's responses."""
+    first, end = cuts(count, dp_size)[dp_rank]
+    return first, end - first
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -130,13 +183,16 @@ def output_error(found: Tensor, expected: Tensor) -> float:
     return float(difference / expected[:, 0].double().std())
 
 
-def rounding_bound(shape: ModelShape, dtype: str) -> float:
-    """Largest relative error that rounding explains; see the module's docstring."""
+def rounding_bound(shape: ModelShape, dtype: str, *, passes: int = 2) -> float:
+    """Largest relative error that rounding explains; see the module's docstring.
+
+    passes: 2, forward and backward; 1, forward alone.
+    """
     if dtype == "float32":
         longest = max(shape.ffn_hidden_size, shape.hidden_size, shape.vocab_size)
-        roundings = 2 * (6 * shape.num_layers + 1) * longest
+        roundings = passes * (6 * shape.num_layers + 1) * longest
     else:
-        roundings = 2 * (12 * shape.num_layers + 1)
+        roundings = passes * (12 * shape.num_layers + 1)
     return 2 * UNIT_ROUNDOFF[dtype] * math.sqrt(roundings)
 
 
