@@ -56,7 +56,7 @@ class Section(NamedTuple):
     module: str
     function: str
     limit_seconds: float
-    """Longer is a failure; less where less of the budget is left."""
+    """On a GPU; longer is a failure. Less where less of the budget is left."""
     arguments: tuple[str, ...] = ()
     on_cpu: bool = False
     """Always: it computes what a GPU is compared with."""
@@ -65,6 +65,9 @@ class Section(NamedTuple):
     needs: str = ""
     """The section that must run before, because it leaves files."""
 
+
+SLOWER_ON_CPU = 4
+"""So many times its limit a section may take on a CPU, which may be shared."""
 
 SECTIONS = {
     "attention": Section("tools.smoke.attention", "attention", 90),
@@ -131,7 +134,8 @@ def run_apart(
     """
     if left_seconds <= 0:
         return [_failed(name, f"not run: the {arguments.budget:g} s of --budget are spent")]
-    limit = min(section.limit_seconds, left_seconds)
+    slower = SLOWER_ON_CPU if arguments.device == "cpu" else 1
+    limit = min(slower * section.limit_seconds, left_seconds)
     description = json.dumps([name, *section._replace(limit_seconds=limit)])
     command = [sys.executable, __file__, "--run-section", description]
     command += ["--work", str(work), *["--small"] * arguments.small]
@@ -147,16 +151,21 @@ def run_apart(
         codes = [process.poll() for process in processes]
     rows: list[Row] = []
     for rank, code in enumerate(codes):
-        reason = (
-            f"longer than {limit:.0f} s" if code is None
-            else f"the process ended with code {code} and no rows"
-        )  # fmt: skip
         found, is_complete = _read_rows(work / f"{name}.{rank}.json")
         rows += found
         if not is_complete:
             where = f"rank {rank}: " if len(codes) > 1 else ""
-            rows.append(_failed(name, where + reason + " after these" * bool(found)))
+            rows.append(_failed(name, where + _reason(code, any(codes), limit, bool(found))))
     return rows
+
+
+def _reason(code: int | None, another_failed: bool, limit_seconds: float, has_rows: bool) -> str:
+    """Say why a process has not written all its rows; code: None where it had to be killed."""
+    if code is not None:
+        return f"the process ended with code {code} and no {'more ' * has_rows}rows"
+    if another_failed:
+        return "stopped 10 s after another rank had failed"
+    return f"longer than {limit_seconds:.0f} s"
 
 
 def _environments(section: Section, device: str) -> list[dict[str, str]]:
@@ -238,7 +247,8 @@ def run_here(arguments: argparse.Namespace) -> None:
     except Exception as error:
         traceback.print_exc()
         first_line = (str(error).strip().splitlines() or [""])[0]
-        rows.append(_failed(name, f"{type(error).__name__}: {first_line[:300]}"))
+        where = f"rank {os.environ['RANK']}: " if os.environ["WORLD_SIZE"] != "1" else ""
+        rows.append(_failed(name, f"{where}{type(error).__name__}: {first_line[:300]}"))
         code = 1
     write(is_complete=True)
     sys.stdout.flush()

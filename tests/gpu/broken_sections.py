@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from tools.smoke.report import Row
+from tools.smoke.report import Row, skipped
 
 
 def fine(sizes, directory, name):
@@ -21,3 +21,29 @@ def crashes(sizes, directory):
 
 def hangs(sizes, directory):
     time.sleep(600)
+
+
+def crashes_half_way(sizes, directory):
+    yield Row("half", "first", "done")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def one_rank_raises(sizes, directory):
+    """The other waits for it, as in a collective."""
+    if os.environ["RANK"] == "0":
+        yield Row("ranks", "first", f"{os.environ['WORLD_SIZE']} ranks")
+        time.sleep(600)
+    raise RuntimeError("NCCL error")
+
+
+def lacks(sizes, directory):
+    return [skipped("lacks", "no such library")]
+
+
+def leaves(sizes, directory):
+    (directory / "left").touch()
+    return []
+
+
+def finds(sizes, directory):
+    return [Row("finds", "", str((directory / "left").exists()))]

@@ -54,7 +54,8 @@ TP_SIZE = 2
 def nccl(sizes: Sizes, directory: Path) -> Iterator[Row]:
     """Check communication, every layout's update, and the weight sync between layouts."""
     exact_float32()
-    backend.initialize_distributed(timeout_seconds=60)
+    if not dist.is_initialized():
+        backend.initialize_distributed(timeout_seconds=60)
     if dist.get_world_size() == 1:
         yield skipped("nccl", "there is one GPU; this needs two")
         return
@@ -144,7 +145,7 @@ def _checked(group: ProcessGroup) -> dict[str, bool]:
         total = everyone.sum(0)
         reduced = numbers(rank)
         dist.all_reduce(reduced, group=group)
-        gathered = torch.empty_like(everyone)
+        gathered = torch.empty_like(everyone.flatten())
         dist.all_gather_into_tensor(gathered, numbers(rank), group=group)
         scattered = numbers(rank).chunk(size)[0].clone()
         dist.reduce_scatter_tensor(scattered, numbers(rank), group=group)
@@ -161,7 +162,7 @@ def _checked(group: ProcessGroup) -> dict[str, bool]:
         backend.synchronize()
         name = str(dtype).removeprefix("torch.")
         found[f"all-reduce {name}"] = torch.equal(reduced, total)
-        found[f"all-gather {name}"] = torch.equal(gathered, everyone)
+        found[f"all-gather {name}"] = torch.equal(gathered.view_as(everyone), everyone)
         found[f"reduce-scatter {name}"] = torch.equal(scattered, total.chunk(size)[rank])
         found[f"broadcast {name}"] = torch.equal(sent, everyone[-1])
         found[f"send and receive {name}"] = torch.equal(received, everyone[rank - 1])
