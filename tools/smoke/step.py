@@ -8,6 +8,7 @@ an upper estimate; on a CPU a peak is the process's resident memory, and there i
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import random
@@ -31,7 +32,7 @@ ABOVE_PLAN = 1.05
 
 
 def step(sizes: Sizes, directory: Path) -> Iterator[Row]:
-    """Run the steps; rows for what was learned, and for each phase of the last step."""
+    """Run the steps; rows for what was learned, and for each phase."""
     if missing_vllm():
         yield skipped("step", missing_vllm())
         return
@@ -43,7 +44,7 @@ def step(sizes: Sizes, directory: Path) -> Iterator[Row]:
     if torch.cuda.is_available():
         gpu_bytes = torch.cuda.get_device_properties(0).total_memory
         planned = peak_memory(load.shape, config, gpu_bytes)
-    yield from peaks(metrics[-1], planned)
+    yield from peaks(metrics, planned)
 
 
 def step_config(load: StepLoad, directory: Path) -> VapoConfig:
@@ -54,6 +55,8 @@ def step_config(load: StepLoad, directory: Path) -> VapoConfig:
     problems = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(8) for b in (1, 2)]
     data = directory / "train.jsonl"
     data.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    # What auto comes to, for the plan, which takes auto for Transformer Engine.
+    local = importlib.util.find_spec("transformer_engine") is None
     stop = sorted(random.Random(0).sample(range(load.shape.vocab_size), load.num_stop_tokens))
     return load_config(
         [],
@@ -64,7 +67,8 @@ def step_config(load: StepLoad, directory: Path) -> VapoConfig:
             "algorithm.value_pretraining_steps=0", f"algorithm.policy_steps={load.num_steps}",
             "model.value_head_init_std=0.02", "optimizer.actor_warmup_updates=0",
             "optimizer.critic_warmup_updates=0", "parallel.offload=true",
-            "rollout.verify_sync_every=1", *load.overrides,
+            "rollout.verify_sync_every=1", *["model.layer_spec=local"] * local,
+            *load.overrides,
         ],
     )  # fmt: skip
 
@@ -108,13 +112,19 @@ def learned(config: VapoConfig, load: StepLoad, metrics: Sequence[dict[str, Any]
     yield Row("step", f"whole step {len(metrics)}", measured, figures=figures)
 
 
-def peaks(metrics: dict[str, float], planned: dict[str, PhaseMemory] | None) -> Iterator[Row]:
-    """Compare each phase's peak with the plan's; planned=None: there is nothing to compare with."""
+def peaks(
+    metrics: Sequence[dict[str, Any]], planned: dict[str, PhaseMemory] | None
+) -> Iterator[Row]:
+    """Compare each phase's highest peak with the plan's, and give the last step's seconds.
+
+    planned: by phase; None: there is nothing to compare with.
+    """
     for phase in PHASES:
         name = f"memory/{phase}_peak_bytes"
-        if name not in metrics:
+        if name not in metrics[-1]:
             continue
-        peak, seconds = metrics[name], metrics[f"time/{phase}_seconds"]
+        peak = max(of_step[name] for of_step in metrics)
+        seconds = metrics[-1][f"time/{phase}_seconds"]
         figures = {"peak_bytes": peak, "seconds": seconds}
         measured, limit, fits = f"{seconds:.2f} s, peak {peak / 1e9:.2f} GB", "", True
         if planned is not None:
