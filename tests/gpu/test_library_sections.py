@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests.workers import free_port
 from tools.smoke import nccl, step, te
+from tools.smoke.models import make_config, start_groups
 from tools.smoke.parity import reference as write_reference
 from tools.smoke.report import Row
 from tools.smoke.sizes import SMALL
@@ -96,18 +97,28 @@ def test_layouts_of_a_node():
     ]  # fmt: skip
 
 
-def _nccl(directory):
-    return list(nccl.nccl(SMALL, directory))
+def _alone(port):
+    """Be a process of the tool, which starts torch.distributed itself."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def _nccl(directory, port):
+    _alone(port)
+    rows = list(nccl.nccl(SMALL, directory))
+    return rows, len(os.listdir("/proc/self/task"))
 
 
 def test_nccl_needs_two(workers):
-    ((row,),) = workers.run(1, _nccl, None)
+    (((row,), _),) = workers.run(1, _nccl, None, free_port())
     assert (row.verdict, row.measured) == ("skipped", "there is one GPU; this needs two")
 
 
 def test_nccl(vllm_workers, reference):
-    rows, of_rank_1 = vllm_workers.run(2, _nccl, reference, timeout_seconds=280)
+    found = vllm_workers.run(2, _nccl, reference, free_port(), timeout_seconds=280)
+    (rows, num_threads), (of_rank_1, _) = found
     assert of_rank_1 == [], "rank 0 has the rows"
+    assert num_threads < 400, "the groups of former layouts are left"
     assert failed(rows) == []
     assert rows[0] == Row("nccl", "gloo, collectives of 2 ranks", "exact", "exact")
     # Two layouts, two dtypes, two roles, three rows each; two layouts into vLLM's TP 1 and TP 2.
@@ -147,7 +158,8 @@ def _updates_with_partial_gradients(directory):
     optimizer._finalize = only_data_parallel
     try:
         layout = nccl.layouts(2)[0]
-        return nccl.update(SMALL, directory, "actor", "float32", layout)
+        ranks = start_groups(make_config("float32", parallel=layout))
+        return nccl.update(SMALL, directory, "actor", "float32", layout, ranks)
     finally:
         optimizer._finalize = honest
 
@@ -212,9 +224,7 @@ def test_sampler_sees_weights_that_do_not_come_back(vllm_workers, tmp_path):
 
 
 def _step(directory, port):
-    """As a process of the tool, which starts torch.distributed itself."""
-    dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    _alone(port)
     return list(step.step(SMALL, directory))
 
 

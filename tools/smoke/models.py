@@ -55,10 +55,12 @@ def start_groups(config: VapoConfig) -> Ranks:
     return groups.initialize(config.parallel)
 
 
-def build_role(role: Role, shape: ModelShape, config: VapoConfig) -> Actor | Critic:
-    """Build a role, and the process groups that it is spread over."""
+def build_role(
+    role: Role, shape: ModelShape, config: VapoConfig, ranks: Ranks | None = None
+) -> Actor | Critic:
+    """Build a role over these process groups; None: over ones of its own."""
     kind = Actor if role == "actor" else Critic
-    return kind(shape, config, start_groups(config), config.model.hf_path)
+    return kind(shape, config, ranks or start_groups(config), config.model.hf_path)
 
 
 def exact_float32() -> None:

@@ -10,6 +10,7 @@ and sampled from. What is judged is the largest error of any rank; rank 0 has th
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,7 @@ from tools.smoke.sizes import Sizes
 from tools.smoke.training import timed
 from vapo_megatron.models.build import Role
 from vapo_megatron.parallel import backend, groups
+from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.roles.actor import Actor
 from vapo_megatron.weights.reshard.sync import WeightSync
 
@@ -68,14 +70,26 @@ def _rows(sizes: Sizes, directory: Path) -> Iterator[Row]:
     """Every rank makes all rows, with the same figures."""
     yield from communication(sizes.all_reduce_elements)
     for layout in layouts(dist.get_world_size()):
+        restart()
+        ranks = start_groups(make_config("float32", parallel=layout))
         for dtype in UNIT_ROUNDOFF:
             for role in ROLES:
-                yield from update(sizes, directory, role, dtype, layout)
+                yield from update(sizes, directory, role, dtype, layout, ranks)
     if missing_vllm():
         yield skipped("nccl", f"sync between layouts: {missing_vllm()}")
         return
     for sampler_tp in (1, TP_SIZE):
+        restart()
         yield from synced(sizes, directory, sampler_tp)
+
+
+def restart() -> None:
+    """Leave all process groups and join again: each costs threads, and memory of the GPU."""
+    groups.destroy()
+    dist.destroy_process_group()
+    # Models hold groups in reference cycles.
+    gc.collect()
+    backend.initialize_distributed(timeout_seconds=60)
 
 
 def layouts(world_size: int) -> list[dict[str, Any]]:
@@ -170,15 +184,13 @@ def _checked(group: ProcessGroup) -> dict[str, bool]:
 
 
 def update(
-    sizes: Sizes, directory: Path, role: Role, dtype: str, layout: dict[str, Any]
+    sizes: Sizes, directory: Path, role: Role, dtype: str, layout: dict[str, Any], ranks: Ranks
 ) -> list[Row]:
     """Compare a layout's forward pass, gradients and update with one process's."""
-    start_groups(make_config(dtype, parallel=layout))
-    ranks = groups.current()
     expected = load_reference(directory, role)
     config = make_config(dtype, hf_path=str(directory / role), parallel=layout)
     old = expected.outputs[:, 0].clone()
-    found, model, mini_batch = compute(sizes, role, config, packed=True, old=old)
+    found, model, mini_batch = compute(sizes, role, config, ranks, packed=True, old=old)
     first, count = share(len(sizes.parity_lengths), ranks.dp_size, ranks.dp_rank)
     bounds = torch.tensor([0, *(n for _, n in sizes.parity_lengths)]).cumsum(0)
     mine = expected.outputs[int(bounds[first]) : int(bounds[first + count])]

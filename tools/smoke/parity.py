@@ -39,6 +39,7 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.build import Role
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel import groups
+from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.minibatches import MiniBatch, packed_multiple
 from vapo_megatron.roles.actor import Actor
 from vapo_megatron.roles.critic import Critic
@@ -115,7 +116,13 @@ def worst_gradient(found: Numbers, expected: Numbers) -> tuple[str, float]:
 
 
 def compute(
-    sizes: Sizes, role: Role, config: VapoConfig, *, packed: bool, old: Tensor | None
+    sizes: Sizes,
+    role: Role,
+    config: VapoConfig,
+    ranks: Ranks | None = None,
+    *,
+    packed: bool,
+    old: Tensor | None,
 ) -> tuple[Numbers, Actor | Critic, MiniBatch]:
     """Run one role forward, and forward and backward, over the configuration's layout.
 
@@ -123,6 +130,7 @@ def compute(
         sizes: of the model and the responses.
         role: "actor" or "critic".
         config: model.hf_path has the weights.
+        ranks: the process groups of its layout; None: they are built here.
         packed: this rank's responses in two forward passes if its layout is a pipeline, else in
             one; False: each in its own.
         old: old_logprobs [T] of all responses; None: those that are computed here.
@@ -133,7 +141,7 @@ def compute(
         model's own.
     """
     shape, lengths = sizes.parity_shape, sizes.parity_lengths
-    model = build_role(role, shape, config)
+    model = build_role(role, shape, config, ranks)
     ranks = groups.current()
     first, count = share(len(lengths), ranks.dp_size, ranks.dp_rank)
     batch = random_batch(lengths, shape.vocab_size, seed=2)
