@@ -99,15 +99,15 @@ def test_update_of_the_first_stage_of_32b(shape):
 
 
 def test_update_of_the_last_stage_of_32b(shape):
-    # A chunk has 192 MiB / (4 * 19072) = 2639 rows, a tile 329:
-    # 19072 * (2639 * 2 + 329 * 4) = 125760768 bytes of scores. Backward adds the hidden states'
-    # gradient 2 * 5120 S = 251658240, 4 * VOCABULARY = 390594560 and a copy of 195297280 bytes,
-    # larger than one slab (33554432) beside the scores, 159315200.
+    # 1 GiB / (4 * 19072) = 14074 rows, but no chunk has more than 4096: 19072 * 4096 * 4 =
+    # 312475648 bytes of scores and 156237824 of their gradient in bfloat16, together more than
+    # 195297280, the copy of the weight's gradient. Backward adds the hidden states' gradient
+    # 2 * 5120 S = 251658240 and the weight's, 4 * VOCABULARY = 390594560.
     phases = memory.phase_memory(shape, make_config(), gpu_bytes=GPU_BYTES, pp_rank=3)
-    logits = 251_658_240 + 390_594_560 + 195_297_280
+    logits = 251_658_240 + 390_594_560 + 312_475_648 + 156_237_824
     assert phases["actor_update"].logits == logits
-    # Old log-probabilities have the entropy, too: two tiles.
-    assert phases["logprobs"].logits == 19072 * (2639 * 2 + 2 * 329 * 4)
+    # Old log-probabilities have the entropy, too: chunk and tile share the rows.
+    assert phases["logprobs"].logits == 312_475_648
     # One microbatch in flight; the final norm keeps 1280 S, the hidden states take 2 * 5120 S;
     # what a layer adds in its backward pass comes after the logits are gone.
     s = 24576
@@ -150,22 +150,23 @@ def test_a_forward_pass_without_gradients():
     # Qwen3-0.6B has wide heads: 4 H + q + 2k + 3 q + k = 15360 for 5 H + 3 F = 14336.
     wide = known_shape("Qwen3-0.6B")
     assert activations.Passes(wide, config, "critic", **where).inference() == (2 * 15_360_000, 0)
-    # 192 MiB / (4 * 151936) = 331 rows of scores, two tiles of 41; a layer has more than both, and
-    # they hide a part of it.
-    logits = 151_936 * (331 * 2 + 2 * 41 * 4)
+    # 1 GiB / (4 * 151936) = 1766 rows of scores, a tile of 220 among them. All of 1000 rows at
+    # once; a tile is an eighth of the largest chunk all the same.
     found = activations.Passes(shape, config, "actor", **where).inference()
-    assert found == (3 * 896 * 2 * 1000, logits)
-    # All of 100 rows at once; a tile is an eighth of the largest chunk all the same.
-    short = {"pp_rank": 0, "tokens": 100}
-    found = activations.Passes(shape, config, "actor", **short).inference()
-    assert found[1] == 151_936 * (100 * 2 + 2 * 41 * 4)
+    assert found == (3 * 896 * 2 * 1000, 151_936 * 4 * (1000 + 220))
+    # A layer has more than the scores, and they hide a part of it.
+    logits = 151_936 * 4 * 1766
     long = {"pp_rank": 0, "tokens": 100_000}
     found = activations.Passes(shape, config, "actor", **long).inference()
     assert found == (2 * 1_907_200_000 - logits, logits)
+    # On a CPU 192 MiB / (4 * 151936) = 331 rows in bfloat16, and two tiles of 41 in float32.
+    found = activations.Passes(shape, config, "actor", **long, on_cpu=True).inference()
+    assert found[1] == 151_936 * (331 * 2 + 2 * 41 * 4)
 
 
 def test_an_entropy_bonus_needs_another_tile():
-    # With H = 64 the scores are larger than the output weight's gradient: 41 rows more in float32.
+    # With H = 64 the scores are larger than the output weight's gradient. All of 1000 rows at once
+    # leave room for a tile of 1766 / 8 = 220.
     shape = dataclasses.replace(known_shape("Qwen2.5-0.5B"), hidden_size=64)
     tree = make_config(1, 1, 1, vllm_tp=1).model_dump()
     sizes = []
@@ -173,7 +174,7 @@ def test_an_entropy_bonus_needs_another_tile():
         config = VapoConfig.model_validate(tree)
         where = {"pp_rank": 0, "tokens": 1000}
         sizes.append(activations.Passes(shape, config, "actor", **where).training()[1])
-    assert sizes[1] - sizes[0] == 151_936 * 41 * 4
+    assert sizes[1] - sizes[0] == 151_936 * 220 * 4
 
 
 def test_norms_of_query_and_key_save_their_input():

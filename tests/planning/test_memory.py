@@ -233,8 +233,8 @@ def test_checkpoint_of_32b(shape):
 
 
 def test_constants_are_those_of_the_files_that_load_torch():
-    assert activations.CHUNK_BYTES == score_chunks.CHUNK_BYTES
-    assert activations.SLAB_BYTES == score_chunks.SLAB_BYTES
+    for name in ("CPU_CHUNK_BYTES", "GPU_CHUNK_BYTES", "GPU_CHUNK_ROWS", "SLAB_BYTES"):
+        assert getattr(activations, name) == getattr(score_chunks, name)
     assert model_bytes.SAMPLER_VOCAB_PADDING == vllm_layout.VLLM_VOCAB_PADDING
 
 

@@ -52,8 +52,8 @@ def linear_logprobs(
     log softmax(hidden @ weight_shard.T / temperature)[target], the softmax taken over `vocab_size`
     entries, without ever holding those logits: forward and backward hold no more than
     [chunk_size, V_padded/tp] scores, in all (a single row, with entropy, needs another); backward
-    computes them again. The products are rounded to the weight's dtype, as a linear layer's output
-    is; all else is float32 (float64 for float64 inputs).
+    computes them again. Everything is float32 (float64 for float64 inputs), with one exception: on
+    a CPU the products are rounded to the weight's dtype, as a linear layer's output is.
 
     The gradient of `hidden` is TP-partial: it is this rank's share, and its sum over the
     tensor-parallel ranks is the gradient. What made `hidden` the same on all ranks takes that sum

@@ -49,11 +49,11 @@ from vapo_megatron.config.phases import Role
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning.model_bytes import Layout
 
-CHUNK_BYTES = 192 * 2**20
-"""score_chunks.CHUNK_BYTES: float32 scores of one chunk of rows."""
-
+CPU_CHUNK_BYTES = 192 * 2**20
+GPU_CHUNK_BYTES = 2**30
+GPU_CHUNK_ROWS = 4096
 SLAB_BYTES = 32 * 2**20
-"""score_chunks.SLAB_BYTES: largest bfloat16 part of a weight gradient besides its float32 sum."""
+"""score_chunks.py's constants of these names."""
 
 
 def microbatch_tokens(config: VapoConfig) -> int:
@@ -210,25 +210,32 @@ class Passes:
     def _logits(self, *, training: bool) -> int:
         """Bytes of the actor's log-probabilities on the last stage, 0 elsewhere.
 
-        One chunk of scores in the weight's dtype (score_chunks.py). With bfloat16 weights also a
-        tile in float32, and another one for the entropy, which is computed with the old
-        log-probabilities and in the loss only for an entropy bonus. The backward pass adds the
-        gradient of the hidden states, the float32 gradient of the output weight's shard and, with
-        bfloat16 weights, a copy of it in their dtype (the scores are freed by then) or one slab.
+        One chunk of scores (score_chunks.py) in float32; on a CPU in the weight's dtype, with
+        bfloat16 weights beside a tile in float32. Another tile is for the entropy, which is
+        computed with the old log-probabilities and in the loss only for an entropy bonus. The
+        backward pass adds the gradient of the hidden states, the float32 gradient of the output
+        weight's shard and, with bfloat16 weights, the chunk's gradient in their dtype (on a CPU one
+        slab), or the weight's gradient in it, by when the scores are freed.
         """
         if self.role != "actor" or not self._is_last:
             return 0
         size, columns = self._layout.element_bytes, self._layout.vocabulary_rows
-        most = max(1, CHUNK_BYTES // (4 * columns))
+        most = max(1, (CPU_CHUNK_BYTES if self.on_cpu else GPU_CHUNK_BYTES) // (4 * columns))
+        most = most if self.on_cpu else min(most, GPU_CHUNK_ROWS)
         chunk = min(most, self.tokens)
         tile = min(max(1, most // 8), chunk)
         with_entropy = not training or self.config.algorithm.entropy_coef > 0
-        scores = columns * (chunk * size + (4 * tile * (1 + with_entropy) if size < 4 else 0))
+        narrow = size < 4
+        if self.on_cpu:
+            scores = columns * (chunk * size + 4 * tile * (1 + with_entropy) * narrow)
+        else:
+            scores = columns * 4 * min(most, chunk + tile * with_entropy)
         if not training:
             return scores
         gradient = columns * self.shape.hidden_size
-        copy = size * gradient if size < 4 else 0
-        room = max(scores + min(copy, SLAB_BYTES), copy)
+        copy = size * gradient * narrow
+        beside = min(copy, SLAB_BYTES) if self.on_cpu else columns * size * chunk * narrow
+        room = max(scores + beside, copy)
         return self.tokens * self.shape.hidden_size * size + 4 * gradient + room
 
     def _gather_buffer(self) -> int:

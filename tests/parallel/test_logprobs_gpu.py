@@ -1,0 +1,152 @@
+"""Log-probabilities as a GPU computes them: float32 scores and sums of bfloat16 matrices.
+
+On meta tensors, which have shapes, dtypes and sizes alone, with torch's CUDA build also on fake
+CUDA tensors; and on a CPU with the two operators that it lacks written in float32. Not exercised:
+cuBLAS and the kernels' time (section `logprobs` of tools/gpu_smoke.py; tests/gpu).
+"""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.parallel.operators import Operators
+from vapo_megatron.parallel import score_chunks
+from vapo_megatron.parallel.logprobs import linear_logprobs
+from vapo_megatron.parallel.score_chunks import Call, default_chunk_size
+
+ROWS, WIDTH = 64, 4096
+ROW_BYTES = 4 * WIDTH
+DEVICES = ["meta"] + ["cuda"] * (torch.version.cuda is not None)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    """Tensors without memory, of the device that is yielded."""
+    with FakeTensorMode() if request.param == "cuda" else contextlib.nullcontext():
+        yield request.param
+
+
+def run(device, hidden_size, with_entropy=False, backward=True):
+    """One pass in bfloat16, in chunks of at most 16 rows -> what was allocated, and gradients."""
+    hidden, weight = (
+        torch.empty(n, hidden_size, dtype=torch.bfloat16, device=device, requires_grad=backward)
+        for n in (ROWS, WIDTH)
+    )
+    targets = torch.empty(ROWS, dtype=torch.long, device=device)
+    with Operators() as seen:
+        outputs = linear_logprobs(
+            hidden, weight, targets, None,
+            vocab_size=WIDTH, temperature=0.7, with_entropy=with_entropy, chunk_size=16,
+        )  # fmt: skip
+        outputs = [x for x in outputs if x is not None]
+        assert {(x.dtype, x.shape) for x in outputs} == {(torch.float32, (ROWS,))}
+        # Called directly, because autograd's engine asks for a GPU.
+        given = [torch.empty(ROWS, device=device) for _ in outputs] + [None]
+        node = outputs[0].grad_fn.next_functions[0][0] if backward else None
+        gradients = node.apply(*given[:2])[:2] if node else ()
+    return seen, gradients
+
+
+def test_the_weight_is_neither_copied_nor_its_gradient_passed_over(device):
+    seen, gradients = run(device, 5)
+    # 64 rows in chunks of 16: four products forward, four again in the backward pass, and of each
+    # chunk's gradient with weight and hidden states one.
+    assert seen.names.count("aten.mm.dtype_out") == 8
+    assert seen.names.count("aten.mm.out") == seen.names.count("aten.addmm.dtype_out") == 4
+    # What is added to elsewhere has a number per token.
+    assert not {"aten.add_.Tensor", "aten.addmm_.default"} & set(seen.names)
+    assert {g.dtype for g in gradients} == {torch.bfloat16}
+    assert [list(g.shape) for g in gradients] == [[ROWS, 5], [WIDTH, 5]]
+
+
+@pytest.mark.parametrize(("with_entropy", "rows"), [(False, 16), (True, 13 + 2)])
+def test_a_forward_pass_holds_one_float32_chunk(device, with_entropy, rows):
+    # Of 16 rows a tile of 2 leaves 14: 64 rows in 5 chunks of 13. The weight in float32 would be
+    # 64 rows more.
+    seen, _ = run(device, 64, with_entropy, backward=False)
+    assert rows <= seen.peak_bytes / ROW_BYTES < rows + 0.5
+
+
+@pytest.mark.parametrize(("with_entropy", "rows"), [(False, 16 + 8), (True, 13 + 2 + 6.5)])
+def test_a_backward_pass_holds_its_gradient_too(device, with_entropy, rows):
+    seen, _ = run(device, 5, with_entropy)
+    gradient = 5  # of the weight, [4096, 5] in float32
+    assert rows <= seen.peak_bytes / ROW_BYTES - gradient < rows + 0.5
+
+
+@pytest.mark.parametrize(
+    ("width", "on_cpu", "rows"),
+    [
+        (152_064, False, 1765),  # 2^30 / (4 * 152064)
+        (19_008, False, 4096),
+        (10**9, False, 1),
+        (152_064, True, 330),  # 192 * 2^20 / (4 * 152064) = 331.0 less a little
+    ],
+)
+def test_chunk_sizes(width, on_cpu, rows):
+    assert default_chunk_size(4 * width, on_cpu) == rows
+
+
+def _mm(a, b, out_dtype, *, out):
+    return out.copy_(a.to(out_dtype) @ b.to(out_dtype))
+
+
+def _addmm(c, a, b, out_dtype, *, beta=1, alpha=1, out):
+    assert alpha == 1 and c.dtype == out_dtype
+    # As cuBLAS: what is there with beta 0 may be NaN.
+    return out.copy_(a.to(out_dtype) @ b.to(out_dtype) + (beta * c if beta else 0))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Let a CPU compute like a GPU; memory that is not set holds NaN."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm.dtype_out", _mm, "CPU")
+    library.impl("addmm.dtype_out", _addmm, "CPU")
+    check = Call.check
+
+    def wide(*arguments):
+        call = check(*arguments)
+        return dataclasses.replace(call, product_dtype=call.dtype)
+
+    monkeypatch.setattr(Call, "check", staticmethod(wide))
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    library._destroy()
+
+
+def passes(dtype, with_entropy):
+    """Outputs and gradients of 50 tokens, of logits up to 60, in chunks of 16 rows."""
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(50, 24, generator=generator).bfloat16().to(dtype).requires_grad_()
+    weight = (3 * torch.randn(416, 24, generator=generator)).bfloat16().to(dtype).requires_grad_()
+    targets = torch.randint(400, (50,), generator=generator)
+    upstream = torch.randn(2, 50, generator=generator)
+    outputs = linear_logprobs(
+        hidden, weight, targets, None,
+        vocab_size=400, temperature=0.7, with_entropy=with_entropy, chunk_size=16,
+    )  # fmt: skip
+    outputs = [x for x in outputs if x is not None]
+    sum((u * x).sum() for u, x in zip(upstream, outputs)).backward()
+    return [x.double() for x in (torch.stack(outputs).detach(), hidden.grad, weight.grad)]
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_values_and_gradients_equal_float64(as_on_a_gpu, with_entropy):
+    found, exact = (passes(dtype, with_entropy) for dtype in (torch.bfloat16, torch.float64))
+    torch.testing.assert_close(found[0], exact[0], rtol=0, atol=2e-5)
+    for gradient, expected in zip(found[1:], exact[1:], strict=True):
+        # The chunk's gradient and the result are each rounded once, by at most 2^-9.
+        assert (gradient - expected).norm() < 2**-8 * expected.norm()
+
+
+def test_a_cpu_rounds_the_scores():
+    # Of up to 60, to 2^-3: a hundred times the error above, and what old log-probabilities have.
+    found, exact = (passes(dtype, with_entropy=True) for dtype in (torch.bfloat16, torch.float64))
+    assert (found[0] - exact[0]).abs().max() > 2e-2
+    assert score_chunks.CPU_CHUNK_BYTES == 192 * 2**20
