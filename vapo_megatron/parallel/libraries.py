@@ -141,10 +141,10 @@ def check_imports() -> None:
 
 def _is_in(version: str | None, wanted: str) -> bool:
     from packaging.specifiers import SpecifierSet
-    from packaging.version import InvalidVersion
+    from packaging.version import InvalidVersion, Version
 
     try:
-        return version is not None and SpecifierSet(wanted).contains(version, prereleases=True)
+        return SpecifierSet(wanted).contains(Version(version or ""), prereleases=True)
     except InvalidVersion:
         return False
 
