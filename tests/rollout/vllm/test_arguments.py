@@ -18,6 +18,7 @@ def test_a_gpu_has_graphs_and_sleep_and_measures_its_cache():
     assert found["enable_sleep_mode"] and not found["enforce_eager"]
     assert found["kv_cache_memory_bytes"] is None and found["gpu_memory_utilization"] == 0.5
     assert not arguments(on_cpu=False, offload=False)["enable_sleep_mode"]
+    assert found["hf_overrides"] == {"head_dtype": "float32"}
 
 
 def test_a_cpu_has_neither():
@@ -25,6 +26,7 @@ def test_a_cpu_has_neither():
     assert not found["enable_sleep_mode"] and found["enforce_eager"]
     assert found["kv_cache_memory_bytes"] == CPU_KV_CACHE_BYTES
     assert found["enable_chunked_prefill"] is False
+    assert found["hf_overrides"] == {}
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

@@ -31,6 +31,9 @@ def engine_arguments(
         "load_format": "dummy",
         "generation_config": "vllm",
         "dtype": dtype,
+        # Float32 logits on a GPU, as score_chunks.py has them there. vLLM's CPU build would cast
+        # the whole output projection for each token.
+        "hf_overrides": {} if on_cpu else {"head_dtype": "float32"},
         "seed": seed % 2**32,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "distributed_executor_backend": "external_launcher",
