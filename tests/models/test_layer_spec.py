@@ -9,11 +9,14 @@ import importlib.util
 import pytest
 import torch
 
+from tests.models import built
 from tests.models.test_rope import SHAPE
 from vapo_megatron.config import ModelConfig, ParallelConfig
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models import build, layer_spec
+from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.models.layer_spec import check_fp8, uses_transformer_engine
+from vapo_megatron.models.rope import rope_frequencies
 from vapo_megatron.parallel.minibatches import FP8_MULTIPLE
 
 # isort: split
@@ -132,3 +135,44 @@ def test_compiled_fusions_need_a_compiler(monkeypatch, tmp_path):
     assert build._fusions(True, False)["bias_activation_fusion"]
     (tmp_path / "Python.h").unlink()
     assert not any(build._fusions(True, False).values())
+
+
+def _rotary_tables():
+    """Lengths of the tables for sequences of 1 to 22528 tokens, and the angles of the longest."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    table = layer_spec.RotaryTable(8, torch.tensor([1.0, 0.5, 0.25, 0.125]))
+    lengths = {}
+    for longest in (1, 1024, 1025, 10_240, 22_528):
+        packing = PackedSeqParams(max_seqlen_q=longest, max_seqlen_kv=longest)
+        lengths[longest] = table.get_rotary_seq_len(None, None, None, None, packing)
+    return lengths, table(lengths[22_528], packed_seq=True)
+
+
+def _rotary_of_a_model(hf_path):
+    """What a model of Transformer Engine's layers would rotate with; its layers are local here."""
+    from unittest import mock
+
+    local = layer_spec.block_spec
+
+    def spec(config, rotary, *, transformer_engine, vp_stage):
+        assert transformer_engine
+        return local(config, rotary, transformer_engine=False, vp_stage=vp_stage)
+
+    with (
+        mock.patch.object(build, "uses_transformer_engine", lambda model: True),
+        mock.patch.object(build, "block_spec", spec),
+    ):
+        (chunk,) = built.build(hf_path, built.Layout()).chunks
+    rotary = chunk.rotary_pos_emb
+    return type(rotary).__name__, rotary.inv_freq, rope_frequencies(read_model_shape(hf_path))
+
+
+def test_rotary_tables_have_few_lengths(workers, tmp_path):
+    ((lengths, angles),) = workers.run(1, _rotary_tables)
+    assert lengths == {1: 1024, 1024: 1024, 1025: 2048, 10_240: 16_384, 22_528: 32_768}
+    # Position p turns by p * frequency, in both halves.
+    assert angles.shape == (32_768, 1, 1, 8)
+    assert angles[10_000, 0, 0].tolist() == 2 * [10_000, 5_000, 2_500, 1_250]
+    ((name, found, expected),) = workers.run(1, _rotary_of_a_model, built.write_hf(tmp_path))
+    assert name == "RotaryTable" and torch.equal(found, expected)

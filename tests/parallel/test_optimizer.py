@@ -189,3 +189,56 @@ def test_bfloat16_weights_have_float32_main_parameters(hf_path, workers, distrib
         torch.testing.assert_close(moved, torch.full_like(moved, 1e-3), rtol=1e-3, atol=0)
         assert torch.equal(start_main, start.float()) and torch.equal(ten, ten_main.bfloat16())
         assert (ten[large] != start[large]).float().mean() > 0.5
+
+
+class _Fused(torch.autograd.Function):
+    """A linear layer that adds its weight's gradient to main_grad, as Transformer Engine's does."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
+        weight.main_grad.addmm_(grad.t().float(), x.float())
+        weight.grad_added_to_main_grad = True
+        return grad @ weight, torch.full_like(weight, math.nan)  # not to be read
+
+
+class _Layer(torch.nn.Linear):
+    fuse_wgrad_accumulation = False
+
+    def forward(self, x):
+        return _Fused.apply(x, self.weight) if self.fuse_wgrad_accumulation else super().forward(x)
+
+
+def _gradients_of_a_layer():
+    """DDP's gradient of 300 equal microbatches in bfloat16, and whether the layer was fused."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.parallel.optimizer import build_ddp
+
+    config = make_config(Layout())
+    if groups._current is None:
+        groups.initialize(config.parallel)
+    settings = TransformerConfig(
+        num_layers=1, hidden_size=4, num_attention_heads=1, calculate_per_token_loss=True
+    )
+    layer = _Layer(4, 2, bias=False).bfloat16()
+    (wrapped,) = build_ddp([layer], config.parallel, settings)
+    x = torch.full((3, 4), 1.0625, dtype=torch.bfloat16)
+    for _ in range(300):
+        wrapped(x).float().sum().backward()
+    return layer.fuse_wgrad_accumulation, layer.weight.main_grad.clone()
+
+
+def test_layers_add_their_gradients_to_ddps_buffer_themselves(workers):
+    ((fused, gradient),) = workers.run(1, _gradients_of_a_layer)
+    # 300 microbatches of 3 tokens; bfloat16 rounds 3 * 1.0625 = 3.1875 not at all.
+    assert fused and gradient.dtype == torch.float32
+    assert gradient.unique().tolist() == [300 * 3 * 1.0625]

@@ -32,7 +32,12 @@ from torch import Tensor
 from vapo_megatron.config import ModelConfig, ParallelConfig
 from vapo_megatron.models.attention import check_flash_attention, uses_flash_attention
 from vapo_megatron.models.hf_config import ModelShape, check_layout, padded_vocab_size
-from vapo_megatron.models.layer_spec import block_spec, check_fp8, uses_transformer_engine
+from vapo_megatron.models.layer_spec import (
+    RotaryTable,
+    block_spec,
+    check_fp8,
+    uses_transformer_engine,
+)
 from vapo_megatron.models.rope import Rotary, rope_frequencies, softmax_scale
 from vapo_megatron.models.value_head import ValueHead
 from vapo_megatron.parallel.backend import check_launch_order
@@ -201,7 +206,7 @@ def build_model(
             vp_stage=vp_stage,
         )
         if transformer_engine:
-            chunk.rotary_pos_emb.inv_freq = frequencies.to(this_device())
+            chunk.rotary_pos_emb = RotaryTable(shape.head_dim, frequencies.to(this_device()))
         if last and role == "actor":
             chunk.output_layer = OutputProjection(chunk.output_layer, settings)
         elif last:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from megatron.core.extensions import transformer_engine as extension
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -30,6 +31,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import is_te_min_version
+from torch import Tensor
 
 from vapo_megatron.config import ModelConfig
 from vapo_megatron.errors import ConfigError
@@ -50,6 +52,28 @@ class RMSNorm(torch.nn.RMSNorm):
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class RotaryTable(RotaryEmbedding):
+    """megatron-core's table of rotary angles, for Transformer Engine's layers, in few lengths.
+
+    megatron-core keeps the last 32 tables, float32 [length, 1, 1, head_dim], each for the longest
+    sequence of a microbatch, and nearly every microbatch has another: 370 MB at 22,528 tokens.
+    Rounded up to powers of two, all lengths of a model take 33 MB.
+
+    Args:
+        head_dim: of query and key.
+        frequencies: float32 [head_dim / 2], from rope_frequencies.
+    """
+
+    def __init__(self, head_dim: int, frequencies: Tensor) -> None:
+        super().__init__(head_dim, rotary_percent=1.0, use_cpu_initialization=True)
+        self.inv_freq = frequencies
+
+    def get_rotary_seq_len(self, *args: Any, **keywords: Any) -> int:
+        """Return the length of the table, at least 1024, for the arguments of megatron-core's."""
+        longest = super().get_rotary_seq_len(*args, **keywords)
+        return max(1024, 1 << (longest - 1).bit_length())
 
 
 def uses_transformer_engine(model: ModelConfig) -> bool:

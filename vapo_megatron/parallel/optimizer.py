@@ -54,11 +54,25 @@ def build_ddp(
         DistributedDataParallel(transformer_config, settings, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    for chunk in wrapped:
+        _fuse_weight_gradients(chunk)
     transformer_config.finalize_model_grads_func = _finalize
     if parallel.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in wrapped]
         transformer_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
+
+
+def _fuse_weight_gradients(chunk: DistributedDataParallel) -> None:
+    """Let Transformer Engine's layers add their weights' gradients to DDP's float32 buffer.
+
+    The product then adds them itself; otherwise it rounds them to bfloat16 for DDP to add. Set here
+    and not by megatron-core's gradient_accumulation_fusion, with which its own linear layers, the
+    embedding's output projection among them, need apex. Other layers lack the attribute.
+    """
+    for module in chunk.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def _finalize(
