@@ -102,8 +102,9 @@ def logprobs(sizes: Sizes, directory: Path) -> list[Row]:
     for path in ("fused", "plain"):
         found[path] = measure(settings._replace(path=path))
         rows.append(_described_logprobs(path, sizes, found[path]))
-    # Both round products to bfloat16, summed in another order: a logit of up to 4, nearly all, may
-    # fall on the neighbouring number, at most 2^-6 away. Over T tokens, three standard deviations:
+    # The plain path rounds products to bfloat16, on a CPU the fused one too, summed in another
+    # order: a logit of up to 4, nearly all, may fall on the neighbouring number, at most 2^-6 away.
+    # Over T tokens, three standard deviations:
     difference = abs(found["fused"].checksum - found["plain"].checksum)
     bound = 3 * 2.0**-6 / tokens**0.5
     rows.append(
