@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithm.reduction import keep, require_mask, require_wide
+from vapo_megatron.algorithm.reduction import keep, require_mask, require_wide, trained_on
 
 
 def whiten(advantages: Tensor, *, mean: Tensor, std: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def masked_sums(x: Tensor, loss_mask: Tensor) -> Tensor:
     require_wide(x=x)
     require_mask(loss_mask)
     kept = keep(x.detach().double(), loss_mask)
-    count = keep(torch.ones_like(kept), loss_mask).sum()
+    count = trained_on(loss_mask).sum().double()
     return torch.stack([count, kept.sum(), kept.square().sum()])
 
 

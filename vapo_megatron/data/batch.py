@@ -165,7 +165,7 @@ class RolloutBatch:
     def is_finite(self) -> bool:
         """Whether all per-token fields are finite: log-probabilities, values, advantages."""
         known = (getattr(self, name) for name in _PER_TOKEN)
-        return all(bool(numbers.isfinite().all()) for numbers in known if numbers is not None)
+        return all(_all_finite(numbers) for numbers in known if numbers is not None)
 
     def replace(self, **fields: Tensor) -> RolloutBatch:
         """Return the same batch with some fields set."""
@@ -192,6 +192,13 @@ class RolloutBatch:
         return per_response.repeat_interleave(
             self.response_lengths, output_size=self.rollout_logprobs.numel()
         )
+
+
+def _all_finite(numbers: Tensor) -> bool:
+    """isfinite().all() in one pass without temporary tensors: NaN is both minimum and maximum."""
+    if numbers.dtype == torch.bool or numbers.numel() == 0:
+        return True
+    return bool(torch.stack(numbers.aminmax()).isfinite().all())
 
 
 _PER_RESPONSE = ("positions", "rewards", "is_correct", "truncated")

@@ -48,6 +48,19 @@ def test_ratio_and_error(capsys):
     assert max(errors) < 1e-6
 
 
+def test_the_work_of_a_step(capsys):
+    def work(responses):
+        tokens = str(300 * responses)
+        main(["gae", "--responses", str(responses), "--tokens", tokens, "--step"])
+        rows = re.findall(r"^(\D+?) +([\d.]+) +([\d.]+)$", capsys.readouterr().out, re.M)
+        return {name: float(cpu) for name, _, cpu in rows}
+
+    found = work(600)
+    assert {"exchange", "lambdas, GAE, whitening", "mini-batches", "metrics"} < set(found)
+    parts = sum(found.values()) - found["together"]
+    assert found["together"] == pytest.approx(parts, abs=0.01 * len(found)) and parts > 0
+
+
 @pytest.mark.slow
 def test_a_process_that_fuses_never_holds_the_logits(capsys):
     main(

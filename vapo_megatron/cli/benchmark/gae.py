@@ -1,8 +1,11 @@
 """Time packed GAE against a loop over the tokens of a right-padded batch.
 
   vapo benchmark gae --responses 512 --tokens 2100000 --threads 1
+  vapo benchmark gae --responses 8192 --tokens 83886080 --max-length 20480 --step
 
-Both are also compared with the loop in float64.
+Both are also compared with the loop in float64. With --step, instead: what the CPU of one rank does
+with each token of a step, from the exchange of responses to the metrics, with whitening and every
+mask on; --responses and --tokens are that data-parallel rank's.
 """
 
 from __future__ import annotations
@@ -92,6 +95,12 @@ def gae(options: argparse.Namespace) -> None:
     lengths = log_normal_lengths(
         options.responses, options.tokens, options.max_length, options.seed
     )
+    if options.step:
+        # Imported here, because it loads megatron-core.
+        from vapo_megatron.cli.benchmark import host_work
+
+        host_work.show(lengths, options.seed)
+        return
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
     generator = torch.Generator().manual_seed(options.seed)
     values = torch.randn(options.tokens, generator=generator)
@@ -145,4 +154,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         ("--seed", 0, "of the lengths and values (default: %(default)s)"),
     )  # fmt: skip
     command.add_argument("--device", default="cpu", help="torch device (default: cpu)")
+    command.add_argument(
+        "--step", action="store_true", help="time a step's whole work per token on the CPU instead"
+    )
     command.set_defaults(measure=gae)
