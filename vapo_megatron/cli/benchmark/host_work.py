@@ -58,6 +58,7 @@ def measure(lengths: Tensor, seed: int) -> dict[str, Seconds]:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         world = dist.group.WORLD
+        assert world is not None
         ranks = Ranks(0, 1, 1, 0, world, 1, 0, world, 1, 0, world, vpp_size=1, last_stage_rank=0)
         return _measure(_responses(lengths, seed), ranks)
     finally:
