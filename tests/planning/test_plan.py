@@ -358,10 +358,9 @@ def test_columns_never_run_into_each_other(ranking, slower):
     fixed = Fixed(tp=2, pp=2, vllm_tp=1, recompute="full", vpp=1, offload=True)
     slow = rank(SMALL_SHAPE, SMALL_BASE, cluster, workload_of(SMALL_BASE), fixed)
     (plan,) = slow.plans
-    cells = [
-        re.split(r"\s{2,}", line.strip()) for line in describe_ranking(slow, top=1).splitlines()[:2]
-    ]
-    row = dict(zip(*cells, strict=True))
+    head, line = describe_ranking(slow, top=1).splitlines()[:2]
+    row = dict(zip(*(re.split(r"\s{2,}", x.strip()) for x in (head, line)), strict=True))
+    assert line[: head.index("sample") + len("sample")].endswith(" " + row["sample"])
     assert row["step s"] == f"{plan.step_seconds:.0f}"
     assert row["sample"] == f"{plan.seconds['generation']:.1f}"
     assert row["critic"] == f"{plan.seconds['critic_update']:.1f}"
