@@ -155,6 +155,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )  # fmt: skip
     command.add_argument("--device", default="cpu", help="torch device (default: cpu)")
     command.add_argument(
-        "--step", action="store_true", help="time a step's whole work per token on the CPU instead"
+        "--step",
+        action="store_const",
+        const="yes",
+        help="time a step's whole work per token on the CPU instead",
     )
     command.set_defaults(measure=gae)
