@@ -1,7 +1,7 @@
 """The sizes of published models, for planning without their files.
 
 Sizes are those of their config.json; what planning does not need (rotary base, longest position) is
-a placeholder, so no model is built or loaded from these.
+left at a fixed number, so no model is built or loaded from these.
 """
 
 from __future__ import annotations

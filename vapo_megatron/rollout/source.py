@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ HasTime = Callable[[], bool]
 """Whether there is time to continue, checked periodically; None: always."""
 
 
-class RolloutSource:
+class RolloutSource(abc.ABC):
     """What the trainer needs; every rank calls the same methods in the same order.
 
     A subclass defines `rollouts`; the other methods are those of a source that has neither a
@@ -38,6 +39,7 @@ class RolloutSource:
     decode: Decode | None = None
     """None: there is no tokenizer, on any rank."""
 
+    @abc.abstractmethod
     def rollouts(
         self,
         step: int,
@@ -55,13 +57,12 @@ class RolloutSource:
         Raises:
             Stopped: on every rank, once one of them has no time left.
         """
-        raise NotImplementedError
 
     def holds(self, policy_version: int) -> bool:
         """Return whether it can sample from this version without a weight sync."""
         return True
 
-    def leave_device(self) -> None:
+    def leave_device(self) -> None:  # noqa: B027 - optional
         """Free the device until the next `publish`; the weights are dropped."""
 
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
@@ -81,8 +82,8 @@ class RolloutSource:
         """Return the position in the data as JSON values."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
         """Continue where `state_dict` was taken."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - optional
         """Free all resources."""
