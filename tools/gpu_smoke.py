@@ -66,6 +66,9 @@ class Section(NamedTuple):
     """The section that must run before, because it leaves files."""
 
 
+_GRACE_SECONDS = 10
+"""What a section's processes get to end once one has failed: they wait for it."""
+
 SLOWER_ON_CPU = 4
 """So many times its limit a section may take on a CPU, which may be shared."""
 
@@ -164,7 +167,7 @@ def _reason(code: int | None, another_failed: bool, limit_seconds: float, has_ro
     if code is not None:
         return f"the process ended with code {code} and no {'more ' * has_rows}rows"
     if another_failed:
-        return "stopped 10 s after another rank had failed"
+        return f"stopped {_GRACE_SECONDS} s after another rank had failed"
     return f"longer than {limit_seconds:.0f} s"
 
 
@@ -190,11 +193,11 @@ def _num_gpus() -> int:
 
 
 def _wait(processes: Sequence[subprocess.Popen], limit_seconds: float) -> None:
-    """Wait until all have ended; once one has failed, the others, which wait for it, get 10 s."""
+    """Wait until all have ended; once one has failed, the others get _GRACE_SECONDS."""
     deadline = time.monotonic() + limit_seconds
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         if any(process.poll() for process in processes):
-            deadline = min(deadline, time.monotonic() + 10)
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             for process in processes:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, deadline - time.monotonic()))

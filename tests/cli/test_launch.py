@@ -9,6 +9,7 @@ import json
 import math
 import os
 import runpy
+import signal
 import socket
 import sys
 from types import SimpleNamespace
@@ -281,18 +282,20 @@ def test_the_other_recipes_do_too(size, before_torchrun, monkeypatch, tmp_path):
     assert command[-5:] == sys.argv
 
 
-def test_the_command_hands_over_to_torchrun(stand_in, tmp_path):
+def test_the_command_hands_over_to_torchrun(before_torchrun, monkeypatch, tmp_path):
     files = [f"--config={BASE}", f"--config={overlay('0.5b')}"]
     arguments = [*files, *inputs(tmp_path, "0.5b"), f"logging.run_dir={tmp_path}/run"]
-    variables = {"PYTHONPATH": stand_in, "OMP_NUM_THREADS": "3", "MAX_RESTARTS": "2"}
-    done = start(sys.executable, "-m", "vapo_megatron", "train", *arguments, **variables)
-    assert (done.returncode, done.stderr) == (0, "")
-    seen = json.loads(done.stdout)
-    worker = seen["arguments"].index("-m")
-    assert seen["arguments"][worker:] == ["-m", "--", "vapo_megatron.train", *arguments]
-    assert {"--nproc-per-node=1", "--max-restarts=2"} <= set(seen["arguments"][:worker])
-    assert seen["environment"]["OMP_NUM_THREADS"] == "3", "what is set already stays"
-    assert set(SIGNALS) <= set(seen["blocks"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("MAX_RESTARTS", "2")
+    with pytest.raises(Started) as stopped:
+        main(["train", *arguments])
+    (command,) = stopped.value.args
+    torchrun, worker = command[: -len(arguments) - 3], command[-len(arguments) - 3 :]
+    assert worker == ["-m", "--", "vapo_megatron.train", *arguments]
+    assert torchrun[1:3] == ["-m", "torch.distributed.run"]
+    assert {"--nproc-per-node=1", "--max-restarts=2"} <= set(torchrun)
+    assert os.environ["OMP_NUM_THREADS"] == "3", "what is set already stays"
+    assert set(SIGNALS) <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_as_torchruns_worker_the_command_trains(tmp_path, stand_in):

@@ -114,6 +114,7 @@ def test_nccl_needs_two(workers):
     assert (row.verdict, row.measured) == ("skipped", "there is one GPU; this needs two")
 
 
+@pytest.mark.slow
 def test_nccl(vllm_workers, reference):
     found = vllm_workers.run(2, _nccl, reference, free_port(), timeout_seconds=280)
     (rows, num_threads), (of_rank_1, _) = found
@@ -195,6 +196,7 @@ def _sampler(directory, mistake):
         sync.execute, sync.differences = execute, differences
 
 
+@pytest.mark.slow
 def test_sampler(vllm_workers, tmp_path):
     (rows,) = vllm_workers.run(1, _sampler, tmp_path, False, timeout_seconds=280)
     assert failed(rows) == []
@@ -212,6 +214,7 @@ def test_sampler(vllm_workers, tmp_path):
     assert rows[1].figures["weight_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_sampler_sees_weights_that_do_not_come_back(vllm_workers, tmp_path):
     (rows,) = vllm_workers.run(1, _sampler, tmp_path, True, timeout_seconds=280)
     assert failed(rows) == [

@@ -21,7 +21,7 @@ def test_each_failure_is_a_row(monkeypatch, tmp_path, capsys):
     sections = {
         "raises": gpu_smoke.Section(BROKEN, "raises", 60),
         "crashes": gpu_smoke.Section(BROKEN, "crashes", 60),
-        "hangs": gpu_smoke.Section(BROKEN, "hangs", 1),
+        "hangs": gpu_smoke.Section(BROKEN, "hangs", 0.5),
         "half": gpu_smoke.Section(BROKEN, "crashes_half_way", 60),
         "fine": gpu_smoke.Section(BROKEN, "fine", 60, ("a case",)),
     }
@@ -32,7 +32,7 @@ def test_each_failure_is_a_row(monkeypatch, tmp_path, capsys):
     assert found == [
         ("raises", "RuntimeError: CUDA error: out of | memory", "FAILED"),
         ("crashes", "the process ended with code -9 and no rows", "FAILED"),
-        ("hangs", "longer than 4 s", "FAILED"),
+        ("hangs", "longer than 2 s", "FAILED"),
         ("half", "done", "ok"),
         ("half", "the process ended with code -9 and no more rows", "FAILED"),
         ("fine", "6 responses", "ok"),
@@ -49,6 +49,7 @@ def test_each_failure_is_a_row(monkeypatch, tmp_path, capsys):
 
 
 def test_a_rank_that_fails_ends_the_others(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_smoke, "_GRACE_SECONDS", 1)
     section = gpu_smoke.Section(BROKEN, "one_rank_raises", 300, on_all_gpus=True)
     arguments = gpu_smoke._parser().parse_args(["--device", "cpu", "--small"])
     started = time.monotonic()
@@ -56,7 +57,7 @@ def test_a_rank_that_fails_ends_the_others(monkeypatch, tmp_path):
     assert time.monotonic() - started < 200
     assert [(row.measured, row.verdict) for row in rows] == [
         ("2 ranks", "ok"),
-        ("rank 0: stopped 10 s after another rank had failed", "FAILED"),
+        ("rank 0: stopped 1 s after another rank had failed", "FAILED"),
         ("rank 1: RuntimeError: NCCL error", "FAILED"),
     ]
 

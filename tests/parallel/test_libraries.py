@@ -112,45 +112,62 @@ DAMAGED = {
     "FileNotFoundError": "open('/nonexistent/transformer_engine_torch.so')",
     "AssertionError": "assert False, 'Transformer Engine package version mismatch'",
 }
+BESIDE = {error: ("transformer_engine", code) for error, code in DAMAGED.items()}
+BESIDE["apex"] = ("apex", "raise RuntimeError('compiled for another CUDA')")
+BESIDE["neither"] = ("unrelated", "")
+"""Case -> a library and what its import does."""
+IMPORTS = """
+import os, sys
+import torch
+from vapo_megatron.config import ModelConfig
+from vapo_megatron.errors import ConfigError
+for place in sys.argv[1:]:
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+        continue
+    sys.path.insert(0, place)
+    print(os.path.basename(place), end=" ")
+    try:
+        from vapo_megatron.models.layer_spec import uses_transformer_engine
+        print("imported", uses_transformer_engine(ModelConfig(layer_spec="local")))
+    except ConfigError as error:
+        print("ConfigError", error)
+    sys.stdout.flush()
+    os._exit(0)
+"""
+"""What training imports, in a process for each directory of libraries."""
 
 
-def start(tmp_path, module, text, spec):
-    """Import what training imports, beside a library that does this."""
-    file = tmp_path / "libraries" / module / "__init__.py"
-    file.parent.mkdir(parents=True)
-    file.write_text(text)
-    if module == "transformer_engine":
-        (file.parent / "pytorch.py").touch()
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path / 'libraries')!r})\n"
-        "from vapo_megatron.errors import ConfigError\n"
-        "from vapo_megatron.config import ModelConfig\n"
-        "try:\n"
-        "    from vapo_megatron.models.layer_spec import uses_transformer_engine\n"
-        f"    print('imported', uses_transformer_engine(ModelConfig(layer_spec={spec!r})))\n"
-        "except ConfigError as error:\n"
-        "    print('ConfigError', error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """Case -> what importing says beside that library."""
+    places = tmp_path_factory.mktemp("libraries")
+    for case, (library, code) in BESIDE.items():
+        (places / case / library).mkdir(parents=True)
+        (places / case / library / "__init__.py").write_text(code)
+        (places / case / library / "pytorch.py").touch()
+    command = [sys.executable, "-c", IMPORTS, *(str(places / case) for case in BESIDE)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.strip()
+    lines = [line.partition(" ") for line in done.stdout.splitlines()]
+    assert [case for case, *_ in lines] == list(BESIDE), "a line each"
+    return {case: line for case, _, line in lines}
 
 
-@pytest.mark.parametrize("error", DAMAGED)
-def test_a_damaged_transformer_engine_is_a_config_error_whatever_the_layers_are(tmp_path, error):
-    told = start(tmp_path, "transformer_engine", DAMAGED[error], spec="local")
-    what = "OSError" if error == "OSError" else error
-    assert told.startswith("ConfigError transformer_engine.pytorch is installed but cannot be ")
-    assert f"({what}: " in told and "model.layer_spec" in told
-    assert told.endswith("or pip uninstall transformer-engine transformer-engine-torch")
-    assert len(told.splitlines()) == 1
+def test_a_damaged_transformer_engine_is_a_config_error_whatever_the_layers_are(told, subtests):
+    for error in DAMAGED:
+        with subtests.test(error):
+            line = told[error]
+            start = "ConfigError transformer_engine.pytorch is installed but cannot be "
+            assert line.startswith(start)
+            assert f"({error}: " in line and "model.layer_spec" in line
+            assert line.endswith("or pip uninstall transformer-engine transformer-engine-torch")
 
 
-def test_a_damaged_apex_is_one_too(tmp_path):
-    told = start(tmp_path, "apex", "raise RuntimeError('compiled for another CUDA')", spec="local")
-    assert told.startswith("ConfigError apex is installed but cannot be imported (RuntimeError: ")
-    assert told.endswith("or pip uninstall apex")
+def test_a_damaged_apex_is_one_too(told):
+    start = "ConfigError apex is installed but cannot be imported (RuntimeError: "
+    assert told["apex"].startswith(start) and told["apex"].endswith("or pip uninstall apex")
 
 
-def test_one_that_is_not_installed_is_no_error(tmp_path):
-    assert start(tmp_path, "unrelated", "", spec="local") == "imported False"
+def test_one_that_is_not_installed_is_no_error(told):
+    assert told["neither"] == "imported False"
