@@ -80,13 +80,13 @@ JOBS = (
         "NeMo-RL 0.7, GRPO, Qwen3-32B, 32 H100",
         "--model Qwen3-32B --gpus 32 --vllm-share 0.6" + _QWEN3.format(tp=4),
         {STEP: 323, TOKENS: 665},
-        _NEMO.format("main"),
+        _NEMO.format("v0.7.0"),
     ),
     Job(
         "the same, one step off, 64 H100",
         "--model Qwen3-32B --gpus 32 --vllm-share 0.8" + _QWEN3.format(tp=4),
         {STEP: 161, TOKENS: 675},
-        _NEMO.format("main"),
+        _NEMO.format("v0.7.0"),
         one_step_off=True,
     ),
     Job(
@@ -95,7 +95,7 @@ JOBS = (
         "--model Qwen3-32B --gpus 16 --gpus-per-node 16 --gpu GB200 --vllm-share 0.6"
         + _QWEN3.format(tp=2),
         {STEP: 295, TOKENS: 1458},
-        _NEMO.format("main"),
+        _NEMO.format("v0.7.0"),
     ),
     Job(
         "NeMo-RL 0.5, GRPO, Llama-3.1-8B, 16 H100",
