@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from tests.e2e.moments import KINDS, Moment, halves
+from tests.e2e.moments import KINDS, Moment, find, halves
 from vapo_megatron.cli.train import main
 from vapo_megatron.parallel.health import early_stop
 
@@ -50,9 +50,7 @@ class Watch:
             begin(watchdog, *arguments)
 
         Watchdog.__init__ = noted
-        module, _, path = self._kind.target.partition(":")
-        *owners, name = path.split(".")
-        owner = functools.reduce(getattr, owners, importlib.import_module(module))
+        owner, name = find(self._kind.target)
         setattr(owner, name, self._wrapped(getattr(owner, name)))
 
     def _wrapped(self, original: Any) -> Any:

@@ -5,6 +5,8 @@ tests/e2e/killed_run.py meets them, tests/e2e/test_kill_matrix.py draws and orde
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import random
 from collections.abc import Callable
@@ -122,7 +124,7 @@ KINDS = {
         "vapo_megatron.run.checkpoint.load:load_sharded", when="after", starts=True
     ),
     "export, not in its place": Kind(
-        "vapo_megatron.weights.export_hf:replace_directory",
+        "vapo_megatron.weights.hf_directory:replace_directory",
         (AT_THE_END, AT_THE_END),
         rank=0,
         starts=True,
@@ -132,6 +134,13 @@ KINDS = {
         for name in ("first", "second", "third")
     },
 }  # fmt: skip
+
+
+def find(target: str) -> tuple[Any, str]:
+    """Return what has a target, a module or a class, and its name there."""
+    module, _, path = target.partition(":")
+    *owners, name = path.split(".")
+    return functools.reduce(getattr, owners, importlib.import_module(module)), name
 
 
 def draw(seed: int) -> list[Moment]:

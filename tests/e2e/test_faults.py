@@ -101,7 +101,7 @@ def test_a_stopped_rank_ends_all_within_the_limit(given, whole, injected, tmp_pa
     # torchrun itself needs 30 s to kill a process that cannot answer.
     assert time.monotonic() - stopped < 60
     (fault.where,) = places(started.log.read_text())
-    assert re.search(r"trainer.py.* in _run\n", (run_dir / "stacks/rank_0000.txt").read_text())
+    assert re.search(r"loop.py.* in _run\n", (run_dir / "stacks/rank_0000.txt").read_text())
     run(torchrun(*command(given, run_dir)))
     check_as_whole(run_dir, whole, [fault])
 
