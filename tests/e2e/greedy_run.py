@@ -1,4 +1,7 @@
-"""A run as `python -m vapo_megatron.train` makes it, then the trained engine's greedy answers."""
+"""A run as `python -m vapo_megatron.train` makes it, then the trained engine's greedy answers.
+
+With parallel.offload vLLM loses while it sleeps what it would lose on a GPU.
+"""
 
 import json
 import socket
@@ -33,17 +36,20 @@ def train_and_answer(out: str, num_configs: str, *arguments: str) -> int:
         out: OUT.
         num_configs: how many of the arguments are configuration files; the others are overrides.
     """
+    from tests.rollout.vllm.poisoned_sleep import poison_sleep
     from vapo_megatron.config import load_config
     from vapo_megatron.loop import VapoTrainer
     from vapo_megatron.rollout.requests import SamplingSettings
 
     hosts = watch_hosts()
+    poison_sleep()
     configs, overrides = arguments[: int(num_configs)], arguments[int(num_configs) :]
     with VapoTrainer(load_config(configs, overrides)) as trainer:
         trainer.fit()
         greedy = SamplingSettings(
             temperature=0, top_p=1, top_k=-1, max_response_tokens=64, seed_role="evaluation"
         )
+        trainer._publish()
         problems = trainer.source._held_out.problems[:16]
         rollouts = trainer.source.engine.generate(problems, 1, 0, greedy, trainer.policy_version)
         answers = {r.position: (r.prompt.token_ids, list(r.token_ids)) for r in rollouts}

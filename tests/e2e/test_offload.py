@@ -1,23 +1,32 @@
 """Two whole runs, with turns and without, that sample with vLLM: the same rows and weights.
 
 Minutes long, so outside the default run; tests/roles/test_device_schedule.py compares replays by
-default. On a CPU vLLM keeps its memory while it sleeps: what is proven is the order of turns, syncs
-and versions.
+default, and tests/e2e/test_run.py has a run by turns. On a CPU no memory is given back: what is
+proven is the order of turns, syncs and versions, and that nothing is read which sleep has lost.
 """
 
 import pytest
 
-from tests.e2e.test_run import TINY, overrides, rows, run, torchrun
+from tests.e2e.test_run import TINY, ended, overrides, rows
+from tests.rollout.vllm.poisoned_sleep import poison_sleep
+from vapo_megatron.cli.train import main
 
 __all__ = ["overrides"]
 
 
+def train(*arguments):
+    """One rank of a run; what vLLM would lose on a GPU while it sleeps is NaN."""
+    poison_sleep()
+    return main(list(arguments))
+
+
 @pytest.mark.slow
-def test_a_run_by_turns_samples_and_learns_the_same(overrides, tmp_path):
+def test_a_run_by_turns_samples_and_learns_the_same(launch, overrides, tmp_path):
     each = ["evaluation.every_steps=1", "checkpoint.every_steps=1"]
     for name in ("false", "true"):
         more = [f"parallel.offload={name}", f"logging.run_dir={tmp_path / name}"]
-        run(torchrun("-m", "vapo_megatron.train", "--config", TINY, *overrides, *each, *more))
+        given = ["--config", str(TINY), *overrides, *each, *more]
+        ended(launch(train, *given, world_size=2))
     expected = rows(tmp_path / "false")
     assert [row["step"] for row in expected] == [0, 1, 2, 3, 4]
     assert rows(tmp_path / "true") == expected

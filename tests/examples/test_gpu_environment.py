@@ -1,4 +1,4 @@
-"""The GPU environment's pins agree with each other, and the image copies what exists.
+"""The pins of the GPU and of the newest environment, and the image, which copies what exists.
 
 Does not install the pins nor build the image, which takes a compiler and tens of gigabytes.
 """
@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "examples/docker/Dockerfile").read_text()
@@ -59,6 +60,17 @@ def test_both_environments_have_the_same_versions_of_what_both_have():
     cpu, gpu = pins("cpu.txt"), pins("gpu.txt")
     assert {k: v for k, v in gpu.items() if k in cpu} == {k: cpu[k] for k in gpu if k in cpu}
     assert set(gpu) - set(cpu) == {"vllm", "transformer-engine"}
+
+
+def test_the_newest_environment_has_another_megatron_core_and_what_comes_with_torch():
+    cpu, newest = pins("cpu.txt"), pins("cpu-newest.txt")
+    assert {k for k in cpu if newest.get(k) != cpu[k]} == {"megatron-core", "triton"}
+    added = sorted(set(newest) - set(cpu) - {"setuptools"})
+    assert added and all(name.startswith(("cuda-", "nvidia-")) for name in added), added
+    assert Version(newest["megatron-core"]) > Version(cpu["megatron-core"])
+    # The package's own range comes first; the extra's is Transformer Engine's.
+    allowed, _ = [r.specifier for r in declared() if r.name == "megatron-core"]
+    assert allowed.contains(newest["megatron-core"])
 
 
 def test_the_image_copies_what_exists():

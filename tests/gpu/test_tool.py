@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from importlib import metadata
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_each_failure_is_a_row(monkeypatch, tmp_path, capsys):
         ("fine", "6 responses", "ok"),
     ]
     assert tree["rows"][5]["figures"] == {"seconds": 1.5}
-    assert tree["machine"]["torch"] == f"torch {torch.__version__}"
+    assert tree["machine"]["torch"] == f"torch {metadata.version('torch')}"
     log = (tmp_path / "out/gpu_smoke.log").read_text()
     assert "and a second line" in log
     assert "in hangs\n" in log, "where it hangs"

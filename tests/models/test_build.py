@@ -1,7 +1,7 @@
 """What build_model returns on each rank: parameters, roles, settings, tied embeddings, recompute.
 
-Does not exercise Transformer Engine's layers (there is no GPU) nor what the models compute:
-test_parity.py does, and tests/distributed for pipelines.
+Does not exercise Transformer Engine's layers (tests/gpu/test_transformer_engine.py does) nor what
+the models compute: test_parity.py does, and tests/distributed for pipelines.
 """
 
 import json

@@ -9,6 +9,7 @@ import importlib.util
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import pytest
 import torch
@@ -74,6 +75,7 @@ def test_the_stand_in_does_what_megatron_core_expects():
     torch.manual_seed(5)
     assert torch.equal(again, torch.randn(3))
     assert torch.empty(2, device=cpu_cuda.current_device()).device.type == "cpu"
+    cpu_cuda.current_stream().wait_stream(cpu_cuda.current_stream())
     assert cpu_cuda.compile(abs) is abs and cpu_cuda.compile(dynamic=True)(abs) is abs
     # Names that the stand-in lacks come from torch.cuda.
     assert cpu_cuda.OutOfMemoryError is torch.cuda.OutOfMemoryError
@@ -204,6 +206,12 @@ def test_translated_bytecode_is_cached_until_the_source_changes(tmp_path, monkey
     # Python caches the untranslated module elsewhere.
     names = sorted(file.name for file in (tmp_path / "__pycache__").iterdir())
     assert names == [f"piece.{sys.implementation.cache_tag}.opt-vapocpu.pyc"]
+
+
+def test_translating_tells_users_nothing_of_the_source():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        megatron_on_cpu._translated(b"'''\\-'''", "piece.py")
 
 
 @pytest.mark.parametrize(

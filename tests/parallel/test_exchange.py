@@ -29,10 +29,9 @@ def rollout(position: int) -> ScoredRollout:
         token_ids=array("i", [position * 1000 + t for t in range(length)]),
         logprobs=array("f", [-position - 0.1 * t for t in range(length)]),
         truncated=position % 5 == 0,
-        text="",
         policy_version=0,
     )
-    return ScoredRollout(item, "correct" if position % 2 else "wrong", 2.0 * position)
+    return ScoredRollout(item, "", "correct" if position % 2 else "wrong", 2.0 * position)
 
 
 def run_exchange(tp_size: int, dp_size: int):

@@ -1,10 +1,10 @@
 """Resume with an Adam whose state is like that of NVIDIA's fused ones, megatron-core's choice.
 
 The layout is that of apex's and Transformer Engine's (2.20) optimizers: `step`, an int, in the
-parameter group, not advanced for a group without parameters on this rank; per parameter exp_avg and
-exp_avg_sq in float32, and nothing else, which loading refuses. A stand-in in plain torch has it,
-under the name by which megatron-core imports apex's, so that megatron-core takes its branches for
-it. Not exercised: the fused kernels.
+parameter group, not advanced for a group without parameters on this rank, and bias_correction
+beside it; per parameter exp_avg and exp_avg_sq in float32, and nothing else, which loading refuses.
+A stand-in in plain torch has it, under the name by which megatron-core imports apex's, so that
+megatron-core takes its branches for it. Not exercised: the fused kernels.
 """
 
 import pytest
@@ -22,7 +22,10 @@ class FusedAdam(torch.optim.Optimizer):
         self, params, lr, weight_decay, betas, eps, adam_w_mode=True, capturable=False
     ):
         assert adam_w_mode and not capturable
-        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
+        defaults = dict(
+            lr=lr, bias_correction=True, weight_decay=weight_decay, betas=betas, eps=eps
+        )
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self):
@@ -30,6 +33,7 @@ class FusedAdam(torch.optim.Optimizer):
             if not group["params"]:
                 continue
             group["step"] = group.get("step", 0) + 1
+            assert group["bias_correction"] and type(group["step"]) is int
             (beta1, beta2), step = group["betas"], group["step"]
             for p in group["params"]:
                 assert p.dtype is torch.float32 and p.grad.dtype is torch.float32
@@ -112,13 +116,22 @@ def test_resumed_losses(fused, hf, tmp_path, settings, saved_at, ranks):
     assert resumed == straight[saved_at:] and abs(straight[0] - straight[-1]) > 0.01
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("distributed", [False, True])
-def test_its_checkpoints_and_torchs_are_the_same(fused, workers, hf, tmp_path, distributed):
+@pytest.mark.parametrize(
+    ("distributed", "saved_at", "ranks"),
+    [
+        (True, 0, 1),
+        pytest.param(False, 0, 2, marks=pytest.mark.slow),
+        pytest.param(False, SAVED_AT, 2, marks=pytest.mark.slow),
+        pytest.param(True, SAVED_AT, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_its_checkpoints_and_torchs_are_the_same(
+    fused, workers, hf, tmp_path, distributed, saved_at, ranks
+):
     """A run that resumes with the other optimizer installed gives the same results."""
     settings = ("float32", distributed)
     for there, here in ((fused, workers), (workers, fused)):
         root = tmp_path / str(here is fused)
-        straight, _ = there.run(2, train, hf, root, settings, 1, 1, False)[0]
-        resumed, _ = here.run(2, train, hf, root, settings, 1, 1, True)[0]
-        assert resumed == pytest.approx(straight[SAVED_AT:], rel=1e-5)
+        straight, _ = there.run(ranks, train, hf, root, settings, 1, 1, False, saved_at)[0]
+        resumed, _ = here.run(ranks, train, hf, root, settings, 1, 1, True, saved_at)[0]
+        assert resumed == pytest.approx(straight[saved_at:], rel=1e-5)

@@ -111,6 +111,8 @@ DAMAGED = {
     "OSError": "import ctypes; ctypes.CDLL('libtransformer_engine_of_another_cuda.so')",
     "FileNotFoundError": "open('/nonexistent/transformer_engine_torch.so')",
     "AssertionError": "assert False, 'Transformer Engine package version mismatch'",
+    "ModuleNotFoundError": "import onnxscript_that_it_requires",
+    "ImportError": "raise ImportError('libtransformer_engine.so: undefined symbol: _ZN3c105Error')",
 }
 BESIDE = {error: ("transformer_engine", code) for error, code in DAMAGED.items()}
 BESIDE["apex"] = ("apex", "raise RuntimeError('compiled for another CUDA')")

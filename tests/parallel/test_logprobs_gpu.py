@@ -1,21 +1,22 @@
 """Log-probabilities as a GPU computes them: float32 scores and sums of bfloat16 matrices.
 
 On meta tensors, which have shapes, dtypes and sizes alone, with torch's CUDA build also on fake
-CUDA tensors; and on a CPU with the two operators that it lacks written in float32. Not exercised:
-cuBLAS and the kernels' time (section `logprobs` of tools/gpu_smoke.py; tests/gpu).
+CUDA tensors; and on a CPU with tensors that pass for a GPU's, the two operators that it lacks
+written in float32 (labels.py). Not exercised: cuBLAS and the kernels' time (section `logprobs` of
+tools/gpu_smoke.py; tests/gpu).
 """
 
 import contextlib
-import dataclasses
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.parallel.labelled_cuda import labelled_gpu
 from tests.parallel.operators import Operators
 from vapo_megatron.parallel import score_chunks
 from vapo_megatron.parallel.logprobs import linear_logprobs
-from vapo_megatron.parallel.score_chunks import Call, default_chunk_size
+from vapo_megatron.parallel.score_chunks import default_chunk_size
 
 ROWS, WIDTH = 64, 4096
 ROW_BYTES = 4 * WIDTH
@@ -90,63 +91,55 @@ def test_chunk_sizes(width, on_cpu, rows):
     assert default_chunk_size(4 * width, on_cpu) == rows
 
 
-def _mm(a, b, out_dtype, *, out):
-    return out.copy_(a.to(out_dtype) @ b.to(out_dtype))
-
-
-def _addmm(c, a, b, out_dtype, *, beta=1, alpha=1, out):
-    assert alpha == 1 and c.dtype == out_dtype
-    # As cuBLAS: what is there with beta 0 may be NaN.
-    return out.copy_(a.to(out_dtype) @ b.to(out_dtype) + (beta * c if beta else 0))
-
-
 @pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """Let a CPU compute like a GPU; memory that is not set holds NaN."""
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("mm.dtype_out", _mm, "CPU")
-    library.impl("addmm.dtype_out", _addmm, "CPU")
-    check = Call.check
-
-    def wide(*arguments):
-        call = check(*arguments)
-        return dataclasses.replace(call, product_dtype=call.dtype)
-
-    monkeypatch.setattr(Call, "check", staticmethod(wide))
+def a_gpu(monkeypatch):
+    """A labelled GPU, whose memory holds NaN until it is written to."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
-    yield
+    with labelled_gpu() as seen:
+        yield seen
     torch.use_deterministic_algorithms(False)
-    library._destroy()
 
 
-def passes(dtype, with_entropy):
+def passes(dtype, with_entropy, device="cpu"):
     """Outputs and gradients of 50 tokens, of logits up to 60, in chunks of 16 rows."""
     generator = torch.Generator().manual_seed(5)
-    hidden = torch.randn(50, 24, generator=generator).bfloat16().to(dtype).requires_grad_()
-    weight = (3 * torch.randn(416, 24, generator=generator)).bfloat16().to(dtype).requires_grad_()
-    targets = torch.randint(400, (50,), generator=generator)
-    upstream = torch.randn(2, 50, generator=generator)
+    hidden = torch.randn(50, 24, generator=generator).bfloat16().to(device, dtype)
+    weight = (3 * torch.randn(416, 24, generator=generator)).bfloat16().to(device, dtype)
+    targets = torch.randint(400, (50,), generator=generator).to(device)
+    upstream = torch.randn(2, 50, generator=generator).to(device)
+    hidden.requires_grad_(), weight.requires_grad_()
     outputs = linear_logprobs(
         hidden, weight, targets, None,
         vocab_size=400, temperature=0.7, with_entropy=with_entropy, chunk_size=16,
     )  # fmt: skip
     outputs = [x for x in outputs if x is not None]
     sum((u * x).sum() for u, x in zip(upstream, outputs)).backward()
-    return [x.double() for x in (torch.stack(outputs).detach(), hidden.grad, weight.grad)]
+    found = torch.stack(outputs).detach(), hidden.grad, weight.grad
+    assert {x.device.type for x in found} == {device}
+    return [x.cpu().double() for x in found]
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_values_and_gradients_equal_float64(as_on_a_gpu, with_entropy):
-    found, exact = (passes(dtype, with_entropy) for dtype in (torch.bfloat16, torch.float64))
+def test_values_and_gradients_equal_float64(a_gpu, with_entropy):
+    exact = passes(torch.float64, with_entropy, "cuda")
+    assert not a_gpu.only_cuda
+    found = passes(torch.bfloat16, with_entropy, "cuda")
+    # Of 50 rows in 4 chunks, or with entropy in 4 of a tile less, scores twice and a gradient once.
+    assert a_gpu.only_cuda == ["aten::mm.dtype_out"] * 4 + [
+        "aten::mm.dtype_out", "aten::addmm.dtype_out"
+    ] * 4  # fmt: skip
     torch.testing.assert_close(found[0], exact[0], rtol=0, atol=2e-5)
     for gradient, expected in zip(found[1:], exact[1:], strict=True):
         # The chunk's gradient and the result are each rounded once, by at most 2^-9.
         assert (gradient - expected).norm() < 2**-8 * expected.norm()
 
 
-def test_a_cpu_rounds_the_scores():
+def test_a_cpu_rounds_the_scores(a_gpu):
     # Of up to 60, to 2^-3: a hundred times the error above, and what old log-probabilities have.
     found, exact = (passes(dtype, with_entropy=True) for dtype in (torch.bfloat16, torch.float64))
     assert (found[0] - exact[0]).abs().max() > 2e-2
+    # z_t and the logarithm of the sum are off by no more than the largest score, 65.7, by 2^-2.
+    on_a_gpu = passes(torch.bfloat16, True, "cuda")
+    assert (found[0] - on_a_gpu[0])[0].abs().max() < 2 * 2**-2 / 0.7
     assert score_chunks.CPU_CHUNK_BYTES == 192 * 2**20

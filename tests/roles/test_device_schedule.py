@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.dumped import MODEL, dump
 from tests.dumped import config as of_replay
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
 from tests.workers import free_port
 from vapo_megatron.config import CheckpointConfig, VapoConfig
 from vapo_megatron.config.phases import PHASES
@@ -25,15 +25,26 @@ from vapo_megatron.planning.host_memory import HostBytes, host_bytes
 from vapo_megatron.roles.device_schedule import DeviceSchedule
 from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
-ROLES = ("actor", "critic", "reference")
+ROLES = ("actor", "critic", "reference", "reward_model")
+
+
+def written(directory, **sizes):
+    """Write a model, and beside it a reward model that is smaller; return the first."""
+    write_tiny_reward_model(directory / "reward", **{**sizes, "ffn": 32})
+    return write_tiny_hf(directory / "actor", **sizes)
 
 
 def config(hf, offload=True, dtype="bfloat16", **parallel):
     return VapoConfig.model_validate(
         {
-            "model": {"hf_path": str(hf), "dtype": dtype, "make_vocab_size_divisible_by": 16},
+            "model": {
+                "hf_path": str(hf),
+                "dtype": dtype,
+                "make_vocab_size_divisible_by": 16,
+                "reward_hf_path": str(hf.parent / "reward"),
+            },
             "parallel": {"offload": offload, **parallel},
-            # With every kind of model: one that learns, in part, and not at all.
+            # With every kind of model: one that learns, in part, and not at all, of its own size.
             "algorithm": {"kl_coef": 0.1, "freeze_critic_attention": True},
         }
     )
@@ -53,6 +64,7 @@ def built(hf, settings):
     from vapo_megatron.parallel import groups
     from vapo_megatron.roles.actor import Actor, Reference
     from vapo_megatron.roles.critic import Critic
+    from vapo_megatron.roles.reward_model import RewardModel
 
     place, shape = groups.initialize(settings.parallel), read_model_shape(hf)
     source = Source()
@@ -62,6 +74,7 @@ def built(hf, settings):
         "actor": Actor(shape, settings, place, str(hf)).trained,
         "critic": Critic(shape, settings, place, str(hf)).trained,
         "reference": Reference(shape, settings, place).frozen,
+        "reward_model": RewardModel(read_model_shape(hf.parent / "reward"), settings, place).frozen,
     }
     for role, model in models.items():
         turns.join(role, model)
@@ -80,34 +93,35 @@ def phases(hf, offload):
         with turns(phase):
             found[phase] = [there(models[role]) for role in ROLES], source.left - left
         left = source.left
-    assert [there(models[role]) for role in ROLES] == ["nothing" if offload else "training"] * 3
+    assert [there(models[role]) for role in ROLES] == ["nothing" if offload else "training"] * 4
     turns.close()
     return found
 
 
 def test_each_phase_has_what_it_needs_and_no_more(workers, tmp_path):
-    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    hf = written(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
     (found,) = workers.run(1, phases, hf, True)
     away = {
-        "values": ["nothing", "parameters", "nothing"],
-        "logprobs": ["parameters", "nothing", "nothing"],
-        "reference_logprobs": ["nothing", "nothing", "parameters"],
-        "critic_update": ["nothing", "training", "nothing"],
-        "actor_update": ["training", "nothing", "nothing"],
-        "sync": ["parameters", "nothing", "nothing"],
-        "checkpoint": ["nothing", "nothing", "nothing"],
-        "export": ["parameters", "nothing", "nothing"],
+        "reward_scores": ["nothing", "nothing", "nothing", "parameters"],
+        "values": ["nothing", "parameters", "nothing", "nothing"],
+        "logprobs": ["parameters", "nothing", "nothing", "nothing"],
+        "reference_logprobs": ["nothing", "nothing", "parameters", "nothing"],
+        "critic_update": ["nothing", "training", "nothing", "nothing"],
+        "actor_update": ["training", "nothing", "nothing", "nothing"],
+        "sync": ["parameters", "nothing", "nothing", "nothing"],
+        "checkpoint": ["nothing", "nothing", "nothing", "nothing"],
+        "export": ["parameters", "nothing", "nothing", "nothing"],
     }
     assert set(away) <= set(found)
     for phase, (roles, left) in found.items():
-        assert roles == away.get(phase, ["nothing"] * 3), phase
+        assert roles == away.get(phase, ["nothing"] * 4), phase
         assert left == (phase in away), phase
 
 
 def test_without_offload_all_stay(workers, tmp_path):
-    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    hf = written(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
     (found,) = workers.run(1, phases, hf, False)
-    assert set(map(str, found.values())) == {str((["training"] * 3, 0))}
+    assert set(map(str, found.values())) == {str((["training"] * 4, 0))}
     (default,) = workers.run(1, phases, hf, None)
     assert default == found, "null: off without a GPU"
 
@@ -175,7 +189,7 @@ def kept(hf, parallel, dtype, root):
     ids=["TP2", "PP2 distributed", "DP2 distributed"],
 )
 def test_host_bytes_are_known_beforehand(workers, tmp_path, dtype, parallel):
-    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=64, heads=2, kv_heads=2, ffn=96, vocab=300)
+    hf = written(tmp_path, num_layers=2, hidden=64, heads=2, kv_heads=2, ffn=96, vocab=300)
     found = workers.run(2, kept, hf, parallel, dtype, tmp_path / "checkpoints")
     for rank, ((copying, waiting), real, gathered) in enumerate(found):
         is_first = rank == 0 or len(parallel) > 0
@@ -221,7 +235,7 @@ def refused(hf, run_dir, port, parallel):
 def test_a_node_without_the_memory_is_refused_before_the_models_are_built(
     workers, tmp_path, parallel
 ):
-    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    hf = written(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
     size, given = parallel.get("world_size", 1), (hf, tmp_path / "run", free_port(), parallel)
     messages, of_ranks = zip(*workers.run(size, refused, *given), strict=True)
     assert len(set(messages)) == 1 and len(set(of_ranks)) == size, "each holds something else"

@@ -1,6 +1,7 @@
 """The pure half of weights/: golden layouts of shards, and the name table against counts.
 
-Does not exercise: a model built with Transformer Engine (its names are tried on a stand-in module).
+Does not exercise: a model built with Transformer Engine (its names are tried on a stand-in module
+here, and on its layers in tests/gpu/test_transformer_engine.py).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.weights.loaded import Layout, all_parameters, forward, load, make_config
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.models.build import build_model
 from vapo_megatron.models.hf_config import read_model_shape
@@ -331,6 +331,14 @@ def test_a_critic_from_a_reward_model_takes_its_head(workers, tmp_path):
     (got,) = workers.run(1, _critic, str(path), None, 0.0)
     assert torch.equal(got["output_layer.weight"], head)
     assert got["output_layer.weight"].dtype == torch.float32
+
+
+def test_a_reward_model_needs_its_label(tmp_path):
+    path = write_tiny_reward_model(tmp_path / "scalar", bias=0.5)
+    check_hf_tensors(HfReader(path), read_model_shape(path), "reward_model")
+    other = write_tiny_hf(tmp_path / "policy")
+    assert "score.weight is missing (expected shape [1, 64])" in _problem(other, "reward_model")
+    check_hf_tensors(HfReader(other), read_model_shape(other), "critic")
 
 
 def test_heads_with_more_labels_are_refused(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 EOS = 2
@@ -102,6 +102,31 @@ def write_tiny_hf(
         json.dumps({"bos_token_id": 1, "eos_token_id": [EOS]})
     )
     _write_files(directory, tensors, num_files)
+    return directory
+
+
+def write_tiny_reward_model(
+    directory: str | Path, *, bias: float | None = None, **options: Any
+) -> Path:
+    """Write a ...ForSequenceClassification with one label, of write_tiny_hf's sizes.
+
+    Args:
+        bias: of the label; None: there is none.
+        options: see write_tiny_hf.
+    """
+    directory = write_tiny_hf(directory, **options)
+    config = json.loads((directory / "config.json").read_text())
+    (name,) = config["architectures"]
+    name = name.replace("CausalLM", "SequenceClassification")
+    config |= {"architectures": [name], "num_labels": 1}
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    tensors = load_file(directory / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    generator = torch.Generator().manual_seed(options.get("seed", 0) + 1000)
+    tensors["score.weight"] = torch.randn(1, config["hidden_size"], generator=generator) * 0.2
+    if bias is not None:
+        tensors["score.bias"] = torch.tensor([bias])
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 

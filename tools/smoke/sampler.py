@@ -112,18 +112,13 @@ def sampling_config(load: SamplerLoad, hf_path: Path, **parallel: Any) -> VapoCo
 
 
 def build_engine(config: VapoConfig, shape: ModelShape) -> RolloutEngine:
-    """Build vLLM without a tokenizer; no token ends a response. Collective."""
+    """Build vLLM; no token ends a response, and nothing is decoded. Collective."""
     from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
     return RolloutEngine(
-        str(config.model.hf_path), Inputs(shape, _NoTokenizer()), config.rollout,
+        str(config.model.hf_path), Inputs(shape), config.rollout,
         dtype=config.model.dtype, seed=0, offload=is_on(config.parallel),
     )  # fmt: skip
-
-
-class _NoTokenizer:
-    def batch_decode(self, responses: Sequence[Sequence[int]], **_: Any) -> list[str]:
-        return [""] * len(responses)
 
 
 def sample(engine: RolloutEngine, load: SamplerLoad, version: int) -> list[Rollout]:

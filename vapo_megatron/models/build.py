@@ -1,12 +1,13 @@
-"""Actor and critic as megatron-core models.
+"""Actor, critic and reward model as megatron-core models.
 
 Before: the process groups exist (parallel/groups.py). After: this rank holds one GPTModel per
 virtual stage, its layers' shards, with random weights.
 
 The last chunk of the last stage differs from a plain GPTModel in what it returns:
-  actor   the hidden states before the output projection, so that logits [S, V] never exist in full;
-          `gather_hidden` makes them [S, H] and `output_weight` is the projection's shard
-  critic  float32 values; value_head.py's `values_of` makes them [S]
+  actor                   the hidden states before the output projection, so that logits [S, V]
+                          never exist in full; `gather_hidden` makes them [S, H] and `output_weight`
+                          is the projection's shard
+  critic, reward model    float32 values; value_head.py's `values_of` makes them [S]
 Every other chunk returns the hidden states that the next one takes.
 """
 
@@ -44,7 +45,7 @@ from vapo_megatron.parallel.backend import check_launch_order
 from vapo_megatron.parallel.backend import device as this_device
 from vapo_megatron.parallel.groups import Ranks
 
-Role = Literal["actor", "critic"]
+Role = Literal["actor", "critic", "reward_model"]
 
 
 def transformer_config(
@@ -170,7 +171,8 @@ def build_model(
         ranks: from groups.initialize.
         role: what the last stage returns.
         seed: of a critic's value head.
-        device: "meta" builds shapes without memory; None: the device of this process.
+        device: "meta" builds shapes without memory, of local layers alone, as Transformer Engine's
+            write their weights on a CPU; None: the device of this process.
 
     Raises:
         ConfigError: see transformer_config.
@@ -178,11 +180,12 @@ def build_model(
     settings = transformer_config(shape, model, parallel)
     where = this_device() if device is None else torch.device(device)
     assert device is None or where.type == "meta", f"device={device} must be None or meta"
+    transformer_engine = uses_transformer_engine(model)
     if where.type == "meta":
+        assert not transformer_engine, "device=meta needs model.layer_spec=local"
         settings.perform_initialization = False
         settings.use_cpu_initialization = True
         settings.init_model_with_meta_device = True
-    transformer_engine = uses_transformer_engine(model)
     frequencies = rope_frequencies(shape)
 
     def build_chunk(stage: int) -> GPTModel:

@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from vapo_megatron.config import ParallelConfig
+from vapo_megatron.config import ModelConfig, ParallelConfig
 from vapo_megatron.errors import ConfigError
 
 
@@ -95,8 +95,8 @@ class ModelShape:
     initializer_range: float
 
 
-def read_model_shape(hf_path: str | Path) -> ModelShape:
-    """Read config.json of a Hugging Face directory.
+def read_model_shape(hf_path: str | Path, field: str = "model.hf_path") -> ModelShape:
+    """Read config.json of a Hugging Face directory, which the error names as a field's value.
 
     Raises:
         ConfigError: the file is missing or unreadable, or holds something that is not supported.
@@ -106,7 +106,7 @@ def read_model_shape(hf_path: str | Path) -> ModelShape:
         tree = json.loads(file.read_text())
     except OSError as error:
         raise ConfigError(
-            f"model.hf_path={hf_path}: config.json: {error.strerror}; give a Hugging Face directory"
+            f"{field}={hf_path}: config.json: {error.strerror}; give a Hugging Face directory"
         ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not JSON: {error}; fetch it again") from None
@@ -115,6 +115,23 @@ def read_model_shape(hf_path: str | Path) -> ModelShape:
             f"{file} must hold an object, found {type(tree).__name__}; fetch it again"
         )
     return _shape(_Reader(file, tree))
+
+
+def read_reward_shape(model: ModelConfig, actor: ModelShape) -> ModelShape:
+    """Read config.json of model.reward_hf_path; actor: the model whose tokens it scores.
+
+    Raises:
+        ConfigError: see read_model_shape; or its vocabulary is not the actor's.
+    """
+    field, path = "model.reward_hf_path", str(model.reward_hf_path)
+    shape = read_model_shape(path, field)
+    if shape.vocab_size != actor.vocab_size:
+        raise ConfigError(
+            f"{field}={path}: its vocab_size={shape.vocab_size} must be {actor.vocab_size}, as in "
+            f"model.hf_path={model.hf_path}: the reward model is given the actor's tokens; use a "
+            "reward model with the actor's tokenizer"
+        )
+    return shape
 
 
 class _Reader:

@@ -24,6 +24,11 @@ def synchronize(*_: Any, **__: Any) -> None:
     """CPU operators have finished when they return."""
 
 
+def current_stream(device: Any = None) -> torch.cpu.Stream:
+    """The CPU's only stream; megatron-core 0.19 has it wait for events that only a GPU has."""
+    return torch.cpu.current_stream()
+
+
 def manual_seed(seed: int) -> None:
     """Seed the CPU generator."""
     torch.manual_seed(seed)

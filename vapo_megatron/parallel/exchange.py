@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_megatron.data.batch import STATUSES, RolloutBatch, ScoredRollout, StepSummary
+from vapo_megatron.data.batch import (
+    PENDING,
+    STATUSES,
+    RolloutBatch,
+    ScoredRollout,
+    StepSummary,
+    bounds,
+)
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import Ranks
 
@@ -45,7 +52,7 @@ def gather_summary(local: Sequence[ScoredRollout], num_responses: int) -> StepSu
             [
                 r.position,
                 *lengths,
-                STATUSES.index(item.status),
+                (*STATUSES, PENDING).index(item.status),
                 r.truncated,
                 item.reward,
                 r.prompt.index,
@@ -140,8 +147,8 @@ def _unpack(
     logprobs = [payload[p][n:] for p, n in zip(wanted, sequence_lengths.tolist())]
     return RolloutBatch(
         tokens=torch.cat([*tokens, empty]).long(),
-        sequence_cu_seqlens=_bounds(sequence_lengths),
-        cu_seqlens=_bounds(lengths),
+        sequence_cu_seqlens=bounds(sequence_lengths),
+        cu_seqlens=bounds(lengths),
         positions=index,
         rewards=summary.rewards[index],
         is_correct=summary.is_correct[index],
@@ -149,10 +156,6 @@ def _unpack(
         rollout_logprobs=torch.cat([*logprobs, empty]).view(torch.float32),
         loss_mask=torch.ones(int(lengths.sum()), dtype=torch.bool),
     )
-
-
-def _bounds(lengths: Tensor) -> Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
 
 
 def _all_gather(tensor: Tensor, world_size: int) -> Tensor:

@@ -119,8 +119,9 @@ def known_bad(found: Mapping[str, str | None]) -> list[str]:
 def check_imports() -> None:
     """Import what megatron-core would import if it is installed.
 
-    megatron-core takes an ImportError for "not installed"; anything else, such as Transformer
-    Engine's RuntimeError without a cuDNN, would be a traceback from within its own imports.
+    Where a package is found that cannot be imported (a compiled part has an undefined symbol, a
+    module that it requires is missing, Transformer Engine finds no cuDNN), there would be a
+    traceback from within megatron-core's own imports.
 
     Raises:
         ConfigError: names the package that is damaged.
@@ -128,9 +129,9 @@ def check_imports() -> None:
     for module, packages in OPTIONAL.items():
         try:
             importlib.import_module(module)
-        except ImportError:
-            pass
         except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == module.split(".")[0]:
+                continue
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ConfigError(
                 f"{module} is installed but cannot be imported ({reason[:300]}), and megatron-core "

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from vapo_megatron.parallel import libraries
+from vapo_megatron.parallel import libraries, megatron_versions
 
 PACKAGE = "megatron.core"
 _CPU_CUDA = "vapo_megatron.parallel.cpu_cuda"
@@ -80,6 +80,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         if fullname == PACKAGE:
             libraries.check_imports()
+            megatron_versions.quieten_notices()
         if has_gpu():
             return None
         if fullname == PACKAGE:
@@ -113,8 +114,11 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def _translated(source: bytes, path: str) -> CodeType:
-    tree = ast.fix_missing_locations(_Translator().visit(ast.parse(source, path)))
-    return compile(tree, path, "exec", dont_inherit=True)
+    with warnings.catch_warnings():
+        # From 3.12 on Python shows users the backslashes of megatron-core's docstrings.
+        warnings.simplefilter("ignore")
+        tree = ast.fix_missing_locations(_Translator().visit(ast.parse(source, path)))
+        return compile(tree, path, "exec", dont_inherit=True)
 
 
 class _Translator(ast.NodeTransformer):

@@ -90,7 +90,7 @@ def broadcast_from_last_stage(
         The results, on the device.
     """
     if ranks.is_last_stage:
-        assert [len(r) for r in results] == list(lengths), "one row for each response token"
+        assert [len(r) for r in results] == list(lengths), "one row for each token or response"
     if ranks.pp_size == 1 or not lengths:
         return list(results)
     shape = torch.zeros(1, dtype=torch.long, device=backend.device())

@@ -33,7 +33,11 @@ LossFunction = Callable[[Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 def forward_only(
-    chunks: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch], head: Head
+    chunks: Sequence[torch.nn.Module],
+    microbatches: Sequence[Microbatch],
+    head: Head,
+    *,
+    per_response: bool = False,
 ) -> list[Tensor]:
     """Run the pipeline forward without gradients.
 
@@ -42,6 +46,7 @@ def forward_only(
         microbatches: on any device; some or all of them may be empty.
         head: (last stage's output, microbatch on the device) -> [T] or [T, width], with T the
             microbatch's response tokens; called on the last stage only.
+        per_response: head returns [B] or [B, width], a row for each response, instead.
 
     Returns:
         What head returned, float32, on the device, in the order of the microbatches, on every rank
@@ -54,7 +59,9 @@ def forward_only(
 
     with torch.no_grad():
         results = _run(chunks, microbatches, collect, forward_only=True)
-    lengths = [m.predicting.numel() for m in microbatches]
+    lengths = [
+        m.batch.num_responses if per_response else m.predicting.numel() for m in microbatches
+    ]
     return broadcast_from_last_stage(results[: len(lengths)], lengths, ranks)
 
 

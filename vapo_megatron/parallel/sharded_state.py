@@ -7,8 +7,9 @@ of any layout.
 torch's Adam makes its state at the first step and keeps a step count per parameter, which
 megatron-core 0.16 does not expect. So the state is made before saving and loading; the counts are
 put aside while sharded state is loaded; and after loading each parameter gets a count of its own,
-because the loaded one is shared and would advance once for each. (The fused Adams of Transformer
-Engine and apex, whose groups count, need the first alone.)
+because the loaded one is shared and would advance once for each. The fused Adams of Transformer
+Engine and apex, whose groups count, need the first alone; between the two kinds the count changes
+its place and type, and groups get the settings that they lack.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from vapo_megatron.errors import CheckpointError
+from vapo_megatron.parallel import megatron_versions
 from vapo_megatron.parallel.checkpoint_metadata import read_metadata, tensors_of
 from vapo_megatron.parallel.offload import find_storages
 from vapo_megatron.parallel.optimizer import inner_optimizers, make_optimizer_state
@@ -139,6 +141,9 @@ def load_model_weights(
 
 
 def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+    # Without it megatron-core 0.19 looks for an object of the metadata, which torch would unpickle.
+    if not (directory / "common.pt").exists():
+        raise CheckpointError(f"{directory} has no common.pt; do not use it")
     # With this variable torch would unpickle anything in common.pt.
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     with warnings.catch_warnings():  # megatron-core uses deprecated functions of torch
@@ -272,15 +277,17 @@ def _model_state(chunks: Sequence[Any], metadata: dict[str, Any]) -> dict[str, A
 def _place_step(state: dict[Any, Any], *, in_groups: bool) -> None:
     """Put the step count where this machine's Adam expects it, whichever wrote the checkpoint.
 
-    A fused Adam has it in its groups, torch's with each parameter, which megatron-core saves as one
-    common_step; both leave out a 0, before the first update. The distributed optimizer has no
-    "state" here and places the count itself.
+    A fused Adam has it in its groups, an int; torch's with each parameter, which megatron-core
+    saves as one common_step. Both leave out a 0, before the first update. The distributed optimizer
+    has no "state" here: it takes the count from the groups for either Adam.
     """
     of_parameters, groups = state.get("state"), state.get("param_groups")
-    if isinstance(of_parameters, dict) and groups is not None:
+    if groups is not None:
         steps = [float(group.pop("step")) for group in groups if "step" in group]
-        step = of_parameters.pop("common_step", max(steps, default=0.0))
-        if in_groups:
+        step = max(steps, default=0.0)
+        if isinstance(of_parameters, dict):
+            step = of_parameters.pop("common_step", step)
+        if in_groups or not isinstance(of_parameters, dict):
             for group in groups:
                 group["step"] = int(step)
         else:
@@ -293,7 +300,12 @@ def _place_step(state: dict[Any, Any], *, in_groups: bool) -> None:
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """Load groups and counts, then the distributed optimizer's sharded state."""
     sharded = state.pop("param_state", None)
+    megatron_versions.adopt_group_settings(state, optimizer.param_groups)
     optimizer.load_state_dict(state)
+    for inner in inner_optimizers(optimizer):
+        # Another Adam's groups lack settings of this one, such as a fused Adam's bias_correction.
+        for group, (name, default) in itertools.product(inner.param_groups, inner.defaults.items()):
+            group.setdefault(name, default)
     of_parameters = [s for inner in inner_optimizers(optimizer) for s in inner.state.values()]
     # megatron-core copies every entry of Adam's state from the sharded one, which has no counts.
     steps = [s.pop("step", None) for s in of_parameters]

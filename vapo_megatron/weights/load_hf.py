@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from vapo_megatron.config.phases import VALUE_ROLES
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.convert.sharded_files import ShardedReader, is_distributed_checkpoint
@@ -53,7 +54,8 @@ def check_hf_tensors(reader: HfReader, shape: ModelShape, role: str) -> None:
     """Compare names, shapes and types of all tensors with the model's.
 
     A critic may start from a policy (no score.weight: the head keeps its initial weights; lm_head
-    is ignored) or from a reward model with one label (score.weight is the value head).
+    is ignored) or from a reward model with one label (score.weight is the value head). A
+    reward_model must have that label.
 
     Raises:
         CheckpointError: names tensors with what was expected and found.
@@ -62,9 +64,9 @@ def check_hf_tensors(reader: HfReader, shape: ModelShape, role: str) -> None:
     expected = hf_tensors(shape, role)
     if role == "critic" and VALUE_HEAD not in present:
         del expected[VALUE_HEAD]
-    elif role == "critic" and VALUE_HEAD_BIAS in present:
+    elif role in VALUE_ROLES and VALUE_HEAD_BIAS in present:
         expected[VALUE_HEAD_BIAS] = (1,)
-    ignored = {OUTPUT} if role == "critic" or shape.tied else set()
+    ignored = {OUTPUT} if role in VALUE_ROLES or shape.tied else set()
     ignored |= {name for name in present if name.endswith("rotary_emb.inv_freq")}
     compare_tensors(reader, role, expected, [n for n in present if n not in ignored], DTYPES)
 
@@ -104,7 +106,7 @@ def load_hf_weights(
         chunks: from build_model, one for each virtual pipeline stage.
         shape: of the model that was built.
         hf_path: directory with safetensors files, or one that convert_hf_to_megatron.py wrote.
-        role: a critic takes a policy or a reward model; see check_hf_tensors.
+        role: actor, critic or reward_model; a critic takes a policy or a reward model.
 
     Returns:
         Bytes that this rank has read.
@@ -128,7 +130,7 @@ def load_hf_weights(
 
         check_tied(reader, read)
     head = getattr(unwrap(chunks[-1]), "output_layer", None)
-    if role == "critic" and head is not None and VALUE_HEAD_BIAS in present:
+    if role in VALUE_ROLES and head is not None and VALUE_HEAD_BIAS in present:
         head.set_bias(reader.read(VALUE_HEAD_BIAS))
     for parameter in parameters:
         if parameter.hf_names == (VALUE_HEAD,) and VALUE_HEAD not in present:

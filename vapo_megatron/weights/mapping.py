@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from vapo_megatron.config.phases import VALUE_ROLES
 from vapo_megatron.weights.layout import Kind
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ TABLE: tuple[Row, ...] = (
     Row(("output_layer.weight",), (EMBEDDING,), "vocabulary", _vocabulary,
         when=lambda s, role: role == "actor" and s.tied, is_copy=True),
     Row(("output_layer.weight",), (VALUE_HEAD,), "replicated", lambda s: ((1, s.hidden_size),),
-        when=lambda s, role: role == "critic"),
+        when=lambda s, role: role in VALUE_ROLES),
 )  # fmt: skip
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
+import itertools
 import os
 import pickle
 import random
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
+from tests.rollout.vllm.poisoned_sleep import poison_sleep
 from vapo_megatron.data.batch import Prompt
+from vapo_megatron.errors import Stopped
 from vapo_megatron.rollout.requests import SamplingSettings
 
 SEED = 5
@@ -40,7 +44,8 @@ def config(tmp: Path, tp_size: int, *overrides: str) -> Any:
     return load_config(
         tmp / "empty.yaml",
         [
-            "parallel.world_size=2", "model.dtype=float32", f"seed={SEED}",
+            "parallel.world_size=2", "parallel.offload=true", "model.dtype=float32",
+            f"seed={SEED}", "rollout.kv_cache_bytes=64000000",
             f"rollout.tensor_model_parallel_size={tp_size}",
             f"rollout.max_prompt_tokens={MAX_PROMPT}",
             f"rollout.max_response_tokens={MAX_RESPONSE}", *overrides,
@@ -106,7 +111,6 @@ def odd_completions(tmp: Path) -> list:
     }
     engine = object.__new__(RolloutEngine)
     engine._max_response_tokens, engine._seed = MAX_RESPONSE, SEED
-    engine._tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [str(i) for i in ids])
     engine.stop_token_ids, engine._asleep = (2,), set()
     engine.replica, engine.num_replicas, engine.policy_version = 0, 1, 7
     engine._complete = lambda requests, keep, *_: [keep(*c) for c in reversed(completions.items())]
@@ -174,6 +178,13 @@ def _loading_errors(engine, first: list) -> dict[str, str]:
     return found
 
 
+def count_completions() -> int:
+    """vLLM's objects of whole responses that something still refers to."""
+    from vllm.outputs import CompletionOutput
+
+    return sum(type(thing) is CompletionOutput for thing in gc.get_objects())
+
+
 def _limits(engine, step: int) -> dict[str, Any]:
     """Re-run a response that stopped, with its own length as the limit, and with one less."""
     found: dict[str, Any] = {}
@@ -187,66 +198,14 @@ def _limits(engine, step: int) -> dict[str, Any]:
     return found
 
 
-def _sleeping(engine, now: list, then: list) -> dict[str, Any]:
-    """Sleep with the weights `now`, wake with `then`; they are spoilt as a GPU's would be lost."""
-    import torch
-
-    found: dict[str, Any] = {"events": []}
-    core = engine._llm.llm_engine.engine_core.engine_core
-    worker, scheduler = core.model_executor.driver_worker.worker, core.scheduler
-    original = (
-        worker.sleep,
-        worker.wake_up,
-        scheduler.reset_prefix_cache,
-        engine._model().load_weights,
-    )
-
-    def sleep(level):
-        found["events"].append(f"sleep {level}")
-        original[0](level)
-        for weight in engine.live_weights().values():
-            weight.tensor.fill_(torch.nan)
-
-    def wake_up(tags):
-        found["events"].append(f"wake {tags}")
-        original[1](tags)
-
-    def reset(*arguments, **named):
-        found["events"].append("reset")
-        return original[2](*arguments, **named)
-
-    def load(tensors):
-        found["events"].append("load")
-        return original[3](tensors)
-
-    worker.sleep, worker.wake_up, scheduler.reset_prefix_cache = sleep, wake_up, reset
-    engine._model().load_weights = load
-    ask = prompts(8)
-    engine.load_weights(now, 5)
-    engine.generate(ask, 1, 0, settings(0), 5)
-    del found["events"][:]
-    engine.sleep()
-    engine.sleep()
-    found["asleep"] = error_of(engine.generate, ask, 1, 0, settings(0), 5)
-    found["paused"] = core.is_scheduler_paused()
-    engine.load_weights(then, 6)
-    found["between"] = sorted(core.model_executor.sleeping_tags)
-    found["awake"] = engine.generate(ask, 1, 0, settings(0), 6)
-    found["running"] = not core.is_sleeping()
-    engine.load_weights(now, 7)
-    found["once"] = list(found["events"])
-    engine.sleep()
-    engine.load_weights(then, 8)
-    engine.sleep()
-    found["half awake, then asleep"] = sorted(core.model_executor.sleeping_tags)
-    return found
-
-
 def two_replicas(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:
     """World 2, TP=1: two engines that never talk to each other."""
     import torch
     import torch.distributed as dist
 
+    from tests.rollout.vllm.sleep_jobs import woken_by_loading
+
+    poison_sleep()
     rank = dist.get_rank()
     trainers_group = dist.new_group([0, 1])
     random.seed(rank)
@@ -261,10 +220,12 @@ def two_replicas(tmp: Path, first_path: Path, second_path: Path) -> dict[str, An
 
         before = process_state()
         calls: list = []
+        told: list = []
         ask = prompts(12, group_size=3)
         found["sampled"] = engine.generate(
-            ask, 3, 1, settings(), 3, on_progress=lambda *c: calls.append(c)
-        )
+            ask, 3, 1, settings(), 3, on_finished=told.append,
+            on_progress=lambda *c: calls.append((*c, len(told), count_completions())),
+        )  # fmt: skip
         found["generate"] = (before, process_state())
         found["progress"] = calls
 
@@ -289,7 +250,7 @@ def two_replicas(tmp: Path, first_path: Path, second_path: Path) -> dict[str, An
         found["long"] = engine.generate(long, 1, 1, settings(0), 3)
         engine.load_weights(weights(second_path), 4)
         found["long, second weights"] = engine.generate(long, 1, 1, settings(0), 4)
-    found["sleep"] = _sleeping(engine, weights(second_path), first)
+    found["sleep"] = woken_by_loading(engine, weights(second_path), first)
     found["network"] = attempts
     found["compiled"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -307,13 +268,16 @@ def one_replica(tmp: Path, path: Path) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from tests.rollout.vllm.sleep_jobs import woken_by_sync
     from vapo_megatron.rollout.vllm import engine as engine_module
 
+    poison_sleep()
     rank = dist.get_rank()
     random.seed(rank)
     torch.manual_seed(rank)
     stop = "rollout.stop_token_ids=[7, 9]"
-    engine = build_engine(path, config(tmp, 2, stop))
+    run = config(tmp, 2, stop)
+    engine = build_engine(path, run)
     keeps, engine.keeps_rollouts = engine.keeps_rollouts, True
     found: dict[str, Any] = {"facts": (engine.replica, engine.num_replicas, engine.stop_token_ids)}
     all_weights = weights(path)
@@ -339,6 +303,7 @@ def one_replica(tmp: Path, path: Path) -> dict[str, Any]:
     engine.sleep()
     engine.load_weights(all_weights, 1)
     found["woken"] = engine.generate(ask[::2], 1, 1, settings(0), 1)
+    found["synced"] = woken_by_sync(engine, path, run.rollout)
     found["shared memory"] = [f.name for f in Path("/dev/shm").glob("*cpushm*")]
     engine.shutdown()
     dist.barrier()
@@ -346,35 +311,39 @@ def one_replica(tmp: Path, path: Path) -> dict[str, Any]:
 
 
 def host_bytes(tmp: Path, path: Path) -> tuple[float, float]:
-    """World 2, TP=1: Python's bytes per response token, with 16 responses of 500 in the sampler.
+    """World 2, TP=1: Python's bytes per response token, with responses of 500, 16 at a time.
 
     Of those being sampled, after token 260, because Python holds smaller numbers once; and of the
-    finished ones without their text.
+    first 16, which are finished while the others are sampled.
     """
     import tracemalloc
 
-    lengths = "rollout.max_prompt_tokens=8", "rollout.max_response_tokens=500"
-    engine = build_engine(path, config(tmp, 1, *lengths))
+    sizes = ("max_prompt_tokens=8", "max_response_tokens=500", "max_num_sequences=16")
+    engine = build_engine(path, config(tmp, 1, *(f"rollout.{size}" for size in sizes)))
     engine.load_weights(weights(path), 0)
     engine.stop_token_ids = ()  # So that all are of the same length.
-    ask = prompts(32, length=8)
-    engine.generate(ask, 1, 1, settings(limit=9), 0)
-    step, held = engine._llm.llm_engine.step, []
+    ask = prompts(64, length=8)
+    engine.generate(ask[:32], 1, 1, settings(limit=9), 0)
+    step, steps, held = engine._llm.llm_engine.step, itertools.count(), {}
 
     def watched():
-        held.append(tracemalloc.get_traced_memory()[0])
+        number = next(steps)
+        if number in (260, 499, 760):
+            gc.collect()
+            held[number] = tracemalloc.get_traced_memory()[0]
         return step()
 
     engine._llm.llm_engine.step = watched
     tracemalloc.start()
     try:
-        rollouts = engine.generate(ask, 1, 2, settings(limit=500), 0)
+        with contextlib.suppress(Stopped):
+            has_time = lambda: 760 not in held  # noqa: E731
+            engine.generate(ask, 1, 2, settings(limit=500), 0, has_time=has_time)
     finally:
         tracemalloc.stop()
     engine.shutdown()
-    running = (held[-1] - held[260]) / ((len(held) - 1 - 260) * len(rollouts))
-    finished = sum(sys.getsizeof(r.token_ids) + sys.getsizeof(r.logprobs) for r in rollouts)
-    return running, finished / sum(len(r.token_ids) for r in rollouts)
+    # In step 760 there are as many tokens of those being sampled as in step 260.
+    return (held[499] - held[260]) / (239 * 16), (held[760] - held[260]) / (500 * 16)
 
 
 def preempting(tmp: Path, path: Path) -> list:

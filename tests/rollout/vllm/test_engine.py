@@ -3,11 +3,12 @@
 Two processes build every engine in turn (imports and constructors take most of the time), and the
 tests judge what came back.
 
-Does not exercise: GPUs (where sleep gives memory back; here it spoils the weights), CUDA graphs,
-bfloat16, the Triton sampler, more than two ranks, Megatron as the source of the weights
-(tests/weights).
+Does not exercise: GPUs (where sleep gives memory back; here it is spoilt, see
+poisoned_sleep.py), CUDA graphs, bfloat16, the Triton sampler, more than two ranks, other layouts of
+Megatron as the source of the weights (tests/weights).
 """
 
+import dataclasses
 import math
 
 import pytest
@@ -16,8 +17,11 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.rollout.vllm import engine_jobs as jobs
+from tests.rollout.vllm.interface_jobs import without_names
+from tests.rollout.vllm.sleep_jobs import LONGER_THAN_A_BLOCK
 from tests.weights.tiny_hf import EOS, write_tiny_hf
 from vapo_megatron.planning.host_memory import VLLM_HOST_TOKEN_BYTES
+from vapo_megatron.rollout.vllm.interface import SUPPORTED
 
 TINY = {"num_layers": 2, "heads": 2, "kv_heads": 2, "vocab": 64}
 PARTS = ("constructor", "generate")
@@ -62,8 +66,18 @@ def test_what_vllm_gives_up_is_left_out(vllm_workers, tmp_path):
     assert [(r.position, r.sample, tuple(r.token_ids), r.truncated) for r in rollouts] == [
         (0, 0, (4, 2), False), (1, 1, (4, 5), True), (4, 0, (), True), (5, 1, (2,), False),
     ]  # fmt: skip
-    assert [r.text for r in rollouts] == ["[4, 2]", "[4, 5]", "[]", "[2]"]
     assert len(rollouts[2].logprobs) == 0 and math.isnan(rollouts[3].logprobs[0])
+
+
+def test_what_an_installed_vllm_lacks_is_a_config_error(vllm_workers, tmp_path):
+    ((complete, said),) = vllm_workers.run(1, without_names, tmp_path)
+    assert complete == "no error"
+    for lacking, message in said.items():
+        assert message.startswith("ConfigError: the installed vLLM, 0.") and "\n" not in message
+        assert (
+            f" has no {lacking}, which this package uses; supported is vLLM {SUPPORTED}" in message
+        )
+    assert len(said) == 7
 
 
 def position(rollout):
@@ -201,19 +215,21 @@ def test_a_stop_token_at_the_limit_is_no_truncation(found, rank):
     assert less.token_ids == stopped.token_ids[:-1] and less.truncated
 
 
-def test_the_text_is_the_tokenizers(found):
-    for r in both(found, "sampled"):
-        words = {0: "", 1: "", EOS: ""}  # <unk> and <s> are not special here, but for <unk>
-        expected = "".join(words.get(i, f"w{i}") if i != 1 else "<s>" for i in r.token_ids)
-        assert r.text == expected
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_progress_ends_at_all(found, rank):
     calls = found[rank]["progress"]
-    done = [d for d, _ in calls]
+    done = [d for d, *_ in calls]
     assert done == sorted(set(done)) and len(done) > 1
-    assert calls[-1] == (18, 18) and {total for _, total in calls} == {18}
+    assert calls[-1][:2] == (18, 18) and {total for _, total, *_ in calls} == {18}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_response_is_told_of_and_let_go_before_vllm_goes_on(found, rank):
+    before = 0
+    for done, _, told, alive in found[rank]["progress"]:
+        assert told == done
+        assert alive == done - before, "those that have just ended"
+        before = done
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -258,6 +274,7 @@ def test_a_sleeping_engine_wakes_weights_then_cache(found, reference):
         assert before == ["reset sleep 2 wake ['weights']"]
         assert version_6 == "reset wake ['kv_cache'] reset" and version_7 == "reset"
         assert "asked for policy version 5, but the sampler holds None" in f["asleep"]
+        assert f["lost"] and all(f["lost"])
         assert f["paused"] and f["between"] == ["kv_cache"] and f["running"]
         assert f["half awake, then asleep"] == ["kv_cache", "weights"]
     assert_greedy(reference["first"], sorted(sum((f["awake"] for f in slept), []), key=position))
@@ -265,7 +282,17 @@ def test_a_sleeping_engine_wakes_weights_then_cache(found, reference):
 
 def test_both_ranks_of_a_replica_sleep(found_tp2):
     for f in found_tp2:
-        assert [r.token_ids for r in f["woken"]] == [r.token_ids for r in f["greedy"]]
+        assert f["woken"] == [dataclasses.replace(r, policy_version=1) for r in f["greedy"]]
+
+
+def test_what_sleep_lost_is_synced_and_sampled_alike(found_tp2):
+    """Tokens and log-probabilities, also of prompts whose beginnings were in the prefix cache."""
+    for f in found_tp2:
+        before, *after = f["synced"]
+        assert max(len(r.prompt.token_ids) for r in before) == LONGER_THAN_A_BLOCK
+        assert len({tuple(r.token_ids) for r in before}) == 8
+        for version, again in zip((10, 11), after, strict=True):
+            assert again == [dataclasses.replace(r, policy_version=version) for r in before]
 
 
 def test_no_network_and_no_compiler(found):
@@ -322,12 +349,15 @@ def test_preempted_responses_are_sampled_alike(vllm_workers, models, found, foun
 
 @pytest.mark.slow
 def test_host_bytes_of_a_token_are_those_of_the_plan(vllm_workers, found_tp2, tmp_path):
-    """With a dict for each token it would be 370; a response that is finished is two arrays."""
+    """With a dict for each token it would be 370. A finished response is two arrays, 8 bytes a
+    token, and some hundred bytes; vLLM's lists of the last one are there until the next one."""
     write_tiny_hf(tmp_path / "hf", **{**TINY, "vocab": 2000})
     write_tiny_tokenizer(tmp_path / "hf", 2000)
-    for running, finished in vllm_workers.run(2, jobs.host_bytes, tmp_path, tmp_path / "hf"):
-        assert 0.95 * VLLM_HOST_TOKEN_BYTES < running < VLLM_HOST_TOKEN_BYTES
-        assert 8 <= finished < 8.5
+    found = vllm_workers.run(2, jobs.host_bytes, tmp_path, tmp_path / "hf", timeout_seconds=280)
+    for running, finished in found:
+        # Lists grow by an eighth at a time: the plan has more than there is on average.
+        assert 0.9 * VLLM_HOST_TOKEN_BYTES < running < VLLM_HOST_TOKEN_BYTES
+        assert 8 <= finished < 8 + VLLM_HOST_TOKEN_BYTES / 16
 
 
 FAMILIES = {

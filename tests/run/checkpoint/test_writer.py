@@ -271,7 +271,10 @@ def break_metadata(directory, change):
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def evil_object(directory, path):
+NORM = "decoder.final_layernorm.weight"
+
+
+def evil_object(directory, path, name=NORM):
     """A tensor that is asked for becomes an object, which torch's loader would unpickle."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
@@ -280,10 +283,16 @@ def evil_object(directory, path):
     place = _StorageInfo("evil", 0, (directory / "evil").stat().st_size)
 
     def change(metadata):
-        metadata.state_dict_metadata[NORM] = BytesStorageMetadata()
-        metadata.storage_data[MetadataIndex(NORM)] = place
+        metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex(name)] = place
 
     break_metadata(directory, change)
+
+
+def object_for_common(directory, path):
+    """What megatron-core 0.19 looks for where there is no common.pt."""
+    (directory / "common.pt").unlink()
+    evil_object(directory, path, "common_state/shard_0_1")
 
 
 def outside(metadata):
@@ -291,7 +300,6 @@ def outside(metadata):
         place.relative_path = "../critic/" + place.relative_path
 
 
-NORM = "decoder.final_layernorm.weight"
 HOSTILE = {
     "metadata": (
         lambda d, path: (d / ".metadata").write_bytes(pickle.dumps(Evil(path))),
@@ -299,6 +307,7 @@ HOSTILE = {
     ),
     "object": (evil_object, f"is of another model.*{NORM} is missing"),
     "common": (lambda d, path: torch.save(Evil(path), d / "common.pt"), "more than tensors"),
+    "no common": (object_for_common, "has no common.pt"),
     "outside": (
         lambda d, path: break_metadata(d, outside),
         "must be in a file of the same directory",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.rollout.vllm import engine_jobs
+from tests.rollout.vllm.poisoned_sleep import poison_sleep
 from tests.weights.loaded import Layout, all_parameters, load, microbatch
 from vapo_megatron.parallel import groups
 from vapo_megatron.parallel.optimizer import (
@@ -87,22 +88,27 @@ def layouts_into_vllm(
         tmp, sampler_tp, f"parallel.world_size={world_size}", "rollout.sync_bucket_bytes=20000",
         "rollout.verify_sync_every=2", *overrides,
     )  # fmt: skip
+    poison_sleep()
     engine = engine_jobs.build_engine(path, config)
+    engine.sleep()
     loaded = _updated(path, layouts[0])
     export_hf(loaded.chunks, loaded.shape, loaded.ranks, tmp / "export", copy_from=str(path))
     groups.destroy()
     dist.barrier()
     engine.load_weights(_tensors(tmp / "export"), 0)
     found: dict[str, Any] = {"expected": _sampled(engine)}
-    for version, layout in enumerate(layouts, 1):
-        for weight in engine.live_weights().values():
-            weight.tensor.fill_(torch.nan)
+    for number, layout in enumerate(layouts):
+        engine.sleep()
         loaded = _updated(path, layout)
         sync = _sync_between(loaded, engine, config)
+        sync.publish(loaded.chunks, 2 * number + 1)
+        after_sleep = _sampled(engine)
+        for weight in engine.live_weights().values():
+            weight.tensor.fill_(torch.nan)
         cached = _num_cached_blocks(engine)
-        sync.publish(loaded.chunks, version)
+        sync.publish(loaded.chunks, 2 * number + 2)
         cached = (cached, _num_cached_blocks(engine))
-        found[str(layout)] = (_sampled(engine), engine.policy_version, cached)
+        found[str(layout)] = (after_sleep, _sampled(engine), engine.policy_version, cached)
         if layout == layouts[-1]:
             if rank == world_size - 1:
                 engine.live_weights()[LAST_ROW_OF_MLP].tensor[-1, -1] += 1e-3

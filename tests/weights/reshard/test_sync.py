@@ -1,7 +1,8 @@
 """The actor's weights in live vLLM models, bit for bit as from a freshly loaded export.
 
-Real engines in 2 and 4 gloo processes, each filled with NaN before every sync. Does not exercise:
-GPUs, NCCL, more than one node, vLLM with TP > 2.
+Real engines in 2 and 4 gloo processes, each filled with NaN before every sync, once awake and once
+asleep (tests/rollout/vllm/poisoned_sleep.py). Does not exercise: GPUs, NCCL, more than one node,
+vLLM with TP > 2.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ def test_live_weights_and_responses_are_those_of_the_export(vllm_workers, tmp_pa
         # Embedding, norm, lm_head unless tied, and 4 layers of qkv and bias, o, gate_up, down, 2.
         assert len(expected.weights) == 2 + ("tied" not in model) + 4 * 7
         assert len(expected.responses) == 2
-        for version, layout in enumerate(layouts, 1):
-            sampled, policy_version, (cached_before, cached_after) = found[str(layout)]
-            wrong = [n for n, bits in sampled.weights.items() if bits != expected.weights[n]]
-            assert wrong == [] and sampled.weights.keys() == expected.weights.keys()
-            assert sampled.responses == expected.responses
-            assert policy_version == version
+        for number, layout in enumerate(layouts, 1):
+            *both, policy_version, (cached_before, cached_after) = found[str(layout)]
+            for sampled in both:
+                wrong = [n for n, bits in sampled.weights.items() if bits != expected.weights[n]]
+                assert wrong == [] and sampled.weights.keys() == expected.weights.keys()
+                assert sampled.responses == expected.responses
+            assert policy_version == 2 * number
             assert cached_before > 0 and cached_after == 0
         last = world_size - 1
         assert found["damaged"].startswith("RuntimeError: the sampler's weights differ from the")

