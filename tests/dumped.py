@@ -37,9 +37,9 @@ def rollouts(step: int = 1) -> list[ScoredRollout]:
                     # A multiple of 2^-10 is the same in float32.
                     logprobs=array("f", [-draw.randint(1, 9000) / 1024 for _ in range(length)]),
                     truncated=length > 10,
-                    text=draw.choice(TEXTS),
                     policy_version=step - 1,
                 ),
+                text=draw.choice(TEXTS),
                 status=STATUSES[position % len(STATUSES)],
                 reward=0.1 * draw.randint(-9, 9),
             )

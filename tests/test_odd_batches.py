@@ -29,9 +29,10 @@ VARYING = ("time/", "tokens_per_second", "memory/")
 def odd(kind):
     """A step's responses of one kind."""
 
-    def changed(item, status="wrong", reward=-1.0, **fields):
+    def changed(item, status="wrong", reward=-1.0, text=None, **fields):
         rollout = dataclasses.replace(item.rollout, **fields)
-        return dataclasses.replace(item, rollout=rollout, status=status, reward=reward)
+        text = item.text if text is None else text
+        return dataclasses.replace(item, rollout=rollout, text=text, status=status, reward=reward)
 
     found = []
     for item in rollouts():

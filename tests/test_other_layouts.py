@@ -66,11 +66,10 @@ def source(settings, place):
             draw = random.Random(prompt.index * GROUP_SIZE + position % GROUP_SIZE)
             tokens = tuple(draw.randrange(60) for _ in range(draw.randint(1, 12)))
             logprobs = tuple(-draw.randint(2000, 9000) / 1024 for _ in tokens)
-            rollout = Rollout(
-                prompt, position % GROUP_SIZE, position, tokens, logprobs, False, "", version
-            )
+            sample = position % GROUP_SIZE
+            rollout = Rollout(prompt, sample, position, tokens, logprobs, False, version)
             status = draw.choice(["correct", "wrong"])
-            return ScoredRollout(rollout, status, 1.0 if status == "correct" else -1.0)
+            return ScoredRollout(rollout, "", status, 1.0 if status == "correct" else -1.0)
 
     return Drawn()
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tests import reference
 from tests.dumped import MODEL, config
 from tests.rollout.test_dynamic_sampling import vllm_replaced_by
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
+from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
 from vapo_megatron.data.batch import Rollout
@@ -70,19 +70,19 @@ class Engine:
             Asked(step, sampling, policy_version, problems, seeds, has_time.__name__, begun)
         )
         on_progress(len(prompts), len(prompts))
-        right = {p: 1 + p % 2 for p in problems}
+        right, wrong = (MODEL["vocab"] - n for n in (2, 1))
         rollouts = [
             Rollout(
                 prompt=prompt,
                 sample=i % group_size,
                 position=i,
-                token_ids=array("i", [3 + seed // 57**t % 57 for t in range(1 + i % 5)]),
+                token_ids=array("i", [*(3 + seed // 57**t % 57 for t in range(i % 5)), answer]),
                 logprobs=array("f", [-4.0] * (1 + i % 5)),
                 truncated=False,
-                text="Answer: 7" if i % group_size < right[prompt.index] else "Answer: 8",
                 policy_version=policy_version,
             )
             for i, (prompt, seed) in enumerate(zip(prompts, seeds))
+            for answer in [right if i % group_size < 1 + prompt.index % 2 else wrong]
         ]
         for rollout in rollouts:
             on_finished(rollout)
@@ -184,7 +184,7 @@ def inputs(tmp_path_factory):
         rows = [{"prompt": f"w{i + 3}", "answer": "7"} for i in range(count)]
         (tmp / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     hf = write_tiny_hf(tmp / "hf", **MODEL)
-    write_tiny_tokenizer(hf, MODEL["vocab"])
+    write_tiny_tokenizer(hf, MODEL["vocab"], last=ANSWERS)
     return hf, tmp
 
 

@@ -291,6 +291,7 @@ def test_a_steps_metrics_are_of_that_step(vapo, step):
         "reward/correct_fraction": statuses.count("correct") / NUM_RESPONSES,
         "reward/unparsable_fraction": statuses.count("unparsable") / NUM_RESPONSES,
         "reward/timed_out_fraction": statuses.count("timed_out") / NUM_RESPONSES,
+        "reward/failed_fraction": statuses.count("failed") / NUM_RESPONSES,
         "rollout/response_length_mean": fmean(lengths),
         "rollout/response_length_max": max(lengths),
         "rollout/truncated_fraction": sum(s.rollout.truncated for s in scored) / NUM_RESPONSES,
@@ -352,3 +353,32 @@ def test_every_step_and_seed_has_mini_batches_of_its_own(vapo, grpo):
         assert [set(m) for _, m in whole(vapo, step, "actor")] == [
             set(m) for _, m in whole(vapo, step, "critic")
         ]
+
+
+def refused(hf, dumped, run_dir, port):
+    """What a rank says of a step whose verdicts failed."""
+    from vapo_megatron.errors import UserError
+    from vapo_megatron.loop import VapoTrainer
+
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    settings = config(
+        hf,
+        reward={"max_failed_fraction": 0.3},
+        parallel={"world_size": 2},
+        logging={"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
+    )
+    with VapoTrainer(settings, dumped) as trainer:
+        try:
+            trainer.prepare(0)
+        except UserError as error:
+            return str(error)
+
+
+def test_a_step_with_too_many_failed_verdicts_is_refused_on_every_rank(workers, tmp_path):
+    workers.run(2, dump, tmp_path / "replay", [1], 2)
+    hf = write_tiny_hf(tmp_path / "hf", **MODEL)
+    statuses = [item.status for item in rollouts(1)]
+    assert statuses.count("failed") + statuses.count("timed_out") == 6  # of 16: .375
+    told = workers.run(2, refused, hf, tmp_path, tmp_path / "run", free_port())
+    assert told[0] == told[1] and told[0].startswith("3 verdicts failed and 3 timed out, of 16: ")

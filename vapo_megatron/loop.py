@@ -25,16 +25,15 @@ class VapoTrainer(StepTrainer):
     """
 
     def __init__(
-        self, config: VapoConfig, replay: Path | None = None, inputs: Inputs | None = None
+        self,
+        config: VapoConfig,
+        replay: Path | None = None,
+        inputs: Inputs | None = None,
+        *,
+        verifier: object | None = None,
     ) -> None:
-        """Build everything that a run needs.
-
-        Args:
-            config: from load_config.
-            replay: run directory whose dumped responses to train on; None: sample.
-            inputs: from read_inputs; None: read them here.
-        """
-        super().__init__(config, replay, inputs)
+        """Build everything that a run needs; see StepTrainer."""
+        super().__init__(config, replay, inputs, verifier=verifier)
         self.explained_variances: list[float] = []
         """One per step with stage=value_pretraining, from before the update."""
         self._snapshot: tuple[int, dict[str, Any]] = (0, {})

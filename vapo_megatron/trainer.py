@@ -22,13 +22,14 @@ from vapo_megatron.config.phases import (
     EXCHANGE,
     LOGPROBS,
     REFERENCE_LOGPROBS,
+    REWARD_SCORES,
     SYNC,
     VALUES,
 )
 from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.data.packing import StepPlan, attention_tokens, plan_step
 from vapo_megatron.errors import Stopped
-from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.models.hf_config import read_model_shape, read_reward_shape
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.exchange import exchange, gather_summary
 from vapo_megatron.parallel.health.early_stop import EarlyStop
@@ -43,11 +44,18 @@ from vapo_megatron.parallel.minibatches import (
 from vapo_megatron.parallel.offload import check_host_memory, is_on
 from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.planning.host_memory import host_bytes
+from vapo_megatron.reward.scoring import check_verdicts, with_scores
 from vapo_megatron.roles.actor import Actor, Reference
-from vapo_megatron.roles.advantages import with_advantages, with_loss_mask, with_policy_mask
+from vapo_megatron.roles.advantages import (
+    with_advantages,
+    with_loss_mask,
+    with_policy_mask,
+    with_verdicts,
+)
 from vapo_megatron.roles.critic import Critic
 from vapo_megatron.roles.device_schedule import DeviceSchedule
 from vapo_megatron.roles.model import TrainedModel
+from vapo_megatron.roles.reward_model import RewardModel
 from vapo_megatron.rollout.inputs import Inputs, read_inputs
 from vapo_megatron.rollout.replay import Replay
 from vapo_megatron.rollout.source import OnProgress, RolloutSource
@@ -75,7 +83,12 @@ class StepTrainer:
     """Runs training steps; all ranks call the same methods in the same order."""
 
     def __init__(
-        self, config: VapoConfig, replay: Path | None = None, inputs: Inputs | None = None
+        self,
+        config: VapoConfig,
+        replay: Path | None = None,
+        inputs: Inputs | None = None,
+        *,
+        verifier: object | None = None,
     ) -> None:
         """Build everything that a run needs.
 
@@ -83,6 +96,8 @@ class StepTrainer:
             config: from load_config.
             replay: run directory whose dumped responses to train on; None: sample.
             inputs: from read_inputs; None: read them here.
+            verifier: an instance or a class with the method of reward.verifier.Verifier, in place
+                of reward.verifier; pickled for the processes that judge.
         """
         self.config = config
         self.run_dir = Path(config.logging.run_dir)
@@ -94,19 +109,19 @@ class StepTrainer:
             config.timeouts, self.run_dir, rank, world_size, self.early_stop.is_signalled
         )
         with self.watchdog.reporting():
-            self._build(replay, inputs)
+            self._build(replay, inputs, verifier)
 
-    def _build(self, replay: Path | None, inputs: Inputs | None) -> None:
-        config = self.config
+    def _build(self, replay: Path | None, inputs: Inputs | None, verifier: object | None) -> None:
+        config = self.config if replay is None else self.config.for_replay()
         self.ranks = groups.initialize(config.parallel, config.seed)
         self.shape = inputs.shape if inputs else read_model_shape(str(config.model.hf_path))
         self._start = checkpoint.find_start(config)
         # vLLM first, because it measures free device memory; it sleeps while the models are built.
-        self.source = self._source(replay, inputs)
+        self.source = self._source(replay, inputs, verifier)
         offloads = is_on(config.parallel)
         self.device_schedule = DeviceSchedule(self.source.leave_device, is_on=offloads)
         # After vLLM went to sleep, because a sleeping vLLM uses host memory too.
-        self._check_host_memory(is_offloaded=offloads)
+        self._check_host_memory(config, is_offloaded=offloads)
         hf_path = partial(self._start.path, config=config)
         self.actor = Actor(self.shape, config, self.ranks, hf_path("actor"))
         self.device_schedule.join("actor", self.actor.trained)
@@ -118,17 +133,21 @@ class StepTrainer:
         if "reference" in config.algorithm.roles:
             self.reference = Reference(self.shape, config, self.ranks)
             self.device_schedule.join("reference", self.reference.frozen)
+        self.reward_model: RewardModel | None = None
+        if "reward_model" in config.roles:
+            shape = read_reward_shape(config.model, self.shape)
+            self.reward_model = RewardModel(shape, config, self.ranks)
+            self.device_schedule.join("reward_model", self.reward_model.frozen)
         self.policy_version = 0
         self.watchdog.report_progress(lambda: sum(m.num_tried for m in self._models.values()))
-        self.output = RunOutput(config, self.ranks)
+        self.output = RunOutput(self.config, self.ranks)
 
-    def _check_host_memory(self, *, is_offloaded: bool) -> None:
+    def _check_host_memory(self, config: VapoConfig, *, is_offloaded: bool) -> None:
         """Check that each node has host memory for offload, checkpoints and a step; collective.
 
         Raises:
             ConfigError: on every rank, before the models are built.
         """
-        config = self.config
         needed = host_bytes(
             self.shape,
             config,
@@ -202,6 +221,16 @@ class StepTrainer:
             multiple_of=packed_multiple(config.parallel, config.model.fp8),
         )
 
+        # Score what the reward model judges; then every response has its verdict and reward.
+        if self.reward_model is not None:
+            with self.phase(REWARD_SCORES):
+                scores = self.reward_model.score_pending(summary, microbatches)
+                longest = config.rollout.max_response_tokens
+                summary, scored = with_scores(summary, scored, scores, config.reward, longest)
+                batch = with_verdicts(batch, summary)
+        self.source.keep(step, scored, self.phase)
+        check_verdicts(summary, config.reward)
+
         # V and log pi of the responses under the weights before the update.
         if self.critic is not None:
             with self.phase(VALUES):
@@ -233,7 +262,9 @@ class StepTrainer:
         roles = self.config.algorithm.trained_roles
         return {role: getattr(self, role).trained for role in roles}
 
-    def _source(self, replay: Path | None, inputs: Inputs | None) -> RolloutSource:
+    def _source(
+        self, replay: Path | None, inputs: Inputs | None, verifier: object | None
+    ) -> RolloutSource:
         if replay is not None:
             return Replay(replay, self.ranks)
         # Imported here, because a replay must not import vLLM.
@@ -246,7 +277,7 @@ class StepTrainer:
         return Sampling(
             inputs, self.ranks, model=c.model, rollout=c.rollout, algorithm=c.algorithm,
             reward=c.reward, evaluation=c.evaluation, logging=c.logging,
-            seed=c.seed, offload=is_on(c.parallel),
+            seed=c.seed, offload=is_on(c.parallel), verifier=verifier,
         )  # fmt: skip
 
     def _distribute(

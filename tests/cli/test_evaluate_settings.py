@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.rollout.evaluation.test_judging import SAMPLES, Sampler
+from tests.rollout.evaluation.test_judging import SAMPLES, Sampler, decode
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
@@ -50,14 +50,14 @@ def evaluate(hf, data, out, port, tp_size):
     """What a rank is told, or the verifiers that it starts; a worker's function."""
     from vapo_megatron.cli.evaluate import checkpoint as module
     from vapo_megatron.errors import UserError
-    from vapo_megatron.reward import scoring
+    from vapo_megatron.reward import verifiers as running
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     config = module.evaluation_config(
         hf, [*OVERRIDES, f"rollout.tensor_model_parallel_size={tp_size}"], 2
     )
-    verifiers, verifier = [], scoring.MathVerifier
+    verifiers, verifier = [], running.MathVerifier
 
     def noted(*arguments):
         verifiers.append(arguments)
@@ -65,7 +65,8 @@ def evaluate(hf, data, out, port, tp_size):
 
     with (
         mock.patch.object(module, "_engine", lambda *_: OneSampler(tp_size)),
-        mock.patch.object(scoring, "MathVerifier", noted),
+        mock.patch.object(module, "decode_responses", lambda _, responses: decode(responses)),
+        mock.patch.object(running, "MathVerifier", noted),
     ):
         try:
             module.evaluate_checkpoint(module.check(hf, data, config), config, out)

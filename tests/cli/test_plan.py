@@ -170,7 +170,7 @@ def test_options_reach_the_plan(tool, capsys):
     for options in (["--tflops", "400"], ["--hbm", "1000"], ["--share", "matmul=.4"],
                     ["--response", "15000"], ["--gpu", "A100"], ["--prompt", "2000"],
                     ["--spread", "1"], ["--nvlink", "90"], ["--vllm-sequences", "2"],
-                    ["--reference"]):  # fmt: skip
+                    ["--reference"], ["--reward-model", "Qwen2.5-7B"]):  # fmt: skip
         assert int(first_row(tool, capsys, options)[9]) > int(plain[9]), options
     assert first_row(tool, capsys, ["--gpu", "H200", "--offload", "no"])[8] == "no"
     assert int(first_row(tool, capsys, ["--no-critic"])[9]) < int(plain[9])

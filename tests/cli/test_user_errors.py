@@ -24,7 +24,7 @@ import yaml
 
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.sealed import seal
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
 from tests.workers import free_port
 from tools import convert_hf_to_megatron, evaluate
 from vapo_megatron.cli import preflight, train
@@ -150,7 +150,7 @@ def dump(vocab_size=VOCABULARY, **sizes):
         sizes_of = {"num_responses": 4, "group_size": 2, **sizes}
         prompts = [Prompt(i, "w3", (3, vocab_size - 1), "5") for i in (0, 0, 1, 1)]
         scored = [
-            ScoredRollout(Rollout(p, i % 2, i, (4, 2), (-1.0, -1.0), False, "w4", 0), "wrong", 0.0)
+            ScoredRollout(Rollout(p, i % 2, i, (4, 2), (-1.0, -1.0), False, 0), "w4", "wrong", 0.0)
             for i, p in enumerate(prompts)
         ]
         file = place / DUMPED
@@ -169,6 +169,17 @@ def nothing(place):
     """No file is wrong."""
 
 
+def reward_model(**sizes):
+    """Leave a reward model with the actor's tokenizer."""
+
+    def change(place):
+        write_tiny_reward_model(place / "reward", **{**SIZES, **sizes})
+        shutil.copy(place / "model/tokenizer.json", place / "reward")
+
+    return change
+
+
+SCORED = ["model.reward_hf_path={place}/reward", "reward.verifier=reward_model"]
 REPLAY = [
     "--replay", "{place}/dumped", "algorithm.responses_per_step=4", "algorithm.group_size=2",
     "algorithm.mini_batch_size=4", "algorithm.value_pretraining_steps=0",
@@ -188,6 +199,33 @@ MISTAKES = {
     "no data": (nothing, ["data.train_path=/a.jsonl"], "train_path=/a.jsonl does not exist; set"),
     "no held-out data": (nothing, ["evaluation.path=/a.jsonl"], "evaluation.path=/a.jsonl does"),
     "no critic": (nothing, ["model.critic_hf_path=/nowhere"], "critic_hf_path=/nowhere does not"),
+    "no reward model": (
+        nothing, [*SCORED, "model.reward_hf_path=/nowhere"],
+        "model.reward_hf_path=/nowhere does not exist; set model.reward_hf_path",
+    ),
+    "reward model with other tokens": (
+        reward_model(vocab=70), SCORED,
+        "reward: its vocab_size=70 must be 64, as in model.hf_path=",
+    ),
+    "reward model with another tokenizer": (
+        lambda place: (
+            reward_model()(place), write_tiny_tokenizer(place / "reward", VOCABULARY, last=["x"]),
+        ),
+        SCORED, "in tokenizer.json id 63 is 'x', but 'w63' in model.hf_path's tokenizer",
+    ),
+    "reward model that TP does not divide": (
+        reward_model(heads=1, kv_heads=1), [*SCORED, "parallel.tensor_model_parallel_size=2"],
+        "reward: parallel.tensor_model_parallel_size=2 must divide the model's num_attention_heads",
+    ),
+    "reward model without a label": (
+        lambda place: write_tiny_hf(place / "reward", **SIZES), SCORED,
+        "model.reward_hf_path={place}/reward: {place}/reward does not hold the reward_model that "
+        "config.json describes: score.weight is missing",
+    ),
+    "reward model without rows": (
+        reward_model(), [*SCORED, "reward.verifier=math"],
+        "reward would score nothing: all rows of {place}/train.jsonl are judged by math; set",
+    ),
     "malformed line": (append("train.jsonl", '{"prompt": '), [], "train.jsonl, line 4 is not JSON"),
     "malformed held-out line": (append("test.jsonl", "x"), [], "test.jsonl, line 4 is not JSON"),
     "no text": (
@@ -305,6 +343,15 @@ MISTAKES = {
 }  # fmt: skip
 # What the verifier finds: by itself in a dry run, shared by a run's ranks when they have met.
 OF_VERIFIER = {
+    "held-out rows of the reward model": (
+        reward_model(), SCORED,
+        "test.jsonl: row 2 (from 0) is judged by reward_model, which scores training responses "
+        "only: an evaluation needs another verifier, in the row's column `verifier`; correct or",
+    ),
+    "rows of a reward model that there is not": (
+        append("train.jsonl", '{"prompt": "w1", "answer": "7", "verifier": "reward_model"}'), [],
+        "train.jsonl: row 3 (from 0) is judged by reward_model, but model.reward_hf_path=null;",
+    ),
     "unreadable answer": (
         append("train.jsonl", '{"prompt": "w1", "answer": "??"}'), [],
         "train.jsonl: row 3 (from 0) has the answer '??', which the verifier cannot parse; correct",

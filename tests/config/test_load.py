@@ -237,6 +237,22 @@ CONFLICTS = [
         ["algorithm.dynamic_sampling=true", "algorithm.group_size=1"],
         ["dynamic_sampling=true", "found 1", "raise group_size", "dynamic_sampling=false"],
     ),
+    (
+        ["algorithm.dynamic_sampling=true", "model.reward_hf_path=rm"],
+        ["dynamic_sampling=true", "model.reward_hf_path=rm", "dynamic_sampling=false"],
+    ),
+    (
+        ["reward.verifier=reward_model"],
+        ["reward.verifier, which is reward_model, needs model.reward_hf_path, found null; set it"],
+    ),
+    (
+        ["reward.verifier=taste", "reward.verifiers.taste.use=reward_model"],
+        ["reward.verifier, which is reward_model, needs model.reward_hf_path, found null; set it"],
+    ),
+    (
+        ["reward.verifiers.reward_model.use=reward_model"],
+        ["reward.verifiers.reward_model, which is reward_model, needs model.reward_hf_path"],
+    ),
     (["rollout.top_p=0.7"], ["rollout.top_p=0.7", "must be 1", "evaluation.top_p"]),
     (["rollout.top_k=50"], ["rollout.top_k=50", "must be -1", "evaluation.top_k"]),
     (

@@ -31,7 +31,9 @@ def test_jsonl_keeps_order_duplicates_and_text(tmp_path):
         row("b", "2"),
         row("\u00e9", "3"),
     )
-    expected = [Problem("b", "2"), Problem("a", "1"), Problem("b", "2"), Problem("\u00e9", "3")]
+    expected = [
+        Problem("b", "2"), Problem("a", "1", {"id": 7}), Problem("b", "2"), Problem("\u00e9", "3")
+    ]  # fmt: skip
     assert load_problems(path) == expected
     assert load_problems(str(path)) == expected
 
@@ -47,7 +49,7 @@ def test_columns_can_be_named(tmp_path):
     path = write(
         tmp_path / "a.jsonl", json.dumps({"question": "q", "solution": "s", "answer": "x"})
     )
-    assert load_problems(path, "question", "solution") == [Problem("q", "s")]
+    assert load_problems(path, "question", "solution") == [Problem("q", "s", {"answer": "x"})]
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):

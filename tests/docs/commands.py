@@ -103,6 +103,7 @@ RUNS = (
         (*TINY_RUN, "logging.run_dir=runs/tiny/own"),
         shows="done: runs/tiny/own",
     ),
+    Run(_TRAIN + "data.train_path=near.jsonl", TINY_RUN, shows="done: runs/tiny/near"),
     Run(_TRAIN + "--replay", TINY_RUN, shows="done: runs/tiny/replay"),
     Run("vapo gradients collect", TINY_RUN),
     Run("vapo gradients compare"),
@@ -138,6 +139,7 @@ RUNS = (
     Run("python -m mypy vapo_megatron", by="tests/test_architecture.py"),
     Run("bash tests/run.sh", COLLECTED),
     Run("bash tests/run.sh tests/algorithm", shows=" passed"),
+    Run("bash tests/run.sh --environment newest", by="tests/tools/test_setup_env.py"),
     Run("bash tests/run_faults.sh", COLLECTED),
 )  # fmt: skip
 

@@ -1,8 +1,9 @@
 """Whole runs in real processes: torchrun, megatron-core, vLLM, the verifier, files on disk.
 
 A barely trained base model of the tiny task, two processes; sequence parallelism, recomputation and
-the distributed optimizer as in the 32B recipe. Does not show that it learns
-(examples/run_vapo_tiny.sh does), nor anything about a GPU.
+the distributed optimizer as in the 32B recipe. The run from beginning to end is by turns, and vLLM
+loses what a GPU would lose (tests/rollout/vllm/poisoned_sleep.py). Does not show that it learns
+(examples/run_vapo_tiny.sh does), nor anything else about a GPU.
 """
 
 import json
@@ -141,6 +142,8 @@ def straight(request, launch, overrides, tmp_path_factory):
         overrides.append(base_model(out / "base", 100))
     logging = [f"logging.run_dir={out}/run", "logging.dump_steps=4"]
     given = [str(out / "greedy.json"), "3", *map(str, RECIPE_CONFIGS), *overrides, *logging]
+    # By turns, as on GPUs; the runs below that repeat it leave everything where it is.
+    given.append("parallel.offload=true")
     return Straight(out, ended(launch(train_and_answer, *given, world_size=2)), overrides)
 
 

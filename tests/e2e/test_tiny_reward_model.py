@@ -1,4 +1,4 @@
-"""The tiny task's reward model: its data, what it scores, and what a critic reads of it.
+"""The tiny task's reward model: its data, what it scores, what a critic reads of it, and a run.
 
 Not exercised: other tasks, and a reward model with a bias (tests/weights).
 """
@@ -18,7 +18,13 @@ sys.path.insert(0, str(TINY))
 
 import make_base_model  # noqa: E402
 import make_reward_model  # noqa: E402
+import task  # noqa: E402
 from make_reward_model import Recipe, Scored  # noqa: E402
+
+from tests.e2e.test_run import SMALL, ended  # noqa: E402
+from tests.e2e.test_run import TINY as TINY_CONFIG  # noqa: E402
+from vapo_megatron.cli.train import main  # noqa: E402
+from vapo_megatron.rollout.dump import read_file, read_headers  # noqa: E402
 
 SHORT = Recipe(sampled=16, held_out=8, iterations=5, batch_size=4, batches_per_pool=2)
 
@@ -167,6 +173,45 @@ def test_same_seed_same_bytes(reward_model, base, tmp_path):
     assert read[0] == read[1] != (tmp_path / "other/model.safetensors").read_bytes()
     config = json.loads((reward_model / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForSequenceClassification"]
+
+
+@pytest.mark.slow
+def test_a_run_whose_rewards_are_its_scores(launch, base, reward_model, tmp_path):
+    """Two processes with TP2, by turns; the held-out problems have another verifier."""
+    held_out = tmp_path / "test.jsonl"
+    task.write_jsonl(tmp_path / "train.jsonl", task.training_problems(40, 0))
+    task.write_jsonl(held_out, task.test_problems(6, 0))
+    rows_of_file = map(json.loads, held_out.read_text().splitlines())
+    held_out.write_text("".join(json.dumps({**r, "verifier": "math"}) + "\n" for r in rows_of_file))
+    given = [
+        "--config", str(TINY_CONFIG), *SMALL, f"model.hf_path={base}",
+        f"model.reward_hf_path={reward_model}", "reward.verifier=reward_model",
+        "reward.from_score=[-50,50]", "reward.correct_from=0.0", "parallel.offload=true",
+        f"data.train_path={tmp_path}/train.jsonl", f"evaluation.path={held_out}",
+        "algorithm.policy_steps=2", "logging.dump_steps=3", f"logging.run_dir={tmp_path}/run",
+    ]  # fmt: skip
+    ended(launch(main, given, world_size=2))
+    first, *steps = [
+        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
+    assert [row["step"] for row in steps] == [1, 2, 3] and "evaluation/avg@2" in first
+    model = Qwen2ForSequenceClassification.from_pretrained(str(reward_model)).eval()
+    for row in steps:
+        kept = [
+            item
+            for path, _ in read_headers(tmp_path / "run/replay", row["step"])
+            for item in read_file(path)
+        ]
+        assert len(kept) == 32
+        responses = [
+            Scored(list(s.rollout.prompt.token_ids), list(s.rollout.token_ids), 0.0) for s in kept
+        ]
+        scores = [float(v[-1]) for v in make_reward_model.read_values(model, responses)]
+        assert [s.reward for s in kept] == pytest.approx(scores, abs=1e-3)
+        assert [s.is_correct for s in kept] == [s.reward >= 0 for s in kept]
+        assert row["reward/mean"] == pytest.approx(sum(scores) / 32, abs=1e-3)
+        assert row["time/reward_scores_seconds"] > 0
+    assert steps[-1]["actor/grad_norm"] > 0
 
 
 @pytest.mark.slow

@@ -209,12 +209,14 @@ def batch_of(config):
     """The responses as the trainer has them before advantages, and their summary."""
     from vapo_megatron.data.batch import RolloutBatch, StepSummary
     from vapo_megatron.reward.shaping import shaped_reward
+    from vapo_megatron.reward.verifier import Verdict
 
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
     count, lengths = int(bounds[-1]), torch.tensor(LENGTHS)
     limit = config.rollout.max_response_tokens
     truncated, is_correct = torch.tensor(TRUNCATED), torch.tensor(CORRECT)
-    facts = zip(CORRECT, TRUNCATED, LENGTHS, strict=True)
+    verdicts = [Verdict("correct" if is_right else "wrong") for is_right in CORRECT]
+    facts = zip(verdicts, TRUNCATED, LENGTHS, strict=True)
     rewards = torch.tensor([shaped_reward(*fact, config.reward, limit) for fact in facts])
     has_critic = "critic" in config.algorithm.trained_roles
     batch = RolloutBatch(

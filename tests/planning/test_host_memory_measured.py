@@ -43,9 +43,9 @@ def long_responses():
                 token_ids=array("i", [3 + position] * RESPONSE),
                 logprobs=array("f", [-4.0] * RESPONSE),
                 truncated=False,
-                text="",
                 policy_version=0,
             ),
+            "",
             "correct" if position % 2 else "wrong",
             1.0,
         )

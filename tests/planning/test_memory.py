@@ -71,12 +71,15 @@ def test_kv_cache_follows_its_settings(shape):
 def test_what_is_not_at_work_leaves_the_gpu(shape):
     # Parameters of stage 0: 2 n of each role; 9 n while one trains.
     n = 16 * LAYER + VOCABULARY
-    config = make_config(algorithm={"kl_coef": 0.1})
+    # The reward model is Qwen2.5-14B: feed-forward 13824 / 8 = 1728 in place of 3456, 12 layers.
+    m = 12 * (LAYER - 3 * 1728 * 5120) + VOCABULARY
+    config = make_config(algorithm={"kl_coef": 0.1}, model={"reward_hf_path": "Qwen2.5-14B"})
     phases = memory.phase_memory(shape, config, gpu_bytes=GPU_BYTES, pp_rank=0)
     assert tuple(phases) == memory.PHASES
     states = {x: (p.parameters, p.gradients, p.optimizer) for x, p in phases.items()}
     assert states == {
         "generation": (0, 0, 0),
+        "reward_scores": (2 * m, 0, 0),
         "values": (2 * n, 0, 0),
         "logprobs": (2 * n, 0, 0),
         "reference_logprobs": (2 * n, 0, 0),
@@ -87,14 +90,17 @@ def test_what_is_not_at_work_leaves_the_gpu(shape):
     assert [x for x, p in phases.items() if p.kv_cache] == ["generation"]
     assert [x for x, p in phases.items() if p.sampler_weights] == ["generation", "sync"]
     # Two pairs of buckets of 512 MiB.
-    assert [p.sync_buckets for p in phases.values()] == [0] * 6 + [2**31]
+    assert [p.sync_buckets for p in phases.values()] == [0] * 7 + [2**31]
     for scores in ("logprobs", "reference_logprobs"):
         last = memory.phase_memory(shape, config, gpu_bytes=GPU_BYTES, pp_rank=3)[scores]
         assert last.logits > 0
-    # On the host the reference has its parameters alone.
+    last = memory.phase_memory(shape, config, gpu_bytes=GPU_BYTES, pp_rank=3)["reward_scores"]
+    # A norm and a head of 5120 each in place of the embedding.
+    assert last.logits == 0 and last.parameters == 2 * (m - VOCABULARY + 2 * 5120)
+    # On the host the reference and the reward model have their parameters alone.
     without = host_bytes_per_node(shape, make_config(), gpus_per_node=8)
     more = host_bytes_per_node(shape, config, gpus_per_node=8)
-    assert more.offloaded - without.offloaded == 8 * 2 * (16 * LAYER + VOCABULARY)
+    assert more.offloaded - without.offloaded == 8 * 2 * (n + m)
     assert more.checkpoint == without.checkpoint, "which does not hold it"
 
 

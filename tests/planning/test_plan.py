@@ -17,6 +17,7 @@ from vapo_megatron.cli import train
 from vapo_megatron.config import VapoConfig, load_config
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.known import known_shape
+from vapo_megatron.parallel import libraries
 from vapo_megatron.planning import memory
 from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.planning.describe import (
@@ -149,6 +150,28 @@ def test_the_first_or_the_last_stage_is_the_fullest(tp_size, pp_size, vpp_size, 
             assert found[name].total == max(stage[name].total for stage in everywhere)
 
 
+def with_reward_model(config, name):
+    model = config.model.model_copy(update={"reward_hf_path": name})
+    return config.model_copy(update={"model": model})
+
+
+def test_a_reward_model_limits_the_layouts():
+    """Qwen2.5-7B has 28 heads, which 8 ranks do not divide; and its 28 layers have no third."""
+    shape, config = known_shape("Llama-3.1-8B"), SMALL_BASE
+    alone, _ = trainer_layouts(shape, config, Fixed(tp=8), 8)
+    assert alone
+    scored = with_reward_model(config, "Qwen2.5-7B")
+    found, rejected = trainer_layouts(shape, scored, Fixed(tp=8), 8)
+    assert not found
+    assert "model.reward_hf_path=Qwen2.5-7B: parallel.tensor_model" in rejected["TP 8 x PP 1"]
+    # 32 and 28 layers on 2 stages: 16 of four chunks, but 14 of two.
+    (layout,), _ = trainer_layouts(shape, scored, Fixed(tp=4, pp=2), 8)
+    chunks = {
+        c.parallel.virtual_pipeline_model_parallel_size for c in variants(shape, layout, Fixed())
+    }
+    assert chunks == {None, 2}
+
+
 def test_a_critic_costs_its_phases():
     workload = workload_of(SMALL_BASE)
     config = with_parallel(SMALL_BASE, offload=True)
@@ -166,6 +189,12 @@ def test_a_critic_costs_its_phases():
     two = make_plan(SMALL_SHAPE, referring, SMALL, workload_of(referring))
     assert set(two.seconds) - set(one.seconds) == {"reference_logprobs"}
     assert two.seconds["reference_logprobs"] == two.seconds["logprobs"] == one.seconds["logprobs"]
+    scored = with_reward_model(critic_free, "Qwen2.5-7B")
+    two = make_plan(SMALL_SHAPE, scored, SMALL, alone)
+    assert set(two.seconds) - set(one.seconds) == {"reward_scores"}
+    assert two.seconds["reward_scores"] == both.seconds["values"]
+    smaller = make_plan(SMALL_SHAPE, with_reward_model(scored, "Qwen2.5-1.5B"), SMALL, alone)
+    assert smaller.seconds["reward_scores"] < 0.3 * two.seconds["reward_scores"]
     passes = dataclasses.replace(workload, critic_updates_per_step=3)
     once, thrice, actor = (model_flops(SMALL_SHAPE, w) for w in (workload, passes, alone))
     assert thrice - actor == 3 * (once - actor)
@@ -190,6 +219,11 @@ def test_copies_to_hosts_by_hand():
     more = make_plan(SMALL_SHAPE, third, cluster, workload_of(third))
     more_seconds = more.training.offload_seconds - plan.training.offload_seconds
     assert more_seconds == pytest.approx(2 * 7.615, rel=0.001)
+    scored = make_plan(
+        SMALL_SHAPE, with_reward_model(config, "Qwen2.5-7B"), cluster, workload_of(config)
+    )
+    more_seconds = scored.training.offload_seconds - plan.training.offload_seconds
+    assert more_seconds == pytest.approx(2 * 7.071, rel=0.001), "no output projection"
     resident = make_plan(
         SMALL_SHAPE, with_parallel(config, offload=False), cluster, workload_of(config)
     )
@@ -327,6 +361,8 @@ def test_a_run_asks_its_gpu(monkeypatch, tmp_path, capsys, gigabytes, refused):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda rank: [Gpu][rank])
     trainer = types.SimpleNamespace(VapoTrainer=stop)
     monkeypatch.setitem(sys.modules, "vapo_megatron.loop", trainer)
+    # A CUDA build of torch would look at each GPU.
+    monkeypatch.setattr(libraries, "_cudnn", lambda: None)
     # There are neither weights nor data.
     monkeypatch.setattr(train, "check_inputs", lambda *_: Inputs(known_shape("Qwen2.5-7B")))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):

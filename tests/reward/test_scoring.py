@@ -3,25 +3,44 @@
 Not exercised: which rank holds the verifier.
 """
 
+import math
 import threading
 import time
 from array import array
 
 import pytest
+import torch
 
 from vapo_megatron.config import RewardConfig
-from vapo_megatron.data.batch import Prompt, Rollout
+from vapo_megatron.data.batch import Prompt, Rollout, StepSummary
 from vapo_megatron.errors import Stopped
 from vapo_megatron.reward.math_verifier import MathVerifier
-from vapo_megatron.reward.scoring import LARGEST_BATCH, VerdictStream, score_rollouts
+from vapo_megatron.reward.scoring import (
+    LARGEST_BATCH,
+    VerdictStream,
+    check_verdicts,
+    score_rollouts,
+    with_scores,
+)
 from vapo_megatron.reward.verifier import Verdict
+from vapo_megatron.reward.verifiers import Verifiers
+
+TEXTS: list[str] = []
 
 
-def rollout(text, answer, position, length=4, truncated=False):
+def decode(responses):
+    """The texts of responses, whose tokens are all their text's number."""
+    return [TEXTS[token_ids[0]] for token_ids in responses]
+
+
+def rollout(text, answer, position, length=4, truncated=False, metadata=None):
     # The prompt holds the right answer in every format: only the response may count.
-    prompt = Prompt(0, rf"Answer: {answer} \boxed{{{answer}}} #### {answer}", (1, 2), answer)
-    tokens, logprobs = array("i", [5] * length), array("f", [0.0] * length)
-    return Rollout(prompt, 0, position, tokens, logprobs, truncated, text, 0)
+    prompt = Prompt(
+        0, rf"Answer: {answer} \boxed{{{answer}}} #### {answer}", (1, 2), answer, metadata or {}
+    )
+    tokens, logprobs = array("i", [len(TEXTS)] * length), array("f", [0.0] * length)
+    TEXTS.append(text)
+    return Rollout(prompt, 0, position, tokens, logprobs, truncated, 0)
 
 
 def test_the_response_alone_is_judged_and_the_verdict_stays_apart_from_the_reward():
@@ -33,19 +52,66 @@ def test_the_response_alone_is_judged_and_the_verdict_stays_apart_from_the_rewar
         rollout("Answer: 7", "7", 6, length=10, truncated=True),
         rollout("Answer: 7", "7", 5, length=9),
     ]
-    with MathVerifier(1, timeout_seconds=60) as verifier, VerdictStream(verifier) as stream:
+    with MathVerifier(1, 60) as verifier, VerdictStream(verifier, decode) as stream:
         for one in reversed(rollouts):
             stream.submit(one)
         scored = score_rollouts(stream, rollouts, reward, 10)
     assert [s.rollout.position for s in scored] == [9, 8, 7, 6, 5]
+    assert [s.text[-3:] for s in scored] == ["1/2", ": 3", "ing", ": 7", ": 7"]
     assert [s.status for s in scored] == ["correct", "wrong", "unparsable", "correct", "correct"]
     assert [s.is_correct for s in scored] == [True, False, False, True, True]
     # Punishment of 10 tokens: -1 * 2; of 9: (6 - 9)/4 * 2 = -1.5.
     assert [s.reward for s in scored] == [1.0, -1.0, -1.0, -0.5 - 2.0, 1.0 - 1.5]
 
 
+def test_what_the_reward_model_judges_has_no_verdict_until_its_score_is_there():
+    reward = RewardConfig(verifiers={"taste": {"use": "reward_model"}}, num_workers=1)
+    taste = {"verifier": "taste"}
+    rollouts = [
+        rollout("Answer: 3", "3", 2),
+        rollout("fine", "", 0, metadata=taste),
+        rollout("bad", "", 1, length=9, truncated=True, metadata=taste),
+        rollout("odd", "", 3, metadata=taste),
+    ]
+    with Verifiers(reward) as verifiers, VerdictStream(verifiers, decode) as stream:
+        for one in rollouts:
+            stream.submit(one)
+        scored = score_rollouts(stream, rollouts, reward, 10)
+    assert statuses(scored) == ["correct", "pending", "pending", "pending"]
+    assert [s.text for s in scored[1:]] == ["fine", "bad", "odd"]
+    assert scored[0].reward == 1 and all(math.isnan(s.reward) for s in scored[1:])
+    # By position; what is not pending has no score.
+    summary = StepSummary(
+        prompt_lengths=torch.full((4,), 2), response_lengths=torch.tensor([4, 9, 4, 4]),
+        statuses=torch.tensor([5, 5, 0, 5]), truncated=torch.tensor([False, True, False, False]),
+        rewards=torch.tensor([math.nan, math.nan, 1, math.nan]),
+        prompt_indices=torch.zeros(4).long(), sources=torch.zeros(4).long(),
+    )  # fmt: skip
+    with pytest.raises(AssertionError, match="has scored"):
+        check_verdicts(summary, reward)
+    scores = torch.tensor([0.5, -0.5, 9.0, math.inf])
+    after, found = with_scores(summary, scored, scores, reward, 10)
+    # Without from_score a score above 0 is correct, and the three values are the rewards.
+    assert [(s.status, s.reward, s.score) for s in found] == [
+        ("correct", 1.0, None), ("correct", 1.0, 0.5), ("wrong", -1.0, -0.5), ("failed", -1.0, None)
+    ]  # fmt: skip
+    assert found[3].note == "the reward model's score is inf"
+    assert after.statuses.tolist() == [0, 1, 0, 4]
+    assert after.rewards.tolist() == [1, -1, 1, -1]
+    check_verdicts(after, reward)
+    # With it, the score is the reward of a truncated response, too: 9 of 10 tokens, 3/4 too many.
+    shaped = RewardConfig(from_score=[-1, 1], correct_from=0.75, overlong_buffer_tokens=4)
+    after, found = with_scores(summary, scored, scores, shaped, 10)
+    assert after.statuses.tolist() == [1, 1, 0, 4]
+    assert after.rewards.tolist() == [0.5, -0.5 - 0.75, 1, -1]
+    assert [s.reward for s in found] == [1.0, 0.5, -1.25, -1.0]
+    # The summary of a rank that sampled nothing is the same.
+    elsewhere, none = with_scores(summary, [], scores, shaped, 10)
+    assert torch.equal(elsewhere.rewards, after.rewards) and none == []
+
+
 def test_where_nothing_is_kept_nothing_is_scored():
-    with VerdictStream(None) as stream:
+    with VerdictStream(None, decode) as stream:
         assert score_rollouts(stream, [], RewardConfig(), 10) == []
 
 
@@ -57,11 +123,12 @@ class SlowVerifier:
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
-    def score(self, responses, answers):
+    def score(self, responses, problems):
         self.batches.append(list(responses))
         self.may_go_on.wait(60)
         time.sleep(self.seconds * len(responses))
-        return [Verdict("correct" if r == a else "wrong") for r, a in zip(responses, answers)]
+        right = (r == p.answer for r, p in zip(responses, problems))
+        return [Verdict("correct" if is_right else "wrong") for is_right in right]
 
     def forget(self):
         self.forgotten += 1
@@ -75,7 +142,7 @@ def test_the_wait_after_the_last_response_is_for_its_verdict_alone():
     """Responses every 0.15 s, verdicts of 0.1 s: 10 of them at the end would take a second."""
     verifier = SlowVerifier(0.1)
     rollouts = [rollout(str(i % 3), "1", i) for i in range(10)]
-    with VerdictStream(verifier) as stream:
+    with VerdictStream(verifier, decode) as stream:
         for one in rollouts:
             time.sleep(0.15)
             stream.submit(one)
@@ -92,7 +159,7 @@ def test_a_verdict_is_there_before_the_next_response():
     """Fails by its time limit where the verifier starts only after the last one."""
     verifier = SlowVerifier()
     rollouts = [rollout("1", "1", i) for i in range(5)]
-    with VerdictStream(verifier) as stream:
+    with VerdictStream(verifier, decode) as stream:
         for one in rollouts:
             stream.submit(one)
             stream._calls[-1].result(timeout=60)
@@ -103,7 +170,7 @@ def test_what_waits_is_judged_together_in_bounded_batches():
     verifier, count = SlowVerifier(), 2 * LARGEST_BATCH + 9
     rollouts = [rollout(str(i), str(i - i % 2), i) for i in range(count)]
     verifier.may_go_on.clear()
-    with VerdictStream(verifier) as stream:
+    with VerdictStream(verifier, decode) as stream:
         for one in reversed(rollouts):
             stream.submit(one)
         while not verifier.batches:
@@ -117,7 +184,7 @@ def test_what_waits_is_judged_together_in_bounded_batches():
 def test_a_stopped_step_does_not_wait_and_judges_no_more():
     verifier = SlowVerifier()
     verifier.may_go_on.clear()
-    with pytest.raises(Stopped), VerdictStream(verifier) as stream:
+    with pytest.raises(Stopped), VerdictStream(verifier, decode) as stream:
         stream.submit(rollout("first", "1", 0))
         while not verifier.batches:
             time.sleep(0.01)
@@ -131,9 +198,25 @@ def test_a_stopped_step_does_not_wait_and_judges_no_more():
 
 def test_the_verifiers_error_reaches_the_step():
     class Broken(SlowVerifier):
-        def score(self, responses, answers):
-            raise RuntimeError("it did not start")
+        def score(self, responses, problems):
+            raise RuntimeError("no start")
 
-    with pytest.raises(RuntimeError, match="did not start"), VerdictStream(Broken()) as stream:
+    with pytest.raises(RuntimeError, match="no start"), VerdictStream(Broken(), decode) as stream:
         stream.submit(rollout("1", "1", 0))
-        stream.verdicts([rollout("1", "1", 0)])
+        stream.judged([rollout("1", "1", 0)])
+
+
+def test_text_is_decoded_while_the_next_response_is_sampled():
+    """Fails by its time limit where `submit`, which vLLM's loop calls, decodes by itself."""
+    submitted = threading.Event()
+
+    def slowly(responses):
+        assert submitted.wait(20)
+        return decode(responses)
+
+    with VerdictStream(SlowVerifier(), slowly) as stream:
+        rollouts = [rollout("1", "1", i) for i in range(3)]
+        for one in rollouts:
+            stream.submit(one)
+        submitted.set()
+        assert [judged.text for judged in stream.judged(rollouts)] == ["1"] * 3

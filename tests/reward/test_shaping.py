@@ -3,18 +3,21 @@
 import pytest
 
 from vapo_megatron.config import RewardConfig
-from vapo_megatron.reward.shaping import shaped_reward, soft_overlong_punishment
+from vapo_megatron.reward.shaping import scored_verdict, shaped_reward, soft_overlong_punishment
+from vapo_megatron.reward.verifier import Verdict
+
+RIGHT, WRONG = Verdict("correct"), Verdict("wrong")
 
 
 def test_two_values_and_the_truncated_one():
     reward = RewardConfig(correct=1.0, incorrect=-1.0, truncated_correct=0.25)
-    # (is_correct, truncated) -> the three values of the config
-    assert shaped_reward(True, False, 10, reward, 100) == 1.0
-    assert shaped_reward(True, True, 10, reward, 100) == 0.25
-    assert shaped_reward(False, False, 10, reward, 100) == -1.0
-    assert shaped_reward(False, True, 10, reward, 100) == -1.0
+    # (verdict, truncated) -> the three values of the config
+    assert shaped_reward(RIGHT, False, 10, reward, 100) == 1.0
+    assert shaped_reward(RIGHT, True, 10, reward, 100) == 0.25
+    assert shaped_reward(WRONG, False, 10, reward, 100) == -1.0
+    assert shaped_reward(WRONG, True, 10, reward, 100) == -1.0
     zero_one = RewardConfig(correct=1.0, incorrect=0.0)
-    assert shaped_reward(False, False, 10, zero_one, 100) == 0.0
+    assert shaped_reward(WRONG, False, 10, zero_one, 100) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,27 @@ def test_no_buffer_means_no_punishment_at_any_length():
 def test_the_punishment_is_scaled_and_added_to_right_and_wrong():
     reward = RewardConfig(overlong_buffer_tokens=40, overlong_penalty=0.5)
     # 90 of 100 tokens, buffer 40: (60 - 90)/40 = -0.75; times 0.5 = -0.375
-    assert shaped_reward(True, False, 90, reward, 100) == 1.0 - 0.375
-    assert shaped_reward(False, False, 90, reward, 100) == -1.0 - 0.375
-    assert shaped_reward(True, False, 60, reward, 100) == 1.0
+    assert shaped_reward(RIGHT, False, 90, reward, 100) == 1.0 - 0.375
+    assert shaped_reward(WRONG, False, 90, reward, 100) == -1.0 - 0.375
+    assert shaped_reward(RIGHT, False, 60, reward, 100) == 1.0
+
+
+def test_a_score_becomes_the_reward_and_a_threshold_the_status():
+    reward = RewardConfig(from_score=[-1.0, 3.0], correct_from=2.0, overlong_buffer_tokens=4)
+    judged = [
+        Verdict("wrong", 2.0),  # at the threshold: correct, whatever the verifier said
+        Verdict("correct", 1.9),
+        Verdict("unparsable"),  # no score: the lowest, and its own status
+        Verdict("correct", 3.5, answer="x"),  # outside: no verdict
+    ]
+    found = [scored_verdict(verdict, reward) for verdict in judged]
+    assert [v.status for v in found] == ["correct", "wrong", "unparsable", "failed"]
+    assert found[3].note == "score 3.5 is outside reward.from_score=[-1, 3]"
+    # A truncated response has its score, too; 9 of 10 tokens in a buffer of 4: -3/4.
+    assert [shaped_reward(v, True, 5, reward, 10) for v in found] == [2.0, 1.9, -1.0, -1.0]
+    assert shaped_reward(found[0], False, 9, reward, 10) == 2.0 - 0.75
+    kept = RewardConfig(from_score=[0.0, 1.0])
+    assert scored_verdict(Verdict("correct", 0.1), kept) == Verdict("correct", 0.1)
+    # Without from_score a score is only written down.
+    assert scored_verdict(Verdict("wrong", 7.0), RewardConfig()) == Verdict("wrong", 7.0)
+    assert shaped_reward(Verdict("wrong", 7.0), False, 5, RewardConfig(), 10) == -1.0

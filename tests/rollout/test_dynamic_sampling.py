@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.dumped import MODEL, config
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
+from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.data.batch import Rollout
 from vapo_megatron.errors import Stopped
@@ -71,11 +71,12 @@ class Engine:
     def respond(self, prompt, position, sample, seed):
         kind = self.kinds[prompt.index]
         if kind == "e":
-            return Rollout(prompt, sample, position, array("i"), array("f"), True, "", 0)
-        text = "Answer: 7" if kind == "c" or (kind, sample) == ("m", 0) else "Answer: 8"
-        token_ids = array("i", [seed // 60**i % 60 for i in range(10)])
+            return Rollout(prompt, sample, position, array("i"), array("f"), True, 0)
+        right = kind == "c" or (kind, sample) == ("m", 0)
+        answer = MODEL["vocab"] - (2 if right else 1)
+        token_ids = array("i", [*(seed // 60**i % 60 for i in range(9)), answer])
         logprobs = array("f", [-0.5] * 10)
-        return Rollout(prompt, sample, position, token_ids, logprobs, False, text, 0)
+        return Rollout(prompt, sample, position, token_ids, logprobs, False, 0)
 
     def shutdown(self):
         pass
@@ -108,17 +109,34 @@ def by_position(step):
     return sorted(step.scored, key=lambda s: s.rollout.position)
 
 
+def sampling(settings, make_engine):
+    """(a Sampling, this rank's place), with `make_engine()` where it would start vLLM."""
+    from vapo_megatron.models.hf_config import read_model_shape
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.rollout.inputs import read_inputs
+    from vapo_megatron.rollout.sampling import Sampling
+
+    hf = settings.model.hf_path
+    shape, place = read_model_shape(hf), groups.initialize(settings.parallel)
+    inputs = read_inputs(
+        shape, str(hf), settings.data, settings.rollout, settings.evaluation, seed=settings.seed
+    )
+    with vllm_replaced_by(lambda *_, **__: make_engine()):
+        source = Sampling(
+            inputs, place, model=settings.model, rollout=settings.rollout,
+            algorithm=settings.algorithm, reward=settings.reward, evaluation=settings.evaluation,
+            logging=settings.logging, seed=settings.seed, offload=False,
+        )  # fmt: skip
+    return source, place
+
+
 def sampled(hf, tmp, kinds, steps, algorithm, state, out_of_time):
     """Of each (step, trains_actor) this rank's Step, or what stopped it; a worker's function.
 
     The rank `out_of_time` has no time for anything.
     """
-    from vapo_megatron.models.hf_config import read_model_shape
-    from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.exchange import gather_summary
-    from vapo_megatron.rollout.inputs import read_inputs
     from vapo_megatron.rollout.replay import Replay
-    from vapo_megatron.rollout.sampling import Sampling
 
     settings = config(
         hf,
@@ -128,16 +146,8 @@ def sampled(hf, tmp, kinds, steps, algorithm, state, out_of_time):
         reward={"num_workers": 1},
         logging={"run_dir": str(tmp / "run"), "dump_steps": 9},
     )
-    shape, place = read_model_shape(hf), groups.initialize(settings.parallel)
-    inputs = read_inputs(
-        shape, str(hf), settings.data, settings.rollout, settings.evaluation, seed=settings.seed
-    )
-    with vllm_replaced_by(lambda *_, **__: Engine(kinds, place.rank, place.world_size)):
-        source = Sampling(
-            inputs, place, model=settings.model, rollout=settings.rollout,
-            algorithm=settings.algorithm, reward=settings.reward, evaluation=settings.evaluation,
-            logging=settings.logging, seed=settings.seed, offload=False,
-        )  # fmt: skip
+    make_engine = lambda: Engine(kinds, dist.get_rank(), dist.get_world_size())  # noqa: E731
+    source, place = sampling(settings, make_engine)
     shown: list = []
 
     @contextlib.contextmanager
@@ -155,6 +165,7 @@ def sampled(hf, tmp, kinds, steps, algorithm, state, out_of_time):
                 scored, metrics = source.rollouts(
                     step, 0, phase, trains_actor=trains_actor, has_time=has_time
                 )
+                source.keep(step, scored, phase)
                 gather_summary(scored, 16)
             except (RuntimeError, Stopped) as error:
                 found.append(str(error) or type(error).__name__)
@@ -172,7 +183,7 @@ def sampled(hf, tmp, kinds, steps, algorithm, state, out_of_time):
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory):
     path = write_tiny_hf(tmp_path_factory.mktemp("sampling_model"), **MODEL)
-    write_tiny_tokenizer(path, MODEL["vocab"])
+    write_tiny_tokenizer(path, MODEL["vocab"], last=ANSWERS)
     return path
 
 

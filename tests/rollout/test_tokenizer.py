@@ -5,6 +5,7 @@ Does not exercise: models on the hub (no network in tests), real Qwen2.5 vocabul
 
 import json
 import random
+from array import array
 
 import pytest
 import sentencepiece
@@ -13,6 +14,7 @@ from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.rollout.tokenizer import (
+    check_same_tokenizer,
     check_tokenizer,
     decode_responses,
     load_tokenizer,
@@ -38,7 +40,8 @@ def test_round_trip_without_special_tokens_in_the_text(tmp_path):
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode("w9 w10") == [9, 10]
     # The stop token (2) is in the response, not in its text.
-    assert decode_responses(tokenizer, [(9, 10, 2), (3,), (2,)]) == ["w9w10", "w3", ""]
+    responses = [array("i", ids) for ids in ((9, 10, 2), (3,), (2,))]
+    assert decode_responses(tokenizer, responses) == ["w9w10", "w3", ""]
 
 
 def test_a_directory_without_a_vocabulary_is_refused(tmp_path):
@@ -153,3 +156,39 @@ def test_malformed_stop_tokens_name_the_file(tmp_path):
     _write(tmp_path, "generation_config.json", eos_token_id="</s>")
     with pytest.raises(ConfigError, match="generation_config.json: eos_token_id='</s>'"):
         check_tokenizer(tmp_path, NoEos(), [], 64)
+
+
+WORDS = {f"w{i}": i for i in range(64)}
+OTHERS = {
+    # file and content: what is wrong with it
+    ("vocab.json", "dict"): None,
+    ("tokenizer.json", "fewer"): None,
+    ("tokenizer.json", "more"): None,
+    ("tokenizer.json", "unigram"): None,
+    ("tokenizer.json", "another"): "id 7 is 'x', but 'w7'",
+    ("vocab.json", "moved"): "id 7 is no token, but 'w7'",
+    ("tokenizer.json", "added"): "id 7 is '<pad>', but 'w7'",
+    ("tokenizer.json", "broken"): "tokenizer.json is not a vocabulary",
+}
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+def test_a_reward_models_ids_are_the_actors(tmp_path, case):
+    (name, kind), problem = case, OTHERS[case]
+    vocabulary = dict(WORDS)
+    if kind in ("fewer", "another", "moved", "added"):
+        del vocabulary["w7"]
+    vocabulary |= {"more": {"x": 64}, "another": {"x": 7}, "moved": {"w7": 99}}.get(kind, {})
+    added = [{"content": "<pad>", "id": 7}] if kind == "added" else []
+    model = {"vocab": [[w, -1.0] for w in WORDS] if kind == "unigram" else vocabulary}
+    tree = {"added_tokens": added, "model": {} if kind == "broken" else model}
+    (tmp_path / name).write_text(json.dumps(vocabulary if name == "vocab.json" else tree))
+    if problem is None:
+        check_same_tokenizer(NoEos(), str(tmp_path))
+        return
+    with pytest.raises(ConfigError, match=problem):
+        check_same_tokenizer(NoEos(), str(tmp_path))
+
+
+def test_a_reward_model_without_a_vocabulary_is_taken(tmp_path):
+    check_same_tokenizer(NoEos(), str(tmp_path))

@@ -1,16 +1,21 @@
 """A word-level tokenizer of `size` tokens beside a tiny model: id 2 ends a response."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
+ANSWERS = ("Answer: 7", "Answer: 8")
 
 
-def write_tiny_tokenizer(directory: Path, size: int = 64, eos: bool = True) -> None:
-    """Write tokenizer.json and tokenizer_config.json; the words are w3, w4, ..."""
-    vocabulary = {w: i for i, w in enumerate(SPECIAL + [f"w{i}" for i in range(3, size)])}
+def write_tiny_tokenizer(
+    directory: Path, size: int = 64, eos: bool = True, last: Sequence[str] = ()
+) -> None:
+    """Write tokenizer.json and tokenizer_config.json; the words are w3, w4, ..., and the last."""
+    words = [*SPECIAL, *(f"w{i}" for i in range(3, size - len(last))), *last]
+    vocabulary = {w: i for i, w in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()

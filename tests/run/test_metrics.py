@@ -155,9 +155,12 @@ def test_accuracy_name():
 
 def test_rollouts_are_written_for_people(tmp_path):
     prompt = Prompt(7, "1+1=", (1, 2), "2")
-    right = Rollout(prompt, 0, 14, (5, 6), (-0.5, -0.1), False, "two \u00e9\n", 3)
-    wrong = Rollout(prompt, 1, 15, (5, 6, 7), (-0.5, -0.1, -0.2), True, "three", 3)
-    scored = [ScoredRollout(right, "correct", 1.0), ScoredRollout(wrong, "wrong", -1.0)]
+    right = Rollout(prompt, 0, 14, (5, 6), (-0.5, -0.1), False, 3)
+    wrong = Rollout(prompt, 1, 15, (5, 6, 7), (-0.5, -0.1, -0.2), True, 3)
+    scored = [
+        ScoredRollout(right, "two \u00e9\n", "correct", 1.0),
+        ScoredRollout(wrong, "three", "wrong", -1.0),
+    ]
     (group,) = group_records(scored, 2, {}, None)
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.write_rollouts(12, [group, group])

@@ -109,7 +109,7 @@ def test_a_step_is_written_once_with_what_all_ranks_have(workers, tmp_path):
     problems = {"group_size": GROUP_SIZE, "problems": [0, 1, 2, 0], "correct": correct}
     assert first["problems"] == [{"step": 1, **problems}]
     (group,) = first.pop("rollouts/step_000001")
-    texts = [s.rollout.text for s in rollouts()[GROUP_SIZE : 2 * GROUP_SIZE]]
+    texts = [s.text for s in rollouts()[GROUP_SIZE : 2 * GROUP_SIZE]]
     assert [response["text"] for response in group["responses"]] == texts
     assert first.keys() == {"metrics", "held_out", "problems"}
 

@@ -116,8 +116,8 @@ def test_pieces_of_a_tokenizer_of_the_tiny_example(tmp_path, monkeypatch):
 def scored(position: int) -> ScoredRollout:
     prompt = Prompt(position // 2, "p", (1,), "2")
     ids = (97,) * length(position)
-    rollout = Rollout(prompt, position % 2, position, ids, (0.0,) * len(ids), False, "a", 0)
-    return ScoredRollout(rollout, "correct", 1.0)
+    rollout = Rollout(prompt, position % 2, position, ids, (0.0,) * len(ids), False, 0)
+    return ScoredRollout(rollout, "a", "correct", 1.0)
 
 
 def test_records_hold_the_tokens_where_they_are_known():

@@ -151,6 +151,8 @@ def base_config(options: argparse.Namespace) -> VapoConfig:
         fields |= {"algorithm.advantage_estimator": "grpo", "algorithm.value_pretraining_steps": 0}
     if options.reference:
         fields["algorithm.kl_coef"] = 0.001  # any value above 0: the plan is the same
+    if options.reward_model:
+        fields |= {"model.reward_hf_path": options.reward_model}
     given = [f"{name}={value}" for name, value in fields.items() if value is not None]
     config = load_config(options.config, given)
     parallel = config.parallel.model_copy(update={"world_size": options.gpus})

@@ -142,6 +142,10 @@ def add_workload(group: argparse._ArgumentGroup) -> None:
         help="standard deviation of the log of the response lengths (default: %(default)s)",
     )  # fmt: skip
     add_values(group, positive, "N", ("--vllm-sequences", None, "that a replica samples at once"))
+    group.add_argument(
+        "--reward-model", metavar="MODEL",
+        help="with a reward model, named as --model (default: the configuration's)",
+    )  # fmt: skip
     for option, what in (
         ("--no-critic", "as with GRPO"),
         ("--reference", "with a KL term to a reference policy"),

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vapo_megatron.cli.command import ProgressBar
+from vapo_megatron.config.schema import REWARD_MODEL
 from vapo_megatron.errors import CheckpointError, ConfigError
-from vapo_megatron.models.hf_config import check_layout, read_model_shape
+from vapo_megatron.models.hf_config import check_layout, read_model_shape, read_reward_shape
 from vapo_megatron.models.known import KNOWN_MODELS
 from vapo_megatron.rollout.requests import max_model_len
 from vapo_megatron.run.wandb_run import check_wandb
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from vapo_megatron.rollout.inputs import Inputs
 
 _CHUNK = 1000
-"""Ground truths between two updates of the progress bar."""
+"""Problems between two updates of the progress bar."""
 
 
 def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
@@ -57,6 +58,7 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
             )  # fmt: skip
         if inputs.dataset is not None and (state := _own_state(config)) is not None:
             inputs.dataset.check_state(state["run"]["data"])
+        _check_reward_model(config, inputs)
     else:
         from vapo_megatron.rollout.replay import check_dump
 
@@ -70,28 +72,41 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
     return inputs
 
 
-def check_answers(config: VapoConfig, inputs: Inputs) -> None:
-    """Refuse ground truths that the verifier cannot read; a run's ranks share this work.
+def check_verifiers(config: VapoConfig) -> None:
+    """Refuse verifiers that do not load. Raises ConfigError."""
+    from vapo_megatron.reward.verifiers import Verifiers
 
-    Integers take no time, others some milliseconds each.
+    with Verifiers(config.reward) as verifiers:
+        verifiers.load()
+
+
+def check_answers(config: VapoConfig, inputs: Inputs) -> None:
+    """Refuse problems that their verifier cannot judge; a run's ranks share this work.
+
+    Integers take no time, other ground truths some milliseconds each.
 
     Raises:
+        ConfigError: a verifier does not load.
         DataError: names the last such row of a file.
     """
-    from vapo_megatron.reward.math_verifier import MathVerifier
-    from vapo_megatron.reward.verifier import unparsable_answer
+    from vapo_megatron.reward.verifier import unusable_problem
+    from vapo_megatron.reward.verifiers import Verifiers, reward_model_refusals
 
-    with MathVerifier(config.reward.num_workers, config.reward.timeout_seconds) as verifier:
-        for dataset in filter(None, (inputs.dataset, inputs.held_out)):
-            answers, bad = dataset.answers, []
+    refusals = reward_model_refusals(has_reward_model=config.model.reward_hf_path is not None)
+    with Verifiers(config.reward) as verifiers:
+        verifiers.load()
+        for dataset, refusal in zip((inputs.dataset, inputs.held_out), refusals, strict=True):
+            if dataset is None:
+                continue
+            rows, bad = dataset.rows, dict[int, str]()
             with ProgressBar("ground truths") as bar:
-                for start in range(0, len(answers), _CHUNK):
-                    bar.show(start, len(answers))
-                    found = verifier.unparsable_answers(answers[start : start + _CHUNK])
-                    bad += [start + i for i in found]
-                bar.show(len(answers), len(answers))
+                for start in range(0, len(rows), _CHUNK):
+                    bar.show(start, len(rows))
+                    found = verifiers.unusable(rows[start : start + _CHUNK], refusal)
+                    bad |= {start + i: reason for i, reason in found.items()}
+                bar.show(len(rows), len(rows))
             if bad:
-                raise unparsable_answer(dataset.path, bad[-1], answers[bad[-1]])
+                raise unusable_problem(dataset.path, max(bad), bad[max(bad)])
 
 
 def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = True) -> None:
@@ -109,6 +124,7 @@ def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = Tru
     required: dict[str, str | Path | None] = {"model.hf_path": config.model.hf_path}
     optional = {"model.critic_hf_path": config.model.critic_hf_path}
     if replay is None:
+        optional["model.reward_hf_path"] = config.model.reward_hf_path
         required["data.train_path"] = config.data.train_path
         optional["evaluation.path"] = config.evaluation.path
     else:
@@ -145,6 +161,35 @@ def check_sizes(config: VapoConfig, shape: ModelShape) -> None:
     max_model_len(shape, config.rollout)
 
 
+def _check_reward_model(config: VapoConfig, inputs: Inputs) -> None:
+    """Refuse a reward model that cannot score the actor's responses, or that judges no row.
+
+    Raises:
+        UserError: names model.reward_hf_path.
+    """
+    from vapo_megatron.rollout.tokenizer import check_same_tokenizer
+
+    path = config.model.reward_hf_path
+    if path is None:
+        return
+    shape = read_reward_shape(config.model, inputs.shape)
+    try:
+        check_sizes(config, shape)
+    except ConfigError as error:
+        raise ConfigError(f"model.reward_hf_path={path}: {error}") from None
+    check_same_tokenizer(inputs.tokenizer, path)
+    _check_files("reward_model", "model.reward_hf_path", path, shape)
+    assert inputs.dataset is not None, "a replay needs no reward model"
+    reward = config.reward
+    names = {row.verifier or reward.verifier for row in inputs.dataset.rows}
+    if not any(reward.use_of(name) == REWARD_MODEL for name in names):
+        raise ConfigError(
+            f"model.reward_hf_path={path} would score nothing: all rows of "
+            f"{inputs.dataset.path} are judged by {', '.join(sorted(names))}; set reward.verifier="
+            f"{REWARD_MODEL} or a row's column `verifier`, or reward_hf_path=null"
+        )
+
+
 def is_here(config: VapoConfig) -> bool:
     """Is the model on this machine? A published one can be planned without its files."""
     path = config.model.hf_path
@@ -153,18 +198,22 @@ def is_here(config: VapoConfig) -> bool:
 
 def _check_weights(config: VapoConfig, shape: ModelShape) -> None:
     """Compare the headers of the initial weights with the model's sizes."""
-    from vapo_megatron.weights.load_hf import check_weights
-
     starts = [("actor", "model.hf_path", config.model.hf_path)]
     if "critic" in config.algorithm.trained_roles:
         starts.append(("critic", "model.critic_hf_path", config.model.critic_hf_path))
     for role, field, path in starts:
-        if path is None:
-            continue
-        try:
-            check_weights(Path(path), shape, role)
-        except CheckpointError as error:
-            raise CheckpointError(f"{field}={path}: {error}") from None
+        if path is not None:
+            _check_files(role, field, path, shape)
+
+
+def _check_files(role: str, field: str, path: str, shape: ModelShape) -> None:
+    """Compare the headers of a directory's weights with the sizes of a role's model."""
+    from vapo_megatron.weights.load_hf import check_weights
+
+    try:
+        check_weights(Path(path), shape, role)
+    except CheckpointError as error:
+        raise CheckpointError(f"{field}={path}: {error}") from None
 
 
 def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:

@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING
 
 from vapo_megatron.cli.command import Parser, check_processes, is_first_rank
 from vapo_megatron.cli.launch import execute, torchrun_command
-from vapo_megatron.cli.preflight import check_answers, check_inputs, check_sizes, is_here
+from vapo_megatron.cli.preflight import (
+    check_answers,
+    check_inputs,
+    check_sizes,
+    check_verifiers,
+    is_here,
+)
 from vapo_megatron.config import VapoConfig, describe_fields, load_config
 from vapo_megatron.data.storage import check_not_in_use
 from vapo_megatron.errors import ConfigError, UserError, tell
@@ -63,6 +69,8 @@ def main(
         elif worker is not None:
             command = torchrun_command(os.environ, config.parallel.world_size, worker)
             _check(config, arguments.replay)
+            if arguments.replay is None:
+                check_verifiers(config)
             execute(command)
         else:
             with early_stop.signals_blocked():

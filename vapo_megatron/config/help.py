@@ -37,7 +37,8 @@ def _default(info: Any) -> str:
 
 
 _KIND_NAMES = {int: "integer", float: "number", str: "text", bool: "true | false"}
-_KIND_NAMES |= {type(None): "null", list[int]: "list of integers"}
+_KIND_NAMES |= {type(None): "null", list[int]: "list of integers", list[float]: "[number, number]"}
+_KIND_NAMES |= {dict[str, dict[str, Any]]: "NAME.OPTION=VALUE"}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 

@@ -33,6 +33,10 @@ METRICS: dict[str, Metric] = {
     ),
     "reward/unparsable_fraction": Metric("", "Fraction of responses without a parsable answer."),
     "reward/timed_out_fraction": Metric("", "Fraction of responses whose verification timed out."),
+    "reward/failed_fraction": Metric(
+        "",
+        "Fraction of responses that the verifier failed to judge; see reward.max_failed_fraction.",
+    ),
     "rollout/response_length_mean": Metric("tokens", "Mean response length, stop token included."),
     "rollout/response_length_max": Metric("tokens", "Longest response."),
     "rollout/truncated_fraction": Metric("", "Fraction truncated by a length limit."),

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-Role = Literal["actor", "critic", "reference"]
+Role = Literal["actor", "critic", "reference", "reward_model"]
+VALUE_ROLES = ("critic", "reward_model")
+"""Roles whose model has one output for each token, in place of the vocabulary's."""
 Held = Literal["nothing", "parameters", "state", "training"]
 """How much of a model is on the device, from least to most; see parallel/offload.py."""
 
@@ -47,9 +49,14 @@ START = _phase("start", "vLLM and the models are built", limit="start_seconds", 
 BETWEEN = _phase("the work between phases", "metrics are reduced and written", is_timed=False)
 GENERATION = _phase("generation", "vLLM samples the responses", limit="generation_seconds")
 REWARD = _phase("reward", "the last responses are verified; the others were during generation")
-DUMP = _phase("dump", "responses are dumped for a replay")
 REPLAY = _phase("replay", "responses are read from a dump")
 EXCHANGE = _phase("exchange", "responses move to the ranks that train on them")
+REWARD_SCORES = _phase(
+    "reward_scores",
+    "reward model's forward pass on the responses that it judges",
+    device={"reward_model": "parameters"},
+)
+DUMP = _phase("dump", "responses are dumped for a replay")
 VALUES = _phase("values", "critic's forward pass", device={"critic": "parameters"})
 LOGPROBS = _phase(
     "logprobs", "actor's forward pass before the update", device={"actor": "parameters"}

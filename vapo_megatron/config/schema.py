@@ -6,12 +6,13 @@ same team). Use `config.load_config`, which also checks fields against each othe
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.config.phases import Role
 from vapo_megatron.config.section import Section
 from vapo_megatron.config.section import field as _field
 
@@ -38,6 +39,11 @@ class ModelConfig(Section):
         True,
         "Also load the optimizer state and update count of critic_checkpoint, so that the learning "
         "rate does not warm up again; false: only the weights.",
+    )
+    reward_hf_path: str | None = _field(
+        None,
+        "Reward model, which judges the rows whose verifier is reward_model: an HF or converted "
+        "directory with one label and the actor's vocabulary; null: none.",
     )
     value_head_init_std: float = _field(
         0.0, "Standard deviation of a new value head's weights; 0: V is 0 at first.", ge=0
@@ -190,13 +196,30 @@ class DataConfig(Section):
 
     train_path: str | None = _field(None, "JSONL or parquet file of training problems; required.")
     prompt_column: str = _field("prompt", "Column with the prompt's text.")
-    answer_column: str = _field("answer", "Column with the ground truth.")
+    answer_column: str | None = _field(
+        "answer", "Column with the ground truth; null: the data have none."
+    )
     shuffle: bool = _field(True, "Shuffle in each epoch, with a seeded order.")
 
 
-class RewardConfig(Section):
-    """Rewards of the verifier's verdicts."""
+REWARD_MODEL = "reward_model"
+BUILT_IN_VERIFIERS = ("math", "exact", "code", "judge", "pairwise", REWARD_MODEL)
+"""Names of reward.verifier; reward/verifiers.py builds them."""
 
+
+class RewardConfig(Section):
+    """Who judges, and the rewards of the verdicts."""
+
+    verifier: str = _field(
+        "math",
+        "Judges responses: a built-in verifier, a name of reward.verifiers, or "
+        "package.module:Class. A row of the data with a column `verifier` names its own.",
+    )
+    verifiers: dict[str, dict[str, Any]] = _field(
+        {},
+        "Options of verifiers by name; `use` is a built-in one or package.module:Class, by default "
+        "the name itself; the others are passed to it.",
+    )
     correct: float = _field(1.0, "Reward of a correct response.")
     incorrect: float = _field(-1.0, "Reward of any other response.")
     truncated_correct: float = _field(
@@ -209,8 +232,35 @@ class RewardConfig(Section):
         ge=0,
     )
     overlong_penalty: float = _field(1.0, "Largest soft overlong punishment.", ge=0)
+    from_score: list[float] | None = _field(
+        None,
+        "[low, high]: the reward is the verdict's score, which must lie in this range; low where a "
+        "verdict has none. null: the values above.",
+    )
+    correct_from: float | None = _field(
+        None,
+        "With from_score: the least score of a correct response; null: the verdict's own status.",
+    )
     num_workers: int = _field(2, "Verifier processes per inference engine.", ge=1)
-    timeout_seconds: float = _field(5.0, "Time limit for verifying one answer.", gt=0)
+    timeout_seconds: float = _field(
+        5.0, "Time limit for verifying one response; not of code, which has its own.", gt=0
+    )
+    memory_gb: float = _field(
+        4.0,
+        "Memory of a verifier's process beyond what loading it took, in 1e9 bytes; not of math's, "
+        "which has a limit of its own.",
+        gt=0,
+    )
+    max_failed_fraction: float = _field(
+        0.5,
+        "Stop the run when more than this fraction of a step's verdicts failed or timed out.",
+        ge=0,
+        le=1,
+    )
+
+    def use_of(self, name: str) -> Any:
+        """Return what a verifier's name stands for: a built-in name or package.module:Class."""
+        return self.verifiers.get(name, {}).get("use", name)
 
 
 class OptimizerConfig(Section):
@@ -331,6 +381,17 @@ class VapoConfig(Section):
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The models that a run loads."""
+        scored = () if self.model.reward_hf_path is None else ("reward_model",)
+        return (*self.algorithm.roles, *scored)
+
+    def for_replay(self) -> VapoConfig:
+        """Return what a replay builds: its responses have their verdicts, so no reward model."""
+        model = self.model.model_copy(update={"reward_hf_path": None})
+        return self.model_copy(update={"model": model})
 
     def to_yaml(self) -> str:
         """Return the resolved configuration with every field."""

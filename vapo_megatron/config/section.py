@@ -29,8 +29,8 @@ class Section(BaseModel):
 def field(default: Any, description: str, symbol: str | None = None, **rules: Any) -> Any:
     """Declare a field with its description for --help and, if any, its symbol in the paper."""
     extra: Any = {"symbol": symbol} if symbol else None
-    if isinstance(default, list):
-        rules["default_factory"] = lambda: list(default)
+    if isinstance(default, list | dict):
+        rules["default_factory"] = default.copy
     else:
         rules["default"] = default
     return Field(description=description, json_schema_extra=extra, **rules)

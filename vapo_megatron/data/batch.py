@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from vapo_megatron.data.problems import Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +31,13 @@ class Prompt:
     token_ids: tuple[int, ...]
     answer: str
     """Ground truth, as the verifier reads it."""
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    """The row's other columns."""
+
+    @property
+    def problem(self) -> Problem:
+        """What the verifier is given."""
+        return Problem(self.text, self.answer, self.metadata)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +56,14 @@ class Rollout:
     sampled from."""
     truncated: bool
     """True when a length limit ended the response, so that it has no stop token."""
-    text: str
     policy_version: int
     """Number of weight publications that the sampler had seen."""
 
 
-STATUSES = ("correct", "wrong", "unparsable", "timed_out")
-"""The verifier's possible verdicts."""
+STATUSES = ("correct", "wrong", "unparsable", "timed_out", "failed")
+"""The verifier's possible verdicts; dumps store their index."""
+PENDING = "pending"
+"""Status of a response that the reward model is still to score."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +71,16 @@ class ScoredRollout:
     """A response, the verifier's verdict on it and its shaped reward."""
 
     rollout: Rollout
+    text: str
+    """Of the response, without special tokens: what was judged."""
     status: str
-    """One of STATUSES."""
+    """One of STATUSES, or PENDING."""
     reward: float
+    """NaN while the verdict is pending."""
+    score: float | None = None
+    """The verdict's own, before shaping."""
+    note: str = ""
+    """The verifier's explanation."""
 
     @property
     def is_correct(self) -> bool:
@@ -81,7 +100,7 @@ class StepSummary:
     response_lengths: Tensor
     """int64, tokens"""
     statuses: Tensor
-    """int64, index into STATUSES"""
+    """int64, index into STATUSES; their number where the verdict is pending"""
     truncated: Tensor
     """bool"""
     rewards: Tensor
@@ -95,6 +114,11 @@ class StepSummary:
     def is_correct(self) -> Tensor:
         """bool: the verifier's verdict, untouched by reward shaping."""
         return self.statuses == STATUSES.index("correct")
+
+    @property
+    def is_pending(self) -> Tensor:
+        """bool: the reward model is still to score it."""
+        return self.statuses == len(STATUSES)
 
     @property
     def sequence_lengths(self) -> list[int]:
@@ -187,11 +211,29 @@ class RolloutBatch:
             **{name: getattr(self, name)[in_t] for name in known},
         )
 
+    def picked(self, chosen: Tensor) -> RolloutBatch:
+        """Return the batch of the responses where chosen, bool [B], holds; a copy."""
+        in_s = chosen.repeat_interleave(self.sequence_lengths)
+        in_t = self.per_token(chosen)
+        known = (name for name in _PER_TOKEN if getattr(self, name) is not None)
+        return RolloutBatch(
+            tokens=self.tokens[in_s],
+            sequence_cu_seqlens=bounds(self.sequence_lengths[chosen]),
+            cu_seqlens=bounds(self.response_lengths[chosen]),
+            **{name: getattr(self, name)[chosen] for name in _PER_RESPONSE},
+            **{name: getattr(self, name)[in_t] for name in known},
+        )
+
     def per_token(self, per_response: Tensor) -> Tensor:
         """Spread [B] over the tokens of each response -> [T]."""
         return per_response.repeat_interleave(
             self.response_lengths, output_size=self.rollout_logprobs.numel()
         )
+
+
+def bounds(lengths: Tensor) -> Tensor:
+    """Return int32 [B+1]: where sequences of these lengths begin, and the last one ends."""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
 
 
 def _all_finite(numbers: Tensor) -> bool:

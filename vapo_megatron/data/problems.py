@@ -1,4 +1,4 @@
-"""Reads problems (a prompt and its answer) from JSONL and parquet files."""
+"""Reads problems (a prompt, its answer, other columns) from JSONL and parquet files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import decimal
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,25 @@ class Problem:
     """One row of a data set."""
 
     prompt: str
-    answer: str
-    """Ground truth."""
+    answer: str = ""
+    """Ground truth; empty where the data have none."""
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    """The row's other columns."""
+
+    @property
+    def verifier(self) -> str | None:
+        """The row's column `verifier`: the name of the verifier that judges it; None: the run's."""
+        name = self.metadata.get("verifier")
+        return None if name is None else str(name)
 
 
 def load_problems(
-    path: str | Path, prompt_column: str = "prompt", answer_column: str = "answer"
+    path: str | Path, prompt_column: str = "prompt", answer_column: str | None = "answer"
 ) -> list[Problem]:
     """Read all rows of a `.jsonl` or `.parquet` file in order, duplicates included.
 
-    Prompts are strings; answers are strings or numbers, which become strings.
+    Prompts are strings; answers are strings or numbers, which become strings. Without an
+    answer_column, problems have no ground truth.
 
     Raises:
         DataError: names the file, the line (from 1) or row (from 0), what is wrong and the remedy.
@@ -41,12 +50,16 @@ def load_problems(
         )
     if not path.is_file():
         raise DataError(f"data file {path} does not exist; give the path of an existing file")
-    columns = (prompt_column, answer_column)
+    columns = {"data.prompt_column": prompt_column}
+    if answer_column is not None:
+        columns["data.answer_column"] = answer_column
     problems = []
     try:
         for where, row in _rows(path, columns):
-            prompt = prompt_text(row[prompt_column], prompt_column, where)
-            problems.append(Problem(prompt, answer_text(row[answer_column], answer_column, where)))
+            prompt, answer = prompt_text(row.pop(prompt_column), prompt_column, where), ""
+            if answer_column is not None:
+                answer = answer_text(row.pop(answer_column), answer_column, where)
+            problems.append(Problem(prompt, answer, row))
     except OSError as error:
         raise DataError(
             f"data file {path} cannot be read: {error.strerror}; make it readable, or give another"
@@ -106,16 +119,16 @@ def parquet_file(path: Path) -> Iterator[Any]:
         ) from None
 
 
-def parquet_rows(file: Any, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (row number from 0, columns) of a parquet file, batch by batch."""
+def parquet_rows(file: Any, columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (row number from 0, columns; None: all) of a parquet file, batch by batch."""
     number = 0
-    for batch in file.iter_batches(batch_size=4096, columns=list(columns)):
+    for batch in file.iter_batches(batch_size=4096, columns=columns and list(columns)):
         for row in batch.to_pylist():
             yield number, row
             number += 1
 
 
-def _rows(path: Path, columns: tuple[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.suffix == ".jsonl":
         for number, row in jsonl_rows(path):
             _check_columns(columns, row, f"{path}, line {number}")
@@ -123,17 +136,18 @@ def _rows(path: Path, columns: tuple[str, str]) -> Iterator[tuple[str, dict[str,
         return
     with parquet_file(path) as file:
         _check_columns(columns, file.schema_arrow.names, str(path))
-        for number, row in parquet_rows(file, columns):
+        for number, row in parquet_rows(file, None):
             yield f"{path}, row {number}", row
 
 
-def _check_columns(columns: tuple[str, str], present: Iterable[str], where: str) -> None:
-    fields = ("data.prompt_column", "data.answer_column")
-    for field, column in zip(fields, columns):
+def _check_columns(columns: Mapping[str, str], present: Iterable[str], where: str) -> None:
+    for field, column in columns.items():
         if column not in present:
+            others = ", ".join(present) or "none"
+            without = ", or to null for problems without a ground truth"
             raise DataError(
-                f"{where} has no column {column!r}; set {field} to one of those it has: "
-                f"{', '.join(present) or 'none'}"
+                f"{where} has no column {column!r}; set {field} to one of those it has: {others}"
+                + (without if field == "data.answer_column" else "")
             )
 
 

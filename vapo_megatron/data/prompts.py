@@ -85,9 +85,9 @@ class PromptDataset:
         return [self._prompt(index) for index in range(len(self._rows))]
 
     @property
-    def answers(self) -> list[str]:
-        """The ground truth of each problem."""
-        return [row.answer for row in self._rows]
+    def rows(self) -> Sequence[Problem]:
+        """Every problem as it was read, in the file's order."""
+        return self._rows
 
     def next(self, count: int) -> list[Prompt]:
         """Return the next prompts; after the end of an epoch the next one starts."""
@@ -152,7 +152,8 @@ class PromptDataset:
 
     def _prompt(self, index: int) -> Prompt:
         row = self._rows[index]
-        return Prompt(index, row.prompt, tuple(self._token_ids[index]), row.answer)
+        token_ids = tuple(self._token_ids[index])
+        return Prompt(index, row.prompt, token_ids, row.answer, row.metadata)
 
 
 def _fingerprint(problems: Sequence[Problem]) -> str:

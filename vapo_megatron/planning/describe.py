@@ -9,12 +9,13 @@ import yaml
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.models.hf_config import ModelShape, check_layout, parameter_count
+from vapo_megatron.models.hf_config import ModelShape, parameter_count
 from vapo_megatron.models.known import shape_of
 from vapo_megatron.planning import flops, memory
 from vapo_megatron.planning.cluster import GB, Cluster
 from vapo_megatron.planning.host_memory import host_bytes_per_node
 from vapo_megatron.planning.memory import PhaseMemory, checkpoint_bytes
+from vapo_megatron.planning.model_bytes import check_layouts
 from vapo_megatron.planning.plan import (
     PUBLISHED_OVER_PREDICTED,
     Plan,
@@ -35,6 +36,7 @@ and published jobs lie within the range (docs/planning.md)
   - a critic's frozen attention: its backward pass and saved inputs are counted as if trained
   - extra rounds of dynamic sampling: a step samples its responses once
   - FP8 compute and saved inputs: counted as bfloat16 (the weights' FP8 copies are counted)
+  - a reward model beside other verifiers: counted as if it scored every response
   - verifier, exchange of responses, advantages, evaluation, startup
   - contention between nodes in a weight sync, and between GPUs for host memory"""
 
@@ -47,6 +49,7 @@ tok/s/GPU: response tokens; all tok: with prompts; peak: of the fullest GPU, in 
 
 _SHORT = {
     "generation": "sample", "logprobs": "logps", "reference_logprobs": "ref",
+    "reward_scores": "score",
     "critic_update": "critic", "actor_update": "actor", "offload": "copies",
 }  # fmt: skip
 
@@ -262,7 +265,7 @@ def dry_run_comment(config: VapoConfig) -> str:
         if config.model.hf_path is None:
             raise ConfigError("model.hf_path is not set")
         shape = shape_of(config.model.hf_path)
-        check_layout(shape, config.parallel)
+        check_layouts(shape, config)
         workload = workload_of(config)
     except ConfigError as error:
         return f"# no plan: {error} (vapo plan plans published models without their files)\n"

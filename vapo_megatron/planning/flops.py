@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from vapo_megatron.config.phases import VALUE_ROLES, Role
 from vapo_megatron.models.hf_config import ModelShape
 
 BF16_PEAK_FLOPS = {
@@ -78,11 +79,9 @@ def layer_forward_flops(shape: ModelShape, sequence_lengths: Sequence[int]) -> i
     return 2 * matrices * sum(sequence_lengths) + 4 * q_size * causal_pairs(sequence_lengths)
 
 
-def output_forward_flops(
-    shape: ModelShape, num_outputs: int, *, role: Literal["actor", "critic", "reference"]
-) -> int:
+def output_forward_flops(shape: ModelShape, num_outputs: int, *, role: Role) -> int:
     """Count the FLOPs of the output projection or the value head at `num_outputs` positions."""
-    width = 1 if role == "critic" else shape.vocab_size
+    width = 1 if role in VALUE_ROLES else shape.vocab_size
     return 2 * width * shape.hidden_size * num_outputs
 
 

@@ -12,11 +12,18 @@ from typing import NamedTuple
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning.memory import offloads, optimizer_checkpoint_bytes
-from vapo_megatron.planning.model_bytes import DTYPE_BYTES, Layout, num_parameters, state_bytes
+from vapo_megatron.planning.model_bytes import (
+    DTYPE_BYTES,
+    Layout,
+    num_parameters,
+    role_shape,
+    state_bytes,
+)
 
 VLLM_HOST_TOKEN_BYTES = 260
 """Python lists and numbers of a response that is being sampled, per token and rank: token ids and
-flat log-probabilities. 255 measured (tests/rollout/vllm/test_engine.py)."""
+flat log-probabilities. 245 measured (tests/rollout/vllm/test_engine.py) of lists that have grown to
+a sixteenth more than they hold, as they do on average; right after they grow it is an eighth."""
 
 ROLLOUT_TOKEN_BYTES = 4 + 4 + 4
 """Of a finished response: int32 id, float32 log-probability, about four characters of text."""
@@ -67,7 +74,10 @@ def host_bytes(
     algorithm = config.algorithm
     offloaded = 0
     if is_offloaded:
-        states = [state_bytes(shape, config, role, pp_rank=pp_rank) for role in algorithm.roles]
+        states = [
+            state_bytes(role_shape(shape, config, role), config, role, pp_rank=pp_rank)
+            for role in config.roles
+        ]
         offloaded = sum(s.parameters + s.optimizer for s in states)
     copied, gathered = 0, []
     for role in algorithm.trained_roles:

@@ -27,6 +27,7 @@ from vapo_megatron.config.phases import (
     GENERATION,
     LOGPROBS,
     REFERENCE_LOGPROBS,
+    REWARD_SCORES,
     SYNC,
     VALUES,
     Role,
@@ -38,17 +39,19 @@ from vapo_megatron.planning.model_bytes import (
     Layout,
     StateBytes,
     fp8_weight_bytes,
+    role_shape,
     sampler_weight_bytes,
     state_bytes,
     widths,
 )
 
 PHASES = (
-    GENERATION, VALUES, LOGPROBS, REFERENCE_LOGPROBS,
+    GENERATION, REWARD_SCORES, VALUES, LOGPROBS, REFERENCE_LOGPROBS,
     CRITIC_UPDATE, ACTOR_UPDATE, SYNC,
 )  # fmt: skip
 SCORES: dict[Role, str] = {
     "actor": LOGPROBS, "critic": VALUES, "reference": REFERENCE_LOGPROBS,
+    "reward_model": REWARD_SCORES,
 }  # fmt: skip
 """The phase of each role's forward passes."""
 UPDATES: dict[Role, str] = {
@@ -131,13 +134,15 @@ def phase_memory(
         By the names in PHASES, for the roles of this run. A total above gpu_bytes does not fit; a
         KV cache of 0 means that vLLM's share does not even hold its weights.
     """
-    roles = config.algorithm.roles
-    states = {role: state_bytes(shape, config, role, pp_rank=pp_rank) for role in roles}
+    roles = config.roles
+    shapes = {role: role_shape(shape, config, role) for role in roles}
+    states = {role: state_bytes(shapes[role], config, role, pp_rank=pp_rank) for role in roles}
     weights = sampler_weight_bytes(shape, config)
     found = {GENERATION: _generation(shape, config, gpu_bytes)}
     for role in roles:
         model: Role = "actor" if role == "reference" else role
-        passes = Passes(shape, config, model, pp_rank=pp_rank, tokens=microbatch_tokens(config))
+        tokens = microbatch_tokens(config)
+        passes = Passes(shapes[role], config, model, pp_rank=pp_rank, tokens=tokens)
         parameters = states[role].parameters
         activations, logits = passes.inference()
         found[SCORES[role]] = PhaseMemory(parameters, activations=activations, logits=logits)
@@ -154,7 +159,7 @@ def phase_memory(
             "kv_cache": found[GENERATION].kv_cache,
         }
         found = {name: dataclasses.replace(p, **resident) for name, p in found.items()}
-    copies = len(roles) * fp8_weight_bytes(shape, config)
+    copies = sum(fp8_weight_bytes(shapes[role], config) for role in roles)
     found = {n: dataclasses.replace(p, parameters=p.parameters + copies) for n, p in found.items()}
     return {name: _with_reserve(found[name], name, config) for name in PHASES if name in found}
 

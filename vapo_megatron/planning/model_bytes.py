@@ -1,8 +1,8 @@
 """Predicted bytes of parameters, gradients and optimizer states on one GPU.
 
-Counted per role (actor, critic or reference) and pipeline stage; the tensor- and data-parallel
-ranks of a stage hold the same amount. What megatron-core 0.16.1 allocates, in bytes, for n
-parameters on this rank, dp data-parallel ranks and a parameter size of b (2 or 4):
+Counted per role (actor, critic, reference or reward model) and pipeline stage; the tensor- and
+data-parallel ranks of a stage hold the same amount. What megatron-core 0.16.1 allocates, in bytes,
+for n parameters on this rank, dp data-parallel ranks and a parameter size of b (2 or 4):
 
                              parameters  gradients  optimizer
     distributed optimizer    b n'        4 n'       (8 + main) n' / dp
@@ -13,18 +13,21 @@ Adam's two moments. n' is n padded so that every parameter starts at a multiple 
 every bucket ends at a multiple of lcm(dp, 128) (param_and_grad_buffer.py). In bfloat16 that is 18
 bytes per parameter, of which 12 are sharded: 2 more than in arXiv 1910.02054 (ZeRO), section 3.1,
 because gradients are float32 here. Adam's step counters are left out. Frozen parameters (all of the
-reference; the actor's where value pretraining is the only stage; the critic's attention with
-algorithm.freeze_critic_attention) take b bytes each, unpadded, and nothing else.
+reference and the reward model; the actor's where value pretraining is the only stage; the critic's
+attention with algorithm.freeze_critic_attention) take b bytes each, unpadded, and nothing else.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.config.phases import Role
-from vapo_megatron.models.hf_config import ModelShape, padded_vocab_size
+from vapo_megatron.config.phases import VALUE_ROLES, Role
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.models.hf_config import ModelShape, check_layout, padded_vocab_size
+from vapo_megatron.models.known import shape_of
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -36,6 +39,27 @@ BUCKET_ALIGNMENT = 128
 
 SAMPLER_VOCAB_PADDING = 64
 """DEFAULT_VOCAB_PADDING_SIZE of vLLM's vocab_parallel_embedding."""
+
+
+def role_shape(shape: ModelShape, config: VapoConfig, role: Role) -> ModelShape:
+    """Return the sizes of a role's model: the actor's, but the reward model has its own."""
+    return _reward_shape(str(config.model.reward_hf_path)) if role == "reward_model" else shape
+
+
+@functools.lru_cache(maxsize=16)
+def _reward_shape(path: str) -> ModelShape:
+    return shape_of(path)
+
+
+def check_layouts(shape: ModelShape, config: VapoConfig) -> None:
+    """Refuse a layout that does not divide a role's model; ConfigError: see check_layout."""
+    check_layout(shape, config.parallel)
+    if "reward_model" in config.roles:
+        own, path = role_shape(shape, config, "reward_model"), config.model.reward_hf_path
+        try:
+            check_layout(own, config.parallel)
+        except ConfigError as error:
+            raise ConfigError(f"model.reward_hf_path={path}: {error}") from None
 
 
 class StateBytes(NamedTuple):
@@ -115,7 +139,7 @@ def chunk_parameters(
     Args:
         shape: the model.
         config: model, parallel and algorithm are used.
-        role: a critic has H value weights in place of the output projection.
+        role: a critic or a reward model has H weights in place of the output projection.
         pp_rank: pipeline stage.
         trained: leave out frozen parameters.
 
@@ -137,8 +161,8 @@ def chunk_parameters(
         chunks[0] = [rows * w.hidden, *chunks[0]]
     if pp_rank == layout.pp_size - 1:
         # A tied output projection is the embedding itself on a single stage, otherwise a copy.
-        shares = role != "critic" and shape.tied and layout.pp_size == 1
-        output = w.hidden if role == "critic" else rows * w.hidden
+        shares = role not in VALUE_ROLES and shape.tied and layout.pp_size == 1
+        output = w.hidden if role in VALUE_ROLES else rows * w.hidden
         chunks[-1] = [*chunks[-1], w.hidden] + ([] if shares else [output])
     return chunks
 

@@ -17,7 +17,7 @@ from vapo_megatron.planning.cluster import GB, Cluster
 from vapo_megatron.planning.generation import Generation, generation
 from vapo_megatron.planning.host_memory import host_bytes_per_node
 from vapo_megatron.planning.memory import PhaseMemory
-from vapo_megatron.planning.model_bytes import Layout, state_bytes
+from vapo_megatron.planning.model_bytes import Layout, role_shape, state_bytes
 from vapo_megatron.planning.roofline import Phase, scoring, sync_seconds, update
 from vapo_megatron.planning.workload import Workload, response_lengths
 
@@ -99,9 +99,13 @@ def training_time(
     shape: ModelShape, config: VapoConfig, cluster: Cluster, workload: Workload
 ) -> Training:
     """Predict the trainer's phases of a step."""
-    arguments, algorithm = (shape, config, cluster, workload), config.algorithm
-    found = {memory.SCORES[role]: scoring(*arguments, role) for role in algorithm.roles}
-    found |= {memory.UPDATES[role]: update(*arguments, role) for role in algorithm.trained_roles}
+    rest = config, cluster, workload
+    found = {
+        memory.SCORES[role]: scoring(role_shape(shape, config, role), *rest, role)
+        for role in config.roles
+    }
+    for role in config.algorithm.trained_roles:
+        found[memory.UPDATES[role]] = update(shape, *rest, role)
     in_order = {name: found[name] for name in memory.PHASES if name in found}
     return Training(in_order, offload_seconds(shape, config, cluster))
 
@@ -116,8 +120,9 @@ def offload_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> 
         return 0.0
     copied = 0
     stages = Layout(shape, config).outer_stages
-    for role in config.algorithm.roles:
-        states = [state_bytes(shape, config, role, pp_rank=stage) for stage in stages]
+    for role in config.roles:
+        of_role = role_shape(shape, config, role)
+        states = [state_bytes(of_role, config, role, pp_rank=stage) for stage in stages]
         times = 2 if role in config.algorithm.trained_roles else 0
         copied += max(s.parameters + times * (s.parameters + s.optimizer) for s in states)
     return copied / cluster.rate("pcie")

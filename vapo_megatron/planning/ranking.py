@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from vapo_megatron.config import VapoConfig, check_together
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.models.hf_config import ModelShape, check_layout
+from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning import memory
 from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.planning.generation import generation
 from vapo_megatron.planning.memory import PhaseMemory
+from vapo_megatron.planning.model_bytes import check_layouts, role_shape
 from vapo_megatron.planning.plan import (
     Plan,
     Training,
@@ -173,7 +174,7 @@ def trainer_layouts(
             )
             try:
                 check_together(config)
-                check_layout(shape, config.parallel)
+                check_layouts(shape, config)
             except ConfigError as error:
                 # More stages than layers is no news unless the user asked for it.
                 if pp_size <= shape.num_layers or fixed.pp:
@@ -190,9 +191,9 @@ def variants(shape: ModelShape, layout: VapoConfig, fixed: Fixed) -> Iterator[Va
     with more microbatches, and a longer response gets a microbatch of its own.
     """
     pp_size = layout.parallel.pipeline_model_parallel_size
-    per_stage = shape.num_layers // pp_size
+    per_stage = [role_shape(shape, layout, role).num_layers // pp_size for role in layout.roles]
     chunked = pp_size > 1 and not layout.parallel.batch_p2p_comm
-    chunks = [n for n in (1, 2, 4) if per_stage % n == 0] if chunked else [1]
+    chunks = [n for n in (1, 2, 4) if all(m % n == 0 for m in per_stage)] if chunked else [1]
     longest = layout.rollout.max_prompt_tokens + layout.rollout.max_response_tokens
     offload = layout.parallel.offload if fixed.offload is None else fixed.offload
     for vpp_size, recompute, max_tokens, offloads in itertools.product(
@@ -209,7 +210,7 @@ def variants(shape: ModelShape, layout: VapoConfig, fixed: Fixed) -> Iterator[Va
             offload=offloads,
         )
         check_together(config)
-        check_layout(shape, config.parallel)
+        check_layouts(shape, config)
         yield config
 
 

@@ -25,7 +25,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.config.phases import Role
+from vapo_megatron.config.phases import VALUE_ROLES, Role
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning import flops
 from vapo_megatron.planning.cluster import Cluster
@@ -112,8 +112,8 @@ class _Trainer(Layout):
 
     def output(self, role: Role, *, matmul: float, score_bytes: float) -> Rates:
         """The last stage's output projection or value head."""
-        if role == "critic":
-            return Rates()  # The value head has H weights, a layer about 12 H^2.
+        if role in VALUE_ROLES:
+            return Rates()  # A value head has H weights, a layer about 12 H^2.
         scores = self.shape.vocab_size / self.tp_size
         matmul *= flops.output_forward_flops(self.shape, 1, role=role) / self.tp_size
         seconds = matmul / self.cluster.rate("matmul")
@@ -138,7 +138,7 @@ class _Trainer(Layout):
 def scoring(
     shape: ModelShape, config: VapoConfig, cluster: Cluster, workload: Workload, role: Role
 ) -> Phase:
-    """Predict the forward passes over a whole step: values (critic) or log-probabilities."""
+    """Predict the forward passes over a whole step: values, scores or log-probabilities."""
     trainer = _Trainer(shape, config, cluster)
     layers = trainer.layers(matmul=1, attention=1, memory=1, communication=1)
     stage = layers.plus(trainer.sends(1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 MAX_ANSWER_CHARACTERS = 1000
 """Longer final answers are not judged: no ground truth needs them, and parsing takes minutes."""
@@ -46,18 +46,23 @@ _NO_UNIT = re.compile(
 _INTEGER = re.compile(r"[+-]?(?:[0-9]{1,60}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,20})")
 
 
-def final_answer(text: str) -> str | None:
+def final_answer(
+    text: str, tidy: Callable[[str], str] | None = None, whole_line: bool = False
+) -> str | None:
     r"""Return the cleaned final answer of a response, or None if there is none.
 
     Args:
         text: the response alone, without its prompt.
+        tidy: cleans it; None: `clean`.
+        whole_line: an answer behind a marker may have several sentences.
     """
+    tidy = tidy or clean
     end = len(text)
     for marker in itertools.islice(_markers_backwards(text), MAX_EMPTY_MARKERS):
         if marker["box"]:
-            answer = clean(_in_braces(text, marker.end()))
+            answer = tidy(_in_braces(text, marker.end()))
         else:
-            answer = clean(_rest_of_line(text, marker.end(), end))
+            answer = tidy(_rest_of_line(text, marker.end(), end, whole_line))
         if answer:
             return answer
         end = marker.start()
@@ -113,7 +118,7 @@ def _in_braces(text: str, start: int) -> str:
     return "" if cut_off else content
 
 
-def _rest_of_line(text: str, start: int, end: int) -> str:
+def _rest_of_line(text: str, start: int, end: int, whole_line: bool) -> str:
     """Return the text after a marker, before end: up to the end of line, sentence or formula."""
     # More than MAX_ANSWER_CHARACTERS, so that an answer that is too long is seen as such.
     window = text[start : min(start + 2 * MAX_ANSWER_CHARACTERS, end)]
@@ -123,7 +128,7 @@ def _rest_of_line(text: str, start: int, end: int) -> str:
         end_of_display = max(window.find(_DISPLAY[window[:2]], 2), 0)
     newline = window.find("\n", end_of_display)
     line = window if newline < 0 else window[:newline]
-    sentence = _NEXT_SENTENCE.search(line)
+    sentence = None if whole_line else _NEXT_SENTENCE.search(line)
     return _balanced(line[: sentence.start()] if sentence else line)
 
 

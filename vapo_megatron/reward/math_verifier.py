@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import DataError
 from vapo_megatron.reward.extraction import (
     MAX_ANSWER_CHARACTERS,
@@ -16,20 +17,20 @@ from vapo_megatron.reward.extraction import (
     ground_truth,
     plain_integer,
 )
-from vapo_megatron.reward.pool import DIED, OVER_TIME, JudgePool
+from vapo_megatron.reward.pool import HandlerRefused, Reply, WorkerPool
 from vapo_megatron.reward.verifier import Status, Verdict
 
 MEMORY_LIMIT_BYTES = 1 << 30
-"""Address space of a worker. It needs 0.1 GB; answers like 2^(10^9) would take all memory."""
+"""Address space of a worker, beyond its libraries: answers like 2^(10^9) would take all memory."""
 
 
 class MathVerifier:
-    """Compares final answers with ground truths: a Verifier, and a context manager that closes it.
+    """Compares final answers with ground truths: a RunningVerifier, and a context manager.
 
     Args:
         num_workers: worker processes, started on first use, all at once.
         timeout_seconds: limit for one answer, counted from when a worker receives it.
-        memory_limit_bytes: address space of one worker.
+        memory_limit_bytes: address space of one worker, beyond what its libraries take.
     """
 
     def __init__(
@@ -43,7 +44,10 @@ class MathVerifier:
                 f"num_workers={num_workers} must be at least 1 and "
                 f"timeout_seconds={timeout_seconds} above 0"
             )
-        self._pool = JudgePool(num_workers, timeout_seconds, memory_limit_bytes)
+        self._pool = WorkerPool(
+            "vapo_megatron.reward.math_judge:make_handler", {}, num_workers, timeout_seconds,
+            memory_limit_bytes,
+        )  # fmt: skip
         self._known_answers: dict[str, str] = {}
         self._judged: dict[tuple[str | None, str | None], Status] = {}
 
@@ -66,13 +70,21 @@ class MathVerifier:
         """Of the running workers."""
         return self._pool.process_ids
 
-    def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
-        """Judge; see Verifier. An answer is an expression, or a text that ends in a marked one.
+    def score(
+        self, responses: Sequence[str], problems: Sequence[Problem] | Sequence[str]
+    ) -> list[Verdict]:
+        """Judge; see Verifier.
+
+        Args:
+            responses: their text, without the prompts.
+            problems: or their ground truths alone. One is an expression, or a text that ends in a
+                marked one.
 
         Raises:
             DataError: a ground truth cannot be parsed.
             ValueError: the two differ in length.
         """
+        answers = [p if isinstance(p, str) else p.answer for p in problems]
         if len(responses) != len(answers):
             raise ValueError(
                 f"{len(responses)} responses for {len(answers)} answers; give one answer each"
@@ -91,16 +103,38 @@ class MathVerifier:
         undecided = [pair for pair, status in zip(zip(found, golds), decided) if status is None]
         judged = self._judged  # Another thread may call `forget`.
         pairs = [pair for pair in dict.fromkeys(undecided) if pair not in judged]
-        statuses = self._pool.run([{"gold": gold, "answer": answer} for answer, gold in pairs])
-        judged.update(zip(pairs, map(_as_status, statuses)))
+        replies = self._ask([{"gold": gold, "answer": answer} for answer, gold in pairs])
+        judged.update(zip(pairs, map(_status, replies)))
         return [
-            Verdict(status or judged[answer, gold], None if _is_too_long(answer) else answer)
+            Verdict(status or judged[answer, gold], answer=None if _is_too_long(answer) else answer)
             for answer, gold, status in zip(found, golds, decided)
         ]
 
     def forget(self) -> None:
         """Forget verdicts; see Verifier. Ground truths stay known."""
         self._judged = {}
+
+    def unusable(self, problems: Sequence[Problem]) -> dict[int, str]:
+        """Return index -> what is wrong; see RunningVerifier."""
+        bad = self.unparsable_answers([problem.answer for problem in problems])
+        return {
+            i: f"has the answer {problems[i].answer!r}, which the verifier cannot parse"
+            for i in bad
+        }
+
+    def same_answers(self, pairs: Sequence[tuple[Problem, str, str]]) -> list[bool]:
+        """Return whether the second answer is correct with the first as ground truth.
+
+        Both may be texts that end in a marked answer, as ground truths may.
+        """
+        unparsable = set(self.unparsable_answers([first for _, first, _ in pairs]))
+        asked = [i for i in range(len(pairs)) if i not in unparsable]
+        verdicts = self.score(
+            [f"\\boxed{{{ground_truth(pairs[i][2])}}}" for i in asked],
+            [pairs[i][1] for i in asked],
+        )
+        equal = {i for i, verdict in zip(asked, verdicts) if verdict.is_correct}
+        return [i in equal for i in range(len(pairs))]
 
     def unparsable_answers(self, answers: Sequence[str]) -> list[int]:
         """Return the indices of ground truths that cannot be parsed within the time limit.
@@ -123,12 +157,20 @@ class MathVerifier:
                 golds[answer] = gold
             else:
                 read[answer] = "unparsable"
-        statuses = self._pool.run([{"gold": gold, "answer": None} for gold in golds.values()])
-        for (answer, gold), status in zip(golds.items(), statuses):
-            read[answer] = "unparsable" if status == "bad_gold" else _as_status(status)
-            if status == "correct":
+        replies = self._ask([{"gold": gold, "answer": None} for gold in golds.values()])
+        for (answer, gold), reply in zip(golds.items(), replies):
+            read[answer] = "unparsable" if reply.get("status") == "bad_gold" else _status(reply)
+            if read[answer] == "correct":
                 self._known_answers[answer] = gold
         return read
+
+    def _ask(self, requests: Sequence[dict[str, str | None]]) -> list[Reply]:
+        try:
+            return self._pool.run(requests)
+        except HandlerRefused as error:
+            raise RuntimeError(
+                f"the verifier's worker did not start; is math-verify installed?\n{error}"
+            ) from None
 
 
 def _decide(answer: str | None, gold: str | None) -> Status | None:
@@ -145,11 +187,11 @@ def _decide(answer: str | None, gold: str | None) -> Status | None:
     return "correct" if number == expected else "wrong"
 
 
-def _as_status(status: str) -> Status:
-    if status in (OVER_TIME, DIED, "out_of_memory"):
+def _status(reply: Reply) -> Status:
+    if "status" not in reply:  # Over the time or memory limit, dead, or math-verify's own error.
         return "timed_out"
-    assert status in ("correct", "wrong", "unparsable"), f"a worker answered {status!r}"
-    return status  # type: ignore[return-value]
+    assert reply["status"] in ("correct", "wrong", "unparsable"), f"a worker answered {reply}"
+    return reply["status"]
 
 
 def _is_too_long(answer: str | None) -> bool:

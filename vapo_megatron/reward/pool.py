@@ -1,8 +1,8 @@
-"""Worker processes with a time limit per task; one that hangs or dies is killed and replaced.
+"""Worker processes with a time limit per request; one that hangs or dies is killed and replaced.
 
-Only an idle worker is sent a task, so the limit does not count time in a queue. Every message is
-far smaller than a pipe's buffer: writing never blocks. Workers share no pipe: its lock would stay
-locked when the worker that holds it is killed.
+Only an idle worker is sent a request, so the limit does not count time in a queue. Nothing here
+blocks on a pipe: a worker may be stopped while it is sent something large. Workers share no pipe:
+its lock would stay locked when the worker that holds it is killed.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import selectors
+import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import vapo_megatron
 from vapo_megatron.reward.worker import HEADER
 
 START_LIMIT_SECONDS = 120.0
@@ -28,39 +31,64 @@ START_LIMIT_SECONDS = 120.0
 MAX_FAILED_STARTS = 3
 """Failed starts in a row after which the environment is taken to be broken."""
 
-OVER_TIME = "over_time"
-DIED = "died"
+Reply = dict[str, Any]
+"""What a worker answered: its handler's dict, {"error": traceback}, or one of the three below."""
+OVER_TIME: Reply = {"over_time": True}
+DIED: Reply = {"died": True}
+OUT_OF_MEMORY: Reply = {"out_of_memory": True}
+
+
+class HandlerRefused(Exception):
+    """A worker could not load its handler; the message is its traceback."""
 
 
 class _Worker:
     """One process: starting, idle or busy."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], setup: bytes) -> None:
         environment = {**os.environ, "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
+        # In a session of its own, so that what it starts can be killed with it.
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        os.set_blocking(self.stdin, False)
         self.ready = False
         self.task: int | None = None
         self.deadline = time.monotonic() + START_LIMIT_SECONDS
+        self.unsent = memoryview(setup)
         self._received = b""
+
+    @property
+    def stdin(self) -> int:
+        return self.process.stdin.fileno()  # type: ignore[union-attr]
+
+    @property
+    def stdout(self) -> int:
+        return self.process.stdout.fileno()  # type: ignore[union-attr]
 
     @property
     def idle(self) -> bool:
         return self.ready and self.task is None
 
-    def send(self, task: int, request: dict[str, Any], timeout_seconds: float) -> None:
-        data = json.dumps(request).encode()
+    def send(self, task: int, message: bytes, timeout_seconds: float) -> None:
         self.task = task
         self.deadline = time.monotonic() + timeout_seconds
-        try:
-            os.write(self.process.stdin.fileno(), HEADER.pack(len(data)) + data)  # type: ignore[union-attr]
-        except BrokenPipeError:
-            pass  # It has died, which `receive` reports.
+        self.unsent = memoryview(message)
+        self.write()
 
-    def receive(self) -> str | None:
-        """Return the status that has arrived, DIED, or None if the message is not complete yet."""
-        data = os.read(self.process.stdout.fileno(), 65536)  # type: ignore[union-attr]
+    def write(self) -> None:
+        """Write as much as its pipe takes."""
+        try:
+            self.unsent = self.unsent[os.write(self.stdin, self.unsent) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self.unsent = memoryview(b"")  # It has died, which `receive` reports.
+
+    def receive(self) -> Reply | None:
+        """Return the reply that has arrived, DIED, or None if the message is not complete yet."""
+        data = os.read(self.stdout, 1 << 20)
         if not data:
             return DIED
         self._received += data
@@ -69,12 +97,14 @@ class _Worker:
         end = HEADER.size + HEADER.unpack_from(self._received)[0]
         if len(self._received) < end:
             return None
-        status = json.loads(self._received[HEADER.size : end])["status"]
+        reply = json.loads(self._received[HEADER.size : end])
         self._received = self._received[end:]
-        return status
+        return reply
 
     def kill(self) -> None:
-        self.process.kill()
+        # Not by its process's poll first: its group outlives it while a child of it is there.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             pipe.close()  # type: ignore[union-attr]
@@ -87,17 +117,41 @@ def _kill_all(workers: list[_Worker], owner: int) -> None:
     workers.clear()
 
 
-class JudgePool:
-    """Worker processes, started on first use and replaced when they hang or die."""
+class WorkerPool:
+    """Worker processes, started on first use and replaced when they hang or die.
 
-    def __init__(self, num_workers: int, timeout_seconds: float, memory_limit_bytes: int) -> None:
-        script = Path(__file__).with_name("worker.py")
-        limits = [str(timeout_seconds), str(memory_limit_bytes)]
-        # -P: a file in the script's or the current directory must not shadow a library.
-        self._command = [sys.executable, "-P", str(script), *limits]
+    Args:
+        handler: "module:function"; see worker.py.
+        options: the function's arguments.
+        num_workers: processes.
+        timeout_seconds: limit for one request, counted from when a worker receives it.
+        memory_bytes: address space that a worker may take beyond what its handler took to load.
+    """
+
+    def __init__(
+        self,
+        handler: str,
+        options: Mapping[str, Any],
+        num_workers: int,
+        timeout_seconds: float,
+        memory_bytes: int,
+    ) -> None:
+        package = str(Path(vapo_megatron.__file__).parents[1])
+        setup = {
+            "sys_path": [*sys.path, package],
+            "handler": handler,
+            "options": dict(options),
+            "timeout_seconds": timeout_seconds,
+            "memory_bytes": memory_bytes,
+        }
+        self._setup = _message(setup)
+        # -P: a file in the script's or the current directory must not shadow a library there.
+        self._command = [sys.executable, "-P", str(Path(__file__).with_name("worker.py"))]
         self._num_workers = num_workers
         self._timeout_seconds = timeout_seconds
         self._workers: list[_Worker] = []
+        self.about: dict[str, Any] | None = None
+        """What the handler said of itself; None: no worker has been ready yet."""
         self._failed_starts = 0
         self._lock = threading.RLock()
         self._owner = os.getpid()
@@ -114,78 +168,97 @@ class JudgePool:
             for worker in [w for w in self._workers if w.idle and w.process.poll() is not None]:
                 self._remove(worker)
             while len(self._workers) < self._num_workers:
-                self._workers.append(_Worker(self._command))
+                self._workers.append(_Worker(self._command, self._setup))
 
     def close(self) -> None:
         """Kill every worker; the next use starts new ones."""
         with self._lock:
             _kill_all(self._workers, self._owner)
 
-    def run(self, requests: Sequence[dict[str, Any]]) -> list[str]:
-        """Judge all requests -> their statuses, in order: the worker's, OVER_TIME or DIED.
+    def describe(self) -> dict[str, Any]:
+        """Return what the handler says of itself, once a worker is ready. Raises as `run` does."""
+        with self._lock, self._closing_on_error():
+            while self.about is None:
+                self.start()
+                self._wait()
+            return self.about
 
-        A task whose worker died is retried once: the death may be unrelated to the task.
+    def run(self, requests: Sequence[Any]) -> list[Reply]:
+        """Answer all requests -> replies, in order.
+
+        A request whose worker died is retried once: the death may be unrelated to the request.
 
         Raises:
+            HandlerRefused: the handler does not load.
             RuntimeError: the workers cannot start.
         """
-        with self._lock:
-            try:
-                return self._run(requests)
-            except BaseException:
-                _kill_all(self._workers, self._owner)
-                raise
+        with self._lock, self._closing_on_error():
+            return self._run(requests)
 
-    def _run(self, requests: Sequence[dict[str, Any]]) -> list[str]:
-        statuses: dict[int, str] = {}
+    @contextlib.contextmanager
+    def _closing_on_error(self) -> Any:
+        try:
+            yield
+        except BaseException:
+            _kill_all(self._workers, self._owner)
+            raise
+
+    def _run(self, requests: Sequence[Any]) -> list[Reply]:
+        replies: dict[int, Reply] = {}
         queue = deque(range(len(requests)))
         retried: set[int] = set()
-        while len(statuses) < len(requests):
+        while len(replies) < len(requests):
             self.start()
             for worker in self._workers:
                 if worker.idle and queue:
                     task = queue.popleft()
-                    worker.send(task, requests[task], self._timeout_seconds)
-            for worker, status in self._wait():
+                    worker.send(task, _message(requests[task]), self._timeout_seconds)
+            for worker, reply in self._wait():
                 done, worker.task = worker.task, None
-                if status in (DIED, OVER_TIME, "out_of_memory"):
+                if reply in (DIED, OVER_TIME, OUT_OF_MEMORY):
                     self._remove(worker)
                 if done is None:
                     continue
-                if status in (DIED, "out_of_memory") and done not in retried:
+                if reply in (DIED, OUT_OF_MEMORY) and done not in retried:
                     retried.add(done)
                     queue.appendleft(done)
                 else:
-                    statuses[done] = status
-        return [statuses[i] for i in range(len(requests))]
+                    replies[done] = reply
+        return [replies[i] for i in range(len(requests))]
 
-    def _wait(self) -> list[tuple[_Worker, str]]:
-        """Wait for a message or a deadline -> the workers concerned, each with its status."""
+    def _wait(self) -> list[tuple[_Worker, Reply]]:
+        """Wait for a message, a deadline or room in a pipe -> the workers that have a reply."""
         waiting = [w for w in self._workers if not w.idle]
         with selectors.DefaultSelector() as selector:
             for worker in waiting:
-                selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
+                selector.register(worker.stdout, selectors.EVENT_READ, worker)
+                if worker.unsent:
+                    selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
             limit = min(w.deadline for w in waiting) - time.monotonic()
-            arrived = [key.data for key, _ in selector.select(max(limit, 0.0))]
+            events = [(key.data, mask) for key, mask in selector.select(max(limit, 0.0))]
         outcomes = []
-        for worker in arrived:
-            status = worker.receive()
-            if status is not None:
-                outcomes.append((worker, status))
+        for worker, mask in events:
+            if mask & selectors.EVENT_WRITE:
+                worker.write()
+            elif (reply := worker.receive()) is not None:
+                outcomes.append((worker, reply))
         done = [worker for worker, _ in outcomes]
         now = time.monotonic()
         outcomes += [(w, OVER_TIME) for w in waiting if w not in done and w.deadline <= now]
-        for worker, status in outcomes:
+        for worker, reply in outcomes:
             if not worker.ready:
-                self._note_start(worker, status)
+                self._note_start(worker, reply)
         return outcomes
 
-    def _note_start(self, worker: _Worker, status: str) -> None:
-        if status == "ready":
+    def _note_start(self, worker: _Worker, reply: Reply) -> None:
+        if "ready" in reply:
             worker.ready = True
+            self.about = reply["ready"]
             self._failed_starts = 0
             return
-        if status == DIED:
+        if "refused" in reply:
+            raise HandlerRefused(reply["refused"])
+        if reply is DIED:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(5)  # Its pipe closes before it has printed its error.
         worker.kill()
@@ -193,11 +266,15 @@ class JudgePool:
         if self._failed_starts >= MAX_FAILED_STARTS:
             self._failed_starts = 0
             raise RuntimeError(
-                f"the verifier's worker {' '.join(self._command)} did not start: "
-                f"exit code {worker.process.returncode}, its error is above; is math-verify "
-                f"installed for {sys.executable}?"
+                f"the verifier's worker {' '.join(self._command)} did not start: exit code "
+                f"{worker.process.returncode}, its error is above"
             )
 
     def _remove(self, worker: _Worker) -> None:
         worker.kill()
         self._workers.remove(worker)
+
+
+def _message(request: Any) -> bytes:
+    data = pickle.dumps(request)
+    return HEADER.pack(len(data)) + data

@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from vapo_megatron.config import RewardConfig
-from vapo_megatron.data.batch import Rollout, ScoredRollout
+from vapo_megatron.data.batch import PENDING, STATUSES, Rollout, ScoredRollout, StepSummary
 from vapo_megatron.data.prompts import PromptDataset
-from vapo_megatron.parallel.reduce import max_over_world
-from vapo_megatron.reward.math_verifier import MathVerifier
-from vapo_megatron.reward.shaping import shaped_reward
-from vapo_megatron.reward.verifier import Verdict, Verifier, unparsable_answer
+from vapo_megatron.errors import ConfigError, UserError
+from vapo_megatron.parallel.reduce import gather_objects
+from vapo_megatron.reward.reward_model import Pending, reward_model_verdict
+from vapo_megatron.reward.shaping import scored_verdict, shaped_reward
+from vapo_megatron.reward.verifier import RunningVerifier, Verdict, unusable_problem
+from vapo_megatron.reward.verifiers import Verifiers, reward_model_refusals
+
+
+class VerdictsFailed(UserError):
+    """Too many of a step's verdicts failed or timed out."""
+
 
 LARGEST_BATCH = 64
 """Responses that the verifier is given at once, so that a run that stops waits for few of them."""
 
 
+class Judged(NamedTuple):
+    """A response's text and the verdict on it."""
+
+    text: str
+    verdict: Verdict
+
+
 class VerdictStream:
-    """Lets the verifier judge, in a thread, while other responses are still sampled.
+    """Decodes and judges responses, in a thread, while others are still sampled.
 
     The verifier gets what has finished since it was last called. Verdicts do not depend on how
     responses are divided into such batches, nor on the order in which they finish.
     """
 
-    def __init__(self, verifier: Verifier | None) -> None:
-        """Judge nothing yet. The verifier is None where no responses arrive."""
-        self._verifier = verifier
+    def __init__(
+        self,
+        verifier: RunningVerifier | None,
+        decode: Callable[[Sequence[Sequence[int]]], list[str]],
+    ) -> None:
+        """Judge nothing yet.
+
+        Args:
+            verifier: None where no responses arrive.
+            decode: token ids of responses to their texts; called in the thread.
+        """
+        self._verifier, self._decode = verifier, decode
         self._thread = ThreadPoolExecutor(1, "verifier")
         self._waiting: deque[Rollout] = deque()
         self._calls: list[Future[None]] = []
-        self._verdicts: dict[int, Verdict] = {}
+        self._judged: dict[int, Judged] = {}
 
     def submit(self, rollout: Rollout) -> None:
         """Queue a finished response; returns immediately."""
@@ -47,15 +73,16 @@ class VerdictStream:
         batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), LARGEST_BATCH))]
         if batch:
             assert self._verifier is not None, "responses are judged on a replica's first rank"
-            answers = [r.prompt.answer for r in batch]
-            verdicts = self._verifier.score([r.text for r in batch], answers)
-            self._verdicts.update(zip((r.position for r in batch), verdicts, strict=True))
+            texts = self._decode([r.token_ids for r in batch])
+            verdicts = self._verifier.score(texts, [r.prompt.problem for r in batch])
+            for rollout, text, verdict in zip(batch, texts, verdicts, strict=True):
+                self._judged[rollout.position] = Judged(text, verdict)
 
-    def verdicts(self, rollouts: Sequence[Rollout]) -> list[Verdict]:
+    def judged(self, rollouts: Sequence[Rollout]) -> list[Judged]:
         """Wait for the verdicts on submitted responses, in the given order; raise its errors."""
         for call in self._calls:
             call.result()
-        return [self._verdicts[r.position] for r in rollouts]
+        return [self._judged[r.position] for r in rollouts]
 
     def __enter__(self) -> Self:
         return self
@@ -81,51 +108,128 @@ def score_rollouts(
         reward: turns a verdict into a number.
         max_response_tokens: the sampling limit, for the overlong penalty.
     """
-    return [
-        ScoredRollout(
-            rollout,
-            verdict.status,
-            shaped_reward(
-                verdict.is_correct,
-                rollout.truncated,
-                len(rollout.token_ids),
-                reward,
-                max_response_tokens,
-            ),
+    scored = []
+    for rollout, (text, verdict) in zip(rollouts, stream.judged(rollouts), strict=True):
+        if isinstance(verdict, Pending):
+            scored.append(ScoredRollout(rollout, text, PENDING, math.nan))
+            continue
+        verdict = scored_verdict(verdict, reward)
+        number = shaped_reward(
+            verdict, rollout.truncated, len(rollout.token_ids), reward, max_response_tokens
         )
-        for rollout, verdict in zip(rollouts, stream.verdicts(rollouts))
-    ]
+        scored.append(
+            ScoredRollout(rollout, text, verdict.status, number, verdict.score, verdict.note)
+        )
+    return scored
 
 
-def start_verifier(
-    reward: RewardConfig, datasets: Sequence[PromptDataset | None], tp_size: int
-) -> MathVerifier | None:
-    """Start the verifier, and refuse ground truths that it cannot parse. Collective.
+def with_scores(
+    summary: StepSummary,
+    scored: Sequence[ScoredRollout],
+    scores: Tensor,
+    reward: RewardConfig,
+    max_response_tokens: int,
+) -> tuple[StepSummary, list[ScoredRollout]]:
+    """Give every pending response its verdict and reward.
 
     Args:
-        reward: the verifier's settings.
-        datasets: each replica checks its share of every one.
-        tp_size: ranks of a vLLM replica.
+        summary: of all ranks' responses.
+        scored: those that this rank sampled.
+        scores: float32 [P*G] by position, the same on every rank; read where pending.
+        reward: turns a score into a verdict and a reward.
+        max_response_tokens: the sampling limit, for the overlong penalty.
 
     Returns:
-        On the first rank of each replica a verifier, to be closed; None elsewhere.
+        The summary, which is the same on every rank, and this rank's responses.
+    """
+    statuses, rewards = summary.statuses.clone(), summary.rewards.clone()
+    own = {item.rollout.position: i for i, item in enumerate(scored)}
+    found = list(scored)
+    for position in summary.is_pending.nonzero().flatten().tolist():
+        verdict = scored_verdict(reward_model_verdict(float(scores[position])), reward)
+        number = shaped_reward(
+            verdict,
+            bool(summary.truncated[position]),
+            int(summary.response_lengths[position]),
+            reward,
+            max_response_tokens,
+        )
+        statuses[position], rewards[position] = STATUSES.index(verdict.status), number
+        if position in own:
+            i = own[position]
+            found[i] = dataclasses.replace(
+                found[i], status=verdict.status, reward=number, score=verdict.score,
+                note=verdict.note,
+            )  # fmt: skip
+    assert torch.isfinite(rewards).all(), "every response has a reward"
+    return dataclasses.replace(summary, statuses=statuses, rewards=rewards), found
+
+
+def start_verifiers(
+    reward: RewardConfig,
+    training: PromptDataset | None,
+    held_out: PromptDataset | None,
+    tp_size: int,
+    default: object | None = None,
+    *,
+    has_reward_model: bool = False,
+) -> Verifiers | None:
+    """Start the verifiers, and refuse problems that they cannot judge. Collective.
+
+    Args:
+        reward: the verifiers and their settings.
+        training, held_out: each replica checks its share of both.
+        tp_size: ranks of a vLLM replica.
+        default: see Verifiers.
+        has_reward_model: it may judge the training data.
+
+    Returns:
+        On the first rank of each replica the verifiers, to be closed; None elsewhere.
 
     Raises:
-        DataError: on every rank, naming the last such row of a file.
+        UserError: on every rank: a verifier does not load, or names the last such row of a file.
     """
     replica, rank_in_replica = divmod(dist.get_rank(), tp_size)
-    verifier = None
+    verifiers = None
     if rank_in_replica == 0:
-        verifier = MathVerifier(reward.num_workers, reward.timeout_seconds)
-        verifier.start()
-    for dataset in filter(None, datasets):
-        answers = dataset.answers
-        found = -1
-        if verifier is not None:
-            share = range(replica, len(answers), dist.get_world_size() // tp_size)
-            bad = verifier.unparsable_answers([answers[i] for i in share])
-            found = share[bad[-1]] if bad else -1
-        row = int(max_over_world(torch.tensor(float(found), dtype=torch.float64)))
+        verifiers = Verifiers(reward, default)
+        verifiers.start()
+    refusals = reward_model_refusals(has_reward_model=has_reward_model)
+    for dataset, refusal in zip((training, held_out), refusals, strict=True):
+        if dataset is None:
+            continue
+        share = range(replica, len(dataset), dist.get_world_size() // tp_size)
+        row, reason, mistake = -1, "", ""
+        if verifiers is not None:
+            try:
+                bad = verifiers.unusable([dataset.rows[i] for i in share], refusal)
+                row, reason = max(((share[i], bad[i]) for i in bad), default=(-1, ""))
+            except UserError as error:
+                mistake = str(error)
+        mistake, row, reason = max(gather_objects((mistake, row, reason)))
+        if mistake:
+            raise ConfigError(mistake)
         if row >= 0:
-            raise unparsable_answer(dataset.path, row, answers[row])
-    return verifier
+            raise unusable_problem(dataset.path, row, reason)
+    return verifiers
+
+
+def check_verdicts(summary: StepSummary, reward: RewardConfig) -> None:
+    """Stop a run whose verifier does not work; the same on every rank.
+
+    No verdict may be pending.
+
+    Raises:
+        VerdictsFailed: more of the step's verdicts failed or timed out than
+            reward.max_failed_fraction allows.
+    """
+    assert not summary.is_pending.any(), "the reward model has scored what it judges"
+    counts = summary.statuses.bincount(minlength=len(STATUSES)).tolist()
+    failed, timed_out = (counts[STATUSES.index(status)] for status in ("failed", "timed_out"))
+    total = len(summary.statuses)
+    if failed + timed_out > reward.max_failed_fraction * total:
+        raise VerdictsFailed(
+            f"{failed} verdicts failed and {timed_out} timed out, of {total}: more than "
+            f"reward.max_failed_fraction={reward.max_failed_fraction:g} allows; the first failure "
+            "is above; correct the verifier, or raise reward.timeout_seconds or the fraction"
+        )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from vapo_megatron.config import RewardConfig
+from vapo_megatron.reward.verifier import Status, Verdict
 
 
 def soft_overlong_punishment(
@@ -30,8 +33,25 @@ def soft_overlong_punishment(
     return -min(max(over / buffer_tokens, 0.0), 1.0)
 
 
+def scored_verdict(verdict: Verdict, reward: RewardConfig) -> Verdict:
+    """Return the verdict whose status follows its score, where reward.from_score says so.
+
+    A score outside reward.from_score is no verdict: it has failed.
+    """
+    if reward.from_score is None or verdict.score is None:
+        return verdict
+    low, high = reward.from_score
+    if not low <= verdict.score <= high:
+        note = f"score {verdict.score:g} is outside reward.from_score=[{low:g}, {high:g}]"
+        return Verdict("failed", answer=verdict.answer, note=note)
+    if reward.correct_from is None:
+        return verdict
+    status: Status = "correct" if verdict.score >= reward.correct_from else "wrong"
+    return dataclasses.replace(verdict, status=status)
+
+
 def shaped_reward(
-    is_correct: bool,
+    verdict: Verdict,
     truncated: bool,
     response_length: int,
     reward: RewardConfig,
@@ -40,14 +60,16 @@ def shaped_reward(
     """Return the reward of a whole response.
 
     Args:
-        is_correct: the verifier's verdict.
+        verdict: from scored_verdict.
         truncated: the length limit ended the response; with a correct answer it then gets
-            `truncated_correct`.
+            `truncated_correct`. A reward that is the verdict's score does not depend on it.
         response_length: tokens of the response, its stop token included.
         reward: the values; `overlong_penalty` scales the penalty.
         max_response_tokens: the sampling limit.
     """
-    if not is_correct:
+    if reward.from_score is not None:
+        base = reward.from_score[0] if verdict.score is None else verdict.score
+    elif not verdict.is_correct:
         base = reward.incorrect
     else:
         base = reward.truncated_correct if truncated else reward.correct

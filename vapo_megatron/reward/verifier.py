@@ -1,24 +1,52 @@
-"""The verifier protocol: a verdict on each response, kept apart from its reward."""
+"""The verifier protocol: a verdict on each response, kept apart from its reward.
+
+A class of your own needs one method, `score`, and no base class; docs/reward.md has an example.
+Imports no torch, so that a verifier's process starts quickly.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
+from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import DataError
 
-Status = Literal["correct", "wrong", "unparsable", "timed_out"]
+Status = Literal["correct", "wrong", "unparsable", "timed_out", "failed"]
+
+__all__ = ["Problem", "RunningVerifier", "Status", "Verdict", "Verifier"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The verifier's judgement. Reward shaping never changes it."""
+    """A verifier's judgement of one response. Reward shaping never changes it.
+
+    Raises:
+        ValueError: a field is not what its comment says.
+    """
 
     status: Status
-    """timed_out: judging it exceeded the time or memory limit."""
-    extracted: str | None = None
-    """The final answer as it was compared; None: there is none."""
+    """unparsable: the response has no answer that can be judged; timed_out: judging it exceeded
+    the limit; failed: the verifier gave no verdict."""
+    score: float | None = None
+    """A finite number, for rewards that are not just right or wrong (reward.from_score)."""
+    answer: str | None = None
+    """The final answer as it was compared; None: there is none. Votes of majority@k count it."""
+    note: str = ""
+    """A short explanation for people."""
+
+    def __post_init__(self) -> None:
+        if self.status not in get_args(Status):
+            raise ValueError(f"status={self.status!r} must be one of {', '.join(get_args(Status))}")
+        is_number = isinstance(self.score, int | float) and not isinstance(self.score, bool)
+        if self.score is not None and not (is_number and math.isfinite(self.score)):
+            raise ValueError(f"score={self.score!r} must be a finite number or None")
+        if not isinstance(self.answer, str | None):
+            raise ValueError(f"answer={self.answer!r} must be text or None")
+        if not isinstance(self.note, str):
+            raise ValueError(f"note={self.note!r} must be text")
 
     @property
     def is_correct(self) -> bool:
@@ -27,18 +55,31 @@ class Verdict:
 
 
 class Verifier(Protocol):
-    """Judges responses, such as math_verifier.MathVerifier."""
+    """Judges responses. What a class of your own must have; the rest below is optional.
 
-    def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
-        """Judge responses[i] against the ground truth answers[i] -> verdicts in the same order.
+    Optional methods: `check(problem) -> str | None` says what is wrong with a problem (a run
+    refuses it before it starts); `same_answer(first, second, problem) -> bool` says whether two
+    final answers that differ as text are equal, for the votes of majority@k.
+    """
 
-        Args:
-            responses: their text, without the prompts.
-            answers: ground truths, which unparsable_answers has accepted.
-        """
+    def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> Sequence[Verdict]:
+        """Judge responses[i], the text without its prompt, to problems[i] -> one verdict each."""
 
-    def unparsable_answers(self, answers: Sequence[str]) -> list[int]:
-        """Return the indices of ground truths that cannot be parsed: a run refuses them."""
+
+class RunningVerifier(Protocol):
+    """What a run needs of its verifiers; Verifiers has it for any of them."""
+
+    def start(self) -> None:
+        """Start its processes; returns immediately."""
+
+    def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> list[Verdict]:
+        """Judge; see Verifier. What takes too long or fails is a verdict, too."""
+
+    def unusable(self, problems: Sequence[Problem]) -> dict[int, str]:
+        """Return index -> what is wrong, for the problems that a run refuses."""
+
+    def same_answers(self, pairs: Sequence[tuple[Problem, str, str]]) -> list[bool]:
+        """Return whether the two final answers are equal, for each pair that differs as text."""
 
     def forget(self) -> None:
         """Forget verdicts: a new step judges again what was, perhaps, only too slow."""
@@ -47,9 +88,6 @@ class Verifier(Protocol):
         """End its processes."""
 
 
-def unparsable_answer(path: str, row: int, answer: str) -> DataError:
-    """Return the error for a row of a data file that is one of unparsable_answers."""
-    return DataError(
-        f"{path}: row {row} (from 0) has the answer {answer!r}, which the verifier cannot parse; "
-        "correct or remove the row"
-    )
+def unusable_problem(path: str, row: int, reason: str) -> DataError:
+    """Return the error for a row of a data file that is one of `unusable`."""
+    return DataError(f"{path}: row {row} (from 0) {reason}; correct or remove the row")

@@ -1,1 +1,1 @@
-"""Actor, critic and reference policy, advantages, and which model is on the GPU in which phase."""
+"""Actor, critic, reference, reward model, advantages, and which model is on the GPU when."""

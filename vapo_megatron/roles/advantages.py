@@ -1,4 +1,4 @@
-"""Loss masks, advantages and returns of one data-parallel rank's batch."""
+"""Verdicts, loss masks, advantages and returns of one data-parallel rank's batch."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ def with_loss_mask(batch: RolloutBatch, algorithm: AlgorithmConfig) -> RolloutBa
         return batch
     mask = without_truncated(batch.loss_mask, batch.truncated, batch.cu_seqlens)
     return batch.replace(loss_mask=mask)
+
+
+def with_verdicts(batch: RolloutBatch, summary: StepSummary) -> RolloutBatch:
+    """Return the batch with the rewards and verdicts that the summary has by now."""
+    return batch.replace(
+        rewards=summary.rewards[batch.positions], is_correct=summary.is_correct[batch.positions]
+    )
 
 
 @emits(

@@ -1,4 +1,4 @@
-"""Moves actor, critic, reference policy and vLLM on and off the device, phase by phase.
+"""Moves models and vLLM on and off the device, phase by phase.
 
 config/phases.py lists the models of each phase. vLLM has its weights and KV cache on the device in
 generation and evaluation, and its weights next to the actor's parameters in the weight sync.

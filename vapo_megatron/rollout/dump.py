@@ -211,7 +211,7 @@ def _pack(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
         "reward": np.array([item.reward for item in scored], np.float64),
         **_joined("tokens", (np.array(r.token_ids, np.int32) for r in rollouts)),
         **_joined("logprobs", (np.array(r.logprobs, np.float32) for r in rollouts)),
-        **_joined("text", (_to_bytes(r.text) for r in rollouts)),
+        **_joined("text", (_to_bytes(item.text) for item in scored)),
     }
 
 
@@ -253,8 +253,8 @@ def _unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
         packed("tokens", "i"),
         packed("logprobs", "f"),
         arrays["truncated"].tolist(),
-        texts("text"),
         arrays["policy_version"].tolist(),
     )
     statuses = [STATUSES[number] for number in arrays["status"].tolist()]
-    return list(map(ScoredRollout, rollouts, statuses, arrays["reward"].tolist()))
+    rewards = arrays["reward"].tolist()
+    return list(map(ScoredRollout, rollouts, texts("text"), statuses, rewards))

@@ -25,13 +25,14 @@ from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import any_rank
-from vapo_megatron.reward.scoring import VerdictStream, score_rollouts, start_verifier
+from vapo_megatron.reward.scoring import VerdictStream, score_rollouts, start_verifiers
 from vapo_megatron.rollout.dump import write_step
 from vapo_megatron.rollout.dynamic_sampling import sample_mixed_groups
 from vapo_megatron.rollout.evaluation.judging import evaluate, judge_problems
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.requests import SamplingSettings
 from vapo_megatron.rollout.source import HasTime, Phase, RolloutSource
+from vapo_megatron.rollout.tokenizer import decode_responses
 from vapo_megatron.weights.reshard.sync import WeightSync
 
 
@@ -51,22 +52,26 @@ class Sampling(RolloutSource):
         logging: LoggingConfig,
         seed: int,
         offload: bool,
+        verifier: object | None = None,
     ) -> None:
-        """Start the verifier, check all ground truths, then start vLLM. Collective.
+        """Start the verifiers, check all problems, then start vLLM. Collective.
 
-        With offload, vLLM will be told to leave the device. Raises UserError, on every rank: a
-        ground truth cannot be parsed, or vLLM refuses the model.
+        With offload, vLLM will be told to leave the device. A verifier is an instance or a class in
+        place of reward.verifier. Raises UserError, on every rank: a verifier does not load, a
+        problem cannot be judged, or vLLM refuses the model.
         """
         self._rollout, self._algorithm, self._reward = rollout, algorithm, reward
         self._evaluation, self._logging = evaluation, logging
         self.decode = functools.lru_cache(65536)(
             functools.partial(inputs.tokenizer.decode, clean_up_tokenization_spaces=False)
         )
+        self._decode_responses = functools.partial(decode_responses, inputs.tokenizer)
         assert inputs.dataset is not None, "a replay samples nothing"
         self._dataset, self._held_out = inputs.dataset, inputs.held_out
-        self._verifier = start_verifier(
-            reward, [self._dataset, self._held_out], rollout.tensor_model_parallel_size
-        )
+        self._verifier = start_verifiers(
+            reward, self._dataset, self._held_out, rollout.tensor_model_parallel_size, verifier,
+            has_reward_model=model.reward_hf_path is not None,
+        )  # fmt: skip
         # Imported here: loading vLLM takes long, and the checks above may fail first.
         from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
@@ -99,12 +104,17 @@ class Sampling(RolloutSource):
         has_time: HasTime | None = None,
     ) -> tuple[list[ScoredRollout], dict[str, float]]:
         """Sample a group of responses per prompt and judge them; see RolloutSource."""
-        algorithm, logging = self._algorithm, self._logging
+        algorithm = self._algorithm
         sample = functools.partial(self._sample, step, policy_version, phase, has_time)
         if algorithm.dynamic_sampling and trains_actor:
             scored, metrics = sample_mixed_groups(sample, phase, algorithm)
         else:
             scored, metrics = sample(0, algorithm.num_prompts), {}
+        return scored, metrics
+
+    def keep(self, step: int, scored: Sequence[ScoredRollout], phase: Phase) -> None:
+        """Dump the step's responses if logging.dump_steps says so."""
+        algorithm, logging = self._algorithm, self._logging
         if logging.dump_steps:
             with phase(DUMP):
                 write_step(
@@ -115,7 +125,6 @@ class Sampling(RolloutSource):
                     group_size=algorithm.group_size,
                     keep_last=logging.dump_steps,
                 )
-        return scored, metrics
 
     def _sample(
         self,
@@ -134,7 +143,8 @@ class Sampling(RolloutSource):
         prompts = repeat_for_group(self._dataset.next(num_prompts), group_size)
         settings = dataclasses.replace(self._settings, round=round)
         scored = None
-        with contextlib.suppress(Stopped), VerdictStream(self._verifier) as stream:
+        stream = VerdictStream(self._verifier, self._decode_responses)
+        with contextlib.suppress(Stopped), stream:
             with phase(GENERATION) as show:
                 on_progress = functools.partial(show, part=f"round {round + 1}" if round else "")
                 rollouts = self.engine.generate(
@@ -176,6 +186,7 @@ class Sampling(RolloutSource):
                 problems,
                 self._evaluation,
                 self._rollout,
+                decode=self._decode_responses,
                 policy_version=policy_version,
                 on_progress=on_progress,
                 has_time=has_time,

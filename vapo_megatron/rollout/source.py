@@ -51,12 +51,18 @@ class RolloutSource(abc.ABC):
     ) -> tuple[list[ScoredRollout], dict[str, float]]:
         """Return this rank's share of a step's responses, ordered by position, and metrics.
 
-        The ranks' shares are disjoint. Without trains_actor, dynamic sampling is off: the critic
-        learns the values of everything that the policy samples.
+        The ranks' shares are disjoint. With a reward model, verdicts may be pending. Without
+        trains_actor, dynamic sampling is off: the critic learns the values of everything that the
+        policy samples.
 
         Raises:
             Stopped: on every rank, once one of them has no time left.
         """
+
+    def keep(  # noqa: B027 - optional
+        self, step: int, scored: Sequence[ScoredRollout], phase: Phase
+    ) -> None:
+        """Keep a step's responses, now with all verdicts, for a replay. Collective."""
 
     def holds(self, policy_version: int) -> bool:
         """Return whether it can sample from this version without a weight sync."""

@@ -130,6 +130,44 @@ def check_tokenizer(
     return tuple(sorted(stop))
 
 
+def check_same_tokenizer(tokenizer: Any, reward_hf_path: str) -> None:
+    """Check that a reward model's token ids mean what the actor's do, by its vocabulary's file.
+
+    A directory without one is accepted.
+
+    Raises:
+        ConfigError: a token has another id; names one.
+    """
+    files = (Path(reward_hf_path, name) for name in ("tokenizer.json", "vocab.json"))
+    file = next((f for f in files if f.is_file()), None)
+    if file is None:
+        return
+    theirs = _vocabulary(file)
+    ids = {i: token for token, i in theirs.items()}
+    for token, i in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        if theirs.get(token, i) != i or ids.get(i, token) != token:
+            found = repr(ids[i]) if i in ids else "no token"
+            raise ConfigError(
+                f"model.reward_hf_path={reward_hf_path}: in {file.name} id {i} is {found}, but "
+                f"{token!r} in model.hf_path's tokenizer: the reward model is given the actor's "
+                "tokens; use a reward model with the actor's tokenizer"
+            )
+
+
+def _vocabulary(file: Path) -> dict[str, int]:
+    """Return token -> id of a tokenizer.json or vocab.json. ConfigError: it is neither."""
+    try:
+        tree = json.loads(file.read_text())
+        if file.name == "vocab.json":
+            return dict(tree)
+        vocabulary = tree["model"]["vocab"]
+        if isinstance(vocabulary, list):  # A unigram model's pieces with their scores.
+            vocabulary = {piece: i for i, (piece, _) in enumerate(vocabulary)}
+        return {**vocabulary, **{t["content"]: t["id"] for t in tree.get("added_tokens") or ()}}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{file} is not a vocabulary: {error!r}; fetch it again") from None
+
+
 def _eos(file: Path) -> set[int]:
     if not file.is_file():
         return set()

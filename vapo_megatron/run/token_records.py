@@ -143,9 +143,11 @@ def _response(
         "sample": rollout.sample,
         "status": scored.status,
         "reward": float(scored.reward),
+        **({} if scored.score is None else {"score": float(scored.score)}),
+        **({"note": scored.note} if scored.note else {}),
         "num_tokens": len(rollout.token_ids),
         "truncated": rollout.truncated,
-        "text": rollout.text,
+        "text": scored.text,
     }
     if decode is not None:
         pieces = token_pieces(rollout.token_ids, decode)

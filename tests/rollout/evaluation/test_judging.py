@@ -23,8 +23,20 @@ SECTIONS = (
 )
 
 
+def decode(responses):
+    """Of what Sampler makes: right where problem + sample is divisible by 3, but for sample 3."""
+    texts = []
+    for index, sample in (divmod(token_ids[0], SAMPLES) for token_ids in responses):
+        text = f"Answer: {index if (index + sample) % 3 == 0 else 100 + sample % 2}"
+        if sample == 3 and index != 3:
+            # A thousand characters are read, no more.
+            text = "no idea" if index else "Answer: " + "12" * 501
+        texts.append(text)
+    return texts
+
+
 class Sampler:
-    """Responses of a replica: right where problem + sample is divisible by 3, but for sample 3."""
+    """Responses of a replica, which name their problem and sample; see decode."""
 
     def __init__(self, replica, num_replicas, keeps_rollouts=True):
         self._replica, self.num_replicas = replica, num_replicas
@@ -48,15 +60,10 @@ class Sampler:
             return []
         for position in positions:
             prompt, sample = prompts[position], position % group_size
-            right = (prompt.index + sample) % 3 == 0
-            text = f"Answer: {prompt.answer if right else 100 + sample % 2}"
-            if sample == 3 and prompt.index != 3:
-                # A thousand characters are read, no more.
-                text = "no idea" if prompt.index else "Answer: " + "12" * 501
-            ids = array("i", [5] * (1 + prompt.index + sample))
+            ids = array("i", [SAMPLES * prompt.index + sample] * (1 + prompt.index + sample))
             truncated = len(ids) > 6
             logprobs = array("f", [0.0] * len(ids))
-            made.append(Rollout(prompt, sample, position, ids, logprobs, truncated, text, version))
+            made.append(Rollout(prompt, sample, position, ids, logprobs, truncated, version))
             on_finished(made[-1])
             if on_progress:
                 on_progress(len(made), len(positions))
@@ -87,12 +94,14 @@ def judged_on(replicas_of, count, batch):
             patch.setattr(dist, name, forbidden)
         batches = list(
             judge_problems(
-                sampler, verifier, problems(count), *SECTIONS,
+                sampler, verifier, problems(count), *SECTIONS, decode=decode,
                 policy_version=0, on_progress=lambda *at: shown.append(at), keep_text=True,
                 problems_per_batch=batch,
             )
         )  # fmt: skip
-        judged = judge_problems(sampler, verifier, problems(count), *SECTIONS, policy_version=0)
+        judged = judge_problems(
+            sampler, verifier, problems(count), *SECTIONS, decode=decode, policy_version=0
+        )
         metrics = evaluate(judged, problems(count), SAMPLES)
     if verifier is not None:
         verifier.close()
@@ -110,8 +119,9 @@ def stopped_on(out_of_time):
     has_time = lambda: dist.get_rank() != out_of_time or not sampler.asked  # noqa: E731
     with MathVerifier(1, 60) as verifier, pytest.raises(Stopped):
         judged = judge_problems(
-            sampler, verifier, problems(5), *SECTIONS, policy_version=0, has_time=has_time
-        )
+            sampler, verifier, problems(5), *SECTIONS,
+            decode=decode, policy_version=0, has_time=has_time,
+        )  # fmt: skip
         evaluate(judged, problems(5), SAMPLES)
     return len(sampler.asked)
 
@@ -185,5 +195,8 @@ class Broken(Sampler):
 def test_what_is_not_finite_has_no_accuracy():
     from vapo_megatron.rollout.evaluation.judging import judge_problems
 
+    judged = judge_problems(
+        Broken(0, 1), None, problems(2), *SECTIONS, decode=decode, policy_version=0
+    )
     with pytest.raises(RuntimeError, match="NaN weights"):
-        next(judge_problems(Broken(0, 1), None, problems(2), *SECTIONS, policy_version=0))
+        next(judged)

@@ -3,6 +3,7 @@
 import pytest
 
 from vapo_megatron.reward.math_verifier import MathVerifier
+from vapo_megatron.reward.verifier import Problem
 from vapo_megatron.rollout.evaluation.statistics import majority_at_k
 from vapo_megatron.rollout.evaluation.votes import count_votes
 
@@ -17,7 +18,7 @@ def votes_of(verifier, *answers):
     """Votes of responses given as (status, answer)."""
     names = {"c": "correct", "w": "wrong", "u": "unparsable", "t": "timed_out"}
     judged = [{"status": names[s], "answer": a} for s, a in answers]
-    return count_votes(verifier, [judged])[0]
+    return count_votes(verifier, [Problem("1 + 2", "3")], [judged])[0]
 
 
 @pytest.mark.parametrize(
@@ -55,12 +56,8 @@ def test_votes(verifier, answers, votes):
 class Unasked:
     """A verifier that must not be asked anything."""
 
-    def unparsable_answers(self, answers):
-        assert not answers
-        return []
-
-    def score(self, texts, answers):
-        assert not texts
+    def same_answers(self, pairs):
+        assert not pairs
         return []
 
 
@@ -77,3 +74,17 @@ def test_nothing_is_compared_where_it_cannot_change_the_majority(answers):
     correct = [status == "c" for status, _ in answers]
     votes = votes_of(Unasked(), *answers)
     assert majority_at_k(votes, correct) == (1.0 if sum(correct) == 3 else 0.0)
+
+
+def test_answers_are_compared_by_their_own_problems_verifier():
+    class ByFirstLetter:
+        def same_answers(self, pairs):
+            self.pairs = pairs
+            return [p.answer == "loose" and a[0] == b[0] for p, a, b in pairs]
+
+    answers = [("c", "x"), ("w", "ab"), ("w", "ac"), ("w", None)]
+    names = {"c": "correct", "w": "wrong"}
+    judged = [{"status": names[s], "answer": a} for s, a in answers]
+    verifier, problems = ByFirstLetter(), [Problem("p", "strict"), Problem("q", "loose")]
+    assert count_votes(verifier, problems, [judged, judged]) == [[0, 1, 2, None], [0, 1, 1, None]]
+    assert verifier.pairs == [(problem, "ab", "ac") for problem in problems]

@@ -119,8 +119,8 @@ def _group(step: int, index: int, pretraining: int, rng: random.Random) -> dict:
             text, status = "b*2~4nopqrstuvwx," * 10, "unparsable"
         truncated = status == "unparsable"
         ids = tuple(range(len(text)))
-        rollout = Rollout(prompt, sample, sample, ids, (0.0,) * len(ids), truncated, text, 0)
-        scored.append(ScoredRollout(rollout, status, 1.0 if status == "correct" else -1.0))
+        rollout = Rollout(prompt, sample, sample, ids, (0.0,) * len(ids), truncated, 0)
+        scored.append(ScoredRollout(rollout, text, status, 1.0 if status == "correct" else -1.0))
     return group_records(scored, 16, {}, None)[0]
 
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from vapo_megatron.errors import CheckpointError, ConfigError, DataError, UserEr
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.reduce import any_rank, gather_objects, sum_over_world
-from vapo_megatron.reward.scoring import start_verifier
+from vapo_megatron.reward.scoring import start_verifiers
 from vapo_megatron.rollout.evaluation.judging import judge_problems, sampling_settings
 from vapo_megatron.rollout.evaluation.samples_file import (
     begin_parts,
@@ -38,7 +39,7 @@ from vapo_megatron.rollout.evaluation.samples_file import (
 from vapo_megatron.rollout.evaluation.statistics import Estimate, estimates
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.requests import max_model_len
-from vapo_megatron.rollout.tokenizer import check_tokenizer, load_tokenizer
+from vapo_megatron.rollout.tokenizer import check_tokenizer, decode_responses, load_tokenizer
 from vapo_megatron.run.directory import read_run
 from vapo_megatron.weights.hf_reader import HfReader
 
@@ -248,7 +249,7 @@ def _sample(
     tp_size = config.rollout.tensor_model_parallel_size
     written = 0
     with contextlib.ExitStack() as stack:
-        verifier = start_verifier(config.reward, [evaluation.dataset], tp_size)
+        verifier = start_verifiers(config.reward, None, evaluation.dataset, tp_size)
         if verifier is not None:
             stack.callback(verifier.close)
         engine = _engine(evaluation, config)
@@ -257,8 +258,8 @@ def _sample(
         part = stack.enter_context(part_of(out, engine.replica).open("ab"))
         for judged in judge_problems(
             engine, verifier, problems, config.evaluation, config.rollout,
-            policy_version=VERSION, on_progress=bar.show, keep_text=True,
-            problems_per_batch=problems_per_batch,
+            decode=partial(decode_responses, evaluation.inputs.tokenizer), policy_version=VERSION,
+            on_progress=bar.show, keep_text=True, problems_per_batch=problems_per_batch,
         ):  # fmt: skip
             if judged:
                 lines = [

@@ -24,10 +24,9 @@ from vapo_megatron.cli.prepare.rows import Choose, count_rows, find_file, read_r
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.data.storage import replacing
 from vapo_megatron.errors import DataError
-from vapo_megatron.reward.extraction import ground_truth
 
 if TYPE_CHECKING:
-    from vapo_megatron.reward.math_verifier import MathVerifier
+    from vapo_megatron.reward.verifier import RunningVerifier
 
 Template = Literal["answer", "chat", "none"]
 TEMPLATES: tuple[Template, ...] = get_args(Template)
@@ -81,13 +80,17 @@ class _Kept:
     answer: str
     other_answers: set[str] = dataclasses.field(default_factory=set)
 
+    @property
+    def problem(self) -> Problem:
+        return Problem(self.prompt, self.answer)
+
 
 def prepare(
     sources: Sequence[str],
     out: Path,
     *,
     tokenizer: Any,
-    verifier: MathVerifier,
+    verifier: RunningVerifier,
     template: Template = "answer",
     max_prompt_tokens: int = 2048,
     choose: Choose = choose_shape,
@@ -203,12 +206,12 @@ def _key(problem: str) -> bytes:
 
 
 def _readable(
-    kept: list[_Kept], verifier: MathVerifier, drop: bool, summary: Summary
+    kept: list[_Kept], verifier: RunningVerifier, drop: bool, summary: Summary
 ) -> list[_Kept]:
     """Drop problems whose answer the verifier cannot parse; an error unless `drop`."""
     bad: set[int] = set()
     for start, part in _chunks("answers read", kept):
-        bad |= {start + i for i in verifier.unparsable_answers([k.answer for k in part])}
+        bad |= {start + i for i in verifier.unusable([k.problem for k in part])}
     if bad and not drop:
         named = ", ".join(f"{kept[i].where}: {kept[i].answer[:60]!r}" for i in sorted(bad)[:5])
         raise DataError(
@@ -219,13 +222,11 @@ def _readable(
     return [k for i, k in enumerate(kept) if i not in bad]
 
 
-def _unanimous(kept: list[_Kept], verifier: MathVerifier, summary: Summary) -> list[_Kept]:
+def _unanimous(kept: list[_Kept], verifier: RunningVerifier, summary: Summary) -> list[_Kept]:
     """Drop problems whose rows have answers of different value."""
     pairs = [(k, other) for k in kept for other in sorted(k.other_answers)]
-    verdicts = verifier.score(
-        [f"\\boxed{{{ground_truth(other)}}}" for _, other in pairs], [k.answer for k, _ in pairs]
-    )
-    conflicting = {id(k) for (k, _), v in zip(pairs, verdicts) if not v.is_correct}
+    equal = verifier.same_answers([(k.problem, k.answer, other) for k, other in pairs])
+    conflicting = {id(k) for (k, _), is_equal in zip(pairs, equal) if not is_equal}
     summary.conflicting = len(conflicting)
     return [k for k in kept if id(k) not in conflicting]
 

@@ -20,13 +20,13 @@ from vapo_megatron.config.metrics import emits
 from vapo_megatron.data.batch import Prompt, Rollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.reduce import sum_over_world
-from vapo_megatron.reward.scoring import VerdictStream
-from vapo_megatron.reward.verifier import Verdict, Verifier
+from vapo_megatron.reward.scoring import Judged, VerdictStream
+from vapo_megatron.reward.verifier import RunningVerifier
 from vapo_megatron.rollout.evaluation.statistics import means, problem_values, value_names
 from vapo_megatron.rollout.evaluation.votes import Response, count_votes
 from vapo_megatron.rollout.requests import SamplingSettings
 
-Judged = list[tuple[Prompt, list[Response]]]
+JudgedProblems = list[tuple[Prompt, list[Response]]]
 """Problems, each with its K responses in order."""
 
 
@@ -38,7 +38,7 @@ Judged = list[tuple[Prompt, list[Response]]]
     "evaluation/truncated_fraction",
 )
 def evaluate(
-    judged: Iterable[Judged], problems: Sequence[Prompt], samples: int
+    judged: Iterable[JudgedProblems], problems: Sequence[Prompt], samples: int
 ) -> tuple[dict[str, float], list[int]]:
     """Reduce judged responses to metrics. Collective over the world.
 
@@ -89,17 +89,18 @@ def sampling_settings(evaluation: EvaluationConfig, max_response_tokens: int) ->
 
 def judge_problems(
     engine: Any,
-    verifier: Verifier | None,
+    verifier: RunningVerifier | None,
     problems: Sequence[Prompt],
     evaluation: EvaluationConfig,
     rollout: RolloutConfig,
     *,
+    decode: Callable[[Sequence[Sequence[int]]], list[str]],
     policy_version: int,
     on_progress: Callable[[int, int], None] | None = None,
     has_time: Callable[[], bool] | None = None,
     keep_text: bool = False,
     problems_per_batch: int | None = None,
-) -> Iterator[Judged]:
+) -> Iterator[JudgedProblems]:
     """Sample, judge and count votes, batch by batch; memory does not grow with the problems.
 
     The ranks of a replica iterate together; replicas do not wait for each other. A response depends
@@ -112,6 +113,7 @@ def judge_problems(
         problems: the same on every rank.
         evaluation: sampling parameters.
         rollout: longest response, and how many one replica samples at once.
+        decode: see VerdictStream.
         policy_version: of the sampler's weights.
         on_progress: called with (done, total) responses, extrapolated from this replica to all.
         has_time: see RolloutEngine.generate.
@@ -133,33 +135,34 @@ def judge_problems(
             if on_progress is not None:
                 on_progress(round((start + size * done / total) * samples), len(problems) * samples)
 
-        with VerdictStream(verifier) as stream:
+        with VerdictStream(verifier, decode) as stream:
             rollouts = engine.generate(
                 repeat_for_group(list(part), samples), samples, 0, sampling, policy_version,
                 show, has_time, on_finished=stream.submit,
             )  # fmt: skip
             if not all(math.isfinite(x) for rollout in rollouts for x in rollout.logprobs):
                 raise RuntimeError("a log-probability is not finite; look for NaN weights")
-            verdicts = stream.verdicts(rollouts)
+            found = stream.judged(rollouts)
         if verifier is None:
             yield []
             continue
-        responses = [_response(r, v, keep_text) for r, v in zip(rollouts, verdicts)]
+        responses = [_response(r, judged, keep_text) for r, judged in zip(rollouts, found)]
         groups = [responses[i : i + samples] for i in range(0, len(responses), samples)]
-        for group, votes in zip(groups, count_votes(verifier, groups)):
+        asked = [rollout.prompt.problem for rollout in rollouts[::samples]]
+        for group, votes in zip(groups, count_votes(verifier, asked, groups)):
             assert [r["sample"] for r in group] == list(range(samples)), "each group is complete"
             for response, vote in zip(group, votes):
                 response["vote"] = vote
         yield [(r.prompt, group) for r, group in zip(rollouts[::samples], groups)]
 
 
-def _response(rollout: Rollout, verdict: Verdict, keep_text: bool) -> Response:
+def _response(rollout: Rollout, judged: Judged, keep_text: bool) -> Response:
     return {
         "sample": rollout.sample,
-        "status": verdict.status,
-        "answer": verdict.extracted,
+        "status": judged.verdict.status,
+        "answer": judged.verdict.answer,
         "vote": None,
         "num_tokens": len(rollout.token_ids),
         "truncated": rollout.truncated,
-        **({"text": rollout.text} if keep_text else {}),
+        **({"text": judged.text} if keep_text else {}),
     }

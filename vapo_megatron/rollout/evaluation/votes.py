@@ -9,33 +9,43 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from vapo_megatron.reward.verifier import Verifier
+from vapo_megatron.reward.verifier import Problem, RunningVerifier
 
 Response = dict[str, Any]
 """One judged sample: `sample`, `status`, `answer` (as the verifier compared it, or None), `vote`
 (see count_votes), `num_tokens`, `truncated`, and `text` if kept."""
 
 
-def count_votes(verifier: Verifier, judged: Sequence[Sequence[Response]]) -> list[list[int | None]]:
+def count_votes(
+    verifier: RunningVerifier, problems: Sequence[Problem], judged: Sequence[Sequence[Response]]
+) -> list[list[int | None]]:
     """Return each response's class of equal answers; None: it has no answer.
 
-    Correct answers are one class. Others are equal if their texts are, or if the verifier judges
-    the later one correct with the earlier one as ground truth; it is called only where that could
-    change the majority. Answers that it could not judge are compared as text.
+    Correct answers are one class. Others are equal if their texts are, or if the verifier says so;
+    it is asked only where that could change the majority.
 
     Args:
         verifier: compares answers.
-        judged: the responses of each problem.
+        problems: one for each group of responses.
+        judged: the responses to each problem.
 
     Returns:
         For each problem and response the index of its class, from 0 in order of appearance.
     """
-    pairs: dict[tuple[str, str], None] = {}
-    for responses in filter(_is_open, judged):
-        wrong = dict.fromkeys(r["answer"] for r in responses if r["status"] == "wrong")
-        pairs.update(dict.fromkeys(itertools.combinations(wrong, 2)))
-    equal = _equal_pairs(verifier, list(pairs))
-    return [_classes(responses, equal) for responses in judged]
+    pairs: dict[tuple[int, str, str], None] = {}
+    for number, responses in enumerate(judged):
+        if _is_open(responses):
+            wrong = dict.fromkeys(r["answer"] for r in responses if r["status"] == "wrong")
+            # A verifier of one's own may find a response wrong without naming its answer.
+            wrong.pop(None, None)
+            for first, second in itertools.combinations(wrong, 2):
+                pairs[number, first, second] = None
+    same = verifier.same_answers([(problems[n], a, b) for n, a, b in pairs])
+    equal = {pair for pair, is_same in zip(pairs, same) if is_same}
+    return [
+        _classes(responses, {(a, b) for n, a, b in equal if n == number})
+        for number, responses in enumerate(judged)
+    ]
 
 
 def _is_open(responses: Sequence[Response]) -> bool:
@@ -44,15 +54,6 @@ def _is_open(responses: Sequence[Response]) -> bool:
     wrong = [r["answer"] for r in responses if r["status"] != "correct" and r["answer"] is not None]
     largest = max(map(wrong.count, wrong), default=0)
     return largest <= correct <= len(wrong) and correct > 0
-
-
-def _equal_pairs(verifier: Verifier, pairs: Sequence[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Return the pairs (earlier, later) that the verifier judges equal."""
-    earlier = list(dict.fromkeys(e for e, _ in pairs))
-    unparsable = {earlier[i] for i in verifier.unparsable_answers(earlier)}
-    judged = [(e, a) for e, a in pairs if e not in unparsable]
-    verdicts = verifier.score([f"\\boxed{{{a}}}" for _, a in judged], [e for e, _ in judged])
-    return {pair for pair, verdict in zip(judged, verdicts) if verdict.is_correct}
 
 
 def _classes(responses: Sequence[Response], equal: set[tuple[str, str]]) -> list[int | None]:

@@ -15,7 +15,7 @@ _MAX_CHARACTERS = 8000
 _MAX_STEPS = 12
 _MAX_TOKENS = 120_000
 """Of the whole page; all responses have equal shares."""
-_STATUSES = ("correct", "wrong", "unparsable", "timed_out")
+_STATUSES = ("correct", "wrong", "unparsable", "timed_out", "failed")
 
 
 def rollouts(run: Run) -> tuple[str, list[dict[str, Any] | None]]:

@@ -1,0 +1,67 @@
+"""docs/reward.md as a user follows it: a class in a file of one's own, problems with a column more.
+
+Not exercised: that anything is learned.
+"""
+
+import json
+import re
+
+import pytest
+
+from tests.docs.commands import ROOT, commands
+from tests.e2e.test_run import SMALL, TINY
+from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
+from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron.cli.train import main
+from vapo_megatron.config import RewardConfig
+from vapo_megatron.reward.verifier import Problem, Verdict
+from vapo_megatron.reward.verifiers import Verifiers
+
+PAGE = (ROOT / "docs/reward.md").read_text()
+CODE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)[0]
+COMMAND = next(c for c in commands("docs/reward.md") if "near:Near" in c.text).text
+OPTIONS = [word for word in COMMAND.split() if "=" in word]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A directory with near.py and near.jsonl, and the arguments of the page's command there."""
+    write_tiny_hf(tmp_path / "model", num_layers=2, hidden=32, ffn=32, vocab=64)
+    write_tiny_tokenizer(tmp_path / "model", 64)
+    (tmp_path / "near.py").write_text(CODE)
+    rows = [{"prompt": f"w{i + 3}", "answer": str(9 - i), "tolerance": i % 3} for i in range(8)]
+    (tmp_path / "near.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    return ["--config", str(TINY), *SMALL, f"model.hf_path={tmp_path}/model", *OPTIONS]
+
+
+def test_twenty_lines_are_enough():
+    lines = [line for line in CODE.splitlines() if line.strip()]
+    assert len(lines) <= 20
+
+
+def test_a_dry_run_checks_the_class_and_every_problem(place, tmp_path, capsys):
+    assert main([*place, "--dry-run"]) == 0
+    with (tmp_path / "near.jsonl").open("a") as file:
+        file.write('{"prompt": "b+1=9", "answer": "8"}\n')
+    assert main([*place, "--dry-run"]) == 2
+    assert "row 8 (from 0) is refused by the verifier near:Near: has no column tolerance" in (
+        capsys.readouterr().err
+    )
+    (tmp_path / "near.py").write_text("import torch_of_the_future\n" + CODE)
+    assert main([*place, "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert "near:Near cannot be loaded: ModuleNotFoundError" in error and "near.py" in error
+    assert "Traceback" not in error
+
+
+def test_verdicts_of_the_class(place):
+    config = RewardConfig(verifier="near:Near", num_workers=1, timeout_seconds=60)
+    problems = [Problem("b+2=8", "6", {"tolerance": 1})] * 3
+    with Verifiers(config) as verifiers:
+        found = verifiers.score(["so. Answer: 5.", "Answer: 8", "Answer: six"], problems)
+    assert found == [
+        Verdict("correct", 0.5, "5", "1 off"),
+        Verdict("wrong", 1 / 3, "8", "2 off"),
+        Verdict("unparsable", note="no number behind the marker"),
+    ]

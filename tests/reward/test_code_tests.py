@@ -1,0 +1,180 @@
+"""Tests of a problem as data sets have them, and outputs compared. No program runs here."""
+
+import base64
+import json
+import pickle
+import zlib
+
+import pytest
+
+from vapo_megatron.reward.code_outputs import same_text, same_value
+from vapo_megatron.reward.code_tests import AssertTest, CallTest, ScriptTest, read_tests
+from vapo_megatron.reward.sandbox.plain_values import decode, encode
+from vapo_megatron.reward.verifier import Problem
+
+TACO = {"inputs": ["1 2\n", ["3 4", "5"]], "outputs": ["3\n", ["12", "x"]]}
+CASES = [
+    {"input": "1\n", "output": "2", "testtype": "stdin"},
+    {"input": '[1, 2]\n"a"', "output": "[2]", "testtype": "functional"},
+]
+MBPP = {"test_list": ["assert f(1) == 2", "assert f(2) == 3"]}
+CHECK = "def check(candidate):\n    assert candidate(1) == 2\n"
+
+
+def packed(value):
+    """As LiveCodeBench packs private tests."""
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+def read(answer="", **columns):
+    return read_tests(Problem("", answer, columns))
+
+
+def test_inputs_and_outputs():
+    expected = [ScriptTest("1 2\n", "3\n"), ScriptTest("3 4\n5", "12\nx")]
+    assert read(input_output=TACO) == read(input_output=json.dumps(TACO)) == expected
+    assert read(json.dumps(TACO)) == read(tests=TACO) == expected
+    assert read(input_output=TACO | {"fn_name": None}) == expected
+
+
+def test_calls():
+    calls = {"inputs": [[1, [2]], ["x"]], "outputs": [[3], ["y"]], "fn_name": "f"}
+    expected = [CallTest("f", [1, [2]], [3], True), CallTest("f", ["x"], ["y"], True)]
+    assert read(input_output=calls) == expected
+    calls |= {"inputs": ["1\n[2]", '"x"'], "outputs": ["[3, 4]", "5"]}
+    assert read(input_output=calls) == [CallTest("f", [1, [2]], [3, 4]), CallTest("f", ["x"], 5)]
+
+
+@pytest.mark.parametrize("columns", [{"fn_name": "f"}, {"metadata": '{"func_name": "f"}'}])
+def test_public_and_private_cases(columns):
+    first, second = ScriptTest("1\n", "2"), CallTest("f", [[1, 2], "a"], [2])
+    for private in (json.dumps(CASES[1:]), packed(json.dumps(CASES[1:])), CASES[1:]):
+        found = read(public_test_cases=json.dumps(CASES[:1]), private_test_cases=private, **columns)
+        assert found == [first, second]
+    assert read(json.dumps(CASES), **columns) == [first, second]
+
+
+def test_asserts():
+    assert read(**MBPP) == [AssertTest("assert f(1) == 2"), AssertTest("assert f(2) == 3")]
+    with_setup = read(test_setup_code="import math", test_imports=["import re"], **MBPP)
+    assert with_setup[1] == AssertTest("import math\nimport re\nassert f(2) == 3")
+    assert read("assert f(1) == 2\nassert f(2)") == [AssertTest("assert f(1) == 2\nassert f(2)")]
+    assert read('["assert f(1) == 2"]') == [AssertTest("assert f(1) == 2")]
+
+
+def test_a_check_and_functions_are_called():
+    (test,) = read(test=CHECK, entry_point="f")
+    assert test.text == CHECK + "\ncheck(candidate_of_the_program('f'))"
+    (test,) = read(test="from solution import f\n\ndef test_one():\n    assert f(1) == 2\n")
+    assert test.text.endswith("\ntest_one()")
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({}, "has no tests: no ground truth, and none of input_output, public_test_cases"),
+        ({"input_output": '{"inputs": []'}, "in input_output that cannot be read: '{"),
+        ({"input_output": "{}"}, "in input_output that cannot be read: no 'inputs'"),
+        ({"input_output": {"inputs": ["1"], "outputs": []}}, "1 inputs for 0 outputs"),
+        ({"input_output": {"inputs": [], "outputs": []}}, "has no tests in input_output"),
+        ({"tests": [{"input": "1"}]}, "in tests that cannot be read: no 'output'"),
+        ({"tests": [1]}, "in tests that cannot be read: 'int' object has no attribute 'get'"),
+        ({"tests": CASES[1:]}, "no function to call: none of the columns fn_name, "),
+        ({"tests": [CASES[0] | {"testtype": "file"}]}, "testtype='file' is neither stdin nor "),
+        ({"tests": 5}, "a int is no list of tests"),
+        ({"test_list": ["f(1)"]}, "'f(1)' has no assert statement"),
+        ({"test_list": ["assert f("]}, "is neither JSON nor Python: '(' was never closed, line 1"),
+        ({"test": CHECK}, "no function to call"),
+        ({"test": "def helper():\n    assert f(1)"}, "whose assert statements are never rea"),
+        ({"private_test_cases": packed(json.dumps)}, "json.dumps is no text"),
+        ({"private_test_cases": packed(5)}, "packed, but a int, no text"),
+        ({"tests": "[" * 200_000}, "in tests that cannot be read"),
+    ],
+)  # fmt: skip
+def test_rows_that_cannot_be_judged_are_refused(columns, reason):
+    with pytest.raises(ValueError) as error:
+        read(**columns)
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        ("1 2\n3\n", "1  2\n3", True),
+        ("\n1\n\n2\n", "1\n2", True),
+        ("1\n2", "1 2", False),
+        ("1", "1 2", False),
+        ("Yes", "YES", False),
+        ("1.0", "1", True),
+        ("2", "1", False),
+        ("0.3333333", "0.33333333", True),
+        ("0.33", "0.3333", False),
+        ("1.0000001", "1", False),
+        ("100000001", "100000000", False),
+        ("1e-9", "0.0", True),
+        ("nan", "0.5", False),
+        ("inf", "1e400", False),
+        ("snan", "1.5", False),
+        ("9" * 500, "9" * 499 + "8", False),
+        ("", "1", False),
+        ("", "", True),
+    ],
+)
+def test_same_text(found, expected, same):
+    assert same_text(found, expected, 1e-6) is same
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        ((1, 2), [1, 2], True),
+        ([(1,), [2]], [[1], [2]], True),
+        ({1: (2,)}, {"1": [2]}, True),
+        ({1: 2}, {"1": 2, "2": 3}, False),
+        (0.1 + 0.2, 0.3, True),
+        (3, 3.0, True),
+        (10**400, 1.5, False),
+        (3.0000001, 3, False),
+        ({1, 2}, [1, 2], False),
+        ("12", ["1", "2"], False),
+        (None, None, True),
+        (None, 0, False),
+        ([[1]], [[2]], False),
+    ],
+)
+def test_same_value(found, expected, same):
+    assert same_value(found, expected, 1e-6) is same
+
+
+def test_plain_values_arrive_as_they_were():
+    values = [
+        None, True, 1, 10**50, 0.1, "\ud800a", b"\xff", bytearray(b"x"), 1 + 2j, range(1, 9, 2),
+        [1, [2]], (1, (2,)), {1, "a"}, frozenset([(1,)]), {(1, 2): [3], "a": {"tuple": 1}},
+    ]  # fmt: skip
+    arrived = decode(json.loads(json.dumps(encode(values))))
+    assert arrived == values and list(map(type, arrived)) == list(map(type, values))
+    assert list(decode(encode(iter([1, (2,)])))) == [1, (2,)]
+
+
+def test_what_has_behaviour_does_not_arrive_with_it():
+    class Equal(str):
+        def __eq__(self, other):
+            return True
+
+        __hash__ = str.__hash__
+
+    arrived = decode(json.loads(json.dumps(encode([Equal("a"), (Equal("b"),)]))))
+    assert arrived == ["a", ("b",)] and type(arrived[0]) is str and arrived != ["c", ("b",)]
+    for value in (object(), Equal, len, [{"a": object()}]):
+        with pytest.raises(TypeError, match="is no plain value"):
+            encode(value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": 1}', '{"list": [1]}', '{"tuple": 1}', '{"dict": [1]}', '{"set": [[1]]}', "{}",
+     '{"bytes": 5}', '{"bytes": "x"}', '{"range": [1, 2, 0]}', '{"complex": ["a", 1]}'],
+)  # fmt: skip
+def test_what_nobody_encoded_is_refused(text):
+    with pytest.raises((ValueError, TypeError)):
+        decode(json.loads(text))

@@ -1,0 +1,115 @@
+"""Responses are judged while others are sampled: afterwards the last verdicts alone are waited for.
+
+Data, tokenizer, and the way through a step and an evaluation are real. The sampler is a stand-in
+that ends a response only once the one before has its verdict. Not exercised: vLLM, which tells of
+each response as it ends (tests/rollout/vllm/test_engine.py), and several ranks.
+"""
+
+import contextlib
+import json
+import threading
+from array import array
+from unittest import mock
+
+from tests.dumped import MODEL, NUM_RESPONSES, config
+from tests.rollout.test_dynamic_sampling import sampling
+from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
+from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron.data.batch import Rollout
+from vapo_megatron.reward.verifier import Verdict
+
+HELD_OUT, SAMPLES = 3, 4
+LIMIT_SECONDS = 20
+"""For a verdict that takes no time; it does not come where judging begins after sampling."""
+
+
+class Verifier:
+    """Counts the responses that it has judged."""
+
+    def __init__(self):
+        self.judged, self.changed = 0, threading.Condition()
+
+    def score(self, responses, problems):
+        with self.changed:
+            self.judged += len(responses)
+            self.changed.notify()
+        return [
+            Verdict("correct" if r.endswith(f"Answer: {p.answer}") else "wrong", answer="7")
+            for r, p in zip(responses, problems)
+        ]
+
+    def wait_for(self, count):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.judged >= count, LIMIT_SECONDS), (
+                "no verdict while the other responses are sampled"
+            )
+
+    def same_answers(self, pairs):
+        return [False for _ in pairs]
+
+    def forget(self):
+        pass
+
+    def close(self):
+        pass
+
+
+class Engine:
+    """Answers 7, and ends each response once those before it are judged."""
+
+    replica, num_replicas = 0, 1
+
+    def __init__(self, verifier):
+        self.verifier = verifier
+
+    def generate(
+        self, prompts, group_size, step, settings, version, on_progress, has_time, on_finished
+    ):
+        before, made = self.verifier.judged, []
+        for i, prompt in enumerate(prompts):
+            self.verifier.wait_for(before + i)
+            ids, logprobs = array("i", [3 + i, MODEL["vocab"] - 2]), array("f", [-1.0, -1.0])
+            made.append(Rollout(prompt, i % group_size, i, ids, logprobs, False, version))
+            on_finished(made[-1])
+        return made
+
+    def shutdown(self):
+        pass
+
+
+def step_and_evaluation(settings):
+    """(texts, judged when the reward phase begins and ends), an evaluation's; a worker's."""
+    from vapo_megatron.rollout import sampling as module
+
+    verifier, seen = Verifier(), {}
+
+    @contextlib.contextmanager
+    def phase(name):
+        before = verifier.judged
+        yield lambda *_, **__: None
+        seen[name] = before, verifier.judged
+
+    with mock.patch.object(module, "start_verifiers", lambda *_, **__: verifier):
+        source, _ = sampling(settings, lambda: Engine(verifier))
+    with contextlib.closing(source):
+        scored, _ = source.rollouts(0, 0, phase, trains_actor=True)
+        metrics, _ = source.evaluate(0, phase)
+    return [(s.text, s.status) for s in scored], seen["reward"], metrics
+
+
+def test_verdicts_come_while_others_are_sampled(workers, tmp_path):
+    hf = write_tiny_hf(tmp_path / "hf", **MODEL)
+    write_tiny_tokenizer(hf, MODEL["vocab"], last=ANSWERS)
+    for name, count in (("train", 4), ("test", HELD_OUT)):
+        rows = [{"prompt": f"w{i + 3}", "answer": "7"} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    settings = config(
+        hf,
+        data={"train_path": str(tmp_path / "train.jsonl")},
+        evaluation={"path": str(tmp_path / "test.jsonl"), "samples": SAMPLES},
+        logging={"run_dir": str(tmp_path / "run")},
+    )
+    ((judged, (before, after), metrics),) = workers.run(1, step_and_evaluation, settings)
+    assert judged == [(f"w{3 + i}Answer: 7", "correct") for i in range(NUM_RESPONSES)]
+    assert NUM_RESPONSES - 1 <= before <= after == NUM_RESPONSES
+    assert metrics[f"evaluation/avg@{SAMPLES}"] == 1

@@ -1,0 +1,312 @@
+"""A generative reward model as a verifier: a language model judges responses.
+
+`Judge` grades one response, given the problem and its ground truth (arXiv 2503.22230, section 3.1).
+`Pairwise` compares it with the ground truth or a reference answer, and the probability that the
+response wins is its score (arXiv 2504.04950).
+"""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from vapo_megatron.data.problems import Problem
+from vapo_megatron.errors import ConfigError, tell
+from vapo_megatron.reward.endpoint import Answer, Endpoint
+from vapo_megatron.reward.verifier import Status, Verdict
+
+if TYPE_CHECKING:
+    from vapo_megatron.config import RewardConfig
+
+JUDGE_TEMPLATE = """\
+Below are a problem, its correct answer, and a response. Does the response's final answer agree \
+with the correct answer? Do not solve the problem; compare the answers alone.
+
+Problem: {prompt}
+
+Correct answer: {answer}
+
+Response: {response}
+
+Reply with one word, YES or NO: """
+
+PAIRWISE_TEMPLATE = """\
+Below are a problem and two answers. Which of them is better? Judge whether it is right before how \
+it is written.
+
+Problem: {prompt}
+
+Answer A: {a}
+
+Answer B: {b}
+
+Reply with one letter, A or B: """
+
+MOST_LIKELY_TOKENS = 20
+"""Whose log-probabilities are asked for; what OpenAI's API allows at most."""
+
+
+class Judge:
+    """Asks a language model about each response: a RunningVerifier.
+
+    Args:
+        reward: of the configuration; gives the time limit of one try where timeout_seconds is None.
+        base_url, model: the endpoint, such as http://127.0.0.1:8000/v1, and its model's name.
+        template: text, or the path of a file, with {prompt}, {answer} and {response}; a row's other
+            columns by their names.
+        choices: what the model may answer -> a status of Verdict, or a score.
+        correct_from: the least score of a correct response.
+        chat: through the chat template of the model; false: as bare text.
+        constrained: let vLLM allow nothing but the choices; false: the last choice that the answer
+            contains counts, so that the model may think before.
+        max_tokens: of an answer.
+        response_characters: a longer response is cut at its beginning.
+        concurrency: requests at a time, of each inference engine.
+        timeout_seconds: limit for one try.
+        outage_seconds: how long a request is repeated while the server is away.
+        cache: directory for answers, by content; None: none.
+        key_variable: the environment variable that has the endpoint's key.
+
+    Raises:
+        ConfigError: an option is not what it must be.
+    """
+
+    def __init__(
+        self,
+        reward: RewardConfig,
+        *,
+        base_url: str,
+        model: str,
+        template: str = JUDGE_TEMPLATE,
+        choices: Mapping[str, Status | float] | None = None,
+        correct_from: float = 0.5,
+        chat: bool = True,
+        constrained: bool = True,
+        max_tokens: int = 16,
+        response_characters: int = 20_000,
+        concurrency: int = 64,
+        timeout_seconds: float | None = None,
+        outage_seconds: float = 600.0,
+        cache: str | None = None,
+        key_variable: str = "OPENAI_API_KEY",
+    ) -> None:
+        default: dict[str, Status | float] = {"YES": "correct", "NO": "wrong"}
+        self._choices = dict(choices or default)
+        _check_choices(self._choices)
+        self._template = _read(template, self._names)
+        self._correct_from = correct_from
+        self._characters = response_characters
+        self._has_told = False
+        self._endpoint = Endpoint(
+            base_url, model, chat=chat, concurrency=concurrency,
+            timeout_seconds=timeout_seconds or reward.timeout_seconds,
+            outage_seconds=outage_seconds, cache=cache, key_variable=key_variable,
+            body={"max_tokens": max_tokens, "temperature": 0.0, **self._body(constrained)},
+        )  # fmt: skip
+
+    _names: tuple[str, ...] = ("response",)
+    """What the template must contain."""
+
+    def _body(self, constrained: bool) -> dict[str, Any]:
+        return {"structured_outputs": {"choice": list(self._choices)}} if constrained else {}
+
+    def start(self) -> None:
+        """Nothing: the server is the user's."""
+
+    def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> list[Verdict]:
+        """Ask about each response, all at once; see Verifier."""
+        prompts = [
+            _filled(self._template, p, response=self._cut(r)) for r, p in zip(responses, problems)
+        ]
+        return [self._verdict(answer) for answer in self._endpoint.ask(prompts)]
+
+    def _verdict(self, answer: Answer) -> Verdict:
+        # By where they end, the longest first: "10" ends in "0".
+        found = [
+            (answer.text.rfind(choice) + len(choice), len(choice), choice)
+            for choice in self._choices
+            if choice in answer.text
+        ]
+        _, _, choice = max(found, default=(0, 0, ""))
+        if answer.problem or not choice:
+            return self._failed(answer.problem or f"it answered {answer.text[:80]!r}")
+        meaning = self._choices[choice]
+        if isinstance(meaning, str):
+            return Verdict(meaning, note=f"the judge said {choice}")
+        return self._scored(meaning, f"the judge said {choice}")
+
+    def _scored(self, score: float, note: str) -> Verdict:
+        status: Status = "correct" if score >= self._correct_from else "wrong"
+        return Verdict(status, score=score, note=note)
+
+    def _failed(self, problem: str) -> Verdict:
+        if not self._has_told:
+            self._has_told = True
+            tell(
+                f"warning: the judge gave no verdict: {problem}; such responses have the status "
+                "failed, and later failures are only counted"
+            )
+        return Verdict("failed", note=problem)
+
+    def _cut(self, response: str) -> str:
+        return response[-self._characters :]
+
+    def unusable(self, problems: Sequence[Problem]) -> dict[int, str]:
+        """Return the problems that lack what the template names."""
+        asked = sorted(_fields(self._template) - {"prompt", "response", "a", "b"})
+        reasons = {}
+        for i, problem in enumerate(problems):
+            known = {**problem.metadata, "answer": problem.answer}
+            missing = [name for name in asked if known.get(name) in (None, "")]
+            if missing:
+                reasons[i] = f"has no {', '.join(missing)}, which the judge's template names"
+        return reasons
+
+    def same_answers(self, pairs: Sequence[tuple[Problem, str, str]]) -> list[bool]:
+        """A judge names no answers, so there is nothing to compare."""
+        return [False] * len(pairs)
+
+    def forget(self) -> None:
+        """Nothing: a failure is never kept."""
+
+    def close(self) -> None:
+        """Stop asking."""
+        self._endpoint.close()
+
+
+class Pairwise(Judge):
+    """Asks which of two answers is better, the response or a reference, in both orders.
+
+    The score is the mean over both orders of p(response) / (p(response) + p(reference)), the first
+    token's probabilities; the paper leaves open how position bias is removed and where a win
+    begins: here by the mean, and at correct_from.
+
+    Args:
+        reward, options: see Judge; its template has {prompt}, {a} and {b}.
+        reference_column: what a response is compared with; null: the ground truth.
+        labels: what the model calls the first and the second answer; different first tokens.
+    """
+
+    def __init__(
+        self,
+        reward: RewardConfig,
+        *,
+        base_url: str,
+        model: str,
+        template: str = PAIRWISE_TEMPLATE,
+        reference_column: str | None = None,
+        labels: Sequence[str] = ("A", "B"),
+        correct_from: float = 0.5,
+        chat: bool = True,
+        constrained: bool = True,
+        response_characters: int = 20_000,
+        concurrency: int = 64,
+        timeout_seconds: float | None = None,
+        outage_seconds: float = 600.0,
+        cache: str | None = None,
+        key_variable: str = "OPENAI_API_KEY",
+    ) -> None:
+        if len(labels) != 2 or not all(isinstance(label, str) and label for label in labels):
+            raise ConfigError(f"pairwise: labels={labels!r} must be two texts, such as [A, B]")
+        self._first, self._second = labels
+        self._reference_column = reference_column
+        super().__init__(
+            reward, base_url=base_url, model=model, template=template,
+            choices={self._first: 1.0, self._second: 0.0}, correct_from=correct_from, chat=chat,
+            constrained=constrained, max_tokens=1, response_characters=response_characters,
+            concurrency=concurrency, timeout_seconds=timeout_seconds,
+            outage_seconds=outage_seconds, cache=cache, key_variable=key_variable,
+        )  # fmt: skip
+
+    _names = ("a", "b")
+
+    def _body(self, constrained: bool) -> dict[str, Any]:
+        return {**super()._body(constrained), "logprobs": MOST_LIKELY_TOKENS}
+
+    def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> list[Verdict]:
+        """Ask twice about each response, all at once; see Verifier."""
+        prompts = []
+        for response, problem in zip(responses, problems):
+            reference, response = self._reference(problem), self._cut(response)
+            prompts.append(_filled(self._template, problem, a=response, b=reference))
+            prompts.append(_filled(self._template, problem, a=reference, b=response))
+        answers = self._endpoint.ask(prompts)
+        return [self._of_both(*pair) for pair in zip(answers[::2], answers[1::2])]
+
+    def _of_both(self, first: Answer, second: Answer) -> Verdict:
+        if problem := first.problem or second.problem:
+            return self._failed(problem)
+        wins = self._wins(first), self._wins(second)
+        if wins[0] is None or wins[1] is None:
+            labels = f"{self._first} nor {self._second}"
+            return self._failed(f"neither {labels} is among its most likely first tokens")
+        score = (wins[0] + 1 - wins[1]) / 2
+        note = f"wins with {wins[0]:.2f} as {self._first}, {1 - wins[1]:.2f} as {self._second}"
+        return self._scored(score, note)
+
+    def _wins(self, answer: Answer) -> float | None:
+        """Return the probability that the first answer is better; None: the model named neither."""
+        # A token may begin with the space before the label; both forms are the label.
+        total = {label: 0.0 for label in (self._first, self._second)}
+        for token, logprob in answer.first_token.items():
+            if token.strip() in total:
+                total[token.strip()] += math.exp(logprob)
+        both = total[self._first] + total[self._second]
+        return total[self._first] / both if both > 0 else None
+
+    def _reference(self, problem: Problem) -> str:
+        if self._reference_column is None:
+            return problem.answer
+        return str(problem.metadata[self._reference_column])
+
+    def unusable(self, problems: Sequence[Problem]) -> dict[int, str]:
+        """Return the problems that lack a reference, or what the template names."""
+        column, reasons = self._reference_column, super().unusable(problems)
+        for i, problem in enumerate(problems):
+            found = problem.answer if column is None else problem.metadata.get(column)
+            if found in (None, ""):
+                reasons[i] = f"has no {column or 'ground truth'}, which responses are compared with"
+        return reasons
+
+
+def _check_choices(choices: Mapping[str, Status | float]) -> None:
+    for choice, meaning in choices.items():
+        is_number = isinstance(meaning, int | float) and not isinstance(meaning, bool)
+        if not (isinstance(choice, str) and choice and (is_number or meaning in get_args(Status))):
+            raise ConfigError(
+                f"judge: choices.{choice}={meaning!r} must be a text with one of "
+                f"{', '.join(get_args(Status))}, or a number as its meaning; change it"
+            )
+
+
+def _read(template: str, needed: Sequence[str]) -> str:
+    """Return the template's text. ConfigError: a file is missing, or a name that it needs."""
+    if "{" not in template:
+        try:
+            template = Path(template).read_text()
+        except OSError as error:
+            raise ConfigError(
+                f"judge: template={template} cannot be read: {error.strerror}; give a text with "
+                f"{{{needed[0]}}} in it, or the path of a file"
+            ) from None
+    try:
+        names = _fields(template)
+    except ValueError as error:
+        raise ConfigError(f"judge: template: {error}; write {{{{ for a brace") from None
+    for name in needed:
+        if name not in names:
+            raise ConfigError(f"judge: the template has no {{{name}}}; add it")
+    return template
+
+
+def _fields(template: str) -> set[str]:
+    return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+
+
+def _filled(template: str, problem: Problem, **texts: str) -> str:
+    names = {"prompt": problem.prompt, "answer": problem.answer, **texts}
+    values = {name: names.get(name, problem.metadata.get(name, "")) for name in _fields(template)}
+    return string.Formatter().vformat(template, (), values)

@@ -1,0 +1,215 @@
+"""The verifiers of a run by name; each problem is judged by the one that its row names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from vapo_megatron.config.schema import REWARD_MODEL
+from vapo_megatron.data.problems import Problem
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.reward.code_verifier import CodeVerifier, longest_seconds
+from vapo_megatron.reward.exact_verifier import ExactVerifier
+from vapo_megatron.reward.isolated import IsolatedVerifier
+from vapo_megatron.reward.judge import Judge, Pairwise
+from vapo_megatron.reward.math_verifier import MathVerifier
+from vapo_megatron.reward.reward_model import RewardModelVerifier
+from vapo_megatron.reward.verifier import RunningVerifier, Verdict
+
+if TYPE_CHECKING:
+    from vapo_megatron.config import RewardConfig
+
+T = TypeVar("T")
+
+
+def _math(reward: RewardConfig) -> RunningVerifier:
+    return MathVerifier(reward.num_workers, reward.timeout_seconds)
+
+
+def _reward_model(reward: RewardConfig) -> RunningVerifier:
+    return RewardModelVerifier()
+
+
+def _in_processes(
+    name: str, verifier: type, timeout_seconds: Callable[[dict[str, Any]], float] | None = None
+) -> Callable[..., RunningVerifier]:
+    """Return what builds an IsolatedVerifier of a class of ours, with the class's options."""
+
+    def build(reward: RewardConfig, **options: Any) -> RunningVerifier:
+        path = f"{verifier.__module__}:{verifier.__name__}"
+        seconds = timeout_seconds(options) if timeout_seconds else reward.timeout_seconds
+        return _isolated(reward, name, path, options, seconds)
+
+    first = inspect.Parameter("reward", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [first, *inspect.signature(verifier).parameters.values()]
+    build.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return build
+
+
+def _isolated(
+    reward: RewardConfig, name: str, verifier: object, options: dict[str, Any], seconds: float
+) -> RunningVerifier:
+    return IsolatedVerifier(
+        name, verifier, options,
+        num_workers=reward.num_workers,
+        timeout_seconds=seconds,
+        memory_bytes=int(reward.memory_gb * 1e9),
+    )  # fmt: skip
+
+
+BUILT_IN: dict[str, Callable[..., RunningVerifier]] = {
+    "math": _math,
+    "exact": _in_processes("exact", ExactVerifier),
+    "code": _in_processes("code", CodeVerifier, longest_seconds),
+    "judge": Judge,
+    "pairwise": Pairwise,
+    REWARD_MODEL: _reward_model,
+}
+"""Name -> function(reward, **options of its section) that returns the verifier, not started."""
+
+
+def reward_model_refusals(*, has_reward_model: bool) -> tuple[str | None, str | None]:
+    """Return why the reward model judges no (training, held-out) row; None: it does."""
+    return (
+        None if has_reward_model else f"is judged by {REWARD_MODEL}, but model.reward_hf_path=null",
+        f"is judged by {REWARD_MODEL}, which scores training responses only: an evaluation needs "
+        "another verifier, in the row's column `verifier`",
+    )
+
+
+class Verifiers:
+    """All verifiers of a run, as one: a RunningVerifier, and a context manager that closes it.
+
+    Args:
+        reward: which there are, and their limits.
+        default: a verifier's instance or class in place of reward.verifier; None: that one.
+    """
+
+    def __init__(self, reward: RewardConfig, default: object | None = None) -> None:
+        self._reward = reward
+        self._default = default
+        self._running: dict[str | None, RunningVerifier] = {}
+
+    def start(self) -> None:
+        """Start the default verifier's processes; others start when a problem needs them."""
+        self._of(None).start()
+
+    def load(self) -> None:
+        """Load every configured verifier, whether a row names it or not. Raises ConfigError."""
+        for name in (None, *self._reward.verifiers):
+            self._of(name).unusable([])
+
+    def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> list[Verdict]:
+        """Judge each response by its problem's verifier; see RunningVerifier."""
+        return self._by_verifier(
+            problems,
+            lambda verifier, picked: verifier.score(
+                [responses[i] for i in picked], [problems[i] for i in picked]
+            ),
+        )
+
+    def unusable(
+        self, problems: Sequence[Problem], no_reward_model: str | None = None
+    ) -> dict[int, str]:
+        """Return index -> what is wrong; see RunningVerifier.
+
+        no_reward_model is what is wrong with a row that the reward model judges; None: nothing.
+        """
+        reasons: dict[int, str] = {}
+        known = []
+        for i, problem in enumerate(problems):
+            if no_reward_model is not None and self._is_scored_later(problem.verifier):
+                reasons[i] = no_reward_model
+            elif problem.verifier is None or self._is_known(problem.verifier):
+                known.append(i)
+            else:
+                names = ", ".join(dict.fromkeys([*BUILT_IN, *self._reward.verifiers]))
+                reasons[i] = f"has the verifier {problem.verifier!r}, which is none of {names}"
+
+        def check(verifier: RunningVerifier, picked: list[int]) -> list[str | None]:
+            found = verifier.unusable([problems[known[i]] for i in picked])
+            return [found.get(i) for i in range(len(picked))]
+
+        checked = self._by_verifier([problems[i] for i in known], check)
+        reasons |= {i: reason for i, reason in zip(known, checked) if reason is not None}
+        return reasons
+
+    def same_answers(self, pairs: Sequence[tuple[Problem, str, str]]) -> list[bool]:
+        """Compare answers by their problem's verifier; see RunningVerifier."""
+        return self._by_verifier(
+            [problem for problem, _, _ in pairs],
+            lambda verifier, picked: verifier.same_answers([pairs[i] for i in picked]),
+        )
+
+    def forget(self) -> None:
+        """Forget verdicts; see RunningVerifier."""
+        for verifier in list(self._running.values()):
+            verifier.forget()
+
+    def close(self) -> None:
+        """End all processes; using a verifier again starts new ones."""
+        for verifier in self._running.values():
+            verifier.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _by_verifier(
+        self,
+        problems: Sequence[Problem],
+        call: Callable[[RunningVerifier, list[int]], Sequence[T]],
+    ) -> list[T]:
+        """Call each verifier once with the indices of its problems -> results in order."""
+        indices: dict[str | None, list[int]] = {}
+        for i, problem in enumerate(problems):
+            indices.setdefault(problem.verifier, []).append(i)
+        results: dict[int, T] = {}
+        for name, picked in indices.items():
+            results.update(zip(picked, call(self._of(name), picked), strict=True))
+        return [results[i] for i in range(len(problems))]
+
+    def _is_scored_later(self, name: str | None) -> bool:
+        if name is None and self._default is not None:
+            return False
+        use = self._reward.use_of(self._reward.verifier if name is None else name)
+        return use == REWARD_MODEL
+
+    def _is_known(self, name: str) -> bool:
+        return name in BUILT_IN or name in self._reward.verifiers
+
+    def _of(self, name: str | None) -> RunningVerifier:
+        """Return a running verifier by its row's name; None: the default."""
+        if name is None and self._default is None:
+            name = self._reward.verifier
+        if name not in self._running:
+            self._running[name] = self._build(name)
+        return self._running[name]
+
+    def _build(self, name: str | None) -> RunningVerifier:
+        if name is None:
+            return self._own("given to VapoTrainer", self._default, {})
+        options = dict(self._reward.verifiers.get(name, {}))
+        use = options.pop("use", name)
+        if use not in BUILT_IN:
+            return self._own(name, use, options)
+        build = BUILT_IN[use]
+        known = list(inspect.signature(build).parameters.values())[1:]
+        taken = [parameter.name for parameter in known]
+        for option in options:
+            if option not in taken:
+                raise ConfigError(
+                    f"reward.verifiers.{name}.{option} is no option of {use}, which has "
+                    f"{', '.join(taken) or 'none'}; remove it"
+                )
+        for parameter in known:
+            if parameter.default is parameter.empty and parameter.name not in options:
+                raise ConfigError(f"reward.verifiers.{name}.{parameter.name} is required; set it")
+        return build(self._reward, **options)
+
+    def _own(self, name: str, verifier: object, options: dict[str, Any]) -> RunningVerifier:
+        seconds = self._reward.timeout_seconds
+        return _isolated(self._reward, name, verifier, options, seconds)

@@ -1,0 +1,69 @@
+"""The reward model: a frozen model that scores whole responses, read at their last token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.data.batch import Microbatch, StepSummary, make_microbatch
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.models.value_head import values_of
+from vapo_megatron.parallel.groups import Ranks
+from vapo_megatron.parallel.minibatches import packed_multiple
+from vapo_megatron.parallel.reduce import sum_over_world
+from vapo_megatron.parallel.schedule import forward_only
+from vapo_megatron.roles.model import FrozenModel
+
+
+class RewardModel:
+    """model.reward_hf_path: a model with one label, sharded like the actor and never trained.
+
+    It has no optimizer, gradient buffers and DDP, and is not part of checkpoints; a resumed run
+    reads model.reward_hf_path again.
+    """
+
+    def __init__(self, shape: ModelShape, config: VapoConfig, ranks: Ranks) -> None:
+        """Build it; shape: its own, from read_reward_shape."""
+        self._ranks = ranks
+        self._multiple = packed_multiple(config.parallel, config.model.fp8)
+        self.frozen = FrozenModel(shape, config, ranks, "reward_model", config.model.reward_hf_path)
+
+    def compute_scores(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """Return each response's score, the output at its last token; float32 [B], CPU.
+
+        A response without tokens is scored at the end of its prompt.
+        """
+
+        def head(output: Tensor, microbatch: Microbatch) -> Tensor:
+            return values_of(output)[microbatch.batch.sequence_cu_seqlens[1:].long() - 1]
+
+        found = forward_only(self.frozen.model, microbatches, head, per_response=True)
+        return torch.cat([torch.empty(0), *(scores.cpu() for scores in found)])
+
+    def score_pending(self, summary: StepSummary, microbatches: Sequence[Microbatch]) -> Tensor:
+        """Score the pending responses; one all-reduce shares all scores.
+
+        Args:
+            summary: of all ranks' responses.
+            microbatches: everything that this data-parallel rank trains on. Only what is pending of
+                each goes through the model.
+
+        Returns:
+            float32 [P*G] by position, the same on every rank; 0 where nothing is pending.
+        """
+        waiting = []
+        for microbatch in microbatches:
+            chosen = summary.is_pending[microbatch.batch.positions]
+            if chosen.all():
+                waiting.append(microbatch)
+            elif chosen.any():
+                batch = microbatch.batch.picked(chosen)
+                waiting.append(make_microbatch(batch, multiple_of=self._multiple))
+        scores, own = torch.zeros(len(summary.rewards)), self.compute_scores(waiting)
+        # One rank of each replica speaks for all, so that no rounding can make ranks disagree.
+        if waiting and self._ranks.tp_rank == 0 and self._ranks.is_first_stage:
+            scores[torch.cat([m.batch.positions for m in waiting])] = own
+        return sum_over_world(scores)
