@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -49,10 +50,24 @@ def context(start_method: str | None = None) -> Any:
 
 
 def free_port() -> int:
-    """Return a TCP port that was free a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Return a free TCP port that the kernel gives to no other process in the meantime.
+
+    A port of its choice (bind to 0) may become another process's before a test listens on it: every
+    connection takes one from the same range. So these lie below that range, and each process of
+    the tests counts through a block of its own.
+    """
+    for port in itertools.islice(_ports, _END_PORT - _FIRST_PORT):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise AssertionError("no free port below the kernel's range")
+
+
+_FIRST_PORT, _END_PORT, _BLOCK = 10_000, 30_000, 100  # the kernel's range begins at 32,768
+_offset = os.getpid() * _BLOCK % (_END_PORT - _FIRST_PORT)
+_ports = itertools.cycle(
+    [*range(_FIRST_PORT + _offset, _END_PORT), *range(_FIRST_PORT, _FIRST_PORT + _offset)]
+)
 
 
 def _serve(connection: Connection) -> None:
