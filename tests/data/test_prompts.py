@@ -62,7 +62,10 @@ def test_positions_are_uniform():
 def test_a_prompt_carries_its_row():
     (prompt,) = make(1).next(1)
     assert (prompt.index, prompt.text, prompt.answer) == (0, "problem 0", "0")
-    assert prompt.token_ids == tuple(tokenize("problem 0"))
+    assert prompt.token_ids == tuple(tokenize("problem 0")) and prompt.source is None
+    row = Problem("p", "7", {"verifier": "exact"}, "code")
+    (prompt,) = dataset_of([row]).next(1)
+    assert prompt.source == "code" and prompt.problem == row
 
 
 def test_each_epoch_holds_every_problem_once_in_an_order_of_its_own():

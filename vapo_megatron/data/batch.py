@@ -33,11 +33,13 @@ class Prompt:
     """Ground truth, as the verifier reads it."""
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """The row's other columns."""
+    source: str | None = None
+    """See Problem."""
 
     @property
     def problem(self) -> Problem:
         """What the verifier is given."""
-        return Problem(self.text, self.answer, self.metadata)
+        return Problem(self.text, self.answer, self.metadata, self.source)
 
 
 @dataclasses.dataclass(frozen=True)

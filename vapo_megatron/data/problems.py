@@ -23,6 +23,8 @@ class Problem:
     """Ground truth; empty where the data have none."""
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """The row's other columns."""
+    source: str | None = None
+    """The name of its file in data.sources; None: of data.train_path and evaluation.path."""
 
     @property
     def verifier(self) -> str | None:

@@ -153,7 +153,7 @@ class PromptDataset:
     def _prompt(self, index: int) -> Prompt:
         row = self._rows[index]
         token_ids = tuple(self._token_ids[index])
-        return Prompt(index, row.prompt, token_ids, row.answer, row.metadata)
+        return Prompt(index, row.prompt, token_ids, row.answer, row.metadata, row.source)
 
 
 def _fingerprint(problems: Sequence[Problem]) -> str:
