@@ -4,6 +4,7 @@ Not exercised: files larger than memory, other compressions than parquet's defau
 """
 
 import json
+import sys
 
 import pyarrow
 import pyarrow.parquet
@@ -69,11 +70,20 @@ def test_parquet_gives_what_jsonl_gives(tmp_path):
     assert load_problems(tmp_path / "b.parquet") == [Problem("a", "1.5"), Problem("b", "2.0")]
 
 
+@pytest.fixture
+def any_digits():
+    """Integers of any length are read in this process, as the verifier of programs has it."""
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    yield
+    sys.set_int_max_str_digits(limit)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         (b'{"prompt": "p", ', "is not JSON .* each line must be one JSON object"),
-        (b'{"prompt": "p", "answer": ' + b"1" * 5000 + b"}", "is not JSON"),
+        (b'{"prompt": "p", "answer": ' + b"1" * 5000 + b"}", "is not JSON .an integer of 5000 "),
         (b'["p", "1"]', "is a list; each line must be one JSON object"),
         (b'{"prompt": "\xff", "answer": "1"}', "is not UTF-8 .* save it as UTF-8"),
         (
@@ -95,7 +105,7 @@ def test_parquet_gives_what_jsonl_gives(tmp_path):
         (b'{"prompt": "p", "answer": "  "}', "answer='  ' must be .* correct or remove the row"),
     ],
 )
-def test_a_bad_line_is_named_with_a_remedy(tmp_path, line, message):
+def test_a_bad_line_is_named_with_a_remedy(tmp_path, line, message, any_digits):
     path = tmp_path / "a.jsonl"
     path.write_bytes(row().encode() + b"\n\n" + line + b"\n")
     with pytest.raises(DataError, match=f"a.jsonl, line 3.*{message}"):
