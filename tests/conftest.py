@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -14,10 +15,28 @@ import torch
 from tests.browser import NEEDED, find_chromium
 from tests.fault_table import Fault, table
 from tests.launched import Launched
-from tests.workers import WorkerPool, prepare
+from tests.workers import WorkerPool, prepare, share
 
 SUMMARY: pytest.StashKey[list] = pytest.StashKey()
 """Functions that return lines for the end of the run, whichever process ran their tests."""
+
+TESTS = Path(__file__).parent
+TRAINER, ENGINE = "vapo_megatron.loop", "vapo_megatron.rollout.vllm.engine"
+LONGEST = (
+    "e2e/test_run.py",
+    "distributed/test_matrix.py",
+    "reward/test_math_verifier.py",
+    "cli/test_user_errors.py",
+    "rollout/vllm/test_engine.py",
+    "weights/reshard/test_sync.py",
+    "test_step_on_a_gpu.py",
+    "cli/test_launch.py",
+    "reward/test_code_verifier.py",
+    "reward/test_judge.py",
+    "weights/convert/test_convert.py",
+    "parallel/health/test_watchdog.py",
+    "test_value_stage.py",
+)
 
 
 def pytest_configure(config):
@@ -26,6 +45,14 @@ def pytest_configure(config):
     # A shell starts a background command with it ignored, and every child would inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.option.dist != "no" and not hasattr(config, "workerinput"):
+        share([TRAINER, ENGINE])
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the files that take longest, so that xdist's processes end at about one time."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).as_posix(), len(places)))
 
 
 def pytest_sessionfinish(session):
@@ -59,8 +86,8 @@ def pytest_collection_finish(session):
     option = session.config.option
     asked = {name for item in session.items for name in item.fixturenames}
     with_vllm = asked & {"vllm_workers", "launch"}
-    modules = ["vapo_megatron.loop"] if with_vllm or "workers" in asked else []
-    modules += ["vapo_megatron.rollout.vllm.engine"] if with_vllm else []
+    modules = [TRAINER] if with_vllm or "workers" in asked else []
+    modules += [ENGINE] if with_vllm else []
     prepare([] if option.collectonly else modules, each_by_itself=option.markexpr == "slow")
 
 

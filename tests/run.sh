@@ -13,5 +13,5 @@ export OMP_NUM_THREADS=1
 # Without bytecode on disk every process compiles the tests and translates megatron-core anew.
 unset PYTHONDONTWRITEBYTECODE
 "$VAPO_PYTHON" -m ruff check .
-[[ $# -gt 0 ]] || set -- -n 3 --dist loadfile
+[[ $# -gt 0 ]] || set -- -n 3 --dist loadfile --no-loadscope-reorder
 exec "$VAPO_PYTHON" -m pytest -q "$@"

@@ -9,6 +9,7 @@ level of the test module.
 The processes are forked from one that has imported the package (and vLLM, where a chosen test needs
 it) and has done nothing else. So they share their hash seed, and sets of names come in the same
 order on all ranks; with `-m slow`, and under torchrun in tests/e2e, each process starts by itself.
+Where xdist divides the tests, its processes share the one that is forked.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import gc
 import itertools
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import socket
 import tempfile
@@ -28,6 +30,23 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _start_method = "forkserver"
+_SHARED = "VAPO_TESTS_FORK_SERVER"
+"""Environment variable: the address of the fork server that xdist's processes share."""
+
+
+def share(modules: Sequence[str]) -> None:
+    """Begin to import what all processes need, once for all of xdist's, which start after this."""
+    prepare(modules, each_by_itself=False)
+    os.environ[_SHARED] = multiprocessing.forkserver._forkserver._forkserver_address
+
+
+def _join() -> None:
+    """Fork from the shared server in place of one of this process."""
+    server = multiprocessing.forkserver._forkserver
+    server._forkserver_address = os.environ[_SHARED]
+    # A server ends when nobody holds its pipe; this one's is held by the process that started it.
+    server._forkserver_alive_fd = os.pipe()[1]
+    server.ensure_running = multiprocessing.resource_tracker.ensure_running
 
 
 def prepare(modules: Sequence[str], *, each_by_itself: bool) -> None:
@@ -39,7 +58,9 @@ def prepare(modules: Sequence[str], *, each_by_itself: bool) -> None:
     """
     global _start_method
     _start_method = "spawn" if each_by_itself else "forkserver"
-    if modules and not each_by_itself:
+    if _SHARED in os.environ:
+        _join()
+    elif modules and not each_by_itself:
         multiprocessing.set_forkserver_preload(list(modules))
         multiprocessing.forkserver.ensure_running()
 

@@ -54,17 +54,20 @@ def run(root: Path, jobs: list[Job], slots: int = 2) -> tuple[dict[str, str], li
 
 
 def test_jobs_run_when_what_they_need_is_there_and_two_at_a_time(tmp_path):
+    # The first two arms end when both have begun.
+    meet = "\nwhile not (d.parent / '{}').exists(): time.sleep(0.01)"
     jobs = [
         stand_in(tmp_path, "base"),
         stand_in(tmp_path, "value", needs=("base",)),
-        *(stand_in(tmp_path, f"arm_{i}", needs=("value",)) for i in range(3)),
+        stand_in(tmp_path, "arm_0", meet.format("arm_1"), needs=("value",)),
+        stand_in(tmp_path, "arm_1", meet.format("arm_0"), needs=("value",)),
+        stand_in(tmp_path, "arm_2", needs=("value",)),
     ]
     failures, said = run(tmp_path, jobs)
     assert not failures
     spans = {job.out.name: times(job)[0] for job in jobs}
     assert spans["base"][1] <= spans["value"][0]
     assert all(spans["value"][1] <= spans[f"arm_{i}"][0] for i in range(3))
-    assert spans["arm_1"][0] < spans["arm_0"][1], "two arms run beside each other"
     begins = sorted(begin for begin, _ in spans.values())
     for moment in begins:
         assert sum(begin <= moment < end for begin, end in spans.values()) <= 2
