@@ -15,6 +15,8 @@ from vapo_megatron.rollout.dump import held_steps, write_step
 
 MODEL = dict(num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
 GROUP_SIZE, NUM_RESPONSES = 4, 16
+VERIFIERS, SOURCES = ("math", "code", "math"), ("sums", "sums", "programs")
+"""By Prompt.index; the first verifier is the run's, which a row need not name."""
 TEXTS = ("", "seven", "sieben \u00fc", "\u4e03", "half a pair: \udc80")
 
 
@@ -25,7 +27,10 @@ def rollouts(step: int = 1) -> list[ScoredRollout]:
     for position in range(NUM_RESPONSES):
         group = position // GROUP_SIZE
         index = 0 if group == 3 else group
-        prompt = Prompt(index, f"{index}? {TEXTS[index]}", (index, 5, 7)[: 2 + index % 2], "7 ")
+        prompt = Prompt(
+            index, f"{index}? {TEXTS[index]}", (index, 5, 7)[: 2 + index % 2], "7 ",
+            {} if index == 0 else {"verifier": VERIFIERS[index]}, SOURCES[index],
+        )  # fmt: skip
         length = draw.randint(1, 12)
         scored.append(
             ScoredRollout(

@@ -20,7 +20,16 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from tests import reference
-from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES, config, dump, rollouts
+from tests.dumped import (
+    GROUP_SIZE,
+    MODEL,
+    NUM_RESPONSES,
+    SOURCES,
+    VERIFIERS,
+    config,
+    dump,
+    rollouts,
+)
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
 
@@ -272,6 +281,25 @@ def test_updates_are_given_what_the_step_computed(vapo, step):
         assert max(abs(a - b) for a, b in pairs) > 1e-2, "the actor has left the reference"
 
 
+def by_label(scored):
+    """What a step's metrics say of each verifier and each source."""
+    found = {}
+    for kind, names in (("verifier", VERIFIERS), ("source", SOURCES)):
+        for name in set(names):
+            some = [s for s in scored if names[s.rollout.prompt.index] == name]
+            failed = [s.status in ("failed", "timed_out") for s in some]
+            of = f"reward/by_{kind}/{name}"
+            found |= {
+                f"{of}/share": len(some) / NUM_RESPONSES,
+                f"{of}/accuracy": fmean(s.status == "correct" for s in some),
+                f"{of}/reward_mean": fmean(s.reward for s in some),
+                f"{of}/response_length_mean": fmean(len(s.rollout.token_ids) for s in some),
+                f"{of}/failed_fraction": fmean(failed),
+            }
+    assert len(found) == 4 * 5
+    return found
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_a_steps_metrics_are_of_that_step(vapo, step):
     """Of all responses, whoever trained on them."""
@@ -310,6 +338,7 @@ def test_a_steps_metrics_are_of_that_step(vapo, step):
         "critic/learning_rate": 2e-2 * min(1, (2 * step + 2) / 4),
         **({"actor/learning_rate": 3e-2 * 2 * step / 8} if step else {}),
     }
+    found |= by_label(scored)
     for _, steps, _ in vapo:
         _, given, learned, metrics, version = steps[step]
         assert version == step, "the actor's updates are a new policy, the critic's are not"

@@ -45,6 +45,7 @@ from vapo_megatron.parallel.offload import check_host_memory, is_on
 from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.planning.host_memory import host_bytes
 from vapo_megatron.reward.scoring import check_verdicts, with_scores
+from vapo_megatron.reward.verifiers import default_name
 from vapo_megatron.roles.actor import Actor, Reference
 from vapo_megatron.roles.advantages import (
     with_advantages,
@@ -61,7 +62,7 @@ from vapo_megatron.rollout.replay import Replay
 from vapo_megatron.rollout.source import OnProgress, RolloutSource
 from vapo_megatron.run.checkpoint import load as checkpoint
 from vapo_megatron.run.output import RunOutput, kept_if_skipped
-from vapo_megatron.run.step_metrics import sampler_difference, step_metrics
+from vapo_megatron.run.step_metrics import metrics_by_label, sampler_difference, step_metrics
 
 
 class StepData(NamedTuple):
@@ -192,6 +193,7 @@ class StepTrainer:
         _, summary, batch, entropy, *_ = data
         self.output.rollouts(step, data.scored, summary, batch, entropy, self.source.decode)
         metrics = step_metrics(summary, batch, entropy, config.algorithm, self.ranks)
+        metrics |= metrics_by_label(summary, self.source.labels)
         return {**metrics, **data.metrics, **learned}
 
     def prepare(self, step: int) -> StepData:
@@ -266,7 +268,7 @@ class StepTrainer:
         self, replay: Path | None, inputs: Inputs | None, verifier: object | None
     ) -> RolloutSource:
         if replay is not None:
-            return Replay(replay, self.ranks)
+            return Replay(replay, self.ranks, default_name(self.config.reward, verifier))
         # Imported here, because a replay must not import vLLM.
         from vapo_megatron.rollout.sampling import Sampling
 

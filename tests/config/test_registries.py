@@ -2,7 +2,7 @@
 
 import pytest
 
-from vapo_megatron.config.metrics import METRICS, describe, emits
+from vapo_megatron.config.metrics import KINDS, METRICS, describe, emits, metric_by, named
 from vapo_megatron.config.phases import PHASES, TIMED
 from vapo_megatron.config.schema import TimeoutsConfig
 
@@ -37,3 +37,31 @@ def test_what_is_timed_is_described():
         assert PHASES[name].sentence in describe(f"time/{name}_seconds").description
         assert describe(f"memory/{name}_peak_bytes").unit == "bytes"
     assert all(describe(name) is METRICS[name] for name in METRICS if "*" not in name)
+
+
+def test_metrics_by_name_are_declared_by_their_pattern_alone():
+    for kind in KINDS:
+        for pattern in (name for name in METRICS if f"/by_{kind}/" in name):
+            group, _, _, what = pattern.split("/")
+            what = what.replace("K", "16")
+            for label in ("math", "near:Near", "a.b-c_1"):
+                name = metric_by(group, kind, label, what)
+                assert describe(name) is METRICS[pattern]
+                assert named(name) == (group, kind, label, what)
+    for name in (
+        "reward/by_verifier/math/acuracy", "reward/by_judge/math/accuracy", "reward/by_verifier/x",
+        "reward/by_verifier/a b/accuracy", "reward/by_verifier/a/b/accuracy", "reward/mean/x",
+        "reward/by_verifier//accuracy", "evaluation/by_source/x/avg@0", "actor/by_source/x/share",
+    ):  # fmt: skip
+        assert describe(name) is None, name
+    assert named("reward/mean") is None and named("reward/by_verifier/a b/accuracy") is None
+    with pytest.raises(AssertionError, match="a/b"):
+        metric_by("reward", "source", "a/b", "share")
+
+    @emits("reward/by_verifier/NAME/accuracy")
+    def measured(name):
+        return {name: 1.0}
+
+    assert measured("reward/by_verifier/code/accuracy")
+    with pytest.raises(AssertionError, match="reward/by_source/NAME/accuracy"):
+        measured("reward/by_source/code/accuracy")

@@ -171,7 +171,7 @@ def sampled(hf, tmp, kinds, steps, algorithm, state, out_of_time):
                 found.append(str(error) or type(error).__name__)
                 continue
             dist.barrier()  # The main rank has given the dump its name.
-            replay = Replay(tmp / "run", place)
+            replay = Replay(tmp / "run", place, "math")
             replayed = {
                 s - 1: replay.rollouts(s - 1, 0, phase, trains_actor=trains_actor)[0]
                 for s in held_steps(tmp / "run/replay")

@@ -113,7 +113,7 @@ def _replay(hf, root, sections, step):
     from vapo_megatron.parallel import groups
     from vapo_megatron.rollout.replay import Replay
 
-    replay = Replay(root, groups.initialize(config(hf, **sections).parallel))
+    replay = Replay(root, groups.initialize(config(hf, **sections).parallel), "math")
     try:
         scored, metrics = replay.rollouts(step, 0, contextlib.nullcontext, trains_actor=True)
         assert metrics == {}, "nothing is sampled"

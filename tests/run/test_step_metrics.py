@@ -6,7 +6,10 @@ Does not exercise pipeline or tensor parallelism: their ranks hold the same batc
 import pytest
 import torch
 
-from vapo_megatron.data.batch import RolloutBatch, StepSummary
+from vapo_megatron.data.batch import STATUSES, RolloutBatch, StepSummary
+from vapo_megatron.data.labels import labels_of
+from vapo_megatron.data.problems import Problem
+from vapo_megatron.run.step_metrics import metrics_by_label
 
 LENGTHS = [2, 3, 1]
 REWARDS = [1.0, -1.0, 1.0]
@@ -117,6 +120,49 @@ def test_whitening_uses_all_ranks(workers):
     # One rank with all responses computes the same: those of 0, 1, 2 are tokens 0:2, 2:5, 5:6.
     alone = workers.run(1, on_rank, SHARES[1], algorithm, None)[0][0]
     torch.testing.assert_close(advantages, alone[[2, 3, 4, 0, 1, 5]], rtol=0, atol=1e-7)
+
+
+def test_metrics_by_name_count_every_response_once():
+    """Five responses, of problems 4 4 1 1 7; problem 9 is not in this step."""
+    summary = StepSummary(
+        prompt_lengths=torch.ones(5).long(), response_lengths=torch.tensor([2, 4, 3, 9, 5]),
+        statuses=torch.tensor([STATUSES.index(s) for s in ("correct", "wrong", "correct",
+                                                           "timed_out", "failed")]),
+        truncated=torch.zeros(5).bool(), rewards=torch.tensor([1.0, -1, 0.5, -1, -0.25]),
+        prompt_indices=torch.tensor([4, 4, 1, 1, 7]), sources=torch.zeros(5).long(),
+    )  # fmt: skip
+    labels = {
+        "verifier": {1: "code", 4: "math", 7: "math", 9: "taste"},
+        "source": {1: "b", 4: "a", 7: "b", 9: "b"},
+    }
+    assert metrics_by_label(summary, labels) == pytest.approx({
+        "reward/by_verifier/math/share": 3 / 5, "reward/by_verifier/math/accuracy": 1 / 3,
+        "reward/by_verifier/math/reward_mean": -0.25 / 3,
+        "reward/by_verifier/math/response_length_mean": 11 / 3,
+        "reward/by_verifier/math/failed_fraction": 1 / 3,
+        "reward/by_verifier/code/share": 2 / 5, "reward/by_verifier/code/accuracy": 1 / 2,
+        "reward/by_verifier/code/reward_mean": -0.5 / 2,
+        "reward/by_verifier/code/response_length_mean": 6.0,
+        "reward/by_verifier/code/failed_fraction": 1 / 2,
+        "reward/by_verifier/taste/share": 0.0,
+        "reward/by_source/a/share": 2 / 5, "reward/by_source/a/accuracy": 1 / 2,
+        "reward/by_source/a/reward_mean": 0.0, "reward/by_source/a/response_length_mean": 3.0,
+        "reward/by_source/a/failed_fraction": 0.0,
+        "reward/by_source/b/share": 3 / 5, "reward/by_source/b/accuracy": 1 / 3,
+        "reward/by_source/b/reward_mean": -0.75 / 3,
+        "reward/by_source/b/response_length_mean": 17 / 3,
+        "reward/by_source/b/failed_fraction": 2 / 3,
+    })  # fmt: skip
+    assert metrics_by_label(summary, {}) == {}
+
+
+def test_only_what_a_run_has_several_of_has_names():
+    plain, code = Problem("p"), Problem("p", "", {"verifier": "code"})
+    assert labels_of([(0, plain), (3, code)], "math") == {"verifier": {0: "math", 3: "code"}}
+    assert labels_of([(0, plain), (1, code)], "code") == {}
+    own = [(i, Problem("p", source=name)) for i, name in enumerate("aab")]
+    assert labels_of(own, "math") == {"source": {0: "a", 1: "a", 2: "b"}}
+    assert labels_of(own[:2], "math") == labels_of([], "math") == {}
 
 
 def test_a_sampler_that_differs_stops_every_rank(workers):

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from vapo_megatron.config.phases import PHASES, TIMED
 
@@ -26,6 +26,35 @@ class Metric:
     description: str
 
 
+LABEL = r"[\w.:-]{1,64}"
+"""Regular expression of the names, of verifiers and of data sources, that metrics go by."""
+_JUDGED = {"verifier": "that this verifier judged", "source": "to this data source's problems"}
+KINDS = tuple(_JUDGED)
+"""What metrics are broken down by."""
+
+
+def _by(kind: str) -> dict[str, Metric]:
+    """Return the metrics that a run has for each name of a kind, where it has more than one."""
+    judged = _JUDGED[kind]
+    return {
+        f"reward/by_{kind}/NAME/accuracy": Metric("", f"Fraction correct of responses {judged}."),
+        f"reward/by_{kind}/NAME/reward_mean": Metric("", f"Mean reward of responses {judged}."),
+        f"reward/by_{kind}/NAME/response_length_mean": Metric(
+            "tokens", f"Mean length of responses {judged}."
+        ),
+        f"reward/by_{kind}/NAME/failed_fraction": Metric(
+            "", f"Fraction of responses {judged} whose verification failed or timed out."
+        ),
+        f"reward/by_{kind}/NAME/share": Metric("", f"Share of the step's responses {judged}."),
+        f"evaluation/by_{kind}/NAME/avg@K": Metric(
+            "", f"As avg@K, of held-out responses {judged}."
+        ),
+        f"evaluation/by_{kind}/NAME/response_length_mean": Metric(
+            "tokens", f"Mean length of held-out responses {judged}."
+        ),
+    }
+
+
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("", "Mean shaped reward of the step's responses."),
     "reward/correct_fraction": Metric(
@@ -37,6 +66,8 @@ METRICS: dict[str, Metric] = {
         "",
         "Fraction of responses that the verifier failed to judge; see reward.max_failed_fraction.",
     ),
+    **_by("verifier"),
+    **_by("source"),
     "rollout/response_length_mean": Metric("tokens", "Mean response length, stop token included."),
     "rollout/response_length_max": Metric("tokens", "Longest response."),
     "rollout/truncated_fraction": Metric("", "Fraction truncated by a length limit."),
@@ -134,19 +165,18 @@ METRICS: dict[str, Metric] = {
     "time/*_seconds": Metric("s", "Time in one phase of the step, on rank 0."),
     "time/step_seconds": Metric("s", "Time of the whole step."),
 }
-"""Every metric; K stands for a number, * for one of phases.TIMED."""
+"""Every metric; K stands for a number, * for one of phases.TIMED, NAME for a LABEL."""
 
 _AVG_AT_K = re.compile(r"evaluation/avg@[1-9]\d*")
-_AT_K = re.compile(r"evaluation/(avg|pass|majority)@[1-9]\d*")
+_NAMED = re.compile(
+    rf"(?P<group>\w+)/by_(?P<kind>{'|'.join(KINDS)})/(?P<label>{LABEL})/(?P<what>.+)"
+)
 _PHASE_SECONDS = re.compile(r"time/(\w+)_seconds")
 _PHASE_PEAK = re.compile(r"memory/(\w+)_peak_bytes")
 
 
 def describe(name: str) -> Metric | None:
     """Return the description of a concrete name, such as `avg@32`; None if it is unknown."""
-    at_k = _AT_K.fullmatch(name)
-    if at_k:
-        return METRICS[f"evaluation/{at_k[1]}@K"]
     phase = _PHASE_SECONDS.fullmatch(name)
     if phase and phase[1] in TIMED:
         return Metric("s", f"Time of this phase: {PHASES[phase[1]].sentence}.")
@@ -155,7 +185,32 @@ def describe(name: str) -> Metric | None:
         happens = PHASES[phase[1]].sentence
         what = f"Highest peak memory of a rank (GPU, or resident) in this phase: {happens}."
         return Metric("bytes", what)
-    return METRICS.get(name)
+    return METRICS.get(_registered(name))
+
+
+class Named(NamedTuple):
+    """The parts of a metric's name that goes by verifier or source."""
+
+    group: str
+    """reward or evaluation."""
+    kind: str
+    """One of KINDS."""
+    label: str
+    """The verifier or the source."""
+    what: str
+    """Such as accuracy."""
+
+
+def metric_by(group: str, kind: str, label: str, what: str) -> str:
+    """Return the name of a metric that goes by verifier or source; see Named."""
+    assert re.fullmatch(LABEL, label), f"{label!r} was checked to match {LABEL}"
+    return f"{group}/by_{kind}/{label}/{what}"
+
+
+def named(name: str) -> Named | None:
+    """Take the name of a metric that goes by verifier or source apart; None: it is another."""
+    match = _NAMED.fullmatch(name)
+    return None if match is None else Named(**match.groupdict())
 
 
 def accuracy_name(row: Mapping[str, Any]) -> str | None:
@@ -189,5 +244,8 @@ def emits(*names: str) -> Callable[[_Function], _Function]:
 
 
 def _registered(name: str) -> str:
-    """Return the key in METRICS: with K for the number of samples."""
+    """Return the key in METRICS: with K for the number of samples, and NAME for a label."""
+    found = named(name)
+    if found is not None:
+        name = metric_by(found.group, found.kind, "NAME", found.what)
     return re.sub(r"@[1-9]\d*$", "@K", name)

@@ -78,6 +78,13 @@ def reward_model_refusals(*, has_reward_model: bool) -> tuple[str | None, str | 
     )
 
 
+def default_name(reward: RewardConfig, verifier: object | None = None) -> str:
+    """Return what metrics call the verifier of rows that name none; verifier: see Verifiers."""
+    if verifier is None:
+        return reward.verifier
+    return verifier.__name__ if isinstance(verifier, type) else type(verifier).__name__
+
+
 class Verifiers:
     """All verifiers of a run, as one: a RunningVerifier, and a context manager that closes it.
 

@@ -202,6 +202,8 @@ def _pack(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
         **_joined("prompt_tokens", (np.array(p.token_ids, np.int32) for p in number)),
         **_joined("prompt_text", (_to_bytes(p.text) for p in number)),
         **_joined("answer", (_to_bytes(p.answer) for p in number)),
+        **_names("verifier", [p.problem.verifier for p in number]),
+        **_names("source", [p.source for p in number]),
         "prompt": np.array(prompt, np.int32),
         "sample": np.array([r.sample for r in rollouts], np.int32),
         "position": np.array([r.position for r in rollouts], np.int32),
@@ -213,6 +215,13 @@ def _pack(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
         **_joined("logprobs", (np.array(r.logprobs, np.float32) for r in rollouts)),
         **_joined("text", (_to_bytes(item.text) for item in scored)),
     }
+
+
+def _names(name: str, names: Sequence[str | None]) -> dict[str, np.ndarray]:
+    """Nothing where no problem has one, as in most runs; an empty text stands for none."""
+    if not any(names):
+        return {}
+    return _joined(name, (_to_bytes(each or "") for each in names))
 
 
 def _joined(name: str, parts: Iterator[np.ndarray]) -> dict[str, np.ndarray]:
@@ -236,6 +245,11 @@ def _unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
     def texts(name: str) -> list[str]:
         return [part.tobytes().decode("utf-8", "surrogatepass") for part in parts(name)]
 
+    def names(name: str) -> list[str | None]:
+        if name not in arrays:
+            return [None] * len(arrays["prompt_index"])
+        return [found or None for found in texts(name)]
+
     prompts = list(
         map(
             Prompt,
@@ -243,6 +257,8 @@ def _unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
             texts("prompt_text"),
             [tuple(part.tolist()) for part in parts("prompt_tokens")],
             texts("answer"),
+            [{} if name is None else {"verifier": name} for name in names("verifier")],
+            names("source"),
         )
     )
     rollouts = map(

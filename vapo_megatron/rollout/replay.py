@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING
 from vapo_megatron.config import AlgorithmConfig, RolloutConfig
 from vapo_megatron.config.phases import REPLAY
 from vapo_megatron.data.batch import ScoredRollout
+from vapo_megatron.data.labels import labels_of
+from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import DataError
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.rollout.dump import held_steps, read_file, read_headers
@@ -23,9 +26,13 @@ if TYPE_CHECKING:
 class Replay(RolloutSource):
     """A source whose step s is step s of a dump; it has no data, sampler or evaluation."""
 
-    def __init__(self, directory: Path, ranks: Ranks) -> None:
-        """Find the dump in a run directory or its replay directory; check_dump has accepted it."""
+    def __init__(self, directory: Path, ranks: Ranks, default_verifier: str) -> None:
+        """Find the dump in a run directory or its replay directory; check_dump has accepted it.
+
+        default_verifier: see labels_of. A replay knows the names in the step that it reads.
+        """
         self._root, self._ranks = replay_directory(directory), ranks
+        self._default_verifier = default_verifier
         self.note = f"replay of {self._root}: nothing is sampled, published or evaluated"
 
     def rollouts(
@@ -48,10 +55,15 @@ class Replay(RolloutSource):
                     scored += read_file(files[index][0])
             except DataError as error:
                 problem = str(error)
-            problems = gather_objects(problem)
-        for found in problems:
+            # The dump has of each problem its verifier and source alone, where it has them.
+            named = {s.rollout.prompt.index: s.rollout.prompt for s in scored}
+            names = [(i, Problem("", "", p.metadata, p.source)) for i, p in named.items()]
+            gathered = gather_objects((problem, names))
+        for found, _ in gathered:
             if found:
                 raise DataError(found)
+        every = itertools.chain.from_iterable(names for _, names in gathered)
+        self.labels = labels_of(every, self._default_verifier)
         # Dynamic sampling leaves a rank's groups scattered over the step.
         return sorted(scored, key=lambda s: s.rollout.position), {}
 

@@ -22,10 +22,12 @@ from vapo_megatron.config import (
 )
 from vapo_megatron.config.phases import DUMP, EVALUATION, GENERATION, REWARD
 from vapo_megatron.data.batch import ScoredRollout
+from vapo_megatron.data.labels import labels_of
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.reward.scoring import VerdictStream, score_rollouts, start_verifiers
+from vapo_megatron.reward.verifiers import default_name
 from vapo_megatron.rollout.dump import write_step
 from vapo_megatron.rollout.dynamic_sampling import sample_mixed_groups
 from vapo_megatron.rollout.evaluation.judging import evaluate, judge_problems
@@ -72,6 +74,10 @@ class Sampling(RolloutSource):
             reward, self._dataset, self._held_out, rollout.tensor_model_parallel_size, verifier,
             has_reward_model=model.reward_hf_path is not None,
         )  # fmt: skip
+        name = default_name(reward, verifier)
+        self.labels = labels_of(enumerate(self._dataset.rows), name)
+        held_out = () if self._held_out is None else self._held_out.rows
+        self._held_out_labels = labels_of(enumerate(held_out), name)
         # Imported here: loading vLLM takes long, and the checks above may fail first.
         from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
@@ -191,7 +197,7 @@ class Sampling(RolloutSource):
                 on_progress=on_progress,
                 has_time=has_time,
             )
-            return evaluate(judged, problems, self._evaluation.samples)
+            return evaluate(judged, problems, self._evaluation.samples, self._held_out_labels)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next prompt."""

@@ -16,8 +16,9 @@ from vapo_megatron.algorithm.statistics import (
     moments,
 )
 from vapo_megatron.config import AlgorithmConfig
-from vapo_megatron.config.metrics import emits
+from vapo_megatron.config.metrics import METRICS, emits, metric_by
 from vapo_megatron.data.batch import STATUSES, RolloutBatch, StepSummary
+from vapo_megatron.data.labels import Labels
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import max_over_world, sum_over_data_parallel
 
@@ -137,3 +138,41 @@ def step_metrics(
             "algorithm/lambda_actor_mean": torch.as_tensor(lambda_actor).mean(),
         }
     return {name: float(value) for name, value in result.items()}
+
+
+@emits(*(name for name in METRICS if name.startswith("reward/by_")))
+def metrics_by_label(summary: StepSummary, labels: Labels) -> dict[str, float]:
+    """Break a step's rewards and lengths down by verifier and by source; nothing is communicated.
+
+    Args:
+        summary: of all ranks' responses.
+        labels: of the run's problems, the same on every rank.
+
+    Returns:
+        Of each name in labels its share of the responses, and where that is not 0 the others; the
+        same on every rank.
+    """
+    result: dict[str, float] = {}
+    failed = [STATUSES.index(status) for status in ("failed", "timed_out")]
+    columns = {
+        "accuracy": summary.is_correct,
+        "reward_mean": summary.rewards,
+        "response_length_mean": summary.response_lengths,
+        "failed_fraction": torch.isin(summary.statuses, torch.tensor(failed)),
+    }
+    indices = summary.prompt_indices.tolist()
+    for kind, names in labels.items():
+        # Names are numbered once, so that the work per response does not grow with their number.
+        number = {name: i for i, name in enumerate(sorted(set(names.values())))}
+        rows = torch.tensor([number[names[index]] for index in indices])
+        counts = rows.bincount(minlength=len(number)).double()
+        sums = {
+            what: rows.bincount(column.double(), minlength=len(number))
+            for what, column in columns.items()
+        }
+        for name, i in number.items():
+            result[metric_by("reward", kind, name, "share")] = float(counts[i]) / len(rows)
+            if counts[i]:
+                for what, total in sums.items():
+                    result[metric_by("reward", kind, name, what)] = float(total[i] / counts[i])
+    return result

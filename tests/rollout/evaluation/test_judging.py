@@ -16,6 +16,8 @@ from vapo_megatron.errors import Stopped
 from vapo_megatron.reward.math_verifier import MathVerifier
 
 SAMPLES = 4
+LABELS = {"source": dict(enumerate("xyxyy")), "verifier": {0: "math", 1: "math", 2: "exact"}}
+LABELS["verifier"] |= {3: "exact", 4: "math"}
 # Evaluate's batches hold 2 * 2 // 4 = 1 problem for each replica.
 SECTIONS = (
     EvaluationConfig(samples=SAMPLES),
@@ -102,7 +104,7 @@ def judged_on(replicas_of, count, batch):
         judged = judge_problems(
             sampler, verifier, problems(count), *SECTIONS, decode=decode, policy_version=0
         )
-        metrics = evaluate(judged, problems(count), SAMPLES)
+        metrics = evaluate(judged, problems(count), SAMPLES, LABELS)
     if verifier is not None:
         verifier.close()
     sizes = [len(asked) for asked in sampler.asked]
@@ -122,7 +124,7 @@ def stopped_on(out_of_time):
             sampler, verifier, problems(5), *SECTIONS,
             decode=decode, policy_version=0, has_time=has_time,
         )  # fmt: skip
-        evaluate(judged, problems(5), SAMPLES)
+        evaluate(judged, problems(5), SAMPLES, LABELS)
     return len(sampler.asked)
 
 
@@ -170,6 +172,17 @@ def test_neither_replicas_nor_ranks_nor_batches_change_the_result(workers):
     assert metrics["evaluation/response_length_mean"] == 4.5
     # Longer than 6: p + s > 5, of p in 0..4 and s in 0..3: (3,3), (4,2), (4,3).
     assert metrics["evaluation/truncated_fraction"] == 3 / 20
+    # Of problems 0 and 2; 1, 3 and 4; 2 and 3; 0, 1 and 4.
+    assert {name: value for name, value in metrics.items() if "/by_" in name} == pytest.approx({
+        "evaluation/by_source/x/avg@4": 2 / 8,
+        "evaluation/by_source/x/response_length_mean": 1 + 1 + 1.5,
+        "evaluation/by_source/y/avg@4": 4 / 12,
+        "evaluation/by_source/y/response_length_mean": 1 + 8 / 3 + 1.5,
+        "evaluation/by_verifier/exact/avg@4": 3 / 8,
+        "evaluation/by_verifier/exact/response_length_mean": 1 + 2.5 + 1.5,
+        "evaluation/by_verifier/math/avg@4": 3 / 12,
+        "evaluation/by_verifier/math/response_length_mean": 1 + 5 / 3 + 1.5,
+    })  # fmt: skip
 
 
 def test_batches_and_progress(workers):

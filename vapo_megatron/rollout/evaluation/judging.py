@@ -16,8 +16,9 @@ import torch
 
 from vapo_megatron.algorithm.group_sampling import repeat_for_group
 from vapo_megatron.config import EvaluationConfig, RolloutConfig
-from vapo_megatron.config.metrics import emits
+from vapo_megatron.config.metrics import METRICS, emits, metric_by
 from vapo_megatron.data.batch import Prompt, Rollout
+from vapo_megatron.data.labels import Labels, by_label
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.reduce import sum_over_world
 from vapo_megatron.reward.scoring import Judged, VerdictStream
@@ -36,9 +37,10 @@ JudgedProblems = list[tuple[Prompt, list[Response]]]
     "evaluation/majority@K",
     "evaluation/response_length_mean",
     "evaluation/truncated_fraction",
+    *(name for name in METRICS if name.startswith("evaluation/by_")),
 )
 def evaluate(
-    judged: Iterable[JudgedProblems], problems: Sequence[Prompt], samples: int
+    judged: Iterable[JudgedProblems], problems: Sequence[Prompt], samples: int, labels: Labels
 ) -> tuple[dict[str, float], list[int]]:
     """Reduce judged responses to metrics. Collective over the world.
 
@@ -46,10 +48,12 @@ def evaluate(
         judged: from judge_problems, which samples while it is iterated.
         problems: all that are judged, on any rank.
         samples: K responses of each.
+        labels: of the problems.
 
     Returns:
         On every rank (metrics, correct): evaluation/avg@K, pass@K, majority@K, response_length_mean
-        and truncated_fraction over all problems; each problem's number of correct responses of K.
+        and truncated_fraction over all problems, avg@K and response_length_mean over those of each
+        label; each problem's number of correct responses of K.
 
     Raises:
         Stopped: on every rank: one of them has no time left.
@@ -68,11 +72,17 @@ def evaluate(
     if -math.inf in count:
         raise Stopped
     assert count == [1.0] * len(problems), "every problem is judged on exactly one rank"
-    found = means([dict(zip(names, row)) for row in zip(*columns)])
+    values = [dict(zip(names, row)) for row in zip(*columns)]
+    found = means(values)
     shown = [f"{what}@{samples}" for what in ("avg", "pass", "majority")]
     shown += ["response_length_mean", "truncated_fraction"]
-    correct = [round(samples * share) for share in columns[names.index(f"avg@{samples}")]]
-    return {f"evaluation/{name}": found[name] for name in shown}, correct
+    metrics = {f"evaluation/{name}": found[name] for name in shown}
+    indices = [prompt.index for prompt in problems]
+    for (kind, label), some in by_label(dict(zip(indices, values)), labels).items():
+        of_label = means(some)
+        for what in (f"avg@{samples}", "response_length_mean"):
+            metrics[metric_by("evaluation", kind, label, what)] = of_label[what]
+    return metrics, [round(samples * value[f"avg@{samples}"]) for value in values]
 
 
 def sampling_settings(evaluation: EvaluationConfig, max_response_tokens: int) -> SamplingSettings:
