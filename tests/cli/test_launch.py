@@ -380,7 +380,7 @@ def test_a_python_without_the_requirements_is_named(tmp_path):
     bare.chmod(0o755)
     done = start("bash", recipe("7b"), "--dry-run", VAPO_PYTHON=str(bare))
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "has no module 'yaml'; activate the environment" in done.stderr
+    assert "has no module 'pydantic'; activate the environment" in done.stderr
 
 
 @pytest.mark.slow

@@ -232,6 +232,23 @@ MISTAKES = {
         append("train.jsonl", '{"prompt": "\\ud800", "answer": 1}'), [],
         "line 4: prompt contains half of a surrogate pair, which is not valid Unicode; correct",
     ),
+    "chat without a template": (
+        append("train.jsonl", '{"prompt": [{"role": "user", "content": "w1"}], "answer": 1}'), [],
+        "train.jsonl, line 4: prompt has chat messages, but the tokenizer has no chat template; "
+        "correct or remove the row, use the tokenizer of a chat model, or make all prompts texts",
+    ),
+    "no file of a source": (
+        nothing, ["data.train_path=null", "data.sources.math.path=/a.jsonl"],
+        "data.sources.math.path=/a.jsonl does not exist; set data.sources.math.path to an",
+    ),
+    "missing column of a source": (
+        nothing,
+        [
+            "data.train_path=null", "data.sources.math.path={place}/train.jsonl",
+            "data.sources.math.prompt_column=question",
+        ],
+        "train.jsonl, line 1 has no column 'question'; set data.sources.math.prompt_column to one",
+    ),
     "missing column": (
         nothing, ["data.answer_column=solution"],
         "train.jsonl, line 1 has no column 'solution'; set data.answer_column to one of those it "
@@ -325,6 +342,11 @@ MISTAKES = {
     "checkpoint of a replay": (
         checkpoint("run", of="a replay"), [], "was written by a replay, which has no position in",
     ),
+    "checkpoint of one file": (
+        checkpoint("run"),
+        ["data.train_path=null", "data.sources.a.path={place}/train.jsonl"],
+        "cannot resume the data: data.sources were none when the checkpoint was written and are a",
+    ),
     "checkpoint of other data": (
         checkpoint("run", seed=7), [],
         "its seed was 7 when the checkpoint was written and is 0 now; restore it, or start another",
@@ -355,6 +377,14 @@ OF_VERIFIER = {
     "unreadable answer": (
         append("train.jsonl", '{"prompt": "w1", "answer": "??"}'), [],
         "train.jsonl: row 3 (from 0) has the answer '??', which the verifier cannot parse; correct",
+    ),
+    "unreadable answer of a source": (
+        append("test.jsonl", '{"prompt": "w1", "answer": "??"}'),
+        [
+            "data.train_path=null", "data.sources.a.path={place}/train.jsonl",
+            "data.sources.b.path={place}/test.jsonl", "evaluation.path=null",
+        ],
+        "test.jsonl: row 3 (from 0) has the answer '??', which the verifier cannot parse; correct",
     ),
     "unreadable held-out answer": (
         append("test.jsonl", '{"prompt": "w1", "answer": "??"}'), [],

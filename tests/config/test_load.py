@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vapo_megatron.config import ConfigError, VapoConfig, describe_fields, load_config
+from vapo_megatron.config import (
+    ConfigError,
+    SourceConfig,
+    VapoConfig,
+    describe_fields,
+    load_config,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -276,6 +282,73 @@ def test_fields_that_do_not_fit_together():
             assert part in message, (overrides, parts)
 
 
+MATH = "data.sources.math.path=math.jsonl"
+SOURCES = [
+    (["data.sources.math.weight=2"], "data.sources.math.path is required; set it to a file of"),
+    (
+        [MATH, "data.train_path=a.jsonl"],
+        "train_path=a.jsonl must not be combined with data.sources",
+    ),
+    ([MATH, "data.sources.math.wieght=2"], "math.wieght; did you mean data.sources.math.weight?"),
+    (
+        [MATH, "data.sources.code=code.jsonl"],
+        "data.sources.code is a section, found 'code.jsonl'; ",
+    ),
+    ([MATH, "data.sources={1: {path: b}}"], "data.sources: the name 1 must be text; quote it"),
+    ([MATH, "data.sources={'a b': {path: b}}"], "data.sources.a b: a name must have letters, dig"),
+    ([MATH, "data.sources.math.weight=-1"], "data.sources.math.weight=-1 must be greater than or "),
+    ([MATH, "data.sources.math.weight=x"], "math.weight='x' must be a valid number; change it, or"),
+    ([MATH, "data.sources.math.weight=0"], "after 0 steps the weights of math are all 0; one must"),
+    (
+        [MATH, "data.sources.math.schedule=[[4, 1], [9, 0]]"],
+        "data.sources: after 9 steps the weights of math are all 0; one must be above 0 in every "
+        "step of the run: raise a weight, or a factor of its schedule",
+    ),
+    (
+        [MATH, "data.sources.math.schedule=[[0, x]]"],
+        "math.schedule[0][1]='x' must be a valid number",
+    ),
+    ([MATH, "data.sources.math.schedule=[[0]]"], "math.schedule=[[0.0]] must be a list of [steps"),
+    (
+        [MATH, "data.sources.math.schedule=[[5, 1], [5, 0]]"],
+        "each with more steps than the one bef",
+    ),
+    ([MATH, "data.sources.math.schedule=[[0, -1]]"], "none below 0, each with more"),
+    (
+        [MATH, "data.sources.math.verifier=mth"],
+        "data.sources.math.verifier=mth must be one of code, exact, judge, math, pairwise, reward_"
+        "model; change it, or add it to reward.verifiers",
+    ),
+    (
+        [MATH, "data.sources.math.verifier=reward_model"],
+        "data.sources.math.verifier, which is reward_model, needs model.reward_hf_path, found null",
+    ),
+]
+"""Overrides, and a part of the error's line."""
+
+
+@pytest.mark.parametrize(("overrides", "words"), SOURCES)
+def test_sources_that_are_no_mixture(overrides, words):
+    message = rejected(*overrides)
+    assert words in message and "\n" not in message, message
+
+
+def test_sources_read_back_and_an_override_changes_one(tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        "data:\n  sources:\n    math: {path: m.jsonl, schedule: [[0, 1], [9, 0.5]]}\n"
+        "    code: {path: c.jsonl, verifier: tests}\n"
+        "reward: {verifiers: {tests: {use: code}}}\n"
+    )
+    config = load_config(tmp_path / "a.yaml", ["data.sources.math.weight=3"])
+    assert config.data.sources["math"].weight_after(9) == 1.5
+    assert config.data.sources["code"].verifier == "tests"
+    # Weights of 0 after the last step are no mistake.
+    end = config.algorithm.num_steps
+    load_config([], [MATH, f"data.sources.math.schedule=[[0, 1], [{end}, 0]]"])
+    (tmp_path / "b.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "b.yaml") == config
+
+
 def test_layouts_that_fit_are_accepted():
     config = load_config(
         [],
@@ -340,6 +413,8 @@ def fields():
             yield name, info
         else:
             yield from ((f"{name}.{field}", inner) for field, inner in section.items())
+    for field, info in SourceConfig.model_fields.items():
+        yield f"data.sources.NAME.{field}", info
 
 
 def test_help_has_every_field_with_default_symbol_kind_and_sentence():

@@ -70,6 +70,19 @@ def test_parquet_gives_what_jsonl_gives(tmp_path):
     assert load_problems(tmp_path / "b.parquet") == [Problem("a", "1.5"), Problem("b", "2.0")]
 
 
+def test_a_source_has_its_name_its_columns_and_its_verifier(tmp_path):
+    rows = [{"q": "a", "a": 1, "verifier": "exact"}, {"q": "b", "a": 2, "verifier": None}]
+    path = write(tmp_path / "a.jsonl", *map(json.dumps, [*rows, {"q": "c", "a": 3}]))
+    problems = load_problems(path, "q", "a", source="code", verifier="code")
+    assert [(p.prompt, p.answer, p.source) for p in problems] == [
+        ("a", "1", "code"), ("b", "2", "code"), ("c", "3", "code")
+    ]  # fmt: skip
+    assert [p.verifier for p in problems] == ["exact", "code", "code"]
+    assert [p.verifier for p in load_problems(path, "q", "a")] == ["exact", None, None]
+    with pytest.raises(DataError, match="no column 'x'; set data.sources.code.answer_column to"):
+        load_problems(path, "q", "x", source="code")
+
+
 @pytest.fixture
 def any_digits():
     """Integers of any length are read in this process, as the verifier of programs has it."""

@@ -14,6 +14,7 @@ import pytest
 
 from tests.docs.commands import MARKS, PAGES, ROOT, RUNS, commands, inline_commands, run_of
 from vapo_megatron.cli.main import main
+from vapo_megatron.config import load_config
 
 LINKING = [*PAGES, "CHANGELOG.md"]
 BLOCKS = [command for page in PAGES for command in commands(page)]
@@ -62,6 +63,19 @@ def output(command, monkeypatch, capfd):
 @pytest.mark.parametrize("command", QUICK, ids=lambda command: f"{command.page}: {command.text}")
 def test_a_quick_command(command, monkeypatch, capfd):
     assert run_of(command).shows in output(command, monkeypatch, capfd)
+
+
+def test_every_block_of_yaml_is_a_configuration(tmp_path):
+    texts = {page: (ROOT / page).read_text() for page in PAGES}
+    blocks = [
+        (page, block)
+        for page, text in texts.items()
+        for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.M | re.S)
+    ]
+    assert {page for page, _ in blocks} >= {"docs/data.md", "docs/reward.md"}
+    for _, block in blocks:
+        (tmp_path / "block.yaml").write_text(block)
+        load_config(tmp_path / "block.yaml")
 
 
 @functools.cache

@@ -1,8 +1,9 @@
 """Responses are judged while others are sampled: afterwards the last verdicts alone are waited for.
+A step's prompts come from the sources that its weights name, on any number of ranks.
 
 Data, tokenizer, and the way through a step and an evaluation are real. The sampler is a stand-in
 that ends a response only once the one before has its verdict. Not exercised: vLLM, which tells of
-each response as it ends (tests/rollout/vllm/test_engine.py), and several ranks.
+each response as it ends (tests/rollout/vllm/test_engine.py).
 """
 
 import contextlib
@@ -11,7 +12,10 @@ import threading
 from array import array
 from unittest import mock
 
+import torch.distributed as dist
+
 from tests.dumped import MODEL, NUM_RESPONSES, config
+from tests.rollout import test_dynamic_sampling
 from tests.rollout.test_dynamic_sampling import sampling
 from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
@@ -113,3 +117,55 @@ def test_verdicts_come_while_others_are_sampled(workers, tmp_path):
     assert judged == [(f"w{3 + i}Answer: 7", "correct") for i in range(NUM_RESPONSES)]
     assert NUM_RESPONSES - 1 <= before <= after == NUM_RESPONSES
     assert metrics[f"evaluation/avg@{SAMPLES}"] == 1
+
+
+def drawn_in_steps(settings, first, last, state):
+    """(Of each step: position -> source and prompt, the data's state), of this rank; a worker's."""
+    parallel = settings.parallel.model_copy(update={"world_size": dist.get_world_size()})
+    settings = settings.model_copy(update={"parallel": parallel})
+    kinds = "mw" * 50  # Half of the groups are mixed, so a step takes several rounds.
+    make_engine = lambda: test_dynamic_sampling.Engine(  # noqa: E731
+        kinds, dist.get_rank(), dist.get_world_size()
+    )
+    source, _ = sampling(settings, make_engine)
+    phase = contextlib.contextmanager(lambda name: iter([lambda *_, **__: None]))
+    found = []
+    with contextlib.closing(source):
+        if state is not None:
+            source.load_state_dict(state)
+        for step in range(first, last):
+            scored, _ = source.rollouts(step, 0, phase, trains_actor=True, has_time=lambda: True)
+            prompts = {s.rollout.position: s.rollout.prompt for s in scored}
+            drawn = {i: (prompt.source, prompt.text) for i, prompt in prompts.items()}
+            found.append((drawn, source.state_dict()))
+    return found
+
+
+def test_a_mixture_is_the_same_on_any_number_of_ranks_and_resumed(workers, tmp_path):
+    """Two ranks in one go; one rank, resumed in the middle of a schedule from the two's state."""
+    hf = write_tiny_hf(tmp_path / "hf", **MODEL)
+    write_tiny_tokenizer(hf, MODEL["vocab"], last=ANSWERS)
+    for name, first, count in (("math", 3, 20), ("code", 30, 8)):
+        rows = [{"prompt": f"w{first + i}", "answer": "7"} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    settings = config(
+        hf,
+        algorithm={"group_size": 2, "dynamic_sampling": True},
+        data={
+            "sources": {
+                "math": {"path": f"{tmp_path}/math.jsonl", "schedule": [[0, 1], [3, 0]]},
+                "code": {"path": f"{tmp_path}/code.jsonl", "schedule": [[0, 0], [3, 1]]},
+            }
+        },
+        reward={"num_workers": 1},
+        logging={"run_dir": str(tmp_path / "run")},
+    )
+    ranks = workers.run(2, drawn_in_steps, settings, 0, 4, None)
+    assert [state for _, state in ranks[0]] == [state for _, state in ranks[1]]
+    both = [{**one, **other} for (one, _), (other, _) in zip(*ranks)]
+    assert all(sorted(drawn) == list(range(NUM_RESPONSES)) for drawn in both)
+    shares = [sum(source == "code" for source, _ in drawn.values()) for drawn in both]
+    assert shares[0] == 0 < shares[1] < shares[2] < shares[3] == NUM_RESPONSES, shares
+    (resumed,) = workers.run(1, drawn_in_steps, settings, 2, 4, ranks[0][1][1])
+    assert [drawn for drawn, _ in resumed] == both[2:]
+    assert resumed[-1][1] == ranks[0][-1][1]

@@ -106,7 +106,7 @@ def check_answers(config: VapoConfig, inputs: Inputs) -> None:
                     bad |= {start + i: reason for i, reason in found.items()}
                 bar.show(len(rows), len(rows))
             if bad:
-                raise unusable_problem(dataset.path, max(bad), bad[max(bad)])
+                raise unusable_problem(*dataset.row(max(bad)), bad[max(bad)])
 
 
 def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = True) -> None:
@@ -125,7 +125,10 @@ def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = Tru
     optional = {"model.critic_hf_path": config.model.critic_hf_path}
     if replay is None:
         optional["model.reward_hf_path"] = config.model.reward_hf_path
-        required["data.train_path"] = config.data.train_path
+        if not config.data.sources:
+            required["data.train_path"] = config.data.train_path
+        for name, source in config.data.sources.items():
+            required[f"data.sources.{name}.path"] = source.path
         optional["evaluation.path"] = config.evaluation.path
     else:
         required["--replay"] = replay

@@ -1,12 +1,12 @@
 """Fields, rules and technique names of a run's configuration."""
 
+from vapo_megatron.config.data import DataConfig, SourceConfig
 from vapo_megatron.config.help import describe_fields
 from vapo_megatron.config.load import load_config, read_config
 from vapo_megatron.config.rules import check_together
 from vapo_megatron.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
-    DataConfig,
     EvaluationConfig,
     LoggingConfig,
     ModelConfig,
@@ -31,6 +31,7 @@ __all__ = [
     "ParallelConfig",
     "RewardConfig",
     "RolloutConfig",
+    "SourceConfig",
     "TimeoutsConfig",
     "VapoConfig",
     "check_together",

@@ -9,7 +9,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 
+from vapo_megatron.config.data import SourceConfig
 from vapo_megatron.config.schema import VapoConfig
+from vapo_megatron.config.section import sections_by_name
 
 
 def describe_fields() -> str:
@@ -21,7 +23,11 @@ def describe_fields() -> str:
             lines += [_describe(name, top), ""]
             continue
         lines.append(f"{name}: {(section.__doc__ or '').strip()}")
-        lines += [_describe(f"{name}.{f}", info) for f, info in section.model_fields.items()]
+        for field, info in section.model_fields.items():
+            lines.append(_describe(f"{name}.{field}", info))
+            inner = sections_by_name(info.annotation)
+            for option, of_option in inner.model_fields.items() if inner else ():
+                lines.append(_describe(f"{name}.{field}.NAME.{option}", of_option))
         lines.append("")
     return "\n".join(lines)
 
@@ -39,6 +45,8 @@ def _default(info: Any) -> str:
 _KIND_NAMES = {int: "integer", float: "number", str: "text", bool: "true | false"}
 _KIND_NAMES |= {type(None): "null", list[int]: "list of integers", list[float]: "[number, number]"}
 _KIND_NAMES |= {dict[str, dict[str, Any]]: "NAME.OPTION=VALUE"}
+_KIND_NAMES |= {dict[str, SourceConfig]: "NAME.FIELD=VALUE"}
+_KIND_NAMES |= {list[list[float]]: "[[number, number], ...]"}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
@@ -74,29 +82,33 @@ def explain_errors(errors: Sequence[Any]) -> list[str]:
     """
     by_field: dict[tuple[str, ...], list[Any]] = {}
     for error in errors:
-        by_field.setdefault(_field_path(error["loc"]), []).append(error)
+        by_field.setdefault(_field_path(error["loc"])[0], []).append(error)
     return [_explain_field(path, found) for path, found in by_field.items()]
 
 
-def _field_path(loc: Sequence[Any]) -> tuple[str, ...]:
-    top = VapoConfig.model_fields[str(loc[0])].annotation
-    is_section = isinstance(top, type) and issubclass(top, BaseModel)
-    depth = 2 if is_section else 1
+def _field_path(loc: Sequence[Any]) -> tuple[tuple[str, ...], Any]:
+    """Return the names that lead to a field, with the index in a list, and the field."""
+    section: Any = VapoConfig
+    path: list[str] = []
+    rest = [*loc]
+    while section is not None:
+        path.append(str(rest.pop(0)))
+        info = section.model_fields[path[-1]]
+        section = info.annotation if hasattr(info.annotation, "model_fields") else None
+        if (named := sections_by_name(info.annotation)) and len(rest) > 1:
+            path.append(str(rest.pop(0)))
+            section = named
     # Below the field, strings name members of a union and integers are list indices.
-    index = [f"[{p}]" for p in loc[depth:] if isinstance(p, int)]
-    return tuple(str(p) for p in loc[:depth]) + tuple(index)
+    return (*path, *(f"[{p}]" for p in rest if isinstance(p, int))), info
 
 
 def _explain_field(path: tuple[str, ...], errors: Sequence[Any]) -> str:
     rules = [e["msg"].removeprefix("Input should be ").split(", unable to ")[0] for e in errors]
     if len(rules) > 1:
         rules = [rule.split(",")[0] for rule in rules]
-    names = [p for p in path if not p.startswith("[")]
-    fields = VapoConfig.model_fields
-    for name in names[:-1]:
-        fields = fields[name].annotation.model_fields  # type: ignore[union-attr]
-    info = fields[names[-1]]
-    name = ".".join(names) + "".join(p for p in path if p.startswith("["))
+    _, info = _field_path(errors[0]["loc"])
+    name = ".".join(p for p in path if not p.startswith("["))
+    name += "".join(p for p in path if p.startswith("["))
     return (
         f"{name}={errors[0]['input']!r} must be {' or '.join(dict.fromkeys(rules))}; change it, or "
         f"leave it out for the default {_default(info)} ({info.description})"

@@ -16,9 +16,8 @@ from pydantic import BaseModel, ValidationError
 
 from vapo_megatron.config.help import explain_errors
 from vapo_megatron.config.rules import check_together
-from vapo_megatron.config.schema import (
-    VapoConfig,
-)
+from vapo_megatron.config.schema import VapoConfig
+from vapo_megatron.config.section import sections_by_name
 from vapo_megatron.errors import ConfigError
 
 
@@ -134,12 +133,20 @@ def _suggest_unknown(section: type[BaseModel], tree: dict[str, Any], prefix: str
         if field is None:
             raise ConfigError(f"unknown field {prefix}{key}; {_hint(section, str(key), prefix)}")
         kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            if not isinstance(value, dict):
-                raise ConfigError(
-                    f"{prefix}{key} is a section, found {value!r}; set {key}.FIELD=VALUE"
-                )
-            _suggest_unknown(kind, value, f"{prefix}{key}.")
+        named = sections_by_name(kind)
+        if named and isinstance(value, dict):
+            for name, inner in value.items():
+                if not isinstance(name, str):
+                    raise ConfigError(f"{prefix}{key}: the name {name!r} must be text; quote it")
+                _suggest_in_section(named, inner, f"{prefix}{key}.{name}")
+        elif isinstance(kind, type) and issubclass(kind, BaseModel):
+            _suggest_in_section(kind, value, f"{prefix}{key}")
+
+
+def _suggest_in_section(section: type[BaseModel], tree: Any, path: str) -> None:
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} is a section, found {tree!r}; set {path}.FIELD=VALUE")
+    _suggest_unknown(section, tree, f"{path}.")
 
 
 def _hint(section: type[BaseModel], key: str, prefix: str) -> str:

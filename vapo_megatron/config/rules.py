@@ -5,6 +5,7 @@ Each returns an error message with field, value, rule and remedy, or None.
 
 from __future__ import annotations
 
+from vapo_megatron.config.data import sources_mistake
 from vapo_megatron.config.schema import BUILT_IN_VERIFIERS, REWARD_MODEL, VapoConfig
 from vapo_megatron.errors import ConfigError
 
@@ -207,13 +208,25 @@ def _verifier_rule(c: VapoConfig) -> str | None:
                 f"reward.verifiers.{name}.use={use!r} must be one of "
                 f"{', '.join(BUILT_IN_VERIFIERS)}, or package.module:Class; set it"
             )
+    for source, of_source in c.data.sources.items():
+        if of_source.verifier not in (None, *known):
+            return (
+                f"data.sources.{source}.verifier={of_source.verifier} must be one of {names}; "
+                "change it, or add it to reward.verifiers"
+            )
     return None
+
+
+def _sources_rule(c: VapoConfig) -> str | None:
+    return sources_mistake(c.data, c.algorithm.num_steps)
 
 
 def _reward_model_rule(c: VapoConfig) -> str | None:
     r, path = c.reward, c.model.reward_hf_path
     names = {"reward.verifier": r.verifier}
     names |= {f"reward.verifiers.{name}": name for name in r.verifiers}
+    for source, of_source in c.data.sources.items():
+        names[f"data.sources.{source}.verifier"] = of_source.verifier or r.verifier
     for field, name in names.items():
         if r.use_of(name) == REWARD_MODEL and path is None:
             return (
@@ -295,4 +308,5 @@ _RULES = (
     _layout_rule, _pipeline_rule, _batch_rule, _lambda_rule, _estimator_rule, _stage_rule,
     _sampling_rule, _reward_rule, _verifier_rule, _reward_model_rule, _score_rule,
     _value_bound_rule, _timeouts_rule, _precision_rule, _dynamic_sampling_rule,
+    _sources_rule,
 )  # fmt: skip

@@ -12,6 +12,7 @@ import yaml
 from pydantic import Field
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.config.data import DataConfig
 from vapo_megatron.config.phases import Role
 from vapo_megatron.config.section import Section
 from vapo_megatron.config.section import field as _field
@@ -189,17 +190,6 @@ class RolloutConfig(Section):
         "weights); null: only report it.",
         gt=0,
     )
-
-
-class DataConfig(Section):
-    """Training prompts."""
-
-    train_path: str | None = _field(None, "JSONL or parquet file of training problems; required.")
-    prompt_column: str = _field("prompt", "Column with the prompt's text.")
-    answer_column: str | None = _field(
-        "answer", "Column with the ground truth; null: the data have none."
-    )
-    shuffle: bool = _field(True, "Shuffle in each epoch, with a seeded order.")
 
 
 REWARD_MODEL = "reward_model"

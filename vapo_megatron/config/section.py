@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -34,3 +34,9 @@ def field(default: Any, description: str, symbol: str | None = None, **rules: An
     else:
         rules["default"] = default
     return Field(description=description, json_schema_extra=extra, **rules)
+
+
+def sections_by_name(annotation: Any) -> type[Section] | None:
+    """Return the section of a field that holds several by name, dict[str, Section]; else None."""
+    value = get_args(annotation)[1] if get_origin(annotation) is dict else None
+    return value if isinstance(value, type) and issubclass(value, Section) else None

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vapo_megatron.data.chat import Render, encodable, read_messages
 from vapo_megatron.errors import DataError
 
 
@@ -19,6 +20,7 @@ class Problem:
     """One row of a data set."""
 
     prompt: str
+    """What the model is given; of chat messages, the text that the tokenizer's template makes."""
     answer: str = ""
     """Ground truth; empty where the data have none."""
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
@@ -28,18 +30,29 @@ class Problem:
 
     @property
     def verifier(self) -> str | None:
-        """The row's column `verifier`: the name of the verifier that judges it; None: the run's."""
+        """The name of the verifier that judges it: the row's column `verifier`; None: the run's."""
         name = self.metadata.get("verifier")
         return None if name is None else str(name)
 
 
 def load_problems(
-    path: str | Path, prompt_column: str = "prompt", answer_column: str | None = "answer"
+    path: str | Path,
+    prompt_column: str = "prompt",
+    answer_column: str | None = "answer",
+    *,
+    source: str | None = None,
+    verifier: str | None = None,
+    render: Render | None = None,
 ) -> list[Problem]:
     """Read all rows of a `.jsonl` or `.parquet` file in order, duplicates included.
 
-    Prompts are strings; answers are strings or numbers, which become strings. Without an
-    answer_column, problems have no ground truth.
+    Args:
+        path: the file.
+        prompt_column: of texts, or lists of chat messages, which become texts.
+        answer_column: of texts or numbers, which become texts; None: there is no ground truth.
+        source: the file's name in data.sources; None: the columns are data's own.
+        verifier: of the rows that name none.
+        render: makes a text of chat messages; None: they are refused.
 
     Raises:
         DataError: names the file, the line (from 1) or row (from 0), what is wrong and the remedy.
@@ -52,16 +65,19 @@ def load_problems(
         )
     if not path.is_file():
         raise DataError(f"data file {path} does not exist; give the path of an existing file")
-    columns = {"data.prompt_column": prompt_column}
+    section = "data" if source is None else f"data.sources.{source}"
+    columns = {f"{section}.prompt_column": prompt_column}
     if answer_column is not None:
-        columns["data.answer_column"] = answer_column
+        columns[f"{section}.answer_column"] = answer_column
     problems = []
     try:
         for where, row in _rows(path, columns):
-            prompt, answer = prompt_text(row.pop(prompt_column), prompt_column, where), ""
+            prompt, answer = _prompt(row.pop(prompt_column), prompt_column, where, render), ""
             if answer_column is not None:
                 answer = answer_text(row.pop(answer_column), answer_column, where)
-            problems.append(Problem(prompt, answer, row))
+            if verifier is not None and row.get("verifier") is None:
+                row["verifier"] = verifier
+            problems.append(Problem(prompt, answer, row, source))
     except OSError as error:
         raise DataError(
             f"data file {path} cannot be read: {error.strerror}; make it readable, or give another"
@@ -160,15 +176,28 @@ def _check_columns(columns: Mapping[str, str], present: Iterable[str], where: st
             without = ", or to null for problems without a ground truth"
             raise DataError(
                 f"{where} has no column {column!r}; set {field} to one of those it has: {others}"
-                + (without if field == "data.answer_column" else "")
+                + (without if field.endswith(".answer_column") else "")
             )
+
+
+def _prompt(value: Any, column: str, where: str, render: Render | None) -> str:
+    if render is None or not isinstance(value, list):
+        return prompt_text(value, column, where)
+    messages = read_messages(value, column, where)
+    try:
+        return render(messages)
+    except DataError as error:
+        raise DataError(
+            f"{where}: {column} has chat messages, but {error}; correct or remove the row, use the "
+            "tokenizer of a chat model, or make all prompts texts"
+        ) from None
 
 
 def prompt_text(value: Any, column: str, where: str) -> str:
     """Return a prompt. DataError: it is not a non-empty string; `where` names it."""
     if not isinstance(value, str) or not value:
         raise DataError(f"{where}: {column}={value!r} must be a non-empty string; correct it")
-    return _encodable(value, column, where)
+    return encodable(value, column, where)
 
 
 def answer_text(value: Any, column: str, where: str) -> str:
@@ -185,16 +214,4 @@ def answer_text(value: Any, column: str, where: str) -> str:
             f"{where}: {column}={value!r} must be a number or a non-empty string; "
             "correct or remove the row"
         )
-    return _encodable(answer, column, where)
-
-
-def _encodable(text: str, column: str, where: str) -> str:
-    """Refuse lone surrogates, which JSON allows and tokenizers do not."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise DataError(
-            f"{where}: {column} contains half of a surrogate pair, which is not valid Unicode; "
-            "correct or remove the row"
-        ) from None
-    return text
+    return encodable(answer, column, where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import array
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vapo_megatron.data.batch import Prompt
@@ -13,6 +13,9 @@ from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import DataError
 
 OnProgress = Callable[[int, int], None]
+
+SOURCES = "sources"
+"""Key of the sources in a mixture's state_dict; that of one file has none."""
 
 _PURPOSE = 1
 """Separates this order from other orders of the same seed."""
@@ -26,6 +29,9 @@ class PromptDataset:
         tokenize: text -> token ids, with the special tokens that a prompt starts with.
         path: the problems' file, named in errors.
         seed: of the order.
+        source: the file's name in data.sources, which gives it an order of its own; None: the run
+            has one file.
+        first_index: `Prompt.index` of the first problem.
         shuffle: draw a new order in each epoch; otherwise the file's order.
         max_prompt_tokens: longest prompt allowed.
         on_progress: called with (tokenized, all) problems.
@@ -43,11 +49,16 @@ class PromptDataset:
         seed: int,
         shuffle: bool,
         max_prompt_tokens: int,
+        source: str | None = None,
+        first_index: int = 0,
         on_progress: OnProgress | None = None,
     ) -> None:
         self.path = path
         self._rows = list(problems)
         self._seed = seed
+        self._source = source
+        self._keys = () if source is None else (_key(source),)
+        self._first_index = first_index
         self._shuffle = shuffle
         self._fingerprint = _fingerprint(self._rows)
         self._token_ids = []
@@ -89,8 +100,12 @@ class PromptDataset:
         """Every problem as it was read, in the file's order."""
         return self._rows
 
-    def next(self, count: int) -> list[Prompt]:
-        """Return the next prompts; after the end of an epoch the next one starts."""
+    def row(self, index: int) -> tuple[str, int]:
+        """Return the file and the row (from 0) of one of `rows`."""
+        return self.path, index
+
+    def next(self, count: int, step: int = 0) -> list[Prompt]:
+        """Return the next prompts, in any step; after the end of an epoch the next one starts."""
         picked: list[int] = []
         while len(picked) < count:
             if self._position == len(self._rows):
@@ -120,11 +135,14 @@ class PromptDataset:
             DataError: it belongs to another data set, seed or kind of order, or is a replay's,
                 which is empty.
         """
-        if not state:
+        refuse_replay(state)
+        if SOURCES in state:
             raise DataError(
-                "cannot resume the data: the checkpoint was written by a replay, which has no "
-                "position in them; go on with --replay, or start another run with logging.run_dir"
+                "cannot resume the data: data.sources were "
+                f"{', '.join(state[SOURCES])} when the checkpoint was written, and there are none "
+                "now; restore them, or start another run"
             )
+        of_source = "" if self._source is None else f" of data.sources.{self._source}"
         current = self.state_dict()
         for name, meaning in (
             ("count", "number of problems"),
@@ -134,9 +152,9 @@ class PromptDataset:
         ):
             if state[name] != current[name]:
                 raise DataError(
-                    f"cannot resume the data: its {meaning} was {state[name]!r} when the "
-                    f"checkpoint was written and is {current[name]!r} now; restore it, or start "
-                    "another run"
+                    f"cannot resume the data{of_source}: its {meaning} was {state[name]!r} when "
+                    f"the checkpoint was written and is {current[name]!r} now; restore it, or "
+                    "start another run"
                 )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -148,12 +166,26 @@ class PromptDataset:
     def _order_of(self, epoch: int) -> list[int]:
         if not self._shuffle:
             return list(range(len(self._rows)))
-        return seeded_permutation(len(self._rows), self._seed, _PURPOSE, epoch)
+        return seeded_permutation(len(self._rows), self._seed, _PURPOSE, epoch, *self._keys)
 
     def _prompt(self, index: int) -> Prompt:
         row = self._rows[index]
         token_ids = tuple(self._token_ids[index])
+        index += self._first_index
         return Prompt(index, row.prompt, token_ids, row.answer, row.metadata, row.source)
+
+
+def refuse_replay(state: Mapping[str, Any]) -> None:
+    """Raise DataError if a state_dict is a replay's, which is empty."""
+    if not state:
+        raise DataError(
+            "cannot resume the data: the checkpoint was written by a replay, which has no "
+            "position in them; go on with --replay, or start another run with logging.run_dir"
+        )
+
+
+def _key(source: str) -> int:
+    return int.from_bytes(hashlib.blake2b(source.encode(), digest_size=8).digest(), "big")
 
 
 def _fingerprint(problems: Sequence[Problem]) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.data.batch import PENDING, STATUSES, Rollout, ScoredRollout, StepSummary
+from vapo_megatron.data.mixture import TrainingPrompts
 from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.errors import ConfigError, UserError
 from vapo_megatron.parallel.reduce import gather_objects
@@ -167,7 +168,7 @@ def with_scores(
 
 def start_verifiers(
     reward: RewardConfig,
-    training: PromptDataset | None,
+    training: TrainingPrompts | None,
     held_out: PromptDataset | None,
     tp_size: int,
     default: object | None = None,
@@ -210,7 +211,7 @@ def start_verifiers(
         if mistake:
             raise ConfigError(mistake)
         if row >= 0:
-            raise unusable_problem(dataset.path, row, reason)
+            raise unusable_problem(*dataset.row(row), reason)
     return verifiers
 
 

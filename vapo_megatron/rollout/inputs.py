@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from vapo_megatron.config import DataConfig, EvaluationConfig, RolloutConfig
+from vapo_megatron.config import DataConfig, EvaluationConfig, RolloutConfig, SourceConfig
+from vapo_megatron.data.mixture import Mixture, TrainingPrompts
 from vapo_megatron.data.problems import load_problems
 from vapo_megatron.data.prompts import OnProgress, PromptDataset
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.rollout.tokenizer import check_tokenizer, load_tokenizer
+from vapo_megatron.rollout.tokenizer import ChatTemplate, check_tokenizer, load_tokenizer
 
 
 class Inputs(NamedTuple):
@@ -19,7 +22,7 @@ class Inputs(NamedTuple):
     """transformers'."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a response, sorted."""
-    dataset: PromptDataset | None = None
+    dataset: TrainingPrompts | None = None
     """Training prompts."""
     held_out: PromptDataset | None = None
     """Evaluation prompts; None: no evaluation."""
@@ -50,13 +53,53 @@ def read_inputs(
     tokenizer = load_tokenizer(hf_path)
     stop = check_tokenizer(hf_path, tokenizer, rollout.stop_token_ids, shape.vocab_size)
 
-    def read(path: str, shuffle: bool) -> PromptDataset:
-        return PromptDataset(
-            load_problems(path, data.prompt_column, data.answer_column), tokenizer.encode,
-            path=path, seed=seed, shuffle=shuffle, max_prompt_tokens=rollout.max_prompt_tokens,
-            on_progress=on_progress,
-        )  # fmt: skip
-
-    dataset = read(str(data.train_path), data.shuffle)
-    held_out = None if evaluation.path is None else read(evaluation.path, False)
+    read = functools.partial(
+        read_prompts, tokenizer=tokenizer, seed=seed, on_progress=on_progress,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+    )  # fmt: skip
+    dataset = _training_prompts(data, read)
+    held_out = None if evaluation.path is None else read(evaluation.path, data, shuffle=False)
     return Inputs(shape, tokenizer, stop, dataset, held_out)
+
+
+def _training_prompts(data: DataConfig, read: Callable[..., PromptDataset]) -> TrainingPrompts:
+    """Read data.train_path, or data.sources by name: their order in the file does not matter."""
+    if not data.sources:
+        return read(str(data.train_path), data, shuffle=data.shuffle)
+    sources = dict(sorted(data.sources.items()))
+    parts: dict[str, PromptDataset] = {}
+    for name, source in sources.items():
+        parts[name] = read(
+            str(source.path), source, shuffle=data.shuffle, source=name, verifier=source.verifier,
+            first_index=sum(map(len, parts.values())),
+        )  # fmt: skip
+    return Mixture(
+        parts, lambda steps: {name: source.weight_after(steps) for name, source in sources.items()}
+    )
+
+
+def read_prompts(
+    path: str,
+    columns: DataConfig | SourceConfig,
+    tokenizer: Any,
+    *,
+    source: str | None = None,
+    verifier: str | None = None,
+    **of_dataset: Any,
+) -> PromptDataset:
+    """Read a file's problems and tokenize its prompts; chat messages are templated.
+
+    Args:
+        path, source, verifier: see load_problems.
+        columns: has prompt_column and answer_column.
+        tokenizer: transformers'.
+        of_dataset: see PromptDataset.
+
+    Raises:
+        DataError: see both.
+    """
+    problems = load_problems(
+        path, columns.prompt_column, columns.answer_column,
+        source=source, verifier=verifier, render=ChatTemplate(tokenizer),
+    )  # fmt: skip
+    return PromptDataset(problems, tokenizer.encode, path=path, source=source, **of_dataset)

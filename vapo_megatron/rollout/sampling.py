@@ -146,7 +146,7 @@ class Sampling(RolloutSource):
         Responses are judged as they finish: the reward phase waits for the last verdicts alone.
         """
         group_size = self._algorithm.group_size
-        prompts = repeat_for_group(self._dataset.next(num_prompts), group_size)
+        prompts = repeat_for_group(self._dataset.next(num_prompts, step), group_size)
         settings = dataclasses.replace(self._settings, round=round)
         scored = None
         stream = VerdictStream(self._verifier, self._decode_responses)

@@ -1,14 +1,16 @@
-"""Loads the tokenizer, checks that it is the model's, and finds the stop tokens."""
+"""Loads the tokenizer, checks that it is the model's, finds the stop tokens, templates chats."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vapo_megatron.errors import ConfigError
+from vapo_megatron.data.chat import Message
+from vapo_megatron.errors import ConfigError, DataError
 
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _NAME_EOS = ("generation_config.json", "config.json")
@@ -182,6 +184,51 @@ def _eos(file: Path) -> set[int]:
             "file again"
         )
     return set(ids)
+
+
+class ChatTemplate:
+    """Makes prompts of chat messages; called with messages, returns the text before the response.
+
+    A prompt is encoded with the tokenizer's special tokens, so a begin token that the template
+    writes too is left out of the text.
+
+    Raises:
+        DataError: when called, without a remedy. The tokenizer has no chat template, it refuses the
+            messages, or its text would be encoded to other ids.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, messages: Sequence[Message]) -> str:
+        """Return the prompt's text; see ChatTemplate."""
+        begin = self._begin
+        return self._written(messages).removeprefix(begin)
+
+    def _written(self, messages: Sequence[Message]) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # jinja2's, and whatever a template's calls raise.
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(f"the tokenizer's chat template refuses them: {why}") from None
+        return text
+
+    @functools.cached_property
+    def _begin(self) -> str:
+        """The begin token if encoding adds it, else empty."""
+        tokenizer = self._tokenizer
+        if not tokenizer.chat_template:
+            raise DataError("the tokenizer has no chat template")
+        adds = tokenizer.encode("") == [tokenizer.bos_token_id]
+        begin: str = tokenizer.bos_token if adds else ""
+        text = self._written([{"role": "user", "content": "1 + 1"}]).removeprefix(begin)
+        if tokenizer.encode(text) != tokenizer.encode(begin + text, add_special_tokens=False):
+            raise DataError(
+                "the tokenizer encodes its chat template's text with other special tokens around it"
+            )
+        return begin
 
 
 def decode_responses(tokenizer: Any, responses: Sequence[Sequence[int]]) -> list[str]:

@@ -258,6 +258,37 @@ def test_the_chat_template_holds_the_same_instructions(tokenizer_directory):
     assert text == f"<|user|>{asked('1+1?')[:-1]}<end><|assistant|>"
 
 
+SYSTEM = {"role": "system", "content": "s"}
+TURNS = [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]
+
+
+def test_messages_before_the_problem_stay_before_it(make, tmp_path, tokenizer, monkeypatch):
+    """A message of the user alone is its text; others need a chat template."""
+    alone = [{"role": "user", "content": "w5"}]
+    prompts = [alone, [SYSTEM, *alone], [SYSTEM, *TURNS, *alone], [SYSTEM, *TURNS, *alone]]
+    rows = [{"prompt": prompt, "answer": 1} for prompt in prompts]
+    file = parquet(tmp_path / "a.parquet", rows)
+    with pytest.raises(DataError, match="row 1: the prompt has messages before .*--template chat"):
+        make(file)
+    with pytest.raises(
+        DataError, match="row 1: the prompt has messages before .* no chat template; remove the row"
+    ):
+        make(file, template="none")
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT)
+    summary, problems = make(file, template="none")
+    start = "<|system|>s<end>"
+    assert [p.prompt for p in problems] == [
+        "w5",
+        f"{start}<|user|>w5<end><|assistant|>",
+        f"{start}<|user|>w3<end><|assistant|>w4<end><|user|>w5<end><|assistant|>",
+    ]
+    assert summary.duplicates == 1
+    _, problems = make(file, template="chat")
+    last = f"<|user|>{asked('w5')[:-1]}<end><|assistant|>"
+    turns = "<|user|>w3<end><|assistant|>w4<end>"
+    assert [p.prompt for p in problems] == [last, start + last, start + turns + last]
+
+
 def test_a_begin_token_is_written_once(tokenizer_directory):
     from tokenizers.processors import TemplateProcessing
 

@@ -86,12 +86,11 @@ TRUTH = {"ground_truth": "1"}
     ("name", "row", "message"),
     [
         ("verl", {"prompt": [MESSAGE]}, "no column 'reward_model', which the file's other rows"),
-        ("verl", {"prompt": [MESSAGE, MESSAGE], "reward_model": TRUTH}, "one message of the role "
-         r"user, found \['user', 'user'\]"),
-        ("verl", {"prompt": [{**MESSAGE, "role": "system"}], "reward_model": TRUTH}, "'system'"),
-        ("verl", {"prompt": [], "reward_model": TRUTH}, r"found \[\]"),
-        ("verl", {"prompt": 5, "reward_model": TRUTH}, "found 5"),
-        ("verl", {"prompt": [{"role": "user"}], "reward_model": TRUTH}, "prompt=None must be"),
+        ("verl", {"prompt": [{**MESSAGE, "role": "system"}], "reward_model": TRUTH}, "prompt has "
+         "messages of system; .* the last must be the user's"),
+        ("verl", {"prompt": [], "reward_model": TRUTH}, "prompt has messages of nobody"),
+        ("verl", {"prompt": 5, "reward_model": TRUTH}, "prompt=5 must be a non-empty string"),
+        ("plain", {"prompt": [{"role": "user"}], "answer": 1}, r"prompt\[0\]={'role': 'user'} mu"),
         ("verl", {"prompt": "p", "reward_model": "1"}, "must hold ground_truth, found '1'"),
         ("verl", {"prompt": "p", "reward_model": {"ground_truth": None}}, "reward_model=None"),
         ("gsm8k", {"question": "q", "answer": "72"}, "'72' has no '####'.*--prompt-column question "
@@ -104,6 +103,14 @@ TRUTH = {"ground_truth": "1"}
 def test_a_bad_row_is_named(name, row, message):
     with pytest.raises(DataError, match=f"^f, row 3:? .*{message}"):
         read_problem(SHAPES[name], row, "f, row 3")
+
+
+@pytest.mark.parametrize(("name", "answer"), [("verl", TRUTH), ("plain", "1"), ("aime", 1)])
+def test_messages_of_any_shape(name, answer):
+    shape, earlier = SHAPES[name], [{"role": "system", "content": "s"}, MESSAGE]
+    prompt = [*earlier, {**MESSAGE, "content": "q"}]
+    row = {shape.prompt_column: prompt, shape.answer_column: answer}
+    assert read_problem(shape, row, "f") == ("q", "1", tuple(earlier))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from vapo_megatron.cli.command import ProgressBar, check_processes
 from vapo_megatron.config import VapoConfig, check_together, read_config
 from vapo_megatron.data.batch import Prompt
-from vapo_megatron.data.problems import load_problems
 from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.data.storage import append, replace_file
 from vapo_megatron.errors import CheckpointError, ConfigError, DataError, UserError
@@ -37,7 +36,7 @@ from vapo_megatron.rollout.evaluation.samples_file import (
     weights_digest,
 )
 from vapo_megatron.rollout.evaluation.statistics import Estimate, estimates
-from vapo_megatron.rollout.inputs import Inputs
+from vapo_megatron.rollout.inputs import Inputs, read_prompts
 from vapo_megatron.rollout.requests import max_model_len
 from vapo_megatron.rollout.tokenizer import check_tokenizer, decode_responses, load_tokenizer
 from vapo_megatron.run.directory import read_run
@@ -141,9 +140,8 @@ def check(checkpoint: Path, data: Path, config: VapoConfig) -> Evaluation:
     hf_path = find_hf_directory(checkpoint)
     tokenizer = load_tokenizer(hf_path)
     with ProgressBar("prompts") as bar:
-        dataset = PromptDataset(
-            load_problems(data, config.data.prompt_column, config.data.answer_column),
-            tokenizer.encode, path=str(data), seed=config.seed, shuffle=False,
+        dataset = read_prompts(
+            str(data), config.data, tokenizer, seed=config.seed, shuffle=False,
             max_prompt_tokens=config.rollout.max_prompt_tokens, on_progress=bar.show,
         )  # fmt: skip
     shape = read_model_shape(hf_path)

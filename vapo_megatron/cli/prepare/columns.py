@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vapo_megatron.data.problems import Problem, answer_text, prompt_text
+from vapo_megatron.data.chat import Message, read_messages
+from vapo_megatron.data.problems import answer_text, prompt_text
 from vapo_megatron.errors import DataError
 
 ANSWER_PREFIX = (
@@ -40,8 +41,19 @@ SHAPES = {
     "aime": Shape("aime", "problem", "answer"),
     "plain": Shape("plain", "prompt", "answer"),
 }
-"""verl: one user message in `prompt`, `reward_model.ground_truth`, for example DAPO-Math-17k.
-gsm8k: a worked solution with the answer after ####. aime, plain: text and answer."""
+"""verl: chat messages in `prompt`, `reward_model.ground_truth`, for example DAPO-Math-17k.
+gsm8k: a worked solution with the answer after ####. aime, plain: text and answer. Any column of
+prompts may hold chat messages."""
+
+
+class Question(NamedTuple):
+    """A row's problem and answer, unchanged."""
+
+    prompt: str
+    """The text, or the last message's."""
+    answer: str
+    earlier: tuple[Message, ...] = ()
+    """The messages before it."""
 
 
 def choose_shape(
@@ -105,7 +117,7 @@ def choose_shape(
     )
 
 
-def read_problem(shape: Shape, row: Mapping[str, Any], where: str) -> Problem:
+def read_problem(shape: Shape, row: Mapping[str, Any], where: str) -> Question:
     """Return the problem and answer of a row, unchanged; `where` names file and row in errors.
 
     Raises:
@@ -118,13 +130,16 @@ def read_problem(shape: Shape, row: Mapping[str, Any], where: str) -> Problem:
                 f"{', '.join(row) or 'none'}; correct or remove the row"
             )
     prompt, answer = row[shape.prompt_column], row[shape.answer_column]
-    if shape.name == "verl":
-        prompt = _user_message(prompt, shape.prompt_column, where)
-        answer = _ground_truth(answer, shape.answer_column, where)
+    earlier: list[Message] = []
+    if isinstance(prompt, list):
+        *earlier, last = read_messages(prompt, shape.prompt_column, where)
+        prompt = last["content"]
     problem = prompt_text(prompt, shape.prompt_column, where)
+    if shape.name == "verl":
+        answer = _ground_truth(answer, shape.answer_column, where)
     if shape.name == "gsm8k":
         answer = _after_mark(answer, shape, where)
-    return Problem(problem, answer_text(answer, shape.answer_column, where))
+    return Question(problem, answer_text(answer, shape.answer_column, where), tuple(earlier))
 
 
 def strip_instructions(prompt: str) -> str:
@@ -135,20 +150,6 @@ def strip_instructions(prompt: str) -> str:
         if text.startswith(before) and text.endswith(after):
             return text[len(before) : len(text) - len(after)].strip()
     return text
-
-
-def _user_message(value: Any, column: str, where: str) -> Any:
-    """Return the text of the only message; a string is returned unchanged."""
-    match value:
-        case str():
-            return value
-        case [{"role": "user", **message}]:
-            return message.get("content")
-    roles = [m.get("role") for m in value if isinstance(m, dict)] if isinstance(value, list) else []
-    raise DataError(
-        f"{where}: {column} must be a text or one message of the role user, found "
-        f"{_shown(roles or value)}; correct or remove the row"
-    )
 
 
 def _ground_truth(value: Any, column: str, where: str) -> Any:

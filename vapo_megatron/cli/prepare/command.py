@@ -6,13 +6,13 @@
 It reads JSONL, CSV and parquet files, local or on the Hugging Face hub (OWNER/NAME[:FILE]). The
 format is detected from the columns:
 
-  verl     prompt (one user message, or text), reward_model.ground_truth    DAPO-Math-17k
+  verl     prompt, reward_model.ground_truth                                DAPO-Math-17k
   gsm8k    question, answer (after ####)                                    GSM8K
   aime     problem, answer                                                  AIME
   plain    prompt, answer
 
-Duplicate problems are kept once. Problems whose duplicates disagree on the answer, and those with
-too many tokens, are dropped and counted.
+Prompts are texts or chat messages. Duplicate problems are kept once. Problems whose duplicates
+disagree on the answer, and those with too many tokens, are dropped and counted.
 """
 
 from __future__ import annotations

@@ -21,9 +21,11 @@ from vapo_megatron.cli.prepare.columns import (
     strip_instructions,
 )
 from vapo_megatron.cli.prepare.rows import Choose, count_rows, find_file, read_rows
+from vapo_megatron.data.chat import Message
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.data.storage import replacing
 from vapo_megatron.errors import DataError
+from vapo_megatron.rollout.tokenizer import ChatTemplate
 
 if TYPE_CHECKING:
     from vapo_megatron.reward.verifier import RunningVerifier
@@ -77,7 +79,9 @@ class _Kept:
 
     where: str
     prompt: str
+    """The text, or the last message's; its instructions are gone unless the template keeps them."""
     answer: str
+    earlier: tuple[Message, ...]
     other_answers: set[str] = dataclasses.field(default_factory=set)
 
     @property
@@ -106,7 +110,8 @@ def prepare(
         verifier: parses the answers.
         template: answer: the problem within DAPO's instructions, as text; chat: the same as a user
             message in the tokenizer's chat template; none: prompts unchanged. The first two first
-            remove columns.INSTRUCTIONS.
+            remove columns.INSTRUCTIONS. Messages before the problem need chat, or none, which
+            then uses the chat template too.
         max_prompt_tokens: problems with longer prompts are dropped.
         choose: chooses each file's shape.
         drop_unparsable: drop problems whose answer the verifier cannot parse, instead of an error.
@@ -139,38 +144,41 @@ def prepare(
     return summary
 
 
-def make_template(name: Template, tokenizer: Any) -> Callable[[str], str]:
-    """Return a function that formats a problem as a prompt; templates: see prepare.
+def make_template(name: Template, tokenizer: Any) -> Callable[..., str]:
+    """Return a function that formats a problem, and the messages before it, as a prompt.
 
-    Training encodes the prompt with the tokenizer's special tokens, so a BOS token that the chat
-    template writes too is removed from the text.
+    Templates: see prepare.
 
     Raises:
-        DataError: the tokenizer has no chat template, or the text would be encoded to other ids.
+        DataError: here or when called: the tokenizer has no chat template, it refuses the messages,
+            its text would be encoded to other ids, or the template has no place for them.
     """
-    if name == "none":
-        return lambda problem: problem
-    if name == "answer":
-        return lambda problem: f"{ANSWER_PREFIX}{problem}{ANSWER_SUFFIX}\n"
-    if not tokenizer.chat_template:
-        raise DataError(
-            "--template=chat: the tokenizer has no chat template; give --template answer, or the "
-            "tokenizer of a chat model"
-        )
-    begin = tokenizer.bos_token if tokenizer.encode("") == [tokenizer.bos_token_id] else None
+    as_chat = ChatTemplate(tokenizer)
 
-    def render(problem: str) -> str:
-        message = {"role": "user", "content": f"{ANSWER_PREFIX}{problem}{ANSWER_SUFFIX}"}
-        text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-        return text.removeprefix(begin) if begin else text
+    def render(problem: str, earlier: Sequence[Message] = ()) -> str:
+        if name == "none" and not earlier:
+            return problem
+        if name == "answer" and earlier:
+            raise DataError(
+                "has messages before the problem, for which --template answer has no place; give "
+                "--template chat"
+            )
+        text = problem if name == "none" else f"{ANSWER_PREFIX}{problem}{ANSWER_SUFFIX}"
+        if name == "answer":
+            return f"{text}\n"
+        try:
+            return as_chat([*earlier, {"role": "user", "content": text}])
+        except DataError as error:
+            raise DataError(
+                f"has messages before the problem, but {error}; remove the row, or give another "
+                "--tokenizer"
+            ) from None
 
-    probe = render("1 + 1")
-    whole = begin + probe if begin else probe
-    if tokenizer.encode(probe) != tokenizer.encode(whole, add_special_tokens=False):
-        raise DataError(
-            "--template=chat: the tokenizer encodes its chat template's text with other special "
-            "tokens around it; give --template answer"
-        )
+    if name == "chat":
+        try:
+            as_chat([{"role": "user", "content": "1 + 1"}])
+        except DataError as error:
+            raise DataError(f"--template=chat: {error}; give --template answer") from None
     return render
 
 
@@ -186,8 +194,9 @@ def _read(
             for count, (where, row) in enumerate(rows, start=1):
                 problem = read_problem(shape, row, where)
                 bare = strip_instructions(problem.prompt)
-                new = _Kept(where, problem.prompt if template == "none" else bare, problem.answer)
-                known = first.setdefault(_key(bare), new)
+                prompt = problem.prompt if template == "none" else bare
+                new = _Kept(where, prompt, problem.answer, problem.earlier)
+                known = first.setdefault(_key(bare, problem.earlier), new)
                 if known.answer != new.answer:
                     known.other_answers.add(new.answer)
                 if count % _CHUNK == 0 or count == total:
@@ -200,9 +209,11 @@ def _read(
     return list(first.values())
 
 
-def _key(problem: str) -> bytes:
-    """Hash a problem, ignoring differences in whitespace."""
-    return hashlib.blake2b(" ".join(problem.split()).encode(), digest_size=16).digest()
+def _key(problem: str, earlier: Sequence[Message]) -> bytes:
+    """Hash a problem and the messages before it, ignoring differences in whitespace."""
+    said = [("user", problem), *((m["role"], m["content"]) for m in earlier)]
+    text = json.dumps([(role, " ".join(content.split())) for role, content in said])
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def _readable(
@@ -233,14 +244,17 @@ def _unanimous(kept: list[_Kept], verifier: RunningVerifier, summary: Summary) -
 
 def _rendered(
     kept: list[_Kept],
-    render: Callable[[str], str],
+    render: Callable[..., str],
     encode: Callable[[str], Sequence[int]],
     summary: Summary,
 ) -> Iterator[Problem]:
     """Yield the problems in the template, without those that are too long."""
     for _, part in _chunks("prompts", kept):
         for k in part:
-            prompt = render(k.prompt)
+            try:
+                prompt = render(k.prompt, k.earlier)
+            except DataError as error:
+                raise DataError(f"{k.where}: the prompt {error}") from None
             length = len(encode(prompt))
             if not length:
                 raise DataError(

@@ -1,0 +1,81 @@
+"""Prompts of chat messages, from JSONL and parquet, and what a wrong one says.
+
+Not exercised: real templates (tests/rollout/test_tokenizer.py has the tokenizer's part).
+"""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from vapo_megatron.data.chat import read_messages
+from vapo_megatron.data.problems import load_problems
+from vapo_megatron.errors import DataError
+
+SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": "q"}
+ASSISTANT = {"role": "assistant", "content": "a"}
+
+
+def render(messages):
+    return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+
+
+def test_messages_become_texts_beside_texts(tmp_path):
+    prompts = [[USER], [SYSTEM, USER], [SYSTEM, USER, ASSISTANT, USER]]
+    rows = [{"prompt": prompt, "answer": "1"} for prompt in prompts]
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = ["<user>q", "<system>s<user>q", "<system>s<user>q<assistant>a<user>q"]
+    for name in ("a.parquet", "a.jsonl"):
+        found = load_problems(tmp_path / name, render=render)
+        assert [p.prompt for p in found] == texts, name
+    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "q", "answer": 1}))
+    (problem,) = load_problems(tmp_path / "b.jsonl", render=render)
+    assert problem.prompt == "q"
+
+
+def test_what_parquet_adds_to_a_row_is_nothing():
+    """Its rows have every key of any row; an empty system message is the system's choice."""
+    found = read_messages([{**SYSTEM, "content": "", "name": None}, USER], "prompt", "f")
+    assert found == [{"role": "system", "content": ""}, USER]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt has messages of nobody; at most the first may be the system's, and the last"),
+        ([SYSTEM], "prompt has messages of system; .* the last must be the user's; correct"),
+        ([USER, ASSISTANT], "messages of user, assistant; .*the last must be the user's"),
+        ([USER, SYSTEM, USER], "messages of user, system, user; at most the first may be the"),
+        (["q"], r"prompt\[0\]='q' must be a message with a role \(system, user, assistant\), a"),
+        ([USER, {**USER, "role": "critic"}], r"prompt\[1\]=.*'critic'.* must be a message"),
+        ([{"role": "user"}], r"prompt\[0\]=.* must be a message"),
+        ([{"role": "user", "content": [{"type": "image"}]}], r"prompt\[0\]=.* must be a message"),
+        ([{**USER, "tool_calls": [1]}], r"prompt\[0\]=.* and nothing else; correct or remove"),
+        ([{**USER, "content": ""}], "prompt ends with an empty message; correct or remove"),
+        ([{**USER, "content": "\ud800"}], r"prompt\[0\] contains half of a surrogate pair"),
+    ],
+)
+def test_what_is_no_chat_is_named_with_a_remedy(tmp_path, prompt, message):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"prompt": prompt, "answer": "1"}))
+    with pytest.raises(DataError, match=f"a.jsonl, line 1: .*{message}") as error:
+        load_problems(file, render=render)
+    assert "\n" not in str(error.value)
+
+
+def test_a_template_that_does_not_take_them_names_the_row(tmp_path):
+    def refuse(messages):
+        raise DataError("the tokenizer has no chat template")
+
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"prompt": [USER], "answer": "1"}))
+    with pytest.raises(
+        DataError,
+        match="line 1: prompt has chat messages, but the tokenizer has no chat template; correct",
+    ):
+        load_problems(file, render=refuse)
+    with pytest.raises(DataError, match="must be a non-empty string"):
+        load_problems(file)

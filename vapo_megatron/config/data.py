@@ -1,0 +1,94 @@
+"""Training prompts: one file, or several in the proportions of their weights."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+from vapo_megatron.config.section import Section
+from vapo_megatron.config.section import field as _field
+
+
+class SourceConfig(Section):
+    """One of several files of training problems."""
+
+    path: str | None = _field(None, "JSONL or parquet file of training problems; required.")
+    prompt_column: str = _field("prompt", "Column with the prompt: text, or chat messages.")
+    answer_column: str | None = _field(
+        "answer", "Column with the ground truth; null: the data have none."
+    )
+    verifier: str | None = _field(
+        None, "Judges the rows that name none in a column `verifier`; null: reward.verifier."
+    )
+    weight: float = _field(
+        1.0, "Share of the prompts in proportion to the other sources' weights; 0: none.", ge=0
+    )
+    schedule: list[list[float]] = _field(
+        [],
+        "[[steps done, factor], ...]: the weight is multiplied by the factor, which is linear "
+        "between two points and constant outside; empty: 1.",
+    )
+
+    def weight_after(self, steps: int) -> float:
+        """Return the weight of the step that follows `steps` steps."""
+        points = self.schedule or [[0, 1.0]]
+        if steps <= points[0][0]:
+            return self.weight * points[0][1]
+        for (begin, low), (end, high) in itertools.pairwise(points):
+            if steps <= end:
+                return self.weight * (low + (high - low) * (steps - begin) / (end - begin))
+        return self.weight * points[-1][1]
+
+
+class DataConfig(Section):
+    """Training prompts: one file, or several as data.sources."""
+
+    train_path: str | None = _field(
+        None, "JSONL or parquet file of training problems; required without sources."
+    )
+    prompt_column: str = _field(
+        "prompt", "Column with the prompt of train_path and evaluation.path: text, or messages."
+    )
+    answer_column: str | None = _field(
+        "answer", "Column with the ground truth of both; null: the data have none."
+    )
+    sources: dict[str, SourceConfig] = _field(
+        {}, "Several files by name, in place of train_path, each with the fields below."
+    )
+    shuffle: bool = _field(True, "Shuffle in each epoch, with a seeded order.")
+
+
+def sources_mistake(data: DataConfig, num_steps: int) -> str | None:
+    """Return what is wrong with data.sources in a run of so many steps; None: nothing."""
+    if data.sources and data.train_path is not None:
+        return (
+            f"data.train_path={data.train_path} must not be combined with data.sources, which has "
+            f"{', '.join(data.sources)}; set train_path=null, or make it one of the sources"
+        )
+    for name, source in data.sources.items():
+        field = f"data.sources.{name}"
+        if not re.fullmatch(r"[\w-]+", name, re.ASCII):
+            return f"{field}: a name must have letters, digits, _ and - alone; rename it"
+        if source.path is None:
+            return f"{field}.path is required; set it to a file of training problems"
+        if not _is_schedule(source.schedule):
+            return (
+                f"{field}.schedule={source.schedule} must be a list of [steps done, factor], none "
+                "below 0, each with more steps than the one before, such as [[0, 1], [100, 0]]; "
+                "change it"
+            )
+    sources = data.sources.values()
+    for step in range(num_steps if data.sources else 0):
+        if not any(source.weight_after(step) > 0 for source in sources):
+            return (
+                f"data.sources: after {step} steps the weights of {', '.join(data.sources)} are "
+                "all 0; one must be above 0 in every step of the run: raise a weight, or a factor "
+                "of its schedule"
+            )
+    return None
+
+
+def _is_schedule(points: list[list[float]]) -> bool:
+    if any(len(point) != 2 or min(point) < 0 for point in points):
+        return False
+    return all(earlier[0] < later[0] for earlier, later in itertools.pairwise(points))

@@ -1,0 +1,105 @@
+"""Prompts of several sources in the proportions of their weights, which may change with the step.
+
+The sources are interleaved evenly, not drawn at random: each draw credits every source with its
+share of one prompt, and the source with the most credit gives the next prompt of its own seeded
+order and is charged one. So any stretch of a step has the weights' proportions, which gives all
+replicas of the sampler the same mixture, and a source's prompts so far are the sum of its shares to
+about one prompt (half a prompt with two sources), in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vapo_megatron.data.batch import Prompt
+from vapo_megatron.data.problems import Problem
+from vapo_megatron.data.prompts import SOURCES, PromptDataset, refuse_replay
+from vapo_megatron.errors import DataError
+
+
+class Mixture:
+    """Several PromptDatasets as one; the same calls return the same prompts on every rank.
+
+    Args:
+        parts: by source, in the order of their `first_index`; they share no index.
+        weights_after: steps done -> a weight for each source, at least one above 0. A source of
+            weight 0 gives no prompt.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, PromptDataset],
+        weights_after: Callable[[int], Mapping[str, float]],
+    ) -> None:
+        self._parts = dict(parts)
+        self._weights_after = weights_after
+        self.rows: Sequence[Problem] = [row for part in parts.values() for row in part.rows]
+        """Every problem as it was read, source by source in the files' order."""
+        self._credit = dict.fromkeys(self._parts, 0.0)
+        """In prompts; the sum is 0."""
+
+    @property
+    def path(self) -> str:
+        """All files, for messages."""
+        return ", ".join(part.path for part in self._parts.values())
+
+    def __len__(self) -> int:
+        """Number of problems in all sources."""
+        return len(self.rows)
+
+    def row(self, index: int) -> tuple[str, int]:
+        """Return the file and the row (from 0) of one of `rows`."""
+        for part in self._parts.values():
+            if index < len(part):
+                return part.row(index)
+            index -= len(part)
+        raise IndexError(index)
+
+    def next(self, count: int, step: int) -> list[Prompt]:
+        """Return the next prompts in the proportions of a step, from 0; it may draw repeatedly."""
+        weights = self._weights_after(step)
+        total = sum(weights.values())
+        drawn = {name: weight for name, weight in weights.items() if weight > 0}
+        prompts = []
+        for _ in range(count):
+            for name, weight in drawn.items():
+                self._credit[name] += weight / total
+            chosen = max(drawn, key=self._credit.__getitem__)
+            self._credit[chosen] -= 1
+            prompts += self._parts[chosen].next(1)
+        return prompts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return each source's position and credit as JSON values."""
+        states = {name: part.state_dict() for name, part in self._parts.items()}
+        return {SOURCES: states, "credit": dict(self._credit)}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Check that a state_dict belongs to these sources, and change nothing.
+
+        The weights may be others than they were.
+
+        Raises:
+            DataError: it belongs to other sources or is a replay's; see PromptDataset.
+        """
+        refuse_replay(state)
+        states, names = state.get(SOURCES, {}), ", ".join(self._parts)
+        if set(states) != set(self._parts):
+            raise DataError(
+                f"cannot resume the data: data.sources were {', '.join(states) or 'none'} when the "
+                f"checkpoint was written and are {names} now; restore them, or start another run"
+            )
+        for name, part in self._parts.items():
+            part.check_state(states[name])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken. Raises DataError: see check_state."""
+        self.check_state(state)
+        for name, part in self._parts.items():
+            part.load_state_dict(state[SOURCES][name])
+            self._credit[name] = state["credit"][name]
+
+
+TrainingPrompts = PromptDataset | Mixture
+"""What a run draws its prompts from."""
