@@ -21,7 +21,7 @@ SUMMARY: pytest.StashKey[list] = pytest.StashKey()
 """Functions that return lines for the end of the run, whichever process ran their tests."""
 
 TESTS = Path(__file__).parent
-TRAINER, ENGINE = "vapo_megatron.loop", "vapo_megatron.rollout.vllm.engine"
+TRAINER, ENGINE = "vapo_megatron.loop", "tests.preloaded_engine"
 LONGEST = (
     "e2e/test_run.py",
     "distributed/test_matrix.py",

@@ -6,7 +6,6 @@ seconds of a short run are imports.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.workers import context, free_port
+from tests.workers import context, free_port, keep_imported
 
 ROOT = Path(__file__).resolve().parents[1]
 SECRET = "hf_nobody_may_write_this_down"
@@ -108,6 +107,5 @@ def _command(
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(Path(out, name), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
-    # As in workers.py: vLLM collects several times for each engine that it makes.
-    gc.freeze()
+    keep_imported()
     sys.exit(function(*args))

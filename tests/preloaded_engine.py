@@ -1,0 +1,22 @@
+"""What the fork server does where tests start vLLM: import the engine, and the first engine's work.
+
+vLLM imports its worker, sets up every logger, and looks through all modules for what its CPU
+kernels replace: 4 s of a process's first engine and 2 s of each other. Here it does so once for all
+processes. Those that start by themselves (`-m slow`) do it each.
+"""
+
+import importlib
+
+# isort: off  The engine sets what vLLM reads when it is imported.
+import vapo_megatron.rollout.vllm.engine  # noqa: F401
+from vllm.config.logging import LoggingConfig
+from vllm.logger import configure_logging_if_needed
+from vllm.platforms import current_platform
+# isort: on
+
+configure_logging_if_needed(LoggingConfig())
+if current_platform.is_cpu():
+    for name in ("vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2"):
+        importlib.import_module(name)
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda platform: None)
