@@ -7,7 +7,8 @@ processes. Those that start by themselves (`-m slow`) do it each.
 
 import importlib
 
-# isort: off  The engine sets what vLLM reads when it is imported.
+# The engine sets what vLLM reads when it is imported.
+# isort: off
 import vapo_megatron.rollout.vllm.engine  # noqa: F401
 from vllm.config.logging import LoggingConfig
 from vllm.logger import configure_logging_if_needed
