@@ -102,9 +102,9 @@ echo "$(basename "$(dirname "$(dirname "$0")")"), GPUs '${CUDA_VISIBLE_DEVICES-a
 @pytest.mark.parametrize(
     ("given", "requirements", "gpus", "asked"),
     [
-        ("", "cpu.txt", "all", "-n 3 --dist loadfile"),
+        ("", "cpu.txt", "all", "-n 3 --dist loadfile --no-loadscope-reorder"),
         ("tests/algorithm -k gae", "cpu.txt", "all", "tests/algorithm -k gae"),
-        ("--environment newest", "cpu-newest.txt", "", "-n 3 --dist loadfile"),
+        ("--environment newest", "cpu-newest.txt", "", "-n 3 --dist loadfile --no-loadscope-reorder"),
         ("--environment newest tests -x", "cpu-newest.txt", "", "tests -x"),
     ],
 )
