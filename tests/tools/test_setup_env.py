@@ -99,12 +99,15 @@ echo "$(basename "$(dirname "$(dirname "$0")")"), GPUs '${CUDA_VISIBLE_DEVICES-a
 """
 
 
+WHOLE_SUITE = "-n 3 --dist loadfile --no-loadscope-reorder"
+
+
 @pytest.mark.parametrize(
     ("given", "requirements", "gpus", "asked"),
     [
-        ("", "cpu.txt", "all", "-n 3 --dist loadfile --no-loadscope-reorder"),
+        ("", "cpu.txt", "all", WHOLE_SUITE),
         ("tests/algorithm -k gae", "cpu.txt", "all", "tests/algorithm -k gae"),
-        ("--environment newest", "cpu-newest.txt", "", "-n 3 --dist loadfile --no-loadscope-reorder"),
+        ("--environment newest", "cpu-newest.txt", "", WHOLE_SUITE),
         ("--environment newest tests -x", "cpu-newest.txt", "", "tests -x"),
     ],
 )
