@@ -42,7 +42,7 @@ mmap numbers operator os os.path pathlib pickle platform pprint queue random re 
 secrets shlex shutil signal socket stat statistics string stringprep struct subprocess sys
 sysconfig tempfile textwrap threading time timeit token tokenize traceback types typing unicodedata
 unittest unittest.mock urllib.parse uuid warnings weakref xml.etree.ElementTree zlib zoneinfo
-_strptime
+_pylong _strptime
 """.split()
 """Loaded beforehand: a confined process opens no file, and so imports no other module."""
 
