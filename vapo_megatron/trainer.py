@@ -228,7 +228,14 @@ class StepTrainer:
             with self.phase(REWARD_SCORES):
                 scores = self.reward_model.score_pending(summary, microbatches)
                 longest = config.rollout.max_response_tokens
-                summary, scored = with_scores(summary, scored, scores, config.reward, longest)
+                summary, scored = with_scores(
+                    summary,
+                    scored,
+                    scores,
+                    config.reward,
+                    longest,
+                    self.source.labels.of["verifier"],
+                )
                 batch = with_verdicts(batch, summary)
         self.source.keep(step, scored, self.phase)
         check_verdicts(summary, config.reward)

@@ -316,8 +316,8 @@ SOURCES = [
     ([MATH, "data.sources.math.schedule=[[0, -1]]"], "none below 0, each with more"),
     (
         [MATH, "data.sources.math.verifier=mth"],
-        "data.sources.math.verifier=mth must be one of code, exact, judge, math, pairwise, reward_"
-        "model; change it, or add it to reward.verifiers",
+        "data.sources.math.verifier=mth must be one of code, exact, hybrid, judge, math, pairwise, "
+        "reward_model; change it, or add it to reward.verifiers",
     ),
     (
         [MATH, "data.sources.math.verifier=reward_model"],
@@ -331,6 +331,79 @@ SOURCES = [
 def test_sources_that_are_no_mixture(overrides, words):
     message = rejected(*overrides)
     assert words in message and "\n" not in message, message
+
+
+SCORED = "reward.from_score=[-1, 2]"
+REWARDS = [
+    (["reward.verifier=hybrid"], "reward.hybrid=[] must name the verifiers that reward.verifier="),
+    (
+        [MATH, "data.sources.math.verifier=hybrid"],
+        "data.sources.math.verifier=hybrid needs reward.hybrid, the verifiers that it chooses am",
+    ),
+    (["reward.hybrid=[math, magic]"], "once at most, found magic; change it"),
+    (["reward.hybrid=[math, code, math]"], "once at most, found math; change it"),
+    (["reward.hybrid=[hybrid]"], "once at most, found hybrid; change it"),
+    (
+        ["model.reward_hf_path=rm", "reward.hybrid=[reward_model, math]"],
+        "reward_model, a reward model, accepts every row, so nothing would be left for the others",
+    ),
+    (
+        ["reward.hybrid=[math, reward_model]"],
+        "reward.hybrid's reward_model, which is reward_model, needs model.reward_hf_path, found",
+    ),
+    (["reward.verifiers.hybrid.use=math"], "reward.verifiers.hybrid has no options; set reward.hy"),
+    (
+        ["reward.verifiers={a b: {use: math}}"],
+        "reward.verifiers.a b: a name must have letters, dig",
+    ),
+    (["reward.scales.math.correct=1"], "reward.scales.math needs reward.from_score, the range of"),
+    ([SCORED, "reward.scales.mth.correct=1"], "reward.scales.mth must be the scale of one of math"),
+    ([SCORED, "reward.scales.hybrid.correct=1"], "reward.scales.hybrid must be the scale of one o"),
+    ([SCORED, "reward.scales.math.corect=1"], "did you mean reward.scales.math.correct?"),
+    ([SCORED, "reward.scales.math.mean=1"], "scales.math must have mean and std together; set bo"),
+    ([SCORED, "reward.scales.math.high=1"], "scales.math must have low and high together; set bo"),
+    (
+        [SCORED, "reward.scales.math={mean: 0, std: 1, low: 0, high: 1}"],
+        "reward.scales.math must have mean and std, or low and high; remove a pair",
+    ),
+    ([SCORED, "reward.scales.math={mean: 0, std: 0}"], "math.std=0 must be greater than 0; change"),
+    ([SCORED, "reward.scales.math={low: 1, high: 1}"], "math.low=1 must be below reward.scales.ma"),
+    ([SCORED, "reward.scales.math.correct=2.5"], "math.correct=2.5 must lie in reward.from_score="),
+    ([SCORED, "reward.scales.math.incorrect=-2"], "math.incorrect=-2 must lie in reward.from_scor"),
+    (
+        [SCORED, "reward.scales.math.truncated_correct=3"],
+        "math.truncated_correct=3 must lie in reward.from_score=[-1, 2], the range of rewards; ch",
+    ),
+    # Scaled scores end where the range does, and so does what a value must reach.
+    (
+        [SCORED, "reward.scales.math={mean: 0, std: 0.1}", "algorithm.value_bound=1.9"],
+        "algorithm.value_bound=1.9 must be at least the largest |reward|, 2: otherwise no value",
+    ),
+]
+"""Overrides, and a part of the error's line."""
+
+
+@pytest.mark.parametrize(("overrides", "words"), REWARDS)
+def test_rewards_that_do_not_fit_together(overrides, words):
+    message = rejected(*overrides)
+    assert words in message and "\n" not in message, message
+
+
+def test_a_hybrid_of_scaled_verifiers_reads_back(tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        "model: {reward_hf_path: rm}\n"
+        "reward:\n  verifier: hybrid\n  hybrid: [tests, math, taste]\n  from_score: [-3, 3]\n"
+        "  verifiers: {tests: {use: code}, taste: {use: reward_model}}\n"
+        "  scales:\n    math: {correct: 1, incorrect: -1}\n    taste: {mean: 1.5, std: 2}\n"
+        "    'near:Near': {low: 0, high: 1}\n"
+    )
+    with pytest.raises(ConfigError, match="near:Near must be the scale of one of math, exact"):
+        load_config(tmp_path / "a.yaml")
+    # Of a class in place of hybrid, and a bound that is the range's end.
+    given = ["reward.verifier=near:Near", "reward.scales.taste.std=4", "algorithm.value_bound=3"]
+    scales = load_config(tmp_path / "a.yaml", given).reward.scales
+    assert (scales["taste"].mean, scales["taste"].std) == (1.5, 4)
+    assert scales["math"].correct == 1 and scales["near:Near"].high == 1
 
 
 def test_sources_read_back_and_an_override_changes_one(tmp_path):

@@ -90,7 +90,7 @@ def test_what_the_reward_model_judges_has_no_verdict_until_its_score_is_there():
     with pytest.raises(AssertionError, match="has scored"):
         check_verdicts(summary, reward)
     scores = torch.tensor([0.5, -0.5, 9.0, math.inf])
-    after, found = with_scores(summary, scored, scores, reward, 10)
+    after, found = with_scores(summary, scored, scores, reward, 10, {})
     # Without from_score a score above 0 is correct, and the three values are the rewards.
     assert [(s.status, s.reward, s.score) for s in found] == [
         ("correct", 1.0, None), ("correct", 1.0, 0.5), ("wrong", -1.0, -0.5), ("failed", -1.0, None)
@@ -101,12 +101,12 @@ def test_what_the_reward_model_judges_has_no_verdict_until_its_score_is_there():
     check_verdicts(after, reward)
     # With it, the score is the reward of a truncated response, too: 9 of 10 tokens, 3/4 too many.
     shaped = RewardConfig(from_score=[-1, 1], correct_from=0.75, overlong_buffer_tokens=4)
-    after, found = with_scores(summary, scored, scores, shaped, 10)
+    after, found = with_scores(summary, scored, scores, shaped, 10, {})
     assert after.statuses.tolist() == [1, 1, 0, 4]
     assert after.rewards.tolist() == [0.5, -0.5 - 0.75, 1, -1]
     assert [s.reward for s in found] == [1.0, 0.5, -1.25, -1.0]
     # The summary of a rank that sampled nothing is the same.
-    elsewhere, none = with_scores(summary, [], scores, shaped, 10)
+    elsewhere, none = with_scores(summary, [], scores, shaped, 10, {})
     assert torch.equal(elsewhere.rewards, after.rewards) and none == []
 
 

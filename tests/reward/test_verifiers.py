@@ -4,7 +4,7 @@ import pytest
 
 from tests.reward.own_verifiers import Contains
 from vapo_megatron.config import RewardConfig
-from vapo_megatron.config.schema import BUILT_IN_VERIFIERS
+from vapo_megatron.config.reward import BUILT_IN_VERIFIERS
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.reward.verifier import Problem
 from vapo_megatron.reward.verifiers import BUILT_IN, Verifiers, reward_model_refusals
@@ -61,7 +61,7 @@ def test_unusable_problems_are_named_with_what_is_wrong():
             1: "has the answer '???', which the verifier cannot parse",
             2: "is refused by the verifier strict: has no ground truth",
             4: "has the verifier 'magic', which is none of math, exact, code, judge, "
-            "pairwise, reward_model, loose, strict, sums",
+            "pairwise, reward_model, loose, strict, sums, hybrid",
             5: "has the answer '', which the verifier cannot parse",
         }
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vapo_megatron.data.batch import STATUSES, RolloutBatch, StepSummary
-from vapo_megatron.data.labels import labels_of
+from vapo_megatron.data.labels import NO_LABELS, labels_of
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.run.step_metrics import metrics_by_label
 
@@ -131,10 +131,10 @@ def test_metrics_by_name_count_every_response_once():
         truncated=torch.zeros(5).bool(), rewards=torch.tensor([1.0, -1, 0.5, -1, -0.25]),
         prompt_indices=torch.tensor([4, 4, 1, 1, 7]), sources=torch.zeros(5).long(),
     )  # fmt: skip
-    labels = {
-        "verifier": {1: "code", 4: "math", 7: "math", 9: "taste"},
-        "source": {1: "b", 4: "a", 7: "b", 9: "b"},
-    }
+    labels = labels_of([
+        (1, Problem("", "", {"verifier": "code"}, "b")), (4, Problem("", source="a")),
+        (7, Problem("", source="b")), (9, Problem("", "", {"verifier": "taste"}, "b")),
+    ], "math")  # fmt: skip
     assert metrics_by_label(summary, labels) == pytest.approx({
         "reward/by_verifier/math/share": 3 / 5, "reward/by_verifier/math/accuracy": 1 / 3,
         "reward/by_verifier/math/reward_mean": -0.25 / 3,
@@ -153,16 +153,21 @@ def test_metrics_by_name_count_every_response_once():
         "reward/by_source/b/response_length_mean": 17 / 3,
         "reward/by_source/b/failed_fraction": 2 / 3,
     })  # fmt: skip
-    assert metrics_by_label(summary, {}) == {}
+    one = labels_of([(i, Problem("", source="a")) for i in (1, 4, 7)], "math")
+    assert metrics_by_label(summary, one) == metrics_by_label(summary, NO_LABELS) == {}
 
 
-def test_only_what_a_run_has_several_of_has_names():
+def test_names_count_where_there_are_several():
     plain, code = Problem("p"), Problem("p", "", {"verifier": "code"})
-    assert labels_of([(0, plain), (3, code)], "math") == {"verifier": {0: "math", 3: "code"}}
-    assert labels_of([(0, plain), (1, code)], "code") == {}
+    found = labels_of([(0, plain), (3, code)], "math")
+    assert found.of == {"verifier": {0: "math", 3: "code"}, "source": {}}
+    assert found.several == {"verifier": ["code", "math"]}
+    assert found.by_name("verifier", {3: "x", 0: "y"}) == {"code": ["x"], "math": ["y"]}
+    found = labels_of([(0, plain), (1, code)], "code")
+    assert found.of["verifier"] == {0: "code", 1: "code"} and not found.several
     own = [(i, Problem("p", source=name)) for i, name in enumerate("aab")]
-    assert labels_of(own, "math") == {"source": {0: "a", 1: "a", 2: "b"}}
-    assert labels_of(own[:2], "math") == labels_of([], "math") == {}
+    assert labels_of(own, "math").several == {"source": ["a", "b"]}
+    assert not labels_of(own[:2], "math").several and not NO_LABELS.several
 
 
 def test_a_sampler_that_differs_stops_every_rank(workers):

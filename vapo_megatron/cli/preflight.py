@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vapo_megatron.cli.command import ProgressBar
-from vapo_megatron.config.schema import REWARD_MODEL
 from vapo_megatron.errors import CheckpointError, ConfigError
 from vapo_megatron.models.hf_config import check_layout, read_model_shape, read_reward_shape
 from vapo_megatron.models.known import KNOWN_MODELS
@@ -80,33 +79,50 @@ def check_verifiers(config: VapoConfig) -> None:
         verifiers.load()
 
 
-def check_answers(config: VapoConfig, inputs: Inputs) -> None:
+def check_answers(config: VapoConfig, inputs: Inputs) -> list[str]:
     """Refuse problems that their verifier cannot judge; a run's ranks share this work.
 
     Integers take no time, other ground truths some milliseconds each.
 
+    Returns:
+        How many rows of each file each verifier judges.
+
     Raises:
-        ConfigError: a verifier does not load.
+        ConfigError: a verifier does not load, or the reward model would judge nothing.
         DataError: names the last such row of a file.
     """
+    from vapo_megatron.data.labels import count_rows, labels_of
     from vapo_megatron.reward.verifier import unusable_problem
-    from vapo_megatron.reward.verifiers import Verifiers, reward_model_refusals
+    from vapo_megatron.reward.verifiers import (
+        Verifiers,
+        check_reward_model_judges,
+        reward_model_refusals,
+    )
 
+    counts: list[str] = []
     refusals = reward_model_refusals(has_reward_model=config.model.reward_hf_path is not None)
     with Verifiers(config.reward) as verifiers:
         verifiers.load()
         for dataset, refusal in zip((inputs.dataset, inputs.held_out), refusals, strict=True):
             if dataset is None:
                 continue
-            rows, bad = dataset.rows, dict[int, str]()
+            rows, bad, chosen = dataset.rows, dict[int, str](), dict[int, str]()
             with ProgressBar("ground truths") as bar:
                 for start in range(0, len(rows), _CHUNK):
                     bar.show(start, len(rows))
-                    found = verifiers.unusable(rows[start : start + _CHUNK], refusal)
+                    names, found = verifiers.examine(rows[start : start + _CHUNK], refusal)
+                    chosen |= {start + i: name for i, name in names.items()}
                     bad |= {start + i: reason for i, reason in found.items()}
                 bar.show(len(rows), len(rows))
             if bad:
                 raise unusable_problem(*dataset.row(max(bad)), bad[max(bad)])
+            dataset.assign(chosen)
+            labels = labels_of(enumerate(dataset.rows), config.reward.verifier)
+            counts += count_rows(labels, dataset.path)
+    if (dataset := inputs.dataset) is not None:
+        path = config.model.reward_hf_path
+        check_reward_model_judges(config.reward, dataset.rows, dataset.path, path)
+    return counts
 
 
 def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = True) -> None:
@@ -170,6 +186,7 @@ def _check_reward_model(config: VapoConfig, inputs: Inputs) -> None:
     Raises:
         UserError: names model.reward_hf_path.
     """
+    from vapo_megatron.reward.verifiers import check_reward_model_judges
     from vapo_megatron.rollout.tokenizer import check_same_tokenizer
 
     path = config.model.reward_hf_path
@@ -183,14 +200,7 @@ def _check_reward_model(config: VapoConfig, inputs: Inputs) -> None:
     check_same_tokenizer(inputs.tokenizer, path)
     _check_files("reward_model", "model.reward_hf_path", path, shape)
     assert inputs.dataset is not None, "a replay needs no reward model"
-    reward = config.reward
-    names = {row.verifier or reward.verifier for row in inputs.dataset.rows}
-    if not any(reward.use_of(name) == REWARD_MODEL for name in names):
-        raise ConfigError(
-            f"model.reward_hf_path={path} would score nothing: all rows of "
-            f"{inputs.dataset.path} are judged by {', '.join(sorted(names))}; set reward.verifier="
-            f"{REWARD_MODEL} or a row's column `verifier`, or reward_hf_path=null"
-        )
+    check_reward_model_judges(config.reward, inputs.dataset.rows, inputs.dataset.path, path)
 
 
 def is_here(config: VapoConfig) -> bool:

@@ -116,15 +116,16 @@ def _parser(program: str) -> Parser:
 
 
 def _dry_run(config: VapoConfig, replay: Path | None) -> None:
-    """Print the configuration and its plan, then refuse what a run would refuse here."""
+    """Print configuration, plan and who judges how much; refuse what a run would refuse here."""
     if is_first_rank():
         from vapo_megatron.planning.describe import dry_run_comment
 
         print(config.to_yaml() + dry_run_comment(config), end="", flush=True)
     if is_here(config):
         inputs = check_inputs(config, replay)
-        if replay is None:
-            check_answers(config, inputs)
+        counts = check_answers(config, inputs) if replay is None else []
+        if is_first_rank():
+            print("".join(f"# {line}\n" for line in counts), end="")
     elif config.model.hf_path is not None:
         check_sizes(config, known_shape(Path(config.model.hf_path).name))
 

@@ -3,6 +3,7 @@
 from vapo_megatron.config.data import DataConfig, SourceConfig
 from vapo_megatron.config.help import describe_fields
 from vapo_megatron.config.load import load_config, read_config
+from vapo_megatron.config.reward import RewardConfig, ScaleConfig
 from vapo_megatron.config.rules import check_together
 from vapo_megatron.config.schema import (
     AlgorithmConfig,
@@ -12,7 +13,6 @@ from vapo_megatron.config.schema import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    RewardConfig,
     RolloutConfig,
     TimeoutsConfig,
     VapoConfig,
@@ -31,6 +31,7 @@ __all__ = [
     "ParallelConfig",
     "RewardConfig",
     "RolloutConfig",
+    "ScaleConfig",
     "SourceConfig",
     "TimeoutsConfig",
     "VapoConfig",

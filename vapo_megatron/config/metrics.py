@@ -26,7 +26,7 @@ class Metric:
     description: str
 
 
-LABEL = r"[\w.:-]{1,64}"
+LABEL = r"[\w.:-]+"
 """Regular expression of the names, of verifiers and of data sources, that metrics go by."""
 _JUDGED = {"verifier": "that this verifier judged", "source": "to this data source's problems"}
 KINDS = tuple(_JUDGED)

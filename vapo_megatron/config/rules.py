@@ -6,7 +6,8 @@ Each returns an error message with field, value, rule and remedy, or None.
 from __future__ import annotations
 
 from vapo_megatron.config.data import sources_mistake
-from vapo_megatron.config.schema import BUILT_IN_VERIFIERS, REWARD_MODEL, VapoConfig
+from vapo_megatron.config.reward import HYBRID, REWARD_MODEL, reward_mistakes
+from vapo_megatron.config.schema import VapoConfig
 from vapo_megatron.errors import ConfigError
 
 
@@ -194,25 +195,18 @@ def _reward_rule(c: VapoConfig) -> str | None:
 
 
 def _verifier_rule(c: VapoConfig) -> str | None:
-    known = {*BUILT_IN_VERIFIERS, *c.reward.verifiers}
-    names = ", ".join(sorted(known))
-    if c.reward.verifier not in known and ":" not in c.reward.verifier:
-        return (
-            f"reward.verifier={c.reward.verifier} must be one of {names}, or package.module:Class; "
-            "change it"
-        )
-    for name, options in c.reward.verifiers.items():
-        use = options.get("use", name)
-        if use not in BUILT_IN_VERIFIERS and not (isinstance(use, str) and ":" in use):
-            return (
-                f"reward.verifiers.{name}.use={use!r} must be one of "
-                f"{', '.join(BUILT_IN_VERIFIERS)}, or package.module:Class; set it"
-            )
+    for mistake in reward_mistakes(c.reward):
+        return mistake
     for source, of_source in c.data.sources.items():
-        if of_source.verifier not in (None, *known):
+        if of_source.verifier not in (None, *c.reward.names):
             return (
-                f"data.sources.{source}.verifier={of_source.verifier} must be one of {names}; "
-                "change it, or add it to reward.verifiers"
+                f"data.sources.{source}.verifier={of_source.verifier} must be one of "
+                f"{', '.join(sorted(c.reward.names))}; change it, or add it to reward.verifiers"
+            )
+        if of_source.verifier == HYBRID and not c.reward.hybrid:
+            return (
+                f"data.sources.{source}.verifier=hybrid needs reward.hybrid, the verifiers that it "
+                "chooses among; set it, such as to [code, math]"
             )
     return None
 
@@ -225,6 +219,7 @@ def _reward_model_rule(c: VapoConfig) -> str | None:
     r, path = c.reward, c.model.reward_hf_path
     names = {"reward.verifier": r.verifier}
     names |= {f"reward.verifiers.{name}": name for name in r.verifiers}
+    names |= {f"reward.hybrid's {name}": name for name in r.hybrid}
     for source, of_source in c.data.sources.items():
         names[f"data.sources.{source}.verifier"] = of_source.verifier or r.verifier
     for field, name in names.items():
@@ -238,23 +233,6 @@ def _reward_model_rule(c: VapoConfig) -> str | None:
             "algorithm.dynamic_sampling=true must not be combined with model.reward_hf_path="
             f"{path}: groups are dropped by their verdicts while vLLM samples, but the reward "
             "model scores later; set dynamic_sampling=false, or reward_hf_path=null"
-        )
-    return None
-
-
-def _score_rule(c: VapoConfig) -> str | None:
-    r = c.reward
-    if r.from_score is not None and not (
-        len(r.from_score) == 2 and r.from_score[0] < r.from_score[1]
-    ):
-        return (
-            f"reward.from_score={r.from_score} must be [low, high] with low below high, such as "
-            "[0, 1]; change it, or set it to null"
-        )
-    if r.correct_from is not None and r.from_score is None:
-        return (
-            f"reward.correct_from={r.correct_from:g} needs reward.from_score, the range of scores; "
-            "set it, or set correct_from to null"
         )
     return None
 
@@ -306,7 +284,7 @@ def _precision_rule(c: VapoConfig) -> str | None:
 
 _RULES = (
     _layout_rule, _pipeline_rule, _batch_rule, _lambda_rule, _estimator_rule, _stage_rule,
-    _sampling_rule, _reward_rule, _verifier_rule, _reward_model_rule, _score_rule,
-    _value_bound_rule, _timeouts_rule, _precision_rule, _dynamic_sampling_rule,
+    _sampling_rule, _reward_rule, _verifier_rule, _reward_model_rule, _value_bound_rule,
+    _timeouts_rule, _precision_rule, _dynamic_sampling_rule,
     _sources_rule,
 )  # fmt: skip

@@ -6,7 +6,7 @@ same team). Use `config.load_config`, which also checks fields against each othe
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 from pydantic import Field
@@ -14,6 +14,7 @@ from pydantic import Field
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.data import DataConfig
 from vapo_megatron.config.phases import Role
+from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.section import Section
 from vapo_megatron.config.section import field as _field
 
@@ -190,67 +191,6 @@ class RolloutConfig(Section):
         "weights); null: only report it.",
         gt=0,
     )
-
-
-REWARD_MODEL = "reward_model"
-BUILT_IN_VERIFIERS = ("math", "exact", "code", "judge", "pairwise", REWARD_MODEL)
-"""Names of reward.verifier; reward/verifiers.py builds them."""
-
-
-class RewardConfig(Section):
-    """Who judges, and the rewards of the verdicts."""
-
-    verifier: str = _field(
-        "math",
-        "Judges responses: a built-in verifier, a name of reward.verifiers, or "
-        "package.module:Class. A row of the data with a column `verifier` names its own.",
-    )
-    verifiers: dict[str, dict[str, Any]] = _field(
-        {},
-        "Options of verifiers by name; `use` is a built-in one or package.module:Class, by default "
-        "the name itself; the others are passed to it.",
-    )
-    correct: float = _field(1.0, "Reward of a correct response.")
-    incorrect: float = _field(-1.0, "Reward of any other response.")
-    truncated_correct: float = _field(
-        -1.0, "Reward of a response with the correct answer that was truncated by a length limit."
-    )
-    overlong_buffer_tokens: int = _field(
-        0,
-        "Soft overlong punishment: applies to this many tokens before max_response_tokens; 0: off.",
-        "L_cache",
-        ge=0,
-    )
-    overlong_penalty: float = _field(1.0, "Largest soft overlong punishment.", ge=0)
-    from_score: list[float] | None = _field(
-        None,
-        "[low, high]: the reward is the verdict's score, which must lie in this range; low where a "
-        "verdict has none. null: the values above.",
-    )
-    correct_from: float | None = _field(
-        None,
-        "With from_score: the least score of a correct response; null: the verdict's own status.",
-    )
-    num_workers: int = _field(2, "Verifier processes per inference engine.", ge=1)
-    timeout_seconds: float = _field(
-        5.0, "Time limit for verifying one response; not of code, which has its own.", gt=0
-    )
-    memory_gb: float = _field(
-        4.0,
-        "Memory of a verifier's process beyond what loading it took, in 1e9 bytes; not of math's, "
-        "which has a limit of its own.",
-        gt=0,
-    )
-    max_failed_fraction: float = _field(
-        0.5,
-        "Stop the run when more than this fraction of a step's verdicts failed or timed out.",
-        ge=0,
-        le=1,
-    )
-
-    def use_of(self, name: str) -> Any:
-        """Return what a verifier's name stands for: a built-in name or package.module:Class."""
-        return self.verifiers.get(name, {}).get("use", name)
 
 
 class OptimizerConfig(Section):

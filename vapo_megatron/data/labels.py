@@ -2,41 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from vapo_megatron.data.problems import Problem
 
 T = TypeVar("T")
 
-Labels = Mapping[str, Mapping[int, str]]
-"""Kind, one of config.metrics.KINDS -> Prompt.index -> name. Has only kinds with several names."""
+
+@dataclasses.dataclass(frozen=True)
+class Labels:
+    """Names by kind, one of config.metrics.KINDS, and by Prompt.index."""
+
+    of: Mapping[str, Mapping[int, str]]
+    """Every problem has a verifier; sources have those of data.sources."""
+    several: Mapping[str, Sequence[str]]
+    """Kind -> its names in order, only where there are two or more: what metrics go by."""
+
+    def by_name(self, kind: str, values: Mapping[int, T]) -> dict[str, list[T]]:
+        """Sort one value per problem, by Prompt.index, by its name in one of `several`."""
+        found: dict[str, list[T]] = {name: [] for name in self.several[kind]}
+        for index, value in values.items():
+            found[self.of[kind][index]].append(value)
+        return found
 
 
 def labels_of(problems: Iterable[tuple[int, Problem]], default_verifier: str) -> Labels:
-    """Name each problem's verifier and source, where there is more than one of them.
+    """Name each problem's verifier and source.
 
     Args:
         problems: with their Prompt.index.
         default_verifier: the name of the verifier that judges problems which name none.
     """
-    found: dict[str, dict[int, str]] = {"verifier": {}, "source": {}}
+    of: dict[str, dict[int, str]] = {"verifier": {}, "source": {}}
     for index, problem in problems:
-        found["verifier"][index] = problem.verifier or default_verifier
+        of["verifier"][index] = problem.verifier or default_verifier
         if problem.source is not None:
-            found["source"][index] = problem.source
-    return {kind: names for kind, names in found.items() if len(set(names.values())) > 1}
+            of["source"][index] = problem.source
+    names = {kind: sorted(set(found.values())) for kind, found in of.items()}
+    return Labels(of, {kind: found for kind, found in names.items() if len(found) > 1})
 
 
-def by_label(values: Mapping[int, T], labels: Labels) -> dict[tuple[str, str], list[T]]:
-    """Sort one value per problem by (kind, name).
+def count_rows(labels: Labels, path: str) -> list[str]:
+    """Return for each source, or else for the file at path, how many rows each verifier judges."""
+    counts: dict[str, collections.Counter[str]] = {}
+    for index, verifier in labels.of["verifier"].items():
+        source = labels.of["source"].get(index)
+        where = path if source is None else f"data.sources.{source}"
+        counts.setdefault(where, collections.Counter())[verifier] += 1
+    return [
+        f"{where}, {sum(found.values())} rows: judged by "
+        + ", ".join(f"{name} ({count})" for name, count in found.most_common())
+        for where, found in counts.items()
+    ]
 
-    Args:
-        values: by Prompt.index.
-        labels: of all these problems.
-    """
-    found: dict[tuple[str, str], list[T]] = {}
-    for kind, names in labels.items():
-        for name in sorted(set(names.values())):
-            found[kind, name] = [value for index, value in values.items() if names[index] == name]
-    return found
+
+NO_LABELS = labels_of((), "")

@@ -9,6 +9,7 @@ about one prompt (half a prompt with two sources), in every step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,8 +35,6 @@ class Mixture:
     ) -> None:
         self._parts = dict(parts)
         self._weights_after = weights_after
-        self.rows: Sequence[Problem] = [row for part in parts.values() for row in part.rows]
-        """Every problem as it was read, source by source in the files' order."""
         self._credit = dict.fromkeys(self._parts, 0.0)
         """In prompts; the sum is 0."""
 
@@ -44,9 +43,23 @@ class Mixture:
         """All files, for messages."""
         return ", ".join(part.path for part in self._parts.values())
 
+    @functools.cached_property
+    def rows(self) -> Sequence[Problem]:
+        """Every problem as it was read, source by source in the files' order."""
+        return [row for part in self._parts.values() for row in part.rows]
+
+    def assign(self, verifiers: Mapping[int, str]) -> None:
+        """Let these of `rows` name these verifiers."""
+        first = 0
+        for part in self._parts.values():
+            end = first + len(part)
+            part.assign({i - first: name for i, name in verifiers.items() if first <= i < end})
+            first = end
+        vars(self).pop("rows", None)
+
     def __len__(self) -> int:
         """Number of problems in all sources."""
-        return len(self.rows)
+        return sum(map(len, self._parts.values()))
 
     def row(self, index: int) -> tuple[str, int]:
         """Return the file and the row (from 0) of one of `rows`."""

@@ -34,6 +34,10 @@ class Problem:
         name = self.metadata.get("verifier")
         return None if name is None else str(name)
 
+    def judged_by(self, verifier: str) -> Problem:
+        """Return the problem as if its row had named this verifier."""
+        return dataclasses.replace(self, metadata={**self.metadata, "verifier": verifier})
+
 
 def load_problems(
     path: str | Path,

@@ -100,6 +100,11 @@ class PromptDataset:
         """Every problem as it was read, in the file's order."""
         return self._rows
 
+    def assign(self, verifiers: Mapping[int, str]) -> None:
+        """Let these of `rows` name these verifiers."""
+        for index, verifier in verifiers.items():
+            self._rows[index] = self._rows[index].judged_by(verifier)
+
     def row(self, index: int) -> tuple[str, int]:
         """Return the file and the row (from 0) of one of `rows`."""
         return self.path, index

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Self
 
@@ -22,7 +22,11 @@ from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.reward.reward_model import Pending, reward_model_verdict
 from vapo_megatron.reward.shaping import scored_verdict, shaped_reward
 from vapo_megatron.reward.verifier import RunningVerifier, Verdict, unusable_problem
-from vapo_megatron.reward.verifiers import Verifiers, reward_model_refusals
+from vapo_megatron.reward.verifiers import (
+    Verifiers,
+    check_reward_model_judges,
+    reward_model_refusals,
+)
 
 
 class VerdictsFailed(UserError):
@@ -114,10 +118,12 @@ def score_rollouts(
         if isinstance(verdict, Pending):
             scored.append(ScoredRollout(rollout, text, PENDING, math.nan))
             continue
-        verdict = scored_verdict(verdict, reward)
+        verifier = rollout.prompt.problem.verifier or reward.verifier
+        verdict = scored_verdict(verdict, reward, verifier)
         number = shaped_reward(
-            verdict, rollout.truncated, len(rollout.token_ids), reward, max_response_tokens
-        )
+            verdict, rollout.truncated, len(rollout.token_ids), reward, max_response_tokens,
+            verifier,
+        )  # fmt: skip
         scored.append(
             ScoredRollout(rollout, text, verdict.status, number, verdict.score, verdict.note)
         )
@@ -130,6 +136,7 @@ def with_scores(
     scores: Tensor,
     reward: RewardConfig,
     max_response_tokens: int,
+    verifiers: Mapping[int, str],
 ) -> tuple[StepSummary, list[ScoredRollout]]:
     """Give every pending response its verdict and reward.
 
@@ -139,6 +146,7 @@ def with_scores(
         scores: float32 [P*G] by position, the same on every rank; read where pending.
         reward: turns a score into a verdict and a reward.
         max_response_tokens: the sampling limit, for the overlong penalty.
+        verifiers: Prompt.index -> the name of the verifier of those that have one.
 
     Returns:
         The summary, which is the same on every rank, and this rank's responses.
@@ -147,13 +155,15 @@ def with_scores(
     own = {item.rollout.position: i for i, item in enumerate(scored)}
     found = list(scored)
     for position in summary.is_pending.nonzero().flatten().tolist():
-        verdict = scored_verdict(reward_model_verdict(float(scores[position])), reward)
+        name = verifiers.get(int(summary.prompt_indices[position]), reward.verifier)
+        verdict = scored_verdict(reward_model_verdict(float(scores[position])), reward, name)
         number = shaped_reward(
             verdict,
             bool(summary.truncated[position]),
             int(summary.response_lengths[position]),
             reward,
             max_response_tokens,
+            name,
         )
         statuses[position], rewards[position] = STATUSES.index(verdict.status), number
         if position in own:
@@ -173,45 +183,54 @@ def start_verifiers(
     tp_size: int,
     default: object | None = None,
     *,
-    has_reward_model: bool = False,
+    reward_hf_path: str | None = None,
 ) -> Verifiers | None:
     """Start the verifiers, and refuse problems that they cannot judge. Collective.
+
+    Afterwards problems that hybrid judges name the verifier that was chosen, on every rank.
 
     Args:
         reward: the verifiers and their settings.
         training, held_out: each replica checks its share of both.
         tp_size: ranks of a vLLM replica.
         default: see Verifiers.
-        has_reward_model: it may judge the training data.
+        reward_hf_path: of the reward model, which may judge the training data; None: none.
 
     Returns:
         On the first rank of each replica the verifiers, to be closed; None elsewhere.
 
     Raises:
-        UserError: on every rank: a verifier does not load, or names the last such row of a file.
+        UserError: on every rank: a verifier does not load, the reward model would judge nothing,
+            or names the last such row of a file.
     """
     replica, rank_in_replica = divmod(dist.get_rank(), tp_size)
     verifiers = None
     if rank_in_replica == 0:
         verifiers = Verifiers(reward, default)
         verifiers.start()
-    refusals = reward_model_refusals(has_reward_model=has_reward_model)
+    refusals = reward_model_refusals(has_reward_model=reward_hf_path is not None)
     for dataset, refusal in zip((training, held_out), refusals, strict=True):
         if dataset is None:
             continue
         share = range(replica, len(dataset), dist.get_world_size() // tp_size)
-        row, reason, mistake = -1, "", ""
+        bad, chosen = ("", -1, ""), dict[int, str]()
         if verifiers is not None:
             try:
-                bad = verifiers.unusable([dataset.rows[i] for i in share], refusal)
-                row, reason = max(((share[i], bad[i]) for i in bad), default=(-1, ""))
+                names, reasons = verifiers.examine([dataset.rows[i] for i in share], refusal)
+                chosen = {share[i]: name for i, name in names.items()}
+                bad = max((("", share[i], reasons[i]) for i in reasons), default=bad)
             except UserError as error:
-                mistake = str(error)
-        mistake, row, reason = max(gather_objects((mistake, row, reason)))
+                bad = str(error), -1, ""
+        gathered = gather_objects((bad, chosen))
+        mistake, row, reason = max(bad for bad, _ in gathered)
         if mistake:
             raise ConfigError(mistake)
         if row >= 0:
             raise unusable_problem(*dataset.row(row), reason)
+        for _, chosen in gathered:
+            dataset.assign(chosen)
+    if training is not None and default is None:
+        check_reward_model_judges(reward, training.rows, training.path, reward_hf_path)
     return verifiers
 
 

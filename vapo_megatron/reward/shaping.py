@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from vapo_megatron.config import RewardConfig
+from vapo_megatron.config import RewardConfig, ScaleConfig
 from vapo_megatron.reward.verifier import Status, Verdict
 
 
@@ -33,21 +33,56 @@ def soft_overlong_punishment(
     return -min(max(over / buffer_tokens, 0.0), 1.0)
 
 
-def scored_verdict(verdict: Verdict, reward: RewardConfig) -> Verdict:
+def scored_verdict(verdict: Verdict, reward: RewardConfig, verifier: str) -> Verdict:
     """Return the verdict whose status follows its score, where reward.from_score says so.
 
-    A score outside reward.from_score is no verdict: it has failed.
+    A score outside its range is no verdict: it has failed. The score itself stays as it was given.
+
+    Args:
+        verdict: as the verifier gave it.
+        reward: has the range of scores, and the thresholds.
+        verifier: its name, for reward.scales.
     """
     if reward.from_score is None or verdict.score is None:
         return verdict
-    low, high = reward.from_score
-    if not low <= verdict.score <= high:
-        note = f"score {verdict.score:g} is outside reward.from_score=[{low:g}, {high:g}]"
-        return Verdict("failed", answer=verdict.answer, note=note)
-    if reward.correct_from is None:
+    scale = _scale(reward, verifier)
+    if scale.mean is None:
+        low, high, field = *reward.from_score, "reward.from_score"
+        if scale.low is not None and scale.high is not None:
+            low, high, field = scale.low, scale.high, f"reward.scales.{verifier}"
+        if not low <= verdict.score <= high:
+            note = f"score {verdict.score:g} is outside {field}=[{low:g}, {high:g}]"
+            return Verdict("failed", answer=verdict.answer, note=note)
+    if scale.correct_from is not None:
+        is_correct = verdict.score >= scale.correct_from
+    elif reward.correct_from is not None:
+        is_correct = scaled_score(verdict.score, reward, verifier) >= reward.correct_from
+    else:
         return verdict
-    status: Status = "correct" if verdict.score >= reward.correct_from else "wrong"
+    status: Status = "correct" if is_correct else "wrong"
     return dataclasses.replace(verdict, status=status)
+
+
+def scaled_score(score: float, reward: RewardConfig, verifier: str) -> float:
+    """Return a score on the scale of reward.from_score, in its range [L, H].
+
+        (score - mean) / std, clipped to [L, H]       with mean and std
+        L + (score - low) / (high - low) * (H - L)    with low and high
+        score                                         with neither
+
+    Args:
+        score: in its verifier's range; see scored_verdict.
+        reward: with from_score.
+        verifier: its name, for reward.scales.
+    """
+    assert reward.from_score is not None
+    (lowest, highest), scale = reward.from_score, _scale(reward, verifier)
+    if scale.mean is not None and scale.std is not None:
+        return min(max((score - scale.mean) / scale.std, lowest), highest)
+    if scale.low is not None and scale.high is not None:
+        share = (score - scale.low) / (scale.high - scale.low)
+        return min(lowest + share * (highest - lowest), highest)
+    return score
 
 
 def shaped_reward(
@@ -56,6 +91,7 @@ def shaped_reward(
     response_length: int,
     reward: RewardConfig,
     max_response_tokens: int,
+    verifier: str,
 ) -> float:
     """Return the reward of a whole response.
 
@@ -66,14 +102,33 @@ def shaped_reward(
         response_length: tokens of the response, its stop token included.
         reward: the values; `overlong_penalty` scales the penalty.
         max_response_tokens: the sampling limit.
+        verifier: its name, for reward.scales.
     """
-    if reward.from_score is not None:
-        base = reward.from_score[0] if verdict.score is None else verdict.score
-    elif not verdict.is_correct:
-        base = reward.incorrect
+    if reward.from_score is not None and verdict.score is not None:
+        base = scaled_score(verdict.score, reward, verifier)
     else:
-        base = reward.truncated_correct if truncated else reward.correct
+        correct, incorrect, truncated_correct = _of_status(reward, verifier)
+        base = incorrect
+        if verdict.is_correct:
+            base = truncated_correct if truncated else correct
     punishment = soft_overlong_punishment(
         response_length, max_response_tokens, reward.overlong_buffer_tokens
     )
     return base + reward.overlong_penalty * punishment
+
+
+def _of_status(reward: RewardConfig, verifier: str) -> tuple[float, float, float]:
+    """Return the rewards without a score: of a correct verdict, any other, a truncated correct."""
+    if reward.from_score is None:
+        return reward.correct, reward.incorrect, reward.truncated_correct
+    (low, high), scale = reward.from_score, _scale(reward, verifier)
+    correct = high if scale.correct is None else scale.correct
+    truncated = correct if scale.truncated_correct is None else scale.truncated_correct
+    return correct, low if scale.incorrect is None else scale.incorrect, truncated
+
+
+_UNSCALED = ScaleConfig()
+
+
+def _scale(reward: RewardConfig, verifier: str) -> ScaleConfig:
+    return reward.scales.get(verifier, _UNSCALED)

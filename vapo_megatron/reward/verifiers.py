@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from vapo_megatron.config.schema import REWARD_MODEL
+from vapo_megatron.config.reward import HYBRID, REWARD_MODEL
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.reward.code_verifier import CodeVerifier, longest_seconds
 from vapo_megatron.reward.exact_verifier import ExactVerifier
+from vapo_megatron.reward.hybrid import choose
 from vapo_megatron.reward.isolated import IsolatedVerifier
 from vapo_megatron.reward.judge import Judge, Pairwise
 from vapo_megatron.reward.math_verifier import MathVerifier
@@ -78,6 +79,30 @@ def reward_model_refusals(*, has_reward_model: bool) -> tuple[str | None, str | 
     )
 
 
+def check_reward_model_judges(
+    reward: RewardConfig, rows: Sequence[Problem], path: str, reward_hf_path: str | None
+) -> None:
+    """Refuse a reward model that would judge nothing.
+
+    Args:
+        reward: of the configuration.
+        rows: of the training data; hybrid may give a row to any that it chooses among.
+        path: of the data.
+        reward_hf_path: of the model; None: there is none.
+
+    Raises:
+        ConfigError: names model.reward_hf_path.
+    """
+    names = {row.verifier or reward.verifier for row in rows}
+    able = {*names, *(reward.hybrid if HYBRID in names else ())}
+    if reward_hf_path is not None and not any(reward.use_of(n) == REWARD_MODEL for n in able):
+        raise ConfigError(
+            f"model.reward_hf_path={reward_hf_path} would score nothing: all rows of {path} are "
+            f"judged by {', '.join(sorted(names))}; set reward.verifier={REWARD_MODEL} or a row's "
+            "column `verifier`, or reward_hf_path=null"
+        )
+
+
 def default_name(reward: RewardConfig, verifier: object | None = None) -> str:
     """Return what metrics call the verifier of rows that name none; verifier: see Verifiers."""
     if verifier is None:
@@ -100,11 +125,13 @@ class Verifiers:
 
     def start(self) -> None:
         """Start the default verifier's processes; others start when a problem needs them."""
-        self._of(None).start()
+        if self._default is not None or self._reward.verifier != HYBRID:
+            self._of(None).start()
 
     def load(self) -> None:
         """Load every configured verifier, whether a row names it or not. Raises ConfigError."""
-        for name in (None, *self._reward.verifiers):
+        is_hybrid = self._default is None and self._reward.verifier == HYBRID
+        for name in (*self._reward.hybrid, *([] if is_hybrid else [None]), *self._reward.verifiers):
             self._of(name).unusable([])
 
     def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> list[Verdict]:
@@ -119,20 +146,38 @@ class Verifiers:
     def unusable(
         self, problems: Sequence[Problem], no_reward_model: str | None = None
     ) -> dict[int, str]:
-        """Return index -> what is wrong; see RunningVerifier.
+        """Return index -> what is wrong; see RunningVerifier and examine."""
+        return self.examine(problems, no_reward_model)[1]
 
-        no_reward_model is what is wrong with a row that the reward model judges; None: nothing.
+    def examine(
+        self, problems: Sequence[Problem], no_reward_model: str | None
+    ) -> tuple[dict[int, str], dict[int, str]]:
+        """Choose verifiers for what hybrid judges, and look for problems that cannot be judged.
+
+        Args:
+            problems: of a data set.
+            no_reward_model: what is wrong with a row that the reward model judges; None: nothing.
+
+        Returns:
+            (index -> the verifier that hybrid.py chose, index -> what is wrong).
         """
-        reasons: dict[int, str] = {}
+        asked = [i for i, problem in enumerate(problems) if self._name(problem) == HYBRID]
+        found = choose(
+            [problems[i] for i in asked],
+            self._reward,
+            lambda name, some: self._of(name).unusable(some),
+        )
+        chosen, reasons = ({asked[i]: text for i, text in each.items()} for each in found)
         known = []
         for i, problem in enumerate(problems):
-            if no_reward_model is not None and self._is_scored_later(problem.verifier):
+            name = chosen.get(i, problem.verifier)
+            if no_reward_model is not None and self._is_scored_later(name):
                 reasons[i] = no_reward_model
-            elif problem.verifier is None or self._is_known(problem.verifier):
+            elif name not in (None, *self._reward.names):
+                names = ", ".join(self._reward.names)
+                reasons[i] = f"has the verifier {name!r}, which is none of {names}"
+            elif i not in chosen and i not in reasons:
                 known.append(i)
-            else:
-                names = ", ".join(dict.fromkeys([*BUILT_IN, *self._reward.verifiers]))
-                reasons[i] = f"has the verifier {problem.verifier!r}, which is none of {names}"
 
         def check(verifier: RunningVerifier, picked: list[int]) -> list[str | None]:
             found = verifier.unusable([problems[known[i]] for i in picked])
@@ -140,7 +185,7 @@ class Verifiers:
 
         checked = self._by_verifier([problems[i] for i in known], check)
         reasons |= {i: reason for i, reason in zip(known, checked) if reason is not None}
-        return reasons
+        return chosen, reasons
 
     def same_answers(self, pairs: Sequence[tuple[Problem, str, str]]) -> list[bool]:
         """Compare answers by their problem's verifier; see RunningVerifier."""
@@ -185,8 +230,10 @@ class Verifiers:
         use = self._reward.use_of(self._reward.verifier if name is None else name)
         return use == REWARD_MODEL
 
-    def _is_known(self, name: str) -> bool:
-        return name in BUILT_IN or name in self._reward.verifiers
+    def _name(self, problem: Problem) -> str | None:
+        """Return the name of the problem's verifier; None: the one given in its place."""
+        default = self._reward.verifier if self._default is None else None
+        return problem.verifier or default
 
     def _of(self, name: str | None) -> RunningVerifier:
         """Return a running verifier by its row's name; None: the default."""
@@ -197,6 +244,7 @@ class Verifiers:
         return self._running[name]
 
     def _build(self, name: str | None) -> RunningVerifier:
+        assert name != HYBRID, "its rows name the verifiers that were chosen"
         if name is None:
             return self._own("given to VapoTrainer", self._default, {})
         options = dict(self._reward.verifiers.get(name, {}))

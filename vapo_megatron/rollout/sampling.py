@@ -22,7 +22,7 @@ from vapo_megatron.config import (
 )
 from vapo_megatron.config.phases import DUMP, EVALUATION, GENERATION, REWARD
 from vapo_megatron.data.batch import ScoredRollout
-from vapo_megatron.data.labels import labels_of
+from vapo_megatron.data.labels import count_rows, labels_of
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import any_rank
@@ -72,10 +72,12 @@ class Sampling(RolloutSource):
         self._dataset, self._held_out = inputs.dataset, inputs.held_out
         self._verifier = start_verifiers(
             reward, self._dataset, self._held_out, rollout.tensor_model_parallel_size, verifier,
-            has_reward_model=model.reward_hf_path is not None,
+            reward_hf_path=model.reward_hf_path,
         )  # fmt: skip
         name = default_name(reward, verifier)
         self.labels = labels_of(enumerate(self._dataset.rows), name)
+        if "verifier" in self.labels.several:
+            self.note = "; ".join(count_rows(self.labels, self._dataset.path))
         held_out = () if self._held_out is None else self._held_out.rows
         self._held_out_labels = labels_of(enumerate(held_out), name)
         # Imported here: loading vLLM takes long, and the checks above may fail first.

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from vapo_megatron.data.batch import ScoredRollout
-from vapo_megatron.data.labels import Labels
+from vapo_megatron.data.labels import NO_LABELS, Labels
 
 
 class OnProgress(Protocol):
@@ -39,7 +39,7 @@ class RolloutSource(abc.ABC):
     """Shown to the user when the run starts."""
     decode: Decode | None = None
     """None: there is no tokenizer, on any rank."""
-    labels: Labels = {}
+    labels: Labels = NO_LABELS
     """Of the problems of the last step's prompts, at least; the same on every rank."""
 
     @abc.abstractmethod

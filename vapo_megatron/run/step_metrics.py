@@ -149,8 +149,8 @@ def metrics_by_label(summary: StepSummary, labels: Labels) -> dict[str, float]:
         labels: of the run's problems, the same on every rank.
 
     Returns:
-        Of each name in labels its share of the responses, and where that is not 0 the others; the
-        same on every rank.
+        Of each name, where the run has several, its share of the responses; and where that is not
+        0, the others. The same on every rank.
     """
     result: dict[str, float] = {}
     failed = [STATUSES.index(status) for status in ("failed", "timed_out")]
@@ -161,18 +161,17 @@ def metrics_by_label(summary: StepSummary, labels: Labels) -> dict[str, float]:
         "failed_fraction": torch.isin(summary.statuses, torch.tensor(failed)),
     }
     indices = summary.prompt_indices.tolist()
-    for kind, names in labels.items():
-        # Names are numbered once, so that the work per response does not grow with their number.
-        number = {name: i for i, name in enumerate(sorted(set(names.values())))}
-        rows = torch.tensor([number[names[index]] for index in indices])
-        counts = rows.bincount(minlength=len(number)).double()
-        sums = {
-            what: rows.bincount(column.double(), minlength=len(number))
+    for kind, names in labels.several.items():
+        number = {name: i for i, name in enumerate(names)}
+        rows = torch.tensor([number[labels.of[kind][index]] for index in indices])
+        counts = rows.bincount(minlength=len(names)).double()
+        means = {
+            what: rows.bincount(column.double(), minlength=len(names)) / counts
             for what, column in columns.items()
         }
         for name, i in number.items():
             result[metric_by("reward", kind, name, "share")] = float(counts[i]) / len(rows)
             if counts[i]:
-                for what, total in sums.items():
-                    result[metric_by("reward", kind, name, what)] = float(total[i] / counts[i])
+                for what, mean in means.items():
+                    result[metric_by("reward", kind, name, what)] = float(mean[i])
     return result

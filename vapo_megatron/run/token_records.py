@@ -128,6 +128,8 @@ def group_records(
             "prompt_index": first.prompt.index,
             "prompt": first.prompt.text,
             "answer": first.prompt.answer,
+            **({"verifier": name} if (name := first.prompt.problem.verifier) else {}),
+            **({"source": first.prompt.source} if first.prompt.source else {}),
             "policy_version": first.policy_version,
             "responses": [_response(s, tokens, decode) for s in group],
         }

@@ -12,12 +12,19 @@ import pytest
 
 from vapo_megatron.config import EvaluationConfig, RolloutConfig
 from vapo_megatron.data.batch import Prompt, Rollout
+from vapo_megatron.data.labels import labels_of
+from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import Stopped
 from vapo_megatron.reward.math_verifier import MathVerifier
 
 SAMPLES = 4
-LABELS = {"source": dict(enumerate("xyxyy")), "verifier": {0: "math", 1: "math", 2: "exact"}}
-LABELS["verifier"] |= {3: "exact", 4: "math"}
+LABELS = labels_of(
+    [
+        (i, Problem("", "", {"verifier": "exact" if i in (2, 3) else None}, source))
+        for i, source in enumerate("xyxyy")
+    ],
+    "math",
+)
 # Evaluate's batches hold 2 * 2 // 4 = 1 problem for each replica.
 SECTIONS = (
     EvaluationConfig(samples=SAMPLES),

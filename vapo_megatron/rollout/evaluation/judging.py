@@ -18,7 +18,7 @@ from vapo_megatron.algorithm.group_sampling import repeat_for_group
 from vapo_megatron.config import EvaluationConfig, RolloutConfig
 from vapo_megatron.config.metrics import METRICS, emits, metric_by
 from vapo_megatron.data.batch import Prompt, Rollout
-from vapo_megatron.data.labels import Labels, by_label
+from vapo_megatron.data.labels import Labels
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.reduce import sum_over_world
 from vapo_megatron.reward.scoring import Judged, VerdictStream
@@ -77,11 +77,12 @@ def evaluate(
     shown = [f"{what}@{samples}" for what in ("avg", "pass", "majority")]
     shown += ["response_length_mean", "truncated_fraction"]
     metrics = {f"evaluation/{name}": found[name] for name in shown}
-    indices = [prompt.index for prompt in problems]
-    for (kind, label), some in by_label(dict(zip(indices, values)), labels).items():
-        of_label = means(some)
-        for what in (f"avg@{samples}", "response_length_mean"):
-            metrics[metric_by("evaluation", kind, label, what)] = of_label[what]
+    by_index = {prompt.index: value for prompt, value in zip(problems, values)}
+    for kind in labels.several:
+        for name, some in labels.by_name(kind, by_index).items():
+            of_name = means(some)
+            for what in (f"avg@{samples}", "response_length_mean"):
+                metrics[metric_by("evaluation", kind, name, what)] = of_name[what]
     return metrics, [round(samples * value[f"avg@{samples}"]) for value in values]
 
 
