@@ -93,6 +93,26 @@ def test_the_default_is_the_configured_one_or_the_one_given():
         assert statuses(verifiers, ["ADA!", "Answer: 1/2"], problems) == ["correct"] * 2
 
 
+def test_a_score_decides_what_is_correct_where_the_configuration_says_so():
+    """For training and evaluation alike; Contains' score is the answer's share of the text."""
+    problems = [Problem("", "ada", {"verifier": name}) for name in ("loose", "strict", "math")]
+    responses = ["ada!", "ada!", "Answer: ada"]
+    scored = {"from_score": [0.0, 2.0], "correct_from": 1.0}
+    given = {**scored, "scales": {"strict": {"low": 0.0, "high": 1.0}}}
+    with Verifiers(RewardConfig(**{**REWARD.model_dump(), **scored})) as verifiers:
+        assert statuses(verifiers, responses, problems) == ["wrong", "wrong", "correct"]
+    with Verifiers(RewardConfig(**{**REWARD.model_dump(), **given})) as verifiers:
+        # 3/4 of the text is 1.5 of a range that ends at 2.
+        assert statuses(verifiers, responses, problems) == ["wrong", "correct", "correct"]
+    narrow = {"from_score": [0.0, 0.5]}
+    with Verifiers(RewardConfig(**{**REWARD.model_dump(), **narrow})) as verifiers:
+        assert statuses(verifiers, responses, problems) == ["failed", "failed", "correct"]
+    # Of the one given in place of the default, by the default's name.
+    given = {**scored, "scales": {"math": {"low": 0.0, "high": 1.0}}}
+    with Verifiers(RewardConfig(**{**REWARD.model_dump(), **given}), Contains()) as verifiers:
+        assert statuses(verifiers, ["ada!"], [Problem("", "ada")]) == ["correct"]
+
+
 def test_a_verifier_that_no_row_names_is_loaded_too():
     reward = RewardConfig(num_workers=1, verifiers={"later": {"use": f"{OWN}:Absent"}})
     with Verifiers(reward) as verifiers, pytest.raises(ConfigError, match="later cannot be loaded"):

@@ -119,7 +119,6 @@ def score_rollouts(
             scored.append(ScoredRollout(rollout, text, PENDING, math.nan))
             continue
         verifier = rollout.prompt.problem.verifier or reward.verifier
-        verdict = scored_verdict(verdict, reward, verifier)
         number = shaped_reward(
             verdict, rollout.truncated, len(rollout.token_ids), reward, max_response_tokens,
             verifier,

@@ -16,6 +16,7 @@ from vapo_megatron.reward.isolated import IsolatedVerifier
 from vapo_megatron.reward.judge import Judge, Pairwise
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.reward_model import RewardModelVerifier
+from vapo_megatron.reward.shaping import scored_verdict
 from vapo_megatron.reward.verifier import RunningVerifier, Verdict
 
 if TYPE_CHECKING:
@@ -135,13 +136,20 @@ class Verifiers:
             self._of(name).unusable([])
 
     def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> list[Verdict]:
-        """Judge each response by its problem's verifier; see RunningVerifier."""
-        return self._by_verifier(
+        """Judge each response by its problem's verifier; see RunningVerifier.
+
+        What is correct follows from the score where the configuration says so.
+        """
+        verdicts = self._by_verifier(
             problems,
             lambda verifier, picked: verifier.score(
                 [responses[i] for i in picked], [problems[i] for i in picked]
             ),
         )
+        return [
+            scored_verdict(verdict, self._reward, problem.verifier or self._reward.verifier)
+            for verdict, problem in zip(verdicts, problems)
+        ]
 
     def unusable(
         self, problems: Sequence[Problem], no_reward_model: str | None = None

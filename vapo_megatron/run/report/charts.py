@@ -8,6 +8,8 @@ from typing import Any
 from vapo_megatron.config.metrics import accuracy_name, describe
 from vapo_megatron.config.phases import PHASES, TIMED
 from vapo_megatron.run.directory import Run
+from vapo_megatron.run.report.breakdown import charts_by_name
+from vapo_megatron.run.report.comparison import look
 
 _Series = tuple[tuple[str, str], ...]
 
@@ -46,10 +48,13 @@ def chart_data(run: Run) -> dict[str, Any]:
     rows = run.rows
     names = dict.fromkeys(name for row in rows for name in row if name != "step")
     phases = [p for p in TIMED if f"time/{p}_seconds" in names]
-    shown = {name for chart in _CHARTS for name, _ in chart[1]}
+    by_name = charts_by_name(names)
+    every = [*_CHARTS, *(chart for chart, _ in by_name)]
+    shown = {name for chart in every for name, _ in chart[1]}
     shown |= {"time/step_seconds"} | {f"time/{p}_seconds" for p in phases}
     others = [n for n in names if n not in shown and describe(n) and not accuracy_name({n: 0})]
     charts = [_chart(*chart, rows) for chart in _CHARTS]
+    charts += [_distinct(_chart(*chart, rows), labels) for chart, labels in by_name]
     more = [_chart(name, ((name, ""),), {}, rows) for name in others]
     return {
         "pretraining": run.section("algorithm").get("value_pretraining_steps", 0),
@@ -58,6 +63,12 @@ def chart_data(run: Run) -> dict[str, Any]:
         "steps": [row["step"] for row in rows],
         "phases": _phases(phases, rows) if phases else None,
     }
+
+
+def _distinct(chart: dict[str, Any], labels: Sequence[str]) -> dict[str, Any]:
+    """Give the curve of each label a colour and dashes of its own, the same in every chart."""
+    series = [{**curve, **look(labels.index(curve["label"]))} for curve in chart["series"]]
+    return {**chart, "series": series}
 
 
 def _phases(phases: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -105,8 +105,8 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def _look(number: int) -> dict[str, str]:
-    """Return the colour and the dashes of an arm's curves."""
+def look(number: int) -> dict[str, str]:
+    """Return the colour and the dashes of the curves of what has this number."""
     color = f"var(--series{number % _NUM_COLORS})"
     return {"color": color, "dash": _DASHES[number % len(_DASHES)]}
 
@@ -117,10 +117,10 @@ def _key(number: int, arm: Arm) -> str:
     alike = min(done) == max(done)
     steps = _count(done[0], "step") if alike else f"{min(done)} to {max(done)} steps"
     count = f"{len(done)} runs, " if len(done) > 1 else ""
-    look = _look(number)
+    drawn = look(number)
     line = (
         f'<svg class="dash" width="26" height="10"><path d="M1,5h24" '
-        f'style="stroke: {look["color"]}; stroke-dasharray: {look["dash"] or "none"}"/></svg>'
+        f'style="stroke: {drawn["color"]}; stroke-dasharray: {drawn["dash"] or "none"}"/></svg>'
     )
     return (
         f'<button type="button" data-arm="{number}" aria-pressed="false">{line}'
@@ -139,7 +139,7 @@ def _chart_data(arms: Sequence[Arm]) -> dict[str, Any]:
                 "about": about.description,
                 "arm": number,
                 "points": found,
-                **_look(number),
+                **look(number),
             }
             for number, arm in enumerate(arms)
             if (found := arm.curve(metric))

@@ -14,6 +14,7 @@ from vapo_megatron.config.schema import VapoConfig
 from vapo_megatron.config.techniques import TECHNIQUES, algorithm_name, settings
 from vapo_megatron.run.directory import Run, read_run
 from vapo_megatron.run.progress import format_seconds
+from vapo_megatron.run.report.breakdown import section
 from vapo_megatron.run.report.charts import chart_data
 from vapo_megatron.run.report.diagnostics import plots
 from vapo_megatron.run.report.html import escape, script_json, write_page, yaml_value
@@ -36,6 +37,7 @@ def _slots(run: Run) -> dict[str, str]:
         "subtitle": _subtitle(run),
         "headline": "".join(_card(*figure) for figure in _headline(run)),
         "data": script_json({**chart_data(run), "tokens": tokens, "plots": plots(run)}),
+        "by_name": section(run.rows),
         "techniques": _techniques(run.config),
         "rollouts": responses,
         "config": _configuration(run.config),

@@ -63,9 +63,18 @@ def _group(group: Mapping[str, Any], number: int) -> str:
         f'<details class="group"><summary><span class="prompt">{escape(_preview(group["prompt"]))}'
         f'</span><span class="marks">{marks}</span>'
         f'<span class="count">{correct}/{len(responses)}</span></summary>'
-        f'<div class="inside"><div class="caption">Prompt</div><pre>{_long(group["prompt"])}</pre>'
+        f'<div class="inside"><div class="caption">Prompt{_origin(group)}</div>'
+        f"<pre>{_long(group['prompt'])}</pre>"
         f'<div class="caption">Answer</div><pre>{_long(group["answer"])}</pre>'
         f'<div class="caption">Responses</div>{inside}</div></details>'
+    )
+
+
+def _origin(group: Mapping[str, Any]) -> str:
+    """The group's source and verifier, where the data name them."""
+    source, verifier = group.get("source"), group.get("verifier")
+    return (f" of {escape(source)}" if source else "") + (
+        f", judged by {escape(verifier)}" if verifier else ""
     )
 
 
