@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from vapo_megatron.data.order import _mix, seeded_permutation
+from vapo_megatron.data.order import mix, seeded_permutation
 from vapo_megatron.data.prompts import Problem, PromptDataset
 from vapo_megatron.errors import DataError
 
@@ -34,7 +34,7 @@ def indices(prompts):
 
 def test_the_hash_is_splitmix64():
     # The first output of the published generator from state 0.
-    assert int(_mix(np.zeros(1, np.uint64))[0]) == 0xE220A8397B1DCDAF
+    assert int(mix(np.zeros(1, np.uint64))[0]) == 0xE220A8397B1DCDAF
 
 
 def test_orders_never_change():

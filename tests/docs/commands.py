@@ -108,6 +108,7 @@ RUNS = (
     Run("vapo gradients collect", TINY_RUN),
     Run("vapo gradients compare"),
     Run("vapo prepare", ("--max-prompt-tokens=256", "--overwrite"), shows=" problems written"),
+    Run("vapo select", (*EVALUATION, "--pass-rate", "0", "1"), shows=" kept\n"),
     Run("vapo plan --model Qwen2.5-32B --gpus 64", is_quick=True,
         shows=" 3354 s a step (2449 to 5467)\n"),
     Run("vapo plan --model Qwen3-32B --gpus 32 --vllm-share 0.6", is_quick=True,

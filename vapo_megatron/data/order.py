@@ -1,4 +1,4 @@
-"""Seeded permutations that are the same on every machine, Python and NumPy version."""
+"""Seeded permutations and hashes that are the same on every machine, Python and NumPy version."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def seeded_permutation(count: int, *keys: int) -> list[int]:
     """
     state = np.zeros(1, np.uint64)
     for key in keys:
-        state = _mix(state ^ np.uint64(key % 2**64))
-    hashes = _mix(state ^ _mix(np.arange(count, dtype=np.uint64)))
+        state = mix(state ^ np.uint64(key % 2**64))
+    hashes = mix(state ^ mix(np.arange(count, dtype=np.uint64)))
     return np.argsort(hashes, kind="stable").tolist()
 
 
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the hashes of numbers, by splitmix64's generator; uint64, of x's shape."""
     x = x + _ADD
     x = (x ^ (x >> np.uint64(30))) * _MULTIPLY_1
     x = (x ^ (x >> np.uint64(27))) * _MULTIPLY_2

@@ -244,8 +244,16 @@ def check_verdicts(summary: StepSummary, reward: RewardConfig) -> None:
     """
     assert not summary.is_pending.any(), "the reward model has scored what it judges"
     counts = summary.statuses.bincount(minlength=len(STATUSES)).tolist()
-    failed, timed_out = (counts[STATUSES.index(status)] for status in ("failed", "timed_out"))
-    total = len(summary.statuses)
+    check_failures(dict(zip(STATUSES, counts)), reward)
+
+
+def check_failures(counts: Mapping[str, int], reward: RewardConfig) -> None:
+    """Refuse verdicts of a verifier that does not work; counts: of each status.
+
+    Raises:
+        VerdictsFailed: see check_verdicts.
+    """
+    failed, timed_out, total = counts["failed"], counts["timed_out"], sum(counts.values())
     if failed + timed_out > reward.max_failed_fraction * total:
         raise VerdictsFailed(
             f"{failed} verdicts failed and {timed_out} timed out, of {total}: more than "

@@ -104,17 +104,23 @@ def shaped_reward(
         max_response_tokens: the sampling limit.
         verifier: its name, for reward.scales.
     """
-    if reward.from_score is not None and verdict.score is not None:
-        base = scaled_score(verdict.score, reward, verifier)
-    else:
-        correct, incorrect, truncated_correct = _of_status(reward, verifier)
-        base = incorrect
-        if verdict.is_correct:
-            base = truncated_correct if truncated else correct
     punishment = soft_overlong_punishment(
         response_length, max_response_tokens, reward.overlong_buffer_tokens
     )
+    base = base_reward(verdict, reward, verifier, truncated=truncated)
     return base + reward.overlong_penalty * punishment
+
+
+def base_reward(
+    verdict: Verdict, reward: RewardConfig, verifier: str, *, truncated: bool = False
+) -> float:
+    """Return the reward without the punishment of length; see shaped_reward."""
+    if reward.from_score is not None and verdict.score is not None:
+        return scaled_score(verdict.score, reward, verifier)
+    correct, incorrect, truncated_correct = _of_status(reward, verifier)
+    if not verdict.is_correct:
+        return incorrect
+    return truncated_correct if truncated else correct
 
 
 def _of_status(reward: RewardConfig, verifier: str) -> tuple[float, float, float]:

@@ -163,8 +163,8 @@ def test_neither_replicas_nor_ranks_nor_batches_change_the_result(workers):
     ]
     assert judged[0][3]["answer"] is None and judged[0][3]["vote"] is None
     assert judged[0][1] == {
-        "sample": 1, "status": "wrong", "answer": "101", "vote": 1, "num_tokens": 2,
-        "truncated": False, "text": "Answer: 101",
+        "sample": 1, "status": "wrong", "score": None, "answer": "101", "vote": 1,
+        "num_tokens": 2, "truncated": False, "text": "Answer: 101",
     }  # fmt: skip
     # One of the first three samples of each problem is right, the last of problem 3 alone, and it
     # has no answer elsewhere: pass 1, three answers with a vote each; problem 1: 100, 101, 1.

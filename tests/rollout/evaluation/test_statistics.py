@@ -69,6 +69,9 @@ def test_reported_sizes():
         ([None, 4, None], [False, True, False], 1),
         ([None, None], [False, False], 0),
         ([None, 1, 1, 0], [False, False, False, True], 0),
+        # A verifier need not name its answers; what it does not name has no vote.
+        ([None, None, 0], [True, False, True], 1.0),
+        ([None, None], [True, False], 0.0),
     ],
 )
 def test_majority_by_hand(votes, correct, expected):

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from vapo_megatron.errors import CheckpointError, ConfigError, DataError, UserEr
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.reduce import any_rank, gather_objects, sum_over_world
-from vapo_megatron.reward.scoring import start_verifiers
+from vapo_megatron.reward.scoring import check_failures, start_verifiers
 from vapo_megatron.rollout.evaluation.judging import judge_problems, sampling_settings
 from vapo_megatron.rollout.evaluation.samples_file import (
     begin_parts,
@@ -41,6 +42,8 @@ from vapo_megatron.rollout.requests import max_model_len
 from vapo_megatron.rollout.tokenizer import check_tokenizer, decode_responses, load_tokenizer
 from vapo_megatron.run.directory import read_run
 from vapo_megatron.weights.hf_reader import HfReader
+
+T = TypeVar("T")
 
 VERSION = 0
 """Of vLLM's weights, which never change here."""
@@ -180,35 +183,69 @@ def evaluate_checkpoint(
     """Sample and judge every problem that is missing in `out`, then summarize. Collective.
 
     Args:
-        evaluation: from check.
-        config: from evaluation_config.
-        out: see samples_file; the summary has the same name, ending in .json.
-        problems_per_batch: problems sampled together and then written; None: enough for two
-            responses per sequence that the replicas sample at once.
+        evaluation, config, out, problems_per_batch: see sample_missing; the summary has the same
+            name as out, ending in .json.
 
     Returns:
         The statistics on rank 0, None elsewhere.
 
     Raises:
-        UserError: on every rank.
+        UserError: see sample_missing.
+    """
+    return sample_missing(
+        evaluation, config, out, evaluation.dataset.problems, problems_per_batch,
+        lambda: _sum_up(out, evaluation.header, config.seed),
+    )  # fmt: skip
+
+
+def sample_missing(
+    evaluation: Evaluation,
+    config: VapoConfig,
+    out: Path,
+    problems: Sequence[Prompt],
+    problems_per_batch: int | None,
+    finish: Callable[[], T],
+) -> T | None:
+    """Sample and judge the problems that are missing in `out`. Collective.
+
+    Args:
+        evaluation: from check.
+        config: from evaluation_config.
+        out: see samples_file.
+        problems: some or all of evaluation.dataset.
+        problems_per_batch: problems sampled together and then written; None: enough for two
+            responses per sequence that the replicas sample at once.
+        finish: called on rank 0 once `out` has all of them, while it is locked.
+
+    Returns:
+        The result of finish on rank 0, None elsewhere.
+
+    Raises:
+        UserError: on every rank; VerdictsFailed where the verdicts of a batch failed, which is not
+            written, and finish's own on rank 0.
     """
     check_processes(config)
     backend.initialize_distributed(config.parallel.timeout_seconds)
     with contextlib.ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
-        done = _begin(out, evaluation.header, config.rollout.tensor_model_parallel_size, stack)
-        if missing := [p for p in evaluation.dataset.problems if p.index not in done]:
+        tp_size = config.rollout.tensor_model_parallel_size
+        missing = _begin(out, evaluation.header, problems, tp_size, stack)
+        if missing:
             _sample(evaluation, config, out, missing, problems_per_batch)
-        return _sum_up(out, evaluation.header, config.seed) if dist.get_rank() == 0 else None
+        return finish() if dist.get_rank() == 0 else None
 
 
 def _begin(
-    out: Path, header: dict[str, Any], tp_size: int, stack: contextlib.ExitStack
-) -> set[int]:
+    out: Path,
+    header: dict[str, Any],
+    problems: Sequence[Prompt],
+    tp_size: int,
+    stack: contextlib.ExitStack,
+) -> list[Prompt]:
     """Create or resume the file: rank 0 locks it and creates each replica's part.
 
     Returns:
-        Indices of the problems that it holds.
+        The problems that it lacks.
 
     Raises:
         DataError: on every rank.
@@ -219,7 +256,7 @@ def _begin(
         try:
             stack.enter_context(lock_file(out))
             done = set(collect(out, header))
-            if len(done) < header["num_problems"]:
+            if any(p.index not in done for p in problems):
                 begin_parts(out, header, dist.get_world_size() // tp_size)
         except (UserError, OSError) as error:
             problem = str(error)
@@ -230,7 +267,7 @@ def _begin(
         )
     if problem is not None:
         raise DataError(problem)
-    return done
+    return [p for p in problems if p.index not in done]
 
 
 def _sample(
@@ -250,6 +287,9 @@ def _sample(
         verifier = start_verifiers(config.reward, None, evaluation.dataset, tp_size)
         if verifier is not None:
             stack.callback(verifier.close)
+        # Read again: their rows name the verifiers that hybrid has chosen.
+        wanted = {p.index for p in problems}
+        problems = [p for p in evaluation.dataset.problems if p.index in wanted]
         engine = _engine(evaluation, config)
         stack.callback(engine.shutdown)
         bar = stack.enter_context(ProgressBar("responses", after_seconds=0.0))
@@ -260,8 +300,11 @@ def _sample(
             on_progress=bar.show, keep_text=True, problems_per_batch=problems_per_batch,
         ):  # fmt: skip
             if judged:
+                statuses = Counter(r["status"] for _, responses in judged for r in responses)
+                check_failures(statuses, config.reward)
                 lines = [
                     {"prompt_index": prompt.index, "prompt": prompt.text, "answer": prompt.answer,
+                     "verifier": prompt.problem.verifier or config.reward.verifier,
                      "responses": responses}
                     for prompt, responses in judged
                 ]  # fmt: skip

@@ -18,7 +18,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from vapo_megatron.cli.command import Parser, run, under_torchrun
 from vapo_megatron.cli.launch import execute, torchrun_command
@@ -56,31 +56,45 @@ def main(
 
 
 def _evaluate(options: argparse.Namespace, worker: Sequence[str]) -> Path | None:
-    if options.batch is not None and options.batch < 1:
-        raise ConfigError(f"--batch={options.batch} must be at least 1")
+    check_batch(options.batch)
     # The checkpoint is local, so do not ask the hub; read when transformers is loaded.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # These load torch, so they come after the options are checked.
     from vapo_megatron.cli.evaluate import checkpoint
 
-    num_processes = int(os.environ["WORLD_SIZE"]) if under_torchrun() else options.nproc
     given = {name: getattr(options, name) for name in ("samples", "temperature", "top_p", "top_k")}
     flags = [f"evaluation.{name}={value}" for name, value in given.items() if value is not None]
     config = checkpoint.evaluation_config(
-        options.checkpoint, [*options.overrides, *flags], num_processes
+        options.checkpoint, [*options.overrides, *flags], num_processes(options.nproc)
     )
     out = options.out or default_out(options.checkpoint, options.data)
     evaluation = checkpoint.check(options.checkpoint, options.data, config)
     if config.parallel.world_size > 1 and not under_torchrun():
         checkpoint.check_out(out, evaluation)
-        # Variables of a cluster's training job, such as NNODES, are not an evaluation's.
-        processes = {"NPROC_PER_NODE": str(config.parallel.world_size)}
-        execute(torchrun_command(processes, config.parallel.world_size, worker))
+        become_torchrun(config.parallel.world_size, worker)
     found = checkpoint.evaluate_checkpoint(evaluation, config, out, options.batch)
     if found is None:
         return None
     _print_table(found, f"{options.checkpoint} on {options.data}")
     return out
+
+
+def check_batch(batch: int | None) -> None:
+    """Raise ConfigError if --batch is no number of problems."""
+    if batch is not None and batch < 1:
+        raise ConfigError(f"--batch={batch} must be at least 1")
+
+
+def num_processes(nproc: int | None) -> int | None:
+    """Return the processes on all nodes: torchrun's, else --nproc."""
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else nproc
+
+
+def become_torchrun(world_size: int, worker: Sequence[str]) -> NoReturn:
+    """Start this command on as many processes of this machine."""
+    # Variables of a cluster's training job, such as NNODES, are not an evaluation's.
+    processes = {"NPROC_PER_NODE": str(world_size)}
+    execute(torchrun_command(processes, world_size, worker))
 
 
 def default_out(checkpoint: Path, data: Path) -> Path:
@@ -127,6 +141,12 @@ def _parser() -> Parser:
     sampling.add_argument("--temperature", type=float, metavar="T", help=f"({_DEFAULT} 1.0)")
     sampling.add_argument("--top-p", type=float, metavar="P", help=f"({_DEFAULT} 0.7)")
     sampling.add_argument("--top-k", type=int, metavar="K", help=f"({_DEFAULT} -1, off)")
+    add_process_options(parser, sampling)
+    return parser
+
+
+def add_process_options(parser: Parser, sampling: argparse._ArgumentGroup) -> None:
+    """Add the overrides, --nproc and --batch, which `vapo select` has too."""
     sampling.add_argument(
         "overrides", nargs="*", metavar="section.field=value",
         help="fields of training that concern sampling, such as rollout.max_response_tokens=8192 "
@@ -143,4 +163,3 @@ def _parser() -> Parser:
         help="problems sampled together and then written (default: two responses per sequence "
         "that the replicas sample at once)",
     )  # fmt: skip
-    return parser

@@ -171,6 +171,7 @@ def _response(rollout: Rollout, judged: Judged, keep_text: bool) -> Response:
     return {
         "sample": rollout.sample,
         "status": judged.verdict.status,
+        "score": judged.verdict.score,
         "answer": judged.verdict.answer,
         "vote": None,
         "num_tokens": len(rollout.token_ids),

@@ -1,7 +1,7 @@
 """The JSONL file of an evaluation: a header that identifies it, then one problem per line.
 
     {"evaluation": 1, "checkpoint": ..., "weights": ..., "problems": ..., "samples": 32, ...}
-    {"prompt_index": 0, "prompt": ..., "answer": ..., "responses": [{"sample": 0, ...}, ...]}
+    {"prompt_index": 0, "prompt": ..., "answer": ..., "verifier": ..., "responses": [{...}, ...]}
 
 While it runs, the first rank of each replica appends problems to its part, FILE.part0000 and so on,
 which starts with the same header. `collect` merges the parts into one file ordered by problem: at
@@ -14,7 +14,7 @@ import contextlib
 import glob
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,17 @@ _PATHS = ("checkpoint", "data")
 """Not compared: the same weights and problems may have moved when the evaluation resumes."""
 _PIECES, _PIECE_BYTES = 64, 4096
 
-_Found = tuple[Path, int, dict[str, float]]
-"""A problem's file, where its line begins there, and its problem_values."""
+Summarize = Callable[[Mapping[str, Any]], Any]
+"""A problem's line to what is kept of it; raises KeyError, TypeError or ValueError where it is not
+an evaluation's."""
+
+_Found = tuple[Path, int, Any]
+"""A problem's file, where its line begins there, and what is kept of it."""
+
+
+def line_values(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return problem_values of a line's responses."""
+    return problem_values(line["responses"])
 
 
 def lock_file(out: Path) -> contextlib.AbstractContextManager[None]:
@@ -39,7 +48,9 @@ def lock_file(out: Path) -> contextlib.AbstractContextManager[None]:
     )
 
 
-def collect(out: Path, header: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+def collect(
+    out: Path, header: Mapping[str, Any], summarize: Summarize = line_values
+) -> dict[int, Any]:
     """Merge the file and its parts, which are removed; a complete file stays untouched.
 
     A partial last line, left by a kill, is dropped. Only one line at a time is in memory.
@@ -47,9 +58,10 @@ def collect(out: Path, header: Mapping[str, Any]) -> dict[int, dict[str, float]]
     Args:
         out: created with the header if it is missing.
         header: identifies the evaluation; JSON values.
+        summarize: what to return of a problem.
 
     Returns:
-        prompt_index -> problem_values of its samples, in the order of the problems.
+        prompt_index -> the result of summarize, in the order of the problems.
 
     Raises:
         DataError: the file or a part is not of this evaluation.
@@ -59,7 +71,7 @@ def collect(out: Path, header: Mapping[str, Any]) -> dict[int, dict[str, float]]
     found: dict[int, _Found] = {}
     is_complete = out.exists() and not parts
     for path in [out, *parts] if out.exists() else parts:
-        end = _read(path, header, found)
+        end = _read(path, header, summarize, found)
         is_complete = is_complete and 0 < end == path.stat().st_size
     if not is_complete:
         _write(out, header, [found[index][:2] for index in sorted(found)])
@@ -79,7 +91,9 @@ def part_of(out: Path, replica: int) -> Path:
     return out.with_name(f"{out.name}.part{replica:04}")
 
 
-def _read(path: Path, header: dict[str, Any], found: dict[int, _Found]) -> int:
+def _read(
+    path: Path, header: dict[str, Any], summarize: Summarize, found: dict[int, _Found]
+) -> int:
     """Add what a file holds to `found`; return where its last complete line ends.
 
     Raises:
@@ -101,7 +115,7 @@ def _read(path: Path, header: dict[str, Any], found: dict[int, _Found]) -> int:
                 index = content["prompt_index"]
                 assert isinstance(index, int)
                 assert len(content["responses"]) == header["samples"]
-                found[index] = path, begin, problem_values(content["responses"])
+                found[index] = path, begin, summarize(content)
             except DataError:
                 raise
             except (ValueError, KeyError, TypeError, AssertionError, RecursionError):

@@ -55,9 +55,10 @@ def majority_at_k(votes: Sequence[int | None], is_correct: Sequence[bool]) -> fl
         votes: [k] class of equal answers of each sample, or None without an answer.
         is_correct: [k] the verifier's verdicts; all samples of a class have the same.
     """
-    verdicts = {vote: right for vote, right in zip(votes, is_correct, strict=True)}
-    assert all(verdicts[v] == right for v, right in zip(votes, is_correct)), "one verdict per class"
-    counts = collections.Counter(vote for vote in votes if vote is not None)
+    cast = [(v, right) for v, right in zip(votes, is_correct, strict=True) if v is not None]
+    verdicts = dict(cast)
+    assert all(verdicts[v] == right for v, right in cast), "one verdict per class"
+    counts = collections.Counter(vote for vote, _ in cast)
     most = max(counts.values(), default=0)
     winners = [vote for vote, count in counts.items() if count == most]
     return sum(verdicts[vote] for vote in winners) / len(winners) if winners else 0.0

@@ -12,8 +12,9 @@ from typing import Any
 from vapo_megatron.reward.verifier import Problem, RunningVerifier
 
 Response = dict[str, Any]
-"""One judged sample: `sample`, `status`, `answer` (as the verifier compared it, or None), `vote`
-(see count_votes), `num_tokens`, `truncated`, and `text` if kept."""
+"""One judged sample: `sample`, `status`, `score` (the verdict's own, or None), `answer` (as the
+verifier compared it, or None), `vote` (see count_votes), `num_tokens`, `truncated`, and `text` if
+kept."""
 
 
 def count_votes(

@@ -32,7 +32,9 @@ _SCRIPTS = (
 _STYLES = ("uplot/uPlot.min.css", "report.css")
 
 
-def write_page(out: Path, content: str, slots: Mapping[str, str]) -> Path:
+def write_page(
+    out: Path, content: str, slots: Mapping[str, str], *, has_script: bool = True
+) -> Path:
     """Fill the frame and its content, write the page to `out` and return `out`.
 
     Args:
@@ -40,10 +42,11 @@ def write_page(out: Path, content: str, slots: Mapping[str, str]) -> Path:
         content: template of the package, with `{{name}}` for each slot.
         slots: HTML with escaped text: the content's, and `kind`, `title`, `subtitle`, `data` of the
             frame.
+        has_script: curves are drawn from `data`; otherwise the page is HTML and style alone.
     """
     # The licence requires its text in every copy.
     licence = f"\n/*! {_read('uplot/LICENSE')}*/\n"
-    script = licence + "".join(map(_read, _SCRIPTS))
+    script = licence + "".join(map(_read, _SCRIPTS)) if has_script else ""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     given = {"style": "\n".join(map(_read, _STYLES)), "script": script, "hash": f"sha256-{digest}"}
     given["content"] = _fill(_read(content), slots)
@@ -90,6 +93,14 @@ def spread(items: Sequence[_T], most: int) -> Sequence[_T]:
 def breakable(name: object) -> str:
     """As escape; lines may break after dots, slashes and underscores."""
     return re.sub(r"([._/])(?=[A-Za-z])", r"\1<wbr>", escape(name))
+
+
+def card(label: str, value: str, note: str) -> str:
+    """Return a headline number; the value is HTML."""
+    return (
+        f'<div class="figure"><div class="label">{escape(label)}</div>'
+        f'<div class="value">{value}</div><div class="note">{escape(note)}</div></div>'
+    )
 
 
 _TURNING = [0x61C, 0x200B, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2060, 0x2070), 0xFEFF]

@@ -17,7 +17,7 @@ from vapo_megatron.run.progress import format_seconds
 from vapo_megatron.run.report.breakdown import section
 from vapo_megatron.run.report.charts import chart_data
 from vapo_megatron.run.report.diagnostics import plots
-from vapo_megatron.run.report.html import escape, script_json, write_page, yaml_value
+from vapo_megatron.run.report.html import card, escape, script_json, write_page, yaml_value
 from vapo_megatron.run.report.responses import rollouts
 
 _UNKNOWN = '<p class="empty">config.yaml not found.</p>'
@@ -35,7 +35,7 @@ def _slots(run: Run) -> dict[str, str]:
         "kind": escape(f"{algorithm_name(run.config)} run" if run.config else "Run"),
         "title": escape(run.run_dir.resolve().name),
         "subtitle": _subtitle(run),
-        "headline": "".join(_card(*figure) for figure in _headline(run)),
+        "headline": "".join(card(*figure) for figure in _headline(run)),
         "data": script_json({**chart_data(run), "tokens": tokens, "plots": plots(run)}),
         "by_name": section(run.rows),
         "techniques": _techniques(run.config),
@@ -59,13 +59,6 @@ def _subtitle(run: Run) -> str:
         f"seed {run.config.get('seed', 0)}",
     ]
     return " &middot; ".join(escape(part) for part in parts if part)
-
-
-def _card(label: str, value: str, note: str) -> str:
-    return (
-        f'<div class="figure"><div class="label">{escape(label)}</div>'
-        f'<div class="value">{value}</div><div class="note">{escape(note)}</div></div>'
-    )
 
 
 def _headline(run: Run) -> Iterable[tuple[str, str, str]]:

@@ -1,0 +1,270 @@
+"""`vapo select` from its options to its files: resumed, again, by other rules, on two ranks.
+
+Files, tokenizer, verifier and processes are real. The sampler is a stand-in whose responses are
+scores by problem and sample. Not exercised: vLLM (tests/e2e/test_evaluate.py samples with the same
+functions; tests/docs/test_commands.py runs the command).
+"""
+
+import contextlib
+import json
+import os
+from array import array
+from unittest import mock
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch.distributed as dist
+
+from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
+from tests.weights.tiny_hf import write_tiny_hf
+from tests.workers import free_port
+from vapo_megatron.cli.select import command
+from vapo_megatron.cli.select.table import METADATA_KEY
+from vapo_megatron.data.batch import Rollout
+from vapo_megatron.data.problems import load_problems
+
+SAMPLES = 4
+SCORES = [
+    ("0.1", "0.2", "0.3", "0.4"), ("0.9", "0.4", "0.3", "0.2"), ("0.9", "0.8", "0.7", "0.1"),
+    ("0.9", "0.9", "0.9", "0.9"), ("0.6", "0.0", "0.5", "0.0"), ("0.9", "0.9", "0.0", "broken"),
+]  # fmt: skip
+"""Of each problem's responses: .5 is correct, and what is no number fails."""
+WORDS = [
+    "w3 w4 w5 w6 w7", "w8 w9 w10 w11 w12", "w13 w14 w15 w16 w17", "w18 w19 w20 w21 w22",
+    "w8 w9 w10 w11 w42", "w28 w29 w30 w31 w32",
+]  # fmt: skip
+"""Problem 4 is nearly problem 1: of 13 pieces each 11 are the same, 11 of 15 in all."""
+ROWS = [
+    {"prompt": words, "answer": i, "topic": "ab"[i % 2], "tests": [i]}
+    for i, words in enumerate(WORDS)
+]
+
+
+class Sampler:
+    """Responses of a replica, whose first token says which they are."""
+
+    def __init__(self, replica, num_replicas, batches):
+        self.replica, self.num_replicas, self._batches = replica, num_replicas, batches
+
+    def generate(
+        self, prompts, group_size, step, sampling, version, on_progress, has_time, on_finished
+    ):
+        from vapo_megatron.rollout.requests import assign
+
+        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, -1)
+        assert self._batches > 0, "nothing is sampled again"
+        self._batches -= 1
+        made = []
+        for position in assign(len(prompts), self.num_replicas, group_size)[self.replica]:
+            prompt, sample = prompts[position], position % group_size
+            ids = array("i", [SAMPLES * prompt.index + sample] * (1 + sample))
+            logprobs = array("f", [0.0] * len(ids))
+            made.append(Rollout(prompt, sample, position, ids, logprobs, sample == 3, version))
+            on_finished(made[-1])
+        return made
+
+    def shutdown(self):
+        pass
+
+
+def decode(_, responses):
+    return [SCORES[ids[0] // SAMPLES][ids[0] % SAMPLES] for ids in responses]
+
+
+def run_select(arguments, port, batches):
+    """(exit code, what is printed to people), of one rank; a worker's function.
+
+    batches: how often the sampler answers before it fails.
+    """
+    from vapo_megatron.cli import command as shared
+    from vapo_megatron.cli.evaluate import checkpoint
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    under_torchrun = {"LOCAL_RANK": str(rank)} if size > 1 else {}
+    told = []
+    with (
+        mock.patch.dict(os.environ, under_torchrun),
+        mock.patch.object(checkpoint, "_engine", lambda *_: Sampler(rank, size, batches)),
+        mock.patch.object(checkpoint, "decode_responses", decode),
+        mock.patch.object(shared, "tell", told.append),
+        contextlib.suppress(AssertionError),
+    ):
+        if size == 1:
+            os.environ.pop("LOCAL_RANK", None)
+        return command.main(arguments), told
+    return None, told
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("select")
+    write_tiny_hf(place / "hf", num_layers=1, vocab=64)
+    write_tiny_tokenizer(place / "hf")
+    (place / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    table = pyarrow.Table.from_pylist([{**row, "pass_rate": 7} for row in ROWS])
+    pyarrow.parquet.write_table(table, place / "all.parquet")
+    return place
+
+
+@pytest.fixture
+def select(workers, place, tmp_path):
+    """select(*options, data=, ranks=, batches=) -> (exit code, message); it writes tmp_path/out."""
+
+    def run(*options, data="all.jsonl", ranks=1, batches=99):
+        arguments = [
+            "--checkpoint", str(place / "hf"), "--data", str(place / data),
+            "--out", str(tmp_path / "out.parquet"), "--samples", str(SAMPLES), "--batch", "2",
+            "reward.verifier=tests.cli.select.graded:Graded", "reward.num_workers=1",
+            "rollout.max_prompt_tokens=16", "rollout.max_response_tokens=24",
+            "model.dtype=float32", *options,
+        ]  # fmt: skip
+        results = workers.run(ranks, run_select, arguments, free_port(), batches)
+        code, told = results[0]
+        return code, "".join(told)
+
+    run.out = tmp_path / "out.parquet"
+    return run
+
+
+def contents(out):
+    """Of every file that a selection writes, its bytes."""
+    names = (out.name, "out.html", "out.samples.jsonl")
+    return {name: (out.parent / name).read_bytes() for name in names}
+
+
+def rows(out):
+    return pyarrow.parquet.read_table(out).to_pylist()
+
+
+RULES = ("--pass-rate", "0.25", "0.75", "--drop-duplicates", "0.7")
+
+
+def test_the_rows_that_are_kept_and_what_was_measured(select):
+    assert select(*RULES) == (0, "")
+    # Problem 4 is a near-duplicate; of the others 0 and 3 are too hard and too easy.
+    assert [row["prompt"] for row in rows(select.out)] == [WORDS[i] for i in (1, 2, 5)]
+    first, _, last = rows(select.out)
+    assert first == {
+        "prompt": WORDS[1], "answer": "1", "topic": "b", "tests": [1], "pass_rate": 0.25,
+        "score_mean": pytest.approx(1.8 / 4), "scores": [0.9, 0.4, 0.3, 0.2], "length_mean": 2.5,
+        "lengths": [1, 2, 3, 4], "truncated_fraction": 0.25,
+    }  # fmt: skip
+    assert (last["pass_rate"], last["scores"]) == (0.5, [0.9, 0.9, 0.0, None])
+    assert last["score_mean"] == pytest.approx(0.6)
+    about = json.loads(pyarrow.parquet.read_schema(select.out).metadata[METADATA_KEY])
+    assert (about["read"], about["kept"]) == (6, 3)
+    assert about["dropped"] == {"near-duplicates": 1, "pass rate outside [0.25, 0.75]": 2}
+    # Training reads it as it is, with the columns for its verifier.
+    problems = load_problems(select.out)
+    assert [(p.prompt, p.answer, p.metadata["tests"]) for p in problems] == [
+        (WORDS[i], str(i), [i]) for i in (1, 2, 5)
+    ]  # fmt: skip
+    sampled = [json.loads(line) for line in contents(select.out)["out.samples.jsonl"].splitlines()]
+    assert [line["prompt_index"] for line in sampled[1:]] == [0, 1, 2, 3, 5]
+
+
+def test_again_resumed_and_on_two_ranks_it_is_the_same(select):
+    assert select(*RULES) == (0, "")
+    straight = contents(select.out)
+    assert select(*RULES, batches=0) == (0, ""), "nothing is sampled again"
+    assert select(*RULES, "--nproc", "2", batches=0) == (0, ""), "nor is torchrun started for it"
+    assert contents(select.out) == straight
+    for path in select.out.parent.glob("out.*"):
+        path.unlink()
+    assert select(*RULES, batches=1)[0] is None
+    assert not select.out.exists()
+    part = (select.out.parent / "out.samples.jsonl.part0000").read_text()
+    assert len(part.splitlines()) == 3, "a header, and the problems of one batch"
+    # Two problems are done, and two ranks sample three more in two batches.
+    assert select(*RULES, ranks=2, batches=2) == (0, "")
+    assert contents(select.out) == straight
+
+
+def test_other_rules_need_no_other_samples(select):
+    assert select() == (0, "")
+    samples = contents(select.out)["out.samples.jsonl"]
+    assert [row["prompt"] for row in rows(select.out)] == WORDS, "no rule keeps all"
+    for options, kept in (
+        (("--pass-rate", "1", "1"), [3]),
+        # Means .25, .45, .625, .9, .275, .6.
+        (("--hardest", "2"), [0, 4]),
+        (("--hardest", "1", "--pass-rate", "0.5", "1"), [4]),
+        # In topic a .25, .625, .275, in b .45, .9, .6: of b the first is lowest in its units.
+        (("--hardest", "3", "--within", "topic"), [0, 1, 4]),
+        (("--drop-duplicates", "1"), [0, 1, 2, 3, 4, 5]),
+        (("--drop-duplicates",), [0, 1, 2, 3, 4, 5]),
+        (("--drop-duplicates", "0.7"), [0, 1, 2, 3, 5]),
+    ):
+        assert select(*options, batches=0) == (0, "")
+        assert [row["prompt"] for row in rows(select.out)] == [WORDS[i] for i in kept], options
+    assert contents(select.out)["out.samples.jsonl"] == samples
+    code, told = select("--pass-rate", "0.8", "0.9", batches=0)
+    assert code == 2 and told.startswith(
+        "select: nothing is kept of 6 prompts: 6 pass rate outside [0.8, 0.9]; give wider rules"
+    )
+    assert len(rows(select.out)) == 5, "what there was is left"
+
+
+def test_a_parquet_file_keeps_its_types_and_its_columns(select):
+    assert select(*RULES, data="all.parquet") == (0, "")
+    table = pyarrow.parquet.read_table(select.out)
+    assert table.column("answer").to_pylist() == [1, 2, 5]
+    assert table.column("pass_rate").to_pylist() == [0.25, 0.75, 0.5], "it replaces the file's"
+    assert table.column_names[:4] == ["prompt", "answer", "topic", "tests"]
+    assert len(table.column_names) == len(set(table.column_names)) == 10
+
+
+def test_the_page_needs_no_script_and_names_what_was_dropped(select):
+    select(*RULES)
+    page = contents(select.out)["out.html"].decode()
+    assert "default-src 'none'" in page and "http" not in page.replace("http-equiv", "")
+    assert "<script></script>" in page
+    for words in (
+        '<th scope="row">dropped: near-duplicates</th><td>1</td>',
+        '<div class="value">6 <i>&rarr;</i> 3</div>',
+        # Rates of problems 0, 1, 2, 3, 5; five bars for four samples.
+        "<title>kept: 1 (0.2 to 0.4)</title>",
+        "<title>left out: 1 (0 to 0.2)</title>",
+        "<title>left out: 1 (0.8 to 1)</title>",
+        f"row 4 repeats row 1 (from 0)</div><pre>{WORDS[4]}</pre><pre>{WORDS[1]}</pre>",
+        "1 verdicts failed or timed out and give no score.",
+    ):
+        assert words in page, words
+
+
+def test_what_does_not_fit_is_one_line(select, place):
+    assert select() == (0, "")
+    for options, message in (
+        (["--samples", "3"], "out.samples.jsonl is of another evaluation: its samples is 4, here"),
+        (["reward.verifier=exact"], "another evaluation: its verifier is 'tests.cli.select.graded"),
+        (["--within", "colour", "--hardest", "1"], "--within=colour is no column of "),
+        (["--hardest", "0"], "--hardest=0 must be at least 1"),
+        (["--batch", "0"], "--batch=0 must be at least 1"),
+        (["--out", f"{place}/all.jsonl"], "all.jsonl must end in .parquet; change it"),
+        (["--out", f"{place}/all.parquet"], "all.parquet exists and is no selection; give another"),
+    ):
+        code, told = select(*options)
+        assert code == 2 and told.startswith("select: ") and message in told, (options, told)
+
+
+def test_a_verifier_that_does_not_work_stops_it_and_its_verdicts_are_not_kept(select):
+    code, told = select("reward.max_failed_fraction=0.1")
+    # The last batch, of problems 4 and 5, has one of eight.
+    assert code == 2 and "1 verdicts failed and 0 timed out, of 8: more than" in told
+    assert select("reward.max_failed_fraction=0.2", batches=1) == (0, "")
+
+
+def test_rows_are_judged_by_whom_hybrid_chooses(select):
+    hybrid = (
+        "reward.verifier=hybrid", "reward.hybrid=[graded]",
+        "reward.verifiers.graded.use=tests.cli.select.graded:Graded",
+    )  # fmt: skip
+    assert select(*hybrid) == (0, "")
+    _, *lines = map(json.loads, contents(select.out)["out.samples.jsonl"].splitlines())
+    assert {line["verifier"] for line in lines} == {"graded"}
+    assert [row["pass_rate"] for row in rows(select.out)] == [0, 0.25, 0.75, 1, 0.5, 0.5]
+    assert select(*hybrid, "--hardest", "2", batches=0) == (0, "")
+    assert [row["prompt"] for row in rows(select.out)] == [WORDS[i] for i in (0, 4)]

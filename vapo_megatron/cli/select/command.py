@@ -1,0 +1,131 @@
+"""Keep the prompts of a file that are worth training on, by what a base policy makes of them.
+
+  vapo select --checkpoint models/base --data all.parquet --out some.parquet --pass-rate 0.1 0.9
+  vapo select ... --drop-duplicates --hardest 20000 reward.verifier=pairwise --nproc 8
+
+It samples K responses to each prompt with vLLM and judges them with any verifier. Rules apply in
+this order: near-duplicates, pass rate, hardest; without a rule everything is kept. The output has
+the rows that are left, with pass_rate, score_mean, scores, length_mean, lengths and
+truncated_fraction as columns, and can be data.train_path as it is. Beside it are a page with
+histograms and every response (.html, .samples.jsonl). An interrupted command resumes; other rules
+on the same samples take seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vapo_megatron.cli.command import Parser, run, under_torchrun
+from vapo_megatron.cli.evaluate.command import (
+    add_process_options,
+    become_torchrun,
+    check_batch,
+    num_processes,
+)
+from vapo_megatron.cli.select.rules import Rules
+from vapo_megatron.cli.select.table import check_out
+
+SIMILARITY = 0.8
+"""Of --drop-duplicates without a number."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0; 2 for a user's mistake; 130 when interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+
+    def work() -> str | None:
+        options = _parser().parse_intermixed_args(arguments)
+        return _select(options, ["-m", "vapo_megatron", "select", *arguments])
+
+    return run(
+        "select",
+        work,
+        interrupted="the same command resumes from here",
+        # torchrun ends workers with SIGTERM: they have nothing to report or clean up.
+        signals=[signal.SIGINT],
+    )
+
+
+def _select(options: argparse.Namespace, worker: Sequence[str]) -> str | None:
+    check_batch(options.batch)
+    rules = Rules(
+        options.drop_duplicates,
+        options.pass_rate and (options.pass_rate[0], options.pass_rate[1]),
+        options.hardest,
+        options.within,
+    )
+    rules.check()
+    check_out(options.out)
+    # The checkpoint is local, so do not ask the hub; read when transformers is loaded.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # These load torch, so they come after the options are checked.
+    from vapo_megatron.cli.evaluate.checkpoint import evaluation_config
+    from vapo_megatron.cli.select import select
+
+    sampling = [
+        f"evaluation.samples={options.samples}", f"evaluation.temperature={options.temperature}",
+        f"evaluation.top_p={options.top_p}", "evaluation.top_k=-1",
+    ]  # fmt: skip
+    config = evaluation_config(
+        options.checkpoint, [*options.overrides, *sampling], num_processes(options.nproc)
+    )
+    job = select.prepare(options.checkpoint, options.data, config, rules, options.out)
+    if not under_torchrun():
+        if select.is_sampled(job):
+            return select.select_from_samples(job)
+        if config.parallel.world_size > 1:
+            become_torchrun(config.parallel.world_size, worker)
+    return select.sample_and_select(job, options.batch)
+
+
+def _parser() -> Parser:
+    usage = (
+        "vapo select --checkpoint DIR --data FILE --out FILE.parquet [options] "
+        "[section.field=value ...]"
+    )
+    parser = Parser(prog="vapo select", usage=usage, description=__doc__)
+    files = parser.add_argument_group("files")
+    files.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="HF or run directory"
+    )
+    files.add_argument(
+        "--data", type=Path, required=True, metavar="FILE",
+        help="JSONL or parquet with the columns data.prompt_column and data.answer_column",
+    )  # fmt: skip
+    files.add_argument("--out", type=Path, required=True, metavar="FILE.parquet")
+    rules = parser.add_argument_group("rules")
+    rules.add_argument(
+        "--drop-duplicates", type=float, nargs="?", const=SIMILARITY, metavar="SIMILARITY",
+        help="drop prompts whose 5-character pieces are so similar to an earlier prompt's, by the "
+        f"Jaccard index (default: off; without a number {SIMILARITY}); they are not sampled",
+    )  # fmt: skip
+    rules.add_argument(
+        "--pass-rate", type=float, nargs=2, metavar=("LOW", "HIGH"),
+        help="keep prompts whose share of correct responses is in [LOW, HIGH]",
+    )  # fmt: skip
+    rules.add_argument(
+        "--hardest", type=int, metavar="N",
+        help="keep the N prompts with the lowest mean score (Pre-PPO, arXiv 2503.22230); scores "
+        "are standardized within each verifier's prompts first",
+    )  # fmt: skip
+    rules.add_argument(
+        "--within", metavar="COLUMN",
+        help="with --hardest: standardize within the values of this column instead",
+    )  # fmt: skip
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--samples", type=int, default=8, metavar="K", help="per prompt (default: %(default)s)"
+    )
+    sampling.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T", help="(default: %(default)s)"
+    )
+    sampling.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="(default: %(default)s)"
+    )
+    add_process_options(parser, sampling)
+    return parser

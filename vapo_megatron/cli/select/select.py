@@ -1,0 +1,152 @@
+"""Samples what is missing, then keeps prompts by the rules and writes the parquet file and page.
+
+Before: nothing. After: OUT.samples.jsonl holds every response, as an evaluation's file does, and
+the first rank has written OUT and its page. What is sampled does not depend on the rules, except
+that near-duplicates are not sampled: other rules on the same samples take seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vapo_megatron.cli.evaluate.checkpoint import Evaluation, check, sample_missing
+from vapo_megatron.cli.select.duplicates import Duplicate, near_duplicates
+from vapo_megatron.cli.select.page import write_selection_page
+from vapo_megatron.cli.select.rules import Rules, measure, select
+from vapo_megatron.cli.select.table import write_selection
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.data.batch import Prompt
+from vapo_megatron.data.problems import Problem
+from vapo_megatron.errors import ConfigError, DataError
+from vapo_megatron.rollout.evaluation.samples_file import collect, lock_file
+
+_PATHS = ("checkpoint", "data")
+"""Of the header; the same weights and problems in another place give the same selection."""
+
+
+class Job(NamedTuple):
+    """What is sampled and selected from, known to fit together."""
+
+    evaluation: Evaluation
+    config: VapoConfig
+    rules: Rules
+    duplicates: dict[int, Duplicate]
+    """By row; they are not sampled."""
+    data: Path
+    out: Path
+
+    @property
+    def samples(self) -> Path:
+        """The file of all responses."""
+        return self.out.with_suffix(".samples.jsonl")
+
+    @property
+    def problems(self) -> list[Prompt]:
+        """What is sampled."""
+        return [p for p in self.evaluation.dataset.problems if p.index not in self.duplicates]
+
+
+def prepare(checkpoint: Path, data: Path, config: VapoConfig, rules: Rules, out: Path) -> Job:
+    """Check the files, and find near-duplicates; the same on every rank, without a process group.
+
+    Raises:
+        UserError: the first thing that is wrong: what, where, and the remedy.
+    """
+    evaluation = check(checkpoint, data, config)
+    rows = evaluation.dataset.rows
+    if rules.within is not None and not any(rules.within in row.metadata for row in rows):
+        others = ", ".join(rows[0].metadata) or "none"
+        raise ConfigError(
+            f"--within={rules.within} is no column of {data} beside prompt and answer; give one of "
+            f"{others}"
+        )
+    duplicates: dict[int, Duplicate] = {}
+    if rules.similarity is not None:
+        duplicates = near_duplicates([row.prompt for row in rows], rules.similarity)
+    # Verdicts are kept with the responses, so they must be those of the same verifiers and rows.
+    header = {
+        **evaluation.header, "verifier": config.reward.verifier,
+        "verifiers": config.reward.verifiers, "hybrid": config.reward.hybrid,
+        "columns": _digest(rows),
+    }  # fmt: skip
+    evaluation = evaluation._replace(header=header)
+    return Job(evaluation, config, rules, duplicates, data, out)
+
+
+def _digest(rows: Sequence[Problem]) -> str:
+    """Identify the columns that verifiers may read, beside prompts and answers."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(dict(row.metadata), sort_keys=True, default=repr).encode() + b"\n")
+    return digest.hexdigest()[:16]
+
+
+def is_sampled(job: Job) -> bool:
+    """Return whether no response is missing; not to be called by several processes at once.
+
+    Raises:
+        DataError: the file is of other samples, or is being written.
+    """
+    if not job.samples.exists():
+        return False
+    with lock_file(job.samples):
+        done = collect(job.samples, job.evaluation.header)
+    return all(p.index in done for p in job.problems)
+
+
+def sample_and_select(job: Job, problems_per_batch: int | None) -> str | None:
+    """Sample what is missing, then select; text for the terminal on rank 0. Collective.
+
+    Raises:
+        UserError: see sample_missing and finish.
+    """
+    return sample_missing(
+        job.evaluation, job.config, job.samples, job.problems, problems_per_batch,
+        functools.partial(finish, job),
+    )  # fmt: skip
+
+
+def select_from_samples(job: Job) -> str:
+    """Select from complete samples. DataError: see finish."""
+    with lock_file(job.samples):
+        return finish(job)
+
+
+def finish(job: Job) -> str:
+    """Write the selection and its page, and return text for the terminal.
+
+    Raises:
+        DataError: nothing is kept.
+    """
+    header, reward = job.evaluation.header, job.config.reward
+    summarize: Callable[[Any], Any] = functools.partial(measure, reward=reward)
+    found = collect(job.samples, header, summarize)
+    problems = job.evaluation.dataset.rows
+    measured = {p.index: found[p.index] for p in job.problems}
+    selection = select(measured, problems, job.rules)
+    dropped = [f"{count:,} {rule}" for rule, count in selection.dropped.items()]
+    if not selection.kept:
+        raise DataError(
+            f"nothing is kept of {len(problems):,} prompts: {', '.join(dropped)}; give wider "
+            "rules, which need no new samples"
+        )
+    about = {
+        "rules": job.rules._asdict(),
+        "read": len(problems), "dropped": selection.dropped, "kept": len(selection.kept),
+        "samples": {name: value for name, value in header.items() if name not in _PATHS},
+    }  # fmt: skip
+    columns = job.config.data
+    write_selection(job.out, job.data, columns, problems, selection.kept, measured, about)
+    page = write_selection_page(
+        job.out.with_suffix(".html"), out=job.out, samples=job.samples, header=header,
+        problems=problems, duplicates=job.duplicates, measured=measured, selection=selection,
+    )  # fmt: skip
+    lines = [f"{len(problems):10,} prompts read"]
+    lines += [f"{count:10,} dropped: {rule}" for rule, count in selection.dropped.items()]
+    lines += [f"{len(selection.kept):10,} kept", str(page), str(job.out)]
+    return "\n".join(lines)
