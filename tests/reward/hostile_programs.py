@@ -418,6 +418,16 @@ for text in (b'[]', b'5', b'{}', odd, b'[' * 100000, b'1' * 99999):
     try: os.write(5, text + b'\\n')
     except OSError: pass
 os._exit(0)""",
+    "equal_hashes": """
+import os
+numbers = [k * (2**61 - 1) for k in range(45000)]
+os.write(5, f'{{"returned": {{"set": {numbers}}}}}\\n'.encode())
+os._exit(0)""",
+    "equal_keys": """
+import os
+pairs = [[k * (2**61 - 1), 0] for k in range(38000)]
+os.write(5, f'{{"returned": {{"dict": {pairs}}}}}\\n'.encode())
+os._exit(0)""",
     "files_closed": "import os\nos.closerange(0, 99)\ndef f(x): return None",
     "files_moved": "import os\nfor i in range(3, 9):\n    os.dup2(1, i)\ndef f(x): return None",
     "result_as_type": "def f(x): return type('x', (), {'__eq__': lambda *a: True})",
@@ -502,25 +512,8 @@ class A:
     def __del__(self): time.sleep(40)
 a = A()
 del a""",
-    "long_compile": "x = "
-    + "-" * 3000
-    + "1\n"
-    + "y = ["
-    + "[1]," * 100000
-    + "]\nimport time\ntime.sleep(40)",
+    "long_compile": f"y = [{'[1],' * 300000}]\nimport time\ntime.sleep(40)",
 }
-
-
-def _unfenced(program: str) -> str:
-    return f"```python\n{program}\n"
-
-
-def _text_alone(program: str) -> str:
-    return program
-
-
-def _before_another(program: str) -> str:
-    return f"```python\n{program}\n```\nor\n```python\nprint('lost')\n```"
 
 
 ENDLESS = {*HANG, "calls", "endless_iterator", "large_number", "stack"}

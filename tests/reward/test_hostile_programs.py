@@ -102,7 +102,7 @@ def test_a_sample_of_the_programs(corpus):
     chosen = (
         "socket fork daemon many_threads memory_of_system data_file remove frames heap arenas "
         "environment start_of_the_stack exit_0 equal_to_all passed_in_each_file "
-        "replies_in_each_file sleep_in_f signals_ignored"
+        "replies_in_each_file equal_hashes sleep_in_f signals_ignored"
     ).split()
     others = [item for item in corpus if item[0] not in ENDLESS.union(chosen)][:8]
     assert len(judged(others + [item for item in corpus if item[0] in chosen])) >= 40
@@ -142,8 +142,10 @@ def test_a_kernel_that_does_not_confine_is_refused(monkeypatch):
 def test_all_programs(corpus):
     verdicts = judged(corpus)
     assert len(verdicts) == len(corpus) > 200
+    # These end earlier: by another limit, or because what calls them finds no function, no file.
+    others = {"endless_output", "endless_memory", "waiting_threads", "files_closed_and_asleep"}
     for (kind, _), verdict in verdicts.items():
-        if kind in HANG and kind not in ("endless_output", "endless_memory"):
+        if kind in HANG.keys() - others:
             assert "more than" in verdict.note or "killed" in verdict.note, (kind, verdict)
 
 

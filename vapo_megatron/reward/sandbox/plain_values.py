@@ -5,11 +5,15 @@ What arrives has no behaviour of its own: no `__eq__` of a program's class comes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 MAX_INTEGER_DIGITS = 100_000
 """For sys.set_int_max_str_digits: reading more takes minutes."""
+MAX_EQUAL_HASHES = 64
+"""In a set, or a dict's keys: their time grows with its square, and numbers with equal hashes are
+easily made (multiples of 2**61 - 1)."""
 
 
 def encode(value: Any) -> Any:
@@ -60,10 +64,31 @@ def decode(value: Any) -> Any:
     raise ValueError("not an encoded value")
 
 
+def _set(items: list[Hashable]) -> set[Hashable]:
+    _check_hashes(items)
+    return set(items)
+
+
+def _frozenset(items: list[Hashable]) -> frozenset[Hashable]:
+    _check_hashes(items)
+    return frozenset(items)
+
+
+def _dict(pairs: list[list[Any]]) -> dict[Hashable, Any]:
+    _check_hashes(key for key, _ in pairs)
+    return dict(pairs)
+
+
+def _check_hashes(items: Iterable[Hashable]) -> None:
+    counts = Counter(map(hash, items))
+    if max(counts.values(), default=0) > MAX_EQUAL_HASHES:
+        raise ValueError(f"more than {MAX_EQUAL_HASHES} equal hashes")
+
+
 _FROM_TEXT: dict[str, Callable[[str], Any]] = {
     "bytes": bytes.fromhex, "bytearray": bytearray.fromhex,
 }  # fmt: skip
 _FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
-    "dict": dict, "tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter,
+    "dict": _dict, "tuple": tuple, "set": _set, "frozenset": _frozenset, "iterator": iter,
     "complex": lambda parts: complex(*parts), "range": lambda parts: range(*parts),
 }  # fmt: skip
