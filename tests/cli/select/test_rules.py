@@ -33,14 +33,10 @@ def test_what_is_measured():
     assert measure(line(response("timed_out")), RewardConfig()).score_mean is None
 
 
-def test_a_score_is_the_verdicts_own_and_training_says_what_is_correct():
+def test_a_score_is_the_verdicts_own_or_the_reward():
     judged = line(response("correct", 0.4), response("wrong", 0.9), response("unparsable"))
     assert measure(judged, RewardConfig())[1:3] == (1 / 3, (0.4, 0.9, 0.0))
-    by_score = RewardConfig(from_score=[-2, 1], correct_from=0.5)
-    assert measure(judged, by_score)[1:3] == (1 / 3, (0.4, 0.9, -2.0))
-    assert measure(line(response("correct", 0.4)), by_score).pass_rate == 0
-    # What lies outside the range is no verdict.
-    assert measure(line(response("correct", 3.0)), by_score)[1:3] == (0, (None,))
+    assert measure(judged, RewardConfig(from_score=[-2, 1]))[1:3] == (1 / 3, (0.4, 0.9, -2.0))
 
 
 def test_scores_are_training_s_rewards_where_verifiers_have_scales():

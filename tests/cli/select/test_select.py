@@ -239,7 +239,8 @@ def test_what_does_not_fit_is_one_line(select, place):
     assert select() == (0, "")
     for options, message in (
         (["--samples", "3"], "out.samples.jsonl is of another evaluation: its samples is 4, here"),
-        (["reward.verifier=exact"], "another evaluation: its verifier is 'tests.cli.select.graded"),
+        (["reward.verifier=exact"], "is of another evaluation: its reward is {'verifier': 'tests."),
+        (["reward.from_score=[0,1]"], "is of another evaluation: its reward is {'verifier'"),
         (["--within", "colour", "--hardest", "1"], "--within=colour is no column of "),
         (["--hardest", "0"], "--hardest=0 must be at least 1"),
         (["--batch", "0"], "--batch=0 must be at least 1"),

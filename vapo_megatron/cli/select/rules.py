@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.reward.shaping import base_reward, scored_verdict
+from vapo_megatron.reward.shaping import base_reward
 from vapo_megatron.reward.verifier import Verdict
 
 
@@ -66,16 +66,13 @@ class Measured(NamedTuple):
 
 
 def measure(line: Mapping[str, Any], reward: RewardConfig) -> Measured:
-    """Return what a line of the samples file measured, by training's rule of what is correct.
+    """Return what a line of the samples file measured.
 
     With reward.from_score, a score is the reward that training would give, without its punishment
     of length; otherwise it is the verdict's own, or 1 for a correct response and 0 for another.
     """
     verifier, responses = line["verifier"], line["responses"]
-    verdicts = [
-        scored_verdict(Verdict(r["status"], r["score"], r["answer"]), reward, verifier)
-        for r in responses
-    ]
+    verdicts = [Verdict(r["status"], r["score"], r["answer"]) for r in responses]
     size = len(responses)
     return Measured(
         verifier,

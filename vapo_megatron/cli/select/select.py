@@ -28,6 +28,9 @@ from vapo_megatron.rollout.evaluation.samples_file import collect, lock_file
 _PATHS = ("checkpoint", "data")
 """Of the header; the same weights and problems in another place give the same selection."""
 
+_OF_VERDICTS = {"verifier", "verifiers", "hybrid", "from_score", "correct_from", "scales"}
+"""Fields of reward that decide what a verdict is."""
+
 
 class Job(NamedTuple):
     """What is sampled and selected from, known to fit together."""
@@ -69,11 +72,8 @@ def prepare(checkpoint: Path, data: Path, config: VapoConfig, rules: Rules, out:
     if rules.similarity is not None:
         duplicates = near_duplicates([row.prompt for row in rows], rules.similarity)
     # Verdicts are kept with the responses, so they must be those of the same verifiers and rows.
-    header = {
-        **evaluation.header, "verifier": config.reward.verifier,
-        "verifiers": config.reward.verifiers, "hybrid": config.reward.hybrid,
-        "columns": _digest(rows),
-    }  # fmt: skip
+    reward = config.reward.model_dump(include=_OF_VERDICTS)
+    header = {**evaluation.header, "reward": reward, "columns": _digest(rows)}
     evaluation = evaluation._replace(header=header)
     return Job(evaluation, config, rules, duplicates, data, out)
 
