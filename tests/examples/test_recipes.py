@@ -217,7 +217,8 @@ def batch_of(config):
     truncated, is_correct = torch.tensor(TRUNCATED), torch.tensor(CORRECT)
     verdicts = [Verdict("correct" if is_right else "wrong") for is_right in CORRECT]
     facts = zip(verdicts, TRUNCATED, LENGTHS, strict=True)
-    rewards = torch.tensor([shaped_reward(*fact, config.reward, limit) for fact in facts])
+    given = (config.reward, limit, config.reward.verifier)
+    rewards = torch.tensor([shaped_reward(*fact, *given) for fact in facts])
     has_critic = "critic" in config.algorithm.trained_roles
     batch = RolloutBatch(
         tokens=torch.zeros(count + len(LENGTHS), dtype=torch.long),
