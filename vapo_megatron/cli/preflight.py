@@ -57,7 +57,7 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
             )  # fmt: skip
         if inputs.dataset is not None and (state := _own_state(config)) is not None:
             inputs.dataset.check_state(state["run"]["data"])
-        _check_reward_model(config, inputs)
+        check_reward_model(config, inputs)
     else:
         from vapo_megatron.rollout.replay import check_dump
 
@@ -180,7 +180,7 @@ def check_sizes(config: VapoConfig, shape: ModelShape) -> None:
     max_model_len(shape, config.rollout)
 
 
-def _check_reward_model(config: VapoConfig, inputs: Inputs) -> None:
+def check_reward_model(config: VapoConfig, inputs: Inputs) -> None:
     """Refuse a reward model that cannot score the actor's responses, or that judges no row.
 
     Raises:

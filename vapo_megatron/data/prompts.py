@@ -109,6 +109,10 @@ class PromptDataset:
         """Return the file and the row (from 0) of one of `rows`."""
         return self.path, index
 
+    def tokens(self, index: int) -> Sequence[int]:
+        """Return the token ids of one of `rows`."""
+        return self._token_ids[index]
+
     def next(self, count: int, step: int = 0) -> list[Prompt]:
         """Return the next prompts, in any step; after the end of an epoch the next one starts."""
         picked: list[int] = []

@@ -1,8 +1,9 @@
 """`vapo select` from its options to its files: resumed, again, by other rules, on two ranks.
 
-Files, tokenizer, verifier and processes are real. The sampler is a stand-in whose responses are
-scores by problem and sample. Not exercised: vLLM (tests/e2e/test_evaluate.py samples with the same
-functions; tests/docs/test_commands.py runs the command).
+Files, tokenizer, verifiers, the reward model and processes are real. The sampler is a stand-in
+whose responses are scores by problem and sample. Not exercised: vLLM (tests/e2e/test_evaluate.py
+samples with the same functions; tests/docs/test_commands.py runs the command), a reward model on a
+GPU.
 """
 
 import contextlib
@@ -14,10 +15,12 @@ from unittest import mock
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 import torch.distributed as dist
 
+from tests.distributed.float64 import load_critic
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
 from tests.workers import free_port
 from vapo_megatron.cli.select import command
 from vapo_megatron.cli.select.table import METADATA_KEY
@@ -72,23 +75,32 @@ def decode(_, responses):
     return [SCORES[ids[0] // SAMPLES][ids[0] % SAMPLES] for ids in responses]
 
 
-def run_select(arguments, port, batches):
+def run_select(arguments, port, batches, passes):
     """(exit code, what is printed to people), of one rank; a worker's function.
 
-    batches: how often the sampler answers before it fails.
+    batches, passes: how often the sampler and the reward model answer before they fail.
     """
     from vapo_megatron.cli import command as shared
     from vapo_megatron.cli.evaluate import checkpoint
+    from vapo_megatron.cli.select import reward_scores
 
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    left, judge = [None] * passes, reward_scores._judge
+
+    def limited(*given):
+        assert left, "no more scores"
+        left.pop()
+        return judge(*given)
+
     under_torchrun = {"LOCAL_RANK": str(rank)} if size > 1 else {}
     told = []
     with (
         mock.patch.dict(os.environ, under_torchrun),
         mock.patch.object(checkpoint, "_engine", lambda *_: Sampler(rank, size, batches)),
         mock.patch.object(checkpoint, "decode_responses", decode),
+        mock.patch.object(reward_scores, "_judge", limited),
         mock.patch.object(shared, "tell", told.append),
         contextlib.suppress(AssertionError),
     ):
@@ -102,7 +114,11 @@ def run_select(arguments, port, batches):
 def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("select")
     write_tiny_hf(place / "hf", num_layers=1, vocab=64)
-    write_tiny_tokenizer(place / "hf")
+    for name, seed in (("reward", 0), ("other", 1)):
+        sizes = {"num_layers": 2, "hidden": 32, "ffn": 48, "vocab": 64}
+        write_tiny_reward_model(place / name, **sizes, seed=seed)
+    for name in ("hf", "reward", "other"):
+        write_tiny_tokenizer(place / name)
     (place / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     table = pyarrow.Table.from_pylist([{**row, "pass_rate": 7} for row in ROWS])
     pyarrow.parquet.write_table(table, place / "all.parquet")
@@ -111,9 +127,9 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def select(workers, place, tmp_path):
-    """select(*options, data=, ranks=, batches=) -> (exit code, message); it writes tmp_path/out."""
+    """select(*options, data=, ranks=, ...) -> (exit code, message); it writes tmp_path/out."""
 
-    def run(*options, data="all.jsonl", ranks=1, batches=99):
+    def run(*options, data="all.jsonl", ranks=1, batches=99, passes=99):
         arguments = [
             "--checkpoint", str(place / "hf"), "--data", str(place / data),
             "--out", str(tmp_path / "out.parquet"), "--samples", str(SAMPLES), "--batch", "2",
@@ -121,7 +137,7 @@ def select(workers, place, tmp_path):
             "rollout.max_prompt_tokens=16", "rollout.max_response_tokens=24",
             "model.dtype=float32", *options,
         ]  # fmt: skip
-        results = workers.run(ranks, run_select, arguments, free_port(), batches)
+        results = workers.run(ranks, run_select, arguments, free_port(), batches, passes)
         code, told = results[0]
         return code, "".join(told)
 
@@ -269,3 +285,55 @@ def test_rows_are_judged_by_whom_hybrid_chooses(select):
     assert [row["pass_rate"] for row in rows(select.out)] == [0, 0.25, 0.75, 1, 0.5, 0.5]
     assert select(*hybrid, "--hardest", "2", batches=0) == (0, "")
     assert [row["prompt"] for row in rows(select.out)] == [WORDS[i] for i in (0, 4)]
+
+
+def test_the_reward_model_scores_once_all_is_sampled(select, place):
+    """Against transformers in float64; in one pass, interrupted, and on two ranks."""
+    options = (
+        "reward.verifier=reward_model", f"model.reward_hf_path={place}/reward", "--hardest", "3",
+        # Each pass writes one prompt.
+        "parallel.max_tokens_per_microbatch=4",
+    )  # fmt: skip
+    assert select(*options) == (0, "")
+    whole = contents(select.out)
+    assert b"pending" not in whole["out.samples.jsonl"]
+    model, expected = load_critic(str(place / "reward")), []
+    for index, words in enumerate(WORDS):
+        prompt = [int(word[1:]) for word in words.split()]
+        for sample in range(SAMPLES):
+            ids = torch.tensor([[*prompt, *[SAMPLES * index + sample] * (1 + sample)]])
+            with torch.no_grad():
+                state = model.model(ids, use_cache=False).last_hidden_state[0, -1]
+                expected.append(float(model.lm_head(state)))
+    _, *lines = map(json.loads, whole["out.samples.jsonl"].splitlines())
+    found = [response for line in lines for response in line["responses"]]
+    assert [r["score"] for r in found] == pytest.approx(expected, abs=5e-6)
+    assert [r["status"] == "correct" for r in found] == [score >= 0 for score in expected]
+    assert all("token_ids" not in r and r["text"] for r in found)
+    means = [sum(expected[i : i + SAMPLES]) / SAMPLES for i in range(0, len(expected), SAMPLES)]
+    hardest = sorted(sorted(range(6), key=means.__getitem__)[:3])
+    assert [row["prompt"] for row in rows(select.out)] == [WORDS[i] for i in hardest]
+
+    assert select(*options, batches=0, passes=0) == (0, ""), "nothing is scored again"
+    assert contents(select.out) == whole
+    code, told = select(*options, f"model.reward_hf_path={place}/other")
+    assert code == 2 and "is of another evaluation: its reward_weights is " in told
+    for path in select.out.parent.glob("out.*"):
+        path.unlink()
+    assert select(*options, passes=2)[0] is None
+    assert select(*options, batches=0, ranks=2, passes=2) == (0, ""), "two prompts on each"
+    assert [row["prompt"] for row in rows(select.out)] == [WORDS[i] for i in hardest]
+    again = [json.loads(line) for line in contents(select.out)["out.samples.jsonl"].splitlines()]
+    scores = [r["score"] for line in again[1:] for r in line["responses"]]
+    assert scores == pytest.approx(expected, abs=5e-6)
+
+
+def test_a_reward_model_that_does_not_fit_is_refused(select, place):
+    for options, message in (
+        (["model.reward_hf_path=/nowhere"], "model.reward_hf_path=/nowhere does not exist; set it"),
+        ([f"model.reward_hf_path={place}/hf"], f"model.reward_hf_path={place}/hf: "),
+        ([f"model.reward_hf_path={place}/reward"], "would score nothing: all rows of"),
+        (["reward.verifier=reward_model"], "needs model.reward_hf_path, found null"),
+    ):
+        code, told = select(*options)
+        assert code == 2 and message in told and told.count("\n") == 0, (options, told)

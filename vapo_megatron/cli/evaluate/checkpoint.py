@@ -205,6 +205,7 @@ def sample_missing(
     problems: Sequence[Prompt],
     problems_per_batch: int | None,
     finish: Callable[[], T],
+    score_pending: Callable[[], None] | None = None,
 ) -> T | None:
     """Sample and judge the problems that are missing in `out`. Collective.
 
@@ -216,6 +217,8 @@ def sample_missing(
         problems_per_batch: problems sampled together and then written; None: enough for two
             responses per sequence that the replicas sample at once.
         finish: called on rank 0 once `out` has all of them, while it is locked.
+        score_pending: called on every rank before, without vLLM; None: the reward model may judge
+            no row.
 
     Returns:
         The result of finish on rank 0, None elsewhere.
@@ -231,7 +234,10 @@ def sample_missing(
         tp_size = config.rollout.tensor_model_parallel_size
         missing = _begin(out, evaluation.header, problems, tp_size, stack)
         if missing:
-            _sample(evaluation, config, out, missing, problems_per_batch)
+            can_wait = score_pending is not None
+            _sample(evaluation, config, out, missing, problems_per_batch, can_wait=can_wait)
+        if score_pending is not None:
+            score_pending()
         return finish() if dist.get_rank() == 0 else None
 
 
@@ -276,15 +282,21 @@ def _sample(
     out: Path,
     problems: Sequence[Prompt],
     problems_per_batch: int | None,
+    *,
+    can_wait: bool,
 ) -> None:
     """Sample batch by batch; each replica writes its own part. All are complete on return.
 
-    The ground truths of all problems, not only of `problems`, are checked first.
+    The ground truths of all problems, not only of `problems`, are checked first. Verdicts may be
+    left to the reward model where they can_wait.
     """
     tp_size = config.rollout.tensor_model_parallel_size
     written = 0
     with contextlib.ExitStack() as stack:
-        verifier = start_verifiers(config.reward, None, evaluation.dataset, tp_size)
+        training, held_out = (evaluation.dataset, None) if can_wait else (None, evaluation.dataset)
+        verifier = start_verifiers(
+            config.reward, training, held_out, tp_size, reward_hf_path=config.model.reward_hf_path
+        )
         if verifier is not None:
             stack.callback(verifier.close)
         # Read again: their rows name the verifiers that hybrid has chosen.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vapo_megatron.cli.evaluate.checkpoint import Evaluation, check, sample_missing
+from vapo_megatron.cli.select import reward_scores
 from vapo_megatron.cli.select.duplicates import Duplicate, near_duplicates
 from vapo_megatron.cli.select.page import write_selection_page
 from vapo_megatron.cli.select.rules import Rules, measure, select
@@ -23,7 +24,7 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import Prompt
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import ConfigError, DataError
-from vapo_megatron.rollout.evaluation.samples_file import collect, lock_file
+from vapo_megatron.rollout.evaluation.samples_file import collect, lock_file, weights_digest
 
 _PATHS = ("checkpoint", "data")
 """Of the header; the same weights and problems in another place give the same selection."""
@@ -61,6 +62,7 @@ def prepare(checkpoint: Path, data: Path, config: VapoConfig, rules: Rules, out:
         UserError: the first thing that is wrong: what, where, and the remedy.
     """
     evaluation = check(checkpoint, data, config)
+    reward_scores.check(evaluation, config)
     rows = evaluation.dataset.rows
     if rules.within is not None and not any(rules.within in row.metadata for row in rows):
         others = ", ".join(rows[0].metadata) or "none"
@@ -74,6 +76,8 @@ def prepare(checkpoint: Path, data: Path, config: VapoConfig, rules: Rules, out:
     # Verdicts are kept with the responses, so they must be those of the same verifiers and rows.
     reward = config.reward.model_dump(include=_OF_VERDICTS)
     header = {**evaluation.header, "reward": reward, "columns": _digest(rows)}
+    if config.model.reward_hf_path is not None:
+        header["reward_weights"] = weights_digest(Path(config.model.reward_hf_path))
     evaluation = evaluation._replace(header=header)
     return Job(evaluation, config, rules, duplicates, data, out)
 
@@ -87,7 +91,7 @@ def _digest(rows: Sequence[Problem]) -> str:
 
 
 def is_sampled(job: Job) -> bool:
-    """Return whether no response is missing; not to be called by several processes at once.
+    """Return whether no response or score is missing; for one process at a time.
 
     Raises:
         DataError: the file is of other samples, or is being written.
@@ -95,8 +99,8 @@ def is_sampled(job: Job) -> bool:
     if not job.samples.exists():
         return False
     with lock_file(job.samples):
-        done = collect(job.samples, job.evaluation.header)
-    return all(p.index in done for p in job.problems)
+        is_done = collect(job.samples, job.evaluation.header, reward_scores.is_judged)
+    return all(is_done.get(p.index, False) for p in job.problems)
 
 
 def sample_and_select(job: Job, problems_per_batch: int | None) -> str | None:
@@ -108,6 +112,7 @@ def sample_and_select(job: Job, problems_per_batch: int | None) -> str | None:
     return sample_missing(
         job.evaluation, job.config, job.samples, job.problems, problems_per_batch,
         functools.partial(finish, job),
+        functools.partial(reward_scores.score_pending, job.evaluation, job.config, job.samples),
     )  # fmt: skip
 
 

@@ -17,10 +17,11 @@ import torch
 from vapo_megatron.algorithm.group_sampling import repeat_for_group
 from vapo_megatron.config import EvaluationConfig, RolloutConfig
 from vapo_megatron.config.metrics import METRICS, emits, metric_by
-from vapo_megatron.data.batch import Prompt, Rollout
+from vapo_megatron.data.batch import PENDING, Prompt, Rollout
 from vapo_megatron.data.labels import Labels
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.reduce import sum_over_world
+from vapo_megatron.reward.reward_model import Pending
 from vapo_megatron.reward.scoring import Judged, VerdictStream
 from vapo_megatron.reward.verifier import RunningVerifier
 from vapo_megatron.rollout.evaluation.statistics import means, problem_values, value_names
@@ -168,13 +169,16 @@ def judge_problems(
 
 
 def _response(rollout: Rollout, judged: Judged, keep_text: bool) -> Response:
+    is_pending = isinstance(judged.verdict, Pending)
     return {
         "sample": rollout.sample,
-        "status": judged.verdict.status,
+        "status": PENDING if is_pending else judged.verdict.status,
         "score": judged.verdict.score,
         "answer": judged.verdict.answer,
         "vote": None,
         "num_tokens": len(rollout.token_ids),
         "truncated": rollout.truncated,
         **({"text": judged.text} if keep_text else {}),
+        # The reward model is still to read them.
+        **({"token_ids": rollout.token_ids.tolist()} if is_pending else {}),
     }

@@ -13,8 +13,8 @@ from vapo_megatron.reward.verifier import Problem, RunningVerifier
 
 Response = dict[str, Any]
 """One judged sample: `sample`, `status`, `score` (the verdict's own, or None), `answer` (as the
-verifier compared it, or None), `vote` (see count_votes), `num_tokens`, `truncated`, and `text` if
-kept."""
+verifier compared it, or None), `vote` (see count_votes), `num_tokens`, `truncated`, `text` if
+kept, and `token_ids` while the status is PENDING."""
 
 
 def count_votes(
