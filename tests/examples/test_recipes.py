@@ -8,6 +8,7 @@ recipe learns.
 import json
 import os
 import re
+from math import exp, log
 from pathlib import Path
 from statistics import mean, stdev
 from unittest import mock
@@ -52,6 +53,11 @@ CHANGES = {
         "positive_lm_coef": 0.0, "critic_updates_per_step": 12, "critic_learning_rate": 5e-6,
         "incorrect": 0.0, "truncated_correct": 0.0, "overlong_buffer_tokens": 0,
     },
+    "concise": {
+        "value_pretraining_steps": 0, "lambda_actor": 0.95, "lambda_critic": "same_as_actor",
+        "clip_high": 0.2, "value_clip": 0.2, "loss_aggregation": "sample", "positive_lm_coef": 0.0,
+        "kl_coef": 0.01, "incorrect": -0.5, "overlong_buffer_tokens": 0,
+    },
 }  # fmt: skip
 """Fields that a recipe leaves other than the 32B base has them (VAPO, soft punishment)."""
 
@@ -73,7 +79,7 @@ def changed(base, name):
 
 NAMES = {
     "vapo": "VAPO", "ppo": "PPO", "vc_ppo": "VC-PPO", "grpo": "GRPO", "dr_grpo": "Dr.GRPO",
-    "dapo": "DAPO", "orz": "Open-Reasoner-Zero",
+    "dapo": "DAPO", "orz": "Open-Reasoner-Zero", "concise": "PPO with group sampling",
 }  # fmt: skip
 
 
@@ -121,7 +127,7 @@ MINI_BATCH = range(6)
 WHOLE = [0, 1, 3, 4, 5]
 """Responses that were not cut off."""
 
-OLD_LOGPROB = -0.5
+OLD_LOGPROB, REFERENCE_LOGPROB = -0.5, -0.75
 
 
 def gae(i, lam, reward=None):
@@ -191,6 +197,15 @@ def by_hand(name):
         of_tokens = surrogate(advantages, 0.28)
         policy = sum(sum(of_tokens[i]) for i in WHOLE) / (13 - 3)
         return advantages, None, policy, policy
+    if name == "concise":
+        # The response that was cut off has the base's reward.
+        rewards = [1.0, -0.5, -1.0, -0.5, 1.0, 1.0]
+        advantages = [gae(i, 0.95, rewards) for i in MINI_BATCH]
+        returns = [[a + v for a, v in zip(*p)] for p in zip(advantages, VALUES)]
+        policy = mean(mean(x) for x in surrogate(advantages, 0.2))
+        distances = [[REFERENCE_LOGPROB - OLD_LOGPROB - log(r) for r in some] for some in RATIOS]
+        kl = mean(mean(exp(d) - d - 1 for d in some) for some in distances)
+        return advantages, returns, policy, policy + 0.01 * kl
     assert name == "orz"
     rewards = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0]
     advantages = [gae(i, 1.0, rewards) for i in MINI_BATCH]
@@ -220,6 +235,7 @@ def batch_of(config):
     given = (config.reward, limit, config.reward.verifier)
     rewards = torch.tensor([shaped_reward(*fact, *given) for fact in facts])
     has_critic = "critic" in config.algorithm.trained_roles
+    has_reference = "reference" in config.roles
     batch = RolloutBatch(
         tokens=torch.zeros(count + len(LENGTHS), dtype=torch.long),
         sequence_cu_seqlens=(bounds + torch.arange(len(bounds))).int(),
@@ -232,6 +248,7 @@ def batch_of(config):
         loss_mask=torch.ones(count, dtype=torch.bool),
         old_logprobs=torch.full((count,), OLD_LOGPROB),
         values=torch.tensor(sum(VALUES, [])) if has_critic else None,
+        reference_logprobs=torch.full((count,), REFERENCE_LOGPROB) if has_reference else None,
     )
     statuses = torch.where(is_correct, 0, 1)
     zeros = torch.zeros_like(lengths)
