@@ -120,7 +120,7 @@ def seed_jobs(
     jobs: dict[str, Job] = {}
 
     def add(name: str, needs: Sequence[str], settings: Mapping[str, Any], **rest: Any) -> None:
-        made_from = {f"made from {need}": _digest(jobs[need].settings) for need in needs}
+        made_from = {f"made from {need}": digest(jobs[need].settings) for need in needs}
         jobs[name] = Job(
             f"{prefix}/{name}", out / name, settings={**settings, **made_from},
             needs=tuple(f"{prefix}/{need}" for need in needs), **rest,
@@ -144,7 +144,7 @@ def seed_jobs(
         command += [part for file in files for part in ("--config", str(file))]
         steps = config.algorithm.num_steps
         add(
-            name, needs, _effective(config, out), command=(*command, *overrides),
+            name, needs, effective(config, out), command=(*command, *overrides),
             num_steps=steps, estimate_seconds=30.0 + 10.0 * steps,
         )  # fmt: skip
 
@@ -224,12 +224,13 @@ def made(root: Path, form: str, more: Sequence[str]) -> tuple[list[Job], list[st
     return [job for job in found.values() if read_state(job) and not changed(job)], others
 
 
-def _digest(settings: Mapping[str, Any]) -> str:
+def digest(settings: Mapping[str, Any]) -> str:
+    """Identify settings."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _effective(config: VapoConfig, out: Path) -> dict[str, Any]:
-    """Fields that affect results; paths relative to the seed's directory."""
+def effective(config: VapoConfig, out: Path) -> dict[str, Any]:
+    """Return the fields that affect results; paths relative to the seed's directory."""
     return {
         name: value.replace(f"{out}/", "") if isinstance(value, str) else value
         for name, value in flatten(config.model_dump()).items()

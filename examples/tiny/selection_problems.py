@@ -1,0 +1,48 @@
+"""Write the problems of the selection example: `selection_problems.py --out DIR [--seed 0]`.
+
+pool.jsonl has what prompts are selected from, random.jsonl a random part of it, and test.jsonl the
+held-out problems, judged by the ground truth: those that the weak judge can be hacked on under the
+name `hackable`, and once more by that judge as `hackable_weak`; the rest as `rest`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import task
+from weak_judge import is_hackable
+
+POOL, KEPT, TEST = 1024, 128, 192
+
+
+def test_rows(problems: Sequence[task.Problem]) -> list[dict[str, str]]:
+    """Return rows of test.jsonl, whose column `verifier` says who judges."""
+    return [
+        {"prompt": p.prompt, "answer": str(p.answer), "verifier": verifier}
+        for p in problems
+        for verifier in (("hackable", "hackable_weak") if is_hackable(p.prompt) else ("rest",))
+    ]
+
+
+def main() -> None:
+    """Write the three files."""
+    parser = argparse.ArgumentParser(description="Write the selection example's problems.")
+    parser.add_argument("--out", type=Path, required=True, help="directory of the three files")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    pool = task.training_problems(POOL, args.seed)
+    task.write_jsonl(args.out / "pool.jsonl", pool)
+    drawn = random.Random(f"selection, random, {args.seed}").sample(pool, KEPT)
+    task.write_jsonl(args.out / "random.jsonl", drawn)
+    rows = test_rows(task.test_problems(TEST, args.seed))
+    (args.out / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"{POOL} problems, {KEPT} drawn from them, and {TEST} held-out ones in {args.out}")
+
+
+if __name__ == "__main__":
+    main()
