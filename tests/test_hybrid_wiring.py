@@ -41,6 +41,7 @@ ROWS = {
     "words": [("w5", "Answer"), ("w6", "7", {"verifier": "judge"})],
     "poems": [("w7", ""), ("w8", "")],
 }
+HELD_OUT = {"mixed": [("w9", "7"), ("w10", "Answer")], "numbers": [("w11", "8")]}
 JUDGES = {"w3": "math", "w4": "math", "w5": "judge", "w6": "judge", "w7": "taste", "w8": "taste"}
 
 
@@ -59,7 +60,10 @@ def settings_of(tmp, name, policy_steps=2):
                 for source in ROWS
             }
         },
-        evaluation={"path": str(tmp / "test.jsonl"), "samples": SAMPLES},
+        evaluation={
+            "sources": {name: {"path": str(tmp / f"{name}.jsonl")} for name in HELD_OUT},
+            "samples": SAMPLES,
+        },
         reward=REWARD,
         checkpoint={"hf_export": False},
         logging={
@@ -89,8 +93,9 @@ def place(tmp_path_factory):
     for source, rows in ROWS.items():
         made = [{"prompt": p, "answer": a, **(more[0] if more else {})} for p, a, *more in rows]
         (tmp / f"{source}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-    held_out = [{"prompt": "w9", "answer": "7"}, {"prompt": "w10", "answer": "Answer"}]
-    (tmp / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    for name, rows in HELD_OUT.items():
+        made = [{"prompt": p, "answer": a} for p, a in rows]
+        (tmp / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
     for directory in (
         write_tiny_hf(tmp / "hf", **MODEL),
         write_tiny_reward_model(tmp / "reward", **{**MODEL, "num_layers": 3}, seed=5),
@@ -167,12 +172,18 @@ def test_rows_tell_verifiers_and_sources_apart(run):
                     "failed_fraction": 0.0,
                 })  # fmt: skip
         assert row["reward/by_source/sums/share"] == row["reward/by_verifier/math/share"] == 0.5
+    # Of three responses to the first problem one is right, and to the last one, which is 8, two;
+    # the judge's one has a word that is the larger part of a short text.
     for row in (rows[0], rows[-1]):
-        # One response of three is right to the first problem.
-        assert row["evaluation/by_verifier/math/avg@3"] == pytest.approx(1 / 3)
-        both = row["evaluation/by_verifier/math/avg@3"] + row["evaluation/by_verifier/judge/avg@3"]
-        assert row["evaluation/avg@3"] == pytest.approx(both / 2)
-        assert not [name for name in row if name.startswith("evaluation/by_source")]
+        found = {name: value for name, value in row.items() if name.startswith("evaluation/by_")}
+        judge = found["evaluation/by_verifier/judge/avg@3"]
+        assert found["evaluation/by_verifier/math/avg@3"] == pytest.approx((1 / 3 + 2 / 3) / 2)
+        assert found["evaluation/by_source/numbers/avg@3"] == pytest.approx(2 / 3)
+        assert found["evaluation/by_source/mixed/avg@3"] == pytest.approx((1 / 3 + judge) / 2)
+        assert row["evaluation/avg@3"] == pytest.approx((1 / 3 + 2 / 3 + judge) / 3)
+        # 1 for a right answer, -1 for a wrong one.
+        assert found["evaluation/by_source/numbers/reward_mean"] == pytest.approx(1 / 3)
+        assert len(found) == 2 * 2 * 3, "accuracy, reward and length of each name"
 
 
 def test_a_replay_tells_them_apart_too(run, workers, place):
@@ -197,5 +208,8 @@ def test_who_judges_how_much_is_told_at_the_start_and_by_a_dry_run(run, place, c
     (place / "config.yaml").write_text(settings_of(place, "dry").to_yaml())
     assert main(["--config", str(place / "config.yaml"), "--dry-run"]) == 0
     told = capsys.readouterr().out.splitlines()
-    held_out = f"{place / 'test.jsonl'}, 2 rows: judged by math (1), judge (1)"
-    assert told[-4:] == [f"# {line}" for line in [*COUNTS, held_out]]
+    held_out = [
+        "evaluation.sources.mixed, 2 rows: judged by math (1), judge (1)",
+        "evaluation.sources.numbers, 1 rows: judged by math (1)",
+    ]
+    assert told[-5:] == [f"# {line}" for line in [*COUNTS, *held_out]]

@@ -15,6 +15,8 @@ from tests.rollout.evaluation.test_judging import SAMPLES, Sampler, decode
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
+from vapo_megatron.cli.evaluate import checkpoint as module
+from vapo_megatron.cli.evaluate import command
 from vapo_megatron.rollout.evaluation.statistics import estimates, problem_values
 
 SEED, NUM_PROBLEMS = 20, 7
@@ -46,16 +48,15 @@ class OneSampler(Sampler):
         pass
 
 
-def evaluate(hf, data, out, port, tp_size):
+def evaluate(hf, data, out, port, tp_size, overrides=()):
     """What a rank is told, or the verifiers that it starts; a worker's function."""
-    from vapo_megatron.cli.evaluate import checkpoint as module
     from vapo_megatron.errors import UserError
     from vapo_megatron.reward import verifiers as running
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     config = module.evaluation_config(
-        hf, [*OVERRIDES, f"rollout.tensor_model_parallel_size={tp_size}"], 2
+        hf, [*OVERRIDES, f"rollout.tensor_model_parallel_size={tp_size}", *overrides], 2
     )
     verifiers, verifier = [], running.MathVerifier
 
@@ -96,12 +97,67 @@ def test_settings_reach_the_header_the_statistics_and_the_verifier(workers, tmp_
     assert {name: header[name] for name in expected} == expected
     assert len(lines) == header["num_problems"] == NUM_PROBLEMS
     values = [problem_values(line["responses"]) for line in lines]
-    found = json.loads(out.with_suffix(".json").read_text())["statistics"]
+    summary = json.loads(out.with_suffix(".json").read_text())
+    found = summary["statistics"]
+    assert "by_verifier" not in summary
 
     def intervals(seed):
         return {name: vars(estimate) for name, estimate in estimates(values, seed).items()}
 
     assert found == intervals(SEED) != intervals(0)
+
+
+HYBRID = [
+    "reward.verifier=hybrid", "reward.hybrid=[math, strict]", "reward.num_workers=1",
+    "reward.verifiers.strict.use=tests.reward.own_verifiers:Strict",
+]  # fmt: skip
+
+
+def test_each_verifier_has_statistics_of_its_own(workers, tmp_path, monkeypatch, capsys):
+    """Sampled and judged, then summed up again by a run that finds everything there."""
+    paths, out = (
+        written(tmp_path, ["0", "Answer", "2", "no idea", "Answer"]),
+        tmp_path / "out.jsonl",
+    )
+    for _ in range(2):
+        workers.run(2, evaluate, *paths, out, free_port(), 2, HYBRID)
+        lines = [json.loads(line) for line in out.read_text().splitlines()[1:]]
+        judges = ["math", "strict", "math", "strict", "strict"]
+        assert [line["verifier"] for line in lines] == judges
+        summary = json.loads(out.with_suffix(".json").read_text())
+        assert summary["by_verifier"].keys() == {"math", "strict"}
+        for name, found in summary["by_verifier"].items():
+            values = [problem_values(r["responses"]) for r in lines if r["verifier"] == name]
+            assert found["num_problems"] == len(values) == judges.count(name)
+            expected = {n: vars(e) for n, e in estimates(values, SEED).items()}
+            assert found["statistics"] == expected
+        values = [problem_values(line["responses"]) for line in lines]
+        assert "reward_mean" not in summary["statistics"]
+        assert summary["statistics"] == {n: vars(e) for n, e in estimates(values, SEED).items()}
+        out.with_suffix(".json").unlink()
+    # Where scores are rewards, they are one more statistic; math's right answers have the end of
+    # the range.
+    workers.run(2, evaluate, *paths, out, free_port(), 2, [*HYBRID, "reward.from_score=[0, 2]"])
+    summary = json.loads(out.with_suffix(".json").read_text())
+    of_math = [r for line in lines if line["verifier"] == "math" for r in line["responses"]]
+    expected = sum(2 * (r["status"] == "correct") for r in of_math) / len(of_math)
+    found = summary["by_verifier"]["math"]["statistics"]["reward_mean"]
+    assert found["value"] == pytest.approx(expected) and 0 < expected < 2
+    # Strict finds "Answer" in nearly every response, and "no idea" in one of four.
+    right = [sum(r["status"] == "correct" for r in line["responses"]) for line in lines]
+    assert right[3] < right[1] and 0 < right[0] < SAMPLES
+
+    values = [problem_values(line["responses"]) for line in lines]
+    found = module.Summary(
+        estimates(values, 0),
+        {"math": (2, estimates(values[:1], 0)), "x": (3, estimates(values, 0))},
+    )
+    monkeypatch.setattr(module, "evaluate_checkpoint", lambda *_: found)
+    monkeypatch.setenv("COLUMNS", "100")
+    given = ["--checkpoint", str(paths[0]), "--data", str(paths[1]), "--out", str(out), *OVERRIDES]
+    assert command.main(given) == 0
+    told = capsys.readouterr().out
+    assert told.count("avg@4") == 3 and "2 of 5 problems: math" in told and "3 of 5" in told
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

@@ -320,6 +320,16 @@ SOURCES = [
         "reward_model; change it, or add it to reward.verifiers",
     ),
     (
+        ["evaluation.path=t.jsonl", "evaluation.sources.aime.path=a.jsonl"],
+        "evaluation.path=t.jsonl must not be combined with evaluation.sources, which has aime; set",
+    ),
+    (["evaluation.sources.aime.verifier=math"], "evaluation.sources.aime.path is required; set i"),
+    (["evaluation.sources.aime.weight=2"], "unknown field evaluation.sources.aime.weight; valid "),
+    (
+        ["evaluation.sources.aime={path: a, verifier: hybrid}"],
+        "evaluation.sources.aime.verifier=hybrid needs reward.hybrid",
+    ),
+    (
         [MATH, "data.sources.math.verifier=reward_model"],
         "data.sources.math.verifier, which is reward_model, needs model.reward_hf_path, found null",
     ),

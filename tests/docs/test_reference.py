@@ -3,7 +3,7 @@
 import re
 
 from docs import make_reference
-from vapo_megatron.config import ScaleConfig, SourceConfig, VapoConfig
+from vapo_megatron.config import FileConfig, ScaleConfig, SourceConfig, VapoConfig
 from vapo_megatron.config.metrics import METRICS
 
 
@@ -20,6 +20,7 @@ def test_every_field_and_every_metric_has_a_row():
         for field in type(value).model_fields
     }
     names |= {f"data.sources.NAME.{field}" for field in SourceConfig.model_fields}
+    names |= {f"evaluation.sources.NAME.{field}" for field in FileConfig.model_fields}
     names |= {f"reward.scales.NAME.{field}" for field in ScaleConfig.model_fields}
     rows = re.findall(r"^\| `(\S+)` \|", make_reference.configuration(), re.M)
     assert set(rows) == {*names, "seed"}

@@ -138,3 +138,27 @@ def test_a_template_is_asked_once_whether_it_fits_the_tokenizer(hf):
     template._written = lambda messages: (asked.append(messages), written(template, messages))[1]
     assert [template([USER]), template([SYSTEM, USER])] == ["w5 w6 w8", "w7 w5 w6 w8"]
     assert len(asked) == 3
+
+
+def test_held_out_sources_are_evaluated_together_each_by_its_name(read):
+    inputs = read(
+        "data.train_path=one.jsonl",
+        "evaluation.sources.late.path=two.jsonl",
+        "evaluation.sources.late.prompt_column=q",
+        "evaluation.sources.early.path=one.jsonl",
+        "evaluation.sources.early.verifier=exact",
+        one=numbered(2),
+        two=numbered(3, 7, "q"),
+    )
+    found = [(p.index, p.text, p.source, p.problem.verifier) for p in inputs.held_out.problems]
+    assert found == [
+        (0, "w3", "early", "exact"), (1, "w4", "early", "exact"),
+        (2, "w7", "late", None), (3, "w8", "late", None), (4, "w9", "late", None),
+    ]  # fmt: skip
+    assert [row.prompt for row in inputs.held_out.rows] == [text for _, text, *_ in found]
+    assert inputs.held_out.row(3) == ("two.jsonl", 1) and len(inputs.held_out) == 5
+    with pytest.raises(DataError, match="evaluation.sources.late.prompt_column to one of those"):
+        read(
+            "data.train_path=one.jsonl", "evaluation.sources.late.path=one.jsonl",
+            "evaluation.sources.late.prompt_column=q", one=numbered(2),
+        )  # fmt: skip

@@ -103,7 +103,8 @@ def check_answers(config: VapoConfig, inputs: Inputs) -> list[str]:
     refusals = reward_model_refusals(has_reward_model=config.model.reward_hf_path is not None)
     with Verifiers(config.reward) as verifiers:
         verifiers.load()
-        for dataset, refusal in zip((inputs.dataset, inputs.held_out), refusals, strict=True):
+        given = {"data": inputs.dataset, "evaluation": inputs.held_out}
+        for (section, dataset), refusal in zip(given.items(), refusals, strict=True):
             if dataset is None:
                 continue
             rows, bad, chosen = dataset.rows, dict[int, str](), dict[int, str]()
@@ -118,7 +119,7 @@ def check_answers(config: VapoConfig, inputs: Inputs) -> list[str]:
                 raise unusable_problem(*dataset.row(max(bad)), bad[max(bad)])
             dataset.assign(chosen)
             labels = labels_of(enumerate(dataset.rows), config.reward.verifier)
-            counts += count_rows(labels, dataset.path)
+            counts += count_rows(labels, dataset.path, section)
     if (dataset := inputs.dataset) is not None:
         path = config.model.reward_hf_path
         check_reward_model_judges(config.reward, dataset.rows, dataset.path, path)
@@ -145,6 +146,8 @@ def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = Tru
             required["data.train_path"] = config.data.train_path
         for name, source in config.data.sources.items():
             required[f"data.sources.{name}.path"] = source.path
+        for name, file in config.evaluation.sources.items():
+            required[f"evaluation.sources.{name}.path"] = file.path
         optional["evaluation.path"] = config.evaluation.path
     else:
         required["--replay"] = replay

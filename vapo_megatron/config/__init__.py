@@ -1,6 +1,6 @@
 """Fields, rules and technique names of a run's configuration."""
 
-from vapo_megatron.config.data import DataConfig, SourceConfig
+from vapo_megatron.config.data import DataConfig, FileConfig, SourceConfig
 from vapo_megatron.config.help import describe_fields
 from vapo_megatron.config.load import load_config, read_config
 from vapo_megatron.config.reward import RewardConfig, ScaleConfig
@@ -25,6 +25,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "EvaluationConfig",
+    "FileConfig",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping
 
 from vapo_megatron.config.section import Section
 from vapo_megatron.config.section import field as _field
 
 
-class SourceConfig(Section):
-    """One of several files of training problems."""
+class FileConfig(Section):
+    """One of several files of problems."""
 
-    path: str | None = _field(None, "JSONL or parquet file of training problems; required.")
+    path: str | None = _field(None, "JSONL or parquet file of problems; required.")
     prompt_column: str = _field("prompt", "Column with the prompt: text, or chat messages.")
     answer_column: str | None = _field(
         "answer", "Column with the ground truth; null: the data have none."
@@ -20,6 +21,11 @@ class SourceConfig(Section):
     verifier: str | None = _field(
         None, "Judges the rows that name none in a column `verifier`; null: reward.verifier."
     )
+
+
+class SourceConfig(FileConfig):
+    """One of several files of training problems."""
+
     weight: float = _field(
         1.0, "Share of the prompts in proportion to the other sources' weights; 0: none.", ge=0
     )
@@ -60,17 +66,11 @@ class DataConfig(Section):
 
 def sources_mistake(data: DataConfig, num_steps: int) -> str | None:
     """Return what is wrong with data.sources in a run of so many steps; None: nothing."""
-    if data.sources and data.train_path is not None:
-        return (
-            f"data.train_path={data.train_path} must not be combined with data.sources, which has "
-            f"{', '.join(data.sources)}; set train_path=null, or make it one of the sources"
-        )
+    mistake = files_mistake("data", "train_path", data.train_path, data.sources)
+    if mistake is not None:
+        return mistake
     for name, source in data.sources.items():
         field = f"data.sources.{name}"
-        if not re.fullmatch(r"[\w-]+", name, re.ASCII):
-            return f"{field}: a name must have letters, digits, _ and - alone; rename it"
-        if source.path is None:
-            return f"{field}.path is required; set it to a file of training problems"
         if not _is_schedule(source.schedule):
             return (
                 f"{field}.schedule={source.schedule} must be a list of [steps done, factor], none "
@@ -85,6 +85,24 @@ def sources_mistake(data: DataConfig, num_steps: int) -> str | None:
                 "all 0; one must be above 0 in every step of the run: raise a weight, or a factor "
                 "of its schedule"
             )
+    return None
+
+
+def files_mistake(
+    section: str, alone: str, path: str | None, sources: Mapping[str, FileConfig]
+) -> str | None:
+    """Return what is wrong with a section's sources, which take the place of one path; or None."""
+    if sources and path is not None:
+        return (
+            f"{section}.{alone}={path} must not be combined with {section}.sources, which has "
+            f"{', '.join(sources)}; set {alone}=null, or make it one of the sources"
+        )
+    for name, source in sources.items():
+        field = f"{section}.sources.{name}"
+        if not re.fullmatch(r"[\w-]+", name, re.ASCII):
+            return f"{field}: a name must have letters, digits, _ and - alone; rename it"
+        if source.path is None:
+            return f"{field}.path is required; set it to a file of problems"
     return None
 
 

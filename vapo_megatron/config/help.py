@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 
-from vapo_megatron.config.data import SourceConfig
+from vapo_megatron.config.data import FileConfig, SourceConfig
 from vapo_megatron.config.reward import ScaleConfig
 from vapo_megatron.config.schema import VapoConfig
 from vapo_megatron.config.section import sections_by_name
@@ -46,7 +46,8 @@ def _default(info: Any) -> str:
 _KIND_NAMES = {int: "integer", float: "number", str: "text", bool: "true | false"}
 _KIND_NAMES |= {type(None): "null", list[int]: "list of integers", list[float]: "[number, number]"}
 _KIND_NAMES |= {dict[str, dict[str, Any]]: "NAME.OPTION=VALUE"}
-_KIND_NAMES |= dict.fromkeys((dict[str, SourceConfig], dict[str, ScaleConfig]), "NAME.FIELD=VALUE")
+_NAMED = (FileConfig, SourceConfig, ScaleConfig)
+_KIND_NAMES |= {dict[str, section]: "NAME.FIELD=VALUE" for section in _NAMED}  # type: ignore
 _KIND_NAMES |= {list[str]: "list of texts"}
 _KIND_NAMES |= {list[list[float]]: "[[number, number], ...]"}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}

@@ -49,6 +49,9 @@ def _by(kind: str) -> dict[str, Metric]:
         f"evaluation/by_{kind}/NAME/avg@K": Metric(
             "", f"As avg@K, of held-out responses {judged}."
         ),
+        f"evaluation/by_{kind}/NAME/reward_mean": Metric(
+            "", f"As evaluation/reward_mean, of held-out responses {judged}."
+        ),
         f"evaluation/by_{kind}/NAME/response_length_mean": Metric(
             "tokens", f"Mean length of held-out responses {judged}."
         ),
@@ -159,6 +162,10 @@ METRICS: dict[str, Metric] = {
     "evaluation/pass@K": Metric("", "Fraction of held-out problems solved by any of K samples."),
     "evaluation/majority@K": Metric(
         "", "Fraction of held-out problems solved by majority vote; ties count in part."
+    ),
+    "evaluation/reward_mean": Metric(
+        "",
+        "With reward.from_score: mean reward in evaluation, without a punishment of length.",
     ),
     "evaluation/response_length_mean": Metric("tokens", "Mean response length in evaluation."),
     "evaluation/truncated_fraction": Metric("", "Fraction of responses truncated in evaluation."),

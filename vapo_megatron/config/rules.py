@@ -5,7 +5,7 @@ Each returns an error message with field, value, rule and remedy, or None.
 
 from __future__ import annotations
 
-from vapo_megatron.config.data import sources_mistake
+from vapo_megatron.config.data import FileConfig, files_mistake, sources_mistake
 from vapo_megatron.config.reward import HYBRID, REWARD_MODEL, reward_mistakes
 from vapo_megatron.config.schema import VapoConfig
 from vapo_megatron.errors import ConfigError
@@ -197,22 +197,29 @@ def _reward_rule(c: VapoConfig) -> str | None:
 def _verifier_rule(c: VapoConfig) -> str | None:
     for mistake in reward_mistakes(c.reward):
         return mistake
-    for source, of_source in c.data.sources.items():
-        if of_source.verifier not in (None, *c.reward.names):
+    files: dict[str, FileConfig] = {
+        f"data.sources.{name}": file for name, file in c.data.sources.items()
+    }
+    files |= {f"evaluation.sources.{name}": file for name, file in c.evaluation.sources.items()}
+    for field, file in files.items():
+        if file.verifier not in (None, *c.reward.names):
             return (
-                f"data.sources.{source}.verifier={of_source.verifier} must be one of "
+                f"{field}.verifier={file.verifier} must be one of "
                 f"{', '.join(sorted(c.reward.names))}; change it, or add it to reward.verifiers"
             )
-        if of_source.verifier == HYBRID and not c.reward.hybrid:
+        if file.verifier == HYBRID and not c.reward.hybrid:
             return (
-                f"data.sources.{source}.verifier=hybrid needs reward.hybrid, the verifiers that it "
-                "chooses among; set it, such as to [code, math]"
+                f"{field}.verifier=hybrid needs reward.hybrid, the verifiers that it chooses "
+                "among; set it, such as to [code, math]"
             )
     return None
 
 
 def _sources_rule(c: VapoConfig) -> str | None:
-    return sources_mistake(c.data, c.algorithm.num_steps)
+    held_out = c.evaluation
+    return sources_mistake(c.data, c.algorithm.num_steps) or files_mistake(
+        "evaluation", "path", held_out.path, held_out.sources
+    )
 
 
 def _reward_model_rule(c: VapoConfig) -> str | None:

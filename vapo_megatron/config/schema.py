@@ -12,7 +12,7 @@ import yaml
 from pydantic import Field
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.config.data import DataConfig
+from vapo_megatron.config.data import DataConfig, FileConfig
 from vapo_megatron.config.phases import Role
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.section import Section
@@ -285,7 +285,10 @@ class EvaluationConfig(Section):
     """Accuracy on held-out problems, with the training verifier."""
 
     path: str | None = _field(
-        None, "JSONL or parquet file of held-out problems; null: no evaluation."
+        None, "JSONL or parquet file of held-out problems; null, without sources: no evaluation."
+    )
+    sources: dict[str, FileConfig] = _field(
+        {}, "Several files by name, in place of path, each with the fields below."
     )
     every_steps: int = _field(
         0, "Steps between evaluations; 0: only before the first and after the last step.", ge=0

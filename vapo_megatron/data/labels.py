@@ -45,12 +45,15 @@ def labels_of(problems: Iterable[tuple[int, Problem]], default_verifier: str) ->
     return Labels(of, {kind: found for kind, found in names.items() if len(found) > 1})
 
 
-def count_rows(labels: Labels, path: str) -> list[str]:
-    """Return for each source, or else for the file at path, how many rows each verifier judges."""
+def count_rows(labels: Labels, path: str, section: str) -> list[str]:
+    """Return how many rows each verifier judges, a line for each source, or for the file at path.
+
+    section is the configuration's that has the sources.
+    """
     counts: dict[str, collections.Counter[str]] = {}
     for index, verifier in labels.of["verifier"].items():
         source = labels.of["source"].get(index)
-        where = path if source is None else f"data.sources.{source}"
+        where = path if source is None else f"{section}.sources.{source}"
         counts.setdefault(where, collections.Counter())[verifier] += 1
     return [
         f"{where}, {sum(found.values())} rows: judged by "

@@ -48,6 +48,11 @@ class Mixture:
         """Every problem as it was read, source by source in the files' order."""
         return [row for part in self._parts.values() for row in part.rows]
 
+    @property
+    def problems(self) -> list[Prompt]:
+        """Every problem once, source by source in the files' order."""
+        return [prompt for part in self._parts.values() for prompt in part.problems]
+
     def assign(self, verifiers: Mapping[int, str]) -> None:
         """Let these of `rows` name these verifiers."""
         first = 0
@@ -115,4 +120,4 @@ class Mixture:
 
 
 TrainingPrompts = PromptDataset | Mixture
-"""What a run draws its prompts from."""
+"""What a run draws its prompts from, and what it evaluates on."""

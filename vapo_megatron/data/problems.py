@@ -26,7 +26,7 @@ class Problem:
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """The row's other columns."""
     source: str | None = None
-    """The name of its file in data.sources; None: of data.train_path and evaluation.path."""
+    """The name of its file in data.sources or evaluation.sources; None: there is one file."""
 
     @property
     def verifier(self) -> str | None:
@@ -44,6 +44,7 @@ def load_problems(
     prompt_column: str = "prompt",
     answer_column: str | None = "answer",
     *,
+    section: str = "data",
     source: str | None = None,
     verifier: str | None = None,
     render: Render | None = None,
@@ -54,7 +55,8 @@ def load_problems(
         path: the file.
         prompt_column: of texts, or lists of chat messages, which become texts.
         answer_column: of texts or numbers, which become texts; None: there is no ground truth.
-        source: the file's name in data.sources; None: the columns are data's own.
+        section: data or evaluation, whose sources have the file.
+        source: the file's name there; None: the columns are data's own.
         verifier: of the rows that name none.
         render: makes a text of chat messages; None: they are refused.
 
@@ -69,7 +71,7 @@ def load_problems(
         )
     if not path.is_file():
         raise DataError(f"data file {path} does not exist; give the path of an existing file")
-    section = "data" if source is None else f"data.sources.{source}"
+    section = "data" if source is None else f"{section}.sources.{source}"
     columns = {f"{section}.prompt_column": prompt_column}
     if answer_column is not None:
         columns[f"{section}.answer_column"] = answer_column

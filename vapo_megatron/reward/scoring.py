@@ -16,7 +16,6 @@ from torch import Tensor
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.data.batch import PENDING, STATUSES, Rollout, ScoredRollout, StepSummary
 from vapo_megatron.data.mixture import TrainingPrompts
-from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.errors import ConfigError, UserError
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.reward.reward_model import Pending, reward_model_verdict
@@ -178,7 +177,7 @@ def with_scores(
 def start_verifiers(
     reward: RewardConfig,
     training: TrainingPrompts | None,
-    held_out: PromptDataset | None,
+    held_out: TrainingPrompts | None,
     tp_size: int,
     default: object | None = None,
     *,

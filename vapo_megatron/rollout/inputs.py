@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from vapo_megatron.config import DataConfig, EvaluationConfig, RolloutConfig, SourceConfig
+from vapo_megatron.config import DataConfig, EvaluationConfig, FileConfig, RolloutConfig
 from vapo_megatron.data.mixture import Mixture, TrainingPrompts
 from vapo_megatron.data.problems import load_problems
 from vapo_megatron.data.prompts import OnProgress, PromptDataset
@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
     """Ids that end a response, sorted."""
     dataset: TrainingPrompts | None = None
     """Training prompts."""
-    held_out: PromptDataset | None = None
+    held_out: TrainingPrompts | None = None
     """Evaluation prompts; None: no evaluation."""
 
 
@@ -58,7 +58,13 @@ def read_inputs(
         max_prompt_tokens=rollout.max_prompt_tokens,
     )  # fmt: skip
     dataset = _training_prompts(data, read)
-    held_out = None if evaluation.path is None else read(evaluation.path, data, shuffle=False)
+    held_out: TrainingPrompts | None = None
+    if evaluation.sources:
+        files = dict(sorted(evaluation.sources.items()))
+        parts = _read_parts(files, read, section="evaluation", shuffle=False)
+        held_out = Mixture(parts, lambda steps: dict.fromkeys(files, 1.0))
+    elif evaluation.path is not None:
+        held_out = read(evaluation.path, data, shuffle=False)
     return Inputs(shape, tokenizer, stop, dataset, held_out)
 
 
@@ -67,22 +73,30 @@ def _training_prompts(data: DataConfig, read: Callable[..., PromptDataset]) -> T
     if not data.sources:
         return read(str(data.train_path), data, shuffle=data.shuffle)
     sources = dict(sorted(data.sources.items()))
-    parts: dict[str, PromptDataset] = {}
-    for name, source in sources.items():
-        parts[name] = read(
-            str(source.path), source, shuffle=data.shuffle, source=name, verifier=source.verifier,
-            first_index=sum(map(len, parts.values())),
-        )  # fmt: skip
+    parts = _read_parts(sources, read, section="data", shuffle=data.shuffle)
     return Mixture(
         parts, lambda steps: {name: source.weight_after(steps) for name, source in sources.items()}
     )
 
 
+def _read_parts(
+    files: Mapping[str, FileConfig], read: Callable[..., PromptDataset], **of_all: Any
+) -> dict[str, PromptDataset]:
+    parts: dict[str, PromptDataset] = {}
+    for name, file in files.items():
+        parts[name] = read(
+            str(file.path), file, source=name, verifier=file.verifier,
+            first_index=sum(map(len, parts.values())), **of_all,
+        )  # fmt: skip
+    return parts
+
+
 def read_prompts(
     path: str,
-    columns: DataConfig | SourceConfig,
+    columns: DataConfig | FileConfig,
     tokenizer: Any,
     *,
+    section: str = "data",
     source: str | None = None,
     verifier: str | None = None,
     **of_dataset: Any,
@@ -90,7 +104,7 @@ def read_prompts(
     """Read a file's problems and tokenize its prompts; chat messages are templated.
 
     Args:
-        path, source, verifier: see load_problems.
+        path, section, source, verifier: see load_problems.
         columns: has prompt_column and answer_column.
         tokenizer: transformers'.
         of_dataset: see PromptDataset.
@@ -99,7 +113,7 @@ def read_prompts(
         DataError: see both.
     """
     problems = load_problems(
-        path, columns.prompt_column, columns.answer_column,
+        path, columns.prompt_column, columns.answer_column, section=section,
         source=source, verifier=verifier, render=ChatTemplate(tokenizer),
     )  # fmt: skip
     return PromptDataset(problems, tokenizer.encode, path=path, source=source, **of_dataset)

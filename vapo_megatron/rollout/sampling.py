@@ -77,7 +77,7 @@ class Sampling(RolloutSource):
         name = default_name(reward, verifier)
         self.labels = labels_of(enumerate(self._dataset.rows), name)
         if "verifier" in self.labels.several:
-            self.note = "; ".join(count_rows(self.labels, self._dataset.path))
+            self.note = "; ".join(count_rows(self.labels, self._dataset.path, "data"))
         held_out = () if self._held_out is None else self._held_out.rows
         self._held_out_labels = labels_of(enumerate(held_out), name)
         # Imported here: loading vLLM takes long, and the checks above may fail first.
@@ -199,7 +199,8 @@ class Sampling(RolloutSource):
                 on_progress=on_progress,
                 has_time=has_time,
             )
-            return evaluate(judged, problems, self._evaluation.samples, self._held_out_labels)
+            samples, labels = self._evaluation.samples, self._held_out_labels
+            return evaluate(judged, problems, samples, labels, self._reward)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next prompt."""

@@ -10,7 +10,7 @@ from array import array
 
 import pytest
 
-from vapo_megatron.config import EvaluationConfig, RolloutConfig
+from vapo_megatron.config import EvaluationConfig, RewardConfig, RolloutConfig
 from vapo_megatron.data.batch import Prompt, Rollout
 from vapo_megatron.data.labels import labels_of
 from vapo_megatron.data.problems import Problem
@@ -87,7 +87,7 @@ def forbidden(*_, **__):
     raise AssertionError("responses stay on the rank that judged them")
 
 
-def judged_on(replicas_of, count, batch):
+def judged_on(replicas_of, count, batch, reward=None):
     """Worker: judge_problems' batches and evaluate's numbers; replicas_of ranks form a replica."""
     import torch.distributed as dist
 
@@ -111,7 +111,7 @@ def judged_on(replicas_of, count, batch):
         judged = judge_problems(
             sampler, verifier, problems(count), *SECTIONS, decode=decode, policy_version=0
         )
-        metrics = evaluate(judged, problems(count), SAMPLES, LABELS)
+        metrics = evaluate(judged, problems(count), SAMPLES, LABELS, RewardConfig(**reward or {}))
     if verifier is not None:
         verifier.close()
     sizes = [len(asked) for asked in sampler.asked]
@@ -131,7 +131,7 @@ def stopped_on(out_of_time):
             sampler, verifier, problems(5), *SECTIONS,
             decode=decode, policy_version=0, has_time=has_time,
         )  # fmt: skip
-        evaluate(judged, problems(5), SAMPLES, LABELS)
+        evaluate(judged, problems(5), SAMPLES, LABELS, RewardConfig())
     return len(sampler.asked)
 
 
@@ -190,6 +190,25 @@ def test_neither_replicas_nor_ranks_nor_batches_change_the_result(workers):
         "evaluation/by_verifier/math/avg@4": 3 / 12,
         "evaluation/by_verifier/math/response_length_mean": 1 + 5 / 3 + 1.5,
     })  # fmt: skip
+
+
+def test_with_scores_the_reward_is_evaluated_too(workers):
+    """A verdict of mathematics has no score: here 2 if it is correct, 0 if truncated, else -1."""
+    reward = {"from_score": [-1.0, 2.0], "scales": {"math": {"truncated_correct": 0.0}}}
+    (_, (without, _), *_), *_ = workers.run(1, judged_on, 1, 5, 5)
+    for ranks in (1, 2):
+        for _, (metrics, _), *_ in workers.run(ranks, judged_on, 1, 5, 5, reward):
+            rewards = {name: value for name, value in metrics.items() if "reward" in name}
+            # Six are correct, of which two are truncated: the last one of problem 3, and that of
+            # problem 4. So the problems' sums are -1, -1, -1, 0, -3.
+            assert rewards == pytest.approx({
+                "evaluation/reward_mean": -6 / 20,
+                "evaluation/by_source/x/reward_mean": -2 / 8,
+                "evaluation/by_source/y/reward_mean": -4 / 12,
+                "evaluation/by_verifier/exact/reward_mean": -1 / 8,
+                "evaluation/by_verifier/math/reward_mean": -5 / 12,
+            })  # fmt: skip
+            assert {n: v for n, v in metrics.items() if n not in rewards} == without
 
 
 def test_batches_and_progress(workers):

@@ -8,6 +8,7 @@ from vapo_megatron.run.report.page import build_report
 STEPS = [
     {
         "evaluation/by_source/sums/avg@8": 0.25, "evaluation/by_source/code/avg@8": 0.5,
+        "evaluation/by_source/sums/reward_mean": 0.5,
         "evaluation/by_source/sums/response_length_mean": 30.0,
     },
     {"reward/by_source/sums/share": 1.0, "reward/by_source/code/share": 0.0,
@@ -37,6 +38,7 @@ def test_each_measure_has_a_chart_with_a_curve_for_each_name(tmp_path):
         "Accuracy by source": {"code": [[2, 0.75]], "sums": [[1, 0.125], [2, 0.25]]},
         "Held-out accuracy by source": {"code": [[0, 0.5]], "sums": [[0, 0.25], [2, 0.375]]},
         "Reward by source": {"code": [[2, None]], "sums": [[1, -0.75], [2, -0.5]]},
+        "Held-out reward by source": {"sums": [[0, 0.5]]},
         "Response length by source": {"sums": [[1, 1234.4], [2, 1300.0]]},
         "Share of the batch by source": {"code": [[1, 0], [2, 0.5]], "sums": [[1, 1], [2, 0.5]]},
         "Failed verdicts by source": {"sums": [[2, 0.01]]},

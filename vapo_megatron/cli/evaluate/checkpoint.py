@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -28,10 +28,15 @@ from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.reduce import any_rank, gather_objects, sum_over_world
 from vapo_megatron.reward.scoring import check_failures, start_verifiers
-from vapo_megatron.rollout.evaluation.judging import judge_problems, sampling_settings
+from vapo_megatron.rollout.evaluation.judging import (
+    judge_problems,
+    reward_mean,
+    sampling_settings,
+)
 from vapo_megatron.rollout.evaluation.samples_file import (
     begin_parts,
     collect,
+    line_values,
     lock_file,
     part_of,
     weights_digest,
@@ -166,6 +171,14 @@ def check(checkpoint: Path, data: Path, config: VapoConfig) -> Evaluation:
     return Evaluation(hf_path, inputs, dataset, header)
 
 
+class Summary(NamedTuple):
+    """The statistics of an evaluation, by name."""
+
+    whole: dict[str, Estimate]
+    by_verifier: dict[str, tuple[int, dict[str, Estimate]]]
+    """Each verifier's number of problems, and their statistics; empty where there is only one."""
+
+
 def check_out(out: Path, evaluation: Evaluation) -> None:
     """Refuse a samples file of another evaluation, or one that is being written.
 
@@ -179,7 +192,7 @@ def check_out(out: Path, evaluation: Evaluation) -> None:
 
 def evaluate_checkpoint(
     evaluation: Evaluation, config: VapoConfig, out: Path, problems_per_batch: int | None = None
-) -> dict[str, Estimate] | None:
+) -> Summary | None:
     """Sample and judge every problem that is missing in `out`, then summarize. Collective.
 
     Args:
@@ -194,7 +207,7 @@ def evaluate_checkpoint(
     """
     return sample_missing(
         evaluation, config, out, evaluation.dataset.problems, problems_per_batch,
-        lambda: _sum_up(out, evaluation.header, config.seed),
+        lambda: _sum_up(out, evaluation.header, config),
     )  # fmt: skip
 
 
@@ -343,11 +356,36 @@ def _engine(evaluation: Evaluation, config: VapoConfig) -> Any:
     return engine
 
 
-def _sum_up(out: Path, header: dict[str, Any], seed: int) -> dict[str, Estimate]:
+def _sum_up(out: Path, header: dict[str, Any], config: VapoConfig) -> Summary:
     """Return the statistics of all problems, and write them next to the file."""
-    values = collect(out, header)
-    assert len(values) == header["num_problems"], f"{out} holds {len(values)} problems"
-    found = estimates(list(values.values()), seed)
-    summary = {**header, "statistics": {n: dataclasses.asdict(e) for n, e in found.items()}}
-    replace_file(out.with_suffix(".json"), json.dumps(summary, indent=1) + "\n")
-    return found
+    reward, seed = config.reward, config.seed
+
+    def measured(line: Mapping[str, Any]) -> tuple[str, dict[str, float]]:
+        verifier, values = line.get("verifier", reward.verifier), line_values(line)
+        if reward.from_score is not None:
+            values["reward_mean"] = reward_mean(line["responses"], reward, verifier)
+        return verifier, values
+
+    found = collect(out, header, measured)
+    assert len(found) == header["num_problems"], f"{out} holds {len(found)} problems"
+    groups: dict[str, list[dict[str, float]]] = {}
+    for verifier, values in found.values():
+        groups.setdefault(verifier, []).append(values)
+    whole = estimates([values for _, values in found.values()], seed)
+    by_verifier = {}
+    if len(groups) > 1:
+        by_verifier = {
+            name: (len(values), estimates(values, seed)) for name, values in sorted(groups.items())
+        }
+    written = {**header, "statistics": _as_json(whole)}
+    if by_verifier:
+        written["by_verifier"] = {
+            name: {"num_problems": count, "statistics": _as_json(statistics)}
+            for name, (count, statistics) in by_verifier.items()
+        }
+    replace_file(out.with_suffix(".json"), json.dumps(written, indent=1) + "\n")
+    return Summary(whole, by_verifier)
+
+
+def _as_json(statistics: dict[str, Estimate]) -> dict[str, dict[str, float]]:
+    return {name: dataclasses.asdict(estimate) for name, estimate in statistics.items()}

@@ -75,7 +75,9 @@ def _evaluate(options: argparse.Namespace, worker: Sequence[str]) -> Path | None
     found = checkpoint.evaluate_checkpoint(evaluation, config, out, options.batch)
     if found is None:
         return None
-    _print_table(found, f"{options.checkpoint} on {options.data}")
+    _print_table(found.whole, f"{options.checkpoint} on {options.data}")
+    for name, (count, statistics) in found.by_verifier.items():
+        _print_table(statistics, f"{count} of {evaluation.header['num_problems']} problems: {name}")
     return out
 
 
@@ -115,7 +117,7 @@ def _print_table(found: dict[str, Estimate], title: str) -> None:
     for name, estimate in found.items():
         form = ",.1f" if name == "response_length_mean" else ".4f"
         low, high = format(estimate.low, form), format(estimate.high, form)
-        label = name.replace("_mean", " (tokens)").replace("_", " ")
+        label = name.replace("length_mean", "length (tokens)").replace("_", " ")
         table.add_row(label, format(estimate.value, form), f"{low} .. {high}")
     Console().print(table)
 

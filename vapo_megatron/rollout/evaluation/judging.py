@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vapo_megatron.algorithm.group_sampling import repeat_for_group
-from vapo_megatron.config import EvaluationConfig, RolloutConfig
+from vapo_megatron.config import EvaluationConfig, RewardConfig, RolloutConfig
 from vapo_megatron.config.metrics import METRICS, emits, metric_by
 from vapo_megatron.data.batch import PENDING, Prompt, Rollout
 from vapo_megatron.data.labels import Labels
@@ -23,7 +23,8 @@ from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.reduce import sum_over_world
 from vapo_megatron.reward.reward_model import Pending
 from vapo_megatron.reward.scoring import Judged, VerdictStream
-from vapo_megatron.reward.verifier import RunningVerifier
+from vapo_megatron.reward.shaping import base_reward
+from vapo_megatron.reward.verifier import RunningVerifier, Verdict
 from vapo_megatron.rollout.evaluation.statistics import means, problem_values, value_names
 from vapo_megatron.rollout.evaluation.votes import Response, count_votes
 from vapo_megatron.rollout.requests import SamplingSettings
@@ -36,12 +37,17 @@ JudgedProblems = list[tuple[Prompt, list[Response]]]
     "evaluation/avg@K",
     "evaluation/pass@K",
     "evaluation/majority@K",
+    "evaluation/reward_mean",
     "evaluation/response_length_mean",
     "evaluation/truncated_fraction",
     *(name for name in METRICS if name.startswith("evaluation/by_")),
 )
 def evaluate(
-    judged: Iterable[JudgedProblems], problems: Sequence[Prompt], samples: int, labels: Labels
+    judged: Iterable[JudgedProblems],
+    problems: Sequence[Prompt],
+    samples: int,
+    labels: Labels,
+    reward: RewardConfig,
 ) -> tuple[dict[str, float], list[int]]:
     """Reduce judged responses to metrics. Collective over the world.
 
@@ -50,21 +56,27 @@ def evaluate(
         problems: all that are judged, on any rank.
         samples: K responses of each.
         labels: of the problems.
+        reward: gives a score its reward.
 
     Returns:
         On every rank (metrics, correct): evaluation/avg@K, pass@K, majority@K, response_length_mean
-        and truncated_fraction over all problems, avg@K and response_length_mean over those of each
-        label; each problem's number of correct responses of K.
+        and truncated_fraction over all problems, with reward.from_score also reward_mean; avg@K,
+        reward_mean and response_length_mean over those of each label; each problem's number of
+        correct responses of K.
 
     Raises:
         Stopped: on every rank: one of them has no time left.
     """
-    names = value_names(samples)
+    rewards = ["reward_mean"] if reward.from_score is not None else []
+    names = [*value_names(samples), *rewards]
     rows = {prompt.index: row for row, prompt in enumerate(problems)}
     table = torch.zeros(len(problems), 1 + len(names), dtype=torch.float64)
     try:
         for prompt, responses in itertools.chain.from_iterable(judged):
             row = [1.0, *problem_values(responses).values()]
+            if rewards:
+                name = prompt.problem.verifier or reward.verifier
+                row.append(reward_mean(responses, reward, name))
             table[rows[prompt.index]] += torch.tensor(row, dtype=torch.float64)
     except Stopped:
         table.fill_(-math.inf)
@@ -76,15 +88,27 @@ def evaluate(
     values = [dict(zip(names, row)) for row in zip(*columns)]
     found = means(values)
     shown = [f"{what}@{samples}" for what in ("avg", "pass", "majority")]
-    shown += ["response_length_mean", "truncated_fraction"]
+    shown += [*rewards, "response_length_mean", "truncated_fraction"]
     metrics = {f"evaluation/{name}": found[name] for name in shown}
     by_index = {prompt.index: value for prompt, value in zip(problems, values)}
     for kind in labels.several:
         for name, some in labels.by_name(kind, by_index).items():
             of_name = means(some)
-            for what in (f"avg@{samples}", "response_length_mean"):
+            for what in (f"avg@{samples}", *rewards, "response_length_mean"):
                 metrics[metric_by("evaluation", kind, name, what)] = of_name[what]
     return metrics, [round(samples * value[f"avg@{samples}"]) for value in values]
+
+
+def reward_mean(responses: Sequence[Response], reward: RewardConfig, verifier: str) -> float:
+    """Return the mean reward of a problem's responses, without a punishment of length."""
+    rewards = [
+        base_reward(
+            Verdict(r["status"], r["score"], r["answer"]), reward, verifier,
+            truncated=r["truncated"],
+        )
+        for r in responses
+    ]  # fmt: skip
+    return math.fsum(rewards) / len(rewards)
 
 
 def sampling_settings(evaluation: EvaluationConfig, max_response_tokens: int) -> SamplingSettings:

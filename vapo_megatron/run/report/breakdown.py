@@ -12,6 +12,7 @@ _CHARTS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("Accuracy", "reward", "accuracy", {"low": 0, "high": 1}),
     ("Held-out accuracy", "evaluation", "avg@", {"low": 0, "high": 1}),
     ("Reward", "reward", "reward_mean", {}),
+    ("Held-out reward", "evaluation", "reward_mean", {}),
     ("Response length", "reward", "response_length_mean", {"low": 0}),
     ("Share of the batch", "reward", "share", {"low": 0, "high": 1}),
     ("Failed verdicts", "reward", "failed_fraction", {"low": 0}),
