@@ -136,7 +136,10 @@ def seed_jobs(root: Path, seed: int, steps: int) -> list[Job]:
         ("base", "make_base_model.py", "make_tokenizer.py", "making.py", "task.py"),
         ("data", "selection_problems.py", "task.py", "weak_judge.py"),
     ):
-        add(name, (), {}, sources, TINY / sources[0], "--out", out / name, "--seed", seed)
+        add(
+            name, (), {}, sources, TINY / sources[0], "--out", out / name, "--seed", seed,
+            estimate_seconds=60.0 if name == "base" else 0.5,
+        )  # fmt: skip
     add(
         "chosen", ("base", "data"), {"options": " ".join(SELECT)}, ("weak_judge.py",),
         "-m", "vapo_megatron", "select", "--checkpoint", out / "base",
