@@ -210,6 +210,28 @@ def test_an_outage_that_lasts_is_a_failed_verdict_and_is_told_once(capfd):
     assert capfd.readouterr().err.count("the judge gave no verdict") == 1
 
 
+def test_a_server_that_stays_away_costs_its_limit_once():
+    server = Server(lambda prompt: 503)
+    judge = Judge(REWARD, base_url=server.url, model="m", concurrency=2, outage_seconds=2.0)
+    began = time.monotonic()
+    found = judged(judge, ["a"] * 12, [Problem("p", "a")] * 12)
+    assert {v.status for v in found} == {"failed"}
+    assert time.monotonic() - began < 6  # Of six times two seconds, one after the other.
+    server.close()
+
+
+def test_a_server_that_is_back_is_given_its_time_again():
+    state = {"code": 503}
+    with Server(lambda prompt: state["code"] or "YES") as server:
+        judge = Judge(REWARD, base_url=server.url, model="m", outage_seconds=1.0)
+        assert [v.status for v in judge.score(["a"], [Problem("p", "a")])] == ["failed"]
+        state["code"] = None
+        assert [v.status for v in judge.score(["a"], [Problem("p", "a")])] == ["correct"]
+        state["code"], asked = 503, len(server.asked)
+        assert [v.status for v in judged(judge, ["a"], [Problem("p", "a")])] == ["failed"]
+        assert len(server.asked) > asked + 1
+
+
 def test_the_key_is_sent_and_nowhere_else(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("JUDGE_KEY", SECRET)
     with Server(lambda prompt: 401) as server:
@@ -280,6 +302,8 @@ def test_problems_that_lack_what_the_template_names_are_unusable():
         ("judge", {"template": "{prompt}"}, "the template has no {response}; add it"),
         ("judge", {"choices": {"YES": "good"}}, "choices.YES='good' must be a text with one of"),
         ("judge", {"api_key": SECRET}, "reward.verifiers.mine.api_key is no option of judge"),
+        ("judge", {"base_url": "judge-node:8000"}, "base_url=judge-node:8000 must be an address"),
+        ("judge", {"base_url": f"http://me:{SECRET}@x/v1"}, "the key in the environment variable"),
         ("pairwise", {"labels": ["A"]}, r"labels=\['A'\] must be two texts"),
         ("pairwise", {"template": "{a} {response}"}, "the template has no {b}; add it"),
     ],

@@ -90,7 +90,7 @@ class RewardConfig(Section):
     )
     num_workers: int = _field(2, "Verifier processes per inference engine.", ge=1)
     timeout_seconds: float = _field(
-        5.0, "Time limit for verifying one response; not of code, which has its own.", gt=0
+        5.0, "Time limit for verifying one response; code, judge and pairwise have their own.", gt=0
     )
     memory_gb: float = _field(
         4.0,

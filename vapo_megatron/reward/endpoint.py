@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import random
 import sqlite3
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from vapo_megatron.errors import ConfigError
 
@@ -44,10 +46,14 @@ class Endpoint:
         chat: ask for a chat completion; False: for a completion of the bare text.
         concurrency: requests at a time.
         timeout_seconds: limit for one try.
-        outage_seconds: how long a request is tried again while the server fails or is away.
+        outage_seconds: how long a request is tried again while the server fails or is away. Once
+            it has been away for so long, each further request is tried once.
         cache: directory of the answers; None: none are kept.
         key_variable: environment variable with the key; unset: no key is sent.
         body: what each request has besides, such as max_tokens.
+
+    Raises:
+        ConfigError: base_url is no address, or has a password; cache cannot be written.
     """
 
     def __init__(
@@ -63,9 +69,11 @@ class Endpoint:
         key_variable: str,
         body: dict[str, Any],
     ) -> None:
+        _check_address(base_url, key_variable)
         self._identity = {"model": model, "chat": chat, **body}
         self._chat, self._model, self._body = chat, model, body
         self._outage_seconds = outage_seconds
+        self._away_since = math.inf
         self._options: dict[str, Any] = {
             "base_url": base_url,
             "api_key": os.environ.get(key_variable) or "none",
@@ -100,18 +108,24 @@ class Endpoint:
         import openai
 
         again = (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError)
-        deadline, pause = time.monotonic() + self._outage_seconds, 0.5
+        began, pause = time.monotonic(), 0.5
         while True:
             try:
-                return self._request(prompt)
+                answer = self._request(prompt)
+                self._away_since = math.inf
+                return answer
             except again as error:
-                if time.monotonic() + pause > deadline or self._closed.is_set():
+                now = time.monotonic()
+                self._away_since = min(self._away_since, now)
+                deadline = min(began, self._away_since) + self._outage_seconds
+                if now + pause > deadline or self._closed.is_set():
                     reason = " ".join(str(error).split())[:200]
                     return Answer(problem=f"no answer for {self._outage_seconds:g} s: {reason}")
                 # Not all at the same moment once it is back.
                 self._closed.wait(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
             except openai.APIError as error:
+                self._away_since = math.inf
                 return Answer(problem=" ".join(str(error).split())[:200])
 
     def _request(self, prompt: str) -> Answer:
@@ -140,6 +154,21 @@ class Endpoint:
         if choice.logprobs and choice.logprobs.content:
             first = {t.token: t.logprob for t in choice.logprobs.content[0].top_logprobs}
         return Answer(choice.message.content or "", first)
+
+
+def _check_address(base_url: str, key_variable: str) -> None:
+    address = urlsplit(base_url)
+    if address.username or address.password or address.query:
+        # Not shown: it is written to config.yaml as it is.
+        raise ConfigError(
+            "the judge's base_url has a user, a password or a query; give the address alone, and "
+            f"the key in the environment variable {key_variable}"
+        )
+    if address.scheme not in ("http", "https") or not address.hostname:
+        raise ConfigError(
+            f"the judge's base_url={base_url} must be an address such as http://127.0.0.1:8000/v1; "
+            "correct it"
+        )
 
 
 class _Cache:

@@ -53,7 +53,7 @@ class Judge:
     """Asks a language model about each response: a RunningVerifier.
 
     Args:
-        reward: of the configuration; gives the time limit of one try where timeout_seconds is None.
+        reward: of the configuration; not read.
         base_url, model: the endpoint, such as http://127.0.0.1:8000/v1, and its model's name.
         template: text, or the path of a file, with {prompt}, {answer} and {response}; a row's other
             columns by their names.
@@ -65,7 +65,7 @@ class Judge:
         max_tokens: of an answer.
         response_characters: a longer response is cut at its beginning.
         concurrency: requests at a time, of each inference engine.
-        timeout_seconds: limit for one try.
+        timeout_seconds: limit for one try, the wait in the server's queue included.
         outage_seconds: how long a request is repeated while the server is away.
         cache: directory for answers, by content; None: none.
         key_variable: the environment variable that has the endpoint's key.
@@ -88,7 +88,7 @@ class Judge:
         max_tokens: int = 16,
         response_characters: int = 20_000,
         concurrency: int = 64,
-        timeout_seconds: float | None = None,
+        timeout_seconds: float = 60.0,
         outage_seconds: float = 600.0,
         cache: str | None = None,
         key_variable: str = "OPENAI_API_KEY",
@@ -102,7 +102,7 @@ class Judge:
         self._has_told = False
         self._endpoint = Endpoint(
             base_url, model, chat=chat, concurrency=concurrency,
-            timeout_seconds=timeout_seconds or reward.timeout_seconds,
+            timeout_seconds=timeout_seconds,
             outage_seconds=outage_seconds, cache=cache, key_variable=key_variable,
             body={"max_tokens": max_tokens, "temperature": 0.0, **self._body(constrained)},
         )  # fmt: skip
@@ -204,7 +204,7 @@ class Pairwise(Judge):
         constrained: bool = True,
         response_characters: int = 20_000,
         concurrency: int = 64,
-        timeout_seconds: float | None = None,
+        timeout_seconds: float = 60.0,
         outage_seconds: float = 600.0,
         cache: str | None = None,
         key_variable: str = "OPENAI_API_KEY",

@@ -1,0 +1,282 @@
+"""Make the tiny task's judge: `python examples/tiny/make_judge.py --out DIR --seed 0`.
+
+DIR becomes a Hugging Face directory for `vllm serve`: a generative reward model that answers a
+default template of reward/judge.py about the tiny task's problems. Qwen2 architecture, about a
+minute of training on one CPU thread.
+
+Given a problem, its ground truth and a response, it says YES if the response ends in `Answer:` and
+the ground truth, else NO. With `--pairwise` it is given two answers, one of them the bare ground
+truth, and names the better one: a response that agrees with the ground truth is better than that,
+any other is worse. It never solves a problem. What it is trained on is odder than what a policy
+usually writes, because a policy that is trained against a judge looks for what the judge wrongly
+accepts: truncated chains, several answers, several digits.
+
+Each fixed text of the templates is one token, and another one with each digit that may follow:
+two layers of this size need minutes to find a digit by the text before it. A token with a digit
+begins with the mean of its parts' embeddings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import string
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import make_base_model
+import making
+import task
+import torch
+from make_base_model import IGNORED, build_model, pad, response_loss
+from torch import Tensor
+from transformers import (
+    AddedToken,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+    logging,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from vapo_megatron.reward.judge import JUDGE_TEMPLATE, PAIRWISE_TEMPLATE
+
+UNKNOWN, STOP = "<unk>", "<|endoftext|>"
+YES, NO, FIRST, SECOND = "YES", "NO", "A", "B"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe(make_base_model.Recipe):
+    """Model size, questions and training of the judge."""
+
+    iterations: int = 600
+    batch_size: int = 48
+    direct_until: float = 0.3
+    """Share of the iterations in which no response has a chain: equality is learned on these."""
+    direct_share: float = 0.4
+    """Share of the responses without a chain after that."""
+    odd_share: float = 0.2
+    """Share of the responses that are changed so that most have no answer, or several."""
+    pairwise: bool = False
+    """Questions show two answers."""
+    held_out: int = 1000
+    """Held-out questions in the report."""
+    templates: tuple[str, str] = (JUDGE_TEMPLATE, PAIRWISE_TEMPLATE)
+
+
+def pairwise_recipe(seed: int) -> Recipe:
+    """Return the pairwise judge's recipe, which takes longer: a label's meaning is the order's."""
+    return Recipe(seed=seed, pairwise=True, iterations=1000, direct_until=0.45)
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What the judge is asked, and what it should say."""
+
+    text: str
+    label: str
+
+
+def save_tokenizer(directory: Path, max_tokens: int) -> Qwen2Tokenizer:
+    """Write and return the tokenizer: characters of the task, and texts of the templates."""
+    pieces = [UNKNOWN, STOP, *task.SHORT.characters, FIRST, SECOND]
+    tokenizer = Qwen2Tokenizer(
+        vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], unk_token=UNKNOWN,
+        eos_token=STOP, pad_token=STOP, model_max_length=max_tokens,
+    )  # fmt: skip
+    digits = "0123456789"
+    texts = [task.ANSWER_MARKER, *(task.ANSWER_MARKER + digit for digit in digits), YES, NO]
+    for template in (JUDGE_TEMPLATE, PAIRWISE_TEMPLATE):
+        for text, field, *_ in string.Formatter().parse(template):
+            texts += [text] + [text + digit for digit in digits if field in ("answer", "a", "b")]
+    tokens = [AddedToken(t, special=False, normalized=False) for t in dict.fromkeys(texts) if t]
+    tokenizer.add_tokens(tokens)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+def draw_response(rng: random.Random, recipe: Recipe, problem: task.Problem, direct: float) -> str:
+    """Write a response as a policy may: right or wrong, whole or odd; `direct` of them no chain."""
+    if rng.random() < direct:
+        text = task.direct_answer(rng.randint(0, 9))
+    else:
+        text = task.chain(rng, problem, guess=0.3, guess_product=0.3)
+    if rng.random() >= recipe.odd_share:
+        return text
+    marker = task.ANSWER_MARKER
+    letters = list(task.SHORT.characters)
+    more = "".join(rng.choices(letters, k=rng.randint(1, 4)))
+    digits = "".join(rng.choices("0123456789", k=rng.randint(1, 3)))
+    before, _, last = text.rpartition(marker)
+    return rng.choice(
+        [
+            before,
+            before[: rng.randint(0, len(before))],
+            before + marker,
+            before + last,
+            text + more,
+            text + digits,
+            text + marker,
+            text + marker + digits[0],
+            text + marker + more,
+            more,
+        ]
+    )
+
+
+def agrees(response: str, answer: str) -> bool:
+    """Return whether a response's final answer is this digit."""
+    return response.endswith(task.ANSWER_MARKER + answer)
+
+
+def draw_answer(rng: random.Random, response: str) -> str:
+    """Draw a ground truth with which every second response agrees, where it has an answer."""
+    last = response[-1:]
+    if last.isdigit() and rng.random() < 0.5:
+        return last
+    return rng.choice([digit for digit in "0123456789" if digit != last])
+
+
+def draw_questions(
+    rng: random.Random, recipe: Recipe, *, held_out: bool, direct: float
+) -> list[Question]:
+    """Draw a problem, a response and a ground truth, which need not be the problem's.
+
+    Of a pair both orders are asked: from one of them alone the order's meaning is learned slowly.
+    """
+    problem = task.draw_problem(rng, held_out=held_out)
+    response = draw_response(rng, recipe, problem, direct)
+    answer = draw_answer(rng, response)
+    agree = agrees(response, answer)
+    if not recipe.pairwise:
+        text = JUDGE_TEMPLATE.format(prompt=problem.prompt, answer=answer, response=response)
+        return [Question(text, YES if agree else NO)]
+    labels = (FIRST, SECOND) if agree else (SECOND, FIRST)
+    texts = (
+        PAIRWISE_TEMPLATE.format(prompt=problem.prompt, a=a, b=b)
+        for a, b in ((response, answer), (answer, response))
+    )
+    return [Question(text, label) for text, label in zip(texts, labels)]
+
+
+def batches(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (input ids, labels) of each iteration, as make_base_model.pad makes them."""
+    rng = random.Random(f"tiny judge, {recipe.seed}")
+    for first, count in recipe.pools():
+        direct = 1.0 if first < recipe.direct_until * recipe.iterations else recipe.direct_share
+        drawn: list[Question] = []
+        while len(drawn) < count:
+            drawn += draw_questions(rng, recipe, held_out=False, direct=direct)
+        for batch in recipe.batches(first, encode(tokenizer, drawn), lambda q: len(q[0]), rng):
+            yield pad(batch, tokenizer.eos_token_id)
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, questions: list[Question]
+) -> list[tuple[list[int], list[int]]]:
+    """Return token ids of (question, label and stop token)."""
+    texts = tokenizer([q.text for q in questions])["input_ids"]
+    stop = tokenizer.eos_token_id
+    labels = tokenizer.convert_tokens_to_ids([q.label for q in questions])
+    return [(text, [label, stop]) for text, label in zip(texts, labels, strict=True)]
+
+
+def losses(
+    model: Qwen2ForCausalLM, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[Tensor, float]]:
+    """Yield each iteration's loss of a labelled token, as a tensor and as a number."""
+    for ids, labels in batches(recipe, tokenizer):
+        loss = response_loss(model, ids, labels) / int((labels != IGNORED).sum())
+        yield loss, float(loss.detach())
+
+
+def share_digits(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Begin the embedding of a text with a digit as the scaled sum of its parts'."""
+    weight = model.get_input_embeddings().weight.detach()
+    for token, i in tokenizer.get_vocab().items():
+        if len(token) > 1 and token[-1].isdigit():
+            parts = tokenizer.convert_tokens_to_ids([token[:-1], token[-1]])
+            weight[i] = weight[parts].sum(0) * 0.5**0.5
+
+
+@torch.no_grad()
+def accuracy(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, questions: list[Question]
+) -> float:
+    """Return the share of questions whose label is the model's most likely token."""
+    hits = 0
+    for start in range(0, len(questions), 100):
+        ids, labels = pad(encode(tokenizer, questions[start : start + 100]), tokenizer.eos_token_id)
+        rows = torch.arange(len(ids))
+        last = (labels != IGNORED).int().argmax(1)  # The first labelled one.
+        logits = model.lm_head(model.model(ids, use_cache=False).last_hidden_state[rows, last])
+        hits += int((logits.argmax(-1) == labels[rows, last]).sum())
+    return hits / len(questions)
+
+
+def held_out(recipe: Recipe) -> list[Question]:
+    """Draw questions about held-out problems."""
+    rng = random.Random(f"tiny judge, held out, {recipe.seed}")
+    drawn: list[Question] = []
+    while len(drawn) < recipe.held_out:
+        drawn += draw_questions(rng, recipe, held_out=True, direct=recipe.direct_share)
+    return drawn
+
+
+def make(directory: Path, recipe: Recipe) -> bool:
+    """Make the HF directory unless it already holds this recipe's model; True: it was made."""
+    made_by = making.digest(recipe, [sys.modules[__name__], make_base_model, making, task])
+    return making.make(directory, recipe, made_by, "judge", lambda partial: write(partial, recipe))
+
+
+def write(directory: Path, recipe: Recipe) -> None:
+    """Train, showing progress, and write weights, configs, tokenizer and report."""
+    tokenizer = save_tokenizer(directory, recipe.max_position_embeddings)
+    stop = tokenizer.eos_token_id
+    model = build_model(recipe, len(tokenizer), stop)
+    share_digits(model, tokenizer)
+    started, recent = time.monotonic(), 0.7
+
+    def show(done: int, loss: float) -> None:
+        nonlocal recent
+        recent += 0.02 * (loss - recent)
+        if done % 100 == 0:
+            left = (time.monotonic() - started) * (recipe.iterations / done - 1)
+            print(
+                f"judge {done}/{recipe.iterations} loss {recent:.3f} {left:.0f} s left", flush=True
+            )
+
+    recipe.train(model, losses(model, recipe, tokenizer), show)
+    model.eval()
+    report = {"accuracy": accuracy(model, tokenizer, held_out(recipe))}
+    model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
+    model.save_pretrained(directory)
+    (directory / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+def main() -> None:
+    """Make the judge and print its accuracy on held-out questions."""
+    parser = argparse.ArgumentParser(description="Make the tiny task's judge.")
+    parser.add_argument("--out", type=Path, required=True, help="HF directory to make")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pairwise", action="store_true", help="it compares two answers")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    recipe = pairwise_recipe(args.seed) if args.pairwise else Recipe(seed=args.seed)
+    made = make(args.out, recipe)
+    report = json.loads((args.out / "report.json").read_text())
+    print(f"judge {'made in' if made else 'found in'} {args.out}")
+    print(f"held-out questions: accuracy {report['accuracy']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The tiny task's judge: what it is asked, its tokens, and that it is made once.
+
+Not exercised: a judge that is trained to the end, and its server (tests/e2e/test_judge_server.py).
+"""
+
+import collections
+import dataclasses
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "tiny"))
+
+import make_judge
+import task
+from make_judge import Recipe
+
+SHORT = Recipe(iterations=2, batch_size=4, batches_per_pool=2, held_out=8)
+
+
+@pytest.mark.parametrize(
+    ("response", "agrees"),
+    [
+        ("Answer:2", True), ("b*2=8nop,Answer:2", True), ("Answer:3Answer:2", True),
+        ("Answer:3", False), ("Answer:", False), ("", False), ("2", False), ("Answer:12", False),
+        ("Answer:2Answer:3", False), ("Answer:2Answer:", False), ("Answer:2,", False),
+    ],
+)  # fmt: skip
+def test_what_agrees_with_a_ground_truth_of_2(response, agrees):
+    assert make_judge.agrees(response, "2") == agrees
+
+
+def drawn(pairwise):
+    recipe, rng = dataclasses.replace(SHORT, pairwise=pairwise), random.Random(0)
+    return [make_judge.draw_questions(rng, recipe, held_out=True, direct=0.4) for _ in range(500)]
+
+
+def test_labels_of_a_judge():
+    counts = collections.Counter()
+    for (question,) in drawn(pairwise=False):
+        found = re.search(
+            r"Problem: (.*)\n\nCorrect answer: (.*)\n\nResponse: (.*)\n\nReply", question.text
+        )
+        prompt, answer, response = found.groups()
+        assert task.is_held_out(prompt)
+        assert question.label == ("YES" if response.endswith(f"Answer:{answer}") else "NO")
+        counts[question.label] += 1
+    # Half of the whole responses agree, and a fifth are odd.
+    assert 0.35 < counts["YES"] / 500 < 0.55
+
+
+def test_labels_of_a_pairwise_judge():
+    counts = collections.Counter()
+    for pair in drawn(pairwise=True):
+        (first, truth), (again, response) = (
+            re.search(r"\n\nAnswer A: (.*)\n\nAnswer B: (.*)\n\nReply", question.text).groups()
+            for question in pair
+        )
+        assert (first, truth) == (response, again) and truth in list("0123456789")
+        agrees = response.endswith(f"Answer:{truth}")
+        assert [question.label for question in pair] == (["A", "B"] if agrees else ["B", "A"])
+        counts[agrees] += 1
+    assert 0.35 < counts[True] / 500 < 0.55
+
+
+def test_a_question_is_as_short_as_its_response(tmp_path):
+    tokenizer = make_judge.save_tokenizer(tmp_path, 512)
+    text = make_judge.JUDGE_TEMPLATE.format(
+        prompt="Qa9b*2=", answer="8", response="b*2=8nopqrstuvwx,Answer:8"
+    )
+    ids = tokenizer(text)["input_ids"]
+    # Problem 1 + 7, ground truth 1, response 1 + 17 and its answer, the end 1.
+    assert len(ids) == 1 + 7 + 1 + 1 + 17 + 1 + 1 and tokenizer.decode(ids) == text
+    # A chat of one message is the text itself.
+    messages = [{"role": "user", "content": text}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == text
+    for label in ("YES", "NO", "A", "B"):
+        assert len(tokenizer(label)["input_ids"]) == 1
+
+
+def test_same_seed_same_bytes(tmp_path):
+    assert make_judge.make(tmp_path / "judge", SHORT)
+    assert not make_judge.make(tmp_path / "judge", SHORT), "it is kept"
+    assert make_judge.make(tmp_path / "again", SHORT)
+    assert make_judge.make(tmp_path / "other", dataclasses.replace(SHORT, seed=1))
+    read = [
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("judge", "again", "other")
+    ]
+    assert read[0] == read[1] != read[2]
