@@ -75,8 +75,11 @@ _TRAIN = "vapo train --config examples/configs/tiny.yaml "
 RUNS = (
     Run("source tools/setup_env.sh"),
     Run("bash examples/run_vapo_tiny.sh", TINY_RUN, shows="done: runs/tiny/seed_"),
+    Run("bash examples/run_vapo_tiny_judge.sh", by="tests/e2e/test_judge_server.py"),
+    Run("python examples/tiny/make_judge.py", by="tests/e2e/test_judge_server.py"),
     Run("bash examples/run_ablation_tiny.sh", by="tests/examples/test_ablation.py"),
     Run("bash examples/run_selection_tiny.sh", by="tests/examples/test_selection.py"),
+    Run("bash examples/run_concise_tiny.sh", by="tests/examples/test_concise.py"),
     Run("bash examples/run_vapo_qwen32b.sh --", is_quick=True, shows="world_size: 128\n"),
     Run("NNODES=16", LARGE_RUN, shows="done: runs/qwen2.5_32b/report.html"),
     Run("torchrun --nnodes 16", LARGE_RUN, shows="resumed"),

@@ -1,0 +1,165 @@
+"""Problems and base model of the concise example: chains of thought with checks that check nothing.
+
+    prompt    Qa9b*2c-3d+1=
+    needed    b*2=8,c-3=5,d+1=6,Answer:6
+    checked   b*2=8;nopqrstuv,c-3=5,d+1=6;nopqrstuv,Answer:6
+
+The form is that of task.py with 3 to 7 operations and no filler. The base model checks seven steps
+of ten, in 10 tokens that say nothing: a chain is twice as long as it needs to be, and no likelier
+to be right. It always thinks, and guesses 30 % of its `+`/`-` steps and 60 % of its `*` steps. A
+quarter of the problems are turned (R in place of Q): their answer has two digits, of which the
+model has never read, so that it never solves them.
+
+    python examples/tiny/concise_base.py model --out DIR [--seed 0]
+    python examples/tiny/concise_base.py problems --out DIR [--seed 0]
+
+The second writes train.jsonl, a quarter of it turned; pool.jsonl, its first problems, from which
+those of the second phase are chosen; and test.jsonl, held out and none of it turned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import make_base_model
+import make_tokenizer
+import making
+import task
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+CHECK = ";nopqrstuv"
+FORM = task.Form(3, 7, "", turned=0.25)
+PLAIN = dataclasses.replace(FORM, turned=0.0)
+"""The same without turned problems."""
+ALPHABET = dataclasses.replace(FORM, filler=CHECK)
+"""A form with all characters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe(make_base_model.Recipe):
+    """Training of the base model; see the module for what it reads."""
+
+    iterations: int = 1100
+    direct_share: float = 0.0
+    habits_direct_share: float = 0.0
+    habits_guess_product: float = 0.6
+    check: float = 0.7
+    """Probability that a step is checked."""
+
+
+def chain(rng: random.Random, problem: task.Problem, check: float, **guesses: float) -> str:
+    """Write a chain with checks, and its answer.
+
+    Args:
+        rng: consumed.
+        problem: to solve; a turned one is solved as if it were not.
+        check: probability that a step is checked.
+        guesses: of task.chain.
+    """
+    *steps, answer = task.chain(rng, problem, form=FORM, **guesses).split(",")
+    checked = (step + (CHECK if rng.random() < check else "") for step in steps)
+    return ",".join((*checked, answer))
+
+
+def training_text(rng: random.Random, recipe: Recipe, progress: float) -> tuple[str, str]:
+    """Draw a prompt and a response. progress: share of the iterations that are done, in [0, 1)."""
+    habits = progress >= recipe.habits_from
+    problem = task.draw_problem(rng, held_out=False, form=FORM)
+    return problem.prompt, chain(
+        rng, problem, recipe.check,
+        guess=recipe.habits_guess if habits else recipe.guess,
+        guess_product=recipe.habits_guess_product if habits else recipe.guess,
+    )  # fmt: skip
+
+
+def losses(
+    model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[Tensor, float]]:
+    """Yield each iteration's loss, and the loss of a response token."""
+    rng = random.Random(f"concise base model, {recipe.seed}")
+    stop = tokenizer.eos_token_id
+    for first, count in recipe.pools():
+        drawn = [training_text(rng, recipe, first / recipe.iterations) for _ in range(count)]
+        prompts = tokenizer([prompt for prompt, _ in drawn])["input_ids"]
+        responses = tokenizer([response for _, response in drawn])["input_ids"]
+        pool = [(p, [*r, stop]) for p, r in zip(prompts, responses, strict=True)]
+        mean_tokens = sum(len(r) for _, r in pool) / recipe.batches_per_pool
+        for batch in recipe.batches(first, pool, lambda pair: sum(map(len, pair)), rng):
+            ids, labels = make_base_model.pad(batch, stop)
+            loss = make_base_model.response_loss(model, ids, labels)
+            num_tokens = int((labels != make_base_model.IGNORED).sum())
+            yield loss / mean_tokens, float(loss.detach()) / num_tokens
+
+
+def write_model(directory: Path, recipe: Recipe) -> None:
+    """Train, showing progress, and write weights, configs and tokenizer."""
+    tokenizer = make_tokenizer.save_tokenizer(directory, recipe.max_position_embeddings, ALPHABET)
+    stop = tokenizer.eos_token_id
+    model = make_base_model.build_model(recipe, len(tokenizer), stop)
+    started = time.monotonic()
+
+    def show(done: int, loss: float) -> None:
+        if done % 100 == 0:
+            left = (time.monotonic() - started) * (recipe.iterations / done - 1)
+            print(f"base model {done}/{recipe.iterations} loss {loss:.3f} {left:.0f} s left")
+
+    recipe.train(model, losses(model, recipe, tokenizer), show)
+    model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
+    model.save_pretrained(directory)
+
+
+def make_model(directory: Path, recipe: Recipe) -> bool:
+    """Make the HF directory unless it already holds this recipe's model; True: it was made."""
+    sources = [sys.modules[__name__], make_base_model, making, task, make_tokenizer]
+    made_by = making.digest(recipe, sources)
+    return making.make(
+        directory, recipe, made_by, "base model", lambda partial: write_model(partial, recipe)
+    )
+
+
+def answer(problem: task.Problem) -> int:
+    """Ground truth of a problem: of a turned one 10 to 19, which the base model never writes."""
+    plain = dataclasses.replace(problem, turned=False).answer
+    return plain + 10 * problem.turned
+
+
+def write_problems(directory: Path, seed: int, pool: int, test: int) -> None:
+    """Write the three files; pool and test: problems of pool.jsonl and test.jsonl."""
+    train = task.training_problems(8000, seed, FORM)
+    found = {"train": train, "pool": train[:pool], "test": task.test_problems(test, seed, PLAIN)}
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, problems in found.items():
+        rows = [{"prompt": p.prompt, "answer": str(answer(p))} for p in problems]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (directory / f"{name}.jsonl").write_text(text)
+
+
+def main() -> None:
+    """Make the base model or write the problems."""
+    parser = argparse.ArgumentParser(description="Make the concise example's model or problems.")
+    parser.add_argument("what", choices=("model", "problems"))
+    parser.add_argument("--out", type=Path, required=True, help="directory to make")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pool", type=int, default=256, help="problems to choose from (256)")
+    parser.add_argument("--test", type=int, default=256, help="held-out problems (256)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.what == "problems":
+        write_problems(args.out, args.seed, args.pool, args.test)
+        print(f"problems in {args.out}")
+        return
+    made = make_model(args.out, Recipe(seed=args.seed))
+    print(f"base model {'made in' if made else 'found in'} {args.out}")
+
+
+if __name__ == "__main__":
+    main()
