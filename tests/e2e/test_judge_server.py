@@ -88,7 +88,7 @@ def test_verdicts_on_held_out_questions(kind, tmp_path):
             verifier = kind(
                 RewardConfig(), base_url=f"http://127.0.0.1:{port}/v1", model="judge", chat=chat
             )
-            found = verifier.score([row[0] for row in rows], [row[1] for row in rows])
+            found = list(verifier.score([row[0] for row in rows], [row[1] for row in rows]))
             verifier.close()
             assert {verdict.status for verdict in found} == {"correct", "wrong"}, found[0]
             right = sum(verdict.is_correct == row[2] for verdict, row in zip(found, rows))

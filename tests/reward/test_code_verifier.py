@@ -224,7 +224,7 @@ def test_through_the_processes_with_their_options(tmp_path):
     programs = [fenced("print(sum(map(int, input().split())))"), fenced("import mailbox\nprint(3)")]
     before = set(psutil.Process().children(recursive=True))
     with Verifiers(reward) as verifiers:
-        found = verifiers.score(programs, problems)
+        found = list(verifiers.score(programs, problems))
         assert [(v.status, v.score) for v in found] == [("correct", 1.0), ("wrong", 0.5)]
         assert verifiers.unusable([*problems, Problem("", "5")]) == {
             2: "is refused by the verifier code: has tests in ground truth that cannot be read: "
@@ -316,11 +316,11 @@ def test_fifty_programs_a_second_on_two_cores():
     problems = [Problem("", "", kinds[i % 4][1]) for i in range(count)]
     with Verifiers(RewardConfig(verifier="code", num_workers=2)) as verifiers:
         before = psutil.Process().children(recursive=True)
-        verifiers.score(responses[:8], problems[:8])
+        list(verifiers.score(responses[:8], problems[:8]))
         workers = [psutil.Process(), *psutil.Process().children(recursive=True)]
         workers = [process for process in workers if process not in before]
         began, cpu_began = time.monotonic(), _tree_seconds(workers)
-        verdicts = verifiers.score(responses, problems)
+        verdicts = list(verifiers.score(responses, problems))
         took, used = time.monotonic() - began, _tree_seconds(workers) - cpu_began
     assert [v for v in verdicts if not v.is_correct] == []
     print(

@@ -9,13 +9,16 @@ import os
 import re
 import threading
 import time
+from array import array
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from vapo_megatron.config import RewardConfig
+from vapo_megatron.data.batch import Prompt, Rollout
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.reward.judge import Judge, Pairwise
+from vapo_megatron.reward.scoring import LARGEST_BATCH, VerdictStream
 from vapo_megatron.reward.verifier import Problem, Verdict
 from vapo_megatron.reward.verifiers import Verifiers
 
@@ -107,7 +110,7 @@ def agrees(prompt):
 
 def judged(verifier, responses, problems):
     try:
-        return verifier.score(responses, problems)
+        return list(verifier.score(responses, problems))
     finally:
         verifier.close()
 
@@ -158,6 +161,40 @@ def test_many_are_asked_at_once():
         seconds = time.monotonic() - began
     assert {v.status for v in found} == {"correct"} and len(found) == 32
     assert 8 < server.most <= 16 and seconds < 0.3 * 32 / 2
+
+
+def test_a_slow_answer_delays_no_other():
+    """Fails by its time limit where a batch waits for its slowest answer before the next begins."""
+    slow, done = threading.Event(), []
+
+    def answer(prompt):
+        if "Response: slow" in prompt:
+            assert slow.wait(60)
+        done.append(prompt)
+        return agrees(prompt)
+
+    texts = {i: f"slow {i}" if i == 0 else f"it is {i % 2}" for i in range(2 * LARGEST_BATCH)}
+    prompt = Prompt(0, "p", (1,), "1")
+    rollouts = [Rollout(prompt, 0, i, array("i", [i]), array("f", [0.0]), False, 0) for i in texts]
+    with Server(answer) as server:
+        options = {"base_url": server.url, "model": "m", "concurrency": 4}
+        reward = RewardConfig(verifier="judge", verifiers={"judge": options})
+        with (
+            Verifiers(reward) as verifiers,
+            VerdictStream(verifiers, lambda ids: [texts[i] for (i,) in ids]) as stream,
+        ):
+            for rollout in rollouts:
+                stream.submit(rollout)
+            deadline = time.monotonic() + 30
+            while len(done) < len(texts) - 1 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            others = len(done)
+            slow.set()
+            judged_all = stream.judged(rollouts)
+    assert others == len(texts) - 1
+    expected = ["correct" if i % 2 else "wrong" for i in texts]
+    assert [judged.verdict.status for judged in judged_all] == expected
+    assert [judged.text for judged in judged_all] == list(texts.values())
 
 
 def test_answers_are_kept_by_content_and_failures_are_not(tmp_path):

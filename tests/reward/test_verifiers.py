@@ -42,7 +42,7 @@ def test_each_row_is_judged_by_the_verifier_that_it_names():
     with Verifiers(REWARD) as verifiers:
         found = statuses(verifiers, responses, problems)
         assert found == ["correct", "correct", "wrong", "correct", "wrong", "wrong"]
-        assert verifiers.score([], []) == []
+        assert list(verifiers.score([], [])) == []
         pairs = [(problems[0], "0.25", "1/4"), (problems[1], "ab", "ac"), (problems[2], "ab", "ac")]
         assert verifiers.same_answers(pairs) == [True, False, True]
 

@@ -15,7 +15,7 @@ import random
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,9 +86,9 @@ class Endpoint:
         self._closed = threading.Event()
         self._lock = threading.Lock()
 
-    def ask(self, prompts: Sequence[str]) -> list[Answer]:
-        """Ask everything at once -> the answers, in order."""
-        return list(self._threads.map(self._ask, prompts))
+    def ask(self, prompts: Sequence[str]) -> Iterator[Answer]:
+        """Begin to ask everything -> the answers, in order, for which the iteration waits."""
+        return self._threads.map(self._ask, prompts)
 
     def close(self) -> None:
         """Stop asking; what is under way is given up."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -116,12 +116,12 @@ class Judge:
     def start(self) -> None:
         """Nothing: the server is the user's."""
 
-    def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> list[Verdict]:
-        """Ask about each response, all at once; see Verifier."""
+    def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> Iterator[Verdict]:
+        """Ask about each response, all at once; see RunningVerifier."""
         prompts = [
             _filled(self._template, p, response=self._cut(r)) for r, p in zip(responses, problems)
         ]
-        return [self._verdict(answer) for answer in self._endpoint.ask(prompts)]
+        return map(self._verdict, self._endpoint.ask(prompts))
 
     def _verdict(self, answer: Answer) -> Verdict:
         # By where they end, the longest first: "10" ends in "0".
@@ -226,15 +226,15 @@ class Pairwise(Judge):
     def _body(self, constrained: bool) -> dict[str, Any]:
         return {**super()._body(constrained), "logprobs": MOST_LIKELY_TOKENS}
 
-    def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> list[Verdict]:
-        """Ask twice about each response, all at once; see Verifier."""
+    def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> Iterator[Verdict]:
+        """Ask twice about each response, all at once; see RunningVerifier."""
         prompts = []
         for response, problem in zip(responses, problems):
             reference, response = self._reference(problem), self._cut(response)
             prompts.append(_filled(self._template, problem, a=response, b=reference))
             prompts.append(_filled(self._template, problem, a=reference, b=response))
         answers = self._endpoint.ask(prompts)
-        return [self._of_both(*pair) for pair in zip(answers[::2], answers[1::2])]
+        return map(self._of_both, answers, answers)  # Two answers a response, from one iterator.
 
     def _of_both(self, first: Answer, second: Answer) -> Verdict:
         if problem := first.problem or second.problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Self
 
@@ -65,6 +65,7 @@ class VerdictStream:
         self._thread = ThreadPoolExecutor(1, "verifier")
         self._waiting: deque[Rollout] = deque()
         self._calls: list[Future[None]] = []
+        self._begun: deque[tuple[list[Rollout], list[str], Iterable[Verdict]]] = deque()
         self._judged: dict[int, Judged] = {}
 
     def submit(self, rollout: Rollout) -> None:
@@ -79,20 +80,22 @@ class VerdictStream:
             assert self._verifier is not None, "responses are judged on a replica's first rank"
             texts = self._decode([r.token_ids for r in batch])
             verdicts = self._verifier.score(texts, [r.prompt.problem for r in batch])
-            for rollout, text, verdict in zip(batch, texts, verdicts, strict=True):
-                self._judged[rollout.position] = Judged(text, verdict)
+            self._begun.append((batch, texts, verdicts))
 
     def judged(self, rollouts: Sequence[Rollout]) -> list[Judged]:
         """Wait for the verdicts on submitted responses, in the given order; raise its errors."""
         for call in self._calls:
             call.result()
+        while self._begun:
+            for rollout, text, verdict in zip(*self._begun.popleft(), strict=True):
+                self._judged[rollout.position] = Judged(text, verdict)
         return [self._judged[r.position] for r in rollouts]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Do not wait: after an error the batch being judged goes on until the verifier closes."""
+        """Do not wait: after an error what is being judged goes on until the verifier closes."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._verifier is not None:
             self._verifier.forget()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol, get_args
 
 from vapo_megatron.data.problems import Problem
@@ -72,8 +72,12 @@ class RunningVerifier(Protocol):
     def start(self) -> None:
         """Start its processes; returns immediately."""
 
-    def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> list[Verdict]:
-        """Judge; see Verifier. What takes too long or fails is a verdict, too."""
+    def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> Iterable[Verdict]:
+        """Judge; see Verifier. What takes too long or fails is a verdict, too.
+
+        Verdicts that are only waited for, as a server's are, may be so in the iteration, which goes
+        once over them: all are under way when this returns, and more responses may be given.
+        """
 
     def unusable(self, problems: Sequence[Problem]) -> dict[int, str]:
         """Return index -> what is wrong, for the problems that a run refuses."""

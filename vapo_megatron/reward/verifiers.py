@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from vapo_megatron.config.reward import HYBRID, REWARD_MODEL
@@ -135,7 +135,7 @@ class Verifiers:
         for name in (*self._reward.hybrid, *([] if is_hybrid else [None]), *self._reward.verifiers):
             self._of(name).unusable([])
 
-    def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> list[Verdict]:
+    def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> Iterator[Verdict]:
         """Judge each response by its problem's verifier; see RunningVerifier.
 
         What is correct follows from the score where the configuration says so.
@@ -146,10 +146,10 @@ class Verifiers:
                 [responses[i] for i in picked], [problems[i] for i in picked]
             ),
         )
-        return [
+        return (
             scored_verdict(verdict, self._reward, problem.verifier or self._reward.verifier)
-            for verdict, problem in zip(verdicts, problems)
-        ]
+            for verdict, problem in zip(verdicts, problems, strict=True)
+        )
 
     def unusable(
         self, problems: Sequence[Problem], no_reward_model: str | None = None
@@ -197,10 +197,11 @@ class Verifiers:
 
     def same_answers(self, pairs: Sequence[tuple[Problem, str, str]]) -> list[bool]:
         """Compare answers by their problem's verifier; see RunningVerifier."""
-        return self._by_verifier(
+        found = self._by_verifier(
             [problem for problem, _, _ in pairs],
             lambda verifier, picked: verifier.same_answers([pairs[i] for i in picked]),
         )
+        return list(found)
 
     def forget(self) -> None:
         """Forget verdicts; see RunningVerifier."""
@@ -221,16 +222,17 @@ class Verifiers:
     def _by_verifier(
         self,
         problems: Sequence[Problem],
-        call: Callable[[RunningVerifier, list[int]], Sequence[T]],
-    ) -> list[T]:
-        """Call each verifier once with the indices of its problems -> results in order."""
+        call: Callable[[RunningVerifier, list[int]], Iterable[T]],
+    ) -> Iterator[T]:
+        """Call each verifier once with the indices of its problems -> results in order.
+
+        All have been called on return; the iteration takes their results.
+        """
         indices: dict[str | None, list[int]] = {}
         for i, problem in enumerate(problems):
             indices.setdefault(problem.verifier, []).append(i)
-        results: dict[int, T] = {}
-        for name, picked in indices.items():
-            results.update(zip(picked, call(self._of(name), picked), strict=True))
-        return [results[i] for i in range(len(problems))]
+        results = {name: iter(call(self._of(name), some)) for name, some in indices.items()}
+        return (next(results[problem.verifier]) for problem in problems)
 
     def _is_scored_later(self, name: str | None) -> bool:
         if name is None and self._default is not None:
