@@ -137,8 +137,9 @@ def test_each_verifier_has_statistics_of_its_own(workers, tmp_path, monkeypatch,
         out.with_suffix(".json").unlink()
     # Where scores are rewards, they are one more statistic; math's right answers have the end of
     # the range.
-    workers.run(2, evaluate, *paths, out, free_port(), 2, [*HYBRID, "reward.from_score=[0, 2]"])
-    summary = json.loads(out.with_suffix(".json").read_text())
+    scored = tmp_path / "scored.jsonl"
+    workers.run(2, evaluate, *paths, scored, free_port(), 2, [*HYBRID, "reward.from_score=[0, 2]"])
+    summary = json.loads(scored.with_suffix(".json").read_text())
     of_math = [r for line in lines if line["verifier"] == "math" for r in line["responses"]]
     expected = sum(2 * (r["status"] == "correct") for r in of_math) / len(of_math)
     found = summary["by_verifier"]["math"]["statistics"]["reward_mean"]
@@ -158,6 +159,32 @@ def test_each_verifier_has_statistics_of_its_own(workers, tmp_path, monkeypatch,
     assert command.main(given) == 0
     told = capsys.readouterr().out
     assert told.count("avg@4") == 3 and "2 of 5 problems: math" in told and "3 of 5" in told
+
+
+def test_verdicts_of_another_verifier_are_not_resumed(workers, tmp_path):
+    paths, out = written(tmp_path, ["0", "1"]), tmp_path / "out.jsonl"
+
+    def told(*overrides):
+        return workers.run(2, evaluate, *paths, out, free_port(), 2, overrides)
+
+    assert told() == [[(3, 47.0)], []]
+    kept = out.read_bytes()
+    strict = "reward.verifiers.strict.use=tests.reward.own_verifiers:Strict"
+    for others in (
+        ["reward.verifier=exact"],
+        ["reward.verifier=tests.reward.own_verifiers:Strict"],
+        ["reward.verifiers.exact.kind=choice"],
+        [strict, "reward.verifier=hybrid", "reward.hybrid=[strict]"],
+        ["reward.from_score=[0,1]"],
+    ):
+        for message in told(*others):
+            assert "out.jsonl is of another evaluation: its reward is {'verifier': " in message
+    # How long they may take, and in how many processes, changes nothing of a verdict.
+    assert told("reward.num_workers=1", "reward.timeout_seconds=9") == [[], []]
+    hf, data = paths
+    data.write_text(data.read_text().replace("}\n", ', "tolerance": 1}\n'))
+    assert all("is of another evaluation: its columns is " in message for message in told())
+    assert out.read_bytes() == kept
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

@@ -39,6 +39,7 @@ from vapo_megatron.rollout.evaluation.samples_file import (
     line_values,
     lock_file,
     part_of,
+    verdict_settings,
     weights_digest,
 )
 from vapo_megatron.rollout.evaluation.statistics import Estimate, estimates
@@ -166,6 +167,7 @@ def check(checkpoint: Path, data: Path, config: VapoConfig) -> Evaluation:
         "max_response_tokens": config.rollout.max_response_tokens,
         "stop_token_ids": list(stop_token_ids), "seed": config.seed,
         "dtype": config.rollout.dtype or config.model.dtype,
+        **verdict_settings(config.reward, dataset.rows),
     }  # fmt: skip
     inputs = Inputs(shape, tokenizer, stop_token_ids, held_out=dataset)
     return Evaluation(hf_path, inputs, dataset, header)
@@ -361,7 +363,7 @@ def _sum_up(out: Path, header: dict[str, Any], config: VapoConfig) -> Summary:
     reward, seed = config.reward, config.seed
 
     def measured(line: Mapping[str, Any]) -> tuple[str, dict[str, float]]:
-        verifier, values = line.get("verifier", reward.verifier), line_values(line)
+        verifier, values = line["verifier"], line_values(line)
         if reward.from_score is not None:
             values["reward_mean"] = reward_mean(line["responses"], reward, verifier)
         return verifier, values

@@ -8,9 +8,7 @@ that near-duplicates are not sampled: other rules on the same samples take secon
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,15 +20,11 @@ from vapo_megatron.cli.select.rules import Rules, measure, select
 from vapo_megatron.cli.select.table import write_selection
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import Prompt
-from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import ConfigError, DataError
 from vapo_megatron.rollout.evaluation.samples_file import collect, lock_file, weights_digest
 
 _PATHS = ("checkpoint", "data")
 """Of the header; the same weights and problems in another place give the same selection."""
-
-_OF_VERDICTS = {"verifier", "verifiers", "hybrid", "from_score", "correct_from", "scales"}
-"""Fields of reward that decide what a verdict is."""
 
 
 class Job(NamedTuple):
@@ -73,21 +67,11 @@ def prepare(checkpoint: Path, data: Path, config: VapoConfig, rules: Rules, out:
     duplicates: dict[int, Duplicate] = {}
     if rules.similarity is not None:
         duplicates = near_duplicates([row.prompt for row in rows], rules.similarity)
-    # Verdicts are kept with the responses, so they must be those of the same verifiers and rows.
-    reward = config.reward.model_dump(include=_OF_VERDICTS)
-    header = {**evaluation.header, "reward": reward, "columns": _digest(rows)}
     if config.model.reward_hf_path is not None:
-        header["reward_weights"] = weights_digest(Path(config.model.reward_hf_path))
-    evaluation = evaluation._replace(header=header)
+        digest = weights_digest(Path(config.model.reward_hf_path))
+        header = {**evaluation.header, "reward_weights": digest}
+        evaluation = evaluation._replace(header=header)
     return Job(evaluation, config, rules, duplicates, data, out)
-
-
-def _digest(rows: Sequence[Problem]) -> str:
-    """Identify the columns that verifiers may read, beside prompts and answers."""
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(json.dumps(dict(row.metadata), sort_keys=True, default=repr).encode() + b"\n")
-    return digest.hexdigest()[:16]
 
 
 def is_sampled(job: Job) -> bool:

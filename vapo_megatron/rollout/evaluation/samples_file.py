@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vapo_megatron.config import RewardConfig
+from vapo_megatron.data.problems import Problem
 from vapo_megatron.data.storage import locked, replacing, to_line
 from vapo_megatron.errors import DataError
 from vapo_megatron.rollout.evaluation.statistics import problem_values
@@ -25,6 +27,8 @@ from vapo_megatron.rollout.evaluation.statistics import problem_values
 FORMAT = 1
 _PATHS = ("checkpoint", "data")
 """Not compared: the same weights and problems may have moved when the evaluation resumes."""
+_OF_VERDICTS = {"verifier", "verifiers", "hybrid", "from_score", "correct_from", "scales"}
+"""Fields of reward that decide what a verdict is."""
 _PIECES, _PIECE_BYTES = 64, 4096
 
 Summarize = Callable[[Mapping[str, Any]], Any]
@@ -150,6 +154,19 @@ def _write(out: Path, header: dict[str, Any], lines: Sequence[tuple[Path, int]])
         for path, begin in lines:
             sources[path].seek(begin)
             target.write(sources[path].readline())
+
+
+def verdict_settings(reward: RewardConfig, rows: Sequence[Problem]) -> dict[str, Any]:
+    """Return what a header says of the verdicts, which are kept with the responses.
+
+    Args:
+        reward: the verifiers, with their options.
+        rows: the problems; verifiers may read columns other than prompt and answer.
+    """
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(dict(row.metadata), sort_keys=True, default=repr).encode() + b"\n")
+    return {"reward": reward.model_dump(include=_OF_VERDICTS), "columns": digest.hexdigest()[:16]}
 
 
 def weights_digest(hf_path: Path) -> str:
