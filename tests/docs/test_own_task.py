@@ -59,7 +59,7 @@ def test_verdicts_of_the_class(place):
     config = RewardConfig(verifier="near:Near", num_workers=1, timeout_seconds=60)
     problems = [Problem("b+2=8", "6", {"tolerance": 1})] * 3
     with Verifiers(config) as verifiers:
-        found = verifiers.score(["so. Answer: 5.", "Answer: 8", "Answer: six"], problems)
+        found = list(verifiers.score(["so. Answer: 5.", "Answer: 8", "Answer: six"], problems))
     assert found == [
         Verdict("correct", 0.5, "5", "1 off"),
         Verdict("wrong", 1 / 3, "8", "2 off"),
