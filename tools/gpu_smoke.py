@@ -239,8 +239,8 @@ def run_here(arguments: argparse.Namespace) -> None:
         part.write_text(json.dumps({"rows": trees, "is_complete": is_complete}))
         part.replace(file)
 
-    # A hang leaves its stack in the log.
-    faulthandler.dump_traceback_later(max(1.0, section.limit_seconds - 5))
+    # A hang leaves its stack in the log; repeated, because the first may come during a slow start.
+    faulthandler.dump_traceback_later(max(1.0, section.limit_seconds - 5), repeat=True)
     code = 0
     try:
         function = getattr(importlib.import_module(section.module), section.function)
