@@ -255,13 +255,26 @@ class StepTrainer:
                 logprobs = self.reference.compute_logprobs(microbatches)
                 batch = batch.replace(reference_logprobs=logprobs)
 
-        # Decoupled, length-adaptive GAE; without a critic, group-relative advantages.
         with self.phase(ADVANTAGES):
-            batch = with_advantages(summary, batch, config.algorithm, self.ranks)
+            batch = self.with_advantages(scored, summary, batch)
             microbatches = filled_in(microbatches, batch)
             mini_batches = make_mini_batches(microbatches, map(len, sizes), self.ranks)
         metrics = {**metrics, **difference, **of_mask}
         return StepData(scored, summary, batch, entropy, mini_batches, metrics)
+
+    def with_advantages(
+        self, scored: Sequence[ScoredRollout], summary: StepSummary, batch: RolloutBatch
+    ) -> RolloutBatch:
+        """Decoupled, length-adaptive GAE; without a critic, group-relative advantages.
+
+        A subclass can put values of its own into the batch first, or look at what comes out.
+
+        Args:
+            scored: responses that this rank sampled.
+            summary: of the responses of all ranks.
+            batch: what this data-parallel rank trains on, with values and old_logprobs.
+        """
+        return with_advantages(summary, batch, self.config.algorithm, self.ranks)
 
     def _trains_actor(self, step: int) -> bool:
         return actor_is_trained(step, self.config.algorithm.value_pretraining_steps)

@@ -24,6 +24,8 @@ class Arm:
     """Overrides section.field=value of this arm."""
     recipe: str | None = None
     """A file of examples/configs/algorithms, applied before the changes."""
+    options: tuple[str, ...] = ()
+    """Options of the table's trainer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,19 @@ class Table:
     value_steps: int = 6
     """Steps of the value pretraining that makes a seed's value checkpoint. Few, because only with a
     critic that is still biased does the positive-example loss matter."""
+    value_changes: tuple[str, ...] = ()
+    """Overrides of the value pretraining."""
+    base_sources: tuple[str, ...] = (
+        "make_base_model.py",
+        "make_tokenizer.py",
+        "making.py",
+        "task.py",
+    )
+    """The script that makes the base model, and the files that it depends on."""
+    data_sources: tuple[str, ...] = ("task.py",)
+    """The same for the problems."""
+    trainer: tuple[str, ...] = ()
+    """The script that trains, and the files that it depends on; empty: vapo_megatron.train."""
     notes: tuple[str, ...] = ()
     """Paragraphs below the table: results that differ from the paper's, and why."""
 
@@ -109,6 +124,56 @@ LONG_NOTES = (
     ".113, -.060 +- .073, without clip-higher -.046 +- .055, one adaptive lambda -.025 +- .050.",
 )
 
+# Locks and keys: the critic's part of the responses is spent once, before all arms.
+KEYS_VALUE = (
+    "algorithm.responses_per_step=1024", "algorithm.critic_updates_per_step=6",
+)  # fmt: skip
+KEYS_ARMS = {
+    "vapo": VAPO,
+    "dapo": Arm("DAPO", "50", (NO_VALUE_CHECKPOINT,), "dapo"),
+    "grpo": Arm("GRPO", "47", (NO_VALUE_CHECKPOINT,), "grpo"),
+}
+LM = "algorithm.positive_lm_coef=0.1"
+SIL = "algorithm.positive_lm_weight=advantage"
+KEYS_CONTROLS = {
+    "oracle": Arm("VAPO with exact values", "", options=("--oracle",)),
+    "dapo_lm": Arm("DAPO with the LM loss", "", (NO_VALUE_CHECKPOINT, LM), "dapo"),
+    "grpo_lm": Arm("GRPO with the LM loss", "", (NO_VALUE_CHECKPOINT, LM), "grpo"),
+    "dapo_no_dynamic": Arm(
+        "DAPO without dynamic sampling", "",
+        (NO_VALUE_CHECKPOINT, "algorithm.dynamic_sampling=false"), "dapo",
+    ),
+    "no_positive_lm": Arm(NO_POSITIVE_LM, "54", ("algorithm.positive_lm_coef=0",)),
+    "sil": Arm("with SIL's weights in the LM loss", "", (SIL,)),
+}  # fmt: skip
+KEYS_ABLATIONS = {
+    "no_value_pretraining": Arm("without value pretraining", "11", (NO_VALUE_CHECKPOINT,)),
+    "no_decoupled_gae": NO_DECOUPLED_GAE,
+    "no_decoupled_gae_95": NO_DECOUPLED_GAE_95,
+    "no_length_adaptive": NO_LENGTH_ADAPTIVE,
+    "no_clip_higher": NO_CLIP_HIGHER,
+    "no_token_level": Arm("without token-level loss", "53", ("algorithm.loss_aggregation=sample",)),
+    "no_group_sampling": Arm("without group sampling", "55", ("algorithm.group_size=1",)),
+}
+
+
+def _keys(form_config: str | None, arms: Mapping[str, Arm], more: Mapping[str, Arm]) -> Table:
+    """Return the table of a form of locks and keys."""
+    return Table(
+        configs=("tiny.yaml", "keys_tiny.yaml", *([form_config] if form_config else [])),
+        arms=arms,
+        more_arms=more,
+        has_reward_model=False,
+        value_steps=1,
+        value_changes=KEYS_VALUE,
+        base_sources=(
+            "keys_base.py", "make_base_model.py", "make_tokenizer.py", "making.py", "keys.py"
+        ),
+        data_sources=("keys.py", "task.py"),
+        trainer=("keys_train.py", "keys_credit.py", "keys_values.py", "keys.py"),
+    )  # fmt: skip
+
+
 TABLES = {
     "short": Table(
         configs=("tiny.yaml", "ablation_tiny.yaml"),
@@ -144,5 +209,6 @@ TABLES = {
         value_steps=10,
         notes=LONG_NOTES,
     ),
+    "keys": _keys(None, {**KEYS_ARMS, **KEYS_CONTROLS}, KEYS_ABLATIONS),
 }
 """By form of the task."""

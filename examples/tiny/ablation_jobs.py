@@ -127,41 +127,47 @@ def seed_jobs(
         )  # fmt: skip
 
     def add_script(name: str, needs: Sequence[str], sources: Sequence[str], *rest: object) -> None:
-        settings: dict[str, Any] = {"form": form}
-        settings |= {s: hashlib.sha256((TINY / s).read_bytes()).hexdigest()[:12] for s in sources}
+        settings = {"form": form, **_digests(sources)}
         arguments = ("--out", out / name, "--seed", seed, *rest)
         command = (sys.executable, str(TINY / sources[0]), *map(str, arguments))
         add(name, needs, settings, command=command)
 
-    def add_run(name: str, configs: Iterable[str], *own: str) -> None:
+    def add_run(name: str, configs: Iterable[str], *own: str, options: Sequence[str] = ()) -> None:
         files = [FILES / name for name in (*table.configs, *configs)]
         overrides = (*shared, *more, *own, f"logging.run_dir={out / name}")
         config = load_config(files, overrides)
         needs = ["base", "data"]
         needs += ["reward_model"] if config.model.critic_hf_path else []
         needs += ["value"] if config.model.critic_checkpoint else []
-        command = [sys.executable, "-m", "vapo_megatron.train"]
+        trainer = [str(TINY / table.trainer[0])] if table.trainer else ["-m", "vapo_megatron.train"]
+        command = [sys.executable, *trainer, *options]
         command += [part for file in files for part in ("--config", str(file))]
         steps = config.algorithm.num_steps
+        settings = effective(config, out) | _digests(table.trainer)
+        settings |= {"options": " ".join(options)} if options else {}
         add(
-            name, needs, effective(config, out), command=(*command, *overrides),
+            name, needs, settings, command=(*command, *overrides),
             num_steps=steps, estimate_seconds=30.0 + 10.0 * steps,
         )  # fmt: skip
 
-    of_base = ("make_base_model.py", "make_tokenizer.py", "making.py", "task.py")
-    add_script("base", (), of_base, "--form", form)
-    add_script("data", (), ("task.py",), "--form", form)
+    add_script("base", (), table.base_sources, "--form", form)
+    add_script("data", (), table.data_sources, "--form", form)
     if table.has_reward_model:
         sources = ("make_reward_model.py", "making.py", "measure.py")
         add_script("reward_model", ("base",), sources, "--base", base)
     add_run(
         "value", (), "algorithm.stage=value_pretraining", "evaluation.path=null",
-        f"algorithm.value_pretraining_steps={table.value_steps}",
+        f"algorithm.value_pretraining_steps={table.value_steps}", *table.value_changes,
     )  # fmt: skip
     for name, arm in arms.items():
         recipe = [f"algorithms/{arm.recipe}.yaml"] if arm.recipe else []
-        add_run(name, recipe, start, *arm.changes)
+        add_run(name, recipe, start, *arm.changes, options=arm.options)
     return _needed(jobs, [f"{prefix}/{name}" for name in arms])
+
+
+def _digests(sources: Sequence[str]) -> dict[str, str]:
+    """Identify the contents of files of this directory."""
+    return {s: hashlib.sha256((TINY / s).read_bytes()).hexdigest()[:12] for s in sources}
 
 
 def _needed(jobs: Mapping[str, Job], wanted: Iterable[str]) -> list[Job]:

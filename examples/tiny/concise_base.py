@@ -102,7 +102,9 @@ def losses(
 
 def write_model(directory: Path, recipe: Recipe) -> None:
     """Train, showing progress, and write weights, configs and tokenizer."""
-    tokenizer = make_tokenizer.save_tokenizer(directory, recipe.max_position_embeddings, ALPHABET)
+    tokenizer = make_tokenizer.save_tokenizer(
+        directory, recipe.max_position_embeddings, ALPHABET.characters
+    )
     stop = tokenizer.eos_token_id
     model = make_base_model.build_model(recipe, len(tokenizer), stop)
     started = time.monotonic()

@@ -44,8 +44,8 @@ IGNORED = -100
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe(making.Training):
-    """Model size, training text and training of the base model."""
+class Architecture(making.Training):
+    """Model size and training."""
 
     hidden_size: int = 64
     num_layers: int = 2
@@ -54,6 +54,12 @@ class Recipe(making.Training):
     rope_theta: float = 1000.0
     max_position_embeddings: int = 512
     embedding_std: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe(Architecture):
+    """Model size, training text and training of the base model."""
+
     direct_share: float = 0.2
     guess: float = 0.15
     """Share of the steps. With none, the model sees guesses too late to learn their odds, 1/2."""
@@ -83,7 +89,7 @@ def long_recipe(seed: int) -> Recipe:
     )  # fmt: skip
 
 
-def build_model(recipe: Recipe, vocab_size: int, stop_token_id: int) -> Qwen2ForCausalLM:
+def build_model(recipe: Architecture, vocab_size: int, stop_token_id: int) -> Qwen2ForCausalLM:
     """Build the model with its initial weights.
 
     Embeddings are N(0, 0.5), matrices N(0, 1/fan_in), those that write to the residual stream with
@@ -173,13 +179,21 @@ def pad(pairs: list[tuple[list[int], list[int]]], padding: int) -> tuple[Tensor,
     return ids, labels
 
 
-def response_loss(model: Qwen2ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
-    """Sum the negative log-likelihood of the response tokens; ids and labels as from `pad`."""
+def response_loss(
+    model: Qwen2ForCausalLM, ids: Tensor, labels: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """Sum the negative log-likelihood of the response tokens.
+
+    Args:
+        model: to train.
+        ids, labels: as from `pad`.
+        weights: [V], of the tokens; None: all 1.
+    """
     # No attention mask: with padding on the right, causal attention needs none.
     hidden = model.model(ids, use_cache=False).last_hidden_state
     kept = labels != IGNORED
     logits = model.lm_head(hidden[kept])
-    return torch.nn.functional.cross_entropy(logits, labels[kept], reduction="sum")
+    return torch.nn.functional.cross_entropy(logits, labels[kept], weight=weights, reduction="sum")
 
 
 def losses(
@@ -200,12 +214,21 @@ def make(directory: Path, recipe: Recipe) -> bool:
 
 
 def write(directory: Path, recipe: Recipe) -> None:
-    """Train with a progress display and write weights, configs and tokenizer."""
+    """Train the model and write weights, configs and tokenizer."""
     tokenizer = make_tokenizer.save_tokenizer(
-        directory, recipe.max_position_embeddings, task.FORMS[recipe.form]
+        directory, recipe.max_position_embeddings, task.FORMS[recipe.form].characters
     )
     stop = tokenizer.eos_token_id
     model = build_model(recipe, len(tokenizer), stop)
+    train_shown(model, recipe, losses(model, recipe, tokenizer))
+    model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
+    model.save_pretrained(directory)
+
+
+def train_shown(
+    model: Qwen2ForCausalLM, recipe: Architecture, of_iterations: Iterator[tuple[Tensor, float]]
+) -> None:
+    """Train with a progress display; of_iterations: see making.Training.train."""
     started = time.monotonic()
     columns = [
         "base model",
@@ -222,9 +245,7 @@ def write(directory: Path, recipe: Recipe) -> None:
                 left = (time.monotonic() - started) * (recipe.iterations / done - 1)
                 print(f"base model {done}/{recipe.iterations} loss {loss:.3f} {left:.0f} s left")
 
-        recipe.train(model, losses(model, recipe, tokenizer), show)
-    model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
-    model.save_pretrained(directory)
+        recipe.train(model, of_iterations, show)
 
 
 def main() -> None:

@@ -3,8 +3,8 @@
 Next to a qwen2 config.json, transformers always loads a Qwen2Tokenizer (byte-level BPE), whatever
 class tokenizer_config.json names, and ignores tokenizer.model. The directory therefore has both:
 sentencepiece's tokenizer.model, and a Qwen2Tokenizer with the same pieces and ids and no merges.
-Every piece is one ASCII character, which byte-level BPE maps to itself, except `Answer:`, an added
-token.
+Every piece is one ASCII character, which byte-level BPE maps to itself, except added tokens such as
+`Answer:`.
 
 Characters outside the task's alphabet become `<unk>` in sentencepiece; transformers drops them.
 """
@@ -12,6 +12,7 @@ Characters outside the task's alphabet become `<unk>` in sentencepiece; transfor
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 import sentencepiece
@@ -21,21 +22,22 @@ from transformers import AddedToken, Qwen2Tokenizer
 UNKNOWN, STOP = "<unk>", "<|endoftext|>"
 
 
-def train_pieces(characters: str, marker: str) -> bytes:
+def train_pieces(characters: str, added: Sequence[str]) -> bytes:
     """Train a character model and return the bytes of its tokenizer.model.
 
     Args:
         characters: each becomes a piece.
-        marker: a string that becomes one piece.
+        added: strings that become one piece each.
 
-    Ids: 0 unknown, 1 stop, 2 the marker, then the characters. No normalisation, no prefix space.
+    Ids: 0 unknown, 1 stop, then the added ones and the characters. No normalisation, no prefix
+    space.
     """
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([characters]),
         model_writer=model,
         model_type="char",
-        vocab_size=len(characters) + 3,
+        vocab_size=len(characters) + len(added) + 2,
         character_coverage=1.0,
         normalization_rule_name="identity",
         add_dummy_prefix=False,
@@ -47,7 +49,7 @@ def train_pieces(characters: str, marker: str) -> bytes:
         eos_piece=STOP,
         bos_id=-1,
         pad_id=-1,
-        user_defined_symbols=[marker],
+        user_defined_symbols=list(added),
         num_threads=1,
         minloglevel=2,
     )
@@ -55,16 +57,19 @@ def train_pieces(characters: str, marker: str) -> bytes:
 
 
 def save_tokenizer(
-    directory: Path, max_tokens: int, form: task.Form = task.SHORT
+    directory: Path,
+    max_tokens: int,
+    characters: str = task.SHORT.characters,
+    added: Sequence[str] = (task.ANSWER_MARKER,),
 ) -> Qwen2Tokenizer:
     """Write tokenizer.model, tokenizer.json and tokenizer_config.json; return the transformers one.
 
     Args:
         directory: created if missing.
         max_tokens: the model's longest sequence.
-        form: of the task; its characters become tokens.
+        characters, added: of the task, see train_pieces.
     """
-    trained = train_pieces(form.characters, task.ANSWER_MARKER)
+    trained = train_pieces(characters, added)
     pieces = sentencepiece.SentencePieceProcessor(model_proto=trained)
     tokenizer = Qwen2Tokenizer(
         vocab={pieces.id_to_piece(i): i for i in range(pieces.vocab_size())},
@@ -74,7 +79,7 @@ def save_tokenizer(
         pad_token=STOP,
         model_max_length=max_tokens,
     )
-    tokenizer.add_tokens([AddedToken(task.ANSWER_MARKER, special=False, normalized=False)])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
     assert len(tokenizer) == pieces.vocab_size(), "transformers added ids that are no pieces"
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "tokenizer.model").write_bytes(trained)

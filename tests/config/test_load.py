@@ -170,6 +170,14 @@ CONFLICTS = [
         ["group_size=1", "at least 2", "dr_grpo", "raise it"],
     ),
     (
+        [
+            "algorithm.advantage_estimator=grpo",
+            "algorithm.value_pretraining_steps=0",
+            "algorithm.positive_lm_weight=advantage",
+        ],
+        ["positive_lm_weight=advantage needs a critic", "=grpo", "set positive_lm_weight=one"],
+    ),
+    (
         ["algorithm.value_pretraining_patience=5"],
         ["patience=5", "needs algorithm.stage=value_pretraining", "set it to null"],
     ),

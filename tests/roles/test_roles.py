@@ -117,7 +117,11 @@ def expected(algorithm, logprobs, entropy, shift):
         count=count,
     )
     correct = [c for c, n in zip(CORRECT, LENGTHS) for _ in range(n)]
-    nll = reference.positive_lm_loss(logprobs, [1.0] * len(correct), correct, count=3 + 4)
+    imitated = [1.0] * len(correct)
+    if algorithm.get("positive_lm_weight") == "advantage":
+        pairs = zip(batch().returns.tolist(), batch().values.tolist())
+        imitated = [max(r - v, 0.0) for r, v in pairs]
+    nll = reference.positive_lm_loss(logprobs, imitated, correct, count=3 + 4)
     bonus = sum(w * e for w, e in zip(weights, entropy)) / count
     frozen = [x + REFERENCE[t % 4] for t, x in enumerate(old)]
     kl, _ = reference.reference_kl(logprobs, frozen, weights, count=count)
@@ -132,6 +136,7 @@ CASES = [
     {"clip_low": 0.3},
     {"loss_aggregation": "sample"},
     {"positive_lm_coef": 0.0},
+    {"positive_lm_weight": "advantage"},
     {"entropy_coef": 0.3},
     {"entropy_coef": 0.3, "loss_aggregation": "sample", "positive_lm_coef": 1.0},
     {"kl_coef": 0.5},

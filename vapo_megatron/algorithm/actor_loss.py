@@ -27,6 +27,8 @@ class LossTokens(NamedTuple):
     """loss_mask times the sampler correction; for policy loss, KL and entropy."""
     is_correct: Tensor
     """Bool: token belongs to a correct response."""
+    positive_weights: Tensor | None = None
+    """Of the tokens in the positive-example loss; None: all 1."""
 
 
 class LossCounts(NamedTuple):
@@ -96,7 +98,11 @@ def actor_loss(
         **of_policy,
     )
     nll = positive_lm_loss(
-        logprobs, tokens.loss_mask, tokens.is_correct, num_positive_tokens=counts.positive_tokens
+        logprobs,
+        tokens.loss_mask,
+        tokens.is_correct,
+        num_positive_tokens=counts.positive_tokens,
+        weights=tokens.positive_weights,
     )
     loss = policy_loss + settings.positive_lm_coef * nll
     if entropy is not None:

@@ -83,6 +83,10 @@ class AlgorithmConfig(Section):
     positive_lm_coef: float = _field(
         0.1, "Positive-example LM loss: weight of the NLL of correct responses.", "mu", ge=0
     )
+    positive_lm_weight: Literal["one", "advantage"] = _field(
+        "one",
+        "Weight of a token in that loss; advantage: max(R - V, 0), as in self-imitation learning.",
+    )
     advantage_whitening: bool = _field(False, "Normalise advantages over the whole step.")
     value_clip: float | None = _field(
         None,

@@ -120,6 +120,12 @@ def _estimator_rule(c: VapoConfig) -> str | None:
             f"algorithm.advantage_estimator={a.advantage_estimator}, which trains no critic; set "
             "algorithm.value_pretraining_steps=0, or advantage_estimator=gae"
         )
+    if a.positive_lm_weight == "advantage":
+        return (
+            "algorithm.positive_lm_weight=advantage needs a critic, which "
+            f"algorithm.advantage_estimator={a.advantage_estimator} does not train; set "
+            "positive_lm_weight=one, or advantage_estimator=gae"
+        )
     if a.group_size == 1:
         return (
             "algorithm.group_size=1 must be at least 2 with algorithm.advantage_estimator="

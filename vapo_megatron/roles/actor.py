@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vapo_megatron.algorithm.actor_loss import LossCounts, LossSettings, LossTokens, actor_loss
 from vapo_megatron.algorithm.agreement import RATIO_LIMITS, LogprobsDiffer, excess
+from vapo_megatron.algorithm.positive_lm_loss import imitation_weights
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.metrics import emits
 from vapo_megatron.data.batch import Microbatch
@@ -169,6 +170,10 @@ class Actor:
             with_entropy=algorithm.entropy_coef > 0,
         )
         assert algorithm.kl_coef == 0 or batch.reference_logprobs is not None
+        positive_weights = None
+        if algorithm.positive_lm_weight == "advantage":
+            assert batch.returns is not None and batch.values is not None
+            positive_weights = imitation_weights(batch.returns, batch.values)
         tokens = LossTokens(
             old_logprobs=batch.old_logprobs,
             advantages=batch.advantages,
@@ -177,6 +182,7 @@ class Actor:
             loss_mask=batch.loss_mask,
             policy_weights=batch.policy_weights,
             is_correct=batch.per_token(batch.is_correct),
+            positive_weights=positive_weights,
         )
         counts = LossCounts(
             policy_tokens=mini_batch.num_policy_tokens,

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Where a value model pays: VAPO, DAPO, GRPO and controls on a task of many small decisions, on a CPU.
+#
+#   bash examples/run_credit_tiny.sh [--seeds 5] [--quick] [--jobs 2] [section.field=value ...]
+#
+# Output is in runs/credit: table.md, credit.html and curves.svg of each form, and the run directories. If interrupted,
+# the same command resumes. --quick (runs/credit_quick) is one seed of three arms.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source tools/setup_env.sh
+exec "$VAPO_PYTHON" examples/tiny/credit.py "$@"

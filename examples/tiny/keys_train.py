@@ -1,0 +1,128 @@
+"""Train on locks and keys, as `python -m vapo_megatron.train`, and measure credit in every step.
+
+    python examples/tiny/keys_train.py --config FILE ... [--oracle] [section.field=value ...]
+
+Writes RUN/credit.jsonl (keys_credit.py) beside what a run writes. With --oracle the exact values
+under the current policy take the place of the critic's when advantages are computed: the ceiling
+of what a critic can give. The critic is trained as ever, and not used. One process only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from keys import read_problem
+from keys_credit import FILE, Exact, Response, credit, exact, row
+
+from vapo_megatron.cli.command import Parser, check_processes
+from vapo_megatron.cli.preflight import check_inputs
+from vapo_megatron.config import VapoConfig, load_config
+from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
+from vapo_megatron.data.storage import check_not_in_use, replace_file, to_line
+from vapo_megatron.errors import ConfigError, UserError, tell
+from vapo_megatron.loop import VapoTrainer
+from vapo_megatron.parallel.health import early_stop
+from vapo_megatron.rollout.inputs import Inputs
+from vapo_megatron.run.directory import read_rows
+from vapo_megatron.trainer import StepData
+
+
+class KeysTrainer(VapoTrainer):
+    """Compares each step's advantages with the exact ones; with an oracle, uses exact values."""
+
+    def __init__(self, config: VapoConfig, inputs: Inputs | None = None, *, oracle: bool) -> None:
+        super().__init__(config, inputs=inputs)
+        self._oracle = oracle
+        self._step = 0
+
+    def prepare(self, step: int) -> StepData:
+        """See StepTrainer."""
+        self._step = step + 1
+        return super().prepare(step)
+
+    def with_advantages(
+        self, scored: Sequence[ScoredRollout], summary: StepSummary, batch: RolloutBatch
+    ) -> RolloutBatch:
+        """See StepTrainer; writes the step's credit."""
+        known = exact(self._responses(scored, batch))
+        if self._oracle:
+            batch = batch.replace(values=_joined(known))
+        batch = super().with_advantages(scored, summary, batch)
+        found = credit(self._responses(scored, batch), known)
+        path = self.run_dir / FILE
+        # Rows of steps that a resumed run repeats are dropped.
+        rows = read_rows(path) if path.exists() else []
+        kept = [r for r in rows if r["step"] < self._step]
+        replace_file(path, "".join(map(to_line, [*kept, row(self._step, found)])))
+        return batch
+
+    def _responses(self, scored: Sequence[ScoredRollout], batch: RolloutBatch) -> list[Response]:
+        """Return the batch's responses, in its order."""
+        decode = self.source.decode
+        assert batch.old_logprobs is not None and decode is not None
+        by_position = {s.rollout.position: s.rollout for s in scored}
+        sizes = batch.response_lengths.tolist()
+
+        def parts(numbers: torch.Tensor | None) -> list:
+            if numbers is None:
+                return [None] * len(sizes)
+            return [part.double().numpy() for part in numbers.split(sizes)]
+
+        columns = map(parts, (batch.old_logprobs, batch.advantages, batch.values))
+        return [
+            Response(
+                read_problem(by_position[position].prompt.text),
+                [decode((token,)) for token in by_position[position].token_ids],
+                reward, *arrays,
+            )
+            for position, reward, *arrays in zip(
+                batch.positions.tolist(), batch.rewards.tolist(), *columns, strict=True
+            )
+        ]  # fmt: skip
+
+
+def _joined(known: Exact) -> torch.Tensor:
+    return torch.cat([torch.from_numpy(v[:-1]) for v in known.values]).float()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train."""
+    parser = Parser(prog="keys_train.py", description=__doc__)
+    parser.add_argument("--config", action="append", default=[], metavar="FILE", required=True)
+    parser.add_argument(
+        "--oracle", action="store_true", help="exact values instead of the critic's"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    try:
+        _train(parser.parse_intermixed_args(arguments))
+    except UserError as error:
+        tell(f"error: {error}")
+        return 2
+    return 0
+
+
+def _train(args: argparse.Namespace) -> None:
+    config = load_config(args.config, args.overrides)
+    if config.parallel.world_size != 1:
+        raise ConfigError(
+            f"parallel.world_size={config.parallel.world_size} must be 1: credit is measured in "
+            "one process"
+        )
+    if args.oracle and "critic" not in config.algorithm.trained_roles:
+        raise ConfigError("--oracle: this configuration has no critic to replace")
+    check_processes(config)
+    inputs = check_inputs(config, None)
+    check_not_in_use(Path(config.logging.run_dir))
+    with early_stop.signals_blocked():
+        with KeysTrainer(config, inputs, oracle=args.oracle) as trainer:
+            trainer.fit()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

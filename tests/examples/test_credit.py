@@ -1,0 +1,181 @@
+"""The credit example's jobs, tables, charts and page, from made-up runs.
+
+The runner of the jobs is in test_ablation_runner.py. Not exercised: training itself. What the arms
+show is for examples/run_credit_tiny.sh to say.
+"""
+
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples" / "tiny"))
+
+import credit  # noqa: E402
+import credit_page  # noqa: E402
+import credit_plot  # noqa: E402
+import credit_table  # noqa: E402
+from ablation_arms import Arm  # noqa: E402
+from credit_table import Result  # noqa: E402
+
+
+def test_a_curve_between_and_beyond_its_points():
+    curve = [(0, 0.2), (10, 0.6), (20, 0.5), (30, 1.0)]
+    assert credit_table.at(curve, 5) == pytest.approx(0.4)
+    assert credit_table.at(curve, 20) == 0.5 and credit_table.at(curve, 30) == 1.0
+    assert credit_table.at(curve, 31) is None and credit_table.at(curve, -1) is None
+    # .5 is three quarters of the way to .6; .9 four fifths of the way from .5 to 1.
+    assert credit_table.reached(curve, 0.5) == pytest.approx(7.5)
+    assert credit_table.reached(curve, 0.9) == pytest.approx(28)
+    assert credit_table.reached(curve, 0.1) == 0 and credit_table.reached(curve[:3], 0.9) is None
+
+
+def write_run(directory, responses, group_size, rows):
+    directory.mkdir(parents=True)
+    algorithm = {"responses_per_step": responses, "group_size": group_size}
+    (directory / "config.yaml").write_text(json.dumps({"algorithm": algorithm}))
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (directory / "credit.jsonl").write_text("")
+
+
+def test_value_pretraining_and_dropped_groups_are_counted(tmp_path):
+    write_run(tmp_path / "value", 100, 4, [{"step": 1}, {"step": 2}])
+    rows = [
+        {"step": 0, "evaluation/avg@2": 0.1},
+        {"step": 1, "rollout/groups_sampled": 5},
+        {"step": 2, "rollout/groups_sampled": 8, "evaluation/avg@2": 0.5},
+    ]
+    write_run(tmp_path / "dapo", 16, 4, rows)
+    found = credit_table.read_result(tmp_path / "dapo", None)
+    assert found.by_step == [(0, 0.1), (2, 0.5)]
+    # Groups of 4: 20 and 32 responses.
+    assert found.by_responses == [(0, 0.1), (52, 0.5)]
+    rows = [{k: v for k, v in row.items() if "groups" not in k} for row in rows]
+    write_run(tmp_path / "vapo", 16, 4, rows)
+    found = credit_table.read_result(tmp_path / "vapo", tmp_path / "value")
+    assert found.by_responses == [(200, 0.1), (232, 0.5)]
+
+
+def result(*accuracies, per_step=100.0, start=0.0, **of_credit):
+    steps = [10.0 * i for i in range(len(accuracies))]
+    row = {
+        "key_correlation": None, "noise_ratio": None, "value_error": None, "good_keys": 0.5,
+        "copied": 1.0, "best_explained_variance": 0.4, "value_bias_by_lock": None,
+        "value_spread_by_lock": None, **of_credit,
+    }  # fmt: skip
+    return Result(
+        by_step=list(zip(steps, accuracies)),
+        by_responses=[(start + per_step * s, a) for s, a in zip(steps, accuracies)],
+        rows=[{"step": s, "critic/explained_variance": 0.25} for s in range(1, 31)],
+        credit=[{"step": s, **row} for s in range(1, 31)],
+    )
+
+
+ARMS = {"vapo": Arm("VAPO", "60"), "dapo": Arm("DAPO", "50"), "none": Arm("None", "")}
+
+
+def test_the_tables_by_hand():
+    runs = {
+        "vapo": {0: result(0.1, 0.5, 0.7, 0.9, start=500), 1: result(0.1, 0.7, 0.9, 0.9)},
+        "dapo": {0: result(0.1, 0.6, 0.7, 0.75), 1: result(0.1, 0.3, 0.4, 0.8)},
+    }
+    lines = credit_table.by_step(ARMS, runs).splitlines()
+    # .5 and .7: mean .6, deviation .1 * sqrt(2) = .141
+    assert lines[2].startswith("| VAPO | 0.600 +- 0.141 | 0.800 +- 0.141 | 0.900 +- 0.000 | 0.900")
+    # .6 - .5 and .3 - .7: mean -.15, deviation .25 * sqrt(2) = .354
+    assert "| 0.450 +- 0.212 (-0.150 +- 0.354, below in 1 of 2) |" in lines[3]
+    assert lines[4] == "| None | - | - | - |  |  |"
+    lines = credit_table.by_responses(ARMS, runs).splitlines()
+    # At 1000: .1 + .4 * 500 / 1000 = .3, and .7; .8 is reached at 500 + 2500 and at 1500.
+    assert "| 0.500 +- 0.283 |" in lines[2] and "| 2250 +- 1061 |" in lines[2]
+    assert "| 3000, never in 1 |" in lines[3]
+    runs["dapo"][0] = result(0.1, 0.6, key_correlation=0.25, noise_ratio=1.0)
+    lines = credit_table.of_credit(ARMS, runs).splitlines()
+    assert "| 0.25 0.25 0.25 | 1.00 1.00 1.00 | - |" in lines[3]
+    assert lines[2].endswith("| 0.25 0.25 0.25 | 0.40 0.40 0.40 |")
+
+
+def test_a_band_is_drawn_where_all_curves_are():
+    curves = [[(0, 0.0), (10, 1.0)], [(0, 0.2), (5, 0.5)]]
+    # At 5 the first is .5 and the second .5; at 10 the second is over.
+    found = credit_plot.mean_and_band(curves)
+    assert [point[0] for point in found] == [0, 5]
+    assert found[0][1:] == pytest.approx((0.1, 0.1 - 0.2 / 2**0.5, 0.1 + 0.2 / 2**0.5))
+    line = credit_plot.Line("a", "#000", curves)
+    drawn = credit_plot.draw([credit_plot.Panel("title", "x", [line])])
+    ElementTree.fromstring(drawn)
+    assert drawn.count("<polyline") == drawn.count("<polygon") == 1
+
+
+def test_charts_and_pages_of_every_arm():
+    runs = {"vapo": {0: result(0.1, 0.5, value_bias_by_lock=[0.1, 0.2])}, "dapo": {}}
+    arms = {name: ARMS[name] for name in ("vapo", "dapo")}
+    for drawn in (credit_page.charts(arms, runs), credit_page.by_lock(arms, runs, 1, 5)):
+        ElementTree.fromstring(drawn)
+    html = credit_page.html_table("| a | b |\n|---|---|\n| 1 | <2> |\n\nnote\n")
+    assert html == (
+        "<table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td>&lt;2&gt;</td></tr></table>"
+        '<p class="note">note</p>'
+    )
+    assert "<h2>one</h2>" in credit_page.page("title", [("one", html)])
+
+
+def test_responses_are_shown_with_true_and_estimated_advantages(tmp_path):
+    pieces = ["1:", "L03", "x03", "!", ",", "<|endoftext|>"]
+    response = {
+        "status": "correct", "reward": 1.0,
+        "tokens": {"pieces": pieces, "advantages": [0.0, 0.1, 0.2, 0.0, None, -0.1]},
+    }  # fmt: skip
+    group = {"prompt": "Q[1]1:L03=", "responses": [response] * 8}
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_000005.jsonl").write_text(json.dumps(group) + "\n")
+    row = {"step": 5, "chances": [0.25] * 100}
+    (tmp_path / "credit.jsonl").write_text(json.dumps(row) + "\n")
+    html = credit_page.side_by_side({"VAPO": tmp_path, "other": tmp_path / "none"}, 5)
+    assert html.count("1 of 1 opened, correct") == credit_page.SHOWN
+    # V is 2 * .25 - 1 = -.5 before the key and 1 after it.
+    assert html.count('title="+1.500"') == credit_page.SHOWN
+    assert html.count('title="+0.200"') == credit_page.SHOWN
+    assert "other" not in html
+
+
+def test_jobs_of_all_arms_share_what_belongs_to_a_seed(tmp_path):
+    arms = {"keys": credit.arms_of("keys", quick=False)}
+    jobs = credit.all_jobs(tmp_path, range(2), arms, ["algorithm.policy_steps=3"])
+    names = [job.name for job in jobs]
+    assert len(set(names)) == len(names)
+    assert names[:4] == [f"keys/seed_0/{n}" for n in ("base", "data", "value", "vapo")]
+    # The main arms of every seed come first.
+    last_main = max(names.index(f"keys/seed_1/{n}") for n in credit.MAIN)
+    others = [n for n in arms["keys"] if n not in credit.MAIN]
+    assert all(last_main < names.index(f"keys/seed_0/{n}") for n in others)
+    by_name = dict(zip(names, jobs))
+    for name, arm in arms["keys"].items():
+        job = by_name[f"keys/seed_1/{name}"]
+        assert set(job.needs) <= set(names) and job.num_steps == 3
+        has_value = "critic_checkpoint=null" not in str(arm.changes)
+        assert ("keys/seed_1/value" in job.needs) == has_value
+        assert ("--oracle" in job.command) == (name == "oracle")
+    vapo, oracle = (by_name[f"keys/seed_0/{n}"] for n in ("vapo", "oracle"))
+    differing = {k for k in oracle.settings if vapo.settings.get(k) != oracle.settings[k]}
+    assert differing == {"options"}
+    value = by_name["keys/seed_0/value"]
+    assert value.settings["algorithm.stage"] == "value_pretraining"
+
+
+def test_quick_is_one_seed_and_three_arms(tmp_path, monkeypatch):
+    seen = {}
+
+    def run_jobs(jobs, **_):
+        seen["names"] = [job.name for job in jobs]
+        return {}
+
+    monkeypatch.setattr(credit, "run_jobs", run_jobs)
+    assert credit.main(["--quick", "--out", str(tmp_path)]) == 0
+    assert [n.removeprefix("keys/seed_0/") for n in seen["names"]] == [
+        "base", "data", "value", "vapo", "dapo", "grpo",
+    ]  # fmt: skip
+    assert credit.main(["--seeds", "0", "--out", str(tmp_path)]) == 2
