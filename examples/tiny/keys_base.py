@@ -67,10 +67,13 @@ def training_text(rng: random.Random, recipe: Recipe, progress: float) -> tuple[
         problem = keys.draw_problem(rng, held_out=False, form=form)
         return problem.prompt, keys.write_response(rng, problem, form)
     num_locks = rng.randint(1, form.max_locks)
-    problem = keys.draw_problem(rng, held_out=False, form=form, num_locks=num_locks)
     # Goals beyond the locks, so that every distance is met often.
     most = min(num_locks + 3, form.goals(form.max_locks)[-1])
-    problem = dataclasses.replace(problem, goal=rng.randint(1, most))
+    while True:
+        kinds = tuple(rng.randrange(keys.NUM_KINDS) for _ in range(num_locks))
+        problem = keys.Problem(rng.randint(1, most), kinds)
+        if not keys.is_held_out(problem.prompt):
+            break
     return problem.prompt, keys.write_response(rng, problem, form, rng.randint(0, 1))
 
 
@@ -101,7 +104,7 @@ def quality(
     tokenizer: PreTrainedTokenizerBase,
     form: keys.Form,
     *,
-    responses: int = 200,
+    responses: int = 64,
     seed: int = 0,
 ) -> Quality:
     """Measure a base model on responses to held-out problems that the form's text writes."""

@@ -1,10 +1,12 @@
 """The credit example's jobs, tables, charts and page, from made-up runs.
 
-The runner of the jobs is in test_ablation_runner.py. Not exercised: training itself. What the arms
-show is for examples/run_credit_tiny.sh to say.
+The runner of the jobs is in test_ablation_runner.py. Not exercised but by the slow test: training
+itself. What the arms show is for examples/run_credit_tiny.sh to say.
 """
 
 import json
+import os
+import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -179,3 +181,34 @@ def test_quick_is_one_seed_and_three_arms(tmp_path, monkeypatch):
         "base", "data", "value", "vapo", "dapo", "grpo",
     ]  # fmt: skip
     assert credit.main(["--seeds", "0", "--out", str(tmp_path)]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_a_quick_run_end_to_end(tmp_path):
+    """Two steps of the three arms, from nothing, and again."""
+    out = tmp_path / "out"
+
+    def start() -> subprocess.CompletedProcess:
+        command = ["bash", "examples/run_credit_tiny.sh", "--quick", "--out", str(out)]
+        small = ["algorithm.policy_steps=2", "evaluation.every_steps=1", "evaluation.samples=1"]
+        return subprocess.run(
+            [*command, *small], cwd=ROOT, capture_output=True, text=True, timeout=1500,
+            env={**os.environ, "VAPO_PYTHON": sys.executable},
+        )  # fmt: skip
+
+    done = start()
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    table = (out / "keys" / "table.md").read_text()
+    assert table in done.stdout and all(f"| {name} |" in table for name in ("VAPO", "DAPO", "GRPO"))
+    ElementTree.parse(out / "keys" / "curves.svg")
+    rows = [
+        json.loads(line)
+        for line in (out / "keys/seed_0/vapo/credit.jsonl").read_text().splitlines()
+    ]
+    assert [row["step"] for row in rows] == [1, 2]
+    # The base model copies right, and chooses keys by chance: 1,280 of them, +- .014.
+    assert rows[0]["copied"] > 0.99 and rows[0]["good_keys"] == pytest.approx(0.5, abs=0.06)
+    assert rows[0]["key_correlation"] > 0.2
+    again = start()
+    assert again.returncode == 0 and "6 of 6 already finished" in again.stdout

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "tiny"))
 
 import keys  # noqa: E402
+import keys_base  # noqa: E402
 import keys_credit  # noqa: E402
 import keys_train  # noqa: E402
 import keys_values  # noqa: E402
@@ -123,6 +124,24 @@ def test_held_out_problems_are_never_trained_on():
     assert train == keys.training_problems(500, 0, form) != keys.training_problems(500, 1, form)
     assert len(set(test)) == 64 and all(keys.is_held_out(p.prompt) for p in test)
     assert not any(keys.is_held_out(p.prompt) for p in train)
+
+
+def test_a_base_model_that_copies_wrongly_is_refused(tmp_path):
+    recipe = keys_base.Recipe(iterations=1, batch_size=2, batches_per_pool=1)
+    with pytest.raises(SystemExit, match="copies 0.0000 of its steps right, less than 0.999"):
+        keys_base.make(tmp_path / "base", recipe)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_base_model_first_reads_short_problems():
+    recipe, rng = keys_base.Recipe(), random.Random(0)
+    for progress, lengths in ((0.69, range(1, 21)), (0.7, range(20, 21))):
+        texts = [keys_base.training_text(rng, recipe, progress) for _ in range(200)]
+        problems = [keys.read_problem(prompt) for prompt, _ in texts]
+        assert {len(problem.kinds) for problem in problems} == set(lengths)
+        assert not any(keys.is_held_out(problem.prompt) for problem in problems)
+        for problem, (_, response) in zip(problems, texts, strict=True):
+            assert response.count(",") == len(problem.kinds)
 
 
 def by_enumeration(problem, opened, left, chances):
