@@ -3,8 +3,8 @@
 DIR becomes a Hugging Face directory: Qwen2 architecture, 150 thousand parameters, made from
 responses that are right in everything but choose keys by chance. For the first 70 % of training
 they are short, with up to one filler token a step. A model that copies wrongly loses locks whatever
-its keys, and lost skill would pass for lost credit: one that copies label and lock right in less
-than .999 of its steps is refused.
+its keys, and lost skill would pass for lost credit: one that copies label and lock right, and
+chooses one of the lock's keys, in less than .999 of its steps is refused.
 
 The result depends only on the seed, the source files and the recipe, as in make_base_model.py.
 """
@@ -40,6 +40,9 @@ class Recipe(make_base_model.Architecture):
     filler_weight: float = 0.2
     """Weight of filler tokens in the loss. They are random, and most of its gradient's noise."""
     final_learning_rate: float = 1e-4
+    sharpened: float = 1.2
+    """Factor of all logits after training: what is certain becomes more so, as much longer training
+    would make it, and even chances stay even."""
     max_position_embeddings: int = 1024
 
 
@@ -156,6 +159,8 @@ def write(directory: Path, recipe: Recipe) -> None:
     stop = tokenizer.eos_token_id
     model = make_base_model.build_model(recipe, len(tokenizer), stop)
     make_base_model.train_shown(model, recipe, losses(model, recipe, tokenizer))
+    with torch.no_grad():
+        model.lm_head.weight *= recipe.sharpened
     found = quality(model.eval(), tokenizer, form)
     print(found)
     if found.copying < LEAST_COPYING:
