@@ -55,12 +55,17 @@ def test_a_score_becomes_the_reward_and_a_threshold_the_status():
         Verdict("correct", 1.9),
         Verdict("unparsable"),  # no score: the lowest, and its own status
         Verdict("correct", 3.5, answer="x"),  # outside: no verdict
+        Verdict("failed", 2.5),  # what failed has no score, whatever it says
+        Verdict("timed_out", 2.5),
     ]
     found = [scored_verdict(verdict, reward, "math") for verdict in judged]
-    assert [v.status for v in found] == ["correct", "wrong", "unparsable", "failed"]
+    assert [v.status for v in found] == [
+        "correct", "wrong", "unparsable", "failed", "failed", "timed_out"
+    ]  # fmt: skip
     assert found[3].note == "score 3.5 is outside reward.from_score=[-1, 3]"
     # A truncated response has its score, too; 9 of 10 tokens in a buffer of 4: -3/4.
-    assert [shaped_reward(v, True, 5, reward, 10, "math") for v in found] == [2.0, 1.9, -1.0, -1.0]
+    rewards = [shaped_reward(v, True, 5, reward, 10, "math") for v in found]
+    assert rewards == [2.0, 1.9, -1.0, -1.0, -1.0, -1.0]
     assert shaped_reward(found[0], False, 9, reward, 10, "math") == 2.0 - 0.75
     kept = RewardConfig(from_score=[0.0, 1.0])
     assert scored_verdict(Verdict("correct", 0.1), kept, "math") == Verdict("correct", 0.1)

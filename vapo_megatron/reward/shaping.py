@@ -36,7 +36,8 @@ def soft_overlong_punishment(
 def scored_verdict(verdict: Verdict, reward: RewardConfig, verifier: str) -> Verdict:
     """Return the verdict whose status follows its score, where reward.from_score says so.
 
-    A score outside its range is no verdict: it has failed. The score itself stays as it was given.
+    A score outside its range is no verdict: it has failed. The score of a verdict that its verifier
+    calls failed or timed out is none. Any other stays as it was given.
 
     Args:
         verdict: as the verifier gave it.
@@ -45,6 +46,8 @@ def scored_verdict(verdict: Verdict, reward: RewardConfig, verifier: str) -> Ver
     """
     if reward.from_score is None or verdict.score is None:
         return verdict
+    if verdict.status in ("failed", "timed_out"):
+        return dataclasses.replace(verdict, score=None)
     scale = _scale(reward, verifier)
     if scale.mean is None:
         low, high, field = *reward.from_score, "reward.from_score"
