@@ -52,7 +52,8 @@ MAIN = "sometimes"
 """The paper's second phase; the other sets show what the solvability of the problems does."""
 
 # Chosen with seed 0. A first phase of 4 steps leaves problems that are not always solved. With the
-# first phase's learning rates, 5e-4, the second also drops steps that are needed.
+# first phase's learning rates, 5e-4, the second also drops steps that are needed; with these it
+# does so after 12 steps: held-out accuracy is .967 before, .988 at step 8, .978 at 12, .956 at 16.
 FIRST = ("algorithm.group_size=16",)
 SECOND = ("optimizer.actor_learning_rate=2e-4", "optimizer.critic_learning_rate=2e-4")
 
@@ -62,7 +63,7 @@ class Sizes:
     """How much is done."""
 
     first_steps: int = 4
-    second_steps: int = 16
+    second_steps: int = 12
     responses: int = 256
     """Of a step, in mini-batches of a quarter."""
     pool: int = 256
