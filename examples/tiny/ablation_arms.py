@@ -26,6 +26,8 @@ class Arm:
     """A file of examples/configs/algorithms, applied before the changes."""
     options: tuple[str, ...] = ()
     """Options of the table's trainer."""
+    policy_steps: int | None = None
+    """Length of its runs; None: the table's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,18 +126,20 @@ LONG_NOTES = (
     ".113, -.060 +- .073, without clip-higher -.046 +- .055, one adaptive lambda -.025 +- .050.",
 )
 
-# Locks and keys: the critic's part of the responses is spent once, before all arms.
-KEYS_VALUE = (
-    "algorithm.responses_per_step=1024", "algorithm.critic_updates_per_step=6",
-)  # fmt: skip
-KEYS_ARMS = {
-    "vapo": VAPO,
-    "dapo": Arm("DAPO", "50", (NO_VALUE_CHECKPOINT,), "dapo"),
-    "grpo": Arm("GRPO", "47", (NO_VALUE_CHECKPOINT,), "grpo"),
-}
+NO_TOKEN_LEVEL = Arm("without token-level loss", "53", ("algorithm.loss_aggregation=sample",))
+NO_GROUP_SAMPLING = Arm("without group sampling", "55", ("algorithm.group_size=1",))
+
+
+def _longer(arm: Arm, policy_steps: int) -> Arm:
+    return dataclasses.replace(arm, policy_steps=policy_steps)
+
+
 LM = "algorithm.positive_lm_coef=0.1"
-SIL = "algorithm.positive_lm_weight=advantage"
-KEYS_CONTROLS = {
+KEYS_ARMS = {
+    # Long enough to be compared at 5,000 responses.
+    "vapo": _longer(VAPO, 72),
+    "dapo": Arm("DAPO", "50", (NO_VALUE_CHECKPOINT,), "dapo", policy_steps=40),
+    "grpo": Arm("GRPO", "47", (NO_VALUE_CHECKPOINT,), "grpo", policy_steps=72),
     "oracle": Arm("VAPO with exact values", "", options=("--oracle",)),
     "dapo_lm": Arm("DAPO with the LM loss", "", (NO_VALUE_CHECKPOINT, LM), "dapo"),
     "grpo_lm": Arm("GRPO with the LM loss", "", (NO_VALUE_CHECKPOINT, LM), "grpo"),
@@ -144,33 +148,32 @@ KEYS_CONTROLS = {
         (NO_VALUE_CHECKPOINT, "algorithm.dynamic_sampling=false"), "dapo",
     ),
     "no_positive_lm": Arm(NO_POSITIVE_LM, "54", ("algorithm.positive_lm_coef=0",)),
-    "sil": Arm("with SIL's weights in the LM loss", "", (SIL,)),
-}  # fmt: skip
-KEYS_ABLATIONS = {
+    "sil": Arm("with SIL's weights in it", "", ("algorithm.positive_lm_weight=advantage",)),
     "no_value_pretraining": Arm("without value pretraining", "11", (NO_VALUE_CHECKPOINT,)),
     "no_decoupled_gae": NO_DECOUPLED_GAE,
     "no_decoupled_gae_95": NO_DECOUPLED_GAE_95,
-    "no_length_adaptive": NO_LENGTH_ADAPTIVE,
-    "no_clip_higher": NO_CLIP_HIGHER,
-    "no_token_level": Arm("without token-level loss", "53", ("algorithm.loss_aggregation=sample",)),
-    "no_group_sampling": Arm("without group sampling", "55", ("algorithm.group_size=1",)),
-}
+    "no_token_level": NO_TOKEN_LEVEL,
+    "no_group_sampling": NO_GROUP_SAMPLING,
+}  # fmt: skip
 
 
-def _keys(form_config: str | None, arms: Mapping[str, Arm], more: Mapping[str, Arm]) -> Table:
+def _keys(arms: Mapping[str, Arm], *configs: str, **more: object) -> Table:
     """Return the table of a form of locks and keys."""
     return Table(
-        configs=("tiny.yaml", "keys_tiny.yaml", *([form_config] if form_config else [])),
+        configs=("tiny.yaml", "keys_tiny.yaml", *configs),
         arms=arms,
-        more_arms=more,
         has_reward_model=False,
+        # One step: all responses are there to be read several times.
         value_steps=1,
-        value_changes=KEYS_VALUE,
+        value_changes=(
+            "algorithm.responses_per_step=512", "algorithm.critic_updates_per_step=8",
+        ),
         base_sources=(
             "keys_base.py", "make_base_model.py", "make_tokenizer.py", "making.py", "keys.py"
         ),
         data_sources=("keys.py", "task.py"),
         trainer=("keys_train.py", "keys_credit.py", "keys_values.py", "keys.py"),
+        **more,
     )  # fmt: skip
 
 
@@ -184,11 +187,9 @@ TABLES = {
             "no_decoupled_gae": NO_DECOUPLED_GAE,
             "no_length_adaptive": NO_LENGTH_ADAPTIVE,
             "no_clip_higher": NO_CLIP_HIGHER,
-            "no_token_level": Arm(
-                "without token-level loss", "53", ("algorithm.loss_aggregation=sample",)
-            ),
+            "no_token_level": NO_TOKEN_LEVEL,
             "no_positive_lm": Arm(NO_POSITIVE_LM, "54", ("algorithm.positive_lm_coef=0",)),
-            "no_group_sampling": Arm("without group sampling", "55", ("algorithm.group_size=1",)),
+            "no_group_sampling": NO_GROUP_SAMPLING,
             "grpo": Arm("GRPO", "47", NO_CRITIC, "grpo"),
             "dapo": Arm("DAPO", "50", NO_CRITIC, "dapo"),
         },
@@ -209,6 +210,19 @@ TABLES = {
         value_steps=10,
         notes=LONG_NOTES,
     ),
-    "keys": _keys(None, {**KEYS_ARMS, **KEYS_CONTROLS}, KEYS_ABLATIONS),
+    "keys": _keys(
+        KEYS_ARMS,
+        more_arms={"no_length_adaptive": NO_LENGTH_ADAPTIVE, "no_clip_higher": NO_CLIP_HIGHER},
+    ),
+    "keys_mixed": _keys(
+        {
+            "vapo": VAPO,
+            "no_length_adaptive": NO_LENGTH_ADAPTIVE,
+            "no_decoupled_gae": NO_DECOUPLED_GAE,
+            "no_decoupled_gae_95": NO_DECOUPLED_GAE_95,
+        },
+        "keys_mixed.yaml",
+    ),
+    "keys_rare": _keys({"vapo": VAPO, "no_clip_higher": NO_CLIP_HIGHER}),
 }
 """By form of the task."""

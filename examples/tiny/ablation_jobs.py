@@ -132,9 +132,16 @@ def seed_jobs(
         command = (sys.executable, str(TINY / sources[0]), *map(str, arguments))
         add(name, needs, settings, command=command)
 
-    def add_run(name: str, configs: Iterable[str], *own: str, options: Sequence[str] = ()) -> None:
+    def add_run(
+        name: str,
+        configs: Iterable[str],
+        *own: str,
+        options: Sequence[str] = (),
+        policy_steps: int | None = None,
+    ) -> None:
         files = [FILES / name for name in (*table.configs, *configs)]
-        overrides = (*shared, *more, *own, f"logging.run_dir={out / name}")
+        length = [f"algorithm.policy_steps={policy_steps}"] if policy_steps else []
+        overrides = (*shared, *length, *more, *own, f"logging.run_dir={out / name}")
         config = load_config(files, overrides)
         needs = ["base", "data"]
         needs += ["reward_model"] if config.model.critic_hf_path else []
@@ -161,7 +168,9 @@ def seed_jobs(
     )  # fmt: skip
     for name, arm in arms.items():
         recipe = [f"algorithms/{arm.recipe}.yaml"] if arm.recipe else []
-        add_run(name, recipe, start, *arm.changes, options=arm.options)
+        add_run(
+            name, recipe, start, *arm.changes, options=arm.options, policy_steps=arm.policy_steps
+        )
     return _needed(jobs, [f"{prefix}/{name}" for name in arms])
 
 

@@ -39,8 +39,10 @@ class Credit:
     """Mean |advantage| of the filler tokens over that of the key tokens."""
     true_advantage: float
     """Mean |true advantage| of the key tokens."""
+    explained_variance: float | None
+    """Of the rewards by the values, over all tokens."""
     best_explained_variance: float | None
-    """Of the rewards by the exact values, over all tokens: what a perfect critic would have."""
+    """The same by the exact values: what a perfect critic would have."""
     good_keys: float
     """Share of the keys chosen."""
     copied: float
@@ -83,8 +85,8 @@ def credit(responses: Sequence[Response], known: Exact) -> Credit:
     num_keys = sum(len(p.key_tokens) for p in known.paths)
     result: dict[str, Any] = dict.fromkeys(
         (
-            "key_correlation", "noise_ratio", "value_error", "value_bias_by_lock",
-            "value_spread_by_lock",
+            "key_correlation", "noise_ratio", "explained_variance", "value_error",
+            "value_bias_by_lock", "value_spread_by_lock",
         )
     )  # fmt: skip
     if all(r.advantages is not None for r in responses):
@@ -96,6 +98,9 @@ def credit(responses: Sequence[Response], known: Exact) -> Credit:
         result["noise_ratio"] = float(np.abs(filler).mean() / size) if size > 0 else None
     if all(r.values is not None for r in responses):
         errors = [r.values - v[:-1] for r, v in zip(responses, known.values, strict=True)]
+        result["explained_variance"] = _explained(
+            np.concatenate([r.values for r in responses]), rewards
+        )
         result["value_error"] = float(np.sqrt((np.concatenate(errors) ** 2).mean()))
         before_keys = _at(errors, [p.key_tokens for p in known.paths])
         lock = np.concatenate([p.key_locks for p in known.paths])

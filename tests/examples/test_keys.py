@@ -23,8 +23,10 @@ sys.path.insert(0, str(ROOT / "examples" / "tiny"))
 import keys  # noqa: E402
 import keys_base  # noqa: E402
 import keys_credit  # noqa: E402
+import keys_pretraining  # noqa: E402
 import keys_train  # noqa: E402
 import keys_values  # noqa: E402
+import make_base_model  # noqa: E402
 import make_tokenizer  # noqa: E402
 from keys import FORMS, Problem  # noqa: E402
 
@@ -253,6 +255,8 @@ def test_credit_by_hand():
     best = np.array([0.5] * 3 + [1] * 7 + [0.5] * 3 + [0] * 5 + [-1] * 2)
     rewards = np.repeat([1.0, -1.0], 10)
     assert found.best_explained_variance == pytest.approx(1 - np.var(rewards - best))
+    # Errors .75 and -1.75, variance 1.25 ** 2, of returns of variance 1.
+    assert found.explained_variance == pytest.approx(1 - 1.25**2)
     # One step of four is not copied.
     wrong = response(["2:", *first[1:]], 1.0, np.zeros(10))
     partly = keys_credit.credit([wrong, both[0]], keys_credit.exact([wrong, both[0]]))
@@ -264,6 +268,27 @@ def test_advantages_without_differences_have_no_correlation():
     flat = [response(tokens, 1.0, np.zeros(5))]
     found = keys_credit.credit(flat, keys_credit.exact(flat))
     assert (found.key_correlation, found.noise_ratio) == (None, None)
+
+
+def test_a_critic_is_compared_with_exact_values(tmp_path, capsys):
+    form = FORMS["keys"]
+    tokenizer = make_tokenizer.save_tokenizer(tmp_path, 512, keys.CHARACTERS, form.added_tokens)
+    recipe = keys_base.Recipe(num_layers=1, hidden_size=32)
+    make_base_model.build_model(recipe, len(tokenizer), 1).save_pretrained(tmp_path)
+    fresh = keys_pretraining.write_responses(4, tokenizer, held_out=True, seed=0)
+    # A critic of 0: its error is the exact values' size, it explains nothing.
+    zero = keys_pretraining.compare(keys_pretraining.Critic(tmp_path), fresh)
+    best = np.concatenate([v[:-1] for v in fresh.exact.values])
+    assert zero.value_error == pytest.approx(np.sqrt((best**2).mean()))
+    assert zero.explained_variance == pytest.approx(0)
+    sizes = ["--responses", "4", "--passes", "2", "--mini-batch", "2", "--fresh", "4"]
+    keys_pretraining.main([str(tmp_path), *sizes])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "4 responses, pass 1, 2 updates", "4 responses, pass 2, 4 updates",
+    ]  # fmt: skip
+    errors = [float(line.split("error of V ")[1].split(",")[0]) for line in lines]
+    assert errors[1] != errors[0] != pytest.approx(zero.value_error, abs=1e-3)
 
 
 def test_rows_are_json():
