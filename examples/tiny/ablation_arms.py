@@ -166,7 +166,7 @@ def _keys(arms: Mapping[str, Arm], *configs: str, **more: object) -> Table:
         # One step: all responses are there to be read several times.
         value_steps=1,
         value_changes=(
-            "algorithm.responses_per_step=512", "algorithm.critic_updates_per_step=8",
+            "algorithm.responses_per_step=512", "algorithm.critic_updates_per_step=6",
         ),
         base_sources=(
             "keys_base.py", "make_base_model.py", "make_tokenizer.py", "making.py", "keys.py"

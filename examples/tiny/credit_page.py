@@ -58,8 +58,8 @@ def charts(arms: Mapping[str, Arm], runs: Runs) -> str:
         ),
     ]  # fmt: skip
     for title, field, high in (
-        ("correlation with the true advantage, key tokens", "key_correlation", 1.0),
-        ("|advantage| of filler tokens / of key tokens", "noise_ratio", 1.5),
+        ("correlation with true advantages, key tokens", "key_correlation", 1.0),
+        ("size of advantages, filler tokens / key tokens", "noise_ratio", 1.5),
         ("share of good keys", "good_keys", 1.0),
         ("steps copied right", "copied", 1.0),
     ):

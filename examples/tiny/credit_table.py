@@ -154,8 +154,8 @@ def by_responses(arms: Mapping[str, Arm], runs: Runs) -> str:
 
 
 CREDIT = {
-    "key_correlation": "correlation with the true advantage, keys",
-    "noise_ratio": "|advantage|, filler / keys",
+    "key_correlation": "correlation with true advantages, keys",
+    "noise_ratio": "size of advantages, filler / keys",
     "value_error": "error of V",
     "good_keys": "good keys",
     "copied": "steps copied right",
