@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ablation_arms import TABLES, Arm
+from ablation_arms import TABLES, Arm, Table
 
 from vapo_megatron.config import VapoConfig, load_config
 from vapo_megatron.data.storage import replace_file
@@ -132,26 +132,19 @@ def seed_jobs(
         command = (sys.executable, str(TINY / sources[0]), *map(str, arguments))
         add(name, needs, settings, command=command)
 
-    def add_run(
-        name: str,
-        configs: Iterable[str],
-        *own: str,
-        options: Sequence[str] = (),
-        policy_steps: int | None = None,
-    ) -> None:
-        files = [FILES / name for name in (*table.configs, *configs)]
-        length = [f"algorithm.policy_steps={policy_steps}"] if policy_steps else []
-        overrides = (*shared, *length, *more, *own, f"logging.run_dir={out / name}")
+    def add_run(name: str, arm: Arm, *own: str) -> None:
+        recipe = [f"algorithms/{arm.recipe}.yaml"] if arm.recipe else []
+        files = [FILES / name for name in (*table.configs, *recipe)]
+        length = [f"algorithm.policy_steps={arm.policy_steps}"] if arm.policy_steps else []
+        overrides = (*shared, *length, *more, *own, *arm.changes, f"logging.run_dir={out / name}")
         config = load_config(files, overrides)
-        needs = ["base", "data"]
-        needs += ["reward_model"] if config.model.critic_hf_path else []
+        needs = ["base", "data", *(["reward_model"] if config.model.critic_hf_path else [])]
         needs += ["value"] if config.model.critic_checkpoint else []
-        trainer = [str(TINY / table.trainer[0])] if table.trainer else ["-m", "vapo_megatron.train"]
-        command = [sys.executable, *trainer, *options]
+        command = [sys.executable, *_trainer(table), *arm.options]
         command += [part for file in files for part in ("--config", str(file))]
         steps = config.algorithm.num_steps
         settings = effective(config, out) | _digests(table.trainer)
-        settings |= {"options": " ".join(options)} if options else {}
+        settings |= {"options": " ".join(arm.options)} if arm.options else {}
         add(
             name, needs, settings, command=(*command, *overrides),
             num_steps=steps, estimate_seconds=30.0 + 10.0 * steps,
@@ -163,15 +156,17 @@ def seed_jobs(
         sources = ("make_reward_model.py", "making.py", "measure.py")
         add_script("reward_model", ("base",), sources, "--base", base)
     add_run(
-        "value", (), "algorithm.stage=value_pretraining", "evaluation.path=null",
-        f"algorithm.value_pretraining_steps={table.value_steps}", *table.value_changes,
+        "value", Arm("", "", table.value_changes), "algorithm.stage=value_pretraining",
+        "evaluation.path=null", f"algorithm.value_pretraining_steps={table.value_steps}",
     )  # fmt: skip
     for name, arm in arms.items():
-        recipe = [f"algorithms/{arm.recipe}.yaml"] if arm.recipe else []
-        add_run(
-            name, recipe, start, *arm.changes, options=arm.options, policy_steps=arm.policy_steps
-        )
+        add_run(name, arm, start)
     return _needed(jobs, [f"{prefix}/{name}" for name in arms])
+
+
+def _trainer(table: Table) -> list[str]:
+    """Return the arguments of Python that start the table's trainer."""
+    return [str(TINY / table.trainer[0])] if table.trainer else ["-m", "vapo_megatron.train"]
 
 
 def _digests(sources: Sequence[str]) -> dict[str, str]:

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--quick", action="store_true", help="30 steps of VAPO, DAPO and GRPO on 20 locks, one seed"
     )
     parser.add_argument(
-        "--forms", nargs="+", choices=FORMS, default=list(FORMS), help="forms of the task (all)"
+        "--forms", nargs="+", choices=FORMS, default=["keys"], help="forms of the task (keys)"
     )
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="concurrent runs (2)")
     parser.add_argument(
