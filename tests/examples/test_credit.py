@@ -164,6 +164,8 @@ def test_jobs_of_all_arms_share_what_belongs_to_a_seed(tmp_path):
     vapo, oracle = (by_name[f"keys/seed_0/{n}"] for n in ("vapo", "oracle"))
     differing = {k for k in oracle.settings if vapo.settings.get(k) != oracle.settings[k]}
     assert differing == {"options"}
+    # A changed trainer makes other runs.
+    assert {"keys_train.py", "keys_credit.py", "keys_values.py", "keys.py"} <= set(vapo.settings)
     value = by_name["keys/seed_0/value"]
     assert value.settings["algorithm.stage"] == "value_pretraining"
 
