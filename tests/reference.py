@@ -92,6 +92,61 @@ def policy_loss_gradient(
     return gradient
 
 
+def dis_loss(
+    logprobs: Floats,
+    sampled: Floats,
+    advantages: Floats,
+    weights: Floats,
+    *,
+    low: float,
+    high: float,
+    count: float,
+    at: Floats | None = None,
+) -> tuple[float, list[float]]:
+    """-1/N sum_t w_t f_t A_t log pi_t, f = r inside (1 - low, 1 + high), else 0; its gradient.
+
+    f is a constant: of the log-probabilities `at`, by default these.
+    """
+    factors = []
+    for new, mu in zip(at or logprobs, sampled):
+        r = math.exp(new - mu)
+        factors.append(r if 1 - low < r < 1 + high else 0.0)
+    return _weighted(factors, logprobs, advantages, weights, count)
+
+
+def dppo_tv_loss(
+    logprobs: Floats,
+    sampled: Floats,
+    advantages: Floats,
+    weights: Floats,
+    *,
+    difference: float,
+    cap: float,
+    count: float,
+    at: Floats | None = None,
+) -> tuple[float, list[float]]:
+    """-1/N sum_t w_t keep_t min(r_t, cap) A_t log pi_t; its gradient. `at`: see dis_loss."""
+    factors = []
+    for new, mu, advantage in zip(at or logprobs, sampled, advantages):
+        moved = math.exp(new) - math.exp(mu)
+        kept = moved <= difference if advantage > 0 else moved >= -difference
+        factors.append(min(math.exp(new - mu), cap) if kept else 0.0)
+    return _weighted(factors, logprobs, advantages, weights, count)
+
+
+def _weighted(
+    factors: Floats, logprobs: Floats, advantages: Floats, weights: Floats, count: float
+) -> tuple[float, list[float]]:
+    gradient = [-w * f * a / count for f, a, w in zip(factors, advantages, weights)]
+    return sum(g * x for g, x in zip(gradient, logprobs)), gradient
+
+
+def ranged_value(head: float, low: float, high: float) -> tuple[float, float]:
+    """low + (high - low) (1/2 + atan(head) / pi); its slope."""
+    value = low + (high - low) * (0.5 + math.atan(head) / math.pi)
+    return value, (high - low) / (math.pi * (1 + head * head))
+
+
 def value_loss(
     values: Floats,
     returns: Floats,

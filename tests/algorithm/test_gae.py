@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from tests import reference
-from vapo_megatron.algorithm.gae import decoupled_gae, length_adaptive_lambda, resolve_lambdas
+from vapo_megatron.algorithm.gae import (
+    decoupled_gae,
+    gae_lengths,
+    length_adaptive_lambda,
+    resolve_lambdas,
+)
 from vapo_megatron.algorithm.segmented_scan import CPU_SLICE_TOKENS, ROW, SMALLEST_DECAY
 
 
@@ -304,6 +309,36 @@ def test_first_tokens_see_the_same_share_of_the_reward_at_every_length():
     for length in (1000, 4000, 16000):
         lam = length_adaptive_lambda(torch.tensor([length]), 0.5)
         assert float(lam**length) == pytest.approx(math.exp(-2), rel=3 / length)
+
+
+def test_numbers_that_other_implementations_give():
+    # alpha 1: 1 - 1/4, 1 - 1/2, and 0 for no tokens. alpha .4 and l = 3: lambda = 1 - 1/1.2 = 1/6;
+    # delta = (.3, .3, .2): A_3 = .2, A_2 = .3 + .2/6 = .33333, A_1 = .3 + .33333/6 = .35556
+    assert length_adaptive_lambda(torch.tensor([4, 2, 0]), 1.0).tolist() == [0.75, 0.5, 0]
+    lams = length_adaptive_lambda(torch.tensor([3]), 0.4)
+    advantages, returns = decoupled_gae(
+        torch.tensor([0.0, 0.0, 1.0]),
+        torch.tensor([0.2, 0.5, 0.8]),
+        torch.tensor([0, 3]),
+        lambda_actor=lams,
+    )
+    assert advantages.tolist() == pytest.approx([0.35556, 0.33333, 0.2], abs=5e-6)
+    assert returns.tolist() == [1, 1, 1]
+
+
+def test_gae_lengths():
+    # Responses of 4, 3, 0 and 2 tokens; of the first one token is masked, the last one wholly.
+    mask = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 0]).bool()
+    bounds = bounds_of([4, 3, 0, 2])
+    for weights in (mask, mask * 0.5):
+        assert gae_lengths(weights, bounds, "response").tolist() == [4, 3, 0, 2]
+        actions = gae_lengths(weights, bounds, "action")
+        assert actions.tolist() == [3, 3, 0, 0] and actions.dtype == torch.int64
+    assert length_adaptive_lambda(actions, 1.0).tolist() == pytest.approx([2 / 3, 2 / 3, 0, 0])
+    with pytest.raises(ValueError, match="gae_length='token' must be"):
+        gae_lengths(mask, bounds, "token")
+    with pytest.raises(ValueError, match="loss_mask.dtype=torch.int64"):
+        gae_lengths(mask.long(), bounds, "action")
 
 
 def test_resolve_lambdas():

@@ -44,6 +44,12 @@ def test_icepop_golden_numbers():
     assert float(metrics["sampler_ratio"]) == pytest.approx(13.25 / 8)
 
 
+def test_numbers_that_other_implementations_give():
+    ratios, ones = torch.tensor([0.4, 0.8, 6.0]), torch.ones(3, dtype=torch.bool)
+    mask, _ = icepop(ratios, ones)
+    assert mask.tolist() == pytest.approx([0, 0.8, 0], abs=1e-7)
+
+
 def test_icepop_keeps_its_bounds():
     zero = torch.zeros(4, dtype=torch.float64)
     rollout = torch.tensor([math.log(2), -math.log(2), 0.7, -0.7], dtype=torch.float64)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import reference
-from vapo_megatron.algorithm.value_loss import bounded_values, value_loss
+from vapo_megatron.algorithm.value_loss import bounded_values, ranged_values, value_loss
 
 
 def batch(num_tokens=100):
@@ -143,7 +143,36 @@ def test_a_bound_is_a_number_above_0(bound):
         bounded_values(torch.zeros(2), bound)
 
 
+def test_ranged_values_golden_numbers():
+    # atan(1) = pi/4, atan(0) = 0, atan(-sqrt 3) = -pi/3: 1/2 + 1/4, 1/2, 1/2 - 1/3 of the range
+    # [-1, 3]; slopes 4 / (pi (1 + z^2))
+    head = torch.tensor([1.0, 0.0, -math.sqrt(3)], dtype=torch.float64, requires_grad=True)
+    values = ranged_values(head, -1.0, 3.0)
+    values.sum().backward()
+    assert values.tolist() == pytest.approx([2, 1, -1 / 3], abs=1e-15)
+    slopes = [2 / math.pi, 4 / math.pi, 1 / math.pi]
+    assert head.grad.tolist() == pytest.approx(slopes, abs=1e-15)
+    for z, value, slope in zip(head.tolist(), values.tolist(), slopes):
+        assert reference.ranged_value(z, -1, 3) == pytest.approx((value, slope))
+
+
+def test_ranged_values_never_leave_the_range():
+    head = torch.tensor([-math.inf, -1e30, -1e5, 1e5, 1e30, math.inf])
+    values = ranged_values(head, -1.0, 0.5)
+    assert values.dtype == torch.float32
+    assert bool((values >= -1).all() and (values <= 0.5).all())
+    assert values.tolist() == pytest.approx([-1, -1, -1, 0.5, 0.5, 0.5], abs=1e-5)
+
+
+@pytest.mark.parametrize("low,high", [(1.0, 1.0), (1.0, -1.0), (-math.inf, 1.0), (0.0, math.nan)])
+def test_a_range_is_finite_and_not_empty(low, high):
+    with pytest.raises(ValueError, match="value_range=.* must be finite with low below high"):
+        ranged_values(torch.zeros(2), low, high)
+
+
 def test_refusals():
+    with pytest.raises(ValueError, match="head.dtype=torch.bfloat16"):
+        ranged_values(torch.zeros(2, dtype=torch.bfloat16), 0.0, 1.0)
     with pytest.raises(ValueError, match="head.dtype=torch.bfloat16"):
         bounded_values(torch.zeros(2, dtype=torch.bfloat16), 1.0)
     values, returns, mask, old = batch(4)

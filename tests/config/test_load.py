@@ -278,6 +278,24 @@ CONFLICTS = [
         ["algorithm.value_bound=1.9", "reward.overlong_buffer_tokens=9"],
         ["value_bound=1.9", "|reward|, 2:"],
     ),
+    (
+        ["algorithm.value_range=[-1,0.9]"],
+        ["value_range=[-1.0, 0.9]", "must contain the rewards, -1 to 1:", "widen it"],
+    ),
+    (
+        ["algorithm.value_range=[-1,1]", "reward.overlong_buffer_tokens=9"],
+        ["value_range=[-1.0, 1.0]", "the rewards, -2 to 1:"],
+    ),
+    (["algorithm.value_range=[1,-1]"], ["value_range=[1.0, -1.0]", "low below high", "null"]),
+    (["algorithm.value_range=[-1,0,1]"], ["value_range=[-1.0, 0.0, 1.0]", "must be [low, high]"]),
+    (
+        ["algorithm.value_range=[-1,1]", "algorithm.value_bound=1"],
+        ["value_range=[-1.0, 1.0]", "value_bound=1,", "one of them to null"],
+    ),
+    (
+        ["algorithm.policy_loss=dis", "algorithm.sampler_correction=tis"],
+        ["sampler_correction=tis", "must be none", "policy_loss=dis", "policy_loss=ppo_clip"],
+    ),
 ]
 """Overrides, and parts of the error's line."""
 

@@ -58,6 +58,7 @@ class References:
                 logprobs, _ = float64.actor_outputs(float64.load_float64(path), given)
             edges = (math.log(0.8), math.log(1.28))
             given = given._replace(old_logprobs=problem.near(logprobs, 0.25, edges, margin))
+            given = given._replace(rollout_logprobs=problem.sampled(logprobs, given.old_logprobs))
             expected = float64.actor_reference(path, given)
         else:
             _change(path, _give_score_head)

@@ -125,20 +125,20 @@ def _reference(
 
 
 def actor_loss(
-    logprobs: list[float], entropy: list[float], problem: Problem, settings: ActorLoss
+    logprobs: list[float],
+    entropy: list[float],
+    problem: Problem,
+    settings: ActorLoss,
+    at: list[float] | None = None,
 ) -> tuple[float, list[float], list[float]]:
-    """(loss, d loss / d logprobs, d loss / d entropy)."""
+    """(loss, d loss / d logprobs, d loss / d entropy). at: see reference.dis_loss."""
     mask = problem.mask.tolist()
     in_policy = [float(m) for m in mask]
     if settings.sampler_correction == "icepop":
         old, sampled = problem.old_logprobs.tolist(), problem.rollout_logprobs.tolist()
         in_policy = reference.sampler_mask(old, sampled, in_policy, low=0.5, high=5.0, drops=True)
     weights, count = reference.aggregation(in_policy, problem.bounds, settings.loss_aggregation)
-    clips = dict(clip_low=settings.clip_low, clip_high=settings.clip_high, count=count)
-    advantages = (problem.advantages * settings.advantage_scale).tolist()
-    policy = (logprobs, problem.old_logprobs.tolist(), advantages, weights)
-    loss = reference.policy_loss(*policy, **clips)
-    gradient = reference.policy_loss_gradient(*policy, **clips)
+    loss, gradient = policy_loss(logprobs, problem, settings, weights, count, at)
 
     correct = [c for c, (_, n) in zip(problem.is_correct.tolist(), LENGTHS) for _ in range(n)]
     positives = float(sum(m and c for m, c in zip(mask, correct)))
@@ -155,17 +155,47 @@ def actor_loss(
     return loss, gradient, [-beta * w / count for w in weights]
 
 
+def policy_loss(
+    logprobs: list[float],
+    problem: Problem,
+    settings: ActorLoss,
+    weights: list[float],
+    count: float,
+    at: list[float] | None,
+) -> tuple[float, list[float]]:
+    """(loss, d loss / d logprobs)."""
+    advantages = (problem.advantages * settings.advantage_scale).tolist()
+    if settings.policy_loss == "ppo_clip":
+        clips = dict(clip_low=settings.clip_low, clip_high=settings.clip_high, count=count)
+        given = (logprobs, problem.old_logprobs.tolist(), advantages, weights)
+        return (
+            reference.policy_loss(*given, **clips),
+            reference.policy_loss_gradient(*given, **clips),
+        )
+    given = (logprobs, problem.rollout_logprobs.tolist(), advantages, weights)
+    if settings.policy_loss == "dis":
+        low, high = settings.dis_clip_low, settings.dis_clip_high
+        return reference.dis_loss(*given, low=low, high=high, count=count, at=at)
+    difference, cap = settings.dppo_max_difference, settings.dppo_ratio_cap
+    bounds = dict(difference=difference, cap=cap)
+    return reference.dppo_tv_loss(*given, **bounds, count=count, at=at)
+
+
 def critic_loss(
     values: list[float], problem: Problem, settings: CriticLoss
 ) -> tuple[float, list[float]]:
-    """(loss, d loss / d values)."""
+    """(loss, d loss / d value head)."""
     weights = [float(m) for m in problem.mask.tolist()]
     arguments = dict(
         count=sum(weights), old_values=problem.old_values.tolist(), clip=settings.value_clip
     )
-    returns = problem.returns.tolist()
+    returns, slopes = problem.returns.tolist(), [1.0] * len(values)
+    if settings.value_range is not None:
+        ranged = [reference.ranged_value(z, *settings.value_range) for z in values]
+        values, slopes = [v for v, _ in ranged], [slope for _, slope in ranged]
     loss = reference.value_loss(values, returns, weights, **arguments)
-    return loss, reference.value_loss_gradient(values, returns, weights, **arguments)
+    gradient = reference.value_loss_gradient(values, returns, weights, **arguments)
+    return loss, [g * slope for g, slope in zip(gradient, slopes)]
 
 
 def _gradients(

@@ -8,6 +8,8 @@ loss, among them two whole responses.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,25 +42,38 @@ class ActorLoss(NamedTuple):
     kl_coef: float = 0.0
     clip_low: float = 0.2
     clip_high: float = 0.28
+    policy_loss: str = "ppo_clip"
+    dis_clip_low: float = 0.3
+    dis_clip_high: float = 5.0
+    dppo_max_difference: float = 0.01
+    dppo_ratio_cap: float = 4.0
 
 
 class CriticLoss(NamedTuple):
     """Fields of the algorithm's configuration."""
 
     value_clip: float | None = None
+    value_range: list[float] | None = None
 
 
 ACTOR_LOSSES = {
     "policy": ActorLoss(advantage_scale=1.0),
     "positive NLL": ActorLoss(positive_lm_coef=1.0),
     "entropy": ActorLoss(entropy_coef=1.0),
+    "DIS": ActorLoss(1.0, policy_loss="dis"),
+    "DPPO, sample-level": ActorLoss(1.0, 0.1, 0.05, "sample", policy_loss="dppo_tv"),
     "all": ActorLoss(1.0, 0.1, 0.05, sampler_correction="icepop", kl_coef=0.2),
     "all, sample-level": ActorLoss(1.0, 0.1, 0.05, "sample", "icepop", kl_coef=0.2),
 }
-CRITIC_LOSSES = {"value": CriticLoss(), "clipped value": CriticLoss(value_clip=VALUE_CLIP)}
-
-
+CRITIC_LOSSES = {
+    "value": CriticLoss(),
+    "value in a range": CriticLoss(value_range=[-3.0, 2.0]),
+    "clipped value": CriticLoss(value_clip=VALUE_CLIP),
+}
 LOSSES = {"actor": ACTOR_LOSSES, "critic": CRITIC_LOSSES}
+ON_ONE_AXIS = ("DIS", "DPPO, sample-level", "value in a range")
+"""Computed where one axis at most is above 1, in float32: they differ from the others in the last
+stage's arithmetic of each token and nowhere else."""
 
 # One update with the last of the losses. With a large epsilon it shows the gradient's scale, which
 # Adam would hide; the clip is active.
@@ -77,15 +92,9 @@ class Problem(NamedTuple):
     """float32 [T], as all that follow"""
     returns: Tensor
     old_logprobs: Tensor
+    rollout_logprobs: Tensor
+    """exp(old_logprobs - rollout_logprobs) of a fifth lies outside [0.5, 5]."""
     old_values: Tensor
-
-    @property
-    def rollout_logprobs(self) -> Tensor:
-        """float32 [T]: exp(old_logprobs - rollout_logprobs) of a fifth lies outside [0.5, 5]."""
-        size = len(self.mask)
-        aside = _noise(size, seed=4)
-        jump = 3.0 * (aside > 1.3) - 3.0 * (aside < -1.3)
-        return self.old_logprobs + 0.3 * _noise(size, seed=2) + jump
 
     @property
     def reference_logprobs(self) -> Tensor:
@@ -138,7 +147,10 @@ def _noise(size: int, *, seed: int) -> Tensor:
 
 
 def make_problem() -> Problem:
-    """Everything but old_logprobs and old_values, which lie near the model's own (see near)."""
+    """Everything but old_logprobs, rollout_logprobs and old_values, which lie near the model's own.
+
+    See near and sampled.
+    """
     generator = torch.Generator().manual_seed(11)
     sequences = sum(prompt + response for prompt, response in LENGTHS)
     size = sum(response for _, response in LENGTHS)
@@ -153,6 +165,7 @@ def make_problem() -> Problem:
         advantages=torch.randn(size, generator=generator),
         returns=torch.randn(size, generator=generator),
         old_logprobs=torch.zeros(size),
+        rollout_logprobs=torch.zeros(size),
         old_values=torch.zeros(size),
     )
 
@@ -165,7 +178,41 @@ def near(outputs: Tensor, spread: float, edges: tuple[float, ...], margin: float
     """
     generator = torch.Generator().manual_seed(1)
     difference = torch.randn(outputs.shape, generator=generator, dtype=torch.float64) * spread
+    return (outputs.detach() - _away(difference, edges, margin)).float()
+
+
+def sampled(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """float32 [T]: the sampler's, from which DIS and DPPO drop some tokens on either side.
+
+    Neither a ratio nor a difference of probabilities lies close to the edge where a token is
+    dropped, or where a ratio is held.
+
+    Args:
+        logprobs: float64 [T], the model's.
+        old_logprobs: float32 [T].
+    """
+    size = len(logprobs)
+    aside = _noise(size, seed=4)
+    jump = 3.0 * (aside > 1.3) - 3.0 * (aside < -1.3)
+    found = (old_logprobs + 0.3 * _noise(size, seed=2) + jump).double()
+    dis, dppo = ACTOR_LOSSES["DIS"], ACTOR_LOSSES["DPPO, sample-level"]
+    edges = [math.log(x) for x in (1 - dis.dis_clip_low, 1 + dis.dis_clip_high)]
+    ratios = (*edges, math.log(dppo.dppo_ratio_cap))
+    moves = (-dppo.dppo_max_difference, dppo.dppo_max_difference)
+    found = logprobs - _away(logprobs - found, ratios, 1e-3)
+    found = (logprobs.exp() - _away(logprobs.exp() - found.exp(), moves, 1e-5)).log().float()
+    for difference, places, margin in (
+        (logprobs - found, ratios, 3e-4),
+        (logprobs.exp() - found.exp(), moves, 3e-6),
+    ):
+        for place in places:
+            assert float((difference - place).abs().min()) > margin
+    return found
+
+
+def _away(difference: Tensor, edges: Sequence[float], margin: float) -> Tensor:
+    """The same, but at least the margin away from each edge."""
     for edge in edges:
-        away = torch.where(difference < edge, edge - margin, edge + margin)
-        difference = torch.where((difference - edge).abs() < margin, away, difference)
-    return (outputs.detach() - difference).float()
+        beside = torch.where(difference < edge, edge - margin, edge + margin)
+        difference = torch.where((difference - edge).abs() < margin, beside, difference)
+    return difference

@@ -12,15 +12,18 @@ from tests.distributed.problem import LOSSES
 STEP = 1e-6
 
 
-def losses(role, model, problem):
-    """[loss] -> value, without gradients."""
+def losses(role, model, problem, at):
+    """[loss] -> value, without gradients. at: outputs that constant factors are taken from."""
     with torch.no_grad():
         if role == "critic":
             values = float64.critic_values(model, problem).tolist()
             found = {n: float64.critic_loss(values, problem, s) for n, s in LOSSES[role].items()}
         else:
             outputs = [x.tolist() for x in float64.actor_outputs(model, problem)]
-            found = {n: float64.actor_loss(*outputs, problem, s) for n, s in LOSSES[role].items()}
+            found = {
+                n: float64.actor_loss(*outputs, problem, s, at[:, 0].tolist())
+                for n, s in LOSSES[role].items()
+            }
     return {name: result[0] for name, result in found.items()}
 
 
@@ -44,9 +47,9 @@ def test_gradients_are_those_of_the_losses(references, role):
             parameter.data.add_(direction[name], alpha=step)
 
     moved(STEP)
-    up = losses(role, model, problem)
+    up = losses(role, model, problem, reference.outputs)
     moved(-2 * STEP)
-    down = losses(role, model, problem)
+    down = losses(role, model, problem, reference.outputs)
     for name, expected in reference.losses.items():
         slope = sum(float((g * direction[n]).sum()) for n, g in expected.gradients.items())
         assert (up[name] - down[name]) / (2 * STEP) == pytest.approx(slope, rel=1e-6), name

@@ -1,8 +1,9 @@
 """Every parameter's gradient, in every layout, equals the float64 reference's.
 
 Actor (clipped policy, positive-example NLL, entropy, each alone; together with IcePop and the KL to
-a reference policy, token- and sample-level) and critic (plain and clipped value loss), on responses
-of 1 to 300 tokens of which two in twenty are correct. The layouts are in cases.py, the reference in
+a reference policy, token- and sample-level; DIS and DPPO where one axis is above 1) and critic
+(plain and clipped value loss, and values in a range), on responses of 1 to 300 tokens of which two
+in twenty are correct. The layouts are in cases.py, the reference in
 float64.py, what runs in the processes in measure.py.
 
     bash tests/run.sh tests/distributed              every layout for one of the roles
@@ -17,8 +18,9 @@ from typing import NamedTuple
 import pytest
 
 from tests.distributed.cases import ALL, BFLOAT16, BFLOAT16_REST, CI, name
-from tests.distributed.measure import PACKED, SMALL, UNPACKED, Layout, measure
+from tests.distributed.measure import PACKED, SMALL, UNPACKED, Layout, losses_of, measure
 from tests.distributed.mutations import MUTATIONS
+from tests.distributed.problem import LOSSES, ON_ONE_AXIS
 
 
 class Tolerances(NamedTuple):
@@ -106,6 +108,10 @@ def test_each_run_takes_every_layout_and_each_role_every_axis():
             found = [x for x in mine if x.sp >= ("sp" in (one, other))]
             found = [x for x in found if all(getattr(x, a) > 1 for a in {one, other} - {"sp"})]
             assert found, f"no layout of the {role} has {one} and {other}"
+        extra = {*LOSSES[role]} & {*ON_ONE_AXIS}
+        mine = [x for x in mine if extra <= {*losses_of(role, x)}]
+        assert all(any(getattr(x, axis) > 1 for x in mine) for axis in ("tp", "pp", "dp"))
+        assert len({x.budget for x in mine}) > 1
 
 
 @pytest.mark.parametrize(

@@ -107,15 +107,7 @@ def expected(algorithm, logprobs, entropy, shift):
     bounds = [sum(LENGTHS[:i]) for i in range(len(LENGTHS) + 1)]
     level = algorithm.get("loss_aggregation", "token")
     weights, count = reference.aggregation(mask, bounds, level)
-    policy = reference.policy_loss(
-        logprobs,
-        old,
-        batch().advantages.tolist(),
-        weights,
-        clip_low=algorithm.get("clip_low", 0.2),
-        clip_high=algorithm.get("clip_high", 0.28),
-        count=count,
-    )
+    policy = policy_loss(algorithm, logprobs, old, weights, count)
     correct = [c for c, n in zip(CORRECT, LENGTHS) for _ in range(n)]
     imitated = [1.0] * len(correct)
     if algorithm.get("positive_lm_weight") == "advantage":
@@ -130,6 +122,23 @@ def expected(algorithm, logprobs, entropy, shift):
     return policy, whole - algorithm.get("entropy_coef", 0.0) * bonus
 
 
+def policy_loss(algorithm, logprobs, old, weights, count):
+    """By a loop; DIS and DPPO read the sampler's log-probabilities."""
+    kind, advantages = algorithm.get("policy_loss", "ppo_clip"), batch().advantages.tolist()
+    sampled = [x - math.log(k) for x, k in zip(old, RATIOS)]
+    if kind == "ppo_clip":
+        clips = {"clip_low": 0.2, "clip_high": 0.28}
+        clips = {name: algorithm.get(name, value) for name, value in clips.items()}
+        return reference.policy_loss(logprobs, old, advantages, weights, **clips, count=count)
+    given = (logprobs, sampled, advantages, weights)
+    if kind == "dis":
+        low, high = algorithm["dis_clip_low"], algorithm["dis_clip_high"]
+        return reference.dis_loss(*given, low=low, high=high, count=count)[0]
+    difference, cap = algorithm["dppo_max_difference"], algorithm.get("dppo_ratio_cap", 20.0)
+    return reference.dppo_tv_loss(*given, difference=difference, cap=cap, count=count)[0]
+
+
+DIS = {"policy_loss": "dis", "dis_clip_low": 0.35, "dis_clip_high": 6.0}
 CASES = [
     {},
     {"clip_high": 0.2},
@@ -143,6 +152,13 @@ CASES = [
     {"sampler_correction": "tis", "entropy_coef": 0.3, "kl_coef": 0.5},
     {"sampler_correction": "icepop", "entropy_coef": 0.3, "kl_coef": 0.5},
     {"sampler_correction": "icepop", "loss_aggregation": "sample"},
+    # No ratio lies at an edge: 1 - .35 and 1 + 6, 1 - .05, 1 + 1.5.
+    {**DIS, "kl_coef": 0.5},
+    {**DIS, "dis_clip_low": 0.05, "loss_aggregation": "sample"},
+    {**DIS, "dis_clip_high": 1.5},
+    {"policy_loss": "dppo_tv", "dppo_max_difference": 0.01},
+    {"policy_loss": "dppo_tv", "dppo_max_difference": 0.01, "dppo_ratio_cap": 1.2},
+    {"policy_loss": "dppo_tv", "dppo_max_difference": 1.0, "loss_aggregation": "sample"},
 ]
 
 
@@ -192,6 +208,18 @@ def test_the_critics_values_are_bounded(workers, tmp_path):
     *_, values, _, _, metrics = workers.run(1, update_once, hf, {"value_bound": 1.0})[0]
     expected = [math.tanh(v) for v in head.tolist()]
     assert max(abs(v - e) for v, e in zip(head.tolist(), expected)) > 1e-3, "a bound far above"
+    assert values.tolist() == pytest.approx(expected, abs=1e-6)
+    returns, ones = batch().returns.tolist(), [1.0] * len(expected)
+    loss = reference.value_loss(expected, returns, ones, count=len(expected))
+    assert metrics["critic/loss"] == pytest.approx(loss, abs=2e-6)
+
+
+def test_the_critics_values_have_a_range(workers, tmp_path):
+    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    head = workers.run(1, update_once, hf, {})[0][2]
+    algorithm = {"value_range": [-1.0, 2.0]}
+    *_, values, _, _, metrics = workers.run(1, update_once, hf, algorithm)[0]
+    expected = [reference.ranged_value(z, -1, 2)[0] for z in head.tolist()]
     assert values.tolist() == pytest.approx(expected, abs=1e-6)
     returns, ones = batch().returns.tolist(), [1.0] * len(expected)
     loss = reference.value_loss(expected, returns, ones, count=len(expected))

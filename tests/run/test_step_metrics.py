@@ -110,6 +110,40 @@ def test_same_as_actor_and_adaptive_lambda(workers):
     assert metrics["algorithm/lambda_actor_mean"] == 0
 
 
+def with_the_second_cut_off(algorithm):
+    """Advantages of the second response, and the mean lambda."""
+    from vapo_megatron.config import AlgorithmConfig, ParallelConfig
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.roles.advantages import with_advantages, with_loss_mask
+    from vapo_megatron.run.step_metrics import step_metrics
+
+    place = groups.initialize(ParallelConfig(world_size=1))
+    config = AlgorithmConfig(length_adaptive_alpha=1.0, **algorithm)
+    truncated, zeros = torch.tensor([False, True, False]), torch.zeros(3).long()
+    summary = StepSummary(
+        zeros + 1, torch.tensor(LENGTHS), zeros, truncated, torch.tensor(REWARDS), zeros, zeros
+    )
+    batch = with_loss_mask(batch_of([0, 1, 2]).replace(truncated=truncated), config)
+    batch = with_advantages(summary, batch, config, place)
+    metrics = step_metrics(summary, batch, batch.values, config, place)
+    return batch.advantages[2:5].tolist(), metrics["algorithm/lambda_actor_mean"]
+
+
+def test_the_adaptive_lambda_counts_the_response_or_its_actions(workers):
+    # alpha 1, lengths 2, 3, 1: lambda 1/2, 2/3, 0; without actions in the second: 1/2, 0, 0.
+    # V 0, -1/2, -1 and R -1: delta -1/2, -1/2, 0.
+    whole = [-0.5 - 1 / 3, -0.5, 0.0], (1 / 2 + 2 / 3) / 3
+    cut = [-0.5, -0.5, 0.0], 1 / 6
+    masked = {"overlong_filtering": True}
+    for algorithm, (advantages, mean) in (
+        (masked, whole),
+        ({"gae_length": "action"}, whole),
+        (masked | {"gae_length": "action"}, cut),
+    ):
+        ((found, of_lambda),) = workers.run(1, with_the_second_cut_off, algorithm)
+        assert found == pytest.approx(advantages) and of_lambda == pytest.approx(mean)
+
+
 def test_whitening_uses_all_ranks(workers):
     algorithm = {"lambda_actor": 0.0, "advantage_whitening": True}
     results = workers.run(2, on_rank, SHARES[2], algorithm, None)

@@ -1,11 +1,13 @@
-"""The actor's whole loss: clipped policy loss, positive-example LM loss, KL and entropy."""
+"""The actor's whole loss: policy loss, positive-example LM loss, KL and entropy."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
+from vapo_megatron.algorithm.off_policy_loss import dis_policy_loss, dppo_tv_policy_loss
 from vapo_megatron.algorithm.policy_loss import clipped_policy_loss, ratio_difference, token_weights
 from vapo_megatron.algorithm.positive_lm_loss import positive_lm_loss
 from vapo_megatron.algorithm.reference_kl import reference_kl
@@ -16,6 +18,8 @@ class LossTokens(NamedTuple):
 
     old_logprobs: Tensor
     """From the policy before this step's updates."""
+    rollout_logprobs: Tensor
+    """From the sampler; in place of old_logprobs in dis and dppo_tv."""
     advantages: Tensor
     reference_logprobs: Tensor | None
     """From the reference policy; None: kl_coef is 0."""
@@ -45,10 +49,16 @@ class LossCounts(NamedTuple):
 class LossSettings(NamedTuple):
     """The fields of `algorithm` and `rollout` that the loss depends on."""
 
+    policy_loss: str
+    """"ppo_clip", "dis" or "dppo_tv"."""
     loss_aggregation: str
     max_response_tokens: int
     clip_low: float
     clip_high: float
+    dis_clip_low: float
+    dis_clip_high: float
+    dppo_max_difference: float
+    dppo_ratio_cap: float
     positive_lm_coef: float
     kl_coef: float
     entropy_coef: float
@@ -88,15 +98,7 @@ def actor_loss(
         max_response_tokens=settings.max_response_tokens,
     )
     of_policy = {"num_tokens": count, "num_trained_tokens": counts.policy_tokens}
-    policy_loss, metrics = clipped_policy_loss(
-        logprobs,
-        tokens.old_logprobs,
-        tokens.advantages,
-        weights,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        **of_policy,
-    )
+    policy_loss, metrics = _policy_loss(logprobs, tokens, weights, settings, of_policy)
     nll = positive_lm_loss(
         logprobs,
         tokens.loss_mask,
@@ -125,3 +127,34 @@ def actor_loss(
             num_tokens=counts.policy_tokens,
         ),
     }
+
+
+def _policy_loss(
+    logprobs: Tensor,
+    tokens: LossTokens,
+    weights: Tensor,
+    settings: LossSettings,
+    counts: Mapping[str, Tensor],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute settings.policy_loss; counts: its num_tokens and num_trained_tokens."""
+    if settings.policy_loss == "ppo_clip":
+        return clipped_policy_loss(
+            logprobs,
+            tokens.old_logprobs,
+            tokens.advantages,
+            weights,
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            **counts,
+        )
+    given = (logprobs, tokens.rollout_logprobs, tokens.advantages, weights)
+    if settings.policy_loss == "dis":
+        low, high = settings.dis_clip_low, settings.dis_clip_high
+        return dis_policy_loss(*given, low=low, high=high, **counts)
+    assert settings.policy_loss == "dppo_tv", f"unknown policy loss {settings.policy_loss!r}"
+    return dppo_tv_policy_loss(
+        *given,
+        max_difference=settings.dppo_max_difference,
+        ratio_cap=settings.dppo_ratio_cap,
+        **counts,
+    )

@@ -6,10 +6,40 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithm.lambdas import length_adaptive_lambda, resolve_lambdas
-from vapo_megatron.algorithm.reduction import require_wide
+from vapo_megatron.algorithm.reduction import require_mask, require_wide, trained_lengths
 from vapo_megatron.algorithm.segmented_scan import cache_slices, reverse_scan_, scan_buffer
 
-__all__ = ["decoupled_gae", "length_adaptive_lambda", "resolve_lambdas"]
+__all__ = ["decoupled_gae", "gae_lengths", "length_adaptive_lambda", "resolve_lambdas"]
+
+
+def gae_lengths(loss_mask: Tensor, cu_seqlens: Tensor, gae_length: str) -> Tensor:
+    """Lengths that length_adaptive_lambda is given.
+
+        response: l_i = |o_i|        action: l_i = the tokens of response i whose mask is not 0
+
+    They differ where tokens are masked: of a response that overlong filtering masks, "action" makes
+    l 0, and with it lambda.
+
+    Source: VAPO (arXiv 2504.05118) has the response's length; "action", what the policy did and is
+    trained on, is ours.
+
+    Args:
+        loss_mask: [T] bool, or float weights; used only by "action".
+        cu_seqlens: integer [B+1], boundaries of the responses in T; responses may be empty.
+        gae_length: "response" or "action".
+
+    Returns:
+        int64 [B].
+
+    Raises:
+        ValueError: an unknown gae_length, an invalid dtype of loss_mask.
+    """
+    if gae_length == "response":
+        return cu_seqlens.diff().long()
+    if gae_length != "action":
+        raise ValueError(f'gae_length={gae_length!r} must be "response" or "action"')
+    require_mask(loss_mask)
+    return trained_lengths(loss_mask, cu_seqlens)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from vapo_megatron.algorithm.reduction import (
     keep,
     require_mask,
     require_wide,
+    trained_lengths,
     trained_on,
 )
 
@@ -163,7 +164,7 @@ def token_weights(
             )
         return weights / max_response_tokens
     lengths = cu_seqlens.diff().long()
-    per_response = _masked_lengths(loss_mask, cu_seqlens).clamp(min=1)
+    per_response = trained_lengths(loss_mask, cu_seqlens).clamp(min=1)
     return weights / per_response.repeat_interleave(lengths, output_size=loss_mask.numel())
 
 
@@ -191,7 +192,7 @@ def loss_count(loss_mask: Tensor, cu_seqlens: Tensor, loss_aggregation: str) -> 
     _require_aggregation(loss_aggregation)
     if loss_aggregation == "token":
         return trained_on(loss_mask).sum()
-    return (_masked_lengths(loss_mask, cu_seqlens) > 0).sum()
+    return (trained_lengths(loss_mask, cu_seqlens) > 0).sum()
 
 
 def _require_aggregation(loss_aggregation: str) -> None:
@@ -199,10 +200,3 @@ def _require_aggregation(loss_aggregation: str) -> None:
         raise ValueError(
             f'loss_aggregation={loss_aggregation!r} must be "token", "sample" or "constant"'
         )
-
-
-def _masked_lengths(loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """int64 [B]: tokens of each response whose mask is not 0."""
-    before = torch.zeros(loss_mask.numel() + 1, dtype=torch.long, device=loss_mask.device)
-    torch.cumsum(trained_on(loss_mask), 0, out=before[1:])
-    return before[cu_seqlens.long()].diff()

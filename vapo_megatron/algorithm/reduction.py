@@ -46,6 +46,18 @@ def trained_on(loss_mask: Tensor) -> Tensor:
     return loss_mask if loss_mask.dtype == torch.bool else loss_mask != 0
 
 
+def trained_lengths(loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """int64 [B]: tokens of each response whose weight is not 0.
+
+    Args:
+        loss_mask: [T] bool, or float weights.
+        cu_seqlens: integer [B+1], boundaries of the responses in T; responses may be empty.
+    """
+    before = torch.zeros(loss_mask.numel() + 1, dtype=torch.long, device=loss_mask.device)
+    torch.cumsum(trained_on(loss_mask), 0, out=before[1:])
+    return before[cu_seqlens.long()].diff()
+
+
 def keep(x: Tensor, loss_mask: Tensor) -> Tensor:
     """x where a token is trained on, else 0; masked inf or NaN never reach a sum or gradient."""
     return torch.where(trained_on(loss_mask), x, 0)

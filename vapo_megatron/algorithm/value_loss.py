@@ -1,4 +1,4 @@
-"""The critic's regression on returns, and values bounded to the range of returns."""
+"""The critic's regression on returns, and values that are bounded as the returns are."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ def bounded_values(head: Tensor, bound: float) -> Tensor:
     Near 0 it is the identity; for |head| well above the bound its gradient vanishes. V reaches the
     bound only in the limit, so choose one above the largest |return|.
 
-    Source: this form is ours. BPCO (arXiv 2608.23566) has bounded values; by which function, we do
-    not know.
+    Source: this form is ours; ranged_values is BPCO's.
 
     Args:
         head: [T] float32 or float64, the value head's output; carries the gradient.
@@ -35,6 +34,34 @@ def bounded_values(head: Tensor, bound: float) -> Tensor:
     if not 0 < bound < math.inf:
         raise ValueError(f"value_bound={bound} must be a finite number above 0; null for no bound")
     return bound * torch.tanh(head / bound)
+
+
+def ranged_values(head: Tensor, low: float, high: float) -> Tensor:
+    """Bound the value head's output to the range of the returns.
+
+        V = low + (high - low) * (1/2 + atan(head) / pi)
+        dV/dhead = (high - low) / (pi * (1 + head^2))
+
+    A head of 0 is the middle of the range. V reaches the ends only in the limit, but there the
+    gradient falls with the square of the head, not exponentially as tanh's.
+
+    Source: BPCO (arXiv 2608.23566), [Rmin, Rmax] = [low, high].
+
+    Args:
+        head: [T] float32 or float64, the value head's output; carries the gradient.
+        low, high: finite, low below high; in units of reward.
+
+    Returns:
+        [T], head's dtype, in [low, high].
+
+    Raises:
+        ValueError: a dtype below float32, or a range that is not finite or is empty.
+    """
+    require_wide(head=head)
+    if not -math.inf < low < high < math.inf:
+        raise ValueError(f"value_range=[{low}, {high}] must be finite with low below high")
+    share = 0.5 + torch.atan(head) / math.pi
+    return low + (high - low) * share
 
 
 def value_loss(

@@ -67,11 +67,40 @@ class AlgorithmConfig(Section):
         "alpha",
         gt=0,
     )
-    gamma: float = _field(1.0, "Discount per token.", "gamma", gt=0, le=1)
-    clip_low: float = _field(0.2, "Lower clip of the probability ratio.", "epsilon_low", ge=0, lt=1)
-    clip_high: float = _field(
-        0.28, "Clip-higher: upper clip of the probability ratio.", "epsilon_high", ge=0
+    gae_length: Literal["response", "action"] = _field(
+        "response",
+        "l of the adaptive lambda; response: all tokens of the response; action: those that the "
+        "losses keep, none of a response that overlong_filtering masks.",
     )
+    gamma: float = _field(1.0, "Discount per token.", "gamma", gt=0, le=1)
+    policy_loss: Literal["ppo_clip", "dis", "dppo_tv"] = _field(
+        "ppo_clip",
+        "ppo_clip: clipped ratio to the policy before the step; dis, dppo_tv: ratio to the "
+        "sampler, tokens dropped by their ratio (SAO) or by how far their probability moved "
+        "(DPPO).",
+    )
+    clip_low: float = _field(
+        0.2, "Lower clip of the probability ratio, with ppo_clip.", "epsilon_low", ge=0, lt=1
+    )
+    clip_high: float = _field(
+        0.28, "Clip-higher: upper clip of the probability ratio, with ppo_clip.", "epsilon_high",
+        ge=0,
+    )
+    dis_clip_low: float = _field(
+        0.3, "dis drops tokens whose ratio is at most 1 - this.", "epsilon_l", gt=0, le=1
+    )
+    dis_clip_high: float = _field(
+        5.0, "dis drops tokens whose ratio is at least 1 + this.", "epsilon_h", gt=0
+    )
+    dppo_max_difference: float = _field(
+        0.15,
+        "dppo_tv drops tokens whose probability moved further than this from the sampler's, "
+        "towards their advantage.",
+        "delta",
+        gt=0,
+        le=1,
+    )
+    dppo_ratio_cap: float = _field(20.0, "Largest ratio that weights a token in dppo_tv.", ge=1)
     loss_aggregation: Literal["token", "sample", "constant"] = _field(
         "token",
         "Token-level loss: mean over all tokens; sample: mean per response, then over responses; "
@@ -97,6 +126,11 @@ class AlgorithmConfig(Section):
         None,
         "Bounded values: V = bound * tanh(head / bound); null: V is the value head's output.",
         gt=0,
+    )
+    value_range: list[float] | None = _field(
+        None,
+        "[low, high], bounded values as in BPCO: V = low + (high - low) (1/2 + atan(head) / pi); "
+        "null: off.",
     )
     freeze_critic_attention: bool = _field(
         False, "Freeze the critic's attention: query, key, value and output projections."

@@ -101,7 +101,7 @@ METRICS: dict[str, Metric] = {
         "", "Fraction of tokens that sampler_correction caps (tis) or drops (icepop)."
     ),
     "actor/loss": Metric("", "Policy loss plus auxiliary losses, mean over the step's updates."),
-    "actor/policy_loss": Metric("", "Clipped policy loss."),
+    "actor/policy_loss": Metric("", "Policy loss, see algorithm.policy_loss."),
     "actor/positive_lm_loss": Metric(
         "nat",
         "Negative log-likelihood per token of correct responses, before the weight mu; absent if "
@@ -112,9 +112,16 @@ METRICS: dict[str, Metric] = {
         "", "Fraction of tokens so far from the reference that their KL is linearised."
     ),
     "actor/entropy": Metric("nat", "Mean entropy of the policy over response tokens."),
-    "actor/approx_kl": Metric("nat", "Mean of ratio - 1 - log(ratio): KL to the old policy."),
-    "actor/clip_fraction_low": Metric("", "Fraction of tokens with no gradient: lower clip."),
-    "actor/clip_fraction_high": Metric("", "Fraction of tokens with no gradient: upper clip."),
+    "actor/approx_kl": Metric(
+        "nat",
+        "Mean of ratio - 1 - log(ratio): KL to the old policy (dis, dppo_tv: the sampler).",
+    ),
+    "actor/clip_fraction_low": Metric(
+        "", "Fraction of tokens with no gradient: lower clip; with dis and dppo_tv: dropped."
+    ),
+    "actor/clip_fraction_high": Metric(
+        "", "Fraction of tokens with no gradient: upper clip; with dis and dppo_tv: dropped."
+    ),
     "actor/first_ratio_diff_mean": Metric(
         "", "Mean |ratio - 1| in the step's first mini-batch; the run stops if it is not rounding."
     ),

@@ -115,6 +115,15 @@ class RewardConfig(Section):
         return (*dict.fromkeys([*BUILT_IN_VERIFIERS, *self.verifiers]), HYBRID)
 
 
+def reward_range(reward: RewardConfig) -> tuple[float, float]:
+    """Return the lowest and the highest reward that a response can get."""
+    rewards = tuple(
+        reward.from_score or (reward.correct, reward.incorrect, reward.truncated_correct)
+    )
+    punishment = reward.overlong_penalty if reward.overlong_buffer_tokens else 0.0
+    return min(rewards) - punishment, max(rewards)
+
+
 def reward_mistakes(reward: RewardConfig) -> Iterator[str]:
     """Yield what is wrong with the section by itself: field, value, rule and remedy."""
     yield from _verifier_mistakes(reward)

@@ -6,7 +6,7 @@ Each returns an error message with field, value, rule and remedy, or None.
 from __future__ import annotations
 
 from vapo_megatron.config.data import FileConfig, files_mistake, sources_mistake
-from vapo_megatron.config.reward import HYBRID, REWARD_MODEL, reward_mistakes
+from vapo_megatron.config.reward import HYBRID, REWARD_MODEL, reward_mistakes, reward_range
 from vapo_megatron.config.schema import VapoConfig
 from vapo_megatron.errors import ConfigError
 
@@ -251,16 +251,43 @@ def _reward_model_rule(c: VapoConfig) -> str | None:
 
 
 def _value_bound_rule(c: VapoConfig) -> str | None:
-    r, bound = c.reward, c.algorithm.value_bound
-    rewards = tuple(r.from_score or (r.correct, r.incorrect, r.truncated_correct))
-    lowest = min(rewards) - (r.overlong_penalty if r.overlong_buffer_tokens else 0.0)
-    largest = max(abs(lowest), *map(abs, rewards))
+    bound, both = c.algorithm.value_bound, c.algorithm.value_range
+    lowest, highest = reward_range(c.reward)
+    largest = max(abs(lowest), abs(highest))
     if bound is not None and bound < largest:
         return (
             f"algorithm.value_bound={bound:g} must be at least the largest |reward|, {largest:g}: "
             "otherwise no value could reach such a return; raise it, or set it to null"
         )
+    if both is None:
+        return None
+    if bound is not None:
+        return (
+            f"algorithm.value_range={both} must not be combined with value_bound={bound:g}, "
+            "another bound of the values; set one of them to null"
+        )
+    if len(both) != 2 or both[0] >= both[1]:
+        return (
+            f"algorithm.value_range={both} must be [low, high] with low below high, such as "
+            "[-1, 1]; change it, or set it to null"
+        )
+    if lowest < both[0] or both[1] < highest:
+        return (
+            f"algorithm.value_range={both} must contain the rewards, {lowest:g} to {highest:g}: "
+            "otherwise no value could reach such a return; widen it, or set it to null"
+        )
     return None
+
+
+def _policy_loss_rule(c: VapoConfig) -> str | None:
+    a = c.algorithm
+    if a.policy_loss == "ppo_clip" or a.sampler_correction == "none":
+        return None
+    return (
+        f"algorithm.sampler_correction={a.sampler_correction} must be none with "
+        f"algorithm.policy_loss={a.policy_loss}, whose ratio is to the sampler already; set it, or "
+        "policy_loss=ppo_clip"
+    )
 
 
 def _timeouts_rule(c: VapoConfig) -> str | None:
@@ -299,5 +326,5 @@ _RULES = (
     _layout_rule, _pipeline_rule, _batch_rule, _lambda_rule, _estimator_rule, _stage_rule,
     _sampling_rule, _reward_rule, _verifier_rule, _reward_model_rule, _value_bound_rule,
     _timeouts_rule, _precision_rule, _dynamic_sampling_rule,
-    _sources_rule,
+    _sources_rule, _policy_loss_rule,
 )  # fmt: skip

@@ -49,7 +49,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique(
         "Clip-higher",
         "clip_low clip_high",
-        lambda a: a["clip_high"] > a["clip_low"],
+        lambda a: a["policy_loss"] == "ppo_clip" and a["clip_high"] > a["clip_low"],
         "The upper clip is wider than the lower one, so that unlikely tokens can gain probability "
         "and the entropy does not collapse.",
     ),
@@ -99,11 +99,29 @@ def algorithm_name(config: Mapping[str, Any]) -> str:
     found = settings(config)
     if found["stage"] == "value_pretraining":
         return "Value pretraining"
+    if found["policy_loss"] == "ppo_clip":
+        return _usual_name(found)
+    if found["advantage_estimator"] == "gae" and found["group_size"] == 1:
+        if found["policy_loss"] == "dis" and found["freeze_critic_attention"]:
+            return "SAO"
+        if found["policy_loss"] == "dppo_tv" and found["value_range"] is not None:
+            return "BPCO"
+    return f"{_usual_name(found)} + {_LOSSES[found['policy_loss']]}"
+
+
+_LOSSES = {"dis": "DIS", "dppo_tv": "DPPO"}
+"""Names of the policy losses that are not PPO's."""
+
+
+def _usual_name(found: Settings) -> str:
+    """Name an algorithm, whatever its policy loss."""
     if found["advantage_estimator"] == "dr_grpo":
         return "Dr.GRPO"
     if found["advantage_estimator"] == "grpo":
         return "DAPO" if found["dynamic_sampling"] else "GRPO"
     on = {technique.name: technique.is_on(found) for technique in TECHNIQUES}
+    if found["policy_loss"] != "ppo_clip":
+        del on["Clip-higher"]  # The other losses have no clip that it could be missing in.
     has = [name for name, is_on in on.items() if is_on]
     lacks = [name for name, is_on in on.items() if not is_on]
     if found["lambda_actor"] == 1 and has == ["Token-level loss", "Group sampling"]:

@@ -176,6 +176,7 @@ class Actor:
             positive_weights = imitation_weights(batch.returns, batch.values)
         tokens = LossTokens(
             old_logprobs=batch.old_logprobs,
+            rollout_logprobs=batch.rollout_logprobs,
             advantages=batch.advantages,
             reference_logprobs=batch.reference_logprobs if algorithm.kl_coef > 0 else None,
             cu_seqlens=batch.cu_seqlens,

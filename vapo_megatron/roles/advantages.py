@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithm.gae import decoupled_gae
+from vapo_megatron.algorithm.gae import decoupled_gae, gae_lengths
 from vapo_megatron.algorithm.group_advantages import group_advantages, group_sums
 from vapo_megatron.algorithm.lambdas import resolve_lambdas
 from vapo_megatron.algorithm.overlong_filtering import without_truncated
@@ -93,7 +93,7 @@ def with_advantages(
 def _from_values(batch: RolloutBatch, algorithm: AlgorithmConfig) -> RolloutBatch:
     assert batch.values is not None
     lambda_actor, lambda_critic = resolve_lambdas(
-        batch.response_lengths,
+        gae_lengths(batch.loss_mask, batch.cu_seqlens, algorithm.gae_length),
         lambda_actor=algorithm.lambda_actor,
         lambda_critic=algorithm.lambda_critic,
         length_adaptive_alpha=algorithm.length_adaptive_alpha,

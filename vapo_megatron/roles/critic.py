@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithm.value_loss import bounded_values, value_loss
+from vapo_megatron.algorithm.value_loss import bounded_values, ranged_values, value_loss
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.metrics import emits
 from vapo_megatron.data.batch import Microbatch
@@ -87,6 +87,9 @@ class Critic:
 
     def _values(self, output: Tensor, microbatch: Microbatch) -> Tensor:
         """V at the positions that predict the response tokens; temperature does not apply."""
-        values = values_of(output)[microbatch.predicting]
-        bound = self.config.algorithm.value_bound
-        return values if bound is None else bounded_values(values, bound)
+        values, algorithm = values_of(output)[microbatch.predicting], self.config.algorithm
+        if algorithm.value_range is not None:
+            return ranged_values(values, *algorithm.value_range)
+        if algorithm.value_bound is not None:
+            return bounded_values(values, algorithm.value_bound)
+        return values

@@ -127,8 +127,9 @@ def step_metrics(
         "algorithm/advantage_std": advantage_std,
     }
     if of_values:
+        masks = algorithm.overlong_filtering and algorithm.gae_length == "action"
         lambda_actor, _ = resolve_lambdas(
-            lengths,
+            lengths * ~summary.truncated if masks else lengths,
             lambda_actor=algorithm.lambda_actor,
             lambda_critic=algorithm.lambda_critic,
             length_adaptive_alpha=algorithm.length_adaptive_alpha,
