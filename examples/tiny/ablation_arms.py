@@ -73,6 +73,16 @@ NO_LENGTH_ADAPTIVE = Arm("without length-adaptive GAE", "45", ("algorithm.lambda
 NO_POSITIVE_LM = "without positive-example LM loss"
 NO_CLIP_HIGHER = Arm("without clip-higher", "46", ("algorithm.clip_high=0.2",))
 
+# Both with the table's learning rate. A critic without a range, or with an optimizer of all its
+# weights, is not one to start from: BPCO pretrains its own for as many steps as the seed's has.
+TABLES_RATE = "optimizer.critic_learning_rate=5.0e-4"
+SAO = Arm(
+    "SAO", "",
+    ("algorithm.value_pretraining_steps=0", "model.critic_checkpoint_optimizer=false", TABLES_RATE),
+    "sao",
+)  # fmt: skip
+BPCO = Arm("BPCO", "", (*NO_CRITIC, "algorithm.value_pretraining_steps=6", TABLES_RATE), "bpco")
+
 
 def _besides(arm: Arm) -> Arm:
     """Return the arm with a title that says it is added to the change of the table's first arm."""
@@ -193,7 +203,7 @@ TABLES = {
             "grpo": Arm("GRPO", "47", NO_CRITIC, "grpo"),
             "dapo": Arm("DAPO", "50", NO_CRITIC, "dapo"),
         },
-        more_arms={"no_decoupled_gae_95": NO_DECOUPLED_GAE_95},
+        more_arms={"no_decoupled_gae_95": NO_DECOUPLED_GAE_95, "sao": SAO, "bpco": BPCO},
         notes=SHORT_NOTES,
     ),
     "long": Table(

@@ -11,16 +11,19 @@ from tests.e2e.test_run import TINY, ended, overrides, rows  # noqa: F401
 from vapo_megatron.cli.train import main
 
 RECIPES = TINY.parent / "algorithms"
+PRETRAINED = ("vapo", "vc_ppo", "sao", "bpco")
+ONE_RESPONSE = ("ppo", "vc_ppo", "sao", "bpco")
+"""Of each prompt."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.iterdir()))
 def test_three_steps(launch, overrides, tmp_path, name):  # noqa: F811
-    pretrains = name in ("vapo", "vc_ppo")
+    pretrains = name in PRETRAINED
     given = [part for file in (TINY, RECIPES / f"{name}.yaml") for part in ("--config", str(file))]
     given += [
         *overrides, "parallel.world_size=1", "parallel.tensor_model_parallel_size=1",
-        f"algorithm.group_size={1 if name.endswith('ppo') else 8}",
+        f"algorithm.group_size={1 if name in ONE_RESPONSE else 8}",
         f"algorithm.value_pretraining_steps={int(pretrains)}",
         f"algorithm.policy_steps={3 - pretrains}", "algorithm.dynamic_sampling_max_rounds=2",
         f"logging.run_dir={tmp_path}/run",

@@ -115,6 +115,26 @@ CHANGED = {
         "algorithm.overlong_filtering": True,
         "algorithm.positive_lm_coef": 0.0,
     },
+    "sao": {
+        "model.critic_checkpoint_optimizer": False,
+        "algorithm.group_size": 1,
+        "algorithm.length_adaptive_alpha": 1.5,
+        "algorithm.policy_loss": "dis",
+        "algorithm.positive_lm_coef": 0.0,
+        "algorithm.critic_updates_per_step": 2,
+        "algorithm.freeze_critic_attention": True,
+    },
+    "bpco": {
+        "model.critic_checkpoint": None,
+        "model.critic_hf_path": None,
+        "algorithm.value_pretraining_steps": 6,
+        "algorithm.group_size": 1,
+        "algorithm.length_adaptive_alpha": 0.4,
+        "algorithm.policy_loss": "dppo_tv",
+        "algorithm.loss_aggregation": "sample",
+        "algorithm.positive_lm_coef": 0.0,
+        "algorithm.value_range": [-1.0, 1.0],
+    },
 }
 WITH_LM = {"algorithm.positive_lm_coef": 0.1}
 CHANGED_KEYS = {

@@ -11,6 +11,7 @@ import re
 from math import exp, log
 from pathlib import Path
 from statistics import mean, stdev
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -58,6 +59,16 @@ CHANGES = {
         "clip_high": 0.2, "value_clip": 0.2, "loss_aggregation": "sample", "positive_lm_coef": 0.0,
         "kl_coef": 0.01, "incorrect": -0.5, "overlong_buffer_tokens": 0,
     },
+    "sao": {
+        "value_pretraining_steps": 10, "length_adaptive_alpha": 1.5, "group_size": 1,
+        "policy_loss": "dis", "positive_lm_coef": 0.0, "critic_updates_per_step": 2,
+        "freeze_critic_attention": True, "critic_learning_rate": 5e-6, "overlong_buffer_tokens": 0,
+    },
+    "bpco": {
+        "value_pretraining_steps": 15, "length_adaptive_alpha": 0.4, "group_size": 1,
+        "policy_loss": "dppo_tv", "loss_aggregation": "sample", "positive_lm_coef": 0.0,
+        "value_range": [-1.0, 1.0], "critic_learning_rate": 1e-5, "overlong_buffer_tokens": 0,
+    },
 }  # fmt: skip
 """Fields that a recipe leaves other than the 32B base has them (VAPO, soft punishment)."""
 
@@ -80,6 +91,7 @@ def changed(base, name):
 NAMES = {
     "vapo": "VAPO", "ppo": "PPO", "vc_ppo": "VC-PPO", "grpo": "GRPO", "dr_grpo": "Dr.GRPO",
     "dapo": "DAPO", "orz": "Open-Reasoner-Zero", "concise": "PPO with group sampling",
+    "sao": "SAO", "bpco": "BPCO",
 }  # fmt: skip
 
 
@@ -87,6 +99,20 @@ NAMES = {
 def test_a_run_is_called_by_its_recipe(base):
     found = {name: load_config([*base, recipe(name)]).model_dump() for name in CHANGES}
     assert {name: algorithm_name(config) for name, config in found.items()} == NAMES
+
+
+def test_another_policy_loss_is_named_beside_the_algorithm():
+    dis, dppo = ({"policy_loss": name} for name in ("dis", "dppo_tv"))
+    for name, fields in (
+        ("VAPO + DIS", dis),
+        ("VAPO + DPPO", dppo),
+        ("VAPO + DIS", {**dis, "clip_high": 0.2}),
+        ("VAPO without group sampling + DIS", {**dis, "group_size": 1}),
+        ("GRPO + DIS", {**dis, "advantage_estimator": "grpo"}),
+        ("VAPO without clip-higher", {"clip_high": 0.2}),
+        ("Value pretraining", {**dis, "stage": "value_pretraining"}),
+    ):
+        assert algorithm_name({"algorithm": fields}) == name
 
 
 def test_every_recipe_is_here():
@@ -128,6 +154,10 @@ WHOLE = [0, 1, 3, 4, 5]
 """Responses that were not cut off."""
 
 OLD_LOGPROB, REFERENCE_LOGPROB = -0.5, -0.75
+SAMPLED_LOGPROBS = (-0.2, -1.2)
+"""The sampler's, of tokens at even and odd places: DIS and DPPO drop some of either."""
+ALPHA = {"sao": 1.5, "bpco": 0.4}
+"""Of recipes that set it; the others get 1."""
 
 
 def gae(i, lam, reward=None):
@@ -157,6 +187,33 @@ def surrogate(advantages, high):
         [-min(r * a, max(0.8, min(r, 1 + high)) * a) for r, a in zip(*pair, strict=True)]
         for pair in zip(RATIOS, advantages, strict=True)
     ]
+
+
+def from_sampler(advantages, factor):
+    """-f A log pi of each token, with f of pi's and the sampler's log-probabilities and A."""
+    found, t = [], 0
+    for ratios, some in zip(RATIOS, advantages, strict=True):
+        found.append([])
+        for r, a in zip(ratios, some, strict=True):
+            new = OLD_LOGPROB + log(r)
+            found[-1].append(-factor(new, SAMPLED_LOGPROBS[t % 2], a) * a * new)
+            t += 1
+    return found
+
+
+def dis(new, sampled, advantage):
+    """The ratio inside (0.7, 6), else 0."""
+    ratio = exp(new - sampled)
+    assert min(abs(ratio - edge) for edge in (0.7, 6)) > 1e-3
+    return ratio if 0.7 < ratio < 6 else 0.0
+
+
+def dppo(new, sampled, advantage):
+    """The ratio, or 0 if the probability moved by more than 0.15 towards the advantage."""
+    moved = exp(new) - exp(sampled)
+    assert abs(abs(moved) - 0.15) > 1e-3
+    kept = moved <= 0.15 if advantage > 0 else moved >= -0.15
+    return exp(new - sampled) if kept else 0.0
 
 
 def nll():
@@ -197,6 +254,21 @@ def by_hand(name):
         of_tokens = surrogate(advantages, 0.28)
         policy = sum(sum(of_tokens[i]) for i in WHOLE) / (13 - 3)
         return advantages, None, policy, policy
+    if name in ALPHA:
+        # alpha 1.5: lambda 1/3, 2/3, 7/9, 5/6 at 1 to 4 tokens; alpha .4: 0, 0, 1/6, 3/8.
+        lambdas = [max(0.0, 1 - 1 / (ALPHA[name] * n)) for n in LENGTHS]
+        expected = {"sao": [2 / 3, 1 / 3, 7 / 9], "bpco": [0, 0, 1 / 6]}[name]
+        assert lambdas[:3] == pytest.approx(expected, abs=1e-15)
+        advantages = [gae(i, lambdas[i]) for i in MINI_BATCH]
+        returns = [[REWARDS[i]] * LENGTHS[i] for i in MINI_BATCH]
+        of_tokens = from_sampler(advantages, dis if name == "sao" else dppo)
+        dropped = sum(x == 0 for some in of_tokens for x in some)
+        assert 2 <= dropped <= 8
+        if name == "sao":
+            policy = sum(sum(x) for x in of_tokens) / 13
+        else:
+            policy = mean(mean(x) for x in of_tokens)
+        return advantages, returns, policy, policy
     if name == "concise":
         # The response that was cut off has the base's reward.
         rewards = [1.0, -0.5, -1.0, -0.5, 1.0, 1.0]
@@ -244,7 +316,7 @@ def batch_of(config):
         rewards=rewards,
         is_correct=is_correct,
         truncated=truncated,
-        rollout_logprobs=torch.full((count,), OLD_LOGPROB),
+        rollout_logprobs=torch.tensor([SAMPLED_LOGPROBS[t % 2] for t in range(count)]),
         loss_mask=torch.ones(count, dtype=torch.bool),
         old_logprobs=torch.full((count,), OLD_LOGPROB),
         values=torch.tensor(sum(VALUES, [])) if has_critic else None,
@@ -291,13 +363,16 @@ def computed(files, overrides):
 
     with mock.patch("vapo_megatron.roles.actor.policy_logprobs", policy_logprobs):
         whole, policy = losses(Actor.__new__(Actor), logprobs)
-    of_critic, updates = None, []
+    of_critic, updates, values = None, [], None
     if "critic" in config.algorithm.trained_roles:
         critic = Critic.__new__(Critic)
+        critic.config = config
+        three = SimpleNamespace(predicting=torch.arange(3))
+        values = critic._values(torch.tensor([-1.0, 0.0, 3**0.5]), three).tolist()
         of_critic, _ = losses(critic, VALUES)
         critic.trained = Counted(updates)
         critic.update([mini_batch])
-    return batch, policy, whole, of_critic, updates, metrics
+    return batch, policy, whole, of_critic, updates, values, metrics
 
 
 class Counted:
@@ -322,13 +397,13 @@ def test_advantages_and_losses_by_hand(workers, name):
     overrides = [
         "parallel.world_size=1", "parallel.tensor_model_parallel_size=1",
         "algorithm.responses_per_step=6", "algorithm.mini_batch_size=6",
-        "algorithm.length_adaptive_alpha=1",
     ]  # fmt: skip
+    overrides += ["algorithm.length_adaptive_alpha=1"] * (name not in ALPHA)
     if CHANGES[name].get("group_size") != 1:
         overrides.append("algorithm.group_size=3")
     files = [*TINY, recipe(name)]
     (found,) = workers.run(1, computed, files, overrides)
-    batch, policy, whole, of_critic, updates, metrics = found
+    batch, policy, whole, of_critic, updates, values, metrics = found
     advantages, returns, expected_policy, expected_whole = by_hand(name)
     assert batch.advantages.tolist() == pytest.approx(sum(advantages, []), abs=1e-6)
     # Sums of 13 float32 terms of at most 2.
@@ -340,7 +415,10 @@ def test_advantages_and_losses_by_hand(workers, name):
         return
     assert batch.returns.tolist() == pytest.approx(sum(returns, []), abs=1e-6)
     assert of_critic == pytest.approx(value_loss(returns), rel=2e-6)
-    assert updates == ([5e-6] * 12 if name == "orz" else [5e-4])
+    rates = {"orz": [5e-6] * 12, "sao": [5e-6] * 2, "bpco": [1e-5]}
+    assert updates == rates.get(name, [5e-4])
+    # -1 + 2 (1/2 + atan(z) / pi) of z = -1, 0, sqrt 3: -1/2, 0, 2/3.
+    assert values == pytest.approx([-0.5, 0, 2 / 3] if name == "bpco" else [-1, 0, 3**0.5])
     assert {"critic/explained_variance", "algorithm/lambda_actor_mean"} <= set(metrics)
 
 

@@ -1,9 +1,9 @@
 """Policy losses that compare the policy with the sampler and drop tokens that moved too far.
 
 They have no old log-probabilities: the sampler's take their place, so that staleness, a mismatch of
-sampler and trainer, and the step's own updates are one ratio. What is kept depends on the policy of
-the very forward pass, so dropped tokens stay in the denominators: the papers' means are over all
-tokens, and a count without them would need a forward pass over the mini-batch of its own.
+sampler and trainer, and the step's own updates are one ratio. Dropped tokens stay in the
+denominators: SAO's mean is over all tokens, and a count without them, which depends on the policy of
+the very forward pass, would need a forward pass over the mini-batch of its own.
 """
 
 from __future__ import annotations
