@@ -2,8 +2,8 @@
 
 They have no old log-probabilities: the sampler's take their place, so that staleness, a mismatch of
 sampler and trainer, and the step's own updates are one ratio. Dropped tokens stay in the
-denominators: SAO's mean is over all tokens, and a count without them, which depends on the policy of
-the very forward pass, would need a forward pass over the mini-batch of its own.
+denominators: SAO's mean is over all tokens, and a count without them, which depends on the policy
+of the very forward pass, would need a forward pass over the mini-batch of its own.
 """
 
 from __future__ import annotations
