@@ -52,7 +52,14 @@ CASES = {
             "overlap_grad_reduce": True,
             "overlap_param_gather": True,
         },
-        {"kl_coef": 0.1, "advantage_whitening": True, "overlong_filtering": True},
+        {
+            "kl_coef": 0.1,
+            "advantage_whitening": True,
+            "overlong_filtering": True,
+            "policy_loss": "dis",
+            "value_range": [-2.0, 2.0],
+            "gae_length": "action",
+        },
         {"reduce_scatter_single_coalesced", "all_gather_single_coalesced", "all_to_all_single"},
     ),
     "tensor parallel": Case(

@@ -5,8 +5,9 @@ Not exercised: numbers on a GPU. Meta tensors hold no data, so that reading any 
 
 import torch
 
-from vapo_megatron.algorithm.gae import decoupled_gae, length_adaptive_lambda
+from vapo_megatron.algorithm.gae import decoupled_gae, gae_lengths, length_adaptive_lambda
 from vapo_megatron.algorithm.group_advantages import group_advantages, group_sums
+from vapo_megatron.algorithm.off_policy_loss import dis_policy_loss, dppo_tv_policy_loss
 from vapo_megatron.algorithm.overlong_filtering import without_truncated
 from vapo_megatron.algorithm.policy_loss import (
     clipped_policy_loss,
@@ -25,7 +26,7 @@ from vapo_megatron.algorithm.statistics import (
     moments,
     whiten,
 )
-from vapo_megatron.algorithm.value_loss import bounded_values, value_loss
+from vapo_megatron.algorithm.value_loss import bounded_values, ranged_values, value_loss
 
 META = torch.device("meta")
 
@@ -71,10 +72,16 @@ def test_losses():
         critic_loss, critic_metrics = value_loss(
             floats(700), floats(700), weights, num_tokens=count, old_values=floats(700), clip=0.2
         )
+        of_sampler = floats(700), floats(700), floats(700), weights
+        dis, dis_metrics = dis_policy_loss(*of_sampler, low=0.3, high=5.0, num_tokens=count)
+        dppo, dppo_metrics = dppo_tv_policy_loss(
+            *of_sampler, max_difference=0.15, ratio_cap=20.0, num_tokens=count
+        )
         imitation = positive_lm_loss(floats(700), weights, mask, num_positive_tokens=count)
         kl, kl_metrics = reference_kl(floats(700), floats(700), weights, num_tokens=count)
-        (loss + critic_loss + imitation + kl).backward()
-        assert on_meta(loss, critic_loss, imitation, kl)
+        (loss + dis + dppo + critic_loss + imitation + kl).backward()
+        assert on_meta(loss, dis, dppo, critic_loss, imitation, kl)
+        assert on_meta(*dis_metrics.values(), *dppo_metrics.values())
         assert on_meta(*metrics.values(), *critic_metrics.values(), *kl_metrics.values())
     found = ratio_difference(floats(700), floats(700), mask, high=0.1, num_tokens=count)
     assert all(map(on_meta, found.values()))
@@ -84,6 +91,9 @@ def test_masks_and_bounded_values():
     cu_seqlens = torch.zeros(6, dtype=torch.int32, device=META)
     mask = torch.ones(700, dtype=torch.bool, device=META)
     assert on_meta(without_truncated(mask, mask[:5], cu_seqlens), bounded_values(floats(700), 1.0))
+    assert on_meta(ranged_values(floats(700), -1.0, 1.0))
+    for gae_length in ("response", "action"):
+        assert on_meta(gae_lengths(mask, cu_seqlens, gae_length))
     tensors = floats(700), floats(700), mask
     for policy_mask, metrics in (
         truncated_importance_mask(*tensors, cap=2.0, num_tokens=mask.sum()),
