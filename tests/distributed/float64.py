@@ -164,7 +164,8 @@ def policy_loss(
     at: list[float] | None,
 ) -> tuple[float, list[float]]:
     """(loss, d loss / d logprobs)."""
-    advantages = (problem.advantages * settings.advantage_scale).tolist()
+    scale, shift = settings.advantage_scale, settings.advantage_shift
+    advantages = (problem.advantages * scale + shift).tolist()
     if settings.policy_loss == "ppo_clip":
         clips = dict(clip_low=settings.clip_low, clip_high=settings.clip_high, count=count)
         given = (logprobs, problem.old_logprobs.tolist(), advantages, weights)

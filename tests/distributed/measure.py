@@ -206,7 +206,8 @@ def _gradients(
     from vapo_megatron.weights.gather import full_gradients
 
     algorithm = settings._asdict()
-    batch = problem.batch(algorithm.pop("advantage_scale", 1.0))
+    scale, shift = (algorithm.pop(f"advantage_{n}", d) for n, d in (("scale", 1), ("shift", 0)))
+    batch = problem.batch(scale, shift)
     batch = select(batch, [p for m in mine for p in m])
     tree = model.config.model_dump()
     model.config = VapoConfig.model_validate({**tree, "algorithm": algorithm})

@@ -32,7 +32,7 @@ VALUE_CLIP = 0.3
 
 
 class ActorLoss(NamedTuple):
-    """Fields of the algorithm's configuration, and a factor on the advantages."""
+    """Fields of the algorithm's configuration; a factor on the advantages, and what is added."""
 
     advantage_scale: float = 0.0
     positive_lm_coef: float = 0.0
@@ -47,6 +47,7 @@ class ActorLoss(NamedTuple):
     dis_clip_high: float = 5.0
     dppo_max_difference: float = 0.01
     dppo_ratio_cap: float = 4.0
+    advantage_shift: float = 0.0
 
 
 class CriticLoss(NamedTuple):
@@ -60,8 +61,11 @@ ACTOR_LOSSES = {
     "policy": ActorLoss(advantage_scale=1.0),
     "positive NLL": ActorLoss(positive_lm_coef=1.0),
     "entropy": ActorLoss(entropy_coef=1.0),
-    "DIS": ActorLoss(1.0, policy_loss="dis"),
-    "DPPO, sample-level": ActorLoss(1.0, 0.1, 0.05, "sample", policy_loss="dppo_tv"),
+    # With a shift, because A log pi of either sign would cancel to a loss without digits.
+    "DIS": ActorLoss(1.0, policy_loss="dis", advantage_shift=0.7),
+    "DPPO, sample-level": ActorLoss(
+        1.0, 0.1, 0.05, "sample", policy_loss="dppo_tv", advantage_shift=0.7
+    ),
     "all": ActorLoss(1.0, 0.1, 0.05, sampler_correction="icepop", kl_coef=0.2),
     "all, sample-level": ActorLoss(1.0, 0.1, 0.05, "sample", "icepop", kl_coef=0.2),
 }
@@ -115,7 +119,7 @@ class Problem(NamedTuple):
             start += prompt + response
         return torch.cat(picked)
 
-    def batch(self, advantage_scale: float = 1.0) -> RolloutBatch:
+    def batch(self, scale: float = 1.0, shift: float = 0.0) -> RolloutBatch:
         """All responses as the trainer holds them once advantages are known."""
         prompts, responses = torch.tensor(LENGTHS).t()
 
@@ -137,7 +141,7 @@ class Problem(NamedTuple):
             old_logprobs=self.old_logprobs,
             reference_logprobs=self.reference_logprobs,
             values=self.old_values,
-            advantages=self.advantages * advantage_scale,
+            advantages=self.advantages * scale + shift,
             returns=self.returns,
         )
 

@@ -83,7 +83,9 @@ class AlgorithmConfig(Section):
         0.2, "Lower clip of the probability ratio, with ppo_clip.", "epsilon_low", ge=0, lt=1
     )
     clip_high: float = _field(
-        0.28, "Clip-higher: upper clip of the probability ratio, with ppo_clip.", "epsilon_high",
+        0.28,
+        "Clip-higher: upper clip of the probability ratio, with ppo_clip.",
+        "epsilon_high",
         ge=0,
     )
     dis_clip_low: float = _field(
