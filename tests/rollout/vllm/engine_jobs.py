@@ -19,7 +19,7 @@ from vapo_megatron.errors import Stopped
 from vapo_megatron.rollout.requests import SamplingSettings
 
 SEED = 5
-MAX_PROMPT, MAX_RESPONSE = 200, 40
+MAX_PROMPT, MAX_RESPONSE = 200, 32
 
 
 def settings(temperature=1.0, top_p=1.0, top_k=-1, limit=MAX_RESPONSE, role="train"):
@@ -243,8 +243,6 @@ def two_replicas(tmp: Path, first_path: Path, second_path: Path) -> dict[str, An
             r.token_ids[0] for r in engine.generate(prompts(1, 4000), 4000, 1, settings(limit=1), 3)
         ]
 
-        found["crowded"] = engine.generate(prompts(30, length=110), 1, 1, settings(), 3)
-
         # Prompts long enough to leave whole blocks in the prefix cache; then other weights.
         long = prompts(4, length=MAX_PROMPT)
         found["long"] = engine.generate(long, 1, 1, settings(0), 3)
@@ -304,6 +302,7 @@ def one_replica(tmp: Path, path: Path) -> dict[str, Any]:
     engine.load_weights(all_weights, 1)
     found["woken"] = engine.generate(ask[::2], 1, 1, settings(0), 1)
     found["synced"] = woken_by_sync(engine, path, run.rollout)
+    found["compiled"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     found["shared memory"] = [f.name for f in Path("/dev/shm").glob("*cpushm*")]
     engine.shutdown()
     dist.barrier()
@@ -347,8 +346,15 @@ def host_bytes(tmp: Path, path: Path) -> tuple[float, float]:
 
 
 def preempting(tmp: Path, path: Path) -> list:
-    """World 2, TP=1, with a KV cache of 8 blocks of 128 tokens, for 15 responses of up to 150."""
+    """World 2, TP=1, with a KV cache of 8 blocks of 128 tokens, for 15 responses of up to 142.
 
+    Returns: how often a response was preempted, the responses, and those of a large cache.
+    """
+    ask = prompts(30, length=110)
+    engine = build_engine(path, config(tmp, 1))
+    engine.load_weights(weights(path), 0)
+    expected = engine.generate(ask, 1, 1, settings(), 0)
+    engine.shutdown()
     # 2 layers * 2 (keys, values) * 2 heads * 32 * 4 bytes = 1024 bytes a token
     small = f"rollout.kv_cache_bytes={8 * 128 * 1024}"
     engine = build_engine(path, config(tmp, 1, small))
@@ -356,9 +362,9 @@ def preempting(tmp: Path, path: Path) -> list:
     scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
     preempt, count = scheduler._preempt_request, []
     scheduler._preempt_request = lambda *a, **k: (count.append(1), preempt(*a, **k))[1]
-    sampled = engine.generate(prompts(30, length=110), 1, 1, settings(), 0)
+    sampled = engine.generate(ask, 1, 1, settings(), 0)
     engine.shutdown()
-    return [len(count), sampled]
+    return [len(count), sampled, expected]
 
 
 def of_family(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:

@@ -181,6 +181,12 @@ TABLE = (
         used_in=("vllm.v1.sample.sampler:Sampler.gather_logprobs",),
         device="cpu",
     ),
+    Used(
+        f"{_VOCABULARY}:get_masked_input_and_mask",
+        takes=("input_", "org_vocab_start_index"),
+        used_in=(f"{_VOCABULARY}:VocabParallelEmbedding.forward",),
+        device="cpu",
+    ),
     _source(
         "torch:ops._C.init_cpu_memory_env", "vllm.v1.worker.cpu_worker:CPUWorker", device="cpu"
     ),

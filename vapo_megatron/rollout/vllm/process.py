@@ -7,6 +7,7 @@ of process groups, and of weights on a CPU.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import random
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import vllm.distributed.parallel_state as vllm_groups
 import vllm.model_executor.layers.utils as vllm_layers
+import vllm.model_executor.layers.vocab_parallel_embedding as vllm_vocabulary
 import vllm.v1.executor.uniproc_executor as vllm_executor
 import vllm.v1.sample.sampler as vllm_sampler
 from torch import Tensor
@@ -35,6 +37,10 @@ def adapt_vllm(rank: int, run_name: str) -> None:
     if current_platform.is_cpu():
         vllm_layers.dispatch_cpu_unquantized_gemm = _keep_weight_unpacked
         vllm_sampler.batched_count_greater_than = _count_at_least
+        # The function itself: compiling it takes seconds in every process, and a C++ compiler.
+        vllm_vocabulary.get_masked_input_and_mask = inspect.unwrap(
+            vllm_vocabulary.get_masked_input_and_mask
+        )
         # vLLM's own moves and binds the whole process's memory to one NUMA node.
         torch.ops._C.init_cpu_memory_env = lambda nodes: None  # type: ignore[attr-defined]
 
