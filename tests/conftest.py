@@ -1,7 +1,9 @@
 """Fixtures shared by all rooms."""
 
 import os
+import shlex
 import signal
+import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -10,7 +12,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
-import torch
 
 from tests.browser import NEEDED, find_chromium
 from tests.fault_table import Fault, table
@@ -47,6 +48,8 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.dist != "no" and not hasattr(config, "workerinput"):
         share([TRAINER, ENGINE])
+        forked = f"popen//python={shlex.quote(sys.executable)} -m tests.forked"
+        config.option.tx = [forked for _ in config.option.tx]
 
 
 def pytest_collection_modifyitems(items):
@@ -94,6 +97,8 @@ def pytest_collection_finish(session):
 @pytest.fixture(autouse=True)
 def _seeded():
     """Every test starts from the same random state, on one thread; no test blocks a signal."""
+    import torch  # Not at the top: xdist's own process, which starts first, does without.
+
     torch.manual_seed(0)
     torch.set_num_threads(1)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())

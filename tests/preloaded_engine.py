@@ -17,7 +17,14 @@ from vllm.platforms import current_platform
 
 configure_logging_if_needed(LoggingConfig())
 if current_platform.is_cpu():
-    for name in ("vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2"):
-        importlib.import_module(name)
+    for name in (
+        "distributed.elastic_ep.elastic_execute",
+        "entrypoints.launchers.cli_args",
+        "model_executor.layers.quantization.online.base",
+        "model_executor.models.qwen2",
+        "v1.core.sched.scheduler",
+        "v1.worker.cpu_worker",
+    ):
+        importlib.import_module(f"vllm.{name}")
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda platform: None)

@@ -40,7 +40,7 @@ def share(modules: Sequence[str]) -> None:
     os.environ[_SHARED] = multiprocessing.forkserver._forkserver._forkserver_address
 
 
-def _join() -> None:
+def join() -> None:
     """Fork from the shared server in place of one of this process."""
     server = multiprocessing.forkserver._forkserver
     server._forkserver_address = os.environ[_SHARED]
@@ -59,7 +59,7 @@ def prepare(modules: Sequence[str], *, each_by_itself: bool) -> None:
     global _start_method
     _start_method = "spawn" if each_by_itself else "forkserver"
     if _SHARED in os.environ:
-        _join()
+        join()
     elif modules and not each_by_itself:
         multiprocessing.set_forkserver_preload(list(modules))
         multiprocessing.forkserver.ensure_running()
