@@ -3,6 +3,7 @@
 Not exercised: the finding of the final answer (test_extraction.py), many workers on many cores.
 """
 
+import contextlib
 import functools
 import gc
 import json
@@ -28,13 +29,42 @@ ENDLESS = r"\boxed{9^{9^{9^{9}}}}"
 
 
 @pytest.fixture(scope="module")
-def verifier():
-    with MathVerifier(num_workers=1, timeout_seconds=60) as shared:
-        yield shared
+def running():
+    """running(num_workers, timeout_seconds) -> a verifier that tests share: workers load slowly."""
+    with contextlib.ExitStack() as stack:
+        make = functools.cache(lambda *limits: stack.enter_context(MathVerifier(*limits)))
+        yield make
+
+
+@pytest.fixture
+def verifier(running):
+    """One worker, which has judged nothing that it remembers."""
+    running(1, 60.0).forget()
+    return running(1, 60.0)
+
+
+@pytest.fixture
+def two(running):
+    """Two workers."""
+    running(2, 60.0).forget()
+    return running(2, 60.0)
+
+
+@pytest.fixture
+def impatient(running):
+    """One worker, and a limit that a test waits for."""
+    running(1, 1.0).forget()
+    return running(1, 1.0)
 
 
 def statuses(verdicts):
     return [verdict.status for verdict in verdicts]
+
+
+def wait_for_all(verifier):
+    """Until every worker has loaded, and is idle."""
+    while not all(worker.ready for worker in verifier._pool._workers):
+        verifier._pool._wait()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +219,7 @@ def test_equality_is_math_verifys_own(gold):
         assert (judge(gold, answer) == "correct") == equal, answer
 
 
-def test_order_is_kept_whatever_decides_an_item():
+def test_order_is_kept_whatever_decides_an_item(two):
     # By turns: an integer, a fraction for a worker, and no answer; every third integer is right.
     responses, golds, expected = [], [], []
     for i in range(60):
@@ -197,8 +227,7 @@ def test_order_is_kept_whatever_decides_an_item():
         golds += [str(3 * (i // 3)), r"\frac{30}{7}", "1"]
         expected += ["correct" if i % 3 == 0 else "wrong", "correct" if i == 30 else "wrong"]
         expected += ["unparsable"]
-    with MathVerifier(num_workers=3, timeout_seconds=60) as verifier:
-        assert statuses(verifier.score(responses, golds)) == expected
+    assert statuses(two.score(responses, golds)) == expected
 
 
 def test_an_unparsable_ground_truth_is_named(verifier):
@@ -232,70 +261,66 @@ def test_an_endless_answer_is_killed_and_delays_nobody():
         assert len(after) == 2 and len(after & before) == 1  # one was replaced
 
 
-def test_waiting_in_a_queue_is_no_part_of_the_limit():
-    """One worker: everything behind the endless answers waits longer than the limit."""
-    with MathVerifier(num_workers=1, timeout_seconds=1.0) as verifier:
-        endless = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{8^{9^{9^{9}}}}"]
-        ordinary = [f"Answer: {i}/3" for i in range(6)]
-        verdicts = verifier.score(endless + ordinary, ["7"] * 8)
-    assert statuses(verdicts) == ["timed_out"] * 2 + ["wrong"] * 6
+def test_waiting_in_a_queue_is_no_part_of_the_limit(impatient):
+    """One worker: everything behind the endless answer waits longer than the limit."""
+    ordinary = [f"Answer: {i}/3" for i in range(6)]
+    verdicts = impatient.score([ENDLESS, *ordinary], ["7"] * 7)
+    assert statuses(verdicts) == ["timed_out"] + ["wrong"] * 6
 
 
-def test_a_stopped_worker_is_replaced():
-    with MathVerifier(num_workers=1, timeout_seconds=1.0) as verifier:
-        verifier.score(["Answer: 1/2"], ["0.5"])
-        (stopped,) = verifier.process_ids
-        os.kill(stopped, signal.SIGSTOP)
-        assert statuses(verifier.score(["Answer: 1/3"], ["0.5"])) == ["timed_out"]
-        assert statuses(verifier.score(["Answer: 2/4"], ["0.5"])) == ["correct"]
-        assert verifier.process_ids != [stopped]
+def test_a_stopped_worker_is_replaced(impatient):
+    impatient.score(["Answer: 1/2"], ["0.5"])
+    (stopped,) = impatient.process_ids
+    os.kill(stopped, signal.SIGSTOP)
+    assert statuses(impatient.score(["Answer: 1/3"], ["0.5"])) == ["timed_out"]
+    assert statuses(impatient.score(["Answer: 2/4"], ["0.5"])) == ["correct"]
+    assert impatient.process_ids != [stopped]
 
 
-def test_workers_killed_while_idle_are_replaced():
-    with MathVerifier(num_workers=2, timeout_seconds=60) as verifier:
-        verifier.score([f"Answer: {i}/2" for i in range(9)], ["0.5"] * 9)
-        killed = verifier.process_ids
-        for process_id in killed:
-            os.kill(process_id, signal.SIGKILL)
-            os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOWAIT)
-        assert statuses(verifier.score(["Answer: 2/4"], ["0.5"])) == ["correct"]
-        assert not set(killed) & set(verifier.process_ids)
+def test_workers_killed_while_idle_are_replaced(two):
+    two.score([f"Answer: {i}/2" for i in range(9)], ["0.5"] * 9)
+    wait_for_all(two)
+    killed = two.process_ids
+    assert len(killed) == 2
+    for process_id in killed:
+        os.kill(process_id, signal.SIGKILL)
+        os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOWAIT)
+    assert statuses(two.score(["Answer: 2/4"], ["0.5"])) == ["correct"]
+    assert not set(killed) & set(two.process_ids)
 
 
-def test_the_answer_of_a_killed_worker_is_judged_by_another():
-    with MathVerifier(num_workers=1, timeout_seconds=60) as verifier:
-        verifier.score(["Answer: 1/2"], ["0.5"])
-        (victim,) = verifier.process_ids
-        os.kill(victim, signal.SIGSTOP)  # so that it still holds its task when it dies
-        killer = threading.Timer(0.5, os.kill, (victim, signal.SIGKILL))
-        killer.start()
-        verdicts = verifier.score([f"Answer: {i}/4" for i in range(4)], ["0.5"] * 4)
-        killer.join()
-        assert statuses(verdicts) == ["wrong", "wrong", "correct", "wrong"]
-        assert victim not in verifier.process_ids
+def test_the_answer_of_a_killed_worker_is_judged_by_another(verifier):
+    verifier.score(["Answer: 1/2"], ["0.5"])
+    (victim,) = verifier.process_ids
+    os.kill(victim, signal.SIGSTOP)  # so that it still holds its task when it dies
+    killer = threading.Timer(0.5, os.kill, (victim, signal.SIGKILL))
+    killer.start()
+    verdicts = verifier.score([f"Answer: {i}/4" for i in range(4)], ["0.5"] * 4)
+    killer.join()
+    assert statuses(verdicts) == ["wrong", "wrong", "correct", "wrong"]
+    assert victim not in verifier.process_ids
 
 
-def test_an_answer_that_kills_its_worker_twice_is_given_up():
-    with MathVerifier(num_workers=1, timeout_seconds=60) as verifier:
-        verifier.score(["Answer: 1/2"], ["0.5"])
-        finished, kills = threading.Event(), []
+def test_an_answer_that_kills_its_worker_twice_is_given_up(verifier):
+    verifier.score(["Answer: 1/2"], ["0.5"])
+    finished, kills = threading.Event(), []
 
-        def kill_whoever_takes_it():
-            while not finished.is_set():
-                for worker in list(verifier._pool._workers):
-                    if worker.ready and worker.task is not None:
-                        kills.append(worker.process.pid)
-                        os.kill(worker.process.pid, signal.SIGKILL)
-                time.sleep(0.1)
+    def kill_whoever_takes_it():
+        while not finished.is_set():
+            for worker in list(verifier._pool._workers):
+                if worker.ready and worker.task is not None:
+                    kills.append(worker.process.pid)
+                    os.kill(worker.process.pid, signal.SIGKILL)
+            time.sleep(0.1)
 
-        thread = threading.Thread(target=kill_whoever_takes_it)
-        thread.start()
-        try:
-            verdicts = verifier.score([ENDLESS], ["5"])
-        finally:
-            finished.set()
-            thread.join()
-        assert statuses(verdicts) == ["timed_out"] and len(set(kills)) == 2
+    thread = threading.Thread(target=kill_whoever_takes_it)
+    thread.start()
+    try:
+        verdicts = verifier.score([ENDLESS], ["5"])
+    finally:
+        finished.set()
+        thread.join()
+    assert statuses(verdicts) == ["timed_out"] and len(set(kills)) == 2
 
 
 def _children_cpu_seconds(process_id):
@@ -320,11 +345,10 @@ def test_memory_is_limited():
         assert bound == largest and limit < bound < limit + (1 << 30)
 
 
-def test_workers_load_neither_torch_nor_megatron():
-    with MathVerifier(num_workers=1, timeout_seconds=60) as verifier:
-        verifier.score(["Answer: 1/2"], ["0.5"])
-        (process_id,) = verifier.process_ids
-        assert "torch" not in Path(f"/proc/{process_id}/maps").read_text()
+def test_workers_load_neither_torch_nor_megatron(verifier):
+    verifier.score(["Answer: 1/2"], ["0.5"])
+    (process_id,) = verifier.process_ids
+    assert "torch" not in Path(f"/proc/{process_id}/maps").read_text()
     # The very function that the worker calls, asked what it has loaded after judging.
     program = (
         "import json, sys\n"
@@ -342,19 +366,18 @@ def test_workers_load_neither_torch_nor_megatron():
     assert own == ["vapo_megatron.reward", "vapo_megatron.reward.math_judge"]
 
 
-def test_off_the_main_thread_and_from_two_threads_at_once():
+def test_off_the_main_thread_and_from_two_threads_at_once(two):
     results = {}
-    with MathVerifier(num_workers=2, timeout_seconds=60) as verifier:
 
-        def score(name, numerator):
-            responses = [f"Answer: {i}/5" for i in range(20)]
-            results[name] = statuses(verifier.score(responses, [f"{numerator}/5"] * 20))
+    def score(name, numerator):
+        responses = [f"Answer: {i}/5" for i in range(20)]
+        results[name] = statuses(two.score(responses, [f"{numerator}/5"] * 20))
 
-        threads = [threading.Thread(target=score, args=(n, n)) for n in (3, 8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    threads = [threading.Thread(target=score, args=(n, n)) for n in (3, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     for numerator in (3, 8):
         expected = ["correct" if i == numerator else "wrong" for i in range(20)]
         assert results[numerator] == expected
@@ -386,8 +409,7 @@ def test_five_hundred_simple_answers_a_second_on_two_cores():
     right = [i for i, place in ((3, 0), (4, 1), (10, 2), (11, 3)) if i % 4 == place]
     with MathVerifier(num_workers=2, timeout_seconds=60) as verifier:
         verifier.score(["Answer: 1/2"], ["0.5"])
-        while not all(worker.ready for worker in verifier._pool._workers):
-            verifier._pool._wait()
+        wait_for_all(verifier)
         starts = [_children_cpu_seconds(process_id) for process_id in verifier.process_ids]
         own = time.process_time()
         verdicts = verifier.score(responses, golds)
@@ -409,26 +431,26 @@ def test_a_signal_to_the_whole_job_does_not_end_its_workers(verifier, number):
     assert verifier.process_ids == before
 
 
-def test_a_ground_truth_read_too_slowly_during_a_run_is_not_a_bad_one():
-    with MathVerifier(num_workers=1, timeout_seconds=1.0) as verifier:
-        verifier.score(["Answer: 1/2"], ["0.5"])
-        (stopped,) = verifier.process_ids
-        os.kill(stopped, signal.SIGSTOP)
-        responses = ["Answer: 4/3", r"\boxed{2}"]
-        assert statuses(verifier.score(responses, ["4/3", "2"])) == ["timed_out", "correct"]
-        assert statuses(verifier.score(responses, ["4/3", "2"])) == ["correct"] * 2
+def test_a_ground_truth_read_too_slowly_during_a_run_is_not_a_bad_one(impatient):
+    impatient.score(["Answer: 1/2"], ["0.5"])
+    (stopped,) = impatient.process_ids
+    os.kill(stopped, signal.SIGSTOP)
+    responses = ["Answer: 4/3", r"\boxed{2}"]
+    assert statuses(impatient.score(responses, ["4/3", "2"])) == ["timed_out", "correct"]
+    assert statuses(impatient.score(responses, ["4/3", "2"])) == ["correct"] * 2
 
 
-def test_a_pair_is_judged_once_until_it_is_forgotten():
+def test_a_pair_is_judged_once_until_it_is_forgotten(impatient, monkeypatch):
     """One that timed out too: the other members of its group would wait as long."""
-    with MathVerifier(num_workers=1, timeout_seconds=1.0) as verifier:
-        asked, run = [], verifier._pool.run
-        verifier._pool.run = lambda requests: asked.append(len(requests)) or run(requests)
-        responses = ["Answer: 4/8", ENDLESS]
-        for _ in range(2):
-            assert statuses(verifier.score(responses, ["0.5", "5"])) == ["correct", "timed_out"]
-        verifier.forget()
-        assert statuses(verifier.score(responses, ["0.5", "5"])) == ["correct", "timed_out"]
+    asked, run = [], impatient._pool.run
+    monkeypatch.setattr(
+        impatient._pool, "run", lambda requests: asked.append(len(requests)) or run(requests)
+    )
+    responses, golds = ["Answer: 4/32", ENDLESS], ["0.125", "5"]
+    for _ in range(2):
+        assert statuses(impatient.score(responses, golds)) == ["correct", "timed_out"]
+    impatient.forget()
+    assert statuses(impatient.score(responses, golds)) == ["correct", "timed_out"]
     # Of each call the ground truths, then the pairs.
     assert asked == [1, 2, 0, 0, 0, 2]
 
