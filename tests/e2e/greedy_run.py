@@ -47,7 +47,7 @@ def train_and_answer(out: str, num_configs: str, *arguments: str) -> int:
     with VapoTrainer(load_config(configs, overrides)) as trainer:
         trainer.fit()
         greedy = SamplingSettings(
-            temperature=0, top_p=1, top_k=-1, max_response_tokens=64, seed_role="evaluation"
+            temperature=0, top_p=1, top_k=-1, max_response_tokens=32, seed_role="evaluation"
         )
         trainer._publish()
         problems = trainer.source._held_out.problems[:16]

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.e2e.greedy_run import train_and_answer
-from tests.launched import SECRET, Done
+from tests.launched import SECRET, Done, Launched
 from tests.slurm_stand_in import Cluster
 from tests.workers import free_port
 from vapo_megatron.cli.train import main
@@ -87,13 +87,18 @@ def rows(run_dir):
     ]
 
 
+def make_base(out, iterations):
+    """A base model of so many iterations."""
+    sys.path.insert(0, "examples/tiny")
+    import make_base_model
+
+    make_base_model.make(out, make_base_model.Recipe(iterations=iterations))
+    return 0
+
+
 def base_model(out, iterations):
     """Make a base model; the override that names it."""
-    code = (
-        "import sys; sys.path.insert(0, 'examples/tiny'); import make_base_model as m;"
-        f"m.make(__import__('pathlib').Path({str(out)!r}), m.Recipe(iterations={iterations}))"
-    )
-    run([sys.executable, "-c", code])
+    ended(Launched(make_base, out, iterations))
     return f"model.hf_path={out}"
 
 
@@ -136,7 +141,7 @@ class Straight(NamedTuple):
 def straight(request, launch, overrides, tmp_path_factory):
     """A run from beginning to end, and its engine's greedy answers afterwards."""
     out = tmp_path_factory.mktemp("straight")
-    overrides = [*overrides, *ON_TWO, *request.param]
+    overrides = [*overrides, *ON_TWO, "rollout.max_response_tokens=32", *request.param]
     if request.param:
         # After 100 iterations some of its answers are right, so that some groups are mixed.
         overrides.append(base_model(out / "base", 100))
@@ -216,7 +221,7 @@ def test_the_export_gives_the_trained_engines_answers(straight):
     assert len(answers) == 16
     for prompt, expected in answers.values():
         generated = model.generate(
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=64, pad_token_id=0
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=32, pad_token_id=0
         )
         assert generated[0, len(prompt) :].tolist() == expected
     started_from = [o.split("=")[1] for o in straight.overrides if "hf_path" in o][-1]
