@@ -95,7 +95,8 @@ def step(tmp, port, replay):
             sizes = {"num_responses": NUM_RESPONSES, "group_size": GROUP_SIZE, "keep_last": 1}
             write_step(tmp / "dumped/replay", 1, scored, **sizes)
     (data,) = prepared
-    return data._replace(mini_batches=[]), metrics, kept, [a[1] for a in shown]
+    data = data._replace(mini_batches=[], critic_mini_batches=[])
+    return data, metrics, kept, [a[1] for a in shown]
 
 
 @pytest.fixture(scope="module")

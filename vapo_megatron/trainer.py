@@ -40,6 +40,7 @@ from vapo_megatron.parallel.minibatches import (
     make_microbatches,
     make_mini_batches,
     packed_multiple,
+    with_microbatches,
 )
 from vapo_megatron.parallel.offload import check_host_memory, is_on
 from vapo_megatron.parallel.reduce import any_rank
@@ -77,6 +78,8 @@ class StepData(NamedTuple):
     entropy: Tensor
     """float32 [T], in nats, of the policy before the update on the batch's response tokens."""
     mini_batches: list[MiniBatch]
+    critic_mini_batches: list[MiniBatch]
+    """The same, behind the critic's prompts where it has its own."""
     metrics: dict[str, float]
 
 
@@ -182,7 +185,7 @@ class StepTrainer:
         with kept_if_skipped(config, step + 1, data.scored, self.output.note) as learned:
             if self.critic is not None:
                 with self.phase(CRITIC_UPDATE):
-                    learned |= self.critic.update(data.mini_batches)
+                    learned |= self.critic.update(data.critic_mini_batches)
             if self._trains_actor(step):
                 with self.phase(ACTOR_UPDATE):
                     learned |= self.actor.update(data.mini_batches)
@@ -217,11 +220,13 @@ class StepTrainer:
             summary, batch, plan = self._distribute(scored, step)
             batch = with_loss_mask(batch, config.algorithm)
         sizes = plan.microbatch_sizes(self.ranks.dp_rank)
-        microbatches = make_microbatches(
-            batch,
-            itertools.chain(*sizes),
+        cut = partial(
+            make_microbatches,
+            sizes=list(itertools.chain(*sizes)),
             multiple_of=packed_multiple(config.parallel, config.model.fp8),
         )
+        microbatches = cut(batch)
+        of_critic = microbatches if batch.critic_prompts is None else cut(batch.for_critic())
 
         # Score what the reward model judges; then every response has its verdict and reward.
         if self.reward_model is not None:
@@ -243,7 +248,7 @@ class StepTrainer:
         # V and log pi of the responses under the weights before the update.
         if self.critic is not None:
             with self.phase(VALUES):
-                batch = batch.replace(values=self.critic.compute_values(microbatches))
+                batch = batch.replace(values=self.critic.compute_values(of_critic))
         with self.phase(LOGPROBS):
             old_logprobs, entropy = self.actor.compute_logprobs(microbatches)
             batch = batch.replace(old_logprobs=old_logprobs)
@@ -257,10 +262,12 @@ class StepTrainer:
 
         with self.phase(ADVANTAGES):
             batch = self.with_advantages(scored, summary, batch)
-            microbatches = filled_in(microbatches, batch)
-            mini_batches = make_mini_batches(microbatches, map(len, sizes), self.ranks)
+            filled = filled_in(microbatches, batch)
+            mini_batches = make_mini_batches(filled, map(len, sizes), self.ranks)
+            of_critic = filled if of_critic is microbatches else filled_in(of_critic, batch)
+            critic_mini_batches = with_microbatches(mini_batches, of_critic)
         metrics = {**metrics, **difference, **of_mask}
-        return StepData(scored, summary, batch, entropy, mini_batches, metrics)
+        return StepData(scored, summary, batch, entropy, mini_batches, critic_mini_batches, metrics)
 
     def with_advantages(
         self, scored: Sequence[ScoredRollout], summary: StepSummary, batch: RolloutBatch

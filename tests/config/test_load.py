@@ -296,6 +296,18 @@ CONFLICTS = [
         ["algorithm.policy_loss=dis", "algorithm.sampler_correction=tis"],
         ["sampler_correction=tis", "must be none", "policy_loss=dis", "policy_loss=ppo_clip"],
     ),
+    (
+        [
+            "data.critic_prompt_column=hint",
+            "algorithm.advantage_estimator=grpo",
+            "algorithm.value_pretraining_steps=0",
+        ],
+        ["critic_prompt_column needs a critic", "advantage_estimator=grpo", "null"],
+    ),
+    (
+        ["data.critic_prompt_column=hint", "data.sources.math.path=math.jsonl"],
+        ["critic_prompt_column=hint is of data.train_path", "each source's"],
+    ),
 ]
 """Overrides, and parts of the error's line."""
 

@@ -74,6 +74,24 @@ def test_fields_that_do_not_exist_yet_stay_none():
     assert part.replace(values=torch.zeros(4)).values.tolist() == [0] * 4
 
 
+def test_the_critics_prompts_take_the_place_of_the_others():
+    own = [[900], [], [910, 911], [920, 921, 922]]
+    batch = make_batch().replace(
+        critic_prompts=torch.tensor(sum(own, [])), critic_prompt_lengths=torch.tensor([1, 0, 2, 3])
+    )
+    seen = batch.for_critic()
+    responses = [[100 * i + j + 50 for j in range(r)] for i, r in enumerate(RESPONSES)]
+    assert seen.tokens.tolist() == sum([p + r for p, r in zip(own, responses)], [])
+    assert seen.sequence_cu_seqlens.dtype == torch.int32
+    assert seen.sequence_lengths.tolist() == [len(p) + r for p, r in zip(own, RESPONSES)]
+    for name in (*PER_TOKEN, "cu_seqlens", "positions"):
+        assert getattr(seen, name) is getattr(batch, name)
+    # Of the last response, two tokens behind a prompt of three.
+    micro = make_microbatch(seen.narrow(3, 1))
+    assert micro.predicting.tolist() == [2, 3] and micro.targets.tolist() == responses[3]
+    assert batch.narrow(0, 2).critic_prompts is None, "only the whole batch has them"
+
+
 def test_narrowing_twice_is_narrowing_once():
     batch = make_batch()
     twice, once = batch.narrow(1, 3).narrow(1, 1), batch.narrow(2, 1)

@@ -70,6 +70,22 @@ def test_parquet_gives_what_jsonl_gives(tmp_path):
     assert load_problems(tmp_path / "b.parquet") == [Problem("a", "1.5"), Problem("b", "2.0")]
 
 
+def test_the_critic_may_have_a_prompt_of_its_own(tmp_path):
+    path = write(tmp_path / "a.jsonl", row("p", hint="p, 1"), row("q", hint="q, 1"))
+    own, hinted = {"critic_prompt_column": "hint"}, ["p, 1", "q, 1"]
+    found = load_problems(path, **own)
+    assert [problem.critic_prompt for problem in found] == hinted
+    assert [problem.metadata["hint"] for problem in found] == hinted, "a verifier sees it, too"
+    assert [problem.prompt for problem in found] == ["p", "q"]
+    assert load_problems(path)[0].critic_prompt is None
+    write(path, row("p", hint="h"), row("q"))
+    with pytest.raises(DataError, match="line 2 has no column 'hint'; set data.critic_prompt_col"):
+        load_problems(path, **own)
+    write(path, row("p", hint=""))
+    with pytest.raises(DataError, match="hint='' must be a non-empty string"):
+        load_problems(path, **own)
+
+
 def test_a_source_has_its_name_its_columns_and_its_verifier(tmp_path):
     rows = [{"q": "a", "a": 1, "verifier": "exact"}, {"q": "b", "a": 2, "verifier": None}]
     path = write(tmp_path / "a.jsonl", *map(json.dumps, [*rows, {"q": "c", "a": 3}]))

@@ -59,6 +59,20 @@ def test_positions_are_uniform():
     assert all(abs(count - 400) < 5 * 17.9 for row in counts for count in row)
 
 
+def test_a_prompt_carries_the_critics():
+    rows = [Problem("p", "7", critic_prompt="p, 7"), Problem("q", "8")]
+    with_own, without = dataset_of(rows, shuffle=False).next(2)
+    assert with_own.critic_token_ids == tuple(tokenize("p, 7"))
+    assert with_own.token_ids == tuple(tokenize("p")) and without.critic_token_ids is None
+    with pytest.raises(DataError, match="problem 0 .* has 4 tokens, more than .*=3: 'p, 7'"):
+        dataset_of(rows, max_prompt_tokens=3)
+    # A run does not go on with other prompts for its critic.
+    state = dataset_of(rows).state_dict()
+    with pytest.raises(DataError, match="content of the data set"):
+        dataset_of([Problem("p", "7", critic_prompt="p, 8"), rows[1]]).load_state_dict(state)
+    assert dataset_of([Problem("p", "7"), rows[1]]).state_dict() != state
+
+
 def test_a_prompt_carries_its_row():
     (prompt,) = make(1).next(1)
     assert (prompt.index, prompt.text, prompt.answer) == (0, "problem 0", "0")

@@ -21,9 +21,9 @@ def _own_count_of_positives() -> Patches:
 
     honest = actor_loss.positive_lm_loss
 
-    def wrong(logprobs, loss_mask, is_correct, *, num_positive_tokens):
+    def wrong(logprobs, loss_mask, is_correct, *, num_positive_tokens, weights=None):
         own = (loss_mask & is_correct).sum()
-        return honest(logprobs, loss_mask, is_correct, num_positive_tokens=own)
+        return honest(logprobs, loss_mask, is_correct, num_positive_tokens=own, weights=weights)
 
     return [(actor_loss, "positive_lm_loss", wrong)]
 

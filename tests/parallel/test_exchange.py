@@ -3,6 +3,7 @@
 Does not exercise NCCL.
 """
 
+import dataclasses
 from array import array
 
 import torch
@@ -18,9 +19,16 @@ def problem(position: int) -> int:
     return 90 - 7 * (position // 2)
 
 
-def rollout(position: int) -> ScoredRollout:
+def own_prompt(position: int) -> tuple[int, ...] | None:
+    """The critic's, of two prompts of three."""
+    return tuple(range(500, 501 + 2 * (position % 3))) if position % 3 else None
+
+
+def rollout(position: int, of_critic: bool = False) -> ScoredRollout:
     """Response `position`: prompt of 1 + position % 3 tokens, response of 1 + position % 4."""
     prompt = Prompt(problem(position), "", tuple(range(100, 101 + position % 3)), "")
+    if of_critic:
+        prompt = dataclasses.replace(prompt, critic_token_ids=own_prompt(position))
     length = 1 + position % 4
     item = Rollout(
         prompt=prompt,
@@ -34,7 +42,7 @@ def rollout(position: int) -> ScoredRollout:
     return ScoredRollout(item, "", "correct" if position % 2 else "wrong", 2.0 * position)
 
 
-def run_exchange(tp_size: int, dp_size: int):
+def run_exchange(tp_size: int, dp_size: int, of_critic: bool = False):
     from vapo_megatron.config import ParallelConfig
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.exchange import exchange, gather_summary
@@ -45,7 +53,7 @@ def run_exchange(tp_size: int, dp_size: int):
     # Uneven shares in an odd order; the last of four ranks holds none, as a replica's second rank.
     shares = {1: [range(NUM)], 2: [[5, 1, 9], [0, 2, 3, 4, 6, 7, 8, 10]]}
     shares[4] = [*shares[2], [], []]
-    local = [rollout(p) for p in shares[place.world_size][place.rank]]
+    local = [rollout(p, of_critic) for p in shares[place.world_size][place.rank]]
     summary = gather_summary(local, NUM)
     batch = exchange(local, summary, WANTED[dp_size], place)
     return place.dp_rank, summary, batch, shares[place.world_size]
@@ -74,6 +82,7 @@ def check(results, dp_size: int):
         assert batch.loss_mask.tolist() == [True] * len(logprobs)
         assert batch.response_lengths.tolist() == [1 + p % 4 for p in wanted]
         assert batch.sequence_lengths.tolist() == [2 + p % 3 + p % 4 for p in wanted]
+        assert (batch.critic_prompts is None) == (summary.critic_prompt_lengths is None)
 
 
 def test_one_process(workers):
@@ -86,6 +95,22 @@ def test_tensor_parallel_ranks_hold_the_same(workers):
 
 def test_data_parallel_ranks_hold_their_own(workers):
     check(workers.run(2, run_exchange, 1, 2), 2)
+
+
+def test_the_critics_prompts_travel_with_the_responses(workers):
+    results = workers.run(2, run_exchange, 1, 2, True)
+    check(results, 2)
+    for dp_rank, summary, batch, _ in results:
+        prompts = [own_prompt(p) or rollout(p).rollout.prompt.token_ids for p in range(NUM)]
+        assert summary.critic_prompt_lengths.tolist() == list(map(len, prompts))
+        # A sequence takes the longer of its prompts.
+        longest = [max(1 + p % 3, len(own)) + 1 + p % 4 for p, own in enumerate(prompts)]
+        assert summary.sequence_lengths == longest
+        wanted = WANTED[2][dp_rank]
+        assert batch.critic_prompt_lengths.tolist() == [len(prompts[p]) for p in wanted]
+        assert batch.critic_prompts.tolist() == [t for p in wanted for t in prompts[p]]
+        tokens = [t for p in wanted for t in (*prompts[p], *rollout(p).rollout.token_ids)]
+        assert batch.for_critic().tokens.tolist() == tokens
 
 
 def test_both(workers):

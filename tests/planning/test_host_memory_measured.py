@@ -29,15 +29,22 @@ CASES = {
     "GRPO": {"algorithm": {"advantage_estimator": "grpo", "lambda_critic": 1.0}},
     "sequence parallel": TP2,
     "DP2": {"parallel": {"world_size": 2}},
+    "a prompt for the critic": {"data": {"critic_prompt_column": "hint"}},
 }
 
 
-def long_responses():
+def long_responses(critic_prompt):
     """All of the same length."""
     return [
         ScoredRollout(
             Rollout(
-                prompt=Prompt(position // dumped.GROUP_SIZE, "?", (5,) * PROMPT, "7"),
+                prompt=Prompt(
+                    position // dumped.GROUP_SIZE,
+                    "?",
+                    (5,) * PROMPT,
+                    "7",
+                    critic_token_ids=critic_prompt,
+                ),
                 sample=position % dumped.GROUP_SIZE,
                 position=position,
                 token_ids=array("i", [3 + position] * RESPONSE),
@@ -53,8 +60,8 @@ def long_responses():
     ]
 
 
-def dump(root):
-    scored = long_responses() if dist.get_rank() == 0 else []
+def dump(root, critic_prompt):
+    scored = long_responses(critic_prompt) if dist.get_rank() == 0 else []
     size = {"num_responses": COUNT, "group_size": dumped.GROUP_SIZE}
     write_step(root, 1, scored, **size, keep_last=1)
 
@@ -100,7 +107,8 @@ def test_a_batch_and_its_microbatches(workers, tmp_path, case):
     hf = write_tiny_hf(tmp_path / "hf", **dumped.MODEL)
     sections = CASES[case]
     size = sections.get("parallel", {}).get("world_size", 1)
-    workers.run(size, dump, tmp_path / "replay")
+    critic_prompt = (6,) * PROMPT if "data" in sections else None
+    workers.run(size, dump, tmp_path / "replay", critic_prompt)
     found = workers.run(
         size, prepared, hf, tmp_path / "replay", tmp_path / "run", sections, free_port()
     )

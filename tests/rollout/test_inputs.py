@@ -54,6 +54,21 @@ def numbered(count, first=3, prompt="prompt", answer="answer", **more):
     return [{prompt: f"w{i}", answer: i, **more} for i in range(first, first + count)]
 
 
+def test_the_critics_column_is_of_training_alone(read):
+    rows = [{"prompt": "w3", "answer": 3, "hint": "w7 w5 w6"}]
+    held_out = "evaluation.path=plain.jsonl"
+    files = {"one": rows, "plain": numbered(1)}
+    one = read("data.train_path=one.jsonl", "data.critic_prompt_column=hint", held_out, **files)
+    (prompt,) = one.dataset.problems
+    assert prompt.critic_token_ids == (7, 5, 6) and prompt.token_ids == (3,)
+    assert [p.critic_token_ids for p in one.held_out.problems] == [None]
+    sources = ["data.sources.a.path=one.jsonl", "data.sources.a.critic_prompt_column=hint"]
+    several = read(*sources, "data.sources.b.path=plain.jsonl", **files).dataset.problems
+    assert [p.critic_token_ids for p in several] == [(7, 5, 6), None]
+    with pytest.raises(DataError, match="set data.sources.b.critic_prompt_column to one of those"):
+        read("data.sources.b.path=plain.jsonl", "data.sources.b.critic_prompt_column=hint", **files)
+
+
 def test_one_file_is_read_as_by_itself(read, hf):
     """Bit for bit: prompts, their order over epochs, and what is saved to resume it."""
     inputs = read("data.train_path=one.jsonl", "seed=4", one=numbered(9))

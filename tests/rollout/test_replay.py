@@ -5,6 +5,7 @@ sampler. Not exercised: file systems that lose writes.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -49,6 +50,35 @@ def test_what_is_read_is_what_was_written(root):
         assert [s for path, _ in files for s in read_file(path)] == rollouts(step)
     # 8 bytes a response token; a tiny file is mostly its header and lengths.
     assert files[0][0].stat().st_size < 4000
+
+
+def with_own_prompts(step):
+    """The responses, with prompts of two groups' own for the critic."""
+    return [
+        dataclasses.replace(item, rollout=dataclasses.replace(item.rollout, prompt=own))
+        for item in rollouts(step)
+        for prompt in [item.rollout.prompt]
+        for own in [dataclasses.replace(prompt, critic_token_ids=OWN.get(prompt.index))]
+    ]
+
+
+OWN = {0: (59, 58, 57, 56, 55, 54), 2: (3,)}
+
+
+def dump_with_own_prompts(root):
+    sizes = {"num_responses": NUM_RESPONSES, "group_size": GROUP_SIZE, "keep_last": 1}
+    write_step(root, 1, with_own_prompts(1), **sizes)
+
+
+def test_the_critics_prompts_are_dumped(tmp_path, workers):
+    workers.run(1, dump_with_own_prompts, tmp_path)
+    ((path, header),) = read_headers(tmp_path, 1)
+    assert read_file(path) == with_own_prompts(1) != rollouts(1)
+    assert header.largest_token_id == 59
+    assert header.longest_sequence == max(
+        max(len(r.prompt.token_ids), len(OWN.get(r.prompt.index, ()))) + len(r.token_ids)
+        for r in (item.rollout for item in rollouts(1))
+    )
 
 
 def test_ranks_without_responses_write_nothing(tmp_path, workers):

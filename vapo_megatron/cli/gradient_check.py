@@ -76,10 +76,11 @@ def collect_gradients(config: VapoConfig, replay: Path, step: int, out: Path) ->
     )
     inputs = check(config, replay, step)
     with StepTrainer(config, replay, inputs) as trainer:
-        (first, *_) = trainer.prepare(step - 1).mini_batches
+        data = trainer.prepare(step - 1)
+        firsts = {"actor": data.mini_batches[0], "critic": data.critic_mini_batches[0]}
         for role in config.algorithm.trained_roles:
             with trainer.phase(f"{role}_update"):
-                _write(trainer, role, out, step, first)
+                _write(trainer, role, out, step, firsts[role])
 
 
 def check(config: VapoConfig, replay: Path, step: int) -> Inputs:

@@ -26,6 +26,7 @@ class FileConfig(Section):
 class SourceConfig(FileConfig):
     """One of several files of training problems."""
 
+    critic_prompt_column: str | None = _field(None, "As data.critic_prompt_column, of this file.")
     weight: float = _field(
         1.0, "Share of the prompts in proportion to the other sources' weights; 0: none.", ge=0
     )
@@ -58,10 +59,21 @@ class DataConfig(Section):
     answer_column: str | None = _field(
         "answer", "Column with the ground truth of both; null: the data have none."
     )
+    critic_prompt_column: str | None = _field(
+        None,
+        "Column of train_path with a prompt for the critic alone, such as one that has the answer: "
+        "text, or messages; null: the critic is given the policy's prompt.",
+    )
     sources: dict[str, SourceConfig] = _field(
         {}, "Several files by name, in place of train_path, each with the fields below."
     )
     shuffle: bool = _field(True, "Shuffle in each epoch, with a seeded order.")
+
+    @property
+    def has_critic_prompts(self) -> bool:
+        """Whether the critic is given prompts of its own."""
+        columns = (source.critic_prompt_column for source in self.sources.values())
+        return any(c is not None for c in (self.critic_prompt_column, *columns))
 
 
 def sources_mistake(data: DataConfig, num_steps: int) -> str | None:

@@ -279,6 +279,21 @@ def _value_bound_rule(c: VapoConfig) -> str | None:
     return None
 
 
+def _critic_prompt_rule(c: VapoConfig) -> str | None:
+    if c.data.has_critic_prompts and "critic" not in c.algorithm.trained_roles:
+        return (
+            "data.critic_prompt_column needs a critic, which algorithm.advantage_estimator="
+            f"{c.algorithm.advantage_estimator} does not train; set it to null, or "
+            "advantage_estimator=gae"
+        )
+    if c.data.critic_prompt_column is not None and c.data.sources:
+        return (
+            f"data.critic_prompt_column={c.data.critic_prompt_column} is of data.train_path; with "
+            "data.sources set it to null, and each source's critic_prompt_column"
+        )
+    return None
+
+
 def _policy_loss_rule(c: VapoConfig) -> str | None:
     a = c.algorithm
     if a.policy_loss == "ppo_clip" or a.sampler_correction == "none":
@@ -326,5 +341,5 @@ _RULES = (
     _layout_rule, _pipeline_rule, _batch_rule, _lambda_rule, _estimator_rule, _stage_rule,
     _sampling_rule, _reward_rule, _verifier_rule, _reward_model_rule, _value_bound_rule,
     _timeouts_rule, _precision_rule, _dynamic_sampling_rule,
-    _sources_rule, _policy_loss_rule,
+    _sources_rule, _policy_loss_rule, _critic_prompt_rule,
 )  # fmt: skip

@@ -35,6 +35,8 @@ class Prompt:
     """The row's other columns."""
     source: str | None = None
     """See Problem."""
+    critic_token_ids: tuple[int, ...] | None = None
+    """What the critic is given in place of token_ids; None: those."""
 
     @property
     def problem(self) -> Problem:
@@ -111,6 +113,8 @@ class StepSummary:
     """int64, Prompt.index"""
     sources: Tensor
     """int64, the rank that sampled it and has its text"""
+    critic_prompt_lengths: Tensor | None = None
+    """int64, tokens; None: the critic is given the same prompts"""
 
     @property
     def is_correct(self) -> Tensor:
@@ -124,8 +128,11 @@ class StepSummary:
 
     @property
     def sequence_lengths(self) -> list[int]:
-        """Prompt + response, in tokens."""
-        return (self.prompt_lengths + self.response_lengths).tolist()
+        """Prompt + response, in tokens; of two prompts the longer one, because both are packed."""
+        prompts = self.prompt_lengths
+        if self.critic_prompt_lengths is not None:
+            prompts = prompts.maximum(self.critic_prompt_lengths)
+        return (prompts + self.response_lengths).tolist()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +173,10 @@ class RolloutBatch:
     """float32 [T]"""
     returns: Tensor | None = None
     """float32 [T]: regression targets of the critic."""
+    critic_prompts: Tensor | None = None
+    """int64: the prompts that the critic is given, one after the other; None: those in tokens."""
+    critic_prompt_lengths: Tensor | None = None
+    """int64 [B], tokens."""
 
     @property
     def num_responses(self) -> int:
@@ -197,8 +208,33 @@ class RolloutBatch:
         """Return the same batch with some fields set."""
         return dataclasses.replace(self, **fields)
 
+    def for_critic(self) -> RolloutBatch:
+        """Return the same responses behind the prompts that the critic is given.
+
+        All [T] are the same; only S differs.
+        """
+        prompts, lengths, responses = (
+            self.critic_prompts, self.critic_prompt_lengths, self.response_lengths
+        )  # fmt: skip
+        assert prompts is not None and lengths is not None, "the critic has no prompts of its own"
+        is_prompt = _is_prompt(lengths, responses)
+        tokens = self.tokens.new_empty(len(is_prompt))
+        tokens[is_prompt] = prompts
+        old = _is_prompt(self.sequence_lengths - responses, responses)
+        tokens[~is_prompt] = self.tokens[~old]
+        return dataclasses.replace(
+            self,
+            tokens=tokens,
+            sequence_cu_seqlens=bounds(lengths + responses),
+            critic_prompts=None,
+            critic_prompt_lengths=None,
+        )
+
     def narrow(self, first: int, count: int) -> RolloutBatch:
-        """Return the batch of consecutive responses; its tensors are views of this one's."""
+        """Return the batch of consecutive responses; its tensors are views of this one's.
+
+        The critic's prompts, which for_critic has used by then, are left out.
+        """
         end = first + count
         bounds, sequence_bounds = self.cu_seqlens, self.sequence_cu_seqlens
         in_t = slice(int(bounds[first]), int(bounds[end]))
@@ -214,7 +250,7 @@ class RolloutBatch:
         )
 
     def picked(self, chosen: Tensor) -> RolloutBatch:
-        """Return the batch of the responses where chosen, bool [B], holds; a copy."""
+        """Return the batch of the responses where chosen, bool [B], holds; a copy. As narrow."""
         in_s = chosen.repeat_interleave(self.sequence_lengths)
         in_t = self.per_token(chosen)
         known = (name for name in _PER_TOKEN if getattr(self, name) is not None)
@@ -236,6 +272,12 @@ class RolloutBatch:
 def bounds(lengths: Tensor) -> Tensor:
     """Return int32 [B+1]: where sequences of these lengths begin, and the last one ends."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+
+
+def _is_prompt(prompts: Tensor, responses: Tensor) -> Tensor:
+    """bool [S], from lengths [B] each."""
+    lengths = torch.stack([prompts, responses], 1).flatten()
+    return torch.tensor([True, False]).repeat(len(prompts)).repeat_interleave(lengths)
 
 
 def _all_finite(numbers: Tensor) -> bool:

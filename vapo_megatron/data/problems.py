@@ -27,6 +27,8 @@ class Problem:
     """The row's other columns."""
     source: str | None = None
     """The name of its file in data.sources or evaluation.sources; None: there is one file."""
+    critic_prompt: str | None = None
+    """What the critic is given in place of the prompt; None: the prompt."""
 
     @property
     def verifier(self) -> str | None:
@@ -44,6 +46,7 @@ def load_problems(
     prompt_column: str = "prompt",
     answer_column: str | None = "answer",
     *,
+    critic_prompt_column: str | None = None,
     section: str = "data",
     source: str | None = None,
     verifier: str | None = None,
@@ -55,6 +58,8 @@ def load_problems(
         path: the file.
         prompt_column: of texts, or lists of chat messages, which become texts.
         answer_column: of texts or numbers, which become texts; None: there is no ground truth.
+        critic_prompt_column: as prompt_column, for the critic alone; None: it has no prompt of its
+            own. The column also stays in the metadata.
         section: data or evaluation, whose sources have the file.
         source: the file's name there; None: the columns are data's own.
         verifier: of the rows that name none.
@@ -75,15 +80,21 @@ def load_problems(
     columns = {f"{section}.prompt_column": prompt_column}
     if answer_column is not None:
         columns[f"{section}.answer_column"] = answer_column
+    if critic_prompt_column is not None:
+        columns[f"{section}.critic_prompt_column"] = critic_prompt_column
     problems = []
     try:
         for where, row in _rows(path, columns):
+            critic_prompt = None
+            if critic_prompt_column is not None:
+                value = row[critic_prompt_column]
+                critic_prompt = _prompt(value, critic_prompt_column, where, render)
             prompt, answer = _prompt(row.pop(prompt_column), prompt_column, where, render), ""
             if answer_column is not None:
                 answer = answer_text(row.pop(answer_column), answer_column, where)
             if verifier is not None and row.get("verifier") is None:
                 row["verifier"] = verifier
-            problems.append(Problem(prompt, answer, row, source))
+            problems.append(Problem(prompt, answer, row, source, critic_prompt))
     except OSError as error:
         raise DataError(
             f"data file {path} cannot be read: {error.strerror}; make it readable, or give another"

@@ -61,9 +61,14 @@ class PromptDataset:
         self._first_index = first_index
         self._shuffle = shuffle
         self._fingerprint = _fingerprint(self._rows)
-        self._token_ids = []
-        for index in range(len(problems)):
-            self._token_ids.append(self._tokenized(index, tokenize, max_prompt_tokens))
+        self._token_ids: list[array.array[int]] = []
+        self._critic_token_ids: list[array.array[int] | None] = []
+        for index, problem in enumerate(self._rows):
+            text, own = problem.prompt, problem.critic_prompt
+            self._token_ids.append(self._tokenized(index, text, tokenize, max_prompt_tokens))
+            self._critic_token_ids.append(
+                None if own is None else self._tokenized(index, own, tokenize, max_prompt_tokens)
+            )
             if on_progress is not None:
                 on_progress(index + 1, len(problems))
         self._epoch = 0
@@ -71,9 +76,8 @@ class PromptDataset:
         self._order = self._order_of(0)
 
     def _tokenized(
-        self, index: int, tokenize: Callable[[str], Sequence[int]], limit: int
+        self, index: int, text: str, tokenize: Callable[[str], Sequence[int]], limit: int
     ) -> array.array[int]:
-        text = self._rows[index].prompt
         # 4 bytes a token; a tuple of Python integers would take ten times as much.
         token_ids = array.array("i", tokenize(text))
         where = f"{self.path}: problem {index} (from 0)"
@@ -179,9 +183,11 @@ class PromptDataset:
 
     def _prompt(self, index: int) -> Prompt:
         row = self._rows[index]
-        token_ids = tuple(self._token_ids[index])
-        index += self._first_index
-        return Prompt(index, row.prompt, token_ids, row.answer, row.metadata, row.source)
+        token_ids, of_critic = tuple(self._token_ids[index]), self._critic_token_ids[index]
+        return Prompt(
+            index + self._first_index, row.prompt, token_ids, row.answer, row.metadata, row.source,
+            None if of_critic is None else tuple(of_critic),
+        )  # fmt: skip
 
 
 def refuse_replay(state: Mapping[str, Any]) -> None:
@@ -200,7 +206,9 @@ def _key(source: str) -> int:
 def _fingerprint(problems: Sequence[Problem]) -> str:
     digest = hashlib.sha256()
     for problem in problems:
-        for text in (problem.prompt, problem.answer):
+        texts = [problem.prompt, problem.answer]
+        texts += [problem.critic_prompt] if problem.critic_prompt is not None else []
+        for text in texts:
             data = text.encode("utf-8", "surrogatepass")
             digest.update(len(data).to_bytes(8, "big") + data)
     return digest.hexdigest()

@@ -26,8 +26,9 @@ from vapo_megatron.data.batch import (
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import Ranks
 
-_COLUMNS = 7
-"""Position, prompt length, response length, status, truncated, reward, prompt index."""
+_COLUMNS = 8
+"""Position, prompt length, response length, status, truncated, reward, prompt index, length of the
+critic's prompt or -1."""
 
 
 def gather_summary(local: Sequence[ScoredRollout], num_responses: int) -> StepSummary:
@@ -56,6 +57,7 @@ def gather_summary(local: Sequence[ScoredRollout], num_responses: int) -> StepSu
                 r.truncated,
                 item.reward,
                 r.prompt.index,
+                -1 if r.prompt.critic_token_ids is None else len(r.prompt.critic_token_ids),
             ],
             dtype=torch.float64,
         )
@@ -67,14 +69,17 @@ def gather_summary(local: Sequence[ScoredRollout], num_responses: int) -> StepSu
     order = held[:, 0].argsort()
     held, sources = held[order], sources[order]
     _check_positions(held[:, 0].long().tolist(), num_responses)
+    prompts, of_critic = held[:, 1].long(), held[:, 7].long()
+    has_own = bool((of_critic >= 0).any())
     return StepSummary(
-        prompt_lengths=held[:, 1].long(),
+        prompt_lengths=prompts,
         response_lengths=held[:, 2].long(),
         statuses=held[:, 3].long(),
         truncated=held[:, 4].bool(),
         rewards=held[:, 5].float(),
         prompt_indices=held[:, 6].long(),
         sources=sources,
+        critic_prompt_lengths=torch.where(of_critic < 0, prompts, of_critic) if has_own else None,
     )
 
 
@@ -109,7 +114,10 @@ def exchange(
     dp_ranks = _all_gather(torch.tensor([ranks.dp_rank]), ranks.world_size).flatten().tolist()
     sources = summary.sources.tolist()
     sizes = (summary.prompt_lengths + 2 * summary.response_lengths).tolist()
-    mine = {item.rollout.position: _pack(item) for item in local}
+    of_critic = summary.critic_prompt_lengths
+    if of_critic is not None:
+        sizes = [size + length for size, length in zip(sizes, of_critic.tolist())]
+    mine = {item.rollout.position: _pack(item, of_critic is not None) for item in local}
     pieces: list[np.ndarray] = []
     send_sizes = []
     for dp_rank in dp_ranks:
@@ -129,11 +137,15 @@ def exchange(
     return _unpack(payload, summary, wanted[ranks.dp_rank])
 
 
-def _pack(item: ScoredRollout) -> np.ndarray:
-    """int32 [prompt + 2 * response]: token ids, then the log-probabilities' bits."""
+def _pack(item: ScoredRollout, with_critic_prompt: bool) -> np.ndarray:
+    """int32 [prompt + 2 * response (+ critic's prompt)]: ids, the log-probabilities' bits, ids."""
     r = item.rollout
     tokens = (np.array(ids, dtype=np.int32) for ids in (r.prompt.token_ids, r.token_ids))
-    return np.concatenate([*tokens, np.array(r.logprobs, dtype=np.float32).view(np.int32)])
+    parts = [*tokens, np.array(r.logprobs, dtype=np.float32).view(np.int32)]
+    if with_critic_prompt:
+        own = r.prompt.critic_token_ids
+        parts.append(np.array(r.prompt.token_ids if own is None else own, dtype=np.int32))
+    return np.concatenate(parts)
 
 
 def _unpack(
@@ -143,8 +155,14 @@ def _unpack(
     lengths = summary.response_lengths[index]
     sequence_lengths = summary.prompt_lengths[index] + lengths
     empty = torch.empty(0, dtype=torch.int32)
-    tokens = [payload[p][:n] for p, n in zip(wanted, sequence_lengths.tolist())]
-    logprobs = [payload[p][n:] for p, n in zip(wanted, sequence_lengths.tolist())]
+    ends = list(zip(wanted, sequence_lengths.tolist(), (sequence_lengths + lengths).tolist()))
+    tokens = [payload[p][:n] for p, n, _ in ends]
+    logprobs = [payload[p][n:end] for p, n, end in ends]
+    of_critic: dict[str, Tensor] = {}
+    if summary.critic_prompt_lengths is not None:
+        prompts = torch.cat([*(payload[p][end:] for p, _, end in ends), empty]).long()
+        of_critic = {"critic_prompts": prompts,
+                     "critic_prompt_lengths": summary.critic_prompt_lengths[index]}  # fmt: skip
     return RolloutBatch(
         tokens=torch.cat([*tokens, empty]).long(),
         sequence_cu_seqlens=bounds(sequence_lengths),
@@ -155,6 +173,7 @@ def _unpack(
         truncated=summary.truncated[index],
         rollout_logprobs=torch.cat([*logprobs, empty]).view(torch.float32),
         loss_mask=torch.ones(int(lengths.sum()), dtype=torch.bool),
+        **of_critic,
     )
 
 

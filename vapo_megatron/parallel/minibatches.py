@@ -82,6 +82,17 @@ def make_mini_batches(
     return [MiniBatch(part, *count.unbind()) for part, count in zip(parts, tokens)]
 
 
+def with_microbatches(
+    mini_batches: Sequence[MiniBatch], microbatches: Sequence[Microbatch]
+) -> list[MiniBatch]:
+    """Return mini-batches of the same counts with other forward passes of the same responses."""
+    rest = iter(microbatches)
+    return [
+        dataclasses.replace(m, microbatches=list(itertools.islice(rest, len(m.microbatches))))
+        for m in mini_batches
+    ]
+
+
 def _consecutive(batch: RolloutBatch, sizes: Iterable[int]) -> Iterator[RolloutBatch]:
     first = 0
     for size in sizes:

@@ -121,7 +121,7 @@ def batch_bytes(config: VapoConfig, tokens: int, response_tokens: int) -> int:
     a whole step. See data/batch.py for the fields.
 
     Args:
-        config: model, parallel and algorithm are used.
+        config: model, parallel, algorithm and data are used.
         tokens: S, prompts and responses.
         response_tokens: T.
     """
@@ -134,7 +134,11 @@ def batch_bytes(config: VapoConfig, tokens: int, response_tokens: int) -> int:
     per_response_token += 4 * (algorithm.sampler_correction != "none")  # policy_mask
     per_response_token += 4 * ("reference" in algorithm.roles)  # reference_logprobs
     per_response_token += 8 * ("critic" in algorithm.roles)  # values, returns
-    return per_token * tokens + per_response_token * response_tokens
+    found = per_token * tokens + per_response_token * response_tokens
+    if config.data.has_critic_prompts:
+        # The critic's own packing, and its prompts, which may be as long as the others.
+        found += per_token * tokens + 8 * response_tokens + 8 * (tokens - response_tokens)
+    return found
 
 
 def host_bytes_per_node(shape: ModelShape, config: VapoConfig, *, gpus_per_node: int) -> HostBytes:

@@ -148,8 +148,15 @@ def _write_file(
     header = FileHeader(
         first_position=rollouts[0].position,
         responses=len(rollouts),
-        longest_sequence=max(len(r.prompt.token_ids) + len(r.token_ids) for r in rollouts),
-        largest_token_id=int(max(arrays["prompt_tokens"].max(), arrays["tokens"].max(initial=0))),
+        longest_sequence=max(
+            max(len(r.prompt.token_ids), len(r.prompt.critic_token_ids or ())) + len(r.token_ids)
+            for r in rollouts
+        ),
+        largest_token_id=max(
+            int(arrays[name].max(initial=0))
+            for name in ("prompt_tokens", "critic_prompt_tokens", "tokens")
+            if name in arrays
+        ),
         crc32=_checksum(arrays),
         step=step,
         num_responses=num_responses,
@@ -202,6 +209,7 @@ def _pack(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
         **_joined("prompt_tokens", (np.array(p.token_ids, np.int32) for p in number)),
         **_joined("prompt_text", (_to_bytes(p.text) for p in number)),
         **_joined("answer", (_to_bytes(p.answer) for p in number)),
+        **_critic_prompts([p.critic_token_ids for p in number]),
         **_names("verifier", [p.problem.verifier for p in number]),
         **_names("source", [p.source for p in number]),
         "prompt": np.array(prompt, np.int32),
@@ -215,6 +223,13 @@ def _pack(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
         **_joined("logprobs", (np.array(r.logprobs, np.float32) for r in rollouts)),
         **_joined("text", (_to_bytes(item.text) for item in scored)),
     }
+
+
+def _critic_prompts(prompts: Sequence[tuple[int, ...] | None]) -> dict[str, np.ndarray]:
+    """Nothing where no prompt has one for the critic; no tokens stand for none."""
+    if all(ids is None for ids in prompts):
+        return {}
+    return _joined("critic_prompt_tokens", (np.array(ids or (), np.int32) for ids in prompts))
 
 
 def _names(name: str, names: Sequence[str | None]) -> dict[str, np.ndarray]:
@@ -250,6 +265,9 @@ def _unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
             return [None] * len(arrays["prompt_index"])
         return [found or None for found in texts(name)]
 
+    of_critic: list[tuple[int, ...] | None] = [None] * len(arrays["prompt_index"])
+    if "critic_prompt_tokens" in arrays:
+        of_critic = [tuple(part.tolist()) or None for part in parts("critic_prompt_tokens")]
     prompts = list(
         map(
             Prompt,
@@ -259,6 +277,7 @@ def _unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
             texts("answer"),
             [{} if name is None else {"verifier": name} for name in names("verifier")],
             names("source"),
+            of_critic,
         )
     )
     rollouts = map(

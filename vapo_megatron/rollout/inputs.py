@@ -6,7 +6,13 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from vapo_megatron.config import DataConfig, EvaluationConfig, FileConfig, RolloutConfig
+from vapo_megatron.config import (
+    DataConfig,
+    EvaluationConfig,
+    FileConfig,
+    RolloutConfig,
+    SourceConfig,
+)
 from vapo_megatron.data.mixture import Mixture, TrainingPrompts
 from vapo_megatron.data.problems import load_problems
 from vapo_megatron.data.prompts import OnProgress, PromptDataset
@@ -71,7 +77,10 @@ def read_inputs(
 def _training_prompts(data: DataConfig, read: Callable[..., PromptDataset]) -> TrainingPrompts:
     """Read data.train_path, or data.sources by name: their order in the file does not matter."""
     if not data.sources:
-        return read(str(data.train_path), data, shuffle=data.shuffle)
+        return read(
+            str(data.train_path), data, shuffle=data.shuffle,
+            critic_prompt_column=data.critic_prompt_column,
+        )  # fmt: skip
     sources = dict(sorted(data.sources.items()))
     parts = _read_parts(sources, read, section="data", shuffle=data.shuffle)
     return Mixture(
@@ -84,8 +93,9 @@ def _read_parts(
 ) -> dict[str, PromptDataset]:
     parts: dict[str, PromptDataset] = {}
     for name, file in files.items():
+        own = file.critic_prompt_column if isinstance(file, SourceConfig) else None
         parts[name] = read(
-            str(file.path), file, source=name, verifier=file.verifier,
+            str(file.path), file, source=name, verifier=file.verifier, critic_prompt_column=own,
             first_index=sum(map(len, parts.values())), **of_all,
         )  # fmt: skip
     return parts
@@ -99,12 +109,13 @@ def read_prompts(
     section: str = "data",
     source: str | None = None,
     verifier: str | None = None,
+    critic_prompt_column: str | None = None,
     **of_dataset: Any,
 ) -> PromptDataset:
     """Read a file's problems and tokenize its prompts; chat messages are templated.
 
     Args:
-        path, section, source, verifier: see load_problems.
+        path, section, source, verifier, critic_prompt_column: see load_problems.
         columns: has prompt_column and answer_column.
         tokenizer: transformers'.
         of_dataset: see PromptDataset.
@@ -114,6 +125,7 @@ def read_prompts(
     """
     problems = load_problems(
         path, columns.prompt_column, columns.answer_column, section=section,
-        source=source, verifier=verifier, render=ChatTemplate(tokenizer),
+        critic_prompt_column=critic_prompt_column, source=source, verifier=verifier,
+        render=ChatTemplate(tokenizer),
     )  # fmt: skip
     return PromptDataset(problems, tokenizer.encode, path=path, source=source, **of_dataset)
