@@ -162,6 +162,12 @@ KEYS_ARMS = {
     "no_value_pretraining": Arm("without value pretraining", "11", (NO_VALUE_CHECKPOINT,)),
     "no_decoupled_gae": NO_DECOUPLED_GAE,
     "no_decoupled_gae_95": NO_DECOUPLED_GAE_95,
+    # Value pretraining always has Monte-Carlo targets; only without it does all that the critic
+    # knows come from this lambda.
+    "no_values_no_decoupled_gae": Arm(
+        "without value pretraining and decoupled GAE", "",
+        (NO_VALUE_CHECKPOINT, *NO_DECOUPLED_GAE.changes),
+    ),
     "no_token_level": NO_TOKEN_LEVEL,
     "no_group_sampling": NO_GROUP_SAMPLING,
 }  # fmt: skip
@@ -177,6 +183,7 @@ def _keys(arms: Mapping[str, Arm], *configs: str, **more: object) -> Table:
         value_steps=1,
         value_changes=(
             "algorithm.responses_per_step=512", "algorithm.critic_updates_per_step=6",
+            "algorithm.mini_batch_size=16",
         ),
         base_sources=(
             "keys_base.py", "make_base_model.py", "make_tokenizer.py", "making.py", "keys.py"
@@ -231,8 +238,7 @@ TABLES = {
             "no_decoupled_gae": NO_DECOUPLED_GAE,
             "no_decoupled_gae_95": NO_DECOUPLED_GAE_95,
         },
-        "keys_mixed.yaml",
     ),
-    "keys_rare": _keys({"vapo": VAPO, "no_clip_higher": NO_CLIP_HIGHER}),
+    "keys_rare": _keys({"vapo": VAPO, "no_clip_higher": NO_CLIP_HIGHER}, "keys_rare.yaml"),
 }
 """By form of the task."""

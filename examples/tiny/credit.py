@@ -35,8 +35,8 @@ from vapo_megatron.run.progress import format_seconds  # noqa: E402
 
 FORMS = {
     "keys": "20 locks",
-    "keys_mixed": "5 to 60 locks",
-    "keys_rare": "20 locks, some with a good key that is rare at first",
+    "keys_mixed": "5 to 20 locks",
+    "keys_rare": "20 locks of five kinds, two with a good key that is rare at first",
 }
 MAIN = ("vapo", "dapo", "grpo")
 """The arms of --quick and of the charts' first lines."""

@@ -56,8 +56,10 @@ class Form:
     min_goal: float = 0.5
     max_goal: float = 0.85
     """The goal is between these shares of the locks."""
+    num_kinds: int = NUM_KINDS
+    """Kinds that problems have; each of fewer is met more often."""
     num_rare: int = 0
-    """Kinds, spread evenly, whose good key the base model rarely chooses."""
+    """How many of these have a good key that the base model rarely chooses."""
     rare: float = 0.015
     """How often it does."""
 
@@ -82,16 +84,16 @@ class Form:
 
     def base_probability(self, kind: int) -> float:
         """Return the probability with which the base model chooses the kind's good key."""
-        is_rare = kind * self.num_rare % NUM_KINDS < self.num_rare
+        is_rare = kind * self.num_rare % self.num_kinds < self.num_rare
         return self.rare if is_rare else 0.5
 
 
 FORMS = {
     "keys": Form(),
-    "keys_mixed": Form(min_locks=5, max_locks=60),
-    "keys_rare": Form(num_rare=20),
+    "keys_mixed": Form(min_locks=5),
+    "keys_rare": Form(min_goal=0.25, max_goal=0.75, num_kinds=5, num_rare=2),
 }
-"""20 locks; 5 to 60 locks; 20 locks, with good keys that the base model chooses rarely."""
+"""20 locks; 5 to 20 locks; 20 locks of five kinds, two with a good key that is rare at first."""
 
 
 def lock(kind: int) -> str:
@@ -157,7 +159,7 @@ def draw_problem(
         num_locks = rng.randint(form.min_locks, form.max_locks)
     while True:
         goal = rng.choice(form.goals(num_locks))
-        problem = Problem(goal, tuple(rng.randrange(NUM_KINDS) for _ in range(num_locks)))
+        problem = Problem(goal, tuple(rng.randrange(form.num_kinds) for _ in range(num_locks)))
         if is_held_out(problem.prompt) == held_out:
             return problem
 

@@ -143,6 +143,9 @@ CHANGED_KEYS = {
     "grpo_lm": {**CHANGED["grpo"], **WITH_LM},
     "dapo_no_dynamic": {**CHANGED["dapo"], "algorithm.dynamic_sampling": False},
     "sil": {"algorithm.positive_lm_weight": "advantage"},
+    "no_values_no_decoupled_gae": {
+        **CHANGED["no_value_pretraining"], **CHANGED["no_decoupled_gae"],
+    },
 }
 """Against VAPO, written out: the arms read the recipes, and these must not say anything else."""
 

@@ -107,10 +107,13 @@ def test_the_forms():
     assert FORMS["keys"].goals(1) == range(1, 2)
     rng = random.Random(0)
     drawn = [keys.draw_problem(rng, held_out=False, form=FORMS["keys_mixed"]) for _ in range(500)]
-    assert {len(p.kinds) for p in drawn} == set(range(5, 61))
+    assert {len(p.kinds) for p in drawn} == set(range(5, 21))
     rare = FORMS["keys_rare"]
+    drawn = [keys.draw_problem(rng, held_out=False, form=rare) for _ in range(50)]
+    assert {kind for p in drawn for kind in p.kinds} == set(range(rare.num_kinds))
     chances = [rare.base_probability(kind) for kind in range(100)]
-    assert chances.count(rare.rare) == rare.num_rare and chances.count(0.5) == 100 - rare.num_rare
+    in_problems = chances[: rare.num_kinds]
+    assert in_problems.count(rare.rare) == rare.num_rare == 2 and in_problems.count(0.5) == 3
     # Over 4,000 locks: the mean of what the form asks for, +- .008.
     problem = Problem(10, tuple(range(100)) * 40)
     shares = {}
@@ -275,9 +278,10 @@ def test_a_critic_is_compared_with_exact_values(tmp_path, capsys):
     tokenizer = make_tokenizer.save_tokenizer(tmp_path, 512, keys.CHARACTERS, form.added_tokens)
     recipe = keys_base.Recipe(num_layers=1, hidden_size=32)
     make_base_model.build_model(recipe, len(tokenizer), 1).save_pretrained(tmp_path)
-    fresh = keys_pretraining.write_responses(4, tokenizer, held_out=True, seed=0)
+    fresh = keys_pretraining.write_responses(4, tokenizer, form, held_out=True, seed=0)
     # A critic of 0: its error is the exact values' size, it explains nothing.
-    zero = keys_pretraining.compare(keys_pretraining.Critic(tmp_path), fresh)
+    values = keys_pretraining.values_of(keys_pretraining.Critic(tmp_path), fresh)
+    zero = keys_pretraining.compare(values, fresh, 1.0, range(4))
     best = np.concatenate([v[:-1] for v in fresh.exact.values])
     assert zero.value_error == pytest.approx(np.sqrt((best**2).mean()))
     assert zero.explained_variance == pytest.approx(0)
@@ -289,6 +293,28 @@ def test_a_critic_is_compared_with_exact_values(tmp_path, capsys):
     ]  # fmt: skip
     errors = [float(line.split("error of V ")[1].split(",")[0]) for line in lines]
     assert errors[1] != errors[0] != pytest.approx(zero.value_error, abs=1e-3)
+    sizes += ["--fresh", "12", "--form", "keys_mixed", "--lambdas"]
+    keys_pretraining.main([str(tmp_path), *sizes])
+    assert "| adaptive, alpha 0.05 |" in capsys.readouterr().out
+
+
+def test_lambdas_are_compared_by_the_length_of_responses(tokenizer):
+    form = FORMS["keys_mixed"]
+    fresh = keys_pretraining.write_responses(9, tokenizer, form, held_out=True, seed=0)
+    order = fresh.lengths.argsort().tolist()
+    # Exact values of the longer responses; those of the three shortest do not see the keys.
+    exact = [torch.from_numpy(v[:-1].copy()) for v in fresh.exact.values]
+    for i in order[:3]:
+        exact[i][:] = 0.0
+    table = keys_pretraining.by_lambda(torch.cat(exact).float(), fresh)
+    header, _, *rows = [line.split(" | ") for line in table.strip("| \n").split("\n")]
+    assert len(header) == 5 and {len(row) for row in rows} == {5}
+    lengths = sorted(fresh.lengths.tolist())
+    assert f"{lengths[0]} to {lengths[2]} tokens" in header[2]
+    # With lambda 0 and exact values the advantage is the true one.
+    at_zero = [cell.strip(" |") for cell in rows[0]]
+    assert at_zero[0] == "0" and at_zero[3:] == ["1.000", "1.000"]
+    assert float(at_zero[2]) < 0.9
 
 
 def test_rows_are_json():
