@@ -173,8 +173,10 @@ KEYS_ARMS = {
 }  # fmt: skip
 
 
-def _keys(arms: Mapping[str, Arm], *configs: str, **more: object) -> Table:
-    """Return the table of a form of locks and keys."""
+def _keys(
+    arms: Mapping[str, Arm], *configs: str, values: tuple[str, ...] = (), **more: object
+) -> Table:
+    """Return the table of a form of locks and keys; values: overrides of value pretraining."""
     return Table(
         configs=("tiny.yaml", "keys_tiny.yaml", *configs),
         arms=arms,
@@ -182,8 +184,7 @@ def _keys(arms: Mapping[str, Arm], *configs: str, **more: object) -> Table:
         # One step: all responses are there to be read several times.
         value_steps=1,
         value_changes=(
-            "algorithm.responses_per_step=512", "algorithm.critic_updates_per_step=6",
-            "algorithm.mini_batch_size=16",
+            "algorithm.responses_per_step=512", "algorithm.critic_updates_per_step=6", *values,
         ),
         base_sources=(
             "keys_base.py", "make_base_model.py", "make_tokenizer.py", "making.py", "keys.py"
@@ -239,6 +240,11 @@ TABLES = {
             "no_decoupled_gae_95": NO_DECOUPLED_GAE_95,
         },
     ),
-    "keys_rare": _keys({"vapo": VAPO, "no_clip_higher": NO_CLIP_HIGHER}, "keys_rare.yaml"),
+    "keys_rare": _keys(
+        {"vapo": VAPO, "no_clip_higher": NO_CLIP_HIGHER},
+        "keys_rare.yaml",
+        # As for the other forms.
+        values=("algorithm.mini_batch_size=16", "optimizer.critic_learning_rate=5e-4"),
+    ),
 }
 """By form of the task."""

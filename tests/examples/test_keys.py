@@ -314,7 +314,8 @@ def test_lambdas_are_compared_by_the_length_of_responses(tokenizer):
     # With lambda 0 and exact values the advantage is the true one.
     at_zero = [cell.strip(" |") for cell in rows[0]]
     assert at_zero[0] == "0" and at_zero[3:] == ["1.000", "1.000"]
-    assert float(at_zero[2]) < 0.9
+    # Without differences there is no correlation.
+    assert at_zero[2] == "-"
 
 
 def test_rows_are_json():
