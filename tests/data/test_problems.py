@@ -86,6 +86,11 @@ def test_the_critic_may_have_a_prompt_of_its_own(tmp_path):
         load_problems(path, **own)
 
 
+def test_a_row_that_hybrid_gives_to_a_verifier_keeps_its_columns():
+    row = Problem("p", "1", {"tolerance": 2, "verifier": "hybrid"}, "a")
+    assert row.judged_by("math") == Problem("p", "1", {"tolerance": 2, "verifier": "math"}, "a")
+
+
 def test_a_source_has_its_name_its_columns_and_its_verifier(tmp_path):
     rows = [{"q": "a", "a": 1, "verifier": "exact"}, {"q": "b", "a": 2, "verifier": None}]
     path = write(tmp_path / "a.jsonl", *map(json.dumps, [*rows, {"q": "c", "a": 3}]))

@@ -17,7 +17,9 @@ from vapo_megatron.errors import Stopped
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.scoring import (
     LARGEST_BATCH,
+    VerdictsFailed,
     VerdictStream,
+    check_failures,
     check_verdicts,
     score_rollouts,
     with_scores,
@@ -108,6 +110,13 @@ def test_what_the_reward_model_judges_has_no_verdict_until_its_score_is_there():
     # The summary of a rank that sampled nothing is the same.
     elsewhere, none = with_scores(summary, [], scores, shaped, 10, {})
     assert torch.equal(elsewhere.rewards, after.rewards) and none == []
+
+
+def test_failed_and_timed_out_verdicts_count_together():
+    counts = {"correct": 4, "wrong": 2, "unparsable": 1, "failed": 1, "timed_out": 2}
+    check_failures(counts, RewardConfig(max_failed_fraction=0.3))
+    with pytest.raises(VerdictsFailed, match="1 verdicts failed and 2 timed out, of 10: more than"):
+        check_failures(counts, RewardConfig(max_failed_fraction=0.29))
 
 
 def test_where_nothing_is_kept_nothing_is_scored():

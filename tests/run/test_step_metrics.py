@@ -162,7 +162,9 @@ def test_metrics_by_name_count_every_response_once():
         prompt_lengths=torch.ones(5).long(), response_lengths=torch.tensor([2, 4, 3, 9, 5]),
         statuses=torch.tensor([STATUSES.index(s) for s in ("correct", "wrong", "correct",
                                                            "timed_out", "failed")]),
-        truncated=torch.zeros(5).bool(), rewards=torch.tensor([1.0, -1, 0.5, -1, -0.25]),
+        truncated=torch.zeros(5).bool(),
+        # The second is wrong and the third correct: accuracy is of verdicts, not of rewards.
+        rewards=torch.tensor([1.0, 0.5, -0.5, -1, -0.25]),
         prompt_indices=torch.tensor([4, 4, 1, 1, 7]), sources=torch.zeros(5).long(),
     )  # fmt: skip
     labels = labels_of([
@@ -171,19 +173,19 @@ def test_metrics_by_name_count_every_response_once():
     ], "math")  # fmt: skip
     assert metrics_by_label(summary, labels) == pytest.approx({
         "reward/by_verifier/math/share": 3 / 5, "reward/by_verifier/math/accuracy": 1 / 3,
-        "reward/by_verifier/math/reward_mean": -0.25 / 3,
+        "reward/by_verifier/math/reward_mean": 1.25 / 3,
         "reward/by_verifier/math/response_length_mean": 11 / 3,
         "reward/by_verifier/math/failed_fraction": 1 / 3,
         "reward/by_verifier/code/share": 2 / 5, "reward/by_verifier/code/accuracy": 1 / 2,
-        "reward/by_verifier/code/reward_mean": -0.5 / 2,
+        "reward/by_verifier/code/reward_mean": -1.5 / 2,
         "reward/by_verifier/code/response_length_mean": 6.0,
         "reward/by_verifier/code/failed_fraction": 1 / 2,
         "reward/by_verifier/taste/share": 0.0,
         "reward/by_source/a/share": 2 / 5, "reward/by_source/a/accuracy": 1 / 2,
-        "reward/by_source/a/reward_mean": 0.0, "reward/by_source/a/response_length_mean": 3.0,
+        "reward/by_source/a/reward_mean": 1.5 / 2, "reward/by_source/a/response_length_mean": 3.0,
         "reward/by_source/a/failed_fraction": 0.0,
         "reward/by_source/b/share": 3 / 5, "reward/by_source/b/accuracy": 1 / 3,
-        "reward/by_source/b/reward_mean": -0.75 / 3,
+        "reward/by_source/b/reward_mean": -1.75 / 3,
         "reward/by_source/b/response_length_mean": 17 / 3,
         "reward/by_source/b/failed_fraction": 2 / 3,
     })  # fmt: skip
