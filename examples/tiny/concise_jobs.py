@@ -54,7 +54,12 @@ MAIN = "sometimes"
 # Chosen with seed 0. A first phase of 4 steps leaves problems that are not always solved. With the
 # first phase's learning rates, 5e-4, the second also drops steps that are needed; with these it
 # does so after 12 steps: held-out accuracy is .967 before, .988 at step 8, .978 at 12, .956 at 16.
+# SOMETIMES was chosen with seed 1, whose first phase leaves problems with lower pass rates: on the
+# hardest of all that are sometimes solved (.19 to .69) a third of the rewards stays negative, and
+# accuracy falls by .028.
 FIRST = ("algorithm.group_size=16",)
+SOMETIMES = ("0.7", "0.95")
+"""Pass rates of the few problems."""
 SECOND = ("optimizer.actor_learning_rate=2e-4", "optimizer.critic_learning_rate=2e-4")
 
 
@@ -100,8 +105,7 @@ def seed_jobs(root: Path, seed: int, sizes: Sizes) -> list[Job]:
         "first", ("base", "data"), "dapo", f"algorithm.policy_steps={sizes.first_steps}",
         f"model.hf_path={out / 'base'}", f"data.train_path={out / 'data/train.jsonl'}", *FIRST,
     )  # fmt: skip
-    # With 16 samples, all pass rates but 0 and 1.
-    jobs.add_selection("sometimes", "0.05", "0.95")
+    jobs.add_selection("sometimes", *SOMETIMES)
     jobs.add_selection("never", "0", "0")
     jobs.add_evaluation("before", "first", sizes.samples)
     for name, problems in SETS.items():

@@ -104,9 +104,9 @@ def test_second_phases_differ_in_their_problems_alone(tmp_path):
         **{name: [path, {}] for name, path in both.items()}, "full": ["data/train.jsonl", {}]
     }  # fmt: skip
     assert group_sizes == {"sometimes": 32, "full": 4, "half": 32, "never": 32}
-    # Of 16 samples: pass rates of 1/16 to 15/16, and of 0.
+    # Of 16 samples: pass rates of 12/16 to 15/16, and of 0.
     rules = {name: jobs[name].settings["arguments"] for name in both}
-    assert rules["sometimes"] == "--samples 16 --pass-rate 0.05 0.95 --hardest 8"
+    assert rules["sometimes"] == "--samples 16 --pass-rate 0.7 0.95 --hardest 8"
     assert rules["never"] == "--samples 16 --pass-rate 0 0 --hardest 8"
     before, after = jobs["before"].settings, jobs[f"after_{MAIN}"].settings
     assert before["samples"] == after["samples"] == 32, "alike, for the comparison"
