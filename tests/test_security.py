@@ -33,6 +33,8 @@ FORBIDDEN = {
 }  # fmt: skip
 # Places whose calls read nothing that a user exchanges, or where it can do no harm.
 ALLOWED = {
+    # Between the processes of one run, as torch's own collectives of objects.
+    "vapo_megatron/parallel/reduce.py": {"pickle.loads"},
     # megatron-core's own source, translated on import, and Python's kind of cache of that.
     "vapo_megatron/parallel/megatron_on_cpu.py": {"compile", "marshal.loads"},
     # A pipe that only the parent process writes to; what comes back from a worker is JSON.

@@ -5,6 +5,7 @@ tests/roles/test_device_schedule.py, when there is time in tests/parallel/health
 Not exercised: a GPU's memory.
 """
 
+import functools
 import os
 
 import pytest
@@ -89,11 +90,13 @@ def test_a_step_by_turns_and_one_that_lacks_time(workers, tmp_path):
 def kept(run_dir):
     """The lines that tell of a step's skipped updates; a worker's function."""
     from tests.dumped import rollouts
+    from vapo_megatron.rollout.source import RolloutSource
     from vapo_megatron.run.output import kept_if_skipped
 
-    settings, notes = config(run_dir, logging={"run_dir": str(run_dir)}), []
+    algorithm, notes = config(run_dir).algorithm, []
+    dump = functools.partial(RolloutSource.dump, None, scored=rollouts(), algorithm=algorithm)
     for step, metrics in enumerate(({"critic": 2.0, "actor": 1.0}, {"critic": 1.0}, {}), 1):
-        with kept_if_skipped(settings, step, rollouts(), notes.append) as learned:
+        with kept_if_skipped(run_dir, step, dump, notes.append) as learned:
             learned |= {f"{role}/skipped_updates": count for role, count in metrics.items()}
     return notes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,17 @@ class VapoTrainer(StepTrainer):
         self._snapshot = done, {**self._state(), "unevaluated": unevaluated and dict(unevaluated)}
 
     def _save(self, writer: CheckpointWriter, *, waits: bool) -> None:
-        """Start writing the last snapshot unless it is saved; waits: until it is on disk."""
+        """Start writing the last snapshot unless it is saved; waits: until it is on disk.
+
+        Nothing is saved if there is no time left to finish what the samplers still sample.
+        """
         done, state = self._snapshot
         with self.phase(CHECKPOINT):
-            if done > self._saved:
-                writer.save(done, self._models, state)
+            if done > self._saved and self.source.finish_in_flight(
+                done, self.early_stop.has_time_to_save
+            ):
+                in_flight = partial(self.source.save_in_flight, done)
+                writer.save(done, self._models, state, in_flight)
                 self._saved = done
             if waits:
                 writer.wait()
@@ -114,9 +121,11 @@ class VapoTrainer(StepTrainer):
         """Save the last complete step."""
         self._save(writer, waits=True)
         name = self.early_stop.signal_name or "a signal to another rank"
-        self.output.note(
-            f"stopped by {name} after step {self._snapshot[0]}; start it again to resume"
-        )
+        done = self._snapshot[0]
+        lost = "" if self._saved == done else (
+            f", which lacks responses that were still sampled: it resumes from step {self._saved}"
+        )  # fmt: skip
+        self.output.note(f"stopped by {name} after step {done}{lost}; start it again to resume")
 
     def _is_finished(self, done: int) -> bool:
         """Whether all steps are done, or value pretraining has stopped early."""
@@ -146,6 +155,7 @@ class VapoTrainer(StepTrainer):
             return 0
         done, state = checkpoint.load_run(self._start.own, self._models)
         self.source.load_state_dict(state["data"])
+        self.source.resume(done, self._start.own)
         self.policy_version = state["policy_version"]
         self.explained_variances = state.get("explained_variances", [])
         for role, skipped in state.get("skipped_in_a_row", {}).items():

@@ -27,8 +27,8 @@ from vapo_megatron.config.phases import (
     VALUES,
 )
 from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
-from vapo_megatron.data.packing import StepPlan, attention_tokens, plan_step
-from vapo_megatron.errors import Stopped
+from vapo_megatron.data.packing import StepPlan, plan_of
+from vapo_megatron.errors import ConfigError, Stopped
 from vapo_megatron.models.hf_config import read_model_shape, read_reward_shape
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.exchange import exchange, gather_summary
@@ -50,6 +50,7 @@ from vapo_megatron.reward.verifiers import default_name
 from vapo_megatron.roles.actor import Actor, Reference
 from vapo_megatron.roles.advantages import (
     with_advantages,
+    with_behaviour,
     with_loss_mask,
     with_policy_mask,
     with_verdicts,
@@ -58,6 +59,7 @@ from vapo_megatron.roles.critic import Critic
 from vapo_megatron.roles.device_schedule import DeviceSchedule
 from vapo_megatron.roles.model import TrainedModel
 from vapo_megatron.roles.reward_model import RewardModel
+from vapo_megatron.rollout.disaggregated.source import RemoteSampling
 from vapo_megatron.rollout.inputs import Inputs, read_inputs
 from vapo_megatron.rollout.replay import Replay
 from vapo_megatron.rollout.source import OnProgress, RolloutSource
@@ -106,12 +108,15 @@ class StepTrainer:
         self.config = config
         self.run_dir = Path(config.logging.run_dir)
         torch.manual_seed(config.seed)
-        backend.initialize_distributed(config.parallel.timeout_seconds)
-        self.early_stop = EarlyStop(config.checkpoint.grace_seconds)
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        self.watchdog = Watchdog(
-            config.timeouts, self.run_dir, rank, world_size, self.early_stop.is_signalled
+        self.sides = backend.initialize_distributed(
+            config.parallel.timeout_seconds, config.rollout.num_processes
         )
+        self.early_stop = EarlyStop(config.checkpoint.grace_seconds)
+        rank, world_size = dist.get_rank(), config.num_processes
+        self.watchdog = Watchdog(
+            config.timeouts, self.run_dir, rank, world_size, self.early_stop.is_signalled,
+            "trainer" if self.sides else "",
+        )  # fmt: skip
         with self.watchdog.reporting():
             self._build(replay, inputs, verifier)
 
@@ -182,7 +187,8 @@ class StepTrainer:
             raise Stopped
 
         # Update the critic, and after value pretraining also the actor.
-        with kept_if_skipped(config, step + 1, data.scored, self.output.note) as learned:
+        dump = partial(self.source.dump, scored=data.scored, algorithm=config.algorithm)
+        with kept_if_skipped(self.run_dir, step + 1, dump, self.output.note) as learned:
             if self.critic is not None:
                 with self.phase(CRITIC_UPDATE):
                     learned |= self.critic.update(data.critic_mini_batches)
@@ -194,7 +200,7 @@ class StepTrainer:
             learned |= self._publish()
 
         _, summary, batch, entropy, *_ = data
-        self.output.rollouts(step, data.scored, summary, batch, entropy, self.source.decode)
+        self.output.rollouts(step, data.scored, summary, batch, entropy, self.source)
         metrics = step_metrics(summary, batch, entropy, config.algorithm, self.ranks)
         metrics |= metrics_by_label(summary, self.source.labels)
         return {**metrics, **data.metrics, **learned}
@@ -252,9 +258,10 @@ class StepTrainer:
         with self.phase(LOGPROBS):
             old_logprobs, entropy = self.actor.compute_logprobs(microbatches)
             batch = batch.replace(old_logprobs=old_logprobs)
-            limit = config.rollout.max_logprob_difference
-            difference = sampler_difference(batch, limit, self.ranks)
+            limit, lag = config.rollout.max_logprob_difference, config.rollout.lag
+            difference = sampler_difference(batch, limit, self.ranks, is_stale=lag > 0)
             batch, of_mask = with_policy_mask(batch, config.algorithm, self.ranks)
+            batch = with_behaviour(batch, config.rollout)
         if self.reference is not None and self._trains_actor(step):
             with self.phase(REFERENCE_LOGPROBS):
                 logprobs = self.reference.compute_logprobs(microbatches)
@@ -296,13 +303,26 @@ class StepTrainer:
     ) -> RolloutSource:
         if replay is not None:
             return Replay(replay, self.ranks, default_name(self.config.reward, verifier))
-        # Imported here, because a replay must not import vLLM.
-        from vapo_megatron.rollout.sampling import Sampling
-
         c, hf_path = self.config, str(self.config.model.hf_path)
         inputs = inputs or read_inputs(
             self.shape, hf_path, c.data, c.rollout, c.evaluation, seed=c.seed
         )
+        if self.sides is not None:
+            if verifier is not None or self.sides.is_sampler:
+                raise ConfigError(
+                    "rollout.placement=disaggregated: process "
+                    f"{self.sides.rank} of {self.sides.world_size} is given "
+                    f"{'a verifier' if verifier is not None else 'a trainer'}, but the last "
+                    f"{self.sides.num_samplers} processes sample and judge; give them "
+                    "rollout.disaggregated.server.Server, with the verifier"
+                )
+            return RemoteSampling(
+                inputs, self.ranks, self.sides, model=c.model, rollout=c.rollout,
+                algorithm=c.algorithm, logging=c.logging, waiting=self.watchdog.waiting,
+            )  # fmt: skip
+        # Imported here, because only what samples may import vLLM.
+        from vapo_megatron.rollout.sampling import Sampling
+
         return Sampling(
             inputs, self.ranks, model=c.model, rollout=c.rollout, algorithm=c.algorithm,
             reward=c.reward, evaluation=c.evaluation, logging=c.logging,
@@ -313,17 +333,14 @@ class StepTrainer:
         self, scored: Sequence[ScoredRollout], step: int
     ) -> tuple[StepSummary, RolloutBatch, StepPlan]:
         """Plan the mini-batches from the lengths of all responses, then send each to its rank."""
-        summary = gather_summary(scored, self.config.algorithm.responses_per_step)
-        plan = plan_step(
-            summary.sequence_lengths,
-            mini_batch_size=self.config.algorithm.mini_batch_size,
-            dp_size=self.ranks.dp_size,
-            max_tokens_per_microbatch=self.config.parallel.max_tokens_per_microbatch,
-            seed=self.config.seed * 1_000_003 + step,
-            attention_tokens=attention_tokens(self.shape.hidden_size),
-        )
+        config, group = self.config, self.source.group
+        summary = gather_summary(scored, config.algorithm.responses_per_step, group)
+        plan = plan_of(
+            summary.sequence_lengths, config.algorithm, config.parallel,
+            hidden_size=self.shape.hidden_size, seed=config.seed, step=step,
+        )  # fmt: skip
         wanted = [plan.positions(dp_rank) for dp_rank in range(self.ranks.dp_size)]
-        return summary, exchange(scored, summary, wanted, self.ranks), plan
+        return summary, exchange(scored, summary, wanted, self.ranks, group), plan
 
     def _publish(self) -> dict[str, float]:
         """Sync the actor's weights to vLLM unless it already has this version."""
@@ -354,7 +371,9 @@ class StepTrainer:
             self.source.close()
             if error is None:
                 # No rank leaves while others may still communicate with it.
-                dist.barrier()
+                dist.barrier(group=self.source.group)
+            if self.sides is not None:
+                self.sides.close()
             groups.destroy()
             dist.destroy_process_group()
         self.watchdog.close()

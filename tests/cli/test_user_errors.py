@@ -36,7 +36,7 @@ from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
 from vapo_megatron.data.problems import load_problems
 from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.errors import DataError, UserError
-from vapo_megatron.rollout.dump import _write_file
+from vapo_megatron.rollout.dump import step_bytes
 from vapo_megatron.run.output import RunOutput
 from vapo_megatron.weights.convert.to_megatron import convert_to_megatron
 
@@ -155,7 +155,7 @@ def dump(vocab_size=VOCABULARY, **sizes):
         ]
         file = place / DUMPED
         file.parent.mkdir(parents=True)
-        _write_file(file, scored, 1, **sizes_of)
+        file.write_bytes(step_bytes(scored, 1, **sizes_of))
 
     return change
 

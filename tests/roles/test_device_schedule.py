@@ -327,7 +327,9 @@ def test_the_last_checkpoint_is_waited_for_in_its_phase(monkeypatch):
     writer = SimpleNamespace(save=noted("save"), wait=noted("wait"))
     trainer = SimpleNamespace(
         phase=phase, _models={}, _snapshot=(3, {}), _saved=0, _unevaluated=None,
-        output=SimpleNamespace(note=len), early_stop=SimpleNamespace(signal_name="SIGTERM"),
+        output=SimpleNamespace(note=len),
+        early_stop=SimpleNamespace(signal_name="SIGTERM", has_time_to_save=bool),
+        source=SimpleNamespace(finish_in_flight=lambda *_: True, save_in_flight=len),
     )  # fmt: skip
     trainer._save = lambda writer, **how: VapoTrainer._save(trainer, writer, **how)
     VapoTrainer._stop(trainer, writer)
@@ -358,5 +360,6 @@ def test_the_models_leave_before_vllm_is_closed(monkeypatch):
     error = RuntimeError("it ended a turn")
     monkeypatch.setattr(trainer.groups, "destroy", lambda: None)
     monkeypatch.setattr(trainer.dist, "destroy_process_group", lambda: closed.append("world"))
-    trainer.StepTrainer.__exit__(SimpleNamespace(**parts), RuntimeError, error, None)
+    run = SimpleNamespace(**parts, sides=None)
+    trainer.StepTrainer.__exit__(run, RuntimeError, error, None)
     assert closed == [error, "device_schedule", "source", "world", "watchdog"]

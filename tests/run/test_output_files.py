@@ -6,6 +6,7 @@ tests/run/test_metrics.py, tokens of shown responses in tests/run/test_token_rec
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -59,6 +60,7 @@ def write(run_dir):
     groups_of = {0: (1, 3), 1: (0, 2)}[place.rank]
     mine = [s for s in rollouts() if s.rollout.position // GROUP_SIZE in groups_of]
     summary, found, shown = gather_summary(mine, len(rollouts())), [], []
+    source = SimpleNamespace(decode=None, shown_rank=0, shown=lambda scored: scored)
 
     def opened(start, **how):
         with mock.patch.object(run_output, "PeakMemory", Memory):
@@ -75,7 +77,7 @@ def write(run_dir):
         output.step(0, {})
         with output.phase("values"):
             pass
-        output.rollouts(0, mine, summary, None, None, None)
+        output.rollouts(0, mine, summary, None, None, source)
         output.evaluation(1, [2, 0])
         times = output.step(1, {"num_tokens": 100.0})
     note()
@@ -88,7 +90,7 @@ def write(run_dir):
     output, files = opened(1)
     with files:
         shown.append(output._progress.bars.tasks[0].description)
-        output.rollouts(1, mine, summary, None, None, None)
+        output.rollouts(1, mine, summary, None, None, source)
         output.step(2, {})
     note()
     return found, times, shown

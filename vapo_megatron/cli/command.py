@@ -108,12 +108,14 @@ def check_processes(config: VapoConfig) -> None:
     Raises:
         ConfigError: parallel.world_size is not the number of processes started.
     """
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started != config.parallel.world_size:
+    started, wanted = int(os.environ.get("WORLD_SIZE", "1")), config.num_processes
+    if started != wanted:
+        apart = config.rollout.num_processes
+        sampling = f" + rollout.num_processes={apart}" if apart else ""
         raise ConfigError(
-            f"parallel.world_size={config.parallel.world_size} must be the number of processes "
-            f"started, {started}; set parallel.world_size={started} or torchrun's --nproc-per-node "
-            "and --nnodes"
+            f"parallel.world_size={config.parallel.world_size}{sampling} must be the number of "
+            f"processes started, {started}; set parallel.world_size={max(started - apart, 1)} or "
+            "torchrun's --nproc-per-node and --nnodes"
         )
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, value in defaults.items():

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 def _collect(options: argparse.Namespace, worker: Sequence[str]) -> int:
     if options.step < 1:
         raise ConfigError(f"--step={options.step} must be at least 1, the first step")
-    config = load_config(options.config, options.overrides)
+    config = load_config(options.config, options.overrides).colocated()
     require_paths(config, options.replay, writes=False)
     from vapo_megatron.cli.gradient_check import check, collect_gradients, describe_gradients
 

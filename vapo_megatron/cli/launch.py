@@ -66,7 +66,10 @@ def _train(arguments: Sequence[str], worker: Sequence[str], program: str) -> int
 
 
 def torchrun_command(
-    environment: Mapping[str, str], world_size: int, worker: Sequence[str]
+    environment: Mapping[str, str],
+    world_size: int,
+    worker: Sequence[str],
+    num_samplers: int = 0,
 ) -> list[str]:
     """Return the torchrun command line that the usual cluster variables describe.
 
@@ -77,6 +80,7 @@ def torchrun_command(
             processes after a failure.
         world_size: number of processes on all nodes.
         worker: script or `-m module`, and its arguments.
+        num_samplers: how many of them are rollout.num_processes.
 
     Raises:
         ConfigError: a variable is missing or not a number, or their product is not world_size.
@@ -84,10 +88,12 @@ def torchrun_command(
     num_nodes = _number(environment, "NNODES", 1, least=1)
     per_node = _number(environment, "NPROC_PER_NODE", min(GPUS_PER_NODE, world_size), least=1)
     if num_nodes * per_node != world_size:
+        sampling = f" + rollout.num_processes={num_samplers}" if num_samplers else ""
         raise ConfigError(
-            f"parallel.world_size={world_size} must be NNODES({num_nodes}) * "
-            f"NPROC_PER_NODE({per_node}) = {num_nodes * per_node}; set the variables, or "
-            f"parallel.world_size={num_nodes * per_node} with a layout that fits it"
+            f"parallel.world_size={world_size - num_samplers}{sampling} must be "
+            f"NNODES({num_nodes}) * NPROC_PER_NODE({per_node}) = {num_nodes * per_node}; set the "
+            f"variables, or parallel.world_size={num_nodes * per_node - num_samplers} with a "
+            "layout that fits it"
         )
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not environment.get(name)]
     if num_nodes > 1 and missing:

@@ -155,6 +155,11 @@ def base_config(options: argparse.Namespace) -> VapoConfig:
         fields |= {"model.reward_hf_path": options.reward_model}
     given = [f"{name}={value}" for name, value in fields.items() if value is not None]
     config = load_config(options.config, given)
+    if config.rollout.placement == "disaggregated":
+        raise ConfigError(
+            "rollout.placement=disaggregated is not planned yet, only colocated is; give other "
+            "--config files"
+        )
     parallel = config.parallel.model_copy(update={"world_size": options.gpus})
     return config.model_copy(update={"parallel": parallel})
 

@@ -5,9 +5,10 @@
   torchrun --nproc-per-node 8 -m vapo_megatron.train --config run.yaml
 
 Configuration, model, tokenizer, data and checkpoint are checked before anything starts. Then
-parallel.world_size processes start on this machine. On several nodes, start the same command on
-each with NNODES, NODE_RANK and MASTER_ADDR set; NPROC_PER_NODE, MASTER_PORT and MAX_RESTARTS have
-defaults. A run whose directory holds a checkpoint resumes from it.
+parallel.world_size processes start on this machine, and rollout.num_processes more that sample. On
+several nodes, start the same command on each with NNODES, NODE_RANK and MASTER_ADDR set;
+NPROC_PER_NODE, MASTER_PORT and MAX_RESTARTS have defaults. A run whose directory holds a checkpoint
+resumes from it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ from vapo_megatron.parallel.health.processes import end_now
 if TYPE_CHECKING:
     from vapo_megatron.rollout.inputs import Inputs
 
+SERVED = (
+    "model", "parallel", "rollout", "algorithm", "reward", "evaluation", "logging", "timeouts",
+)  # fmt: skip
+"""Sections that a process that only samples needs."""
+
 
 def main(
     argv: Sequence[str] | None = None,
@@ -67,7 +73,9 @@ def main(
         if arguments.dry_run:
             _dry_run(config, arguments.replay)
         elif worker is not None:
-            command = torchrun_command(os.environ, config.parallel.world_size, worker)
+            command = torchrun_command(
+                os.environ, config.num_processes, worker, config.rollout.num_processes
+            )
             _check(config, arguments.replay)
             if arguments.replay is None:
                 check_verifiers(config)
@@ -135,12 +143,20 @@ def _train(config: VapoConfig, replay: Path | None) -> None:
     inputs = _check(config, replay)
     if is_first_rank():
         libraries.report()
-    # Heavy imports come after the checks, so that a mistake is reported at once.
-    from vapo_megatron.loop import VapoTrainer
-
     try:
-        with VapoTrainer(config, replay, inputs) as trainer:
-            trainer.fit()
+        # Heavy imports come after the checks, so that a mistake is reported at once.
+        is_apart = config.rollout.placement == "disaggregated"
+        if is_apart and int(os.environ["RANK"]) >= config.parallel.world_size:
+            from vapo_megatron.rollout.disaggregated.server import Server
+
+            sections = {name: getattr(config, name) for name in SERVED}
+            with Server(inputs, seed=config.seed, **sections) as sampler:
+                sampler.serve()
+        else:
+            from vapo_megatron.loop import VapoTrainer
+
+            with VapoTrainer(config, replay, inputs) as trainer:
+                trainer.fit()
     except UserError:
         raise
     except BaseException:
@@ -154,9 +170,14 @@ def _train(config: VapoConfig, replay: Path | None) -> None:
 
 def _check(config: VapoConfig, replay: Path | None) -> Inputs:
     """Check all that one process can, before torchrun starts and again on every rank."""
+    if replay is not None and config.rollout.placement == "disaggregated":
+        raise ConfigError(
+            f"--replay {replay} samples nothing and needs rollout.placement=colocated, found "
+            "disaggregated; set rollout.placement=colocated rollout.num_processes=0 rollout.lag=0"
+        )
     inputs = check_inputs(config, replay)
     check_not_in_use(Path(config.logging.run_dir))
-    if replay is None:
+    if replay is None and config.rollout.placement == "colocated":
         _check_memory(config, inputs.shape)
     return inputs
 

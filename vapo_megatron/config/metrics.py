@@ -100,6 +100,16 @@ METRICS: dict[str, Metric] = {
     "rollout/sampler_corrected_fraction": Metric(
         "", "Fraction of tokens that sampler_correction caps (tis) or drops (icepop)."
     ),
+    "rollout/lag_mean": Metric(
+        "versions",
+        "With rollout.lag: how much older the policy was that sampled, mean over response tokens.",
+    ),
+    "rollout/lag_max": Metric("versions", "The same, largest."),
+    "rollout/effective_sample_fraction": Metric(
+        "",
+        "With rollout.lag: (sum r)^2 / (n sum r^2) of n tokens, r the ratio of their probabilities "
+        "in the trainer and in vLLM; 1: not stale.",
+    ),
     "actor/loss": Metric("", "Policy loss plus auxiliary losses, mean over the step's updates."),
     "actor/policy_loss": Metric("", "Policy loss, see algorithm.policy_loss."),
     "actor/positive_lm_loss": Metric(
@@ -178,6 +188,12 @@ METRICS: dict[str, Metric] = {
     "evaluation/truncated_fraction": Metric("", "Fraction of responses truncated in evaluation."),
     "time/*_seconds": Metric("s", "Time in one phase of the step, on rank 0."),
     "time/step_seconds": Metric("s", "Time of the whole step."),
+    "time/trainer_idle_seconds": Metric(
+        "s", "Disaggregated: time that the trainers waited for the step's responses."
+    ),
+    "time/sampler_idle_seconds": Metric(
+        "s", "Disaggregated: time that the first sampler had nothing to do since the latest step."
+    ),
 }
 """Every metric; K stands for a number, * for one of phases.TIMED, NAME for a LABEL."""
 

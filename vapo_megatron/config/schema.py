@@ -70,7 +70,12 @@ class ModelConfig(Section):
 class ParallelConfig(Section):
     """How the model and the batch are distributed over ranks."""
 
-    world_size: int = _field(1, "Number of processes (one per GPU) that torchrun starts.", ge=1)
+    world_size: int = _field(
+        1,
+        "Number of processes (one per GPU) that train; torchrun starts these and "
+        "rollout.num_processes.",
+        ge=1,
+    )
     tensor_model_parallel_size: int = _field(
         1, "Tensor-parallel size (TP): ranks that share each layer's matrices.", ge=1
     )
@@ -140,8 +145,25 @@ class ParallelConfig(Section):
 class RolloutConfig(Section):
     """How responses are sampled (vLLM)."""
 
+    placement: Literal["colocated", "disaggregated"] = _field(
+        "colocated",
+        "Where vLLM runs: in the processes that train, or in rollout.num_processes of its own.",
+    )
+    num_processes: int = _field(
+        0, "Processes that only sample, with placement=disaggregated; the last of torchrun's.", ge=0
+    )
+    lag: int = _field(
+        0,
+        "Step k trains on responses that the weights of step k - lag sampled; above 0 the "
+        "samplers sample while the trainers train.",
+        ge=0,
+    )
+    behaviour: Literal["recomputed", "sampler"] = _field(
+        "recomputed",
+        "Old log-probabilities of the ratio: the trainer's before the update, or the sampler's.",
+    )
     tensor_model_parallel_size: int = _field(
-        1, "Ranks per inference engine; world_size divided by this is the number of engines.", ge=1
+        1, "Ranks per inference engine; the processes that sample make up that many engines.", ge=1
     )
     max_prompt_tokens: int = _field(
         2048, "Maximum prompt length; longer prompts are an error.", ge=1
@@ -314,6 +336,16 @@ class VapoConfig(Section):
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+
+    def colocated(self) -> VapoConfig:
+        """Return the same for work whose processes all do the same, such as an evaluation."""
+        apart = {"placement": "colocated", "num_processes": 0, "lag": 0}
+        return self.model_copy(update={"rollout": self.rollout.model_copy(update=apart)})
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that torchrun starts."""
+        return self.parallel.world_size + self.rollout.num_processes
 
     @property
     def roles(self) -> tuple[Role, ...]:

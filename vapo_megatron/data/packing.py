@@ -8,8 +8,12 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from vapo_megatron.data.order import seeded_permutation
+
+if TYPE_CHECKING:
+    from vapo_megatron.config import AlgorithmConfig, ParallelConfig
 
 _PURPOSE = 2
 """Separates this order from other orders of the same seed."""
@@ -61,6 +65,34 @@ class StepPlan:
 def cost(length: int, attention_tokens: int) -> float:
     """Return the cost of a sequence, in a token's matrix products: l + l^2 / attention_tokens."""
     return length + length * length / attention_tokens
+
+
+def plan_of(
+    sequence_lengths: Sequence[int],
+    algorithm: AlgorithmConfig,
+    parallel: ParallelConfig,
+    *,
+    hidden_size: int,
+    seed: int,
+    step: int,
+) -> StepPlan:
+    """Plan a run's step: the same on the ranks that train on it and on those that sampled it.
+
+    Args:
+        sequence_lengths: prompt + response of every response, by position.
+        algorithm, parallel: mini-batches; layout and token budget.
+        hidden_size: the model's.
+        seed: the run's.
+        step: from 0.
+    """
+    return plan_step(
+        sequence_lengths,
+        mini_batch_size=algorithm.mini_batch_size,
+        dp_size=parallel.data_parallel_size,
+        max_tokens_per_microbatch=parallel.max_tokens_per_microbatch,
+        seed=seed * 1_000_003 + step,
+        attention_tokens=attention_tokens(hidden_size),
+    )
 
 
 def plan_step(

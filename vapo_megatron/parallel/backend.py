@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.parallel import store
+from vapo_megatron.parallel import sides, store
 from vapo_megatron.parallel.environment import CONNECTIONS
 
 
@@ -25,18 +25,26 @@ def distributed_backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-def initialize_distributed(timeout_seconds: float) -> None:
-    """Join torchrun's processes, each with its own GPU; timeout_seconds: of a collective."""
+def initialize_distributed(timeout_seconds: float, num_samplers: int = 0) -> sides.Sides | None:
+    """Join torchrun's processes, each with its own GPU.
+
+    Args:
+        timeout_seconds: of a collective.
+        num_samplers: the last processes, which sample for the others; 0: all are one world.
+
+    Returns:
+        The two worlds, of which one is this process's; None where there is one.
+    """
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
     joined, rank, world_size = store.join(timeout_seconds)
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    if num_samplers:
+        return sides.split(joined, rank, world_size, num_samplers, timeout)
     dist.init_process_group(
-        distributed_backend(),
-        store=joined,
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout_seconds),
+        distributed_backend(), store=joined, rank=rank, world_size=world_size, timeout=timeout
     )
+    return None
 
 
 def synchronize() -> None:

@@ -4,6 +4,9 @@ Before: the first rank of each vLLM replica holds its replica's scored rollouts;
 none. After `gather_summary`: every rank holds lengths, verdicts and rewards of all responses (a few
 bytes each). After `exchange`: every rank holds the tokens of the responses that its data-parallel
 rank trains on, and of no others. The payload moves once; its sizes follow from the summary.
+
+Where the samplers are processes of their own, `group` joins them with the trainers, and they take
+part without receiving anything.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from vapo_megatron.data.batch import (
     PENDING,
@@ -29,14 +33,19 @@ from vapo_megatron.parallel.groups import Ranks
 _COLUMNS = 8
 """Position, prompt length, response length, status, truncated, reward, prompt index, length of the
 critic's prompt or -1."""
+_NO_TRAINER = -1
+"""In place of a data-parallel rank."""
 
 
-def gather_summary(local: Sequence[ScoredRollout], num_responses: int) -> StepSummary:
+def gather_summary(
+    local: Sequence[ScoredRollout], num_responses: int, group: ProcessGroup | None = None
+) -> StepSummary:
     """Share lengths, verdicts and rewards of all responses.
 
     Args:
         local: this rank's rollouts; empty on ranks that are not the first of their vLLM replica.
         num_responses: P*G, over all ranks.
+        group: of all ranks that sample or train; None: the world.
 
     Returns:
         In position order.
@@ -44,7 +53,7 @@ def gather_summary(local: Sequence[ScoredRollout], num_responses: int) -> StepSu
     Raises:
         RuntimeError: on every rank, when the sampler left out responses.
     """
-    world_size = dist.get_world_size()
+    world_size = dist.get_world_size(group)
     rows = torch.full((num_responses, _COLUMNS), -1.0, dtype=torch.float64)
     for row, item in zip(rows, local):
         r = item.rollout
@@ -61,9 +70,9 @@ def gather_summary(local: Sequence[ScoredRollout], num_responses: int) -> StepSu
             ],
             dtype=torch.float64,
         )
-    counts = _all_gather(torch.tensor([len(local)]), world_size).flatten()
+    counts = _all_gather(torch.tensor([len(local)]), group).flatten()
     most = int(counts.max())
-    gathered = _all_gather(rows[:most], world_size)
+    gathered = _all_gather(rows[:most], group)
     held = torch.cat([gathered[r, : counts[r]] for r in range(world_size)])
     sources = torch.arange(world_size).repeat_interleave(counts)
     order = held[:, 0].argsort()
@@ -98,7 +107,8 @@ def exchange(
     local: Sequence[ScoredRollout],
     summary: StepSummary,
     wanted: Sequence[Sequence[int]],
-    ranks: Ranks,
+    ranks: Ranks | None,
+    group: ProcessGroup | None = None,
 ) -> RolloutBatch:
     """Send each response to the ranks that train on it.
 
@@ -106,12 +116,15 @@ def exchange(
         local: this rank's rollouts.
         summary: from gather_summary.
         wanted: per data-parallel rank, the positions that it trains on, in the order of its batch.
-        ranks: this rank's place.
+        ranks: this rank's place; None: it trains on nothing.
+        group: as for gather_summary.
 
     Returns:
         The batch of wanted[ranks.dp_rank], on the CPU.
     """
-    dp_ranks = _all_gather(torch.tensor([ranks.dp_rank]), ranks.world_size).flatten().tolist()
+    dp_rank = _NO_TRAINER if ranks is None else ranks.dp_rank
+    own = () if ranks is None else wanted[ranks.dp_rank]
+    dp_ranks = _all_gather(torch.tensor([dp_rank]), group).flatten().tolist()
     sources = summary.sources.tolist()
     sizes = (summary.prompt_lengths + 2 * summary.response_lengths).tolist()
     of_critic = summary.critic_prompt_lengths
@@ -121,20 +134,19 @@ def exchange(
     pieces: list[np.ndarray] = []
     send_sizes = []
     for dp_rank in dp_ranks:
-        outgoing = [mine[p] for p in wanted[dp_rank] if p in mine]
+        asked = () if dp_rank == _NO_TRAINER else wanted[dp_rank]
+        outgoing = [mine[p] for p in asked if p in mine]
         pieces += outgoing
         send_sizes.append(sum(map(len, outgoing)))
-    arriving = [
-        [p for p in wanted[ranks.dp_rank] if sources[p] == r] for r in range(ranks.world_size)
-    ]
+    arriving = [[p for p in own if sources[p] == r] for r in range(len(dp_ranks))]
     receive_sizes = [sum(sizes[p] for p in part) for part in arriving]
     sent = torch.from_numpy(np.concatenate([*pieces, np.empty(0, np.int32)]))
     received = torch.empty(sum(receive_sizes), dtype=torch.int32)
     sent, received = sent.to(backend.device()), received.to(backend.device())
-    dist.all_to_all_single(received, sent, receive_sizes, send_sizes)
+    dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
     order = [p for part in arriving for p in part]
     payload = dict(zip(order, received.cpu().split([sizes[p] for p in order])))
-    return _unpack(payload, summary, wanted[ranks.dp_rank])
+    return _unpack(payload, summary, own)
 
 
 def _pack(item: ScoredRollout, with_critic_prompt: bool) -> np.ndarray:
@@ -177,9 +189,10 @@ def _unpack(
     )
 
 
-def _all_gather(tensor: Tensor, world_size: int) -> Tensor:
-    """[...] on each rank -> [world_size, ...] on the CPU of every rank."""
+def _all_gather(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[...] on each rank of a group -> [ranks, ...] on the CPU of every rank."""
+    world_size = dist.get_world_size(group)
     tensor = tensor.to(backend.device()).contiguous()
     out = tensor.new_empty(world_size * tensor.numel())
-    dist.all_gather_into_tensor(out, tensor.flatten())
+    dist.all_gather_into_tensor(out, tensor.flatten(), group=group)
     return out.view(world_size, *tensor.shape).cpu()

@@ -7,12 +7,14 @@ collective: all ranks of its group call it, in the same order, with equal shapes
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from vapo_megatron.parallel import backend
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Metrics = TypeVar("Metrics", Tensor, dict[str, Tensor])
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def sum_over_data_parallel(value: Metrics, ranks: Ranks) -> Metrics:
@@ -64,13 +67,33 @@ def any_rank(flag: bool) -> bool:
     return bool(_all_reduce(torch.tensor(float(flag)), dist.ReduceOp.MAX, dist.group.WORLD))
 
 
-def gather_objects(value: T) -> list[T]:
-    """Return every rank's value, by rank; without process groups, this process's alone."""
+def gather_objects(value: T, group: ProcessGroup | None = None) -> list[T]:
+    """Return every rank's value, by rank; without process groups, this process's alone.
+
+    group: whose ranks; None: the world's.
+    """
     if not dist.is_initialized():
         return [value]
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
+
+
+def send_object(value: T | None, source: int, destination: int, group: ProcessGroup) -> T | None:
+    """Send one rank's value to another; the others get None. Collective over the group.
+
+    For what is too large to be gathered by every rank.
+    """
+    rank, world_size = group.rank(), group.size()
+    data = pickle.dumps(value) if rank == source else b""
+    out = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NOTHING
+    (size,) = gather_objects(len(data), group)[source : source + 1]
+    into = torch.empty(size if rank == destination else 0, dtype=torch.uint8)
+    receives, sends = ([0] * world_size for _ in range(2))
+    receives[source], sends[destination] = len(into), len(out)
+    out, into = out.to(backend.device()), into.to(backend.device())
+    dist.all_to_all_single(into, out, receives, sends, group=group)
+    return pickle.loads(into.cpu().numpy().tobytes()) if rank == destination else None
 
 
 def broadcast_from_last_stage(

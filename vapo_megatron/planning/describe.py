@@ -264,6 +264,8 @@ def dry_run_comment(config: VapoConfig) -> str:
     try:
         if config.model.hf_path is None:
             raise ConfigError("model.hf_path is not set")
+        if config.rollout.placement == "disaggregated":
+            raise ConfigError("rollout.placement=disaggregated is not planned, only colocated is")
         shape = shape_of(config.model.hf_path)
         check_layouts(shape, config)
         workload = workload_of(config)

@@ -145,7 +145,9 @@ class Actor:
             if len(updates) == 1:
                 ratios["ratio_diff_max"] = max_over_world(ratios["ratio_diff_max"].cpu())
                 first = {f"first_{name}": value for name, value in ratios.items()}
-                if learned["grad_norm"].isfinite():
+                # The sampler's weights may be older, and its arithmetic is another.
+                is_own = self.config.rollout.behaviour == "recomputed"
+                if is_own and learned["grad_norm"].isfinite():
                     self._check_ratio(ratios)
         totals = {**first, **mean_of_updates(updates)}
         totals["learning_rate"] = torch.tensor(rate, dtype=torch.float64)

@@ -12,7 +12,7 @@ from vapo_megatron.algorithm.overlong_filtering import without_truncated
 from vapo_megatron.algorithm.policy_loss import loss_count
 from vapo_megatron.algorithm.sampler_correction import icepop_mask, truncated_importance_mask
 from vapo_megatron.algorithm.statistics import masked_sums, mean_and_std, whiten
-from vapo_megatron.config import AlgorithmConfig
+from vapo_megatron.config import AlgorithmConfig, RolloutConfig
 from vapo_megatron.config.metrics import emits
 from vapo_megatron.data.batch import RolloutBatch, StepSummary
 from vapo_megatron.parallel.groups import Ranks
@@ -67,6 +67,13 @@ def with_policy_mask(
         "rollout/sampler_ratio_mean": float(sums["sampler_ratio"]),
         "rollout/sampler_corrected_fraction": float(sums["sampler_corrected_fraction"]),
     }
+
+
+def with_behaviour(batch: RolloutBatch, rollout: RolloutConfig) -> RolloutBatch:
+    """Let old_logprobs be those of the policy that the ratio is to; see rollout.behaviour."""
+    if rollout.behaviour == "sampler":
+        return batch.replace(old_logprobs=batch.rollout_logprobs)
+    return batch
 
 
 def with_advantages(

@@ -84,7 +84,9 @@ def write_step(
     if scored:
         file = partial / f"rank_{dist.get_rank():05d}.safetensors"
         with writing(file):
-            _write_file(file, scored, step, num_responses, group_size)
+            file.write_bytes(
+                step_bytes(scored, step, num_responses=num_responses, group_size=group_size)
+            )
     dist.barrier()
     if is_main:
         with writing(final):
@@ -140,9 +142,10 @@ def read_file(path: Path) -> list[ScoredRollout]:
     return _unpack(arrays)
 
 
-def _write_file(
-    path: Path, scored: Sequence[ScoredRollout], step: int, num_responses: int, group_size: int
-) -> None:
+def step_bytes(
+    scored: Sequence[ScoredRollout], step: int, *, num_responses: int, group_size: int
+) -> bytes:
+    """Return the file of a rank's responses, of which there are some; for arguments: write_step."""
     arrays = _pack(scored)
     rollouts = [item.rollout for item in scored]
     header = FileHeader(
@@ -163,7 +166,7 @@ def _write_file(
         group_size=group_size,
     )
     metadata = {name: str(value) for name, value in dataclasses.asdict(header).items()}
-    path.write_bytes(save(arrays, metadata={"format": _FORMAT, **metadata}))
+    return save(arrays, metadata={"format": _FORMAT, **metadata})
 
 
 def _read_header(path: Path) -> FileHeader:

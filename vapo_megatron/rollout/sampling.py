@@ -28,7 +28,6 @@ from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.reward.scoring import VerdictStream, score_rollouts, start_verifiers
 from vapo_megatron.reward.verifiers import default_name
-from vapo_megatron.rollout.dump import write_step
 from vapo_megatron.rollout.dynamic_sampling import sample_mixed_groups
 from vapo_megatron.rollout.evaluation.judging import evaluate, judge_problems
 from vapo_megatron.rollout.inputs import Inputs
@@ -44,7 +43,7 @@ class Sampling(RolloutSource):
     def __init__(
         self,
         inputs: Inputs,
-        ranks: Ranks,
+        ranks: Ranks | None,
         *,
         model: ModelConfig,
         rollout: RolloutConfig,
@@ -58,9 +57,10 @@ class Sampling(RolloutSource):
     ) -> None:
         """Start the verifiers, check all problems, then start vLLM. Collective.
 
-        With offload, vLLM will be told to leave the device. A verifier is an instance or a class in
-        place of reward.verifier. Raises UserError, on every rank: a verifier does not load, a
-        problem cannot be judged, or vLLM refuses the model.
+        Without ranks it only samples: others train, and nothing is published by it. With offload,
+        vLLM will be told to leave the device. A verifier is an instance or a class in place of
+        reward.verifier. Raises UserError, on every rank: a verifier does not load, a problem cannot
+        be judged, or vLLM refuses the model.
         """
         self._rollout, self._algorithm, self._reward = rollout, algorithm, reward
         self._evaluation, self._logging = evaluation, logging
@@ -91,7 +91,9 @@ class Sampling(RolloutSource):
             seed=seed,
             offload=offload,
         )
-        self._sync = WeightSync(inputs.shape, ranks, model, rollout, self.engine)
+        self._sync = None
+        if ranks is not None:
+            self._sync = WeightSync(inputs.shape, ranks, model, rollout, self.engine)
         self._settings = SamplingSettings(
             temperature=rollout.temperature,
             top_p=rollout.top_p,
@@ -122,17 +124,10 @@ class Sampling(RolloutSource):
 
     def keep(self, step: int, scored: Sequence[ScoredRollout], phase: Phase) -> None:
         """Dump the step's responses if logging.dump_steps says so."""
-        algorithm, logging = self._algorithm, self._logging
-        if logging.dump_steps:
+        if keep_last := self._logging.dump_steps:
             with phase(DUMP):
-                write_step(
-                    Path(logging.run_dir) / "replay",
-                    step + 1,
-                    scored,
-                    num_responses=algorithm.responses_per_step,
-                    group_size=algorithm.group_size,
-                    keep_last=logging.dump_steps,
-                )
+                root = Path(self._logging.run_dir) / "replay"
+                self.dump(root, step, scored, self._algorithm, keep_last=keep_last)
 
     def _sample(
         self,
@@ -143,11 +138,30 @@ class Sampling(RolloutSource):
         round: int,
         num_prompts: int,
     ) -> list[ScoredRollout]:
-        """Sample and judge this rank's share of one round, ordered by position.
+        """Sample and judge this rank's share of one round, ordered by position. Collective."""
+        scored = self.share(step, policy_version, phase, has_time, round, num_prompts)
+        # This replica may have finished in time while another had to stop.
+        if any_rank(scored is None):
+            raise Stopped
+        assert scored is not None
+        return scored
+
+    def share(
+        self,
+        step: int,
+        policy_version: int,
+        phase: Phase,
+        has_time: HasTime | None,
+        round: int = 0,
+        num_prompts: int | None = None,
+    ) -> list[ScoredRollout] | None:
+        """Sample and judge this rank's share of a round; None: there was no time for it.
 
         Responses are judged as they finish: the reward phase waits for the last verdicts alone.
+        Replicas do not communicate.
         """
         group_size = self._algorithm.group_size
+        num_prompts = num_prompts or self._algorithm.num_prompts
         prompts = repeat_for_group(self._dataset.next(num_prompts, step), group_size)
         settings = dataclasses.replace(self._settings, round=round)
         scored = None
@@ -162,11 +176,11 @@ class Sampling(RolloutSource):
             with phase(REWARD):
                 limit = settings.max_response_tokens
                 scored = score_rollouts(stream, rollouts, self._reward, limit)
-        # This replica may have finished in time while another had to stop.
-        if any_rank(scored is None):
-            raise Stopped
-        assert scored is not None
         return scored
+
+    def skip(self, step: int) -> None:
+        """Pass over the prompts of a step whose responses are there."""
+        self._dataset.next(self._algorithm.num_prompts, step)
 
     def holds(self, policy_version: int) -> bool:
         """Compare with vLLM's version; a sleeping engine has none."""
@@ -178,6 +192,7 @@ class Sampling(RolloutSource):
 
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
         """Sync the actor's weights to vLLM; return the sync's metrics."""
+        assert self._sync is not None, "weights arrive from other processes"
         return self._sync.publish(chunks, policy_version)
 
     def evaluate(

@@ -5,12 +5,16 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.distributed import ProcessGroup
 
+from vapo_megatron.config import AlgorithmConfig
 from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.data.labels import NO_LABELS, Labels
+from vapo_megatron.rollout.dump import write_step
 
 
 class OnProgress(Protocol):
@@ -41,6 +45,10 @@ class RolloutSource(abc.ABC):
     """None: there is no tokenizer, on any rank."""
     labels: Labels = NO_LABELS
     """Of the problems of the last step's prompts, at least; the same on every rank."""
+    group: ProcessGroup | None = None
+    """Of all ranks that sample or train, over which responses are exchanged; None: the world."""
+    shown_rank: int = 0
+    """Rank in that group whose responses are shown."""
 
     @abc.abstractmethod
     def rollouts(
@@ -66,6 +74,35 @@ class RolloutSource(abc.ABC):
         self, step: int, scored: Sequence[ScoredRollout], phase: Phase
     ) -> None:
         """Keep a step's responses, now with all verdicts, for a replay. Collective."""
+
+    def dump(
+        self,
+        root: Path,
+        step: int,
+        scored: Sequence[ScoredRollout],
+        algorithm: AlgorithmConfig,
+        *,
+        keep_last: int,
+    ) -> None:
+        """Write the responses of the latest step, from 0; see dump.write_step. Collective.
+
+        scored: as `rollouts` returned them, or with verdicts that were pending.
+        """
+        write_step(
+            root,
+            step + 1,
+            scored,
+            num_responses=algorithm.responses_per_step,
+            group_size=algorithm.group_size,
+            keep_last=keep_last,
+        )
+
+    def shown(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
+        """Return, on the main rank, the latest step's responses that `shown_rank` sampled.
+
+        At least as many as logging.rollout_groups asks for. scored: as for `dump`.
+        """
+        return scored
 
     def holds(self, policy_version: int) -> bool:
         """Return whether it can sample from this version without a weight sync."""
@@ -93,6 +130,24 @@ class RolloutSource(abc.ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
         """Continue where `state_dict` was taken."""
+
+    def resume(self, done: int, checkpoint: Path | None) -> None:  # noqa: B027 - optional
+        """Begin after `done` steps, of which a checkpoint is the last; None: from scratch."""
+
+    def finish_in_flight(self, done: int, has_time: HasTime) -> bool:
+        """Finish what a checkpoint after `done` steps needs; False: there was no time. Collective.
+
+        Those are the responses of later steps that older versions than the checkpoint's sample.
+        """
+        return True
+
+    def save_in_flight(self, done: int, directory: Path) -> dict[str, str]:
+        """Write them into a checkpoint; return the SHA-256 of each file by its name. Collective.
+
+        Raises:
+            CheckpointError: on every rank: a file cannot be written.
+        """
+        return {}
 
     def close(self) -> None:  # noqa: B027 - optional
         """Free all resources."""

@@ -18,8 +18,7 @@ from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.memory import PeakMemory
 from vapo_megatron.parallel.reduce import max_over_world, sum_over_world
 from vapo_megatron.roles.model import UpdatesSkipped
-from vapo_megatron.rollout.dump import write_step
-from vapo_megatron.rollout.source import Decode, OnProgress
+from vapo_megatron.rollout.source import OnProgress, RolloutSource
 from vapo_megatron.run.metrics import MetricsWriter
 from vapo_megatron.run.phase_timer import PhaseTimer, tokens_per_second
 from vapo_megatron.run.progress import Progress
@@ -116,7 +115,8 @@ class RunOutput:
         """Print a line, once a run, if a maximum that stops no run is large."""
         config = self._config
         far = far_maximum(row, config.model.dtype, config.rollout.max_logprob_difference)
-        if far and not self._has_warned:
+        # Older weights differ by more than rounding.
+        if far and not self._has_warned and not config.rollout.lag:
             self._has_warned = True
             self.note(f"step {step}: {far}; docs/metrics.md says what that means")
 
@@ -133,9 +133,9 @@ class RunOutput:
         summary: StepSummary,
         batch: RolloutBatch,
         entropy: torch.Tensor,
-        decode: Decode | None,
+        source: RolloutSource,
     ) -> None:
-        """Write the step's pass rates, and the first groups that the main rank sampled.
+        """Write the step's pass rates, and the first groups that the source's shown_rank sampled.
 
         Args:
             step: from 0.
@@ -143,27 +143,28 @@ class RunOutput:
             summary: of all ranks' responses.
             batch: what this data-parallel rank trained on.
             entropy: float32 [T] of the batch, nats.
-            decode: see RolloutSource.
+            source: of the responses.
         """
+        decode = source.decode
         size = self._config.algorithm.group_size
         most = self._config.logging.rollout_groups * size
-        shown = (summary.sources == 0).nonzero().flatten()[:most].tolist()
+        shown = (summary.sources == source.shown_rank).nonzero().flatten()[:most].tolist()
         tokens = {}
         if shown and decode is not None:
             tokens = gather_shown(batch, entropy, shown, summary, self._ranks)
         if self._writer is not None:
             problems, correct = summary.prompt_indices[::size], summary.is_correct.view(-1, size)
             self._writer.write_problems(step + 1, problems.tolist(), correct.sum(1).tolist(), size)
-            own = {s.rollout.position: s for s in scored}
+            own = {s.rollout.position: s for s in source.shown(scored)}
             records = group_records([own[p] for p in shown], size, tokens, decode)
             self._writer.write_rollouts(step + 1, records)
 
 
 @contextlib.contextmanager
 def kept_if_skipped(
-    config: VapoConfig,
+    run_dir: Path,
     step: int,
-    scored: Sequence[ScoredRollout],
+    dump: Callable[..., None],
     note: Callable[[str], None],
 ) -> Iterator[dict[str, float]]:
     """Dump a step's responses if an update in the body was skipped, for --replay. Collective.
@@ -171,8 +172,9 @@ def kept_if_skipped(
     They go to RUN/skipped/step_*/, as in rollout/dump.py, and are never deleted.
 
     Args:
+        run_dir: of the run.
         step: from 1.
-        scored: responses sampled by this rank.
+        dump: RolloutSource.dump with the step's responses.
         note: prints a line.
 
     Yields:
@@ -181,17 +183,10 @@ def kept_if_skipped(
     Raises:
         UpdatesSkipped: the body's, with the step and where its responses are.
     """
-    root = Path(config.logging.run_dir) / "skipped"
+    root = run_dir / "skipped"
 
     def keep() -> str:
-        write_step(
-            root,
-            step,
-            scored,
-            num_responses=config.algorithm.responses_per_step,
-            group_size=config.algorithm.group_size,
-            keep_last=step,
-        )
+        dump(root, step - 1, keep_last=step)
         return f"its responses are in {root}, for --replay"
 
     metrics: dict[str, float] = {}

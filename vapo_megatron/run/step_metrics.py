@@ -27,8 +27,11 @@ from vapo_megatron.parallel.reduce import max_over_world, sum_over_data_parallel
     "rollout/logprob_diff_mean",
     "rollout/logprob_diff_high_fraction",
     "rollout/logprob_diff_max",
+    "rollout/effective_sample_fraction",
 )
-def sampler_difference(batch: RolloutBatch, limit: float | None, ranks: Ranks) -> dict[str, float]:
+def sampler_difference(
+    batch: RolloutBatch, limit: float | None, ranks: Ranks, *, is_stale: bool = False
+) -> dict[str, float]:
     """Compare the sampler's log-probabilities with the trainer's, before any update.
 
     The tokens and weights are the same, so only rounding differs: a stale or mis-sharded weight
@@ -39,11 +42,13 @@ def sampler_difference(batch: RolloutBatch, limit: float | None, ranks: Ranks) -
         batch: this data-parallel rank's, with old_logprobs.
         limit: rollout.max_logprob_difference, in nats; None: any difference is accepted.
         ranks: this rank's place.
+        is_stale: older weights sampled; says how much the ratio r of both varies.
 
     Returns:
         rollout/logprob_diff_mean, _max and, with a limit, _high_fraction (of the tokens, those that
-        exceed it), over all ranks' response tokens. Mean and maximum are not finite where one of
-        the log-probabilities is not; that is no excess, because no update is made with it.
+        exceed it), over all ranks' response tokens; with is_stale also effective_sample_fraction.
+        Mean and maximum are not finite where one of the log-probabilities is not; that is no
+        excess, because no update is made with it.
 
     Raises:
         LogprobsDiffer: on every rank, if the mean exceeds a tenth of the limit, or the difference
@@ -65,6 +70,11 @@ def sampler_difference(batch: RolloutBatch, limit: float | None, ranks: Ranks) -
             "limit is too tight for the dtype"
         )
     metrics = {"rollout/logprob_diff_mean": mean, "rollout/logprob_diff_max": largest}
+    if is_stale:
+        ratio = (batch.old_logprobs - batch.rollout_logprobs).double().exp()
+        sums = torch.stack([ratio.sum(), ratio.square().sum()])
+        first, second = sum_over_data_parallel(sums, ranks).tolist()
+        metrics["rollout/effective_sample_fraction"] = first**2 / max(count * second, 1e-300)
     return metrics | ({} if limit is None else {"rollout/logprob_diff_high_fraction": high})
 
 

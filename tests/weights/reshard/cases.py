@@ -37,10 +37,25 @@ class Case:
     dp: int
     sampler_tp: int
     gpus_per_node: int = 8
+    samplers: int = 0
+    """Ranks after the trainer's that sample; 0: the trainer's do."""
 
     @property
     def world_size(self) -> int:
+        """Of the trainer."""
         return self.tp * self.pp * self.dp
+
+    @property
+    def num_ranks(self) -> int:
+        return self.world_size + self.samplers
+
+    @property
+    def sampler_ranks(self) -> range:
+        return range(self.world_size if self.samplers else 0, self.num_ranks)
+
+    def shard(self, rank: int) -> int:
+        """The sampler's tensor-parallel rank."""
+        return (rank - self.sampler_ranks.start) % self.sampler_tp
 
     @property
     def shape(self) -> ModelShape:
@@ -54,7 +69,8 @@ class Case:
 
     def __str__(self) -> str:
         sizes = f"tp{self.tp}-pp{self.pp}-vpp{self.vpp}-dp{self.dp}-vllm{self.sampler_tp}"
-        return f"{self.model}-{sizes}-node{self.gpus_per_node}"
+        apart = f"-apart{self.samplers}" if self.samplers else ""
+        return f"{self.model}-{sizes}-node{self.gpus_per_node}{apart}"
 
 
 def trainer_layouts(model: str, max_world_size: int = 64) -> Iterator[tuple[int, int, int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from tests.rollout.vllm import engine_jobs
 from tests.rollout.vllm.poisoned_sleep import poison_sleep
 from tests.weights.loaded import Layout, all_parameters, load, microbatch
+from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import groups
 from vapo_megatron.parallel.optimizer import (
     build_ddp,
@@ -128,6 +130,10 @@ class TensorEngine:
             name: LiveWeight(torch.full(size, torch.nan), padding.get(name, 0))
             for name, size in shapes.items()
         }
+
+    @property
+    def policy_version(self) -> int | None:
+        return self.version
 
     def live_weights(self) -> dict[str, LiveWeight]:
         return self.live
@@ -243,3 +249,56 @@ def looked_up_afresh(tmp: Path, path: Path) -> str:
     name = "model.norm.weight"
     engine.live[name] = LiveWeight(engine.live[name].tensor + 1, 0)
     return engine_jobs.error_of(sync.verify, loaded.chunks)
+
+
+def between_sides(tmp: Path, path: Path, layout: Layout, port: int) -> dict[str, Any]:
+    """Publish from trainers to samplers that are processes of their own."""
+    from vapo_megatron.parallel import backend
+    from vapo_megatron.rollout.disaggregated.staging import Staging
+
+    samplers = dist.get_world_size() - layout.world_size
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sides = backend.initialize_distributed(60, samplers)
+    config = _config(tmp)
+    found: dict[str, Any] = {}
+    if sides.is_sampler:
+        engine = _small_engine()
+        staging = Staging(engine)
+        shape = read_model_shape(str(path))
+        sync = WeightSync(shape, None, config.model, config.rollout, staging, sides)
+        compared: list[int] = []
+        verify = sync.verify
+        sync.verify = lambda chunks: compared.append(7) or verify(chunks)
+        total = sync.publish((), 7)
+        sync.publish((), 8)
+        untouched = bool(torch.isnan(engine.live["model.norm.weight"].tensor).all())
+        staging.load(7)
+        first = {name: weight.tensor.clone() for name, weight in engine.live.items()}
+        staging.forget_before(8)
+        staging.load(8)
+        elements = sum(
+            w.tensor[: len(w.tensor) - w.padding_rows].numel() for w in engine.live.values()
+        )
+        sync.verify = verify
+        staging.live_weights()["model.norm.weight"].tensor[3] += 1
+        found = {
+            "untouched": untouched, "first": first, "version": engine.version,
+            "second": {name: weight.tensor for name, weight in engine.live.items()},
+            "ratio": sync.received_bytes / (4 * elements), "compared": compared,
+            "total": total["sync/received_bytes"] / (4 * elements),
+            "error": engine_jobs.error_of(sync.verify, ()),
+        }  # fmt: skip
+    else:
+        loaded = load(str(path), layout)
+        model, rollout = loaded.config.model, config.rollout
+        sync = WeightSync(loaded.shape, loaded.ranks, model, rollout, None, sides)
+        sync.publish(loaded.chunks, 7)
+        for _, parameter in all_parameters(loaded.chunks):
+            parameter.data.mul_(2)
+        sync.publish(loaded.chunks, 8)
+        error = engine_jobs.error_of(sync.verify, loaded.chunks)
+        found = {"ratio": sync.received_bytes, "error": error}
+    dist.barrier(group=sides.group)
+    sides.close()
+    return found

@@ -41,8 +41,9 @@ SAME_RANK, SAME_NODE, ACROSS = range(3)
 
 def plan_of(case: Case, *, relay: bool) -> Plan:
     return make_plan(
-        case.shape, case.trainer, case.sampler_tp, gpus_per_node=case.gpus_per_node, relay=relay
-    )
+        case.shape, case.trainer, case.sampler_tp, gpus_per_node=case.gpus_per_node, relay=relay,
+        samplers=case.sampler_ranks if case.samplers else None,
+    )  # fmt: skip
 
 
 def link_class(plan: Plan, move: Move) -> int:
@@ -92,8 +93,8 @@ class Demand(NamedTuple):
 def demands(case: Case, *, relay: bool) -> Iterator[Demand]:
     """Yield the needs of each rank; with relays, of each node for what comes across nodes."""
     nodes = [
-        tuple(range(first, min(first + case.gpus_per_node, case.world_size)))
-        for first in range(0, case.world_size, case.gpus_per_node)
+        range(first, min(first + case.gpus_per_node, case.num_ranks))
+        for first in range(0, case.num_ranks, case.gpus_per_node)
     ]
     for symbols, homes, times in contents(case):
         replicated = symbols.row.kind == "replicated"
@@ -103,14 +104,15 @@ def demands(case: Case, *, relay: bool) -> Iterator[Demand]:
             )
             for node in nodes:
                 near = everyone & set(node)
-                if relay and not near:
-                    shards = frozenset(rank % case.sampler_tp for rank in node)
+                samplers = tuple(rank for rank in node if rank in case.sampler_ranks)
+                if relay and not near and samplers:
+                    shards = frozenset(map(case.shard, samplers))
                     count = symbols.sampler[0].size if replicated else symbols.union(shards, t)
-                    yield Demand(node, ACROSS, everyone, times * count)
+                    yield Demand(samplers, ACROSS, everyone, times * count)
                     continue
-                for rank in node:
+                for rank in samplers:
                     link = SAME_RANK if rank in near else SAME_NODE if near else ACROSS
-                    shard = rank % case.sampler_tp
+                    shard = case.shard(rank)
                     count = symbols.sampler[0].size if replicated else symbols.shared[shard, t]
                     yield Demand((rank,), link, near or everyone, times * int(count))
 
@@ -118,7 +120,7 @@ def demands(case: Case, *, relay: bool) -> Iterator[Demand]:
 def check_bytes(case: Case, plan: Plan, *, relay: bool) -> None:
     """Compare what each rank receives, by link class, and what the busiest sender sends."""
     direct, relayed = (moved(plan, relays=relays) for relays in (False, True))
-    expected = np.zeros((3, case.world_size), dtype=np.int64)
+    expected = np.zeros((3, case.num_ranks), dtype=np.int64)
     pools: dict[int, collections.Counter[frozenset[int]]] = {
         SAME_NODE: collections.Counter(), ACROSS: collections.Counter()
     }  # fmt: skip
@@ -130,14 +132,14 @@ def check_bytes(case: Case, plan: Plan, *, relay: bool) -> None:
     received = direct[:, 1]
     assert (received[:ACROSS] == expected[:ACROSS]).all(), str(case)
     if relay:
-        starts = range(0, case.world_size, case.gpus_per_node)
+        starts = range(0, case.num_ranks, case.gpus_per_node)
         per_node = [np.add.reduceat(x[ACROSS], starts) for x in (received, expected)]
         assert (per_node[0] == per_node[1]).all(), str(case)
     else:
         assert (received[ACROSS] == expected[ACROSS]).all(), str(case)
         assert not relayed.any()
     assert not relayed[[SAME_RANK, ACROSS]].any()
-    needed = np.zeros(case.world_size, dtype=np.int64)
+    needed = np.zeros(case.num_ranks, dtype=np.int64)
     for demand in demands(case, relay=False):
         needed[demand.ranks[0]] += demand.count
     assert (received.sum(0) + relayed[SAME_NODE, 1] == needed).all(), str(case)
@@ -153,12 +155,12 @@ def check_bytes(case: Case, plan: Plan, *, relay: bool) -> None:
 def check_receivers(case: Case, plan: Plan) -> None:
     """Ranks of a node that hold the same sampler shard divide evenly what comes to it."""
     received = moved(plan, relays=False)[ACROSS, 1]
-    for first in range(0, case.world_size, case.gpus_per_node):
+    for first in range(0, case.num_ranks, case.gpus_per_node):
         for shard in range(case.sampler_tp):
             ranks = [
                 rank
-                for rank in range(first, min(first + case.gpus_per_node, case.world_size))
-                if rank % case.sampler_tp == shard
+                for rank in range(first, min(first + case.gpus_per_node, case.num_ranks))
+                if rank in case.sampler_ranks and case.shard(rank) == shard
             ]
             if ranks:
                 mean = received[ranks].mean()
@@ -173,8 +175,8 @@ def execute(case: Case, plan: Plan) -> None:
         names = {m.destination.parameter for m in block.moves}
         assert names == set(known) if block.layers else names <= set(known)
         result = {
-            (rank, name): np.full_like(known[name].sampler[rank % case.sampler_tp], -1)
-            for rank in range(case.world_size)
+            (rank, name): np.full_like(known[name].sampler[case.shard(rank)], -1)
+            for rank in case.sampler_ranks
             for name in names
         }
         for move in (*block.moves, *block.relays):
@@ -191,7 +193,7 @@ def execute(case: Case, plan: Plan) -> None:
             assert (taken >= 0).all() and (target == -1).all(), f"{case}: {move}"
             target[:] = taken
         for (rank, name), found in result.items():
-            expected = known[name].sampler[rank % case.sampler_tp]
+            expected = known[name].sampler[case.shard(rank)]
             assert (found == expected).all(), f"{case}: {name} of rank {rank}"
 
 
@@ -285,6 +287,36 @@ OTHERS = (
 @pytest.mark.parametrize("case", OTHERS, ids=str)
 def test_other_models(case, relay):
     check(case, relay=relay)
+
+
+# Samplers of their own: beside the trainers, on nodes of their own, and cut by a node's end; as
+# many, fewer and more, and in shards that are no part of the trainers'.
+APART = (
+    Case("Qwen2.5-0.5B", tp=2, pp=1, vpp=1, dp=1, sampler_tp=1, samplers=2),
+    Case("Qwen2.5-7B", tp=4, pp=2, vpp=1, dp=1, sampler_tp=2, samplers=8),
+    Case("Qwen2.5-7B", tp=2, pp=2, vpp=2, dp=3, sampler_tp=4, samplers=8, gpus_per_node=5),
+    Case("Qwen2.5-32B", tp=8, pp=2, vpp=1, dp=2, sampler_tp=4, samplers=24),
+    Case("Llama-3.2-1B", tp=1, pp=4, vpp=1, dp=2, sampler_tp=8, samplers=16, gpus_per_node=8),
+)
+
+
+@pytest.mark.parametrize("relay", [False, True])
+@pytest.mark.parametrize("case", APART, ids=str)
+def test_samplers_of_their_own(case, relay):
+    check(case, relay=relay)
+    plan = plan_of(case, relay=relay)
+    received = moved(plan, relays=False) + moved(plan, relays=True)
+    assert not received[:, 1, : case.world_size].any(), "a trainer receives nothing"
+    assert not moved(plan, relays=False)[:, 0, case.world_size :].any()
+    # Bytes received of the bytes of a shard; every rank of a tensor-parallel size has as many.
+    layer, outside = all_symbols(case.model, 1, case.sampler_tp)
+    for rank in case.sampler_ranks:
+        shard = case.shard(rank)
+        size = sum((s.sampler[shard] >= 0).sum() * s.column_width for s in outside)
+        size += case.shape.num_layers * sum(
+            (s.sampler[shard] >= 0).sum() * s.column_width for s in layer
+        )
+        assert received[:, 1, rank].sum() == size, rank
 
 
 @pytest.mark.slow

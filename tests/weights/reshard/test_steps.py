@@ -204,7 +204,10 @@ def test_a_bucket_that_is_too_small_is_refused():
     ("tp_size", "message"),
     [
         (3, "rollout.tensor_model_parallel_size=3 must divide the model's num_attention_heads=40"),
-        (8, "rollout.tensor_model_parallel_size=8 must divide parallel.world_size=12"),
+        (
+            8,
+            "tensor_model_parallel_size=8 must divide the number of processes that sample, 12",
+        ),
     ],
 )
 def test_what_vllm_could_not_load_is_refused(tp_size, message):

@@ -8,11 +8,14 @@ vLLM with TP > 2.
 from __future__ import annotations
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.loaded import Layout
 from tests.weights.reshard import live_sync as jobs
 from tests.weights.tiny_hf import write_tiny_hf
+from tests.workers import free_port
 
 # vLLM on a CPU takes heads of 32. A vocabulary of 300 is padded to 320 there.
 UNTIED = {"hidden": 128, "heads": 4, "kv_heads": 2}
@@ -101,3 +104,48 @@ def test_parameters_still_on_their_way_are_waited_for(workers, small):
 def test_what_is_compared_is_what_the_sampler_computes_with(workers, tmp_path, small):
     for error in workers.run(2, jobs.looked_up_afresh, tmp_path, small):
         assert "weights differ from the trainer's in 2 places: rank 0: model.norm.weight" in error
+
+
+def expected_of(path, factor):
+    """vLLM's tensors for TP = 1, from the file; a vocabulary of 300 is padded to 320."""
+    hf = {name: factor * tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    layer = "model.layers.0."
+
+    def joined(*names):
+        return torch.cat([hf[layer + name] for name in names])
+
+    heads = [f"self_attn.{x}_proj" for x in "qkv"]
+    return {
+        **{name: tensor for name, tensor in hf.items() if "_proj" not in name},
+        "model.embed_tokens.weight": torch.nn.functional.pad(
+            hf["model.embed_tokens.weight"], (0, 0, 0, 20)
+        ),
+        layer + "self_attn.qkv_proj.weight": joined(*(f"{h}.weight" for h in heads)),
+        layer + "self_attn.qkv_proj.bias": joined(*(f"{h}.bias" for h in heads)),
+        layer + "self_attn.o_proj.weight": joined("self_attn.o_proj.weight"),
+        layer + "mlp.gate_up_proj.weight": joined("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        layer + "mlp.down_proj.weight": joined("mlp.down_proj.weight"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "samplers"),
+    [(Layout(2, 1), 2), pytest.param(Layout(1, 1), 1, marks=SLOW)],
+    ids=str,
+)
+def test_samplers_of_their_own_receive_their_shard_once(workers, tmp_path, small, layout, samplers):
+    size = layout.world_size + samplers
+    results = workers.run(size, jobs.between_sides, tmp_path, small, layout, free_port())
+    trainers, received = results[: layout.world_size], results[layout.world_size :]
+    for rank, found in enumerate(received, layout.world_size):
+        assert found["untouched"], "a version that has arrived is not yet sampled with"
+        for name, factor in (("first", 1), ("second", 2)):
+            expected = expected_of(small, factor)
+            assert found[name].keys() == expected.keys()
+            wrong = [n for n, t in expected.items() if not torch.equal(found[name][n], t)]
+            assert wrong == [], name
+        assert found["version"] == 8 and found["compared"] == [7], "the first is always compared"
+        assert found["ratio"] == 1 and found["total"] == samplers
+        assert f"rank {rank}: model.norm.weight, rows 0 to 63" in found["error"]
+    assert {found["ratio"] for found in trainers} == {0}
+    assert {found["error"] for found in trainers} == {received[0]["error"]}

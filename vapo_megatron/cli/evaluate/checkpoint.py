@@ -105,7 +105,7 @@ def evaluation_config(
         ConfigError: see load_config; or the replicas do not divide the processes.
     """
     files = [checkpoint / "config.yaml"] if _is_run_directory(checkpoint) else []
-    config = read_config(files, overrides)
+    config = read_config(files, overrides).colocated()
     tp_size = config.rollout.tensor_model_parallel_size
     world_size = tp_size if num_processes is None else num_processes
     if world_size < 1 or world_size % tp_size:

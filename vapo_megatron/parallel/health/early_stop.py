@@ -111,6 +111,10 @@ class EarlyStop:
         """Is there time to finish the current step and save? Ask before its first update."""
         return self._has_time(max(self._step_seconds - self._elapsed(), self._update_seconds))
 
+    def has_time_to_save(self) -> bool:
+        """Is there time for more before a checkpoint is saved?"""
+        return self._has_time(0.0)
+
     def _elapsed(self) -> float:
         return self.clock() - self._begun
 

@@ -7,6 +7,10 @@ for a slow one is thus never taken for a hanging one.
 
 Of ranks that are equally far, those in a collective wait for the others. With NCCL nothing shows
 who waits: there the line says where every rank is.
+
+Where trainers and samplers are processes of their own, each side goes through phases of its own:
+its ranks are compared among themselves, and while they say that they wait for the other side, they
+are not measured. If both sides wait for each other, all ranks are named.
 """
 
 from __future__ import annotations
@@ -46,12 +50,17 @@ class Heartbeat:
     """The error that ends this rank."""
     is_over: bool = False
     """The rank has finished; no more heartbeats are expected."""
+    side: str = ""
+    """Trainer or sampler, where these are processes of their own."""
+    waits: bool = False
+    """It waits for the other side."""
 
 
 def describe(rank: int, heartbeat: Heartbeat) -> str:
     """Return, for example, "rank 1 (host, process 12) in critic_update of step 3"."""
+    side = f"{heartbeat.side}, " if heartbeat.side else ""
     step = f" of step {heartbeat.step}" if heartbeat.step else ""
-    return f"rank {rank} ({heartbeat.place}) in {heartbeat.phase}{step}"
+    return f"rank {rank} ({side}{heartbeat.place}) in {heartbeat.phase}{step}"
 
 
 class Monitor:
@@ -60,7 +69,8 @@ class Monitor:
     def __init__(self, silence_seconds: float) -> None:
         self._silence_seconds = silence_seconds
         self._beats: dict[int, tuple[int, float]] = {}
-        self._lowest: tuple[tuple[int, int], float] = ((-1, -1), 0.0)
+        self._lowest: dict[str, tuple[tuple[tuple[int, int], ...], float]] = {}
+        """Of each side, the position of the slowest rank and since when."""
 
     def silent(
         self, heartbeats: Mapping[int, Heartbeat], now: float, at_most: float | None = None
@@ -84,27 +94,54 @@ class Monitor:
     def overdue(self, heartbeats: Mapping[int, Heartbeat], now: float) -> str:
         """Name ranks that have held up all others for longer than their phase may take; else ""."""
         running = {rank: h for rank, h in heartbeats.items() if not h.is_over}
-        if not running:
-            return ""
+        sides: dict[str, dict[int, Heartbeat]] = {}
+        for rank, heartbeat in running.items():
+            sides.setdefault(heartbeat.side, {})[rank] = heartbeat
+        found = [self._overdue(side, ranks, now) for side, ranks in sides.items()]
+        if len(sides) > 1:
+            found.append(self._deadlocked(running, now))
+        return next(filter(None, found), "")
+
+    def _seconds_at(self, key: str, position: tuple[tuple[int, int], ...], now: float) -> float:
+        """Return how long something has been where it is."""
+        if self._lowest.get(key, ((), 0.0))[0] != position:
+            self._lowest[key] = (position, now)
+        return now - self._lowest[key][1]
+
+    def _overdue(self, side: str, running: Mapping[int, Heartbeat], now: float) -> str:
         lowest = min(heartbeat.position for heartbeat in running.values())
-        if lowest != self._lowest[0]:
-            self._lowest = (lowest, now)
         slowest = {rank: h for rank, h in running.items() if h.position == lowest}
-        seconds = now - self._lowest[1]
+        if all(heartbeat.waits for heartbeat in slowest.values()):
+            # The other side is to be measured; this one is, anew, once it goes on.
+            self._lowest.pop(side, None)
+            return ""
+        seconds = self._seconds_at(side, (lowest,), now)
         if seconds <= max(heartbeat.limit_seconds for heartbeat in slowest.values()):
             return ""
         if any(heartbeat.runs_ahead for heartbeat in slowest.values()):
-            return _held_up(running, min(slowest), seconds)
+            why = "NCCL does not say who waits for whom"
+            return _held_up(running, min(slowest), seconds, why)
         # Of ranks at the same position, those in a collective wait for the others.
-        culprits = {rank: h for rank, h in slowest.items() if not h.in_collective} or slowest
+        here = {rank: h for rank, h in slowest.items() if not h.waits}
+        culprits = {rank: h for rank, h in here.items() if not h.in_collective} or here
         return "; ".join(
             f"{describe(rank, h)} has made no progress for {seconds:.0f} s, longer than "
             f"timeouts.{PHASES[h.phase].limit}={h.limit_seconds:g}"
             for rank, h in culprits.items()
         )
 
+    def _deadlocked(self, running: Mapping[int, Heartbeat], now: float) -> str:
+        """Name all ranks if each has waited for the other side for longer than its phase may."""
+        if not all(heartbeat.waits for heartbeat in running.values()):
+            self._lowest.pop("both", None)
+            return ""
+        seconds = self._seconds_at("both", tuple(h.position for h in running.values()), now)
+        if seconds <= max(heartbeat.limit_seconds for heartbeat in running.values()):
+            return ""
+        return _held_up(running, min(running), seconds, "each side waits for the other")
 
-def _held_up(running: Mapping[int, Heartbeat], slowest: int, seconds: float) -> str:
+
+def _held_up(running: Mapping[int, Heartbeat], slowest: int, seconds: float, why: str) -> str:
     """Say where all ranks are, those first that share their place with the fewest others."""
     places: dict[tuple[str, str], list[int]] = {}
     for rank, heartbeat in sorted(running.items()):
@@ -118,8 +155,8 @@ def _held_up(running: Mapping[int, Heartbeat], slowest: int, seconds: float) -> 
     what = f"step {first.step}" if first.step else "the start"
     return (
         f"{what} has made no progress for {seconds:.0f} s, longer than "
-        f"timeouts.{PHASES[first.phase].limit}={first.limit_seconds:g}, and NCCL does not say who "
-        f"waits for whom: {'; '.join(found[:PLACES])}{more}"
+        f"timeouts.{PHASES[first.phase].limit}={first.limit_seconds:g}, and {why}: "
+        f"{'; '.join(found[:PLACES])}{more}"
     )
 
 

@@ -65,6 +65,7 @@ class Watchdog:
         rank: int,
         world_size: int,
         on_beat: Callable[[], bool],
+        side: str = "",
     ) -> None:
         """Start in the phase "start"; collective, after parallel.store.join.
 
@@ -72,14 +73,15 @@ class Watchdog:
             timeouts: time limits of the phases.
             run_dir: stacks are written here.
             rank: of this process.
-            world_size: number of processes.
+            world_size: number of processes, of both sides.
             on_beat: called about once a second by a thread; returns whether a stop signal is here.
+            side: see Heartbeat.
         """
         self.step = 0
         """The current step, for messages."""
         self._progress: Callable[[], int] = lambda: 0
         self._timeouts, self._rank, self._world_size = timeouts, rank, world_size
-        self._on_beat = on_beat
+        self._on_beat, self._side, self._waits = on_beat, side, 0
         self._interval = min(1.0, *(limit / 8 for limit in dict(timeouts).values()))
         self._stacks_path = Path(run_dir, "stacks", f"rank_{rank:04d}.txt")
         # A copy: the progress display may redirect standard error to a file.
@@ -119,6 +121,15 @@ class Watchdog:
         self._enter(name)
         yield
         self._enter(BETWEEN if outer == START else outer)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let the other side be measured, not this rank, while the body waits for it."""
+        self._waits += 1
+        try:
+            yield
+        finally:
+            self._waits -= 1
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
@@ -178,6 +189,8 @@ class Watchdog:
             where=_where(stack),
             failure="" if error is None else _one_line(error),
             is_over=self._closed.is_set(),
+            side=self._side,
+            waits=self._waits > 0,
         )
 
     def _heartbeat_loop(self) -> None:

@@ -12,7 +12,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -63,16 +63,25 @@ class CheckpointWriter:
         self._futures: list[concurrent.futures.Future[dict[str, Written] | None]] = []
         self._metadata: dict[str, Metadata] = {}
         self._num_bytes = 0
+        self._more: Mapping[str, str] = {}
         self.seconds: float | None = None
         """Of the latest checkpoint, from the start of save until all is on disk."""
 
-    def save(self, step: int, models: Mapping[str, TrainedModel], state: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        models: Mapping[str, TrainedModel],
+        state: Mapping[str, Any],
+        write_more: Callable[[Path], Mapping[str, str]] = lambda directory: {},
+    ) -> None:
         """Begin checkpoint `step` after finishing the one before it; collective.
 
         Args:
             step: number of finished steps.
             models: by role; they may change as soon as this returns.
             state: what else a resume needs; JSON values, the same on every rank.
+            write_more: lets other processes write files into the checkpoint's directory; returns
+                their names and SHA-256, the same on every rank.
 
         Raises:
             CheckpointError: the one before, or without `asynchronous` this one, cannot be written.
@@ -84,6 +93,7 @@ class CheckpointWriter:
         dist.barrier()
         self._step, self._num_bytes = step, 0
         begun = time.monotonic()
+        self._more = write_more(checkpoint_files.partial_directory(self._root, step))
         updates = {role: model.num_updates for role, model in models.items()}
         content = {"step": step, "num_updates": updates, "run": state}
         if rank == 0:
@@ -148,7 +158,7 @@ class CheckpointWriter:
         dist.gather_object((error, self._num_bytes, written), of_ranks)
         if of_ranks is not None:
             outcome = [self._publish(step, of_ranks)]
-        self._metadata = {}
+        self._metadata, self._more = {}, {}
         dist.broadcast_object_list(outcome, device=backend.device())
         if outcome[0]:
             raise CheckpointError(outcome[0])
@@ -163,7 +173,7 @@ class CheckpointWriter:
             if error is None:
                 files = {name: file for of_rank in written for name, file in of_rank.items()}
                 sums = {name: file.sha256 for name, file in files.items()}
-                sums |= self._write_metadata(step, files)
+                sums |= self._write_metadata(step, files) | dict(self._more)
                 checkpoint_files.publish(self._root, step, sums)
                 # An error in it is raised with the next checkpoint's.
                 keep = self._settings

@@ -1,6 +1,6 @@
 """Plans how the trainer's shards become the sampler's: who sends which slice to whom.
 
-Every process is a rank of the trainer and of the sampler. A rank receives exactly the part of its
+A process is a rank of the trainer, of the sampler, or of both. It receives exactly the part of its
 vLLM shard that is not in its own Megatron shard, once: from a rank of its own node if one holds it,
 otherwise across nodes. With relays, no node receives an element twice: ranks of a node that need
 the same elements each receive a part across nodes and relay it to the others. Ranks that hold the
@@ -39,22 +39,25 @@ def make_plan(
     gpus_per_node: int,
     bytes_per_element: int = 2,
     relay: bool = True,
+    samplers: range | None = None,
 ) -> Plan:
     """Plan a weight sync from the trainer's shards to the sampler's.
 
     Args:
-        trainer: see shards.trainer_layout; the sampler runs on the same ranks.
+        trainer: see shards.trainer_layout; its ranks are the first.
         sampler_tp_size: consecutive ranks that form one vLLM replica.
         gpus_per_node: consecutive ranks that share a node.
         bytes_per_element: of the weights, to count bytes; moves count elements.
         relay: what several ranks of a node need from other nodes is sent to the node once, and
             relayed there; without, it is sent to each of them.
+        samplers: ranks that sample; None: those that train.
 
     Raises:
         ConfigError: vLLM does not support this layout.
     """
-    check_sampler(shape, sampler_tp_size, trainer.world_size)
-    planner = _BlockPlanner(shape, trainer, sampler_tp_size, gpus_per_node, relay)
+    samplers = range(trainer.world_size) if samplers is None else samplers
+    check_sampler(shape, sampler_tp_size, len(samplers))
+    planner = _BlockPlanner(shape, trainer, sampler_tp_size, gpus_per_node, relay, samplers)
     table = rows(shape, "actor")
     in_layer = [row for row in table if row.is_in_layer]
     blocks = []
@@ -72,7 +75,7 @@ def make_plan(
     # These last: two stages hold a tied embedding, which evens out their loads.
     for homes, some in outside.items():
         blocks.append(planner.block(some, dict(homes)))
-    return Plan(trainer.world_size, gpus_per_node, bytes_per_element, tuple(blocks))
+    return Plan(planner.world_size, gpus_per_node, bytes_per_element, tuple(blocks))
 
 
 def _homes(row: Row, table: list[Row], trainer: TrainerLayout) -> dict[int, Home]:
@@ -118,9 +121,11 @@ class _BlockPlanner:
     sampler_tp_size: int
     gpus_per_node: int
     relay: bool
+    samplers: range
 
     def __post_init__(self) -> None:
-        self.loads = {near: [0] * self.trainer.world_size for near in (True, False)}
+        self.world_size = max(self.trainer.world_size, self.samplers.stop)
+        self.loads = {near: [0] * self.world_size for near in (True, False)}
         """Elements that each rank sends so far, within its node (True) and across nodes (False)."""
         self._found: dict[tuple[int, int | None, tuple[int, ...]], _Candidates] = {}
 
@@ -172,8 +177,8 @@ class _BlockPlanner:
                     ]
         return [
             demand._replace(rank=rank)
-            for rank in range(self.trainer.world_size)
-            for demand in by_tp_rank[rank % self.sampler_tp_size]
+            for place, rank in enumerate(self.samplers)
+            for demand in by_tp_rank[place % self.sampler_tp_size]
         ]
 
     def _candidates(self, demand: _Demand, homes: dict[int, Home]) -> _Candidates:

@@ -1,27 +1,31 @@
-"""Weight sync: sends the actor's weights to the sampler in the same processes, and verifies them.
+"""Weight sync: sends the actor's weights to the sampler, and verifies them.
 
-Before: every rank holds its shard of the actor, and of the sampler with older weights. During: each
-rank receives what its sampler shard is missing, by a plan that is made once; see planner.py and
-transfer.py. After: the sampler holds the actor's weights, and their version.
+Before: every rank holds its shard of the actor, and of the sampler with older weights; where these
+are processes of their own (parallel/sides.py), one of the two. During: each rank receives what its
+sampler shard is missing, by a plan that is made once; see planner.py and transfer.py. After: the
+sampler holds the actor's weights, and their version.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.config.metrics import emits
+from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights.mapping import local_parameters, unwrap, wait_for_parameters
 from vapo_megatron.weights.reshard.plan import SAMPLER, LiveWeight, Plan, Step
 from vapo_megatron.weights.reshard.planner import make_plan
-from vapo_megatron.weights.reshard.shards import trainer_layout
+from vapo_megatron.weights.reshard.shards import TrainerLayout, trainer_layout
 from vapo_megatron.weights.reshard.steps import steps_of
 from vapo_megatron.weights.reshard.transfer import Weights, execute
 from vapo_megatron.weights.reshard.verify import destination_problems, differences, source_problems
@@ -30,6 +34,10 @@ if TYPE_CHECKING:
     from vapo_megatron.config import ModelConfig, RolloutConfig
     from vapo_megatron.models.hf_config import ModelShape
     from vapo_megatron.parallel.groups import Ranks
+    from vapo_megatron.parallel.sides import Sides
+    from vapo_megatron.weights.mapping import LocalParameter
+
+T = TypeVar("T")
 
 
 class Engine(Protocol):
@@ -55,6 +63,7 @@ class _Prepared(NamedTuple):
     dtype: torch.dtype
     """Of the sampler's weights."""
     device: torch.device
+    """Of messages."""
     received_bytes: int
     """By all ranks together in each sync."""
 
@@ -65,20 +74,24 @@ class WeightSync:
     def __init__(
         self,
         shape: ModelShape,
-        ranks: Ranks,
+        ranks: Ranks | None,
         model: ModelConfig,
         rollout: RolloutConfig,
-        engine: Engine,
+        engine: Engine | None,
+        sides: Sides | None = None,
     ) -> None:
         """Send nothing yet.
 
         Args:
+            ranks: this rank's place among the trainers; None: it only samples.
             model: make_vocab_size_divisible_by is used.
             rollout: the sampler's layout, bucket size, verification.
-            engine: this rank's sampler.
+            engine: this rank's sampler; None: it only trains.
+            sides: None: every rank trains and samples.
         """
-        self._shape, self._ranks = shape, ranks
+        self._shape, self._ranks, self._sides = shape, ranks, sides
         self._model, self._rollout, self._engine = model, rollout, engine
+        self._group = None if sides is None else sides.group
         self._prepared: _Prepared | None = None
         self.received_bytes = 0
         """Received by this rank from others in the latest sync."""
@@ -88,8 +101,8 @@ class WeightSync:
         """Send the actor's weights to the sampler. Collective over all ranks.
 
         Args:
-            chunks: this rank's model chunks; with DDP around them, parameters that
-                overlap_param_gather has not fetched yet are fetched first.
+            chunks: this rank's model chunks, none where it only samples; with DDP around them,
+                parameters that overlap_param_gather has not fetched yet are fetched first.
             policy_version: of these weights.
 
         Returns:
@@ -109,15 +122,24 @@ class WeightSync:
         for index, chunk in enumerate(chunks):
             name, parameter = next(unwrap(chunk).named_parameters())
             assert ready.weights[index, name] is parameter, "another model than at first"
-        with self._engine.weights_replaced(policy_version):
-            self.received_bytes = execute(ready.steps, ready.weights, ready.dtype, ready.device)
+        engine = self._engine
+        with engine.weights_replaced(policy_version) if engine else contextlib.nullcontext():
+            self.received_bytes = execute(
+                ready.steps, ready.weights, ready.dtype, ready.device, self._group
+            )
             for weight in ready.live.values():
                 if weight.padding_rows:
                     weight.tensor[-weight.padding_rows :].zero_()
-            every = self._rollout.verify_sync_every
-            if every and (is_first or policy_version % every == 0):
+            if self._is_verified(policy_version, is_first):
                 self.verify(chunks)
         return {"sync/received_bytes": float(ready.received_bytes)}
+
+    def _is_verified(self, policy_version: int, is_first: bool) -> bool:
+        """Whether both sides' checksums are compared; between processes always at first."""
+        every = self._rollout.verify_sync_every
+        return (is_first and (self._group is not None or every > 0)) or (
+            every > 0 and policy_version % every == 0
+        )
 
     def verify(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Compare checksums of the sampler's live weights with the actor's. Collective.
@@ -130,38 +152,45 @@ class WeightSync:
         """
         assert self._prepared is not None, "nothing has been published"
         # Look them up again: the weights that the sampler uses now, not those written to.
-        weights = all_weights(chunks, self._engine.live_weights())
+        weights = all_weights(chunks, self._live())
         ready = self._prepared
-        found = differences(ready.plan, self._ranks.rank, weights, ready.dtype, ready.device)
-        _raise_together(found, "the sampler's weights differ from the trainer's")
+        found = differences(ready.plan, self._rank, weights, ready.dtype, ready.device, self._group)
+        self._raise_together(found, "the sampler's weights differ from the trainer's")
+
+    def _live(self) -> dict[str, LiveWeight]:
+        return self._engine.live_weights() if self._engine else {}
+
+    @property
+    def _rank(self) -> int:
+        if self._sides is not None:
+            return self._sides.rank
+        assert self._ranks is not None, "without sides every rank trains"
+        return self._ranks.rank
 
     def _prepare(self, chunks: Sequence[torch.nn.Module]) -> _Prepared:
         """Make the plan and check it; raises on all ranks."""
-        rollout, ranks, rank = self._rollout, self._ranks, self._ranks.rank
-        live = self._engine.live_weights()
+        rollout, sides, rank = self._rollout, self._sides, self._rank
+        live = self._live()
         weights = all_weights(chunks, live)
-        first = next(iter(live.values())).tensor
         parameters = local_parameters(chunks, self._shape, "actor")
-        trainer = trainer_layout(
-            self._shape,
-            tp_size=ranks.tp_size,
-            pp_size=ranks.pp_size,
-            vpp_size=ranks.vpp_size,
-            dp_size=ranks.dp_size,
-            make_vocab_size_divisible_by=self._model.make_vocab_size_divisible_by,
-            transformer_engine=any(p.name.endswith("layer_norm_weight") for p in parameters),
-        )
-        of_nodes = gather_objects(int(os.environ.get("LOCAL_WORLD_SIZE", trainer.world_size)))
+        own = self._trainer_layout(parameters)
+        dtype = next(iter(live.values())).tensor.dtype if live else None
+        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size(self._group)))
+        # What only one of the sides knows; on a rank that is both, it is its own.
+        layouts, dtypes, of_nodes = zip(*self._gather((own, dtype, on_node)), strict=True)
+        trainer = own or next(filter(None, layouts))
+        dtype = dtype or next(filter(None, dtypes))
         plan = make_plan(
             self._shape,
             trainer,
             rollout.tensor_model_parallel_size,
             gpus_per_node=of_nodes[0],
-            bytes_per_element=first.element_size(),
+            bytes_per_element=dtype.itemsize,
             relay=True,
+            samplers=None if sides is None else sides.samplers,
         )
         received, sent = plan.received(rank), plan.sent(rank)
-        problems = destination_problems(received, live, first.dtype)
+        problems = destination_problems(received, live, dtype)
         problems += source_problems([m for m in received if m.source_rank == rank] + sent, weights)
         # A shard's first row depends on the vocabulary's padding.
         num_rows = trainer.vocab_rows // trainer.tp_size
@@ -170,13 +199,43 @@ class WeightSync:
             for p in parameters
             if p.row.kind == "vocabulary" and p.data.shape[0] != num_rows
         ]
-        _raise_together(problems, "the plan does not fit the live weights")
-        identity = (hashlib.sha256(repr(plan).encode()).hexdigest(), first.dtype)
-        assert len(set(gather_objects(identity))) == 1, "ranks have made different plans"
+        self._raise_together(problems, "the plan does not fit the live weights")
+        identity = (hashlib.sha256(repr(plan).encode()).hexdigest(), dtype)
+        assert len(set(self._gather(identity))) == 1, "ranks have made different plans"
         steps = steps_of(plan, rank, rollout.sync_bucket_bytes)
         elements = sum(m.source.num_elements for m in received if m.source_rank != rank)
-        num_bytes = sum(gather_objects(elements)) * first.element_size()
-        return _Prepared(plan, steps, weights, live, first.dtype, first.device, num_bytes)
+        num_bytes = sum(self._gather(elements)) * dtype.itemsize
+        return _Prepared(plan, steps, weights, live, dtype, backend.device(), num_bytes)
+
+    def _trainer_layout(self, parameters: Sequence[LocalParameter]) -> TrainerLayout | None:
+        """Describe the trainers by this rank's place and parameters; None: it does not train."""
+        ranks = self._ranks
+        if ranks is None:
+            return None
+        return trainer_layout(
+            self._shape,
+            tp_size=ranks.tp_size,
+            pp_size=ranks.pp_size,
+            vpp_size=ranks.vpp_size,
+            dp_size=ranks.dp_size,
+            make_vocab_size_divisible_by=self._model.make_vocab_size_divisible_by,
+            transformer_engine=any(p.name.endswith("layer_norm_weight") for p in parameters),
+        )
+
+    def _gather(self, value: T) -> list[T]:
+        return gather_objects(value, self._group)
+
+    def _raise_together(self, problems: list[str], what: str) -> None:
+        """Raise on all ranks if any has problems.
+
+        Raises:
+            RuntimeError: names the first few, with their ranks.
+        """
+        everyone = self._gather((len(problems), problems[:5]))
+        named = [f"rank {rank}: {p}" for rank, (_, some) in enumerate(everyone) for p in some]
+        if named:
+            count = sum(number for number, _ in everyone)
+            raise RuntimeError(f"{what} in {count} places: {'; '.join(named[:5])}")
 
 
 def all_weights(
@@ -188,16 +247,3 @@ def all_weights(
         for name, parameter in unwrap(chunk).named_parameters():
             found[index, name] = parameter
     return found
-
-
-def _raise_together(problems: list[str], what: str) -> None:
-    """Raise on all ranks if any has problems.
-
-    Raises:
-        RuntimeError: names the first few, with their ranks.
-    """
-    everyone = gather_objects((len(problems), problems[:5]))
-    named = [f"rank {rank}: {p}" for rank, (_, some) in enumerate(everyone) for p in some]
-    if named:
-        count = sum(number for number, _ in everyone)
-        raise RuntimeError(f"{what} in {count} places: {'; '.join(named[:5])}")

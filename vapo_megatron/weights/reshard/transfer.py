@@ -5,6 +5,9 @@ During: in each step a rank packs the slices that each peer is missing into one 
 sampler's type, unpacks the messages that it receives, and copies what it holds itself. Buffers are
 doubled: one step is unpacked and the next one packed while messages are in flight. After: every
 rank holds its shard of the sampler, and the buffers are freed. No full tensor is ever formed.
+
+In a group that joins trainers with samplers of their own (parallel/sides.py), the messages of a
+step are one all-to-all: such a group has no sends and receives.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from vapo_megatron.weights.reshard.plan import Slice, Step, Transfer
 
@@ -29,7 +33,7 @@ class _Posted(NamedTuple):
     """A step in flight."""
 
     step: Step
-    works: list[dist.Work]
+    works: Sequence[dist.Work]
     received: list[Tensor]
     """The buffer of each of step.receives."""
 
@@ -48,6 +52,7 @@ def execute(
     weights: Weights,
     dtype: torch.dtype,
     device: torch.device,
+    group: ProcessGroup | None = None,
 ) -> int:
     """Fill this rank's sampler shard. Collective over all ranks, each with its own steps.
 
@@ -60,7 +65,8 @@ def execute(
         steps: from steps.steps_of.
         weights: the trainer's are read, the sampler's written in place.
         dtype: of the sampler's weights and of the messages; others are rounded to it.
-        device: of all tensors.
+        device: of all messages.
+        group: of all ranks; None: the world.
 
     Returns:
         Bytes received from other ranks.
@@ -75,7 +81,12 @@ def execute(
         sent = _split(send[turn % 2], step.sends)
         for matrix, part in _parts(sent, step.sends):
             matrix.copy_(view_of(weights, part))
-        current = _post(step, sent, _split(receive[turn % 2], step.receives))
+        received = _split(receive[turn % 2], step.receives)
+        if group is None:
+            current = _Posted(step, _post(step, sent, received), received)
+        else:
+            work = _post_jointly(step, send[turn % 2], receive[turn % 2], group)
+            current = _Posted(step, [work], received)
         for move in step.copies:
             view_of(weights, move.destination).copy_(view_of(weights, move.source))
         num_bytes += _finish(posted, weights)
@@ -103,7 +114,7 @@ def _parts(messages: Sequence[Tensor], transfers: Transfers) -> Iterator[tuple[T
             yield vector.view(part.rows, part.columns), part
 
 
-def _post(step: Step, sent: list[Tensor], received: list[Tensor]) -> _Posted:
+def _post(step: Step, sent: list[Tensor], received: list[Tensor]) -> list[dist.Work]:
     operations = [
         dist.P2POp(operation, message, transfer.peer)
         for operation, messages, transfers in (
@@ -112,8 +123,22 @@ def _post(step: Step, sent: list[Tensor], received: list[Tensor]) -> _Posted:
         )
         for message, transfer in zip(messages, transfers, strict=True)
     ]
-    works = dist.batch_isend_irecv(operations) if operations else []
-    return _Posted(step, works, received)
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _post_jointly(step: Step, sent: Tensor, received: Tensor, group: ProcessGroup) -> dist.Work:
+    """Post a step's messages, which lie in the buffers by peer, as one all-to-all."""
+    receives, sends = (
+        [sizes.get(peer, 0) for peer in range(group.size())]
+        for sizes in (
+            {t.peer: t.num_elements for t in step.receives},
+            {t.peer: t.num_elements for t in step.sends},
+        )
+    )
+    into, out = received[: sum(receives)], sent[: sum(sends)]
+    work = dist.all_to_all_single(into, out, receives, sends, group=group, async_op=True)
+    assert work is not None, "this rank is in the group"
+    return work
 
 
 def _finish(posted: _Posted | None, weights: Weights) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from vapo_megatron.weights.reshard.plan import LiveWeight, Move, Plan, Slice
 from vapo_megatron.weights.reshard.transfer import Weights, view_of
@@ -126,6 +127,7 @@ def differences(
     weights: Weights,
     dtype: torch.dtype,
     device: torch.device,
+    group: ProcessGroup | None = None,
 ) -> list[str]:
     """List this rank's sampler weights that differ from the trainer's. Collective over all ranks.
 
@@ -134,7 +136,7 @@ def differences(
     Args:
         plan: of the sync.
         rank: this one.
-        weights, dtype, device: as for transfer.execute.
+        weights, dtype, device, group: as for transfer.execute.
 
     Returns:
         One sentence for each slice that differs, naming its parameter.
@@ -154,13 +156,16 @@ def differences(
         _stacked(sent, device),
         [sources[other] for other in everyone],
         [destinations[other] for other in everyone],
+        group=group,
     )
     wrong = (_stacked(found, device) != expected).tolist()
     return [_named(move) for move, is_wrong in zip(incoming, wrong, strict=True) if is_wrong]
 
 
 def _stacked(values: list[Tensor], device: torch.device) -> Tensor:
-    return torch.stack(values) if values else torch.empty(0, dtype=torch.int64, device=device)
+    if not values:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return torch.stack([value.to(device) for value in values])
 
 
 def _named(move: Move) -> str:

@@ -55,8 +55,8 @@ def check_sampler(shape: ModelShape, tp_size: int, world_size: int) -> None:
         )
     if world_size % tp_size:
         raise ConfigError(
-            f"{name} must divide parallel.world_size={world_size}: every rank belongs to a "
-            "replica; change one of them"
+            f"{name} must divide the number of processes that sample, {world_size}: each belongs "
+            "to a replica; change parallel.world_size or, if they are apart, rollout.num_processes"
         )
 
 

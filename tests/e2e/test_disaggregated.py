@@ -1,0 +1,207 @@
+"""Runs whose samplers are processes of their own: beside a colocated one, killed, and gone on.
+
+Real processes with megatron-core, vLLM and verifiers, and a tiny model that knows nothing. The
+group that joins both sides is in tests/parallel/test_sides.py. Not exercised: GPUs, several nodes.
+"""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from tests.dumped import NUM_RESPONSES, config
+from tests.e2e.test_run import rows
+from tests.fingerprint import digest_of_file
+from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
+from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron.cli.train import main
+from vapo_megatron.rollout.dump import read_file
+
+STEPS, SAVED_AT = 5, 2
+# vLLM on a CPU takes heads of 32.
+MODEL = dict(num_layers=2, hidden=64, heads=2, kv_heads=2, ffn=48, vocab=60)
+APART = ["rollout.placement=disaggregated", "rollout.num_processes=1"]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """Options of a run with one trainer: a step of value pretraining and four of the policy."""
+    tmp = tmp_path_factory.mktemp("disaggregated")
+    for name, count in (("train", 6), ("test", 2)):
+        problems = [{"prompt": f"w{i + 3}", "answer": "7"} for i in range(count)]
+        (tmp / f"{name}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
+    hf = write_tiny_hf(tmp / "hf", **MODEL)
+    write_tiny_tokenizer(hf, MODEL["vocab"], last=ANSWERS)
+    settings = config(
+        hf,
+        algorithm={"value_pretraining_steps": 1, "policy_steps": STEPS - 1},
+        rollout={"kv_cache_bytes": 16_000_000, "max_num_sequences": 16},
+        optimizer={"actor_learning_rate": 1e-2, "actor_warmup_updates": 0},
+        data={"train_path": str(tmp / "train.jsonl")},
+        evaluation={"path": str(tmp / "test.jsonl"), "samples": 2},
+        reward={"num_workers": 1},
+        checkpoint={"every_steps": SAVED_AT, "keep_last": 9, "asynchronous": False},
+        logging={"tensorboard": False, "dump_steps": STEPS, "progress": "plain"},
+    )
+    (tmp / "run.yaml").write_text(settings.to_yaml())
+    return ["--config", str(tmp / "run.yaml")]
+
+
+def ended(launched):
+    """Wait for a run that must succeed."""
+    done = launched.wait(900)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done
+
+
+def into(run_dir):
+    return f"logging.run_dir={run_dir}"
+
+
+def check_equal(run_dir, expected, *, but=(), trainers=1):
+    """The same rows, checkpoints, export and shown responses, bit by bit; a row lacks `but`."""
+
+    def kept(run):
+        return [{n: v for n, v in row.items() if not n.startswith(but)} for row in rows(run)]
+
+    assert kept(run_dir) == kept(expected)
+    names = [p.relative_to(expected) for p in expected.glob("checkpoints/step_*/*/*.distcp")]
+    names += [p.relative_to(expected) for p in expected.glob("rollouts/*.jsonl")]
+    assert len(names) == 3 * 2 * trainers + STEPS
+    for name in [*names, "hf_export/model.safetensors"]:
+        assert (run_dir / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+def check_lags(run_dir, lag, steps=STEPS):
+    """Each step is trained on once, whole, and as its lag says; versions begin after step 1."""
+    versions = [max(0, step - 1) for step in range(STEPS)]
+    for step, row in enumerate(rows(run_dir)[1 : steps + 1]):
+        expected = versions[max(0, step - lag)]
+        scored = [
+            item
+            for file in (run_dir / f"replay/step_{step + 1:06d}").iterdir()
+            for item in read_file(file)
+        ]
+        assert sorted(s.rollout.position for s in scored) == list(range(NUM_RESPONSES))
+        assert {s.rollout.policy_version for s in scored} == {expected}
+        if lag:
+            lags = row["rollout/lag_mean"], row["rollout/lag_max"]
+            assert lags == (versions[step] - expected,) * 2
+
+
+def wait_for_row(launched, run_dir, number):
+    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 900
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) > number):
+        assert launched.is_running() and time.monotonic() < deadline, f"no row {number} came"
+        time.sleep(0.02)
+
+
+LAG_1 = [*APART, "rollout.lag=1", "rollout.verify_sync_every=2"]
+
+
+def kept(run_dir, step):
+    """Row, responses and checkpoint of a step that a resumed run makes again."""
+    files = [
+        *run_dir.glob(f"checkpoints/step_{step:06d}/*/*.distcp"),
+        *run_dir.glob(f"replay/step_{step:06d}/*.safetensors"),
+        *run_dir.glob(f"rollouts/step_{step:06d}.jsonl"),
+    ]
+    return rows(run_dir)[step], {str(file): digest_of_file(file) for file in files}
+
+
+def test_a_killed_run_with_lag_1_goes_on_bit_by_bit(launch, given, tmp_path):
+    """From an older checkpoint, so that it makes steps again that it had made before."""
+    run_dir, last = tmp_path, 2 * SAVED_AT
+    command = [*given, *LAG_1, into(run_dir)]
+    launched = launch(main, command, world_size=2)
+    wait_for_row(launched, run_dir, last)
+    latest = run_dir / "checkpoints/latest"
+    while latest.read_text() != f"step_{last:06d}":
+        assert launched.is_running()
+        time.sleep(0.02)
+    launched.kill()
+    check_lags(run_dir, 1, last)
+    made = [kept(run_dir, step) for step in range(SAVED_AT + 1, last + 1)]
+    assert [len(files) for _, files in made] == [2, 4]
+    # The step after it was sampled by older weights than the checkpoint holds.
+    saved = run_dir / f"checkpoints/step_{SAVED_AT:06d}"
+    name = f"in_flight/step_{SAVED_AT + 1:06d}/rank_00000.safetensors"
+    assert {s.rollout.policy_version for s in read_file(saved / name)} == {SAVED_AT - 2}
+    assert name in json.loads((saved / "checksums.json").read_text())
+
+    latest.write_text(saved.name)
+    assert "resumed" in ended(launch(main, command, world_size=2)).stdout
+    assert [kept(run_dir, step) for step in range(SAVED_AT + 1, last + 1)] == made
+    check_lags(run_dir, 1, STEPS)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_is_as_one_that_was_not(launch, given, tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    ended(launch(main, [*given, *LAG_1, into(whole)], world_size=2))
+    check_lags(whole, 1)
+    launched = launch(main, [*given, *LAG_1, into(cut)], world_size=2)
+    wait_for_row(launched, cut, SAVED_AT + 1)
+    launched.kill()
+    ended(launch(main, [*given, *LAG_1, into(cut)], world_size=2))
+    check_equal(cut, whole)
+    check_lags(cut, 1)
+
+
+def responses(run_dir, step):
+    """Tokens and log-probabilities of a dumped step, by position."""
+    files = (run_dir / f"replay/step_{step:06d}").iterdir()
+    found = sorted((s.rollout for f in files for s in read_file(f)), key=lambda r: r.position)
+    return [r.token_ids.tolist() for r in found], [x for r in found for x in r.logprobs]
+
+
+@pytest.mark.slow
+def test_lag_0_is_the_colocated_run(launch, given, tmp_path):
+    """Two trainers that share each layer, with as many replicas as there, and with another."""
+    layout = ["parallel.world_size=2", "parallel.tensor_model_parallel_size=2"]
+    for name, more, count in (
+        ("together", [], 2),
+        ("apart", [*APART, "rollout.num_processes=2"], 4),
+        ("three", [*APART, "rollout.num_processes=3"], 5),
+        ("sharded", [*APART, "rollout.num_processes=2", "rollout.tensor_model_parallel_size=2"], 4),
+    ):
+        ended(launch(main, [*given, *layout, *more, into(tmp_path / name)], world_size=count))
+        check_lags(tmp_path / name, 0)
+    # Only what crosses between processes differs.
+    check_equal(tmp_path / "apart", tmp_path / "together", but=("sync/",), trainers=2)
+    tokens, logprobs = responses(tmp_path / "together", 1)
+    for name in ("three", "sharded"):
+        # Another number of replicas, or sharded ones: the same seeds; sums in another order.
+        found = responses(tmp_path / name, 1)
+        assert found[0] == tokens and found[1] == pytest.approx(logprobs, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_lag_2_is_the_same_every_time(launch, given, tmp_path):
+    for name in ("first", "second"):
+        more = [*APART, "rollout.num_processes=2", "rollout.lag=2", into(tmp_path / name)]
+        ended(launch(main, [*given, *more], world_size=3))
+        check_lags(tmp_path / name, 2)
+    check_equal(tmp_path / "second", tmp_path / "first")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("rank", [1, 2], ids=["trainer", "sampler"])
+def test_a_lost_process_of_either_side_ends_all(launch, given, tmp_path, how, rank):
+    """Rank 0 has the store here; under torchrun no rank has."""
+    run_dir = tmp_path / "run"
+    more = ["parallel.world_size=2", "rollout.lag=1", "timeouts.silence_seconds=6", into(run_dir)]
+    launched = launch(main, [*given, *APART, *more], world_size=3)
+    wait_for_row(launched, run_dir, 1)
+    number = signal.SIGKILL if how == "killed" else signal.SIGSTOP
+    os.kill(launched._processes[rank].pid, number)
+    codes, done = launched.ended(apart_from=[rank])
+    assert [code for r, code in enumerate(codes) if r != rank] == [1, 1]
+    side = "trainer" if rank == 1 else "sampler"
+    lines = {line for line in done.stderr.splitlines() if line.startswith("error: ")}
+    assert lines, done.stderr
+    for line in lines:
+        assert f"error: rank {rank} ({side}, " in line and "is dead or stopped" in line

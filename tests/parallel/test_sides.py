@@ -1,0 +1,74 @@
+"""Trainers and samplers of one start: each side a world of its own, and the group that joins both.
+
+Real gloo processes. Weights between the sides are in tests/weights/reshard/test_sync.py, whole runs
+in tests/e2e/test_disaggregated.py. Not exercised: NCCL.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from tests.dumped import NUM_RESPONSES, config, rollouts
+from tests.workers import free_port
+
+TRAINERS, SAMPLERS = 2, 2
+
+
+def apart(port):
+    """Leave the tests' own group and start anew, the last ranks as samplers; a worker's."""
+    from vapo_megatron.parallel import backend
+
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return backend.initialize_distributed(60, SAMPLERS)
+
+
+def worlds(port, path):
+    """What each process makes out, and what reaches it from the other side."""
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.parallel.exchange import exchange, gather_summary
+    from vapo_megatron.parallel.reduce import any_rank, gather_objects, send_object
+
+    sides = apart(port)
+    own = torch.ones(1)
+    dist.all_reduce(own)
+    found = {
+        "side": (sides.is_sampler, dist.get_rank(), dist.get_world_size(), int(own)),
+        "any": any_rank(sides.rank == 3),
+        "all": gather_objects(sides.rank, sides.group),
+        "sent": send_object({"text": "x" * 70_000} if sides.rank == 2 else None, 2, 1, sides.group),
+    }
+    layout = {"parallel": {"world_size": TRAINERS, "tensor_model_parallel_size": 1}}
+    ranks = None if sides.is_sampler else groups.initialize(config(path, **layout).parallel)
+    # The samplers hold halves; the first trainer wants every third response, the second the others.
+    everything = rollouts()
+    first = NUM_RESPONSES // 2 * (sides.rank - TRAINERS)
+    held = everything[first : first + NUM_RESPONSES // 2] if sides.is_sampler else []
+    summary = gather_summary(held, NUM_RESPONSES, sides.group)
+    positions = range(NUM_RESPONSES)
+    wanted = [[p for p in positions if p % 3 == 0], [p for p in positions if p % 3]]
+    batch = exchange(held, summary, wanted, ranks, sides.group)
+    expected = [everything[p].rollout for p in ([] if ranks is None else wanted[ranks.dp_rank])]
+    tokens = [t for r in expected for t in (*r.prompt.token_ids, *r.token_ids)]
+    found["batch"] = (
+        batch.positions.tolist() == [r.position for r in expected],
+        batch.tokens.tolist() == tokens,
+        batch.rollout_logprobs.tolist() == [x for r in expected for x in r.logprobs],
+        set(summary.sources.tolist()),
+        len(tokens) > 0,
+    )
+    dist.barrier(group=sides.group)
+    sides.close()
+    return found
+
+
+def test_each_side_is_a_world_and_one_group_joins_them(workers, tmp_path):
+    results = workers.run(TRAINERS + SAMPLERS, worlds, free_port(), tmp_path)
+    for rank, found in enumerate(results):
+        is_sampler = rank >= TRAINERS
+        assert found["side"] == (is_sampler, rank % 2, 2, 2)
+        assert found["any"] is is_sampler, "a collective of one side does not reach the other"
+        assert found["all"] == [0, 1, 2, 3]
+        assert found["sent"] == ({"text": "x" * 70_000} if rank == 1 else None)
+        assert found["batch"] == (True, True, True, {2, 3}, not is_sampler)

@@ -1,0 +1,96 @@
+"""Two worlds in one torchrun: trainers and samplers, and the group that joins them.
+
+With rollout.placement=disaggregated the first processes train and the others sample. Each side is
+the whole world of its processes: torch.distributed, megatron-core and vLLM count its ranks from 0
+and know of no others. `Sides.group` has all processes, by torchrun's ranks.
+
+The group is made by hand, because torch.distributed makes groups only within its one world. Those
+of its functions take it that need no global ranks: all_reduce, all_gather_into_tensor,
+all_to_all_single, all_gather_object and barrier; broadcast and isend do not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Sides:
+    """Where this process stands; numbers are torchrun's."""
+
+    rank: int
+    num_trainers: int
+    num_samplers: int
+    group: ProcessGroup
+    """Joins all processes: messages on the CPU by gloo, on GPUs by NCCL."""
+
+    @property
+    def world_size(self) -> int:
+        """Processes of both sides."""
+        return self.num_trainers + self.num_samplers
+
+    @property
+    def is_sampler(self) -> bool:
+        """Does this process sample?"""
+        return self.rank >= self.num_trainers
+
+    @property
+    def samplers(self) -> range:
+        """Ranks that sample."""
+        return range(self.num_trainers, self.world_size)
+
+    def close(self) -> None:
+        """End what joins the sides, on each of them; torch's destroy_process_group does not."""
+        self.group.shutdown()
+
+
+def split(
+    store: dist.Store, rank: int, world_size: int, num_samplers: int, timeout: datetime.timedelta
+) -> Sides:
+    """Make this side's world and the group that joins both. Collective over all processes.
+
+    Args:
+        store: joined by all processes.
+        rank, world_size: of this process among all, and their number.
+        num_samplers: the last processes.
+        timeout: of a collective.
+    """
+    num_trainers = world_size - num_samplers
+    assert num_trainers >= 1 and num_samplers >= 1, f"{num_samplers} of {world_size} sample"
+    is_sampler = rank >= num_trainers
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        store=dist.PrefixStore("sampler" if is_sampler else "trainer", store),
+        rank=rank - num_trainers if is_sampler else rank,
+        world_size=num_samplers if is_sampler else num_trainers,
+        timeout=timeout,
+    )
+    group = dist.ProcessGroup(dist.PrefixStore("joint", store), rank, world_size)
+    kind = None
+    for device, kind, backend in _backends(store, rank, world_size, timeout):
+        backend._set_sequence_number_for_group()
+        group._register_backend(torch.device(device), kind, backend)
+    group._set_default_backend(kind)  # type: ignore[arg-type]
+    return Sides(rank, num_trainers, num_samplers, group)
+
+
+def _backends(
+    store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta
+) -> Iterator[tuple[str, ProcessGroup.BackendType, Any]]:
+    """Yield (device, kind, backend): gloo for the CPU and, with GPUs, NCCL, which is the last."""
+    own = dist.PrefixStore("joint/cpu", store)
+    gloo = dist.ProcessGroupGloo(own, rank, world_size, timeout=timeout)
+    yield "cpu", ProcessGroup.BackendType.GLOO, gloo
+    if torch.cuda.is_available():
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        own = dist.PrefixStore("joint/cuda", store)
+        nccl = dist.ProcessGroupNCCL(own, rank, world_size, options)
+        yield "cuda", ProcessGroup.BackendType.NCCL, nccl

@@ -1,0 +1,1 @@
+"""Sampling in processes of their own, for trainers in others."""

@@ -1,0 +1,315 @@
+"""A process that only samples: the loop that answers the trainers' orders.
+
+Every sampler makes the same sequence of collectives over the group that joins both sides, because
+it answers the same orders in the same order. In between it samples whatever it may: step k once the
+trainers have begun step k - lag. Replicas do not wait for each other while they sample. An order
+that can be answered while responses are sampled (weights arrive, finished responses leave) is
+answered between two tokens; all ranks of a replica see it at the same token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+
+from vapo_megatron.config import (
+    AlgorithmConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    ModelConfig,
+    ParallelConfig,
+    RewardConfig,
+    RolloutConfig,
+    TimeoutsConfig,
+)
+from vapo_megatron.data.batch import ScoredRollout
+from vapo_megatron.data.packing import plan_of
+from vapo_megatron.data.storage import HashedFile
+from vapo_megatron.errors import Stopped
+from vapo_megatron.parallel import backend, store
+from vapo_megatron.parallel.exchange import exchange, gather_summary
+from vapo_megatron.parallel.health.early_stop import pending_signal
+from vapo_megatron.parallel.health.watchdog import Watchdog
+from vapo_megatron.parallel.reduce import gather_objects, send_object
+from vapo_megatron.parallel.sides import Sides
+from vapo_megatron.rollout.disaggregated.orders import Order, Orders
+from vapo_megatron.rollout.disaggregated.staging import Staging
+from vapo_megatron.rollout.dump import read_file, step_bytes
+from vapo_megatron.rollout.inputs import Inputs
+from vapo_megatron.rollout.requests import assign
+from vapo_megatron.rollout.sampling import Sampling
+from vapo_megatron.rollout.source import OnProgress
+from vapo_megatron.weights.reshard.sync import WeightSync
+
+IN_FLIGHT = "in_flight"
+"""Directory in a checkpoint: responses of the steps after it that older weights sampled."""
+
+
+class Taken(NamedTuple):
+    """What a sampler says of the responses that it hands over."""
+
+    tokens: dict[int, int]
+    """Response tokens by the version that sampled them."""
+    idle: float
+    """Seconds in which it had nothing to do since the latest step."""
+
+
+class Server:
+    """One sampler; a context manager."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        *,
+        seed: int,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        rollout: RolloutConfig,
+        algorithm: AlgorithmConfig,
+        reward: RewardConfig,
+        evaluation: EvaluationConfig,
+        logging: LoggingConfig,
+        timeouts: TimeoutsConfig,
+        verifier: object | None = None,
+    ) -> None:
+        """Build what sampling needs; collective over the samplers, beside the trainers.
+
+        Args:
+            inputs: from read_inputs.
+            seed, model, parallel, rollout, algorithm, reward, evaluation, logging, timeouts: of the
+                run, with rollout.placement=disaggregated.
+            verifier: see StepTrainer.
+        """
+        self._rollout, self._algorithm, self._logging = rollout, algorithm, logging
+        torch.manual_seed(seed)
+        sides = backend.initialize_distributed(parallel.timeout_seconds, rollout.num_processes)
+        assert sides is not None and sides.is_sampler, "the last processes sample"
+        self._sides: Sides = sides
+        self._plan = functools.partial(
+            plan_of, algorithm=algorithm, parallel=parallel,
+            hidden_size=inputs.shape.hidden_size, seed=seed,
+        )  # fmt: skip
+        self._dp_size = parallel.data_parallel_size
+        self.watchdog = Watchdog(
+            timeouts, Path(logging.run_dir), sides.rank, sides.world_size,
+            lambda: bool(pending_signal()), "sampler",
+        )  # fmt: skip
+        with self.watchdog.reporting():
+            self._sampling = Sampling(
+                inputs, None, model=model, rollout=rollout, algorithm=algorithm, reward=reward,
+                evaluation=evaluation, logging=logging, seed=seed, offload=False, verifier=verifier,
+            )  # fmt: skip
+            self._engine = self._sampling.engine
+            self._staging = Staging(self._engine) if rollout.lag else None
+            engine = self._staging or self._engine
+            self._sync = WeightSync(inputs.shape, None, model, rollout, engine, sides)
+            self._orders = Orders(store.own_connection(), sides)
+            size = rollout.tensor_model_parallel_size
+            self._replica = dist.new_subgroups(size, backend="gloo")[0] if size > 1 else None
+        self._next = self._first = 0
+        """Steps, from 0: to be sampled next, and with which the run began."""
+        self._versions: dict[int, int] = {}
+        """Of the weights with which steps have begun."""
+        self._finished: dict[int, list[ScoredRollout]] = {}
+        """Responses by step, until a later one begins."""
+        self._idle_seconds = 0.0
+        self._is_over = False
+
+    def serve(self) -> None:
+        """Sample and answer orders until the trainers end the run."""
+        while not self._is_over:
+            may_sample = self._may_sample()
+            order = self._agreed_head() if may_sample else self._wait()
+            if order is not None and self._can_answer(order, is_idle=True):
+                self._answer(order)
+            else:
+                assert may_sample, f"nothing to sample, and {order} cannot be answered"
+                self._sample()
+
+    def _wait(self) -> Order:
+        begun = time.monotonic()
+        with self.watchdog.waiting():
+            order = self._orders.wait()
+        self._idle_seconds += time.monotonic() - begun
+        return order
+
+    def _agreed_head(self) -> Order | None:
+        """Return the order that is next, if one rank of the replica has seen it."""
+        order = self._orders.head()
+        if self._replica is None:
+            return order
+        seen = torch.tensor(int(order is not None))
+        dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._replica)
+        return self._orders.wait() if seen else None
+
+    def _may_sample(self) -> bool:
+        step = self._next
+        return step < self._algorithm.num_steps and self._origin(step) in self._versions
+
+    def _origin(self, step: int) -> int:
+        """Return the step whose weights sample a step."""
+        return max(self._first, step - self._rollout.lag)
+
+    def _sample(self) -> None:
+        """Sample the next step with its version, and answer orders meanwhile."""
+        step, version = self._next, self._versions[self._origin(self._next)]
+        self.watchdog.step = step + 1
+        self._load(version)
+        if self._staging is not None:
+            self._staging.forget_before(version)
+        scored = self._sampling.share(step, version, self.phase, self._goes_on)
+        if scored is not None:
+            self._finished[step] = scored
+            self._next += 1
+            self._orders.report(f"sampled/{step}")
+
+    def _load(self, version: int) -> None:
+        if self._staging is not None:
+            self._staging.load(version)
+
+    def _goes_on(self) -> bool:
+        """Answer what can be answered between two tokens; False: the run is over."""
+        while not self._is_over and (order := self._agreed_head()) is not None:
+            if not self._can_answer(order, is_idle=False):
+                break
+            self._answer(order)
+        return not self._is_over
+
+    def _can_answer(self, order: Order, *, is_idle: bool) -> bool:
+        fields = order.fields
+        match order.kind:
+            case "want" | "end":
+                return True
+            case "publish":
+                return is_idle or self._staging is not None
+            case "take" | "dump":
+                return fields["step"] in self._finished
+            case "save":
+                return all(step in self._finished for step in fields["steps"])
+        return is_idle
+
+    def _answer(self, order: Order) -> None:
+        answers: dict[str, Callable[..., None]] = {
+            "start": self._start,
+            "publish": self._receive,
+            "want": self._begin,
+            "take": self._hand_over,
+            "evaluate": self._evaluate,
+            "save": self._save,
+            "dump": self._dump,
+            "end": self._end,
+        }
+        # An evaluation is work of its own; everything else is done once the trainers take part.
+        waits = order.kind != "evaluate"
+        with self.watchdog.waiting() if waits else contextlib.nullcontext():
+            answers[order.kind](number=order.number, **order.fields)
+        self._orders.taken()
+
+    def _start(self, number: int, data: dict[str, Any], done: int, checkpoint: str | None) -> None:
+        """Continue where the trainers do, with the responses that their checkpoint has."""
+        self._sampling.load_state_dict(data)
+        self._first = self._next = done
+        root = Path(checkpoint or "", IN_FLIGHT)
+        for directory in sorted(root.glob("step_*")) if checkpoint else ():
+            files = sorted(directory.glob("*.safetensors"))
+            scored: list[ScoredRollout] = []
+            if self._engine.keeps_rollouts:
+                for i in assign(len(files), self._engine.num_replicas)[self._engine.replica]:
+                    scored += read_file(files[i])
+            self._finished[self._next] = sorted(scored, key=lambda s: s.rollout.position)
+            self._sampling.skip(self._next)
+            self._orders.report(f"sampled/{self._next}")
+            self._next += 1
+        gather_objects((self._sampling.labels, self._sampling.note), self._sides.group)
+
+    def _receive(self, number: int, version: int) -> None:
+        self._sync.publish((), version)
+
+    def _begin(self, number: int, step: int, version: int) -> None:
+        """Note that a step begins; those before it are trained on."""
+        self._versions[step] = version
+        self._finished = {s: scored for s, scored in self._finished.items() if s >= step}
+
+    def _hand_over(self, number: int, step: int) -> None:
+        """Send a step's responses to the ranks that train on them."""
+        group, scored = self._sides.group, self._finished[step]
+        tokens: dict[int, int] = {}
+        for item in scored:
+            version = item.rollout.policy_version
+            tokens[version] = tokens.get(version, 0) + len(item.rollout.token_ids)
+        gather_objects(Taken(tokens, self._idle_seconds), group)
+        self._idle_seconds = 0.0
+        most = self._logging.rollout_groups * self._algorithm.group_size
+        send_object(scored[:most], self._sides.num_trainers, 0, group)
+        summary = gather_summary(scored, self._algorithm.responses_per_step, group)
+        plan = self._plan(summary.sequence_lengths, step=step)
+        wanted = [plan.positions(dp_rank) for dp_rank in range(self._dp_size)]
+        exchange(scored, summary, wanted, None, group)
+
+    def _evaluate(self, number: int, version: int) -> None:
+        """Judge the held-out problems under a version, unless the trainers give it up."""
+        self._load(version)
+        found = None
+        with contextlib.suppress(Stopped):
+            found = self._sampling.evaluate(
+                version, self.phase, lambda: not self._orders.is_cancelled(number)
+            )
+        self._orders.report(f"evaluated/{number}")
+        gather_objects(found, self._sides.group)
+
+    def _save(self, number: int, directory: str, steps: list[int]) -> None:
+        """Write this sampler's responses of some steps into a checkpoint."""
+        algorithm, problem = self._algorithm, ""
+        sums: dict[str, str] = {}
+        try:
+            for step in steps:
+                if scored := self._finished[step]:
+                    file = f"rank_{dist.get_rank():05d}.safetensors"
+                    name = f"{IN_FLIGHT}/step_{step + 1:06d}/{file}"
+                    with HashedFile(Path(directory, name)) as out:
+                        out.write(
+                            step_bytes(
+                                scored, step + 1, num_responses=algorithm.responses_per_step,
+                                group_size=algorithm.group_size,
+                            )
+                        )  # fmt: skip
+                    sums[name] = out.sha256
+        except OSError as error:
+            problem = error.strerror or str(error)
+        gather_objects((problem, sums), self._sides.group)
+
+    def _dump(self, number: int, root: str, step: int, keep_last: int) -> None:
+        algorithm, scored = self._algorithm, self._finished[step]
+        self._sampling.dump(Path(root), step, scored, algorithm, keep_last=keep_last)
+        gather_objects(None, self._sides.group)
+
+    def _end(self, number: int) -> None:
+        self._is_over = True
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[OnProgress]:
+        """Enter a phase; yields a callback that shows nothing."""
+        with self.watchdog.phase(name):
+            yield lambda done, total, part="": None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        if error is not None:
+            self.watchdog.fail(error)
+        with self.watchdog.reporting():
+            self._sampling.close()
+            if error is None:
+                # No process leaves while others may still communicate with it.
+                dist.barrier(group=self._sides.group)
+            self._sides.close()
+            dist.destroy_process_group()
+        self.watchdog.close()

@@ -1,0 +1,244 @@
+"""The trainers' end of sampling in other processes: a source of rollouts that asks for them.
+
+Before: the samplers, of which none trains, have what they have sampled. `rollouts` waits until a
+step's responses are there, and leaves them where they are: the exchange after it, over a group that
+joins both sides, brings each to the ranks that train on it.
+
+What lag L means: step k trains on responses that were sampled with the weights with which step
+k - L began. The samplers may work on step k as soon as step k - L has begun, and each version is
+sent to them as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vapo_megatron.config import AlgorithmConfig, LoggingConfig, ModelConfig, RolloutConfig
+from vapo_megatron.config.metrics import emits
+from vapo_megatron.config.phases import DUMP, EVALUATION, GENERATION
+from vapo_megatron.data.batch import ScoredRollout
+from vapo_megatron.errors import CheckpointError, Stopped
+from vapo_megatron.parallel import store
+from vapo_megatron.parallel.groups import Ranks
+from vapo_megatron.parallel.reduce import gather_objects, send_object, sum_over_world
+from vapo_megatron.parallel.sides import Sides
+from vapo_megatron.rollout.disaggregated.orders import Orders
+from vapo_megatron.rollout.inputs import Inputs
+from vapo_megatron.rollout.source import HasTime, Phase, RolloutSource
+from vapo_megatron.weights.reshard.sync import WeightSync
+
+POLL_SECONDS = 0.02
+
+
+class RemoteSampling(RolloutSource):
+    """One trainer's end; all trainers call the same methods in the same order."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        ranks: Ranks,
+        sides: Sides,
+        *,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        algorithm: AlgorithmConfig,
+        logging: LoggingConfig,
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Ask for nothing yet.
+
+        Args:
+            inputs: the same as the samplers'.
+            ranks: this rank's place among the trainers.
+            sides: from backend.initialize_distributed.
+            model, rollout, algorithm, logging: of the run.
+            waiting: see Watchdog.waiting.
+        """
+        assert inputs.dataset is not None, "a replay samples nothing"
+        self._algorithm, self._logging = algorithm, logging
+        self._sides, self._waiting = sides, waiting
+        self._lag, self._dataset = rollout.lag, inputs.dataset
+        self.group, self.shown_rank = sides.group, sides.num_trainers
+        self.decode = functools.lru_cache(65536)(
+            functools.partial(inputs.tokenizer.decode, clean_up_tokenization_spaces=False)
+        )
+        self._orders = Orders(store.own_connection(), sides)
+        self._sync = WeightSync(inputs.shape, ranks, model, rollout, None, sides)
+        self._published: int | None = None
+        self._start: dict[str, Any] = {"done": 0, "checkpoint": None}
+        self._shown: Sequence[ScoredRollout] = ()
+
+    def resume(self, done: int, checkpoint: Path | None) -> None:
+        """Note what the samplers begin with."""
+        self._start = {"done": done, "checkpoint": checkpoint and str(checkpoint)}
+
+    def holds(self, policy_version: int) -> bool:
+        """Compare with the latest version that was sent."""
+        return self._published == policy_version
+
+    def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
+        """Send the actor's weights; a sampler that samples takes them in between two tokens."""
+        if self._published is None:
+            self._meet()
+        self._orders.give("publish", version=policy_version)
+        with self._waiting():
+            metrics = self._sync.publish(chunks, policy_version)
+        self._published = policy_version
+        return metrics
+
+    def _meet(self) -> None:
+        """Wait for the samplers, tell them where the run begins, and learn what they know."""
+        self._orders.give("start", data=self._dataset.state_dict(), **self._start)
+        self.labels, self.note = self._from_samplers()[0]
+
+    def _from_samplers(self) -> list[Any]:
+        """Wait for what each sampler answers."""
+        nothing: Any = None
+        with self._waiting():
+            return gather_objects(nothing, self.group)[self.shown_rank :]
+
+    @emits(
+        "rollout/lag_mean",
+        "rollout/lag_max",
+        "time/trainer_idle_seconds",
+        "time/sampler_idle_seconds",
+    )
+    def rollouts(
+        self,
+        step: int,
+        policy_version: int,
+        phase: Phase,
+        *,
+        trains_actor: bool,
+        has_time: HasTime | None = None,
+    ) -> tuple[list[ScoredRollout], dict[str, float]]:
+        """Wait until a step's responses are there; no trainer holds any.
+
+        Metrics: the lag, in versions, over response tokens; seconds that trainers waited here, and
+        that the main sampler waited since the latest step.
+        """
+        with phase(GENERATION):
+            begun = time.monotonic()
+            self._orders.give("want", step=step, version=policy_version)
+            self._await(f"sampled/{step}", has_time)
+            idle = time.monotonic() - begun
+            self._orders.give("take", step=step)
+            found = self._from_samplers()
+            sent: Any = send_object(None, self.shown_rank, 0, self._sides.group)
+        self._shown = sent or ()
+        self._dataset.next(self._algorithm.num_prompts, step)
+        metrics = {"time/trainer_idle_seconds": idle, "time/sampler_idle_seconds": found[0].idle}
+        if self._lag:
+            versions: dict[int, int] = {}
+            for taken in found:
+                for version, tokens in taken.tokens.items():
+                    versions[version] = versions.get(version, 0) + tokens
+            total = sum(versions.values())
+            lags = [(policy_version - version, tokens) for version, tokens in versions.items()]
+            metrics["rollout/lag_mean"] = sum(lag * n for lag, n in lags) / max(total, 1)
+            metrics["rollout/lag_max"] = float(max((lag for lag, _ in lags), default=0))
+        return [], metrics
+
+    def _await(self, what: str, has_time: HasTime | None) -> None:
+        """Wait until all samplers have reported something. Collective over the trainers.
+
+        Raises:
+            Stopped: on every trainer, once one of them has no time left.
+        """
+        is_main = self._sides.rank == 0
+        with self._waiting():
+            while True:
+                lacks_time = has_time is not None and not has_time()
+                is_missing = is_main and not self._orders.have_all(what)
+                some = torch.tensor([float(lacks_time), float(is_missing)])
+                none_left, missing = sum_over_world(some).tolist()
+                if none_left:
+                    raise Stopped
+                if not missing:
+                    return
+                time.sleep(POLL_SECONDS)
+
+    def shown(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
+        """Return what the first sampler has sent to the main trainer."""
+        return self._shown
+
+    def keep(self, step: int, scored: Sequence[ScoredRollout], phase: Phase) -> None:
+        """Let the samplers dump the step's responses if logging.dump_steps says so."""
+        if keep_last := self._logging.dump_steps:
+            with phase(DUMP):
+                root = Path(self._logging.run_dir, "replay")
+                self.dump(root, step, scored, self._algorithm, keep_last=keep_last)
+
+    def dump(
+        self,
+        root: Path,
+        step: int,
+        scored: Sequence[ScoredRollout],
+        algorithm: AlgorithmConfig,
+        *,
+        keep_last: int,
+    ) -> None:
+        """Let the samplers write the responses, which they keep until a later step begins."""
+        self._orders.give("dump", root=str(root), step=step, keep_last=keep_last)
+        self._from_samplers()
+
+    def evaluate(
+        self, policy_version: int, phase: Phase, has_time: HasTime | None = None
+    ) -> tuple[dict[str, float], list[int]]:
+        """Let the samplers evaluate a version, once they have finished the step that they are at.
+
+        Raises:
+            Stopped: on every trainer, once one of them has no time left.
+        """
+        with phase(EVALUATION):
+            number = self._orders.give("evaluate", version=policy_version)
+            try:
+                self._await(f"evaluated/{number}", has_time)
+            except Stopped:
+                self._orders.cancel(number)
+            found = self._from_samplers()[0]
+        if found is None:
+            raise Stopped
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the prompt after those that were trained on."""
+        return self._dataset.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the prompt that comes next."""
+        self._dataset.load_state_dict(state)
+
+    def _in_flight(self, done: int) -> range:
+        """Return the steps whose responses older versions sample than that of `done` steps."""
+        return range(done, min(done + self._lag, self._algorithm.num_steps))
+
+    def finish_in_flight(self, done: int, has_time: HasTime) -> bool:
+        """Wait until the samplers have the responses that a checkpoint needs."""
+        try:
+            if steps := self._in_flight(done):
+                self._await(f"sampled/{steps[-1]}", has_time)
+        except Stopped:
+            return False
+        return True
+
+    def save_in_flight(self, done: int, directory: Path) -> dict[str, str]:
+        """Let the samplers write their responses, each its own."""
+        if not (steps := self._in_flight(done)):
+            return {}
+        self._orders.give("save", directory=str(directory), steps=list(steps))
+        found = self._from_samplers()
+        if problem := next((text for text, _ in found if text), ""):
+            raise CheckpointError(f"{directory}: responses cannot be written: {problem}; fix that")
+        return {name: digest for _, sums in found for name, digest in sums.items()}
+
+    def close(self) -> None:
+        """Let the samplers end."""
+        self._orders.give("end")
