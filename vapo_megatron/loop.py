@@ -169,6 +169,7 @@ class VapoTrainer(StepTrainer):
             "data": self.source.state_dict(),
             "policy_version": self.policy_version,
             "explained_variances": self.explained_variances,
+            "value_range": self.config.algorithm.value_range,
             "skipped_in_a_row": {r: m.skipped_in_a_row for r, m in self._models.items()},
         }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -242,6 +243,7 @@ def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
         candidates,
         check_optimizer,
         check_roles,
+        check_value_range,
     )
     from vapo_megatron.weights.convert.sharded_files import ShardedReader
     from vapo_megatron.weights.convert.to_hf import check_tensors
@@ -253,6 +255,7 @@ def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
     with_optimizer, other = True, "start another run with logging.run_dir"
     if (state := _own_state(config)) is not None:
         check_roles(found[0], state["num_updates"], roles)
+        check_value_range(state, config.algorithm, field=f"{field} ({found[0].name})")
     if not found and path is not None:
         field, remedy, roles = f"model.critic_checkpoint={path}", "critic_checkpoint", ("critic",)
         with_optimizer, other = config.model.critic_checkpoint_optimizer, CRITIC_REMEDY
@@ -262,6 +265,8 @@ def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
                 f"{field} holds no critic; set it to a run directory whose run had one, or to one "
                 "of its checkpoints/step_*"
             )
+        if (state := _state(found)) is not None:
+            check_value_range(state, config.algorithm, field=field)
     for role in roles:
         if not found or not _is_intact(found[0], f"{role}/.metadata"):
             continue
@@ -286,9 +291,13 @@ def _own_checkpoints(config: VapoConfig) -> list[Path]:
 
 def _own_state(config: VapoConfig) -> dict[str, Any] | None:
     """Return the state of the checkpoint to resume from; None: there is none, or it is damaged."""
+    return _state(_own_checkpoints(config))
+
+
+def _state(found: Sequence[Path]) -> dict[str, Any] | None:
+    """Return the state of the first checkpoint; None: there is none, or it is damaged."""
     from vapo_megatron.run.checkpoint.files import STATE
 
-    found = _own_checkpoints(config)
     if not found or not _is_intact(found[0], STATE):
         return None
     return json.loads((found[0] / STATE).read_text())

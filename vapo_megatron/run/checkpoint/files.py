@@ -23,11 +23,11 @@ import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from vapo_megatron.config import VapoConfig
+from vapo_megatron.config import AlgorithmConfig, VapoConfig
 from vapo_megatron.data.storage import replacing, sha256_of, sync
 from vapo_megatron.errors import CheckpointError, tell
 from vapo_megatron.parallel.reduce import gather_objects
@@ -256,6 +256,28 @@ def check_roles(directory: Path, held: Collection[str], trained: Collection[str]
             f"{' and '.join(trained)} (algorithm.stage, advantage_estimator); resume with the "
             "run's own configuration, or start another run with logging.run_dir and, for its "
             "critic, model.critic_checkpoint"
+        )
+
+
+def check_value_range(
+    state: Mapping[str, Any], algorithm: AlgorithmConfig, *, field: str
+) -> None:
+    """Reject a critic whose outputs mean values in another range; see algorithm.value_range.
+
+    Args:
+        state: of the checkpoint.
+        algorithm: the run's.
+        field: that names the checkpoint, with its value.
+
+    Raises:
+        CheckpointError: names both ranges.
+    """
+    held, asked = (json.dumps(r) for r in (state["run"].get("value_range"), algorithm.value_range))
+    if held != asked:
+        raise CheckpointError(
+            f"{field}: its critic was trained with algorithm.value_range={held}, which "
+            f"algorithm.value_range={asked} must equal: the same output would be another value; "
+            f"set value_range={held}, or use another checkpoint"
         )
 
 

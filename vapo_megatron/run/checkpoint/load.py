@@ -59,12 +59,22 @@ def find_start(config: VapoConfig) -> Start:
         if directory is not None:
             if not resume and dist.get_rank() == 0:
                 tell(f"restarted job: resumes from {directory} despite checkpoint.resume=false")
+            _check_value_range(directory, config, f"checkpoint {directory}")
             return Start(own=directory)
     elif dist.get_rank() == 0:
         with writing(own):
             checkpoint_files.start_from_scratch(own)
     path = config.model.critic_checkpoint
-    return Start(critic=None if path is None else find_critic(Path(path)))
+    if path is None:
+        return Start()
+    critic = find_critic(Path(path))
+    _check_value_range(critic[0].parent, config, f"model.critic_checkpoint={path}")
+    return Start(critic=critic)
+
+
+def _check_value_range(directory: Path, config: VapoConfig, field: str) -> None:
+    state = json.loads((directory / checkpoint_files.STATE).read_text())
+    checkpoint_files.check_value_range(state, config.algorithm, field=field)
 
 
 def load_run(directory: Path, models: Mapping[str, TrainedModel]) -> tuple[int, dict[str, Any]]:
