@@ -111,7 +111,10 @@ RUNS = (
     ),
     Run(_TRAIN + "data.train_path=near.jsonl", TINY_RUN, shows="done: runs/tiny/near"),
     Run(_TRAIN + "--replay", TINY_RUN, shows="done: runs/tiny/replay"),
-    Run(_TRAIN + "rollout.placement=disaggregated", TINY_RUN, shows="done: runs/tiny/apart"),
+    Run(
+        _TRAIN + "--config examples/configs/one_step_off.yaml", TINY_RUN,
+        shows="done: runs/tiny/apart",
+    ),
     Run("vapo gradients collect", TINY_RUN),
     Run("vapo gradients compare"),
     Run("vapo prepare", ("--max-prompt-tokens=256", "--overwrite"), shows=" problems written"),

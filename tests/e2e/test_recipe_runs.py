@@ -29,6 +29,27 @@ def told_the_answer(given, directory):
 
 
 @pytest.mark.slow
+def test_sao_one_step_off(launch, overrides, tmp_path):  # noqa: F811
+    """One process trains and one samples; the sampler's log-probabilities are those of DIS."""
+    files = (TINY, RECIPES / "sao.yaml", TINY.parent / "one_step_off.yaml")
+    given = [part for file in files for part in ("--config", str(file))]
+    given += [
+        *overrides, "parallel.world_size=1", "parallel.tensor_model_parallel_size=1",
+        "algorithm.value_pretraining_steps=1", "algorithm.policy_steps=3",
+        "optimizer.critic_learning_rate=5.0e-4", f"logging.run_dir={tmp_path}/run",
+    ]  # fmt: skip
+    ended(launch(main, given, world_size=2))
+    _, *written = rows(tmp_path / "run")
+    # Step 2 begins with version 0, which step 1 did not change; step 3 with version 1.
+    assert [row["rollout/lag_max"] for row in written] == [0, 0, 1, 1]
+    stale = [row["rollout/effective_sample_fraction"] for row in written]
+    assert stale[1] == pytest.approx(1, abs=1e-6) and max(stale[2:]) < stale[1]
+    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in written[:2])
+    assert all(row["rollout/logprob_diff_max"] > 1e-3 for row in written[2:])
+    assert all(row["actor/grad_norm"] > 0 for row in written[1:])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.iterdir()))
 def test_three_steps(launch, overrides, tmp_path, name):  # noqa: F811
     pretrains = name in PRETRAINED
