@@ -112,7 +112,9 @@ RUNS = (
     Run(_TRAIN + "data.train_path=near.jsonl", TINY_RUN, shows="done: runs/tiny/near"),
     Run(_TRAIN + "--replay", TINY_RUN, shows="done: runs/tiny/replay"),
     Run(
-        _TRAIN + "--config examples/configs/one_step_off.yaml", TINY_RUN,
+        _TRAIN + "--config examples/configs/one_step_off.yaml",
+        # One process that trains, of the two that tests start.
+        (*TINY_RUN, "parallel.world_size=1", "parallel.tensor_model_parallel_size=1"),
         shows="done: runs/tiny/apart",
     ),
     Run("vapo gradients collect", TINY_RUN),
