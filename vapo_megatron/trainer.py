@@ -258,8 +258,8 @@ class StepTrainer:
         with self.phase(LOGPROBS):
             old_logprobs, entropy = self.actor.compute_logprobs(microbatches)
             batch = batch.replace(old_logprobs=old_logprobs)
-            limit, lag = config.rollout.max_logprob_difference, config.rollout.lag
-            difference = sampler_difference(batch, limit, self.ranks, is_stale=lag > 0)
+            limit, is_stale = config.rollout.max_logprob_difference, config.rollout.is_stale
+            difference = sampler_difference(batch, limit, self.ranks, is_stale=is_stale)
             batch, of_mask = with_policy_mask(batch, config.algorithm, self.ranks)
             batch = with_behaviour(batch, config.rollout)
         if self.reference is not None and self._trains_actor(step):

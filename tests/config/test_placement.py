@@ -1,4 +1,4 @@
-"""What is refused of samplers in processes of their own, before a run starts."""
+"""What is refused of where and when responses are sampled, before a run starts."""
 
 import pytest
 
@@ -6,6 +6,8 @@ from vapo_megatron.config import load_config
 from vapo_megatron.errors import ConfigError
 
 APART = ["rollout.placement=disaggregated", "rollout.num_processes=2"]
+STEP = ["algorithm.responses_per_step=32", "algorithm.group_size=16"]
+CARRIES = [*STEP, "algorithm.mini_batch_size=32", "rollout.carry_over_groups=2"]
 REFUSED = [
     (["rollout.num_processes=1"], "num_processes=1 needs rollout.placement=disaggregated, found"),
     (["rollout.lag=2"], "rollout.lag=2 needs rollout.placement=disaggregated, found colocated"),
@@ -25,6 +27,22 @@ REFUSED = [
         "behaviour=sampler must not be combined with algorithm.sampler_correction=tis, which",
     ),
     (["rollout.lag=-1"], "rollout.lag"),
+    (
+        [*STEP, "rollout.carry_over_groups=3"],
+        "rollout.carry_over_groups=3 must not exceed the groups of a step, responses_per_step / "
+        "group_size = 2: more could",
+    ),
+    (
+        [*CARRIES, *APART],
+        "carry_over_groups=2 must not be combined with rollout.placement=disaggregated, whose",
+    ),
+    ([*CARRIES, "algorithm.dynamic_sampling=true"], "dynamic_sampling=true, whose rounds depend"),
+    ([*CARRIES, "model.reward_hf_path=rm"], "model.reward_hf_path=rm: groups wait with their"),
+    (
+        [*CARRIES, "rollout.max_logprob_difference=0.1"],
+        "carry_over_groups=2 must not be combined with rollout.max_logprob_difference=0.1: older",
+    ),
+    (["rollout.max_lag=0"], "rollout.max_lag"),
 ]
 
 
@@ -44,3 +62,10 @@ def test_the_processes_of_both_sides_are_started_and_the_trainers_layout_is_thei
     together = config.colocated()
     assert together.num_processes == 4 and together.rollout.lag == 0
     assert load_config([], layout).num_processes == 4
+
+
+def test_tokens_may_be_older_than_a_step_with_either():
+    assert not load_config([], []).rollout.is_stale
+    config = load_config([], CARRIES)
+    assert config.rollout.is_stale and not config.colocated().rollout.is_stale
+    assert load_config([], [*APART, "rollout.lag=1"]).rollout.is_stale

@@ -117,6 +117,7 @@ RUNS = (
         (*TINY_RUN, "parallel.world_size=1", "parallel.tensor_model_parallel_size=1"),
         shows="done: runs/tiny/apart",
     ),
+    Run(_TRAIN + "rollout.carry_over_groups=2", TINY_RUN, shows="done: runs/tiny/carried"),
     Run("vapo gradients collect", TINY_RUN),
     Run("vapo gradients compare"),
     Run("vapo prepare", ("--max-prompt-tokens=256", "--overwrite"), shows=" problems written"),

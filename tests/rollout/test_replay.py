@@ -81,6 +81,23 @@ def test_the_critics_prompts_are_dumped(tmp_path, workers):
     )
 
 
+def in_parts(tmp):
+    """Write responses of which two have been sampled by several versions."""
+    scored = rollouts()
+    for i, segments in ((2, ((0, 1), (3, 2))), (7, ((1, 2), (2, 3), (5, 1)))):
+        rollout = dataclasses.replace(scored[i].rollout, segments=segments)
+        scored[i] = dataclasses.replace(scored[i], rollout=rollout)
+    of_step = {"num_responses": NUM_RESPONSES, "group_size": GROUP_SIZE}
+    write_step(tmp, 1, scored, **of_step, keep_last=1)
+    return scored, read_file(tmp / "step_000001/rank_00000.safetensors")
+
+
+def test_the_versions_of_a_response_are_dumped(tmp_path, workers):
+    ((written, read),) = workers.run(1, in_parts, tmp_path)
+    assert [s.rollout.segments for s in read] == [s.rollout.segments for s in written]
+    assert [s.rollout.segments for s in read][2] == ((0, 1), (3, 2))
+
+
 def test_ranks_without_responses_write_nothing(tmp_path, workers):
     workers.run(2, dump, tmp_path, [1], 1)
     (file,) = read_headers(tmp_path, 1)

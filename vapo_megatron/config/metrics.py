@@ -102,13 +102,17 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/lag_mean": Metric(
         "versions",
-        "With rollout.lag: how much older the policy was that sampled, mean over response tokens.",
+        "With rollout.lag or carry_over_groups: how much older the policy was that sampled, mean "
+        "over response tokens.",
     ),
     "rollout/lag_max": Metric("versions", "The same, largest."),
+    "rollout/lag_share@K": Metric(
+        "", "With carry_over_groups: share of response tokens that are K versions older; rest: 0."
+    ),
     "rollout/effective_sample_fraction": Metric(
         "",
-        "With rollout.lag: (sum r)^2 / (n sum r^2) of n tokens, r the ratio of their probabilities "
-        "in the trainer and in vLLM; 1: not stale.",
+        "Where older weights sample: (sum r)^2 / (n sum r^2) of n tokens, r the ratio of their "
+        "probabilities in the trainer and in vLLM; 1: not stale.",
     ),
     "actor/loss": Metric("", "Policy loss plus auxiliary losses, mean over the step's updates."),
     "actor/policy_loss": Metric("", "Policy loss, see algorithm.policy_loss."),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from vapo_megatron.config.data import FileConfig, files_mistake, sources_mistake
 from vapo_megatron.config.reward import HYBRID, REWARD_MODEL, reward_mistakes, reward_range
+from vapo_megatron.config.rollout_rules import behaviour_rule, carry_over_rule, placement_rule
 from vapo_megatron.config.schema import VapoConfig
 from vapo_megatron.errors import ConfigError
 
@@ -59,53 +60,6 @@ def _layout_rule(c: VapoConfig) -> str | None:
         c.rollout.num_processes if is_apart else p.world_size,
         "rollout.tensor_model_parallel_size", c.rollout.tensor_model_parallel_size,
     )  # fmt: skip
-
-
-def _behaviour_rule(c: VapoConfig) -> str | None:
-    correction = c.algorithm.sampler_correction
-    if c.rollout.behaviour == "sampler" and correction != "none":
-        return (
-            "rollout.behaviour=sampler must not be combined with algorithm.sampler_correction="
-            f"{correction}, which corrects the ratio to the sampler that behaviour=sampler takes "
-            "already; set sampler_correction=none, or behaviour=recomputed"
-        )
-    return None
-
-
-def _placement_rule(c: VapoConfig) -> str | None:
-    r = c.rollout
-    if r.placement == "colocated":
-        for name in ("num_processes", "lag"):
-            if value := getattr(r, name):
-                return (
-                    f"rollout.{name}={value} needs rollout.placement=disaggregated, found "
-                    f"colocated; set it, or {name}=0"
-                )
-        return None
-    if r.num_processes == 0:
-        return (
-            "rollout.placement=disaggregated needs rollout.num_processes of at least 1, found 0; "
-            "set how many processes sample, or placement=colocated"
-        )
-    if c.algorithm.dynamic_sampling:
-        return (
-            "rollout.placement=disaggregated must not be combined with "
-            "algorithm.dynamic_sampling=true, whose rounds depend on all replicas' verdicts; set "
-            "dynamic_sampling=false, or placement=colocated"
-        )
-    if c.model.reward_hf_path is not None:
-        return (
-            "rollout.placement=disaggregated must not be combined with model.reward_hf_path="
-            f"{c.model.reward_hf_path}: samplers keep responses with their verdicts, but the "
-            "reward model scores later; set reward_hf_path=null, or placement=colocated"
-        )
-    if r.lag and r.max_logprob_difference is not None:
-        return (
-            f"rollout.lag={r.lag} must not be combined with rollout.max_logprob_difference="
-            f"{r.max_logprob_difference:g}: with a lag the sampler's weights are older, so its "
-            "log-probabilities differ by more than rounding; set max_logprob_difference=null"
-        )
-    return None
 
 
 def _pipeline_rule(c: VapoConfig) -> str | None:
@@ -387,8 +341,8 @@ def _precision_rule(c: VapoConfig) -> str | None:
 
 
 _RULES = (
-    _layout_rule, _placement_rule, _pipeline_rule, _batch_rule, _lambda_rule, _estimator_rule,
-    _stage_rule, _sampling_rule, _reward_rule, _verifier_rule, _reward_model_rule,
+    _layout_rule, placement_rule, carry_over_rule, _pipeline_rule, _batch_rule, _lambda_rule,
+    _estimator_rule, _stage_rule, _sampling_rule, _reward_rule, _verifier_rule, _reward_model_rule,
     _value_bound_rule, _timeouts_rule, _precision_rule, _dynamic_sampling_rule,
-    _sources_rule, _policy_loss_rule, _behaviour_rule, _critic_prompt_rule,
+    _sources_rule, _policy_loss_rule, behaviour_rule, _critic_prompt_rule,
 )  # fmt: skip

@@ -158,6 +158,18 @@ class RolloutConfig(Section):
         "samplers sample while the trainers train.",
         ge=0,
     )
+    carry_over_groups: int = _field(
+        0,
+        "Groups in flight beyond a step's: a step ends once its number of groups is whole, and "
+        "the others go on in the next step, with its weights; 0: every step waits for all.",
+        ge=0,
+    )
+    max_lag: int = _field(
+        1,
+        "With carry_over_groups: a group that step k begins is trained on in step k + max_lag at "
+        "the latest; that step waits for it.",
+        ge=1,
+    )
     behaviour: Literal["recomputed", "sampler"] = _field(
         "recomputed",
         "Old log-probabilities of the ratio: the trainer's before the update, or the sampler's.",
@@ -213,6 +225,11 @@ class RolloutConfig(Section):
         "weights); null: only report it.",
         gt=0,
     )
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether tokens are trained on that older weights than a step's have sampled."""
+        return self.lag > 0 or self.carry_over_groups > 0
 
 
 class OptimizerConfig(Section):
@@ -339,7 +356,9 @@ class VapoConfig(Section):
 
     def colocated(self) -> VapoConfig:
         """Return the same for work whose processes all do the same, such as an evaluation."""
-        apart = {"placement": "colocated", "num_processes": 0, "lag": 0}
+        apart = {
+            "placement": "colocated", "num_processes": 0, "lag": 0, "carry_over_groups": 0,
+        }  # fmt: skip
         return self.model_copy(update={"rollout": self.rollout.model_copy(update=apart)})
 
     @property

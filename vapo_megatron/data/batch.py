@@ -61,7 +61,36 @@ class Rollout:
     truncated: bool
     """True when a length limit ended the response, so that it has no stop token."""
     policy_version: int
-    """Number of weight publications that the sampler had seen."""
+    """Number of weight publications that the sampler had seen, at the last token."""
+    segments: tuple[tuple[int, int], ...] = ()
+    """(version, number of tokens) one after the other, where several versions sampled it."""
+
+    @classmethod
+    def begun(cls, prompt: Prompt, sample: int, position: int, version: int) -> Rollout:
+        """Return a response that has no tokens yet."""
+        return cls(prompt, sample, position, array("i"), array("f"), False, version)
+
+    @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """As segments, of any response."""
+        return self.segments or ((self.policy_version, len(self.token_ids)),)
+
+    def extended(
+        self, token_ids: array[int], logprobs: array[float], version: int, *, truncated: bool
+    ) -> Rollout:
+        """Return it with the tokens that a version has sampled after it."""
+        parts = [part for part in self.versions if part[1]]
+        if token_ids:
+            before = parts.pop()[1] if parts and parts[-1][0] == version else 0
+            parts.append((version, before + len(token_ids)))
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids + token_ids,
+            logprobs=self.logprobs + logprobs,
+            truncated=truncated,
+            policy_version=parts[-1][0] if parts else version,
+            segments=tuple(parts) if len(parts) > 1 else (),
+        )
 
 
 STATUSES = ("correct", "wrong", "unparsable", "timed_out", "failed")

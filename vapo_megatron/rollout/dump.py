@@ -111,7 +111,7 @@ def read_headers(root: Path, step: int) -> list[tuple[Path, FileHeader]]:
         DataError: a file is damaged or from another step, or files are missing.
     """
     directory = root / f"step_{step:06d}"
-    files = [(path, _read_header(path)) for path in sorted(directory.glob("*.safetensors"))]
+    files = [(path, read_header(path)) for path in sorted(directory.glob("*.safetensors"))]
     files.sort(key=lambda item: item[1].first_position)
     whole = files[0][1].num_responses if files else 0
     found = sum(header.responses for _, header in files)
@@ -135,18 +135,37 @@ def read_file(path: Path) -> list[ScoredRollout]:
     Raises:
         DataError: the file is damaged.
     """
+    return read_arrays(path)[0]
+
+
+def read_arrays(path: Path) -> tuple[list[ScoredRollout], dict[str, np.ndarray]]:
+    """Return a file's rollouts as `read_file` does, and all its arrays by name."""
     with _opened(path) as (header, file):
         arrays = {name: file.get_tensor(name) for name in file.keys()}
         if _checksum(arrays) != header.crc32:
             raise ValueError("its checksum differs")
-    return _unpack(arrays)
+    return _unpack(arrays), arrays
+
+
+def read_header(path: Path) -> FileHeader:
+    """Return a file's header. Raises DataError: the file is damaged."""
+    with _opened(path) as (header, _):
+        return header
 
 
 def step_bytes(
-    scored: Sequence[ScoredRollout], step: int, *, num_responses: int, group_size: int
+    scored: Sequence[ScoredRollout],
+    step: int,
+    *,
+    num_responses: int,
+    group_size: int,
+    more: Mapping[str, np.ndarray] | None = None,
 ) -> bytes:
-    """Return the file of a rank's responses, of which there are some; for arguments: write_step."""
-    arrays = _pack(scored)
+    """Return the file of a rank's responses, of which there are some; for arguments: write_step.
+
+    more: other arrays to be written, by their names.
+    """
+    arrays = _pack(scored) | dict(more or {})
     rollouts = [item.rollout for item in scored]
     header = FileHeader(
         first_position=rollouts[0].position,
@@ -167,11 +186,6 @@ def step_bytes(
     )
     metadata = {name: str(value) for name, value in dataclasses.asdict(header).items()}
     return save(arrays, metadata={"format": _FORMAT, **metadata})
-
-
-def _read_header(path: Path) -> FileHeader:
-    with _opened(path) as (header, _):
-        return header
 
 
 @contextlib.contextmanager
@@ -225,7 +239,15 @@ def _pack(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
         **_joined("tokens", (np.array(r.token_ids, np.int32) for r in rollouts)),
         **_joined("logprobs", (np.array(r.logprobs, np.float32) for r in rollouts)),
         **_joined("text", (_to_bytes(item.text) for item in scored)),
+        **_segments(rollouts),
     }
+
+
+def _segments(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+    """Nothing where one version sampled each response; else version, tokens, version, ..."""
+    if not any(r.segments for r in rollouts):
+        return {}
+    return _joined("segments", (np.array(r.segments, np.int32).ravel() for r in rollouts))
 
 
 def _critic_prompts(prompts: Sequence[tuple[int, ...] | None]) -> dict[str, np.ndarray]:
@@ -271,6 +293,9 @@ def _unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
     of_critic: list[tuple[int, ...] | None] = [None] * len(arrays["prompt_index"])
     if "critic_prompt_tokens" in arrays:
         of_critic = [tuple(part.tolist()) or None for part in parts("critic_prompt_tokens")]
+    segments: list[tuple[tuple[int, int], ...]] = [()] * len(arrays["position"])
+    if "segments" in arrays:
+        segments = [tuple(map(tuple, part.reshape(-1, 2).tolist())) for part in parts("segments")]
     prompts = list(
         map(
             Prompt,
@@ -292,6 +317,7 @@ def _unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
         packed("logprobs", "f"),
         arrays["truncated"].tolist(),
         arrays["policy_version"].tolist(),
+        segments,
     )
     statuses = [STATUSES[number] for number in arrays["status"].tolist()]
     rewards = arrays["reward"].tolist()

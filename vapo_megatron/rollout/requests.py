@@ -77,6 +77,14 @@ def request_seed(
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def continued_seed(seed: int, num_tokens: int) -> int:
+    """Return the seed with which a cut response goes on after some tokens; its own before any."""
+    if num_tokens == 0:
+        return seed
+    key = f"{seed}/{num_tokens}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
 def request_seeds(
     prompts: Sequence[Prompt],
     group_size: int,

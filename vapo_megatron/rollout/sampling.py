@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,20 @@ from vapo_megatron.config import (
     RewardConfig,
     RolloutConfig,
 )
+from vapo_megatron.config.metrics import emits
 from vapo_megatron.config.phases import DUMP, EVALUATION, GENERATION, REWARD
 from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.data.labels import count_rows, labels_of
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.groups import Ranks
-from vapo_megatron.parallel.reduce import any_rank
+from vapo_megatron.parallel.reduce import any_rank, gather_objects
 from vapo_megatron.reward.scoring import VerdictStream, score_rollouts, start_verifiers
 from vapo_megatron.reward.verifiers import default_name
+from vapo_megatron.rollout.carried import CarriedSampling, refuse_carried
 from vapo_megatron.rollout.dynamic_sampling import sample_mixed_groups
 from vapo_megatron.rollout.evaluation.judging import evaluate, judge_problems
 from vapo_megatron.rollout.inputs import Inputs
+from vapo_megatron.rollout.lag import lag_metrics, lag_shares, tokens_by_version
 from vapo_megatron.rollout.requests import SamplingSettings
 from vapo_megatron.rollout.source import HasTime, Phase, RolloutSource
 from vapo_megatron.rollout.tokenizer import decode_responses
@@ -103,6 +107,12 @@ class Sampling(RolloutSource):
             # So that each rank keeps whole groups when groups are dropped.
             whole_groups=algorithm.dynamic_sampling,
         )
+        self._carried: CarriedSampling | None = None
+        if rollout.carry_over_groups:
+            self._carried = CarriedSampling(
+                self.engine, self._dataset, rollout=rollout, algorithm=algorithm, reward=reward,
+                settings=self._settings, seed=seed,
+            )  # fmt: skip
 
     def rollouts(
         self,
@@ -115,12 +125,36 @@ class Sampling(RolloutSource):
     ) -> tuple[list[ScoredRollout], dict[str, float]]:
         """Sample a group of responses per prompt and judge them; see RolloutSource."""
         algorithm = self._algorithm
+        if self._carried is not None:
+            return self._go_on(self._carried, step, policy_version, phase, has_time)
         sample = functools.partial(self._sample, step, policy_version, phase, has_time)
         if algorithm.dynamic_sampling and trains_actor:
             scored, metrics = sample_mixed_groups(sample, phase, algorithm)
         else:
             scored, metrics = sample(0, algorithm.num_prompts), {}
         return scored, metrics
+
+    @emits("rollout/lag_mean", "rollout/lag_max", "rollout/lag_share@K")
+    def _go_on(
+        self,
+        carried: CarriedSampling,
+        step: int,
+        policy_version: int,
+        phase: Phase,
+        has_time: HasTime | None,
+    ) -> tuple[list[ScoredRollout], dict[str, float]]:
+        """Sample a step whose other groups go on in the next; see RolloutSource.rollouts."""
+        found = None
+        stream = VerdictStream(self._verifier, self._decode_responses)
+        with contextlib.suppress(Stopped), stream:
+            found = carried.share(step, policy_version, phase, has_time, stream)
+        tokens = gather_objects(None if found is None else tokens_by_version(found[0]))
+        if found is None or None in tokens:
+            raise Stopped
+        scored, flight = found
+        carried.commit(step, flight)
+        total = sum(tokens, Counter())
+        return scored, lag_metrics(total, policy_version) | lag_shares(total, policy_version)
 
     def keep(self, step: int, scored: Sequence[ScoredRollout], phase: Phase) -> None:
         """Dump the step's responses if logging.dump_steps says so."""
@@ -224,6 +258,17 @@ class Sampling(RolloutSource):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the prompt that comes next."""
         self._dataset.load_state_dict(state)
+
+    def resume(self, done: int, checkpoint: Path | None) -> None:
+        """Go on with the groups in flight. Raises CheckpointError: see CarriedSampling.load."""
+        if self._carried is None:
+            refuse_carried(checkpoint)
+        elif checkpoint is not None:
+            self._carried.load(done, checkpoint)
+
+    def save_in_flight(self, done: int, directory: Path) -> dict[str, str]:
+        """Write the groups in flight, each replica its own."""
+        return {} if self._carried is None else self._carried.save(done, directory)
 
     def close(self) -> None:
         """Shut down the verifier and vLLM."""

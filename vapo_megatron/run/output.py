@@ -116,7 +116,7 @@ class RunOutput:
         config = self._config
         far = far_maximum(row, config.model.dtype, config.rollout.max_logprob_difference)
         # Older weights differ by more than rounding.
-        if far and not self._has_warned and not config.rollout.lag:
+        if far and not self._has_warned and not config.rollout.is_stale:
             self._has_warned = True
             self.note(f"step {step}: {far}; docs/metrics.md says what that means")
 

@@ -149,6 +149,8 @@ def _response(
         **({"note": scored.note} if scored.note else {}),
         "num_tokens": len(rollout.token_ids),
         "truncated": rollout.truncated,
+        # [version, tokens]: the group's is that of its first response's last token.
+        **({"versions": [list(s) for s in rollout.segments]} if rollout.segments else {}),
         "text": scored.text,
     }
     if decode is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -43,6 +44,7 @@ from vapo_megatron.rollout.disaggregated.orders import Order, Orders
 from vapo_megatron.rollout.disaggregated.staging import Staging
 from vapo_megatron.rollout.dump import read_file, step_bytes
 from vapo_megatron.rollout.inputs import Inputs
+from vapo_megatron.rollout.lag import tokens_by_version
 from vapo_megatron.rollout.requests import assign
 from vapo_megatron.rollout.sampling import Sampling
 from vapo_megatron.rollout.source import OnProgress
@@ -55,7 +57,7 @@ IN_FLIGHT = "in_flight"
 class Taken(NamedTuple):
     """What a sampler says of the responses that it hands over."""
 
-    tokens: dict[int, int]
+    tokens: Counter[int]
     """Response tokens by the version that sampled them."""
     idle: float
     """Seconds in which it had nothing to do since the latest step."""
@@ -240,11 +242,7 @@ class Server:
     def _hand_over(self, number: int, step: int) -> None:
         """Send a step's responses to the ranks that train on them."""
         group, scored = self._sides.group, self._finished[step]
-        tokens: dict[int, int] = {}
-        for item in scored:
-            version = item.rollout.policy_version
-            tokens[version] = tokens.get(version, 0) + len(item.rollout.token_ids)
-        gather_objects(Taken(tokens, self._idle_seconds), group)
+        gather_objects(Taken(tokens_by_version(scored), self._idle_seconds), group)
         self._idle_seconds = 0.0
         most = self._logging.rollout_groups * self._algorithm.group_size
         send_object(scored[:most], self._sides.num_trainers, 0, group)

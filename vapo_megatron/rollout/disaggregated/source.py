@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -29,8 +30,10 @@ from vapo_megatron.parallel import store
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import gather_objects, send_object, sum_over_world
 from vapo_megatron.parallel.sides import Sides
+from vapo_megatron.rollout.carried import refuse_carried
 from vapo_megatron.rollout.disaggregated.orders import Orders
 from vapo_megatron.rollout.inputs import Inputs
+from vapo_megatron.rollout.lag import lag_metrics
 from vapo_megatron.rollout.source import HasTime, Phase, RolloutSource
 from vapo_megatron.weights.reshard.sync import WeightSync
 
@@ -76,7 +79,8 @@ class RemoteSampling(RolloutSource):
         self._shown: Sequence[ScoredRollout] = ()
 
     def resume(self, done: int, checkpoint: Path | None) -> None:
-        """Note what the samplers begin with."""
+        """Note what the samplers begin with. Raises CheckpointError: see refuse_carried."""
+        refuse_carried(checkpoint)
         self._start = {"done": done, "checkpoint": checkpoint and str(checkpoint)}
 
     def holds(self, policy_version: int) -> bool:
@@ -136,14 +140,8 @@ class RemoteSampling(RolloutSource):
         self._dataset.next(self._algorithm.num_prompts, step)
         metrics = {"time/trainer_idle_seconds": idle, "time/sampler_idle_seconds": found[0].idle}
         if self._lag:
-            versions: dict[int, int] = {}
-            for taken in found:
-                for version, tokens in taken.tokens.items():
-                    versions[version] = versions.get(version, 0) + tokens
-            total = sum(versions.values())
-            lags = [(policy_version - version, tokens) for version, tokens in versions.items()]
-            metrics["rollout/lag_mean"] = sum(lag * n for lag, n in lags) / max(total, 1)
-            metrics["rollout/lag_max"] = float(max((lag for lag, _ in lags), default=0))
+            tokens = sum((taken.tokens for taken in found), Counter())
+            metrics |= lag_metrics(tokens, policy_version)
         return [], metrics
 
     def _await(self, what: str, has_time: HasTime | None) -> None:

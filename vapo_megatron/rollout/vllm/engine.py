@@ -19,7 +19,6 @@ import itertools
 import logging
 import os
 import warnings
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -30,7 +29,6 @@ from torch import Tensor
 from vapo_megatron.config import RolloutConfig
 from vapo_megatron.data.batch import Prompt, Rollout
 from vapo_megatron.errors import ConfigError, Stopped
-from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.requests import (
     TOKENS_BETWEEN_QUESTIONS,
@@ -68,9 +66,13 @@ with warnings.catch_warnings():
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.inputs.engine import tokens_input
     from vllm.platforms import current_platform
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+    from vapo_megatron.rollout.vllm.completions import (
+        check_head_dim,
+        request,
+        sampled,
+        unfinished,
+    )
     from vapo_megatron.rollout.vllm.process import (
         adapt_vllm,
         name_run,
@@ -121,7 +123,7 @@ class RolloutEngine:
             offload=offload,
             on_cpu=current_platform.is_cpu(),
         )
-        _check_head_dim(inputs.shape)
+        check_head_dim(inputs.shape)
         self.policy_version: int | None = None
         """Version of the engine's weights; None: there are none to sample from."""
         run_name = name_run()
@@ -224,14 +226,7 @@ class RolloutEngine:
             RuntimeError: the engine has other weights.
             Stopped: on all ranks of the replica: one of them has no time left.
         """
-        if policy_version != self.policy_version:
-            raise RuntimeError(
-                f"asked for policy version {policy_version}, but the sampler holds "
-                f"{self.policy_version}"
-            )
-        limit = self._max_response_tokens
-        assert sampling.max_response_tokens <= limit, f"{sampling} exceeds the limit {limit}"
-        self._wake("kv_cache")
+        self._prepare(sampling, policy_version)
         seeds = request_seeds(
             prompts,
             group_size,
@@ -243,7 +238,7 @@ class RolloutEngine:
         unit = group_size if sampling.whole_groups else 1
         positions = assign(len(prompts), self.num_replicas, unit)[self.replica]
         requests = [
-            (p, prompts[p].token_ids, _request(sampling, self.stop_token_ids, seeds[p]))
+            (p, prompts[p].token_ids, request(sampling, self.stop_token_ids, seeds[p]))
             for p in positions
         ]
         rollouts: dict[int, Rollout] = {}
@@ -251,7 +246,9 @@ class RolloutEngine:
         def keep(position: int, completion: Any) -> None:
             # vLLM may have aborted it.
             if self.keeps_rollouts and completion.finish_reason in ("length", "stop"):
-                rollout = self._rollout(prompts[position], position, group_size, completion)
+                sample = position % group_size
+                begun = Rollout.begun(prompts[position], sample, position, policy_version)
+                rollout = self._ended(begun, completion)
                 rollouts[position] = rollout
                 if on_finished is not None:
                     on_finished(rollout)
@@ -259,6 +256,68 @@ class RolloutEngine:
         with random_state_kept():
             self._complete(requests, keep, on_progress, has_time)
         return [rollouts[p] for p in positions if p in rollouts]
+
+    def go_on(
+        self,
+        begun: Sequence[Rollout],
+        seeds: Sequence[int],
+        sampling: SamplingSettings,
+        policy_version: int,
+        on_finished: Callable[[Rollout], None],
+        is_enough: Callable[[], bool],
+        on_progress: Callable[[int, int], None] | None = None,
+        has_time: Callable[[], bool] | None = None,
+    ) -> list[Rollout]:
+        """Sample on at responses that have begun, until it is enough; cut the others there.
+
+        Args:
+            begun: this replica's, the same on all its ranks; the keys and values of their tokens
+                are computed anew.
+            seeds: one for each, that no earlier part of a response had.
+            sampling, policy_version, on_progress, has_time: see generate.
+            on_finished: called on every rank with each response that is whole.
+            is_enough: asked after every token, and the same on all ranks of the replica.
+
+        Returns:
+            Those that are not whole, with what has been sampled of them.
+
+        Raises:
+            RuntimeError: the engine has other weights, or vLLM gave a response up.
+            Stopped: see generate; what has been sampled is dropped.
+        """
+        self._prepare(sampling, policy_version)
+        held = {r.position: r for r in begun}
+        requests = [
+            (
+                r.position,
+                (*r.prompt.token_ids, *r.token_ids),
+                request(sampling, self.stop_token_ids, seed, len(r.token_ids)),
+            )
+            for r, seed in zip(begun, seeds, strict=True)
+        ]
+
+        def keep(position: int, completion: Any) -> None:
+            if completion.finish_reason not in ("length", "stop"):
+                raise RuntimeError(f"vLLM gave up a response: {completion.finish_reason}")
+            on_finished(self._ended(held.pop(position), completion))
+
+        with random_state_kept():
+            cut = self._complete(requests, keep, on_progress, has_time, is_enough)
+        for position, completion in cut.items():
+            so_far = held[position].extended(*sampled(completion), policy_version, truncated=False)
+            held[position] = so_far
+        return list(held.values())
+
+    def _prepare(self, sampling: SamplingSettings, policy_version: int) -> None:
+        """Check what is asked for, and allocate the KV cache. Raises RuntimeError: see generate."""
+        if policy_version != self.policy_version:
+            raise RuntimeError(
+                f"asked for policy version {policy_version}, but the sampler holds "
+                f"{self.policy_version}"
+            )
+        limit = self._max_response_tokens
+        assert sampling.max_response_tokens <= limit, f"{sampling} exceeds the limit {limit}"
+        self._wake("kv_cache")
 
     def shutdown(self) -> None:
         """Free vLLM's memory; the trainer's process groups stay. Safe to call twice."""
@@ -285,10 +344,12 @@ class RolloutEngine:
         keep: Callable[[int, Any], None],
         on_progress: Callable[[int, int], None] | None,
         has_time: Callable[[], bool] | None,
-    ) -> None:
+        is_enough: Callable[[], bool] = lambda: False,
+    ) -> dict[int, Any]:
         """Run requests (position, prompt, parameters); give `keep` each completion as it ends.
 
-        vLLM's own lists and objects, 200 bytes a token, are gone once `keep` returns.
+        vLLM's own lists and objects, 200 bytes a token, are gone once `keep` returns. Returns what
+        there is of those that are cut, by position, because it is enough.
         """
         engine = self._llm.llm_engine
         # A resumed run has no cached prefixes either, and must sample the same.
@@ -300,7 +361,7 @@ class RolloutEngine:
                 names.append(str(position))
                 engine.add_request(names[-1], tokens_input(list(token_ids)), parameters)
             tokens = itertools.count()
-            while engine.has_unfinished_requests():
+            while engine.has_unfinished_requests() and not is_enough():
                 if has_time is not None and next(tokens) % TOKENS_BETWEEN_QUESTIONS == 0:
                     self._stop_unless(has_time())
                 outputs = engine.step()
@@ -310,6 +371,10 @@ class RolloutEngine:
                 finished += len(outputs)
                 if on_progress is not None and outputs:
                     on_progress(finished, len(requests))
+            cut = {int(name): completion for name, completion in unfinished(engine).items()}
+            if cut:
+                engine.abort_request(names)
+            return cut
         except BaseException:
             engine.abort_request(names)
             raise
@@ -321,54 +386,12 @@ class RolloutEngine:
         if lacks_time:
             raise Stopped
 
-    def _rollout(self, prompt: Prompt, position: int, group_size: int, completion: Any) -> Rollout:
-        token_ids, flat = array("i", completion.token_ids), completion.logprobs
-        assert flat.token_ids == list(completion.token_ids), (
-            f"log-probabilities of {flat.token_ids} for {completion.token_ids}"
-        )
+    def _ended(self, begun: Rollout, completion: Any) -> Rollout:
+        """Return a response that vLLM has finished, from what there was of it before."""
+        token_ids, logprobs = sampled(completion)
         truncated = not token_ids or token_ids[-1] not in self.stop_token_ids
         assert not token_ids or completion.finish_reason == ("length" if truncated else "stop"), (
             f"a response ending in {token_ids[-1]} finished with {completion.finish_reason}"
         )
         assert self.policy_version is not None
-        return Rollout(
-            prompt=prompt,
-            sample=position % group_size,
-            position=position,
-            token_ids=token_ids,
-            logprobs=array("f", flat.logprobs),
-            truncated=truncated,
-            policy_version=self.policy_version,
-        )
-
-
-def _check_head_dim(shape: ModelShape) -> None:
-    """Refuse a head size with which vLLM fails at the first token, or uses a different one."""
-    derived = shape.hidden_size // shape.num_attention_heads
-    if shape.family == "qwen2" and shape.head_dim != derived:
-        raise ConfigError(
-            f"model.hf_path: head_dim={shape.head_dim} must be hidden_size / num_attention_heads = "
-            f"{derived}, which vLLM uses for Qwen2 regardless of config.json; use another model"
-        )
-    supported = CPUAttentionBackend.get_supported_head_sizes()
-    if current_platform.is_cpu() and shape.head_dim not in supported:
-        raise ConfigError(
-            f"model.hf_path: head_dim={shape.head_dim} must be one of "
-            f"{', '.join(map(str, supported))} for vLLM on a CPU; use another model or a GPU"
-        )
-
-
-def _request(sampling: SamplingSettings, stop: Sequence[int], seed: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_response_tokens,
-        seed=seed,
-        stop_token_ids=list(stop),
-        ignore_eos=True,  # Only the stop tokens above.
-        logprobs=0,  # Only of the sampled token.
-        flat_logprobs=True,  # Lists of numbers: half the memory of a dict per token.
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+        return begun.extended(token_ids, logprobs, self.policy_version, truncated=truncated)

@@ -101,6 +101,14 @@ TABLE = (
     Used("vllm.outputs:RequestOutput", takes=("request_id", "outputs")),
     Used("vllm.outputs:CompletionOutput", takes=("token_ids", "logprobs", "finish_reason")),
     Used("vllm.logprobs:FlatLogprobs", takes=("token_ids", "logprobs")),
+    # What there is of a response that is cut.
+    _source("vllm.v1.engine.llm_engine:LLMEngine.output_processor"),
+    _source("vllm.v1.engine.output_processor:OutputProcessor.request_states"),
+    Used(
+        "vllm.v1.engine.output_processor:RequestState.make_request_output",
+        takes=("new_token_ids", "pooling_output", "finish_reason", "stop_reason"),
+    ),
+    Used("vllm.v1.engine:FinishReason.ABORT"),
     # From LLM to the worker's model, as BUILT walks.
     _source("vllm.entrypoints.llm:LLM.llm_engine"),
     _source("vllm.v1.engine.llm_engine:LLMEngine.engine_core"),

@@ -4,7 +4,7 @@
                                   step_000000: a run started from scratch, ignore the others
     step_000010/actor/, critic/   megatron-core distributed checkpoints: model, optimizer
     step_000010/state.json        step, data position, update counters, policy version
-    step_000010/in_flight/        with rollout.lag: responses of later steps, by older versions
+    step_000010/in_flight/        with rollout.lag or carry_over_groups: responses of later steps
     step_000010/checksums.json    SHA-256 of every other file in it, written last
     step_000010.partial           being written, or left by a run that died
     step_000005.old               being deleted

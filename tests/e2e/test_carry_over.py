@@ -1,0 +1,117 @@
+"""Runs whose groups go on over several steps: whole, killed and gone on, and against plain ones.
+
+Real processes with megatron-core, vLLM and verifiers, and a tiny model that knows nothing. Which
+groups are begun, cut and taken is in tests/rollout/test_carry_over.py. Not exercised: GPUs.
+"""
+
+import json
+import time
+
+import pytest
+
+from tests.dumped import GROUP_SIZE, NUM_RESPONSES, config
+from tests.e2e.test_disaggregated import ended, into, kept, wait_for_row
+from tests.e2e.test_run import rows
+from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
+from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron.cli.train import main
+from vapo_megatron.rollout.carried import CARRIED
+from vapo_megatron.rollout.dump import read_arrays, read_file
+
+STEPS, SAVED_AT, EXTRA, MAX_LAG, LIMIT = 6, 2, 3, 2, 24
+# vLLM on a CPU takes heads of 32.
+MODEL = dict(num_layers=2, hidden=64, heads=2, kv_heads=2, ffn=48, vocab=60)
+CARRIES = [f"rollout.carry_over_groups={EXTRA}", f"rollout.max_lag={MAX_LAG}"]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """Options of a run with one trainer: a step of value pretraining and five of the policy."""
+    tmp = tmp_path_factory.mktemp("carry_over")
+    for name, count in (("train", 40), ("test", 2)):
+        problems = [{"prompt": f"w{i + 3}", "answer": "7"} for i in range(count)]
+        (tmp / f"{name}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
+    hf = write_tiny_hf(tmp / "hf", **MODEL)
+    write_tiny_tokenizer(hf, MODEL["vocab"], last=ANSWERS)
+    settings = config(
+        hf,
+        algorithm={"value_pretraining_steps": 1, "policy_steps": STEPS - 1},
+        # Fewer at a time than are in flight, so that some have hardly begun when a step ends.
+        rollout={
+            "kv_cache_bytes": 16_000_000, "max_num_sequences": 12, "max_response_tokens": LIMIT,
+        },
+        optimizer={"actor_learning_rate": 1e-2, "actor_warmup_updates": 0},
+        data={"train_path": str(tmp / "train.jsonl")},
+        evaluation={"path": str(tmp / "test.jsonl"), "samples": 2},
+        reward={"num_workers": 1},
+        checkpoint={"every_steps": SAVED_AT, "keep_last": 9, "asynchronous": False},
+        logging={"tensorboard": False, "dump_steps": STEPS, "progress": "plain"},
+    )  # fmt: skip
+    (tmp / "run.yaml").write_text(settings.to_yaml())
+    return ["--config", str(tmp / "run.yaml")]
+
+
+def dumped(run_dir, step):
+    files = (run_dir / f"replay/step_{step:06d}").iterdir()
+    return sorted((s.rollout for f in files for s in read_file(f)), key=lambda r: r.position)
+
+
+def check_whole(run_dir, steps=STEPS):
+    """Each step has its share of groups, each problem is trained on once, none is left out."""
+    drawn = []
+    for step in range(1, steps + 1):
+        found, row = dumped(run_dir, step), rows(run_dir)[step]
+        assert [r.position for r in found] == list(range(NUM_RESPONSES))
+        for at in range(0, NUM_RESPONSES, GROUP_SIZE):
+            group = found[at : at + GROUP_SIZE]
+            assert len({r.prompt.index for r in group}) == 1
+            assert [r.sample for r in group] == list(range(GROUP_SIZE))
+            drawn.append(group[0].prompt.index)
+        tokens, now = {}, max(0, step - 2)
+        for r in found:
+            versions = [version for version, _ in r.versions]
+            assert versions == sorted(set(versions)) and now - MAX_LAG <= versions[0]
+            assert versions[-1] <= now and sum(n for _, n in r.versions) == len(r.token_ids)
+            assert len(r.token_ids) == len(r.logprobs) <= LIMIT
+            for version, count in r.versions:
+                tokens[now - version] = tokens.get(now - version, 0) + count
+        total = sum(tokens.values())
+        assert row["rollout/lag_max"] == max(tokens)
+        mean = sum(lag * count for lag, count in tokens.items()) / total
+        assert row["rollout/lag_mean"] == pytest.approx(mean)
+        shares = {int(n.split("@")[1]): v for n, v in row.items() if "lag_share" in n}
+        assert shares == pytest.approx({k: n / total for k, n in tokens.items() if k})
+    assert len(set(drawn)) == len(drawn) == steps * NUM_RESPONSES // GROUP_SIZE
+    return drawn
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_its_groups_bit_by_bit(launch, given, tmp_path):
+    """From an older checkpoint, so that it makes steps again that it had made before."""
+    run_dir, last = tmp_path, 2 * SAVED_AT
+    command = [*given, *CARRIES, into(run_dir)]
+    launched = launch(main, command)
+    wait_for_row(launched, run_dir, last)
+    latest = run_dir / "checkpoints/latest"
+    while latest.read_text() != f"step_{last:06d}":
+        assert launched.is_running()
+        time.sleep(0.02)
+    launched.kill()
+    check_whole(run_dir, last)
+    made = [kept(run_dir, step) for step in range(SAVED_AT + 1, last + 1)]
+
+    saved = run_dir / f"checkpoints/step_{SAVED_AT:06d}"
+    name = f"{CARRIED}/replica_00000.safetensors"
+    assert name in json.loads((saved / "checksums.json").read_text())
+    held, arrays = read_arrays(saved / name)
+    lengths = [len(s.rollout.token_ids) for s in held]
+    assert len(held) == EXTRA * GROUP_SIZE and not arrays["is_whole"].all() and sum(lengths) > 0
+
+    latest.write_text(saved.name)
+    assert "resumed" in ended(launch(main, command)).stdout
+    assert [kept(run_dir, step) for step in range(SAVED_AT + 1, last + 1)] == made
+    drawn = check_whole(run_dir)
+    # The last step leaves nothing behind.
+    assert not (run_dir / f"checkpoints/step_{STEPS:06d}/{CARRIED}").exists()
+    assert any(r.segments for step in range(1, STEPS + 1) for r in dumped(run_dir, step))
+    assert len(drawn) == STEPS * NUM_RESPONSES // GROUP_SIZE

@@ -1,0 +1,71 @@
+"""What the worker process of test_carried.py does with a real engine; tests judge the results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.rollout.vllm.engine_jobs import (
+    SEED,
+    build_engine,
+    config,
+    error_of,
+    prompts,
+    settings,
+    weights,
+)
+from tests.rollout.vllm.sleep_jobs import LONGER_THAN_A_BLOCK
+from vapo_megatron.data.batch import Rollout
+from vapo_megatron.rollout.requests import continued_seed, request_seeds
+
+COUNT, AT_ONCE, CUT_AT, WHOLE = 12, 8, 9, 5
+
+
+def go_on(engine, begun, seeds, version, is_enough) -> tuple[list, list]:
+    """(whole, cut), by position."""
+    whole: list[Rollout] = []
+    of_part = [continued_seed(seeds[r.position], len(r.token_ids)) for r in begun]
+    cut = engine.go_on(
+        begun, of_part, settings(), version, whole.append, lambda: is_enough(len(whole))
+    )
+    return sorted(whole, key=lambda r: r.position), cut
+
+
+def cached_blocks(engine: Any) -> int:
+    """Blocks of keys and values that another request could take."""
+    scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
+    return len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
+
+
+def cut_and_gone_on(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:
+    """World 1: responses that are cut, by a number of whole ones and by a number of tokens."""
+    engine = build_engine(
+        first_path,
+        config(tmp, 1, "parallel.world_size=1", f"rollout.max_num_sequences={AT_ONCE}"),
+    )
+    engine.load_weights(weights(first_path), 3)
+    ask = prompts(COUNT, length=LONGER_THAN_A_BLOCK)
+    seeds = request_seeds(ask, 1, seed=SEED, step=1, role="train")
+    begun = [Rollout.begun(prompt, 0, at, 3) for at, prompt in enumerate(ask)]
+    found: dict[str, Any] = {"plain": engine.generate(ask, 1, 1, settings(), 3)}
+    found["uncut"] = go_on(engine, begun, seeds, 3, lambda count: False)
+    found["by count"] = go_on(engine, begun, seeds, 3, lambda count: count >= WHOLE)
+    found["again"] = go_on(engine, begun, seeds, 3, lambda count: count >= WHOLE)
+
+    asked: list[int] = []
+    tokens = lambda count: (asked.append(count), len(asked) > CUT_AT)[1]  # noqa: E731
+    early, cut = go_on(engine, begun, seeds, 3, tokens)
+    found["by tokens"] = early, cut
+    found["same weights"] = go_on(engine, cut, seeds, 3, lambda count: False)
+    found["left"] = engine._llm.llm_engine.has_unfinished_requests()
+
+    asked.clear()
+    _, cut = go_on(engine, begun, seeds, 3, tokens)
+    before = cached_blocks(engine)
+    engine.load_weights(weights(second_path), 4)
+    found["cached"] = before, cached_blocks(engine)
+    found["other weights"] = go_on(engine, cut, seeds, 4, lambda count: False)
+    found["evaluation"] = engine.generate(ask, 1, 1, settings(0), 4)
+    found["older version"] = error_of(go_on, engine, cut, seeds, 3, lambda count: False)
+    engine.shutdown()
+    return found

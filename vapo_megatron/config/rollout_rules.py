@@ -1,0 +1,94 @@
+"""Rules on where and when responses are sampled; rules.py has the others.
+
+Each returns an error message with field, value, rule and remedy, or None.
+"""
+
+from __future__ import annotations
+
+from vapo_megatron.config.schema import VapoConfig
+
+
+def behaviour_rule(c: VapoConfig) -> str | None:
+    """Whose log-probabilities are the old ones."""
+    correction = c.algorithm.sampler_correction
+    if c.rollout.behaviour == "sampler" and correction != "none":
+        return (
+            "rollout.behaviour=sampler must not be combined with algorithm.sampler_correction="
+            f"{correction}, which corrects the ratio to the sampler that behaviour=sampler takes "
+            "already; set sampler_correction=none, or behaviour=recomputed"
+        )
+    return None
+
+
+def placement_rule(c: VapoConfig) -> str | None:
+    """In which processes vLLM runs."""
+    r = c.rollout
+    if r.placement == "colocated":
+        for name in ("num_processes", "lag"):
+            if value := getattr(r, name):
+                return (
+                    f"rollout.{name}={value} needs rollout.placement=disaggregated, found "
+                    f"colocated; set it, or {name}=0"
+                )
+        return None
+    if r.num_processes == 0:
+        return (
+            "rollout.placement=disaggregated needs rollout.num_processes of at least 1, found 0; "
+            "set how many processes sample, or placement=colocated"
+        )
+    if c.algorithm.dynamic_sampling:
+        return (
+            "rollout.placement=disaggregated must not be combined with "
+            "algorithm.dynamic_sampling=true, whose rounds depend on all replicas' verdicts; set "
+            "dynamic_sampling=false, or placement=colocated"
+        )
+    if c.model.reward_hf_path is not None:
+        return (
+            "rollout.placement=disaggregated must not be combined with model.reward_hf_path="
+            f"{c.model.reward_hf_path}: samplers keep responses with their verdicts, but the "
+            "reward model scores later; set reward_hf_path=null, or placement=colocated"
+        )
+    if r.lag and r.max_logprob_difference is not None:
+        return (
+            f"rollout.lag={r.lag} must not be combined with rollout.max_logprob_difference="
+            f"{r.max_logprob_difference:g}: with a lag the sampler's weights are older, so its "
+            "log-probabilities differ by more than rounding; set max_logprob_difference=null"
+        )
+    return None
+
+
+def carry_over_rule(c: VapoConfig) -> str | None:
+    """What goes together with groups that are in flight over several steps."""
+    r, num_prompts = c.rollout, c.algorithm.num_prompts
+    if r.carry_over_groups == 0:
+        return None
+    field = f"rollout.carry_over_groups={r.carry_over_groups}"
+    if r.carry_over_groups > num_prompts:
+        return (
+            f"{field} must not exceed the groups of a step, responses_per_step / group_size = "
+            f"{num_prompts}: more could not all be trained on in the next step, as max_lag may "
+            "ask; lower it"
+        )
+    if r.placement != "colocated":
+        return (
+            f"{field} must not be combined with rollout.placement={r.placement}, whose samplers "
+            "keep whole steps; set carry_over_groups=0, or placement=colocated"
+        )
+    if c.algorithm.dynamic_sampling:
+        return (
+            f"{field} must not be combined with algorithm.dynamic_sampling=true, whose rounds "
+            "depend on all replicas' verdicts; set dynamic_sampling=false, or carry_over_groups=0"
+        )
+    if c.model.reward_hf_path is not None:
+        return (
+            f"{field} must not be combined with model.reward_hf_path={c.model.reward_hf_path}: "
+            "groups wait with their verdicts, but the reward model scores later; set "
+            "reward_hf_path=null, or carry_over_groups=0"
+        )
+    if r.max_logprob_difference is not None:
+        return (
+            f"{field} must not be combined with rollout.max_logprob_difference="
+            f"{r.max_logprob_difference:g}: older weights sampled a part of the tokens, so the "
+            "log-probabilities differ by more than rounding; set max_logprob_difference=null"
+        )
+    return None

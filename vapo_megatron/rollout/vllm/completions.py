@@ -1,0 +1,74 @@
+"""What a vLLM engine is asked for one response, and what it has of it, whole or not.
+
+Imported by engine.py alone, once vLLM may be imported.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.engine import FinishReason
+
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.rollout.requests import SamplingSettings
+
+
+def check_head_dim(shape: ModelShape) -> None:
+    """Refuse a head size with which vLLM fails at the first token, or uses a different one."""
+    derived = shape.hidden_size // shape.num_attention_heads
+    if shape.family == "qwen2" and shape.head_dim != derived:
+        raise ConfigError(
+            f"model.hf_path: head_dim={shape.head_dim} must be hidden_size / num_attention_heads = "
+            f"{derived}, which vLLM uses for Qwen2 regardless of config.json; use another model"
+        )
+    supported = CPUAttentionBackend.get_supported_head_sizes()
+    if current_platform.is_cpu() and shape.head_dim not in supported:
+        raise ConfigError(
+            f"model.hf_path: head_dim={shape.head_dim} must be one of "
+            f"{', '.join(map(str, supported))} for vLLM on a CPU; use another model or a GPU"
+        )
+
+
+def request(
+    sampling: SamplingSettings, stop: Sequence[int], seed: int, num_sampled: int = 0
+) -> SamplingParams:
+    """Return vLLM's parameters of a response of which there are `num_sampled` tokens."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_response_tokens - num_sampled,
+        seed=seed,
+        stop_token_ids=list(stop),
+        ignore_eos=True,  # Only the stop tokens above.
+        logprobs=0,  # Only of the sampled token.
+        flat_logprobs=True,  # Lists of numbers: half the memory of a dict per token.
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def sampled(completion: Any) -> tuple[array[int], array[float]]:
+    """Return a completion's tokens and their log-probabilities."""
+    token_ids, flat = array("i", completion.token_ids), completion.logprobs
+    assert flat.token_ids == list(completion.token_ids), (
+        f"log-probabilities of {flat.token_ids} for {completion.token_ids}"
+    )
+    return token_ids, array("f", flat.logprobs)
+
+
+def unfinished(engine: Any) -> dict[str, Any]:
+    """Return what an LLMEngine has sampled of each request that is not finished, by its name."""
+    found = {}
+    for state in engine.output_processor.request_states.values():
+        # As vLLM does where it aborts a request that somebody waits for.
+        output = state.make_request_output([], None, FinishReason.ABORT, None)
+        found[output.request_id] = output.outputs[0]
+    return found
