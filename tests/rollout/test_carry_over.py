@@ -36,6 +36,9 @@ class Engine:
         self.replica, self.num_replicas = replica, num_replicas
         self.given, self.seeds = [], []
 
+    def token(self, version, at):
+        return 100 * version + at
+
     def go_on(self, begun, seeds, sampling, version, on_finished, is_enough, show, has_time):
         self.given = list(begun)
         self.seeds += zip(seeds, (len(r.token_ids) for r in begun))
@@ -47,7 +50,7 @@ class Engine:
                 r = running[position]
                 length = random.Random(f"{r.prompt.index}/{r.sample}").randint(1, LIMIT)
                 at = len(r.token_ids)
-                more = array("i", [100 * version + at]), array("f", [-at / 4])
+                more = array("i", [self.token(version, at)]), array("f", [-at / 4])
                 r = r.extended(*more, version, truncated=at + 1 == length == LIMIT)
                 running[position] = r
                 if at + 1 == length:

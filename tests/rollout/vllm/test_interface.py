@@ -168,13 +168,17 @@ def test_the_table_has_what_is_imported_and_replaced(path):
 
 
 def test_the_table_has_what_the_engine_calls_and_reads():
-    tree = ast.parse((ROOT / "vapo_megatron/rollout/vllm/engine.py").read_text())
+    room = ROOT / "vapo_megatron/rollout/vllm"
+    files = (room / "engine.py", room / "completions.py")
+    tree = ast.parse("\n".join(file.read_text() for file in files))
     chains = [chain(node) for node in ast.walk(tree)]
     walked = {name for path in BUILT for name in path.split(".")}
     # `engine` is the name of self._llm.llm_engine there.
     called = {n for c in chains if c[:2] == ["self", "_llm"] for n in c[2:]}
     called |= {n for c in chains if c[:1] == ["engine"] for n in c[1:]}
     assert "reset_prefix_cache" in called and "step" in called
+    called |= {n for c in chains if c[:1] == ["state"] for n in c[1:]}
+    assert "make_request_output" in called and "request_states" in called
     assert called - LAST - walked == set()
     for variable, name in {
         "completion": "vllm.outputs:CompletionOutput",

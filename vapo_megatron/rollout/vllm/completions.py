@@ -66,8 +66,8 @@ def sampled(completion: Any) -> tuple[array[int], array[float]]:
 
 def unfinished(engine: Any) -> dict[str, Any]:
     """Return what an LLMEngine has sampled of each request that is not finished, by its name."""
-    found = {}
-    for state in engine.output_processor.request_states.values():
+    found, states = {}, engine.output_processor.request_states
+    for state in states.values():
         # As vLLM does where it aborts a request that somebody waits for.
         output = state.make_request_output([], None, FinishReason.ABORT, None)
         found[output.request_id] = output.outputs[0]
