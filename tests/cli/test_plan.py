@@ -239,6 +239,57 @@ def test_a_configuration_file_is_the_workload(tool, capsys, tmp_path):
     assert "world_size: 8\n" in out and "slower (--top" in out
 
 
+APART = ["--placement", "disaggregated", "--lag", "1"]
+
+
+def test_some_gpus_only_sample(tool, capsys, tmp_path):
+    """The split is searched; the sentence compares with the colocated plan of the same options."""
+    options = [*SMALL, *ONE[:2], *ONE[6:]]
+    assert tool.main([*options, *APART]) == 0
+    out = capsys.readouterr().out
+    columns, row = out.split("\n\n")[1].splitlines()[:2]
+    assert columns.startswith("train  sample  train idle  sample idle  TP  PP  VPP  DP  vLLM")
+    cells = row.split()
+    assert int(cells[0]) + int(cells[1]) == 8 and int(cells[7]) * int(cells[4]) == int(cells[0])
+    line = next(line for line in out.splitlines() if line.startswith("lag 1 on 8 GPUs: "))
+    apart, colocated = (int(n) for n in re.findall(r"(\d+) s", line))
+    assert int(cells[13]) == apart
+    assert f" {cells[0]} GPUs train and {cells[1]} sample, lag 1: in a step " in out
+    assert tool.main(options) == 0
+    assert int(capsys.readouterr().out.split("\n\n")[1].splitlines()[1].split()[9]) == colocated
+    # A file says the same, and its split is ignored as its layout is.
+    file = tmp_path / "run.yaml"
+    file.write_text("rollout: {placement: disaggregated, num_processes: 3, lag: 1}\n")
+    assert tool.main([*options, "--config", str(file)]) == 0
+    # A file has no overlap of gradients unless it says so.
+    assert f"\n{columns}\n" in capsys.readouterr().out
+    assert tool.main([*options, "--config", str(file), "--samplers", "4", "--lag", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "4 GPUs train and 4 sample, lag 0" in out and "num_processes: 4\n  lag: 0\n" in out
+    assert tool.main([*options, "--config", str(file), "--placement", "colocated"]) == 0
+    assert "lag" not in capsys.readouterr().out.split("not modelled")[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lag", "1"], "rollout.lag=1 needs rollout.placement=disaggregated, found colocated"),
+        (["--samplers", "3"], "rollout.num_processes=3 needs rollout.placement=disaggregated"),
+        ([*APART, "--samplers", "8"], "--samplers=8 must be less than --gpus=8: others train"),
+        ([*APART, "--gpus", "1"], "--placement=disaggregated needs --gpus of at least 2, found 1"),
+        (
+            [*APART, "--samplers", "3", "--vllm-tp", "2"],
+            "rollout.tensor_model_parallel_size=2 must divide rollout.num_processes=3 and",
+        ),
+        ([*APART, "--reward-model", "Qwen2.5-7B"], "must not be combined with model.reward_hf"),
+    ],
+)
+def test_mistakes_of_placement_are_one_line(tool, capsys, options, message):
+    assert tool.main([*SMALL, *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("plan: ") and message in error and error.count("\n") == 1
+
+
 def test_nothing_fits(tool, capsys):
     """Reasons and bytes are printed, and one line says what it comes to."""
     assert tool.main([*SMALL, "--gpu-memory", "4GB", "--pp", "1"]) == 2
@@ -292,6 +343,8 @@ def test_a_plan_of_mistakes_is_one_line(tool, capsys, options, message):
         (["--share", "matmul=2"], "'matmul=2' must read NAME=X with X in (0, 1]"),
         (["--share", "luck=.5"], "NAME one of matmul, attention"),
         (["--vllm-share", "1.5"], "1.5 must be at most 1"),
+        (["--lag", "-1"], "-1 must be at least 0"),
+        (["--placement", "apart"], "invalid choice: 'apart'"),
         (["--recompute", "some"], "invalid choice: 'some'"),
     ],
 )

@@ -2,11 +2,15 @@
 
   vapo plan --model Qwen2.5-32B --gpus 128 --gpu-memory 80GB
   vapo plan --model Qwen2.5-32B --gpus 128 --config run.yaml --tp 8
+  vapo plan --model Qwen2.5-32B --gpus 128 --placement disaggregated --lag 1
   vapo plan reshard --model Qwen2.5-32B --tp 8 --pp 4 --vllm-tp 8      the cost of a weight sync
 
 Layouts that fit are ranked by seconds per step. The best one is shown in detail, with YAML to paste
 into a configuration. Nothing is measured: bytes and seconds follow from the model's sizes and the
 GPU's data sheet. The exit code is 2 if nothing fits.
+
+With --placement disaggregated the split of the GPUs into trainers and samplers is searched too, and
+the best is compared with the best colocated plan.
 """
 
 from __future__ import annotations
@@ -20,13 +24,16 @@ from collections.abc import Sequence
 from vapo_megatron.cli.command import Parser, run
 from vapo_megatron.cli.plan_options import add_plan, add_reshard
 from vapo_megatron.config import ParallelConfig, VapoConfig, load_config
+from vapo_megatron.config.load import read_config
 from vapo_megatron.errors import ConfigError, UserError
 from vapo_megatron.models.hf_config import ModelShape, check_layout, parameter_count
 from vapo_megatron.models.known import shape_of
 from vapo_megatron.planning import describe
 from vapo_megatron.planning.cluster import GB, GPUS, Cluster
-from vapo_megatron.planning.plan import resharding_seconds
-from vapo_megatron.planning.ranking import Fixed, Ranking, rank
+from vapo_megatron.planning.memory import is_apart
+from vapo_megatron.planning.plan import Plan, resharding_seconds
+from vapo_megatron.planning.ranking import Fixed, Ranking, rank, with_sampler
+from vapo_megatron.planning.splits import rank_splits
 from vapo_megatron.planning.workload import Workload, workload_of
 
 RESHARD = """Compare the bytes and seconds of a weight sync with a gather of full tensors.
@@ -79,8 +86,23 @@ def plan(options: argparse.Namespace) -> tuple[str, str | None]:
         describe.describe_plan(shape, one, resharding_seconds(shape, one))
         for one in ranking.plans[: options.details]
     ]
-    pasted = "to paste:\n" + describe.to_paste(ranking.plans[0].config).rstrip()
+    best = ranking.plans[0]
+    if is_apart(best.config):
+        shown.append(describe.describe_gain(best, best_colocated(options, shape, best)))
+    pasted = "to paste:\n" + describe.to_paste(best.config).rstrip()
     return "\n\n".join([job, table, *shown, pasted, describe.NOT_MODELLED]), None
+
+
+def best_colocated(options: argparse.Namespace, shape: ModelShape, apart: Plan) -> Plan | None:
+    """Return the fastest colocated plan of the same job, with the same settings fixed."""
+    fields = {"placement": "colocated", "num_processes": 0, "lag": 0}
+    base = with_sampler(base_config(options), **fields)
+    fixed = fixed_settings(options)._replace(samplers=None)
+    try:
+        plans = rank(shape, base, apart.cluster, apart.workload, fixed).plans
+    except ConfigError:  # a size of vLLM that divides the samplers, but not all GPUs
+        return None
+    return plans[0] if plans else None
 
 
 def ranked(options: argparse.Namespace) -> tuple[ModelShape, Cluster, Workload, Ranking]:
@@ -93,10 +115,16 @@ def ranked(options: argparse.Namespace) -> tuple[ModelShape, Cluster, Workload, 
         prompt_tokens=options.prompt,
         spread=options.spread,
     )
+    search = rank_splits if is_apart(base) else rank
+    return shape, cluster, workload, search(shape, base, cluster, workload, fixed_settings(options))
+
+
+def fixed_settings(options: argparse.Namespace) -> Fixed:
+    """Return what the options fix."""
     fixed = Fixed(**{name: getattr(options, name) for name in Fixed._fields})
     if options.offload is not None:
         fixed = fixed._replace(offload=options.offload == "yes")
-    return shape, cluster, workload, rank(shape, base, cluster, workload, fixed)
+    return fixed
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:
@@ -147,6 +175,7 @@ def base_config(options: argparse.Namespace) -> VapoConfig:
         "algorithm.group_size": options.group_size,
         "algorithm.mini_batch_size": options.mini_batch,
     }
+    fields |= placement_fields(options)
     if options.no_critic:
         fields |= {"algorithm.advantage_estimator": "grpo", "algorithm.value_pretraining_steps": 0}
     if options.reference:
@@ -155,13 +184,24 @@ def base_config(options: argparse.Namespace) -> VapoConfig:
         fields |= {"model.reward_hf_path": options.reward_model}
     given = [f"{name}={value}" for name, value in fields.items() if value is not None]
     config = load_config(options.config, given)
-    if config.rollout.placement == "disaggregated":
-        raise ConfigError(
-            "rollout.placement=disaggregated is not planned yet, only colocated is; give other "
-            "--config files"
-        )
     parallel = config.parallel.model_copy(update={"world_size": options.gpus})
     return config.model_copy(update={"parallel": parallel})
+
+
+def placement_fields(options: argparse.Namespace) -> dict[str, object]:
+    """Return what the options say of placement; the split is searched, so a file's is ignored."""
+    fields: dict[str, object] = {"rollout.placement": options.placement}
+    if options.placement == "colocated":
+        fields |= {"rollout.num_processes": 0, "rollout.lag": 0}
+    elif options.placement or is_apart(read_config(options.config)):
+        fields["rollout.num_processes"] = 1
+    if options.samplers is not None:
+        fields["rollout.num_processes"] = options.samplers
+    if options.lag is not None:
+        fields["rollout.lag"] = options.lag
+    if options.lag:
+        fields["rollout.max_logprob_difference"] = "null"
+    return fields
 
 
 def reshard(options: argparse.Namespace) -> str:

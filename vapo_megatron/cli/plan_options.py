@@ -12,17 +12,28 @@ from vapo_megatron.planning.cluster import GPUS, Cluster
 from vapo_megatron.planning.ranking import RECOMPUTE
 from vapo_megatron.planning.workload import SPREAD
 
+PLACEMENTS = ("colocated", "disaggregated")
 SHARES = ("matmul", "attention", "memory", "decode", "nvlink", "network", "pcie")
 
 
 def positive(text: str) -> int:
     """Parse an integer of at least 1."""
+    return at_least(1, text)
+
+
+def natural(text: str) -> int:
+    """Parse an integer of at least 0."""
+    return at_least(0, text)
+
+
+def at_least(least: int, text: str) -> int:
+    """Parse an integer that is not less."""
     try:
         value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} must be at least {least}")
     return value
 
 
@@ -83,6 +94,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add_cluster(parser.add_argument_group("cluster"))
     add_workload(parser.add_argument_group("workload (default: the configuration's)"))
     add_layout(parser.add_argument_group("layout (in brackets: what is tried by default)"))
+    add_placement(parser.add_argument_group("placement (default: the configuration's)"))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -170,6 +182,14 @@ def add_layout(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--offload", choices=("yes", "no"), help="idle models to host memory")
     memory = "rollout.gpu_memory_utilization (the largest that fits, up to 0.9)"
     group.add_argument("--vllm-share", type=fraction, metavar="X", help=memory)
+
+
+def add_placement(group: argparse._ArgumentGroup) -> None:
+    """Add which GPUs sample, and with how old weights."""
+    group.add_argument("--placement", choices=PLACEMENTS, help="where vLLM runs: rollout.placement")
+    add_values(group, natural, "L", ("--lag", None, "steps that samplers may be ahead"))
+    what = "GPUs that only sample (default: the number with which a step is fastest)"
+    add_values(group, positive, "S", ("--samplers", None, what))
 
 
 def add_reshard(parser: argparse.ArgumentParser) -> None:

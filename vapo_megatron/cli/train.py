@@ -177,7 +177,7 @@ def _check(config: VapoConfig, replay: Path | None) -> Inputs:
         )
     inputs = check_inputs(config, replay)
     check_not_in_use(Path(config.logging.run_dir))
-    if replay is None and config.rollout.placement == "colocated":
+    if replay is None:
         _check_memory(config, inputs.shape)
     return inputs
 

@@ -47,6 +47,10 @@ vLLM: TP of a replica; share: gpu_memory_utilization; budget: tokens per microba
 copies: offload; bubble: share of the trainer's seconds; uneven: slowest rank over the mean
 tok/s/GPU: response tokens; all tok: with prompts; peak: of the fullest GPU, in the phase named"""
 
+_SIDES = ["train", "sample", "train idle", "sample idle"]
+SIDES_LEGEND = """\
+train, sample: GPUs; train idle, sample idle: seconds of a step in which they wait"""
+
 _SHORT = {
     "generation": "sample", "logprobs": "logps", "reference_logprobs": "ref",
     "reward_scores": "score",
@@ -72,6 +76,8 @@ _PASTED = {
     ),
     "algorithm": ("responses_per_step", "group_size", "mini_batch_size"),
 }  # fmt: skip
+
+_PASTED_APART = ("placement", "num_processes", "lag", "max_logprob_difference")
 
 
 def describe_job(name: str, shape: ModelShape, c: Cluster, w: Workload) -> str:
@@ -104,11 +110,16 @@ def describe_ranking(ranking: Ranking, top: int) -> str:
         head += ["step s", "range", *(_SHORT.get(name, name) for name in phases)]
         head += ["bubble", "uneven", "tok/s/GPU", "all tok", "peak GB", "in"]
         rows = [head, *(_row(plan, phases) for plan in ranking.plans[:top])]
+        legend = LEGEND
+        if memory.is_apart(ranking.plans[0].config):
+            sides = [_SIDES, *(_sides_row(plan) for plan in ranking.plans[:top])]
+            rows = [[*side, *row] for side, row in zip(sides, rows, strict=True)]
+            legend = f"{LEGEND}\n{SIDES_LEGEND}"
         lines = _aligned(rows, left=("recompute", "in"))
         left = len(ranking.plans) - top
         if left > 0:
             lines.append(f"... and {left} slower (--top {len(ranking.plans)} shows all)")
-        blocks += ["\n".join(lines), LEGEND]
+        blocks += ["\n".join(lines), legend]
     by_reason: dict[str, list[str]] = {}
     for layout, reason in ranking.rejected.items():
         by_reason.setdefault(reason, []).append(layout)
@@ -135,6 +146,16 @@ def describe_misfit(shape: ModelShape, ranking: Ranking, c: Cluster) -> tuple[st
         f"nothing fits into {where}; the closest, {name}: {closest.reason}; use more or larger "
         "GPUs, shorter sequences, or fix fewer options"
     )
+
+
+def _sides_row(plan: Plan) -> list[str]:
+    p, r, timeline = plan.config.parallel, plan.config.rollout, plan.timeline
+    return [
+        str(p.world_size),
+        str(r.num_processes),
+        f"{timeline.trainer_idle_seconds:.0f}",
+        f"{timeline.sampler_idle_seconds:.0f}",
+    ]
 
 
 def _row(plan: Plan, phases: Sequence[str]) -> list[str]:
@@ -193,7 +214,7 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
     updates = [name for name in ("critic_update", "actor_update") if name in plan.training.phases]
     seconds = sum(plan.seconds[name] for name in updates)
     used = flops.utilization(
-        model_flops(shape, plan.workload), seconds, c.peak_tflops * 1e12 * c.num_gpus
+        model_flops(shape, plan.workload), seconds, c.peak_tflops * 1e12 * p.world_size
     )
     host = host_bytes_per_node(shape, plan.config, gpus_per_node=c.gpus_per_node)
     disk = checkpoint_bytes(shape, plan.config)
@@ -206,16 +227,18 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
         f"  {plan.response_tokens_per_second:.0f} response tokens/s/GPU; "
         f"{plan.total_tokens_per_second:.0f} with the prompts; updates at {used:.0%} MFU, "
         f"{used * c.peak_tflops:.0f} TFLOP/s/GPU",
+        *([describe_sides(plan)] if memory.is_apart(plan.config) else []),
         "",
         *_memory_table(plan.memory, c.gpu_bytes),
         "",
         *_time_table(plan, sync),
         "",
         f"  vLLM: KV cache of {plan.kv_cache_tokens} tokens in each of "
-        f"{c.num_gpus // r.tensor_model_parallel_size} replicas",
+        f"{(r.num_processes or c.num_gpus) // r.tensor_model_parallel_size} replicas",
         f"  host memory: {host.offloaded / GB:.0f} GB per node for offloading, "
         f"{host.checkpoint / GB:.0f} GB while a checkpoint is saved, {host.step / GB:.0f} GB for a "
-        "step's responses at their longest",
+        "step's responses at their longest"
+        + (f", {host.staged / GB:.0f} GB for versions of the weights" if host.staged else ""),
         f"  checkpoint: {disk / 1e12:.2f} TB, {disk / (c.storage_gb_per_second * GB):.0f} s at "
         f"{c.storage_gb_per_second:g} GB/s",
     ]
@@ -247,11 +270,35 @@ def _time_table(plan: Plan, sync: float | None) -> Iterable[str]:
     return (f"  {line}" for line in _aligned(rows, left=("phase", "")))
 
 
+def describe_sides(plan: Plan) -> str:
+    """Return one line: who trains and who samples, and how long each waits."""
+    p, r, timeline = plan.config.parallel, plan.config.rollout, plan.timeline
+    return (
+        f"  {_counted(p.world_size, 'GPU')} train and {r.num_processes} sample, lag {r.lag}: in a "
+        f"step the trainers wait {timeline.trainer_idle_seconds:.0f} s, the samplers "
+        f"{timeline.sampler_idle_seconds:.0f} s"
+    )
+
+
+def describe_gain(plan: Plan, colocated: Plan | None) -> str:
+    """Return one sentence: a disaggregated plan against the best colocated one."""
+    r, cluster = plan.config.rollout, plan.cluster
+    apart = f"lag {r.lag} on {_counted(cluster.num_gpus, 'GPU')}: {plan.step_seconds:.0f} s a step"
+    if colocated is None:
+        return f"{apart}; colocated, nothing fits with these options"
+    gain = colocated.step_seconds / plan.step_seconds
+    verdict = f"{gain:.2f} times as fast" if gain >= 1 else f"{1 / gain:.2f} times as slow"
+    return f"{apart}, {verdict} as the best colocated plan, {colocated.step_seconds:.0f} s"
+
+
 def to_paste(config: VapoConfig) -> str:
     """Return the settings that a plan decides, as YAML."""
     tree = config.model_dump()
+    pasted = dict(_PASTED)
+    if memory.is_apart(config):
+        pasted["rollout"] = (*_PASTED_APART, *_PASTED["rollout"])
     return yaml.safe_dump(
-        {part: {name: tree[part][name] for name in names} for part, names in _PASTED.items()},
+        {part: {name: tree[part][name] for name in names} for part, names in pasted.items()},
         sort_keys=False,
     )
 
@@ -264,14 +311,12 @@ def dry_run_comment(config: VapoConfig) -> str:
     try:
         if config.model.hf_path is None:
             raise ConfigError("model.hf_path is not set")
-        if config.rollout.placement == "disaggregated":
-            raise ConfigError("rollout.placement=disaggregated is not planned, only colocated is")
         shape = shape_of(config.model.hf_path)
         check_layouts(shape, config)
         workload = workload_of(config)
     except ConfigError as error:
         return f"# no plan: {error} (vapo plan plans published models without their files)\n"
-    num_gpus = config.parallel.world_size
+    num_gpus = config.num_processes
     cluster = Cluster(
         num_gpus=num_gpus,
         gpus_per_node=min(8, num_gpus),

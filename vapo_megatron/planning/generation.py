@@ -75,7 +75,7 @@ def generation(
 
     Args:
         shape: the model.
-        config: model and rollout are used.
+        config: model and rollout are used; rollout.num_processes sample if there are any.
         cluster: what the job runs on.
         workload: of a step.
         kv_cache_tokens: capacity of a replica's cache.
@@ -89,7 +89,8 @@ def generation(
     products = flops.forward_flops(shape, [workload.prompt_tokens], role="actor", num_outputs=1)
     prompt_seconds = products / tp_size / cluster.rate("matmul")
     rank = _rank(shape, config, cluster)
-    return _replay(rank, prompt_seconds, cluster.num_gpus // tp_size, workload, batch)
+    num_gpus = config.rollout.num_processes or cluster.num_gpus
+    return _replay(rank, prompt_seconds, num_gpus // tp_size, workload, batch)
 
 
 def _rank(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> _Rank:

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.planning.memory import offloads, optimizer_checkpoint_bytes
+from vapo_megatron.planning.memory import is_apart, offloads, optimizer_checkpoint_bytes
 from vapo_megatron.planning.model_bytes import (
     DTYPE_BYTES,
     Layout,
     num_parameters,
     role_shape,
+    sampler_weight_bytes,
     state_bytes,
 )
 
@@ -39,6 +40,8 @@ class HostBytes(NamedTuple):
     """While a checkpoint is saved or loaded."""
     step: int
     """A step's responses, if all prompts and responses have their longest length."""
+    staged: int = 0
+    """With rollout.lag: versions of the weights that a sampler holds."""
 
     @property
     def total(self) -> int:
@@ -99,19 +102,37 @@ def step_host_bytes(config: VapoConfig, *, keeps_rollouts: bool) -> int:
 
     First vLLM samples, on every rank of a replica; then the trainer has a batch. The first rank of
     the replica (keeps_rollouts) has the finished responses throughout, and with dynamic sampling
-    up to as many again of the latest round.
+    up to as many again of the latest round. Where others sample, a trainer has the batch alone.
     """
     parallel, rollout, count = config.parallel, config.rollout, config.algorithm.responses_per_step
     prompt, response = rollout.max_prompt_tokens, rollout.max_response_tokens
-    num_replicas = parallel.world_size // rollout.tensor_model_parallel_size
-    sampled, trained = -(-count // num_replicas), -(-count // parallel.data_parallel_size)
+    trained = -(-count // parallel.data_parallel_size)
+    batch = batch_bytes(config, trained * (prompt + response), trained * response)
+    if is_apart(config):
+        return batch
+    sampled = -(-count // (parallel.world_size // rollout.tensor_model_parallel_size))
     finished = 0
     if keeps_rollouts:
         rounds = 2 if config.algorithm.dynamic_sampling else 1
         finished = rounds * sampled * response * ROLLOUT_TOKEN_BYTES
     running = min(sampled, rollout.max_num_sequences) * response * VLLM_HOST_TOKEN_BYTES
-    batch = batch_bytes(config, trained * (prompt + response), trained * response)
     return finished + max(running, batch)
+
+
+def sampler_host_bytes(shape: ModelShape, config: VapoConfig, num_gpus: int) -> HostBytes:
+    """Host memory of processes that only sample, of whole replicas.
+
+    Each holds what it samples, and with a lag its shard of up to lag + 2 versions; the first of
+    a replica also the responses of lag + 1 steps, until the next of them begins.
+    """
+    rollout, size = config.rollout, config.rollout.tensor_model_parallel_size
+    replicas = -(-num_gpus // size)
+    sampled = -(-config.algorithm.responses_per_step // (rollout.num_processes // size))
+    running = min(sampled, rollout.max_num_sequences) * VLLM_HOST_TOKEN_BYTES
+    finished = (rollout.lag + 1) * sampled * ROLLOUT_TOKEN_BYTES
+    step = (num_gpus * running + replicas * finished) * rollout.max_response_tokens
+    versions = rollout.lag + 2 if rollout.lag else 0
+    return HostBytes(0, 0, step, num_gpus * versions * sampler_weight_bytes(shape, config))
 
 
 def batch_bytes(config: VapoConfig, tokens: int, response_tokens: int) -> int:
@@ -142,13 +163,34 @@ def batch_bytes(config: VapoConfig, tokens: int, response_tokens: int) -> int:
 
 
 def host_bytes_per_node(shape: ModelShape, config: VapoConfig, *, gpus_per_node: int) -> HostBytes:
-    """Host memory of the fullest node: all its GPUs belong to the fullest stage.
+    """Host memory of the fullest node; where others sample, of the node that needs most."""
+    trainers = config.parallel.world_size
+    if not is_apart(config):
+        return _trainer_host_bytes(shape, config, min(gpus_per_node, trainers))
+    samplers, shared = config.rollout.num_processes, trainers % gpus_per_node
+    found = []
+    for training, sampling in (
+        (min(gpus_per_node, trainers), 0),
+        (0, min(gpus_per_node, samplers)),
+        (shared, min(samplers, gpus_per_node - shared)),
+    ):
+        parts = HostBytes(0, 0, 0)
+        if training:
+            parts = _trainer_host_bytes(shape, config, training)
+        if sampling:
+            of_samplers = sampler_host_bytes(shape, config, sampling)
+            parts = HostBytes(*map(sum, zip(parts, of_samplers, strict=True)))
+        found.append(parts)
+    return max(found, key=lambda parts: parts.total)
+
+
+def _trainer_host_bytes(shape: ModelShape, config: VapoConfig, num_gpus: int) -> HostBytes:
+    """Host memory of a node whose GPUs all belong to the fullest stage.
 
     As many of them as possible are of the first replica: ranks are numbered by tensor-parallel
     rank, then data-parallel rank, then stage.
     """
     layout = Layout(shape, config)
-    num_gpus = min(gpus_per_node, config.parallel.world_size)
     first = min(num_gpus, layout.tp_size * -(-num_gpus // (layout.tp_size * layout.dp_size)))
     keeping, rest = (step_host_bytes(config, keeps_rollouts=keeps) for keeps in (True, False))
     replicas = -(-num_gpus // config.rollout.tensor_model_parallel_size)

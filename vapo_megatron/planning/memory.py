@@ -9,6 +9,10 @@ With offload (parallel.offload, on unless false) a role that is idle holds nothi
 vLLM sleeps while the trainer works: no weights, no KV cache. Without it the parameters, gradients
 and optimizer states of all roles, vLLM's weights and its KV cache stay throughout.
 
+With rollout.placement=disaggregated the phase of generation is that of a GPU that samples: vLLM
+never sleeps, and takes weights in meanwhile. The other phases are those of a GPU that trains, which
+holds nothing of vLLM's.
+
 Not modelled: inputs that model.fp8 saves in FP8 (counted in bfloat16, an overestimate), inputs that
 a frozen attention need not save (counted), a microbatch's inputs (70 bytes a token), cuBLAS and
 NVSHMEM workspaces, NCCL's growth with the number of nodes, the frozen part of a critic's checkpoint
@@ -119,6 +123,11 @@ def offloads(config: VapoConfig) -> bool:
     return config.parallel.offload is not False
 
 
+def is_apart(config: VapoConfig) -> bool:
+    """Whether GPUs of their own sample."""
+    return config.rollout.placement == "disaggregated"
+
+
 def phase_memory(
     shape: ModelShape, config: VapoConfig, *, gpu_bytes: int, pp_rank: int
 ) -> dict[str, PhaseMemory]:
@@ -148,19 +157,22 @@ def phase_memory(
         found[SCORES[role]] = PhaseMemory(parameters, activations=activations, logits=logits)
         if role in config.algorithm.trained_roles:
             found[UPDATES[role]] = _update(passes, states[role])
-    buckets = 4 * config.rollout.sync_bucket_bytes if config.parallel.world_size > 1 else 0
+    buckets = 4 * config.rollout.sync_bucket_bytes if config.num_processes > 1 else 0
     found[SYNC] = PhaseMemory(
-        parameters=states["actor"].parameters, sampler_weights=weights, sync_buckets=buckets
+        parameters=states["actor"].parameters,
+        sampler_weights=0 if is_apart(config) else weights,
+        sync_buckets=buckets,
     )
+    sampling = found[GENERATION]
     if not offloads(config):
-        resident = {
-            **StateBytes(*map(sum, zip(*states.values(), strict=True)))._asdict(),
-            "sampler_weights": weights,
-            "kv_cache": found[GENERATION].kv_cache,
-        }
+        resident = StateBytes(*map(sum, zip(*states.values(), strict=True)))._asdict()
+        if not is_apart(config):
+            resident |= {"sampler_weights": weights, "kv_cache": sampling.kv_cache}
         found = {name: dataclasses.replace(p, **resident) for name, p in found.items()}
     copies = sum(fp8_weight_bytes(shapes[role], config) for role in roles)
     found = {n: dataclasses.replace(p, parameters=p.parameters + copies) for n, p in found.items()}
+    if is_apart(config):
+        found[GENERATION] = dataclasses.replace(sampling, sync_buckets=buckets)
     return {name: _with_reserve(found[name], name, config) for name in PHASES if name in found}
 
 
@@ -207,18 +219,26 @@ def _graph_bytes(config: VapoConfig) -> int:
 
 def _with_reserve(phase: PhaseMemory, name: str, config: VapoConfig) -> PhaseMemory:
     """Add what every phase has on the GPU besides tensors, and the allocator's fragmentation."""
-    parallel = config.parallel
-    tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    groups = sum(size > 1 for size in (tp_size, pp_size, parallel.data_parallel_size))
-    groups += parallel.world_size > 1  # the world, for weight syncs
-    groups += tp_size > 1 and pp_size > 1  # both together, for gradient norms
-    groups += 2 * (config.rollout.tensor_model_parallel_size > 1)  # torch's and vLLM's own
-    peers = min(NODE_PEERS, parallel.world_size - 1)
-    reserve = CUDA_CONTEXT_BYTES + _graph_bytes(config)
+    trains = name != GENERATION or not is_apart(config)
+    samples = name == GENERATION or not is_apart(config)
+    groups = int(config.num_processes > 1)  # all processes, for weight syncs
+    if trains:
+        groups += _trainer_groups(config)
+    if samples:
+        groups += 2 * (config.rollout.tensor_model_parallel_size > 1)  # torch's and vLLM's own
+    peers = min(NODE_PEERS, config.num_processes - 1)
+    reserve = CUDA_CONTEXT_BYTES + (_graph_bytes(config) if samples else 0)
     reserve += groups * NCCL_COMMUNICATOR_BYTES + peers * NCCL_PEER_BYTES
     if name != GENERATION:  # vLLM's profiling run has measured its own fragmentation
         reserve += int(FRAGMENTATION * (phase.activations + phase.logits))
     return dataclasses.replace(phase, reserve=reserve)
+
+
+def _trainer_groups(config: VapoConfig) -> int:
+    p = config.parallel
+    tp_size, pp_size = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    groups = sum(size > 1 for size in (tp_size, pp_size, p.data_parallel_size))
+    return groups + (tp_size > 1 and pp_size > 1)  # both together, for gradient norms
 
 
 def kv_cache_bytes_per_token(shape: ModelShape, config: VapoConfig) -> int:

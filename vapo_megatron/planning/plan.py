@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal
 
 from vapo_megatron.config import VapoConfig
@@ -18,7 +19,14 @@ from vapo_megatron.planning.generation import Generation, generation
 from vapo_megatron.planning.host_memory import host_bytes_per_node
 from vapo_megatron.planning.memory import PhaseMemory
 from vapo_megatron.planning.model_bytes import Layout, role_shape, state_bytes
-from vapo_megatron.planning.roofline import Phase, scoring, sync_seconds, update
+from vapo_megatron.planning.roofline import (
+    Phase,
+    scoring,
+    staging_seconds,
+    sync_seconds,
+    update,
+)
+from vapo_megatron.planning.schedule import Timeline, steady_state
 from vapo_megatron.planning.workload import Workload, response_lengths
 
 PUBLISHED_OVER_PREDICTED = (0.73, 1.63)
@@ -60,6 +68,8 @@ class Plan:
     generation: Generation
     training: Training
     sync_seconds: float
+    staging_seconds: float = 0.0
+    """With rollout.lag: a sampler loads a version that it holds."""
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -68,10 +78,17 @@ class Plan:
         found |= {name: phase.seconds for name, phase in self.training.phases.items()}
         return {**found, SYNC: self.sync_seconds, "offload": self.training.offload_seconds}
 
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """How the steps follow each other; colocated, one phase after the other."""
+        return timeline(
+            self.config, self.generation, self.training, self.sync_seconds, self.staging_seconds
+        )
+
     @property
     def step_seconds(self) -> float:
         """Of a step that updates every trained role."""
-        return sum(self.seconds.values())
+        return self.timeline.step_seconds
 
     @property
     def step_seconds_range(self) -> tuple[float, float]:
@@ -93,6 +110,24 @@ class Plan:
     def peak(self) -> tuple[str, PhaseMemory]:
         """The fullest phase."""
         return max(self.memory.items(), key=lambda item: item[1].total)
+
+
+def timeline(
+    config: VapoConfig, generation: Generation, training: Training, sync: float, staging: float
+) -> Timeline:
+    """Predict how steps follow each other.
+
+    Args:
+        config: rollout is used.
+        generation, training: of a step.
+        sync: seconds in which weights are sent.
+        staging: seconds before a step's generation in which a sampler loads weights.
+    """
+    if not memory.is_apart(config):
+        return Timeline(generation.seconds + training.seconds + sync, 0.0, 0.0)
+    return steady_state(
+        [staging + generation.seconds], [training.seconds], sync=sync, lag=config.rollout.lag
+    )
 
 
 def training_time(
@@ -140,7 +175,7 @@ def make_plan(
 
     Args:
         shape: the model; the configuration's layout divides it.
-        config: parallel.world_size is the cluster's number of GPUs.
+        config: its processes (num_processes) are the cluster's GPUs.
         cluster: what the job runs on.
         workload: of a step.
         training: the trainer's times if already known; rollout settings do not change them.
@@ -156,6 +191,7 @@ def make_plan(
         generation=generation(shape, config, cluster, workload, cached),
         training=training or training_time(shape, config, cluster, workload),
         sync_seconds=sync_seconds(shape, config, cluster),
+        staging_seconds=staging_seconds(shape, config, cluster),
     )
 
 
@@ -179,27 +215,36 @@ def misfit(
         cluster: what the job runs on.
         phases: peak_memory.
     """
-    return _gpu_misfit(shape, config, cluster.gpu_bytes, phases) or _host_misfit(
+    return gpu_misfit(shape, config, cluster.gpu_bytes, phases) or _host_misfit(
         shape, config, cluster.gpus_per_node
     )
 
 
-def _gpu_misfit(
+def gpu_misfit(
     shape: ModelShape, config: VapoConfig, gpu_bytes: int, phases: dict[str, PhaseMemory]
 ) -> str | None:
-    """Say why a configuration does not fit into a GPU."""
+    """Say why phases of a configuration do not fit into a GPU; None: they do."""
     name, fullest = max(phases.items(), key=lambda item: item[1].total)
     if fullest.total > gpu_bytes:
         parts = "; ".join(f"{part} {n / GB:.1f}" for part, n in _largest_parts(fullest))
-        return f"{name} needs {fullest.total / GB:.1f} GB of {gpu_bytes / GB:.1f} ({parts})"
+        need = f"{fullest.total / GB:.1f} GB of {gpu_bytes / GB:.1f}"
+        return f"{name}{_side(config, name)} needs {need} ({parts})"
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     cached = memory.kv_cache_tokens(shape, config, gpu_bytes=gpu_bytes)
     if cached < longest:
         return (
-            f"generation leaves vLLM a KV cache of {cached} tokens, less than one sequence of "
-            f"{longest} (weights {phases[GENERATION].sampler_weights / GB:.1f} GB)"
+            f"generation{_side(config, GENERATION)} leaves vLLM a KV cache of {cached} tokens, "
+            f"less than one sequence of {longest} "
+            f"(weights {phases[GENERATION].sampler_weights / GB:.1f} GB)"
         )
     return None
+
+
+def _side(config: VapoConfig, phase: str) -> str:
+    """Say whose GPU a phase is on, where GPUs of their own sample."""
+    if not memory.is_apart(config):
+        return ""
+    return " on a sampler's GPU" if phase == GENERATION else " on a trainer's GPU"
 
 
 def _host_misfit(shape: ModelShape, config: VapoConfig, gpus_per_node: int) -> str | None:
@@ -209,15 +254,19 @@ def _host_misfit(shape: ModelShape, config: VapoConfig, gpus_per_node: int) -> s
     if limit is None or needed.total <= limit * GB:
         return None
     remedy = ""
-    if config.checkpoint.asynchronous:
+    if config.checkpoint.asynchronous and needed.checkpoint:
         synchronous = config.checkpoint.model_copy(update={"asynchronous": False})
         other = config.model_copy(update={"checkpoint": synchronous})
         less = host_bytes_per_node(shape, other, gpus_per_node=gpus_per_node)
         remedy = f"; with checkpoint.asynchronous=false {less.total / GB:.1f}"
+    staged = ""
+    if needed.staged:
+        versions = config.rollout.lag + 2
+        staged = f", and {versions} versions of the weights {needed.staged / GB:.1f},"
     return (
         f"offload needs {needed.offloaded / GB:.1f} GB, a checkpoint {needed.checkpoint / GB:.1f} "
-        f"and a step's responses {needed.step / GB:.1f} of a node's {limit:.1f} GB of host "
-        f"memory{remedy}"
+        f"and a step's responses {needed.step / GB:.1f}{staged} of a node's {limit:.1f} GB of "
+        f"host memory{remedy}"
     )
 
 
@@ -242,7 +291,7 @@ def check_fits(config: VapoConfig, shape: ModelShape, gpu_bytes: int) -> None:
         name: dataclasses.replace(phase, reserve=0)
         for name, phase in peak_memory(shape, config, gpu_bytes).items()
     }
-    reason = _gpu_misfit(shape, config, gpu_bytes, phases)
+    reason = gpu_misfit(shape, config, gpu_bytes, phases)
     if reason is not None:
         raise ConfigError(
             f"this configuration cannot fit into a GPU: {reason}; {_remedy(config, reason)}, or "
@@ -296,9 +345,11 @@ def resharding_seconds(shape: ModelShape, plan: Plan) -> float:
         dp_size=p.data_parallel_size,
     )
     rollout, per_node = plan.config.rollout, cluster.gpus_per_node
+    samplers = range(p.world_size, cluster.num_gpus) if memory.is_apart(plan.config) else None
     sync_plan = make_sync_plan(
-        shape, trainer, rollout.tensor_model_parallel_size, gpus_per_node=per_node, relay=True
-    )
+        shape, trainer, rollout.tensor_model_parallel_size, gpus_per_node=per_node, relay=True,
+        samplers=samplers,
+    )  # fmt: skip
     bandwidths = cost.Cluster(
         gpus_per_node=per_node,
         nvlink_gb_per_second=2 * cluster.rate("nvlink") / GB,

@@ -46,6 +46,8 @@ class Fixed(NamedTuple):
     offload: bool | None = None
     vllm_tp: int | None = None
     vllm_share: float | None = None
+    samplers: int | None = None
+    """With rollout.placement=disaggregated."""
 
 
 class Misfit(NamedTuple):
@@ -135,7 +137,7 @@ def _planned(
 ) -> Plan | Misfit:
     """Plan a variant with one size of vLLM's replicas, and with the largest share that fits."""
     config = with_sampler(variant, tensor_model_parallel_size=sampler_size)
-    config, phases = _with_largest_share(shape, config, cluster.gpu_bytes, share)
+    config, phases = with_largest_share(shape, config, cluster.gpu_bytes, share)
     reason = misfit(shape, config, cluster, phases)
     if reason is None:
         return make_plan(shape, config, cluster, workload, training, phases)
@@ -223,7 +225,9 @@ def sampler_sizes(
         ConfigError: the fixed size divides neither the heads nor the GPUs.
     """
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-    world_size, chosen = base.parallel.world_size, fixed.vllm_tp
+    name, world_size, chosen = "parallel.world_size", base.parallel.world_size, fixed.vllm_tp
+    if memory.is_apart(base):
+        name, world_size = "rollout.num_processes", base.rollout.num_processes
     sizes = [chosen] if chosen else _powers_of_two(min(gpus_per_node, world_size))
     found = [
         size
@@ -234,7 +238,7 @@ def sampler_sizes(
     ]
     if not found:
         raise ConfigError(
-            f"rollout.tensor_model_parallel_size={chosen} must divide parallel.world_size="
+            f"rollout.tensor_model_parallel_size={chosen} must divide {name}="
             f"{world_size} and the model's num_attention_heads={heads}, and be a divisor or a "
             f"multiple of its num_key_value_heads={kv_heads}; lower it"
         )
@@ -265,7 +269,7 @@ def _fastest_generation(
     return generation(shape, config, cluster, workload, tokens).seconds
 
 
-def _with_largest_share(
+def with_largest_share(
     shape: ModelShape, config: VapoConfig, gpu_bytes: int, share: float | None
 ) -> tuple[VapoConfig, dict[str, PhaseMemory]]:
     """Give vLLM the largest share of a GPU that fits, in steps of SHARE_STEP, unless it is fixed.
@@ -282,7 +286,7 @@ def _with_largest_share(
     excess = [p.total - gpu_bytes for p in phases.values()]
     # Only phases that hold the KV cache shrink with vLLM's share.
     of_cache = max((p.total - gpu_bytes for p in phases.values() if p.kv_cache), default=0)
-    if 0 < of_cache == max(excess):
+    if 0 < of_cache and (of_cache == max(excess) or memory.is_apart(config)):
         steps = math.ceil(of_cache / gpu_bytes / SHARE_STEP)
         share = max(SHARE_STEP, round(LARGEST_SHARE - steps * SHARE_STEP, 2))
         config = with_sampler(config, gpu_memory_utilization=share)

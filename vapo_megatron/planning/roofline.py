@@ -245,6 +245,8 @@ def sync_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> flo
     adapters. Meanwhile each rank receives within the node what it is missing of its vLLM shard, and
     then reads and writes that shard. Latencies are left out.
     """
+    if config.rollout.placement == "disaggregated":
+        return _sync_between_sides(shape, config, cluster)
     trainer = _Trainer(shape, config, cluster)
     shard = sampler_weight_bytes(shape, config)
     sampler_size = config.rollout.tensor_model_parallel_size
@@ -257,3 +259,29 @@ def sync_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> flo
     missing = 1 - min(1.0, sampler_size / (trainer.tp_size * trainer.pp_size))
     within = missing * shard / cluster.rate("nvlink")
     return max(across, within) + 2 * shard / cluster.rate("memory")
+
+
+def _sync_between_sides(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> float:
+    """Estimate the weight sync from GPUs that train to GPUs that sample.
+
+    Each node that samples receives the whole model once, through all its adapters; all adapters of
+    the trainers send. Within a node each rank receives its shard, and writes it: with a lag into
+    host memory.
+    """
+    shard, rollout = sampler_weight_bytes(shape, config), config.rollout
+    whole = shard * rollout.tensor_model_parallel_size
+    trainers, samplers = config.parallel.world_size, rollout.num_processes
+    if cluster.num_gpus <= cluster.gpus_per_node:
+        wires = max(1.0, samplers / trainers) * shard / cluster.rate("nvlink")
+    else:
+        receivers = min(samplers, cluster.gpus_per_node)
+        nodes = -(-samplers // cluster.gpus_per_node)
+        across = max(whole / receivers, nodes * whole / trainers) / cluster.rate("network")
+        wires = max(across, shard / cluster.rate("nvlink"))
+    return wires + 2 * shard / cluster.rate("memory") + staging_seconds(shape, config, cluster)
+
+
+def staging_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> float:
+    """Copy of a sampler's shard to host memory, or back, which only a lag makes necessary."""
+    copied = sampler_weight_bytes(shape, config) if config.rollout.lag else 0
+    return copied / cluster.rate("pcie")

@@ -1,0 +1,187 @@
+"""Search over splits of the GPUs into those that train and those that sample.
+
+The sides share nothing but the weight sync, so each split gets the fastest trainer that fits and
+the fastest sampler that fits. With a lag the slower side decides, without one they add up.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.phases import GENERATION
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.planning import memory
+from vapo_megatron.planning.cluster import GB, Cluster
+from vapo_megatron.planning.generation import generation
+from vapo_megatron.planning.host_memory import sampler_host_bytes
+from vapo_megatron.planning.plan import (
+    Plan,
+    gpu_misfit,
+    make_plan,
+    misfit,
+    model_flops,
+    peak_memory,
+    training_time,
+)
+from vapo_megatron.planning.ranking import (
+    Fixed,
+    Misfit,
+    Ranking,
+    sampler_sizes,
+    trainer_layouts,
+    variants,
+    with_largest_share,
+    with_parallel,
+    with_sampler,
+)
+from vapo_megatron.planning.schedule import steady_state
+from vapo_megatron.planning.workload import Workload
+
+
+class _Samplers(NamedTuple):
+    """The fastest that fit on one split's sampling GPUs."""
+
+    config: VapoConfig
+    """Trains nowhere yet."""
+    seconds: float
+
+
+def rank_splits(
+    shape: ModelShape, base: VapoConfig, cluster: Cluster, workload: Workload, fixed: Fixed
+) -> Ranking:
+    """Plan splits, and keep the fastest that fits of each; of a chosen split, of each layout.
+
+    Args:
+        shape: the model.
+        base: all other settings, with rollout.placement=disaggregated.
+        cluster: what the job runs on.
+        workload: of a step.
+        fixed: settings that are not searched over.
+    """
+    found = Ranking([], {}, {})
+    candidates = []
+    for samplers in _split_sizes(cluster, fixed):
+        split = with_parallel(base, world_size=cluster.num_gpus - samplers)
+        split = with_sampler(split, num_processes=samplers)
+        chosen = _fastest_samplers(shape, split, cluster, workload, fixed)
+        if isinstance(chosen, Misfit):
+            found.misfits[f"{samplers} samplers"] = chosen
+        else:
+            at_least = _at_least(shape, chosen, cluster, workload)
+            candidates.append((at_least, samplers, chosen))
+    candidates.sort()
+    best = math.inf
+    for at_least, samplers, chosen in candidates:
+        if at_least < best:
+            plans, undivided, misfits = _trainers(shape, chosen, cluster, workload, fixed)
+            found.plans.extend(plans)
+            best = min([best, *(plan.step_seconds for plan in plans)])
+            prefix = f"{samplers} samplers, "
+            found.undivided.update({prefix + name: why for name, why in undivided.items()})
+            found.misfits.update({prefix + name: one for name, one in misfits.items()})
+    return found._replace(plans=sorted(found.plans, key=lambda plan: plan.step_seconds))
+
+
+def _split_sizes(cluster: Cluster, fixed: Fixed) -> list[int]:
+    """Return how many GPUs may sample: whole nodes, or any number of a single node's.
+
+    If the size of vLLM's replicas is chosen and divides none of them, all are returned.
+
+    Raises:
+        ConfigError: none is left to train.
+    """
+    chosen = fixed.samplers
+    num_gpus, per_node = cluster.num_gpus, cluster.gpus_per_node
+    if chosen is not None:
+        if chosen >= num_gpus:
+            raise ConfigError(
+                f"--samplers={chosen} must be less than --gpus={num_gpus}: others train; lower it"
+            )
+        return [chosen]
+    if num_gpus == 1:
+        raise ConfigError(
+            "--placement=disaggregated needs --gpus of at least 2, found 1: one trains, one "
+            "samples; raise it, or plan --placement=colocated"
+        )
+    step = per_node if num_gpus > per_node else 1
+    sizes = list(range(step, num_gpus, step))
+    return [n for n in sizes if n % (fixed.vllm_tp or 1) == 0] or sizes
+
+
+def _fastest_samplers(
+    shape: ModelShape, split: VapoConfig, cluster: Cluster, workload: Workload, fixed: Fixed
+) -> _Samplers | Misfit:
+    found, misfits = [], []
+    for size in sampler_sizes(shape, split, fixed, cluster.gpus_per_node):
+        config = with_sampler(split, tensor_model_parallel_size=size)
+        config, phases = with_largest_share(shape, config, cluster.gpu_bytes, fixed.vllm_share)
+        phase = phases[GENERATION]
+        reason = gpu_misfit(shape, config, cluster.gpu_bytes, {GENERATION: phase})
+        if reason := reason or _host_misfit(shape, config, cluster):
+            needed = phase.total if phase.total > cluster.gpu_bytes else math.inf
+            misfits.append(Misfit(needed, reason, config))
+            continue
+        tokens = memory.kv_cache_tokens(shape, config, gpu_bytes=cluster.gpu_bytes)
+        seconds = generation(shape, config, cluster, workload, tokens).seconds
+        found.append(_Samplers(config, seconds))
+    if not found:
+        return min(misfits, key=lambda one: one.needed)
+    return min(found, key=lambda one: one.seconds)
+
+
+def _host_misfit(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> str | None:
+    limit = config.parallel.host_memory_gb
+    num_gpus = min(cluster.gpus_per_node, config.rollout.num_processes)
+    needed = sampler_host_bytes(shape, config, num_gpus)
+    if limit is None or needed.total <= limit * GB:
+        return None
+    return (
+        f"a node of samplers needs {needed.staged / GB:.1f} GB for versions of the weights and "
+        f"{needed.step / GB:.1f} for responses, of {limit:.1f} GB of host memory"
+    )
+
+
+def _at_least(shape: ModelShape, chosen: _Samplers, cluster: Cluster, workload: Workload) -> float:
+    """Lower bound of a step: the trainers do nothing but the updates' products, at full rate."""
+    trainers = chosen.config.parallel.world_size
+    updates = model_flops(shape, workload) / trainers / cluster.rate("matmul")
+    lag = chosen.config.rollout.lag
+    return steady_state([chosen.seconds], [updates], sync=0.0, lag=lag).step_seconds
+
+
+def _trainers(
+    shape: ModelShape, chosen: _Samplers, cluster: Cluster, workload: Workload, fixed: Fixed
+) -> Ranking:
+    """Plan the trainers of one split, fastest first: the first that fits, or one per layout."""
+    layouts, undivided = trainer_layouts(shape, chosen.config, fixed, cluster.gpus_per_node)
+    timed = [
+        (variant, training_time(shape, variant, cluster, workload))
+        for layout in layouts
+        for variant in variants(shape, layout, fixed)
+    ]
+    timed.sort(key=lambda pair: pair[1].seconds)
+    plans: dict[str, Plan] = {}
+    misfits: dict[str, Misfit] = {}
+    for variant, training in timed:
+        p = variant.parallel
+        name = f"TP {p.tensor_model_parallel_size} x PP {p.pipeline_model_parallel_size}"
+        if name in plans:
+            continue
+        phases = peak_memory(shape, variant, cluster.gpu_bytes)
+        reason = misfit(shape, variant, cluster, phases)
+        if reason is None:
+            plans[name] = make_plan(shape, variant, cluster, workload, training, phases)
+            if fixed.samplers is None:
+                break
+            continue
+        fullest = max(phase.total for phase in phases.values())
+        needed = fullest if fullest > cluster.gpu_bytes else math.inf
+        if name not in misfits or needed < misfits[name].needed:
+            misfits[name] = Misfit(needed, reason, variant)
+    if fixed.samplers is None and plans:
+        return Ranking(list(plans.values()), {}, {})
+    left = {name: one for name, one in misfits.items() if name not in plans}
+    return Ranking(list(plans.values()), undivided, left)
