@@ -1,6 +1,7 @@
 """Plans in which some GPUs train and others sample: bytes of each side, seconds, splits."""
 
 import dataclasses
+import types
 
 import pytest
 
@@ -8,10 +9,11 @@ from tests.planning.by_hand import ROUND, SHAPE, WORKLOAD
 from tests.planning.by_hand import config as tiny
 from tests.planning.shapes import make_config
 from tests.planning.test_ranking import base
+from vapo_megatron.cli import train
 from vapo_megatron.config import load_config
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.known import known_shape
-from vapo_megatron.planning import memory
+from vapo_megatron.planning import memory, splits
 from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.planning.describe import describe_gain, dry_run_comment, to_paste
 from vapo_megatron.planning.generation import generation
@@ -22,10 +24,17 @@ from vapo_megatron.planning.host_memory import (
 )
 from vapo_megatron.planning.model_bytes import sampler_weight_bytes
 from vapo_megatron.planning.plan import check_fits, make_plan, misfit, peak_memory
-from vapo_megatron.planning.ranking import Fixed, rank, with_parallel, with_sampler
+from vapo_megatron.planning.ranking import (
+    Fixed,
+    rank,
+    with_largest_share,
+    with_parallel,
+    with_sampler,
+)
 from vapo_megatron.planning.roofline import sync_seconds
 from vapo_megatron.planning.splits import rank_splits
 from vapo_megatron.planning.workload import workload_of
+from vapo_megatron.rollout.inputs import Inputs
 
 LARGE, SHAPE_32B = 80 * 10**9, known_shape("Qwen2.5-32B")
 SMALL, SMALL_SHAPE = Cluster(num_gpus=8), known_shape("Qwen2.5-7B")
@@ -121,6 +130,23 @@ def test_a_run_is_refused_for_either_side(overrides, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(("gigabytes", "refused"), [(10, True), (400, False)])
+def test_a_disaggregated_run_asks_its_gpu(monkeypatch, gigabytes, refused):
+    """The GPU's size is made up."""
+    import torch
+
+    gpu = types.SimpleNamespace(total_memory=gigabytes * 10**9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda rank: gpu)
+    monkeypatch.setattr(train, "check_inputs", lambda *_: Inputs(SHAPE_32B))
+    config = load_config(ONE_STEP_OFF, ["rollout.num_processes=32"])
+    if not refused:
+        train._check(config, None)
+        return
+    with pytest.raises(ConfigError, match="cannot fit into a GPU: .* on a "):
+        train._check(config, None)
+
+
 def test_host_memory_of_samplers_by_hand():
     algorithm = {"responses_per_step": 64, "group_size": 2, "mini_batch_size": 32}
     rollout = {"max_prompt_tokens": 100, "max_response_tokens": 900, "max_num_sequences": 8}
@@ -210,8 +236,8 @@ def test_the_best_split_is_the_best_of_all(searched):
     """Splits that a bound leaves out are planned here, and none is faster."""
     steps = [plan.step_seconds for plan in searched.plans]
     assert steps == sorted(steps)
-    splits = [plan.config.rollout.num_processes for plan in searched.plans]
-    assert len(set(splits)) == len(splits) < 7
+    sampling = [plan.config.rollout.num_processes for plan in searched.plans]
+    assert len(set(sampling)) == len(sampling) < 7
     every = {}
     for samplers in range(1, 8):
         found = rank_splits(
@@ -225,14 +251,12 @@ def test_the_best_split_is_the_best_of_all(searched):
             assert misfit(SMALL_SHAPE, plan.config, SMALL, plan.memory) is None
         if found.plans:
             every[samplers] = found.plans[0].step_seconds
-    assert min(every.values()) == steps[0] and every[splits[0]] == steps[0]
-    assert len(every) > len(splits)
+    assert min(every.values()) == steps[0] and every[sampling[0]] == steps[0]
+    assert len(every) > len(sampling)
 
 
 def test_a_bound_is_below_what_it_bounds(searched):
     """Without it the search would be no faster: it leaves out what cannot win."""
-    from vapo_megatron.planning import splits
-
     for plan in searched.plans:
         chosen = splits._Samplers(plan.config, plan.generation.seconds)
         assert splits._at_least(SMALL_SHAPE, chosen, SMALL, plan.workload) < plan.step_seconds
@@ -240,9 +264,8 @@ def test_a_bound_is_below_what_it_bounds(searched):
 
 def test_whole_nodes_sample():
     nodes = dataclasses.replace(SMALL, gpus_per_node=2)
-    fixed = Fixed(tp=2, recompute="full", offload=True, max_tokens=22528)
-    found = rank_splits(SMALL_SHAPE, apart(SMALL_BASE, 1), nodes, workload_of(SMALL_BASE), fixed)
-    assert {plan.config.rollout.num_processes for plan in found.plans} <= {2, 4, 6}
+    assert splits._split_sizes(nodes, Fixed()) == [2, 4, 6]
+    assert splits._split_sizes(SMALL, Fixed()) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_chosen_size_of_vllm_leaves_splits_out():
@@ -251,15 +274,16 @@ def test_a_chosen_size_of_vllm_leaves_splits_out():
     found = rank_splits(SMALL_SHAPE, apart(SMALL_BASE, 1), SMALL, workload, fixed)
     assert [plan.config.rollout.num_processes for plan in found.plans] == [4]
     with pytest.raises(ConfigError, match="size=16 must divide rollout.num_processes=1 and"):
-        rank_splits(
-            SMALL_SHAPE, apart(SMALL_BASE, 1), SMALL, workload, fixed._replace(vllm_tp=16)
-        )
+        rank_splits(SMALL_SHAPE, apart(SMALL_BASE, 1), SMALL, workload, fixed._replace(vllm_tp=16))
 
 
-def test_the_samplers_share_is_theirs_alone(searched):
-    """A trainer that fills its GPU does not shrink vLLM's share."""
-    shares = [plan.config.rollout.gpu_memory_utilization for plan in searched.plans]
-    assert min(shares) >= 0.85
+def test_the_samplers_share_is_theirs_alone():
+    """A trainer that needs more than its GPU has does not keep vLLM's share from fitting."""
+    config = apart(make_config(1, 1, 64, vllm_tp=8), 64)
+    config, phases = with_largest_share(SHAPE_32B, config, 60 * 10**9, None)
+    assert phases["actor_update"].total > phases["generation"].total
+    assert 0.5 < config.rollout.gpu_memory_utilization < 0.9
+    assert phases["generation"].total <= 60 * 10**9
 
 
 def test_little_memory_says_which_side():

@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from vapo_megatron.cli.command import Parser, run
 from vapo_megatron.cli.plan_options import add_plan, add_reshard
 from vapo_megatron.config import ParallelConfig, VapoConfig, load_config
-from vapo_megatron.config.load import read_config
 from vapo_megatron.errors import ConfigError, UserError
 from vapo_megatron.models.hf_config import ModelShape, check_layout, parameter_count
 from vapo_megatron.models.known import shape_of
@@ -193,7 +192,7 @@ def placement_fields(options: argparse.Namespace) -> dict[str, object]:
     fields: dict[str, object] = {"rollout.placement": options.placement}
     if options.placement == "colocated":
         fields |= {"rollout.num_processes": 0, "rollout.lag": 0}
-    elif options.placement or is_apart(read_config(options.config)):
+    elif options.placement:
         fields["rollout.num_processes"] = 1
     if options.samplers is not None:
         fields["rollout.num_processes"] = options.samplers
