@@ -34,6 +34,7 @@ and published jobs lie within the range (docs/planning.md)
   - pipeline stages that wait for each other because microbatches differ in length
   - preemption in vLLM; actual response lengths (assumed log-normal with the given mean)
   - a critic's frozen attention: its backward pass and saved inputs are counted as if trained
+  - groups that go on in the next step: a step is planned as if it waited for all its responses
   - extra rounds of dynamic sampling: a step samples its responses once
   - FP8 compute and saved inputs: counted as bfloat16 (the weights' FP8 copies are counted)
   - a reward model beside other verifiers: counted as if it scored every response

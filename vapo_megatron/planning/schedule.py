@@ -39,7 +39,7 @@ def steady_state(
     period = len(training)
     count = ROUNDS * (lag + 1) * period
     begun = [0.0]  # of step k; one more than there are steps
-    sent = []  # when the weights that follow step k are there to be sent
+    sent: list[float] = []  # when the weights that follow step k are there to be sent
     waited, idle = [], []
     free = 0.0  # the samplers, since then
     for k in range(count):
