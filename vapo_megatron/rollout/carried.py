@@ -275,8 +275,7 @@ def refuse_carried(checkpoint: Path | None) -> None:
 def packed(groups: Sequence[Group], done: int, group_size: int) -> bytes:
     """Return the file of a replica's groups, of which there are some."""
     responses = [response for group in groups for response in group.responses]
-    nothing = dict(text="", status="failed", reward=0.0)
-    scored = [r.scored or ScoredRollout(r.rollout, **nothing) for r in responses]
+    scored = [r.scored or ScoredRollout(r.rollout, "", "failed", 0.0) for r in responses]
     notes = [item.note.encode("utf-8", "surrogatepass") for item in scored]
     scores = [np.nan if item.score is None else item.score for item in scored]
     more = {

@@ -148,12 +148,13 @@ class Sampling(RolloutSource):
         stream = VerdictStream(self._verifier, self._decode_responses)
         with contextlib.suppress(Stopped), stream:
             found = carried.share(step, policy_version, phase, has_time, stream)
-        tokens = gather_objects(None if found is None else tokens_by_version(found[0]))
-        if found is None or None in tokens:
+        gathered = gather_objects(None if found is None else tokens_by_version(found[0]))
+        tokens = [counts for counts in gathered if counts is not None]
+        if found is None or len(tokens) < len(gathered):
             raise Stopped
         scored, flight = found
         carried.commit(step, flight)
-        total = sum(tokens, Counter())
+        total: Counter[int] = sum(tokens, Counter())
         return scored, lag_metrics(total, policy_version) | lag_shares(total, policy_version)
 
     def keep(self, step: int, scored: Sequence[ScoredRollout], phase: Phase) -> None:

@@ -140,7 +140,7 @@ class RemoteSampling(RolloutSource):
         self._dataset.next(self._algorithm.num_prompts, step)
         metrics = {"time/trainer_idle_seconds": idle, "time/sampler_idle_seconds": found[0].idle}
         if self._lag:
-            tokens = sum((taken.tokens for taken in found), Counter())
+            tokens: Counter[int] = sum((taken.tokens for taken in found), Counter())
             metrics |= lag_metrics(tokens, policy_version)
         return [], metrics
 
