@@ -21,12 +21,12 @@ from vapo_megatron.config import AlgorithmConfig, RewardConfig, RolloutConfig
 from vapo_megatron.config.phases import GENERATION, REWARD
 from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
 from vapo_megatron.data.mixture import TrainingPrompts
-from vapo_megatron.data.storage import HashedFile
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.reward.scoring import VerdictStream, score_rollouts
 from vapo_megatron.rollout.carry_over import Tally, num_begun, shares
 from vapo_megatron.rollout.dump import read_arrays, read_header, step_bytes
+from vapo_megatron.rollout.in_flight import IN_FLIGHT, all_sums, write_files
 from vapo_megatron.rollout.requests import (
     SamplingSettings,
     assign,
@@ -38,7 +38,7 @@ from vapo_megatron.rollout.source import HasTime, Phase
 if TYPE_CHECKING:
     from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
-CARRIED = "in_flight/carried"
+CARRIED = f"{IN_FLIGHT}/carried"
 """Directory in a checkpoint: groups that its steps have begun and not trained on."""
 
 
@@ -219,20 +219,11 @@ class CarriedSampling:
         Raises:
             CheckpointError: on every rank: a file cannot be written.
         """
-        groups, problem = self._after[done].groups, ""
-        sums: dict[str, str] = {}
+        groups, files = self._after[done].groups, []
         if groups and self._engine.keeps_rollouts:
             name = f"{CARRIED}/replica_{self._engine.replica:05d}.safetensors"
-            try:
-                with HashedFile(checkpoint / name) as out:
-                    out.write(packed(groups, done, self._algorithm.group_size))
-                sums[name] = out.sha256
-            except OSError as error:
-                problem = error.strerror or str(error)
-        found = gather_objects((problem, sums))
-        if problem := next((text for text, _ in found if text), ""):
-            raise CheckpointError(f"{checkpoint}: groups cannot be written: {problem}; fix that")
-        return {name: digest for _, own in found for name, digest in own.items()}
+            files.append((name, packed(groups, done, self._algorithm.group_size)))
+        return all_sums(gather_objects(write_files(checkpoint, files)), checkpoint)
 
     def load(self, done: int, checkpoint: Path) -> None:
         """Go on with what a checkpoint has in flight, divided among this run's replicas.

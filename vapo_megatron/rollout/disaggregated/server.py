@@ -32,7 +32,6 @@ from vapo_megatron.config import (
 )
 from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.data.packing import plan_of
-from vapo_megatron.data.storage import HashedFile
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel import backend, store
 from vapo_megatron.parallel.exchange import exchange, gather_summary
@@ -43,15 +42,13 @@ from vapo_megatron.parallel.sides import Sides
 from vapo_megatron.rollout.disaggregated.orders import Order, Orders
 from vapo_megatron.rollout.disaggregated.staging import Staging
 from vapo_megatron.rollout.dump import read_file, step_bytes
+from vapo_megatron.rollout.in_flight import IN_FLIGHT, write_files
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.lag import tokens_by_version
 from vapo_megatron.rollout.requests import assign
 from vapo_megatron.rollout.sampling import Sampling
 from vapo_megatron.rollout.source import OnProgress
 from vapo_megatron.weights.reshard.sync import WeightSync
-
-IN_FLIGHT = "in_flight"
-"""Directory in a checkpoint: responses of the steps after it that older weights sampled."""
 
 
 class Taken(NamedTuple):
@@ -264,24 +261,18 @@ class Server:
 
     def _save(self, number: int, directory: str, steps: list[int]) -> None:
         """Write this sampler's responses of some steps into a checkpoint."""
-        algorithm, problem = self._algorithm, ""
-        sums: dict[str, str] = {}
-        try:
-            for step in steps:
-                if scored := self._finished[step]:
-                    file = f"rank_{dist.get_rank():05d}.safetensors"
-                    name = f"{IN_FLIGHT}/step_{step + 1:06d}/{file}"
-                    with HashedFile(Path(directory, name)) as out:
-                        out.write(
-                            step_bytes(
-                                scored, step + 1, num_responses=algorithm.responses_per_step,
-                                group_size=algorithm.group_size,
-                            )
-                        )  # fmt: skip
-                    sums[name] = out.sha256
-        except OSError as error:
-            problem = error.strerror or str(error)
-        gather_objects((problem, sums), self._sides.group)
+        algorithm, file = self._algorithm, f"rank_{dist.get_rank():05d}.safetensors"
+        content = functools.partial(
+            step_bytes,
+            num_responses=algorithm.responses_per_step,
+            group_size=algorithm.group_size,
+        )
+        files = (
+            (f"{IN_FLIGHT}/step_{step + 1:06d}/{file}", content(self._finished[step], step + 1))
+            for step in steps
+            if self._finished[step]
+        )
+        gather_objects(write_files(Path(directory), files), self._sides.group)
 
     def _dump(self, number: int, root: str, step: int, keep_last: int) -> None:
         algorithm, scored = self._algorithm, self._finished[step]

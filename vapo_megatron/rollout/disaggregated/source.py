@@ -25,13 +25,14 @@ from vapo_megatron.config import AlgorithmConfig, LoggingConfig, ModelConfig, Ro
 from vapo_megatron.config.metrics import emits
 from vapo_megatron.config.phases import DUMP, EVALUATION, GENERATION
 from vapo_megatron.data.batch import ScoredRollout
-from vapo_megatron.errors import CheckpointError, Stopped
+from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel import store
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import gather_objects, send_object, sum_over_world
 from vapo_megatron.parallel.sides import Sides
 from vapo_megatron.rollout.carried import refuse_carried
 from vapo_megatron.rollout.disaggregated.orders import Orders
+from vapo_megatron.rollout.in_flight import all_sums
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.lag import lag_metrics
 from vapo_megatron.rollout.source import HasTime, Phase, RolloutSource
@@ -232,10 +233,7 @@ class RemoteSampling(RolloutSource):
         if not (steps := self._in_flight(done)):
             return {}
         self._orders.give("save", directory=str(directory), steps=list(steps))
-        found = self._from_samplers()
-        if problem := next((text for text, _ in found if text), ""):
-            raise CheckpointError(f"{directory}: responses cannot be written: {problem}; fix that")
-        return {name: digest for _, sums in found for name, digest in sums.items()}
+        return all_sums(self._from_samplers(), directory)
 
     def close(self) -> None:
         """Let the samplers end."""

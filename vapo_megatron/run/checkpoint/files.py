@@ -259,9 +259,7 @@ def check_roles(directory: Path, held: Collection[str], trained: Collection[str]
         )
 
 
-def check_value_range(
-    state: Mapping[str, Any], algorithm: AlgorithmConfig, *, field: str
-) -> None:
+def check_value_range(state: Mapping[str, Any], algorithm: AlgorithmConfig, *, field: str) -> None:
     """Reject a critic whose outputs mean values in another range; see algorithm.value_range.
 
     Args:
