@@ -9,18 +9,14 @@ import time
 
 import pytest
 
-from tests.dumped import GROUP_SIZE, NUM_RESPONSES, config
-from tests.e2e.test_disaggregated import ended, into, kept, wait_for_row
+from tests.dumped import GROUP_SIZE, NUM_RESPONSES
+from tests.e2e.sampled_run import ended, into, kept, options, wait_for_row
 from tests.e2e.test_run import rows
-from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.cli.train import main
 from vapo_megatron.rollout.carried import CARRIED
 from vapo_megatron.rollout.dump import read_arrays, read_file
 
 STEPS, SAVED_AT, EXTRA, MAX_LAG, LIMIT = 6, 2, 3, 2, 24
-# vLLM on a CPU takes heads of 32.
-MODEL = dict(num_layers=2, hidden=64, heads=2, kv_heads=2, ffn=48, vocab=60)
 CARRIES = [f"rollout.carry_over_groups={EXTRA}", f"rollout.max_lag={MAX_LAG}"]
 
 
@@ -28,27 +24,11 @@ CARRIES = [f"rollout.carry_over_groups={EXTRA}", f"rollout.max_lag={MAX_LAG}"]
 def given(tmp_path_factory):
     """Options of a run with one trainer: a step of value pretraining and five of the policy."""
     tmp = tmp_path_factory.mktemp("carry_over")
-    for name, count in (("train", 40), ("test", 2)):
-        problems = [{"prompt": f"w{i + 3}", "answer": "7"} for i in range(count)]
-        (tmp / f"{name}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
-    hf = write_tiny_hf(tmp / "hf", **MODEL)
-    write_tiny_tokenizer(hf, MODEL["vocab"], last=ANSWERS)
-    settings = config(
-        hf,
-        algorithm={"value_pretraining_steps": 1, "policy_steps": STEPS - 1},
-        # Fewer at a time than are in flight, so that some have hardly begun when a step ends.
-        rollout={
-            "kv_cache_bytes": 16_000_000, "max_num_sequences": 12, "max_response_tokens": LIMIT,
-        },
-        optimizer={"actor_learning_rate": 1e-2, "actor_warmup_updates": 0},
-        data={"train_path": str(tmp / "train.jsonl")},
-        evaluation={"path": str(tmp / "test.jsonl"), "samples": 2},
-        reward={"num_workers": 1},
-        checkpoint={"every_steps": SAVED_AT, "keep_last": 9, "asynchronous": False},
-        logging={"tensorboard": False, "dump_steps": STEPS, "progress": "plain"},
+    # Fewer at a time than are in flight, so that some have hardly begun when a step ends.
+    return options(
+        tmp, problems=40, steps=STEPS, saved_at=SAVED_AT, max_num_sequences=12,
+        max_response_tokens=LIMIT,
     )  # fmt: skip
-    (tmp / "run.yaml").write_text(settings.to_yaml())
-    return ["--config", str(tmp / "run.yaml")]
 
 
 def dumped(run_dir, step):

@@ -11,17 +11,13 @@ import time
 
 import pytest
 
-from tests.dumped import NUM_RESPONSES, config
+from tests.dumped import NUM_RESPONSES
+from tests.e2e.sampled_run import ended, into, kept, options, wait_for_row
 from tests.e2e.test_run import rows
-from tests.fingerprint import digest_of_file
-from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.cli.train import main
 from vapo_megatron.rollout.dump import read_file
 
 STEPS, SAVED_AT = 5, 2
-# vLLM on a CPU takes heads of 32.
-MODEL = dict(num_layers=2, hidden=64, heads=2, kv_heads=2, ffn=48, vocab=60)
 APART = ["rollout.placement=disaggregated", "rollout.num_processes=1"]
 
 
@@ -29,35 +25,7 @@ APART = ["rollout.placement=disaggregated", "rollout.num_processes=1"]
 def given(tmp_path_factory):
     """Options of a run with one trainer: a step of value pretraining and four of the policy."""
     tmp = tmp_path_factory.mktemp("disaggregated")
-    for name, count in (("train", 6), ("test", 2)):
-        problems = [{"prompt": f"w{i + 3}", "answer": "7"} for i in range(count)]
-        (tmp / f"{name}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
-    hf = write_tiny_hf(tmp / "hf", **MODEL)
-    write_tiny_tokenizer(hf, MODEL["vocab"], last=ANSWERS)
-    settings = config(
-        hf,
-        algorithm={"value_pretraining_steps": 1, "policy_steps": STEPS - 1},
-        rollout={"kv_cache_bytes": 16_000_000, "max_num_sequences": 16},
-        optimizer={"actor_learning_rate": 1e-2, "actor_warmup_updates": 0},
-        data={"train_path": str(tmp / "train.jsonl")},
-        evaluation={"path": str(tmp / "test.jsonl"), "samples": 2},
-        reward={"num_workers": 1},
-        checkpoint={"every_steps": SAVED_AT, "keep_last": 9, "asynchronous": False},
-        logging={"tensorboard": False, "dump_steps": STEPS, "progress": "plain"},
-    )
-    (tmp / "run.yaml").write_text(settings.to_yaml())
-    return ["--config", str(tmp / "run.yaml")]
-
-
-def ended(launched):
-    """Wait for a run that must succeed."""
-    done = launched.wait(900)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done
-
-
-def into(run_dir):
-    return f"logging.run_dir={run_dir}"
+    return options(tmp, problems=6, steps=STEPS, saved_at=SAVED_AT, max_num_sequences=16)
 
 
 def check_equal(run_dir, expected, *, but=(), trainers=1):
@@ -91,24 +59,7 @@ def check_lags(run_dir, lag, steps=STEPS):
             assert lags == (versions[step] - expected,) * 2
 
 
-def wait_for_row(launched, run_dir, number):
-    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 900
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) > number):
-        assert launched.is_running() and time.monotonic() < deadline, f"no row {number} came"
-        time.sleep(0.02)
-
-
 LAG_1 = [*APART, "rollout.lag=1", "rollout.verify_sync_every=2"]
-
-
-def kept(run_dir, step):
-    """Row, responses and checkpoint of a step that a resumed run makes again."""
-    files = [
-        *run_dir.glob(f"checkpoints/step_{step:06d}/*/*.distcp"),
-        *run_dir.glob(f"replay/step_{step:06d}/*.safetensors"),
-        *run_dir.glob(f"rollouts/step_{step:06d}.jsonl"),
-    ]
-    return rows(run_dir)[step], {str(file): digest_of_file(file) for file in files}
 
 
 def test_a_killed_run_with_lag_1_goes_on_bit_by_bit(launch, given, tmp_path):
