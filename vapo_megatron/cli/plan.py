@@ -29,7 +29,6 @@ from vapo_megatron.models.hf_config import ModelShape, check_layout, parameter_c
 from vapo_megatron.models.known import shape_of
 from vapo_megatron.planning import describe
 from vapo_megatron.planning.cluster import GB, GPUS, Cluster
-from vapo_megatron.planning.memory import is_apart
 from vapo_megatron.planning.plan import Plan, resharding_seconds
 from vapo_megatron.planning.ranking import Fixed, Ranking, rank, with_sampler
 from vapo_megatron.planning.splits import rank_splits
@@ -86,7 +85,7 @@ def plan(options: argparse.Namespace) -> tuple[str, str | None]:
         for one in ranking.plans[: options.details]
     ]
     best = ranking.plans[0]
-    if is_apart(best.config):
+    if best.config.rollout.is_apart:
         shown.append(describe.describe_gain(best, best_colocated(options, shape, best)))
     pasted = "to paste:\n" + describe.to_paste(best.config).rstrip()
     return "\n\n".join([job, table, *shown, pasted, describe.NOT_MODELLED]), None
@@ -114,7 +113,7 @@ def ranked(options: argparse.Namespace) -> tuple[ModelShape, Cluster, Workload, 
         prompt_tokens=options.prompt,
         spread=options.spread,
     )
-    search = rank_splits if is_apart(base) else rank
+    search = rank_splits if base.rollout.is_apart else rank
     return shape, cluster, workload, search(shape, base, cluster, workload, fixed_settings(options))
 
 

@@ -145,8 +145,7 @@ def _train(config: VapoConfig, replay: Path | None) -> None:
         libraries.report()
     try:
         # Heavy imports come after the checks, so that a mistake is reported at once.
-        is_apart = config.rollout.placement == "disaggregated"
-        if is_apart and int(os.environ["RANK"]) >= config.parallel.world_size:
+        if config.rollout.is_apart and int(os.environ["RANK"]) >= config.parallel.world_size:
             from vapo_megatron.rollout.disaggregated.server import Server
 
             sections = {name: getattr(config, name) for name in SERVED}
@@ -170,7 +169,7 @@ def _train(config: VapoConfig, replay: Path | None) -> None:
 
 def _check(config: VapoConfig, replay: Path | None) -> Inputs:
     """Check all that one process can, before torchrun starts and again on every rank."""
-    if replay is not None and config.rollout.placement == "disaggregated":
+    if replay is not None and config.rollout.is_apart:
         raise ConfigError(
             f"--replay {replay} samples nothing and needs rollout.placement=colocated, found "
             "disaggregated; set rollout.placement=colocated rollout.num_processes=0 rollout.lag=0"

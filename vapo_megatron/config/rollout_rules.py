@@ -23,7 +23,7 @@ def behaviour_rule(c: VapoConfig) -> str | None:
 def placement_rule(c: VapoConfig) -> str | None:
     """In which processes vLLM runs."""
     r = c.rollout
-    if r.placement == "colocated":
+    if not r.is_apart:
         for name in ("num_processes", "lag"):
             if value := getattr(r, name):
                 return (

@@ -54,10 +54,9 @@ def _layout_rule(c: VapoConfig) -> str | None:
             "parallel.overlap_param_gather=true needs use_distributed_optimizer=true and "
             "overlap_grad_reduce=true; set them, or overlap_param_gather=false"
         )
-    is_apart = c.rollout.placement == "disaggregated"
     return _divides(
-        "rollout.num_processes" if is_apart else "parallel.world_size",
-        c.rollout.num_processes if is_apart else p.world_size,
+        "rollout.num_processes" if c.rollout.is_apart else "parallel.world_size",
+        c.rollout.num_processes if c.rollout.is_apart else p.world_size,
         "rollout.tensor_model_parallel_size", c.rollout.tensor_model_parallel_size,
     )  # fmt: skip
 

@@ -227,6 +227,11 @@ class RolloutConfig(Section):
     )
 
     @property
+    def is_apart(self) -> bool:
+        """Whether processes of their own sample."""
+        return self.placement == "disaggregated"
+
+    @property
     def is_stale(self) -> bool:
         """Whether tokens are trained on that older weights than a step's have sampled."""
         return self.lag > 0 or self.carry_over_groups > 0

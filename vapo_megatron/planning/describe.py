@@ -112,7 +112,7 @@ def describe_ranking(ranking: Ranking, top: int) -> str:
         head += ["bubble", "uneven", "tok/s/GPU", "all tok", "peak GB", "in"]
         rows = [head, *(_row(plan, phases) for plan in ranking.plans[:top])]
         legend = LEGEND
-        if memory.is_apart(ranking.plans[0].config):
+        if ranking.plans[0].config.rollout.is_apart:
             sides = [_SIDES, *(_sides_row(plan) for plan in ranking.plans[:top])]
             rows = [[*side, *row] for side, row in zip(sides, rows, strict=True)]
             legend = f"{LEGEND}\n{SIDES_LEGEND}"
@@ -228,7 +228,7 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
         f"  {plan.response_tokens_per_second:.0f} response tokens/s/GPU; "
         f"{plan.total_tokens_per_second:.0f} with the prompts; updates at {used:.0%} MFU, "
         f"{used * c.peak_tflops:.0f} TFLOP/s/GPU",
-        *([describe_sides(plan)] if memory.is_apart(plan.config) else []),
+        *([describe_sides(plan)] if plan.config.rollout.is_apart else []),
         "",
         *_memory_table(plan.memory, c.gpu_bytes),
         "",
@@ -296,7 +296,7 @@ def to_paste(config: VapoConfig) -> str:
     """Return the settings that a plan decides, as YAML."""
     tree = config.model_dump()
     pasted = dict(_PASTED)
-    if memory.is_apart(config):
+    if config.rollout.is_apart:
         pasted["rollout"] = (*_PASTED_APART, *_PASTED["rollout"])
     return yaml.safe_dump(
         {part: {name: tree[part][name] for name in names} for part, names in pasted.items()},

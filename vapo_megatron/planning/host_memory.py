@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.planning.memory import is_apart, offloads, optimizer_checkpoint_bytes
+from vapo_megatron.planning.memory import offloads, optimizer_checkpoint_bytes
 from vapo_megatron.planning.model_bytes import (
     DTYPE_BYTES,
     Layout,
@@ -108,7 +108,7 @@ def step_host_bytes(config: VapoConfig, *, keeps_rollouts: bool) -> int:
     prompt, response = rollout.max_prompt_tokens, rollout.max_response_tokens
     trained = -(-count // parallel.data_parallel_size)
     batch = batch_bytes(config, trained * (prompt + response), trained * response)
-    if is_apart(config):
+    if config.rollout.is_apart:
         return batch
     sampled = -(-count // (parallel.world_size // rollout.tensor_model_parallel_size))
     finished = 0
@@ -165,7 +165,7 @@ def batch_bytes(config: VapoConfig, tokens: int, response_tokens: int) -> int:
 def host_bytes_per_node(shape: ModelShape, config: VapoConfig, *, gpus_per_node: int) -> HostBytes:
     """Host memory of the fullest node; where others sample, of the node that needs most."""
     trainers = config.parallel.world_size
-    if not is_apart(config):
+    if not config.rollout.is_apart:
         return _trainer_host_bytes(shape, config, min(gpus_per_node, trainers))
     samplers, shared = config.rollout.num_processes, trainers % gpus_per_node
     found = []

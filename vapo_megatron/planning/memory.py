@@ -123,11 +123,6 @@ def offloads(config: VapoConfig) -> bool:
     return config.parallel.offload is not False
 
 
-def is_apart(config: VapoConfig) -> bool:
-    """Whether GPUs of their own sample."""
-    return config.rollout.placement == "disaggregated"
-
-
 def phase_memory(
     shape: ModelShape, config: VapoConfig, *, gpu_bytes: int, pp_rank: int
 ) -> dict[str, PhaseMemory]:
@@ -160,18 +155,18 @@ def phase_memory(
     buckets = 4 * config.rollout.sync_bucket_bytes if config.num_processes > 1 else 0
     found[SYNC] = PhaseMemory(
         parameters=states["actor"].parameters,
-        sampler_weights=0 if is_apart(config) else weights,
+        sampler_weights=0 if config.rollout.is_apart else weights,
         sync_buckets=buckets,
     )
     sampling = found[GENERATION]
     if not offloads(config):
         resident = StateBytes(*map(sum, zip(*states.values(), strict=True)))._asdict()
-        if not is_apart(config):
+        if not config.rollout.is_apart:
             resident |= {"sampler_weights": weights, "kv_cache": sampling.kv_cache}
         found = {name: dataclasses.replace(p, **resident) for name, p in found.items()}
     copies = sum(fp8_weight_bytes(shapes[role], config) for role in roles)
     found = {n: dataclasses.replace(p, parameters=p.parameters + copies) for n, p in found.items()}
-    if is_apart(config):
+    if config.rollout.is_apart:
         found[GENERATION] = dataclasses.replace(sampling, sync_buckets=buckets)
     return {name: _with_reserve(found[name], name, config) for name in PHASES if name in found}
 
@@ -219,8 +214,8 @@ def _graph_bytes(config: VapoConfig) -> int:
 
 def _with_reserve(phase: PhaseMemory, name: str, config: VapoConfig) -> PhaseMemory:
     """Add what every phase has on the GPU besides tensors, and the allocator's fragmentation."""
-    trains = name != GENERATION or not is_apart(config)
-    samples = name == GENERATION or not is_apart(config)
+    trains = name != GENERATION or not config.rollout.is_apart
+    samples = name == GENERATION or not config.rollout.is_apart
     groups = int(config.num_processes > 1)  # all processes, for weight syncs
     if trains:
         groups += _trainer_groups(config)

@@ -81,9 +81,12 @@ class Plan:
     @functools.cached_property
     def timeline(self) -> Timeline:
         """How the steps follow each other; colocated, one phase after the other."""
-        return timeline(
-            self.config, self.generation, self.training, self.sync_seconds, self.staging_seconds
-        )
+        if not self.config.rollout.is_apart:
+            return Timeline(sum(self.seconds.values()), 0.0, 0.0)
+        return steady_state(
+            [self.staging_seconds + self.generation.seconds], [self.training.seconds],
+            sync=self.sync_seconds, lag=self.config.rollout.lag,
+        )  # fmt: skip
 
     @property
     def step_seconds(self) -> float:
@@ -110,24 +113,6 @@ class Plan:
     def peak(self) -> tuple[str, PhaseMemory]:
         """The fullest phase."""
         return max(self.memory.items(), key=lambda item: item[1].total)
-
-
-def timeline(
-    config: VapoConfig, generation: Generation, training: Training, sync: float, staging: float
-) -> Timeline:
-    """Predict how steps follow each other.
-
-    Args:
-        config: rollout is used.
-        generation, training: of a step.
-        sync: seconds in which weights are sent.
-        staging: seconds before a step's generation in which a sampler loads weights.
-    """
-    if not memory.is_apart(config):
-        return Timeline(generation.seconds + training.seconds + sync, 0.0, 0.0)
-    return steady_state(
-        [staging + generation.seconds], [training.seconds], sync=sync, lag=config.rollout.lag
-    )
 
 
 def training_time(
@@ -242,7 +227,7 @@ def gpu_misfit(
 
 def _side(config: VapoConfig, phase: str) -> str:
     """Say whose GPU a phase is on, where GPUs of their own sample."""
-    if not memory.is_apart(config):
+    if not config.rollout.is_apart:
         return ""
     return " on a sampler's GPU" if phase == GENERATION else " on a trainer's GPU"
 
@@ -345,7 +330,7 @@ def resharding_seconds(shape: ModelShape, plan: Plan) -> float:
         dp_size=p.data_parallel_size,
     )
     rollout, per_node = plan.config.rollout, cluster.gpus_per_node
-    samplers = range(p.world_size, cluster.num_gpus) if memory.is_apart(plan.config) else None
+    samplers = range(p.world_size, cluster.num_gpus) if plan.config.rollout.is_apart else None
     sync_plan = make_sync_plan(
         shape, trainer, rollout.tensor_model_parallel_size, gpus_per_node=per_node, relay=True,
         samplers=samplers,

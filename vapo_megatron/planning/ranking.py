@@ -226,7 +226,7 @@ def sampler_sizes(
     """
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     name, world_size, chosen = "parallel.world_size", base.parallel.world_size, fixed.vllm_tp
-    if memory.is_apart(base):
+    if base.rollout.is_apart:
         name, world_size = "rollout.num_processes", base.rollout.num_processes
     sizes = [chosen] if chosen else _powers_of_two(min(gpus_per_node, world_size))
     found = [
@@ -286,7 +286,7 @@ def with_largest_share(
     excess = [p.total - gpu_bytes for p in phases.values()]
     # Only phases that hold the KV cache shrink with vLLM's share.
     of_cache = max((p.total - gpu_bytes for p in phases.values() if p.kv_cache), default=0)
-    if 0 < of_cache and (of_cache == max(excess) or memory.is_apart(config)):
+    if 0 < of_cache and (of_cache == max(excess) or config.rollout.is_apart):
         steps = math.ceil(of_cache / gpu_bytes / SHARE_STEP)
         share = max(SHARE_STEP, round(LARGEST_SHARE - steps * SHARE_STEP, 2))
         config = with_sampler(config, gpu_memory_utilization=share)

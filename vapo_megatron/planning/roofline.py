@@ -245,7 +245,7 @@ def sync_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> flo
     adapters. Meanwhile each rank receives within the node what it is missing of its vLLM shard, and
     then reads and writes that shard. Latencies are left out.
     """
-    if config.rollout.placement == "disaggregated":
+    if config.rollout.is_apart:
         return _sync_between_sides(shape, config, cluster)
     trainer = _Trainer(shape, config, cluster)
     shard = sampler_weight_bytes(shape, config)
