@@ -111,7 +111,7 @@ def files_of(trainer):
     return found
 
 
-def trained(hf, dumped, run_dir, port, algorithm, seed):
+def trained(hf, dumped, run_dir, port, algorithm, seed, behaviour):
     """Of each step what the models said before it, what updates were given, and its metrics.
 
     Before them, what the first policy says, and the files that the models are from.
@@ -125,6 +125,7 @@ def trained(hf, dumped, run_dir, port, algorithm, seed):
         hf,
         model={"critic_hf_path": str(hf.parent / "critic")},
         algorithm=algorithm,
+        rollout={"behaviour": behaviour},
         parallel={"world_size": world_size, "max_tokens_per_microbatch": 24},
         optimizer={
             "actor_learning_rate": 3e-2, "actor_warmup_updates": 8,
@@ -161,23 +162,24 @@ def trained(hf, dumped, run_dir, port, algorithm, seed):
     return first, found, files
 
 
-def run(workers, tmp, algorithm, seed):
+def run(workers, tmp, algorithm, seed, behaviour):
     hf = write_tiny_hf(tmp / "hf", **MODEL)
     write_tiny_hf(tmp / "critic", **MODEL, seed=1)
     workers.run(2, dump, tmp / "replay", [step + 1 for step in STEPS], 2)
-    return workers.run(2, trained, hf, tmp, tmp / "run", free_port(), algorithm, seed)
+    given = (free_port(), algorithm, seed, behaviour)
+    return workers.run(2, trained, hf, tmp, tmp / "run", *given)
 
 
 @pytest.fixture(scope="module")
 def vapo(workers, tmp_path_factory):
     """By rank (the first policy's log-probabilities, each step, each role's files)."""
-    return run(workers, tmp_path_factory.mktemp("vapo"), VAPO, 0)
+    return run(workers, tmp_path_factory.mktemp("vapo"), VAPO, 0, "recomputed")
 
 
 @pytest.fixture(scope="module")
 def grpo(workers, tmp_path_factory):
-    """The same, without a critic."""
-    return run(workers, tmp_path_factory.mktemp("grpo"), GRPO, 1)
+    """The same, without a critic, and with the sampler's log-probabilities as the old ones."""
+    return run(workers, tmp_path_factory.mktemp("grpo"), GRPO, 1, "sampler")
 
 
 def whole(ranks, step, role):
@@ -358,6 +360,7 @@ def test_groups_are_compared_wherever_they_are_trained_on(grpo, step):
             expected = (rewards[position] - fmean(group)) / (stdev(group) + 1e-6)
             length = len(scored[position].rollout.token_ids)
             assert fields["advantages"] == pytest.approx([expected] * length, abs=1e-5), position
+            assert fields["old_logprobs"] == list(scored[position].rollout.logprobs)
             assert fields["loss_mask"] == [1] * length, "a stop token and a cut-off one too"
             assert fields["values"] is fields["returns"] is fields["policy_mask"] is None
     for start in range(0, NUM_RESPONSES, GROUP_SIZE):

@@ -20,6 +20,7 @@ from vapo_megatron.reward.scoring import Judged
 from vapo_megatron.reward.verifier import Verdict
 from vapo_megatron.rollout.carried import CARRIED, CarriedSampling, refuse_carried
 from vapo_megatron.rollout.carry_over import Tally, num_begun, shares
+from vapo_megatron.rollout.disaggregated.source import RemoteSampling
 from vapo_megatron.rollout.lag import lag_metrics, lag_shares, tokens_by_version
 from vapo_megatron.rollout.requests import SamplingSettings, continued_seed
 
@@ -211,8 +212,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
     run.save(1, tmp_path)
     with pytest.raises(CheckpointError, match="3 groups in flight, of 2 responses, but a step has"):
         Replicas(1, 2, 1, 2, 6).each[0].load(1, tmp_path)
-    with pytest.raises(CheckpointError, match=r"carry_over_groups=0 would lose; set it to 1 or"):
-        refuse_carried(tmp_path)
+    apart = object.__new__(RemoteSampling)
+    for resumes in (refuse_carried, lambda checkpoint: apart.resume(1, checkpoint)):
+        with pytest.raises(CheckpointError, match="carry_over_groups=0 would lose; set it to 1 or"):
+            resumes(tmp_path)
 
 
 def test_the_oldest_are_handed_over_and_who_is_due_is_waited_for():

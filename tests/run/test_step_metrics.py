@@ -63,7 +63,7 @@ def on_rank(shares, algorithm, limit):
     entropy = torch.full_like(batch.values, 0.25)
     metrics = step_metrics(summary, batch, entropy, config, place)
     try:
-        metrics |= sampler_difference(batch, limit, place)
+        metrics |= sampler_difference(batch, limit, place, is_stale=True)
     except LogprobsDiffer as error:
         metrics["refused"] = str(error)
     return batch.advantages, batch.returns, metrics
@@ -100,6 +100,9 @@ def test_numbers_by_hand(workers, world_size):
         assert metrics["critic/explained_variance"] == pytest.approx(1 - variance)
         assert metrics["rollout/logprob_diff_mean"] == pytest.approx(0.07 / 6, rel=1e-4)
         assert metrics["rollout/logprob_diff_max"] == pytest.approx(0.04, rel=1e-4)
+        # Ratios 1, e^.01, e^.02, 1, 1, e^.04: their sum 6.071062, that of their squares 6.144299.
+        effective = 6.071062**2 / (6 * 6.144299)
+        assert metrics["rollout/effective_sample_fraction"] == pytest.approx(effective, abs=1e-6)
 
 
 def test_same_as_actor_and_adaptive_lambda(workers):
