@@ -28,6 +28,8 @@ class Arm:
     """Options of the table's trainer."""
     policy_steps: int | None = None
     """Length of its runs; None: the table's."""
+    evaluated_every: int | None = None
+    """Policy steps between its evaluations; None: the table's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,16 +142,17 @@ NO_TOKEN_LEVEL = Arm("without token-level loss", "53", ("algorithm.loss_aggregat
 NO_GROUP_SAMPLING = Arm("without group sampling", "55", ("algorithm.group_size=1",))
 
 
-def _longer(arm: Arm, policy_steps: int) -> Arm:
-    return dataclasses.replace(arm, policy_steps=policy_steps)
+def _curve(arm: Arm, policy_steps: int) -> Arm:
+    """Return the arm with a length of its own, evaluated often enough for a curve."""
+    return dataclasses.replace(arm, policy_steps=policy_steps, evaluated_every=5)
 
 
 LM = "algorithm.positive_lm_coef=0.1"
 KEYS_ARMS = {
     # Long enough to be compared at 5,000 responses.
-    "vapo": _longer(VAPO, 72),
-    "dapo": Arm("DAPO", "50", (NO_VALUE_CHECKPOINT,), "dapo", policy_steps=40),
-    "grpo": Arm("GRPO", "47", (NO_VALUE_CHECKPOINT,), "grpo", policy_steps=72),
+    "vapo": _curve(VAPO, 72),
+    "dapo": _curve(Arm("DAPO", "50", (NO_VALUE_CHECKPOINT,), "dapo"), 40),
+    "grpo": _curve(Arm("GRPO", "47", (NO_VALUE_CHECKPOINT,), "grpo"), 72),
     "oracle": Arm("VAPO with exact values", "", options=("--oracle",)),
     "dapo_lm": Arm("DAPO with the LM loss", "", (NO_VALUE_CHECKPOINT, LM), "dapo"),
     "grpo_lm": Arm("GRPO with the LM loss", "", (NO_VALUE_CHECKPOINT, LM), "grpo"),

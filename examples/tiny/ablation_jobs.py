@@ -136,6 +136,8 @@ def seed_jobs(
         recipe = [f"algorithms/{arm.recipe}.yaml"] if arm.recipe else []
         files = [FILES / name for name in (*table.configs, *recipe)]
         length = [f"algorithm.policy_steps={arm.policy_steps}"] if arm.policy_steps else []
+        if arm.evaluated_every:
+            length.append(f"evaluation.every_steps={arm.evaluated_every}")
         overrides = (*shared, *length, *more, *own, *arm.changes, f"logging.run_dir={out / name}")
         config = load_config(files, overrides)
         needs = ["base", "data", *(["reward_model"] if config.model.critic_hf_path else [])]

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="run_credit_tiny.sh", description=__doc__)
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds 0 .. N-1 (5)")
     parser.add_argument(
-        "--quick", action="store_true", help="30 steps of VAPO, DAPO and GRPO on 20 locks, one seed"
+        "--quick", action="store_true", help="20 steps of VAPO, DAPO and GRPO on 20 locks, one seed"
     )
     parser.add_argument(
         "--forms", nargs="+", choices=FORMS, default=["keys"], help="forms of the task (keys)"

@@ -168,10 +168,14 @@ def test_each_arm_differs_from_vapo_in_what_it_names_and_nothing_else(tmp_path, 
         # What VAPO has already is no change.
         differing = {f: v for f, v in differing.items() if vapo[f] != v}
         fields = [f for f in vapo if vapo[f] != settings.get(f) and not f.startswith("made from")]
-        # Some runs are longer.
-        fields = [f for f in fields if f != "algorithm.policy_steps"]
-        length = arms[name].policy_steps or jobs["value"].settings["algorithm.policy_steps"]
-        assert settings["algorithm.policy_steps"] == length
+        # Some runs are longer, and evaluated more often.
+        of_tables = jobs["value"].settings
+        own = {
+            "algorithm.policy_steps": arms[name].policy_steps,
+            "evaluation.every_steps": arms[name].evaluated_every,
+        }
+        assert {f: settings[f] for f in own} == {f: v or of_tables[f] for f, v in own.items()}
+        fields = [f for f in fields if f not in own]
         assert {field: settings[field] for field in fields} == differing, name
         uses_reward_model = settings["model.critic_hf_path"] is not None
         assert ("seed_3/reward_model" in jobs[name].needs) == uses_reward_model
@@ -180,7 +184,7 @@ def test_each_arm_differs_from_vapo_in_what_it_names_and_nothing_else(tmp_path, 
     assert all(jobs[name].settings["form"] == form for name in ("base", "data"))
     stage = jobs["value"].settings
     changes = {field for field in vapo if vapo[field] != stage.get(field)}
-    assert changes - {"algorithm.policy_steps"} == {
+    assert changes - {"algorithm.policy_steps", "evaluation.every_steps"} == {
         "algorithm.stage", "algorithm.value_pretraining_steps", "evaluation.path",
         "model.critic_checkpoint", "made from value",
         *(change.partition("=")[0] for change in table.value_changes),
