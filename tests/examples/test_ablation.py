@@ -144,7 +144,8 @@ CHANGED_KEYS = {
     "dapo_no_dynamic": {**CHANGED["dapo"], "algorithm.dynamic_sampling": False},
     "sil": {"algorithm.positive_lm_weight": "advantage"},
     "no_values_no_decoupled_gae": {
-        **CHANGED["no_value_pretraining"], **CHANGED["no_decoupled_gae"],
+        **CHANGED["no_value_pretraining"],
+        **CHANGED["no_decoupled_gae"],
     },
 }
 """Against VAPO, written out: the arms read the recipes, and these must not say anything else."""
