@@ -1,11 +1,14 @@
 """Where a value model pays: VAPO, DAPO, GRPO and controls on locks and keys.
 
-    python examples/tiny/credit.py [--seeds 5] [--quick] [--forms FORM ...]
+    python examples/tiny/credit.py [--seeds 5] [--quick | --sensitivity] [--forms FORM ...]
 
 Every seed has a base model, problems and a pretrained critic of its own, which its arms share.
 Ends with tables of held-out accuracy by step and by sampled responses (value pretraining and
 dropped groups count), of how well advantages credit the keys that were chosen, and a page with
 curves. The arms are those of ablation.py --form keys. If interrupted, the same command resumes.
+
+--sensitivity adds runs with other learning rates, group sizes, mini-batches and lambdas
+(credit_sweeps.py), in a page of their own.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+import credit_sweeps  # noqa: E402
 from ablation_arms import TABLES, Arm  # noqa: E402
 from ablation_jobs import Job, is_finished, require_unchanged, seed_jobs  # noqa: E402
 from ablation_runner import locked, run_jobs  # noqa: E402
-from credit_page import by_lock, charts, html_table, page, side_by_side  # noqa: E402
+from credit_page import by_lock, charts, html_table, lead, page, side_by_side  # noqa: E402
 from credit_table import Result, by_responses, by_step, of_credit, read_result  # noqa: E402
 
 from vapo_megatron.cli.command import Parser, run  # noqa: E402
@@ -43,13 +47,21 @@ MAIN = ("vapo", "dapo", "grpo")
 SHOWN_STEP = 5
 """Step whose responses are shown."""
 
+Results = dict[str, dict[int, Result]]
+"""Of a form's finished runs, by arm and seed."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run unfinished jobs, write tables and pages; return 1 if a job failed."""
     parser = Parser(prog="run_credit_tiny.sh", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds 0 .. N-1 (5)")
+    parser.add_argument(
+        "--seeds", type=int, metavar="N", help="seeds 0 .. N-1 (5; with --sensitivity 2)"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="20 steps of VAPO, DAPO and GRPO on 20 locks, one seed"
+    )
+    parser.add_argument(
+        "--sensitivity", action="store_true", help="other settings of the main arms, 20 steps each"
     )
     parser.add_argument(
         "--forms", nargs="+", choices=FORMS, default=["keys"], help="forms of the task (keys)"
@@ -71,14 +83,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _credit(args: argparse.Namespace) -> int:
-    if args.jobs < 1 or args.seeds < 1:
-        raise UserError(f"--jobs {args.jobs} and --seeds {args.seeds} must be at least 1")
+    if args.quick and args.sensitivity:
+        raise UserError("--quick and --sensitivity: give one of them")
+    seeds = range((2 if args.sensitivity else 5) if args.seeds is None else args.seeds)
+    if args.jobs < 1 or not seeds:
+        raise UserError(f"--jobs {args.jobs} and --seeds {len(seeds)} must be at least 1")
     started = time.monotonic()
     root = (args.out or Path("runs/credit_quick" if args.quick else "runs/credit")).resolve()
-    seeds = range(1 if args.quick else args.seeds)
     forms = ["keys"] if args.quick else [form for form in FORMS if form in args.forms]
     arms = {form: arms_of(form, quick=args.quick) for form in forms}
-    jobs = all_jobs(root, seeds, arms, args.overrides)
+    if args.sensitivity:
+        arms = sensitivity_arms()
+    jobs = all_jobs(root, seeds[:1] if args.quick else seeds, arms, args.overrides)
     with locked(root) as lock:
         require_unchanged(jobs, rerun=args.rerun)
         try:
@@ -92,11 +108,24 @@ def _credit(args: argparse.Namespace) -> int:
                 finished=lambda job: _outcome(job, jobs),
             )
         finally:  # Also after an interrupt.
-            _write(root, seeds, arms, jobs)
+            write = _write_sensitivity if args.sensitivity else _write
+            write(root, arms, _finished(arms, jobs))
     print(f"{format_seconds(time.monotonic() - started)} in this invocation")
     for name, why in failures.items():
         print(f"{name}: {why}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def sensitivity_arms() -> dict[str, dict[str, Arm]]:
+    """Return the arms of each form that sweeps compare, and what they change of them."""
+    swept = credit_sweeps.swept_arms()
+    return {
+        form: {
+            **{name: TABLES[form].arms[name] for name in MAIN if name in TABLES[form].arms},
+            **of_form,
+        }
+        for form, of_form in swept.items()
+    }
 
 
 def arms_of(form: str, *, quick: bool) -> dict[str, Arm]:
@@ -138,21 +167,22 @@ def _result(job: Job) -> Result:
     return read_result(job.out, value if has_value else None)
 
 
-def _write(
-    root: Path, seeds: Sequence[int], arms: Mapping[str, Mapping[str, Arm]], jobs: Sequence[Job]
-) -> None:
+def _finished(arms: Mapping[str, Mapping[str, Arm]], jobs: Sequence[Job]) -> dict[str, Results]:
+    """Return the results of the runs that are finished, by form, arm and seed."""
+    found: dict[str, Results] = {form: {name: {} for name in arms[form]} for form in arms}
+    for job in jobs:
+        form, seed, name = job.name.split("/")
+        if name in found[form] and is_finished(job):
+            found[form][name][int(seed.removeprefix("seed_"))] = _result(job)
+    return {form: {n: runs for n, runs in of.items() if runs} for form, of in found.items()}
+
+
+def _write(root: Path, arms: Mapping[str, Mapping[str, Arm]], found: Mapping[str, Results]) -> None:
     """Write each form's table and page of what is finished."""
-    by_name = {job.name: job for job in jobs}
-    for form, of_form in arms.items():
-        runs: dict[str, dict[int, Result]] = {}
-        for name in of_form:
-            for seed in seeds:
-                job = by_name[f"{form}/seed_{seed}/{name}"]
-                if is_finished(job):
-                    runs.setdefault(name, {})[seed] = _result(job)
+    for form, runs in found.items():
         if not runs:
             continue
-        begun = {name: arm for name, arm in of_form.items() if name in runs}
+        begun = {name: arm for name, arm in arms[form].items() if name in runs}
         tables = {
             "Held-out accuracy by step": by_step(begun, runs),
             "Held-out accuracy by sampled responses": by_responses(begun, runs),
@@ -162,7 +192,8 @@ def _write(
         replace_file(root / form / "table.md", f"# Locks and keys: {FORMS[form]}\n\n{text}")
         replace_file(root / form / "curves.svg", charts(begun, runs))
         main_arms = {name: begun[name] for name in MAIN if name in begun}
-        seed = min(seed for found in runs.values() for seed in found)
+        replace_file(root / form / "lead.svg", lead(main_arms, runs))
+        seed = min(seed for of_arm in runs.values() for seed in of_arm)
         shown = {
             begun[name].title: root / form / f"seed_{seed}" / name
             for name in ("vapo", "grpo") if name in begun
@@ -177,6 +208,24 @@ def _write(
         title = f"Where a value model pays: {FORMS[form]}"
         replace_file(root / form / "credit.html", page(title, sections))
         print(f"\n{text}\n{root / form / 'table.md'}\n{root / form / 'credit.html'}")
+
+
+def _write_sensitivity(
+    root: Path, arms: Mapping[str, Mapping[str, Arm]], found: Mapping[str, Results]
+) -> None:
+    """Write the sweeps' table and page of what is finished."""
+    tables = {
+        "Each value": credit_sweeps.table(found),
+        "Best against best": credit_sweeps.best_against_best(found),
+    }
+    text = "\n".join(f"## {title}\n\n{table}" for title, table in tables.items())
+    replace_file(root / "sensitivity.md", f"# Sensitivity to settings\n\n{text}")
+    charts_of_all = credit_sweeps.charts(found)
+    replace_file(root / "sensitivity.svg", charts_of_all)
+    sections = [("Small multiples", charts_of_all)]
+    sections += [(title, html_table(table)) for title, table in tables.items()]
+    replace_file(root / "sensitivity.html", page("Sensitivity to settings", sections))
+    print(f"\n{text}\n{root / 'sensitivity.md'}\n{root / 'sensitivity.html'}")
 
 
 if __name__ == "__main__":

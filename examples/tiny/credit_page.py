@@ -39,6 +39,16 @@ def curves_of_credit(runs: Mapping[int, Result], name: str) -> list[Curve]:
     ]
 
 
+def lead(arms: Mapping[str, Arm], runs: Runs) -> str:
+    """Return the SVG of accuracy by sampled responses alone."""
+    lines = [
+        Line(arms[name].title, COLORS[i], [r.by_responses for _, r in sorted(runs[name].items())])
+        for i, name in enumerate(arms)
+    ]
+    title = "responses sampled, those of value pretraining and of dropped groups included"
+    return draw([Panel("held-out accuracy", title, lines)], columns=1)
+
+
 def charts(arms: Mapping[str, Arm], runs: Runs) -> str:
     """Return the SVG of accuracy by step and by responses, and of credit by step."""
     colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(arms)}

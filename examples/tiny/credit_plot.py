@@ -32,6 +32,8 @@ class Panel:
     lines: Sequence[Line]
     low: float = 0.0
     high: float = 1.0
+    ticks: Sequence[tuple[float, str]] = ()
+    """Places and labels on the x axis; none: five numbers from 0."""
 
 
 def mean_and_band(curves: Sequence[Curve]) -> list[tuple[float, float, float, float]]:
@@ -101,9 +103,10 @@ def _panel(panel: Panel, left: float, top: float) -> list[str]:
             f'class="grid"/><text x="{left - 6}" y="{y(value) + 4:.1f}" text-anchor="end">'
             f"{value:.2g}</text>"
         )
-        place = longest * i / 4
+    fifths = [longest * i / 4 for i in range(5)]
+    for place, label in panel.ticks or [(place, f"{place:,.0f}") for place in fifths]:
         parts.append(
-            f'<text x="{x(place):.1f}" y="{bottom + 17}" text-anchor="middle">{place:,.0f}</text>'
+            f'<text x="{x(place):.1f}" y="{bottom + 17}" text-anchor="middle">{label}</text>'
         )
     for line, points in bands:
         if not points:

@@ -135,7 +135,7 @@ def by_step(arms: Mapping[str, Arm], runs: Runs) -> str:
         cells = [_cell(runs, name, lambda r, s=step: at(r.by_step, s), ".3f") for step in STEPS]
         last = _measured(runs, name, lambda r: r.by_step[-1][1])
         rows.append([arm.title, *cells, " ".join(f"{v:.3f}" for v in last), arm.paper])
-    return _markdown(names, rows)
+    return markdown(names, rows)
 
 
 def by_responses(arms: Mapping[str, Arm], runs: Runs) -> str:
@@ -150,7 +150,7 @@ def by_responses(arms: Mapping[str, Arm], runs: Runs) -> str:
         to_level += f", never in {missing}" if missing else ""
         whole = spread(_measured(runs, name, lambda r: r.by_responses[-1][0]), ".0f")
         rows.append([arm.title, *cells, to_level, whole])
-    return _markdown(names, rows)
+    return markdown(names, rows)
 
 
 CREDIT = {
@@ -198,10 +198,11 @@ def of_credit(arms: Mapping[str, Arm], runs: Runs) -> str:
             cells.append(" ".join(means) if set(means) != {"-"} else "-")
         rows.append([arm.title, *cells])
     parts = ", ".join(f"{a} to {b}" for a, b in PARTS)
-    return _markdown(names, rows) + f"\nMeans over the steps {parts}.\n"
+    return markdown(names, rows) + f"\nMeans over the steps {parts}.\n"
 
 
-def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(lines) + "\n"
