@@ -128,7 +128,7 @@ def settings_of(hf, tmp, name, policy_steps):
         algorithm={
             "value_pretraining_steps": 1, "policy_steps": policy_steps, "dynamic_sampling": True,
         },
-        rollout={"temperature": 0.8, "max_logprob_difference": None},
+        rollout={"temperature": 0.8, "max_logprob_difference": None, "shared_queue": True},
         optimizer={"actor_learning_rate": 1e-2, "actor_warmup_updates": 0},
         data={"train_path": str(tmp / "train.jsonl"), "shuffle": False},
         evaluation={
@@ -195,7 +195,7 @@ def straight(workers, inputs):
     return done
 
 
-TRAINING = SamplingSettings(0.8, 1.0, -1, 12, "train", whole_groups=True)
+TRAINING = SamplingSettings(0.8, 1.0, -1, 12, "train", whole_groups=True, shared=True)
 EVALUATION = SamplingSettings(0.6, 0.9, 5, 12, "evaluation", whole_groups=True)
 
 

@@ -43,6 +43,14 @@ REFUSED = [
         "carry_over_groups=2 must not be combined with rollout.max_logprob_difference=0.1: older",
     ),
     (["rollout.max_lag=0"], "rollout.max_lag"),
+    (
+        [*CARRIES, "rollout.shared_queue=true"],
+        "shared_queue=true must not be combined with rollout.carry_over_groups=2, which cuts",
+    ),
+    (
+        [*STEP, "rollout.shared_queue=true", "rollout.max_num_sequences=8"],
+        "needs rollout.max_num_sequences=8 of at least algorithm.group_size=16: engines take whole",
+    ),
 ]
 
 

@@ -130,6 +130,18 @@ def test_lag_0_is_the_colocated_run(launch, given, tmp_path):
 
 
 @pytest.mark.slow
+def test_replicas_that_share_a_list_train_the_same_model(launch, given, tmp_path):
+    """The trainers' own log-probabilities are the old ones, so who samples what leaves no trace."""
+    more = [*APART, "rollout.num_processes=2", "rollout.lag=1", "rollout.max_num_sequences=4"]
+    for name, shares in (("equal", "false"), ("shared", "true")):
+        queue = [f"rollout.shared_queue={shares}", into(tmp_path / name)]
+        ended(launch(main, [*given, *more, *queue], world_size=3))
+        check_lags(tmp_path / name, 1)
+    models = [tmp_path / name / "hf_export/model.safetensors" for name in ("equal", "shared")]
+    assert models[0].read_bytes() == models[1].read_bytes()
+
+
+@pytest.mark.slow
 def test_lag_2_is_the_same_every_time(launch, given, tmp_path):
     for name in ("first", "second"):
         more = [*APART, "rollout.num_processes=2", "rollout.lag=2", into(tmp_path / name)]

@@ -57,6 +57,26 @@ def placement_rule(c: VapoConfig) -> str | None:
     return None
 
 
+def shared_queue_rule(c: VapoConfig) -> str | None:
+    """What engines that take their groups from one list need."""
+    r, group_size = c.rollout, c.algorithm.group_size
+    if not r.shared_queue:
+        return None
+    if r.carry_over_groups:
+        return (
+            "rollout.shared_queue=true must not be combined with rollout.carry_over_groups="
+            f"{r.carry_over_groups}, which cuts responses by each engine's own counts; set "
+            "shared_queue=false, or carry_over_groups=0"
+        )
+    if r.max_num_sequences < group_size:
+        return (
+            f"rollout.shared_queue=true needs rollout.max_num_sequences={r.max_num_sequences} of "
+            f"at least algorithm.group_size={group_size}: engines take whole groups; raise it, or "
+            "set shared_queue=false"
+        )
+    return None
+
+
 def carry_over_rule(c: VapoConfig) -> str | None:
     """What goes together with groups that are in flight over several steps."""
     r, num_prompts = c.rollout, c.algorithm.num_prompts

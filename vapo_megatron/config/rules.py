@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from vapo_megatron.config.data import FileConfig, files_mistake, sources_mistake
 from vapo_megatron.config.reward import HYBRID, REWARD_MODEL, reward_mistakes, reward_range
-from vapo_megatron.config.rollout_rules import behaviour_rule, carry_over_rule, placement_rule
+from vapo_megatron.config.rollout_rules import (
+    behaviour_rule,
+    carry_over_rule,
+    placement_rule,
+    shared_queue_rule,
+)
 from vapo_megatron.config.schema import VapoConfig
 from vapo_megatron.errors import ConfigError
 
@@ -340,7 +345,8 @@ def _precision_rule(c: VapoConfig) -> str | None:
 
 
 _RULES = (
-    _layout_rule, placement_rule, carry_over_rule, _pipeline_rule, _batch_rule, _lambda_rule,
+    _layout_rule, placement_rule, carry_over_rule, shared_queue_rule, _pipeline_rule, _batch_rule,
+    _lambda_rule,
     _estimator_rule, _stage_rule, _sampling_rule, _reward_rule, _verifier_rule, _reward_model_rule,
     _value_bound_rule, _timeouts_rule, _precision_rule, _dynamic_sampling_rule,
     _sources_rule, _policy_loss_rule, behaviour_rule, _critic_prompt_rule,

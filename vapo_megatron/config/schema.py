@@ -204,6 +204,12 @@ class RolloutConfig(Section):
         0.5, "Fraction of GPU memory for vLLM when kv_cache_bytes is null.", gt=0, le=1
     )
     max_num_sequences: int = _field(256, "Responses that one engine samples concurrently.", ge=1)
+    shared_queue: bool = _field(
+        False,
+        "Engines take the groups of a step from one list as they have room among their "
+        "max_num_sequences, so that a slow one does not hold up the others; false: each samples an "
+        "equal share.",
+    )
     enforce_eager: bool | None = _field(
         None, "Disable CUDA graphs; null: true on a CPU, false on a GPU."
     )

@@ -44,6 +44,8 @@ class SamplingSettings:
     """One replica samples all responses to a prompt, at the cost of a less even split."""
     round: int = 0
     """Number of the call within a step; each round has its own random numbers."""
+    shared: bool = False
+    """Replicas take groups from one list as they become free; False: each has an equal share."""
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not self.temperature >= SMALLEST_TEMPERATURE:

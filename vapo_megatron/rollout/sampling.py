@@ -106,6 +106,7 @@ class Sampling(RolloutSource):
             seed_role="train",
             # So that each rank keeps whole groups when groups are dropped.
             whole_groups=algorithm.dynamic_sampling,
+            shared=rollout.shared_queue,
         )
         self._carried: CarriedSampling | None = None
         if rollout.carry_over_groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import hashlib
 import itertools
@@ -113,7 +114,9 @@ def odd_completions(tmp: Path) -> list:
     engine._max_response_tokens, engine._seed = MAX_RESPONSE, SEED
     engine.stop_token_ids, engine._asleep = (2,), set()
     engine.replica, engine.num_replicas, engine.policy_version = 0, 1, 7
-    engine._complete = lambda requests, keep, *_: [keep(*c) for c in reversed(completions.items())]
+    engine._complete = lambda more, keep, *_, **__: [
+        keep(*c) for c in reversed(completions.items())
+    ]
     engine.keeps_rollouts, finished = True, []
     returned = engine.generate(prompts(3, 2), 2, 1, settings(), 7, on_finished=finished.append)
     return returned, [r.position for r in finished]
@@ -198,6 +201,23 @@ def _limits(engine, step: int) -> dict[str, Any]:
     return found
 
 
+def _shared(engine, ask: list) -> list:
+    """The same requests from one list, six at once; the second replica waits for the first."""
+    import torch.distributed as dist
+
+    one, store = engine._llm.llm_engine, dist.distributed_c10d._get_default_store()
+    step, engine._at_once, engine._store = one.step, 6, store
+    if engine.replica == 1:
+        one.step = lambda: [store.wait(["first replica is done"]), step()][1]
+    counts: list = []
+    asked = dataclasses.replace(settings(), shared=True)
+    taken = engine.generate(ask, 3, 1, asked, 3, lambda *count: counts.append(count))
+    if engine.replica == 0:
+        store.set("first replica is done", "")
+    one.step, engine._at_once, engine._store = step, 256, None
+    return taken, counts
+
+
 def two_replicas(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:
     """World 2, TP=1: two engines that never talk to each other."""
     import torch
@@ -228,6 +248,8 @@ def two_replicas(tmp: Path, first_path: Path, second_path: Path) -> dict[str, An
         )  # fmt: skip
         found["generate"] = (before, process_state())
         found["progress"] = calls
+
+        found["shared"] = _shared(engine, ask)
 
         # Half of the problems, turned round: other neighbours and, for most, the other replica.
         found["elsewhere"] = engine.generate(
@@ -267,7 +289,7 @@ def one_replica(tmp: Path, path: Path) -> dict[str, Any]:
     import torch.distributed as dist
 
     from tests.rollout.vllm.sleep_jobs import woken_by_sync
-    from vapo_megatron.rollout.vllm import engine as engine_module
+    from vapo_megatron.rollout.vllm import running
 
     poison_sleep()
     rank = dist.get_rank()
@@ -284,7 +306,7 @@ def one_replica(tmp: Path, path: Path) -> dict[str, Any]:
     engine.load_weights(all_weights, 0)
     ask = prompts(32, group_size=2)
     # One rank has no time after some tokens; what is sampled next shows nothing of it.
-    engine_module.TOKENS_BETWEEN_QUESTIONS = 4
+    running.TOKENS_BETWEEN_QUESTIONS = 4
     questions: list[int] = []
 
     def has_time() -> bool:
@@ -297,6 +319,9 @@ def one_replica(tmp: Path, path: Path) -> dict[str, Any]:
     found["greedy"] = engine.generate(ask[::2], 1, 1, settings(0), 0)
     engine.keeps_rollouts = keeps
     found["kept"] = len(engine.generate(ask, 2, 1, settings(), 0))
+    engine._at_once, engine._store = 8, dist.distributed_c10d._get_default_store()
+    found["shared"] = engine.generate(ask, 2, 1, dataclasses.replace(settings(), shared=True), 0)
+    engine._at_once, engine._store = 256, None
     engine.keeps_rollouts = True
     engine.sleep()
     engine.load_weights(all_weights, 1)

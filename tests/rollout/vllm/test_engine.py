@@ -187,6 +187,31 @@ def test_a_request_samples_the_same_tokens_whatever_its_batch_and_replica(found)
     assert moved == 9
 
 
+def check_same_tokens(rollouts, expected):
+    """The same but for log-probabilities, which depend on the batch in their last digits."""
+    largest = 0.0
+    for one, other in zip(rollouts, expected, strict=True):
+        assert dataclasses.replace(one, logprobs=other.logprobs) == other
+        differences = torch.tensor(one.logprobs) - torch.tensor(other.logprobs)
+        largest = max(largest, float(differences.abs().max()))
+    assert largest < 1e-5, largest
+    print(f"log-probabilities differ by at most {largest:.1e}")
+
+
+def test_a_replica_that_stands_still_holds_up_only_what_it_began_with(found):
+    (taken, counts), (late, _) = (f["shared"] for f in found)
+    assert [r.position for r in late] == list(range(18, 24))
+    assert [r.position for r in taken] == [*range(18), *range(24, 36)]
+    check_same_tokens(sorted(taken + late, key=lambda r: r.position), both(found, "sampled"))
+    # First its equal share is expected, then as many as it has begun.
+    assert counts[0][1] == 18 and counts[-1] == (30, 30)
+
+
+def test_the_ranks_of_a_replica_take_from_a_list_together(found_tp2):
+    check_same_tokens(found_tp2[0]["shared"], found_tp2[0]["sampled"])
+    assert found_tp2[1]["shared"] == []
+
+
 def test_samples_steps_and_roles_differ(found):
     sampled = both(found, "sampled")
     assert len({(r.prompt.index, *r.token_ids) for r in sampled}) == len(sampled)

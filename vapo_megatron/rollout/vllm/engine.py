@@ -15,28 +15,22 @@ vLLM assumes that it owns the process; process.py undoes or replaces what would 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.config import RolloutConfig
 from vapo_megatron.data.batch import Prompt, Rollout
-from vapo_megatron.errors import ConfigError, Stopped
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.parallel import store
 from vapo_megatron.rollout.inputs import Inputs
-from vapo_megatron.rollout.requests import (
-    TOKENS_BETWEEN_QUESTIONS,
-    SamplingSettings,
-    assign,
-    max_model_len,
-    request_seeds,
-)
+from vapo_megatron.rollout.requests import SamplingSettings, max_model_len, request_seeds
+from vapo_megatron.rollout.shared_queue import SharedQueue, divide
 from vapo_megatron.rollout.vllm.arguments import engine_arguments
 from vapo_megatron.rollout.vllm.interface import (
     FINALIZER,
@@ -62,17 +56,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     check_imports()
 
-    import vllm.distributed.parallel_state as vllm_groups
-    from vllm import LLM, RequestOutput, SamplingParams
-    from vllm.inputs.engine import tokens_input
+    from vllm import LLM
     from vllm.platforms import current_platform
 
-    from vapo_megatron.rollout.vllm.completions import (
-        check_head_dim,
-        request,
-        sampled,
-        unfinished,
-    )
+    from vapo_megatron.rollout.vllm.completions import check_head_dim, request, sampled
     from vapo_megatron.rollout.vllm.process import (
         adapt_vllm,
         name_run,
@@ -80,6 +67,7 @@ with warnings.catch_warnings():
         random_state_kept,
         unlink_shared_memory,
     )
+    from vapo_megatron.rollout.vllm.running import Request, added, complete
 
 
 class RolloutEngine:
@@ -141,6 +129,8 @@ class RolloutEngine:
         # At interpreter exit the process groups that it destroys may already be gone.
         reach(self._llm, FINALIZER).atexit = False
         unlink_shared_memory(run_name, self.replica * tp_size, tp_size)
+        self._at_once = rollout.max_num_sequences
+        self._store = store.own_connection() if rollout.shared_queue else None
         self._closed = False
         self._asleep: set[str] = set()
 
@@ -206,12 +196,12 @@ class RolloutEngine:
         has_time: Callable[[], bool] | None = None,
         on_finished: Callable[[Rollout], None] | None = None,
     ) -> list[Rollout]:
-        """Sample this replica's share of a step.
+        """Sample this replica's share of a step, or of what replicas share of one.
 
         Args:
             prompts: of the whole step, the same on every rank of the world, each group_size times.
             group_size, step: see request_seeds.
-            sampling: temperature, limits, and the number of the sampling round.
+            sampling: temperature, limits, the number of the sampling round, and who samples what.
             policy_version: must be the engine's.
             on_progress: called with (finished, all) of this replica's responses as they finish.
             has_time: checked periodically; None: there always is.
@@ -235,12 +225,15 @@ class RolloutEngine:
             role=sampling.seed_role,
             round=sampling.round,
         )
-        unit = group_size if sampling.whole_groups else 1
-        positions = assign(len(prompts), self.num_replicas, unit)[self.replica]
-        requests = [
-            (p, prompts[p].token_ids, request(sampling, self.stop_token_ids, seeds[p]))
-            for p in positions
-        ]
+        unit = group_size if sampling.whole_groups or sampling.shared else 1
+        queue = self._queue(len(prompts), unit, step, sampling)
+
+        def more(room: int) -> list[Request]:
+            return [
+                (p, prompts[p].token_ids, request(sampling, self.stop_token_ids, seeds[p]))
+                for p in queue.take(room)
+            ]
+
         rollouts: dict[int, Rollout] = {}
 
         def keep(position: int, completion: Any) -> None:
@@ -253,9 +246,22 @@ class RolloutEngine:
                 if on_finished is not None:
                     on_finished(rollout)
 
-        with random_state_kept():
-            self._complete(requests, keep, on_progress, has_time)
-        return [rollouts[p] for p in positions if p in rollouts]
+        expected = len(prompts) // self.num_replicas
+        self._complete(more, keep, on_progress, has_time, expected=expected)
+        return [rollouts[p] for p in sorted(rollouts)]
+
+    def _queue(
+        self, num_requests: int, unit: int, step: int, sampling: SamplingSettings
+    ) -> SharedQueue:
+        """Return what this replica samples of a round: its share, or from one list."""
+        at_once = self._at_once if sampling.shared else num_requests
+        first, rest = divide(num_requests, self.num_replicas, unit, at_once)
+
+        def add(wanted: int) -> int:
+            assert self._store is not None, "rollout.shared_queue is off"
+            return added(self._store, f"queue/{step}/{sampling.round}", wanted)
+
+        return SharedQueue(first[self.replica], rest, add)
 
     def go_on(
         self,
@@ -301,8 +307,11 @@ class RolloutEngine:
                 raise RuntimeError(f"vLLM gave up a response: {completion.finish_reason}")
             on_finished(self._ended(held.pop(position), completion))
 
-        with random_state_kept():
-            cut = self._complete(requests, keep, on_progress, has_time, is_enough)
+        # All at once.
+        parts, number = iter([requests]), len(requests)
+        cut = self._complete(
+            lambda room: next(parts, []), keep, on_progress, has_time, is_enough, expected=number
+        )
         for position, completion in cut.items():
             so_far = held[position].extended(*sampled(completion), policy_version, truncated=False)
             held[position] = so_far
@@ -338,53 +347,14 @@ class RolloutEngine:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM's prefix cache is in use between two calls of generate")
 
-    def _complete(
-        self,
-        requests: Sequence[tuple[int, Sequence[int], SamplingParams]],
-        keep: Callable[[int, Any], None],
-        on_progress: Callable[[int, int], None] | None,
-        has_time: Callable[[], bool] | None,
-        is_enough: Callable[[], bool] = lambda: False,
-    ) -> dict[int, Any]:
-        """Run requests (position, prompt, parameters); give `keep` each completion as it ends.
-
-        vLLM's own lists and objects, 200 bytes a token, are gone once `keep` returns. Returns what
-        there is of those that are cut, by position, because it is enough.
-        """
-        engine = self._llm.llm_engine
+    def _complete(self, *asked: Any, expected: int, **rest: Any) -> dict[int, Any]:
+        """Run requests with the engine's weights; see running.complete."""
         # A resumed run has no cached prefixes either, and must sample the same.
         self._forget_prefixes()
-        names = []
-        finished = 0
-        try:
-            for position, token_ids, parameters in requests:
-                names.append(str(position))
-                engine.add_request(names[-1], tokens_input(list(token_ids)), parameters)
-            tokens = itertools.count()
-            while engine.has_unfinished_requests() and not is_enough():
-                if has_time is not None and next(tokens) % TOKENS_BETWEEN_QUESTIONS == 0:
-                    self._stop_unless(has_time())
-                outputs = engine.step()
-                for output in outputs:
-                    assert isinstance(output, RequestOutput)
-                    keep(int(output.request_id), output.outputs[0])
-                finished += len(outputs)
-                if on_progress is not None and outputs:
-                    on_progress(finished, len(requests))
-            cut = {int(name): completion for name, completion in unfinished(engine).items()}
-            if cut:
-                engine.abort_request(names)
-            return cut
-        except BaseException:
-            engine.abort_request(names)
-            raise
-
-    def _stop_unless(self, has_time: bool) -> None:
-        """Raise Stopped on all ranks of the replica together, so that their collectives match."""
-        lacks_time = torch.tensor(not has_time, dtype=torch.int32)
-        dist.all_reduce(lacks_time, dist.ReduceOp.MAX, group=vllm_groups.get_tp_group().cpu_group)
-        if lacks_time:
-            raise Stopped
+        with random_state_kept():
+            return complete(
+                self._llm.llm_engine, *asked, at_once=self._at_once, expected=expected, **rest
+            )
 
     def _ended(self, begun: Rollout, completion: Any) -> Rollout:
         """Return a response that vLLM has finished, from what there was of it before."""

@@ -1,0 +1,103 @@
+"""Runs a replica's requests token by token; what its ranks have to agree on meanwhile.
+
+Imported by engine.py alone, once vLLM may be imported.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import vllm.distributed.parallel_state as vllm_groups
+from vllm import RequestOutput, SamplingParams
+from vllm.inputs.engine import tokens_input
+
+from vapo_megatron.errors import Stopped
+from vapo_megatron.rollout.requests import TOKENS_BETWEEN_QUESTIONS
+from vapo_megatron.rollout.vllm.completions import unfinished
+
+Request = tuple[int, Sequence[int], SamplingParams]
+"""Position, prompt and parameters."""
+
+
+def complete(
+    engine: Any,
+    more: Callable[[int], Sequence[Request]],
+    keep: Callable[[int, Any], None],
+    on_progress: Callable[[int, int], None] | None,
+    has_time: Callable[[], bool] | None,
+    is_enough: Callable[[], bool] = lambda: False,
+    *,
+    at_once: int,
+    expected: int,
+) -> dict[int, Any]:
+    """Run requests; give `keep` each completion as it ends.
+
+    vLLM's own lists and objects, 200 bytes a token, are gone once `keep` returns.
+
+    Args:
+        engine: an LLMEngine.
+        more: asked for requests at the start, and whenever some have ended: how many it has room
+            for beyond those that run. All there are, or none if there will be no more.
+        keep: takes position and completion.
+        on_progress, has_time: see RolloutEngine.generate.
+        is_enough: asked after every token; the same on all ranks of the replica.
+        at_once: responses that there is room for.
+        expected: number of requests, to show.
+
+    Returns:
+        What there is of those that are cut because it is enough, by position.
+
+    Raises:
+        Stopped: on all ranks of the replica: one of them has no time left.
+    """
+    names: list[str] = []
+    finished = 0
+
+    def begin() -> None:
+        for position, token_ids, parameters in more(at_once - (len(names) - finished)):
+            names.append(str(position))
+            engine.add_request(names[-1], tokens_input(list(token_ids)), parameters)
+
+    try:
+        begin()
+        tokens = itertools.count()
+        while engine.has_unfinished_requests() and not is_enough():
+            if has_time is not None and next(tokens) % TOKENS_BETWEEN_QUESTIONS == 0:
+                _stop_unless(has_time())
+            outputs = engine.step()
+            for output in outputs:
+                assert isinstance(output, RequestOutput)
+                keep(int(output.request_id), output.outputs[0])
+            finished += len(outputs)
+            if outputs:
+                begin()
+                if on_progress is not None:
+                    on_progress(finished, max(expected, len(names)))
+        cut = {int(name): completion for name, completion in unfinished(engine).items()}
+        if cut:
+            engine.abort_request(names)
+        return cut
+    except BaseException:
+        engine.abort_request(names)
+        raise
+
+
+def _stop_unless(has_time: bool) -> None:
+    """Raise Stopped on all ranks of the replica together, so that their collectives match."""
+    lacks_time = torch.tensor(not has_time, dtype=torch.int32)
+    dist.all_reduce(lacks_time, dist.ReduceOp.MAX, group=vllm_groups.get_tp_group().cpu_group)
+    if lacks_time:
+        raise Stopped
+
+
+def added(store: dist.Store, key: str, number: int) -> int:
+    """Add to a number in the store, once for the replica; return the sum, on all its ranks."""
+    group, total = vllm_groups.get_tp_group().cpu_group, torch.zeros(1, dtype=torch.int64)
+    if dist.get_rank(group) == 0:
+        total += store.add(key, number)
+    dist.all_reduce(total, group=group)
+    return int(total)
