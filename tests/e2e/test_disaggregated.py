@@ -15,7 +15,9 @@ from tests.dumped import NUM_RESPONSES
 from tests.e2e.sampled_run import ended, into, kept, options, wait_for_row
 from tests.e2e.test_run import rows
 from vapo_megatron.cli.train import main
+from vapo_megatron.config.phases import Span
 from vapo_megatron.rollout.dump import read_file
+from vapo_megatron.run.directory import read_rows
 
 STEPS, SAVED_AT = 5, 2
 APART = ["rollout.placement=disaggregated", "rollout.num_processes=1"]
@@ -86,6 +88,25 @@ def test_a_killed_run_with_lag_1_goes_on_bit_by_bit(launch, given, tmp_path):
     assert "resumed" in ended(launch(main, command, world_size=2)).stdout
     assert [kept(run_dir, step) for step in range(SAVED_AT + 1, last + 1)] == made
     check_lags(run_dir, 1, STEPS)
+    check_timeline(run_dir)
+
+
+def check_timeline(run_dir):
+    """A row a step; the sampler is at a step before the trainer is done with the one before it."""
+    sides = [
+        {side: [Span(*span) for span in row[side]] for side in ("trainer", "sampler")}
+        for row in read_rows(run_dir / "timeline.jsonl")
+    ]
+    assert len(sides) == STEPS + 1
+    sampled = {s.step: s for row in sides for s in row["sampler"] if s.phase == "generation"}
+    updated = {s.step: s for row in sides for s in row["trainer"] if s.phase == "critic_update"}
+    assert set(updated) == set(range(1, STEPS + 1))
+    ahead = [step for step in updated if step + 1 in sampled]
+    assert any(sampled[step + 1].begin < updated[step].end for step in ahead)
+    # Each side's clock goes forward.
+    for spans in (sampled, updated):
+        begins = [spans[step].begin for step in sorted(spans)]
+        assert begins == sorted(begins)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Whole runs under torchrun, with vLLM and verifier processes, that are signalled or lose a rank.
 
-Seeded moments all over a run are tests/run_faults.sh's. Not exercised: several nodes.
+Colocated on two tensor-parallel ranks, and one step off: rank 0 trains and rank 1 samples. Seeded
+moments all over a run are tests/run_faults.sh's. Not exercised: several nodes.
 """
 
 import os
@@ -27,8 +28,20 @@ from tests.workers import free_port
 pytestmark = pytest.mark.slow
 
 
+APART = [
+    "--config", "examples/configs/one_step_off.yaml", "rollout.num_processes=1",
+    "parallel.world_size=1", "parallel.tensor_model_parallel_size=1",
+    "parallel.sequence_parallel=false",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["colocated", "one step off"])
+def placement(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def given(tmp_path_factory):
+def given(placement, tmp_path_factory):
     """A model and problems, as overrides, for four steps with a checkpoint after each."""
     out = tmp_path_factory.mktemp("given")
     sizes = ("--train", "200", "--test", "24", "--seed", "0")
@@ -36,6 +49,7 @@ def given(tmp_path_factory):
     return [
         *SMALL, *ON_TWO, base_model(out / "base", 30), f"data.train_path={out}/data/train.jsonl",
         f"evaluation.path={out}/data/test.jsonl", "checkpoint.every_steps=1",
+        *(APART if placement == "one step off" else []),
     ]  # fmt: skip
 
 
@@ -54,8 +68,8 @@ def command(given, run_dir, *more):
 
 
 def places(said):
-    """Where rank 1 was each time when it was said to be dead or stopped: phase and step."""
-    return re.findall(r"error: rank 1 \(.*?\) in (.+?) is dead or stopped, silent for", said)
+    """Where a rank was each time when it was said to be dead or stopped: phase and step."""
+    return re.findall(r"error: rank \d+ \(.*?\) in (.+?) is dead or stopped, silent for", said)
 
 
 def check_as_whole(run_dir, whole, faults):
@@ -67,18 +81,20 @@ def check_as_whole(run_dir, whole, faults):
         fault.survived = True
 
 
-def test_torchrun_starts_a_run_anew_whose_rank_was_killed(given, whole, injected, tmp_path):
+def test_torchrun_starts_a_run_anew_whose_rank_was_killed(
+    placement, given, whole, injected, tmp_path
+):
     cut = tmp_path / "cut"
     # Not --standalone, whose rendezvous has a new store each time.
     anew = [*torchrun()[:3], "--nproc-per-node=2", f"--master-port={free_port()}"]
     started = Started([*anew, "--max-restarts=2", *command(given, cut)], tmp_path / "log", cut)
     faults = []
-    for enough in (2, 4):
+    # One step off, once what samples and once what trains.
+    for enough, rank in zip((2, 4), (1, 1) if placement == "colocated" else (1, 0)):
         started.wait_for(lambda enough=enough: started.rows() >= enough)
-        os.kill(started.ranks()[1], signal.SIGKILL)
-        faults.append(
-            injected("rank 1 killed, torchrun starts all anew", f"after row {enough - 1}")
-        )
+        os.kill(started.ranks()[rank], signal.SIGKILL)
+        name = f"{placement}: rank {rank} killed, torchrun starts all anew"
+        faults.append(injected(name, f"after row {enough - 1}"))
         killed = time.monotonic()
         started.wait_for(lambda: len(places(started.log.read_text())) >= len(faults))
         assert time.monotonic() - killed < 30
@@ -88,7 +104,7 @@ def test_torchrun_starts_a_run_anew_whose_rank_was_killed(given, whole, injected
     check_as_whole(cut, whole, faults)
 
 
-def test_a_stopped_rank_ends_all_within_the_limit(given, whole, injected, tmp_path):
+def test_a_stopped_rank_ends_all_within_the_limit(placement, given, whole, injected, tmp_path):
     run_dir = tmp_path / "run"
     started = Started(
         torchrun(*command(given, run_dir, "timeouts.silence_seconds=10")), tmp_path / "log", run_dir
@@ -96,7 +112,7 @@ def test_a_stopped_rank_ends_all_within_the_limit(given, whole, injected, tmp_pa
     started.wait_for(lambda: started.rows() >= 2)
     os.kill(started.ranks()[1], signal.SIGSTOP)
     stopped = time.monotonic()
-    fault = injected("rank 1 stopped, started again", "after row 1")
+    fault = injected(f"{placement}: rank 1 stopped, started again", "after row 1")
     assert started.end() != 0
     # torchrun itself needs 30 s to kill a process that cannot answer.
     assert time.monotonic() - stopped < 60
@@ -106,13 +122,15 @@ def test_a_stopped_rank_ends_all_within_the_limit(given, whole, injected, tmp_pa
     check_as_whole(run_dir, whole, [fault])
 
 
-def test_a_recipe_told_to_stop_ends_well_and_goes_on(given, injected, tmp_path):
+def test_a_recipe_told_to_stop_ends_well_and_goes_on(placement, given, injected, tmp_path):
     """Its torchrun alone is signalled, while it samples, and there is no time for the step.
 
-    The next one is signalled while it starts.
+    The next one is signalled while it starts. One step off there has to be time for what is
+    sampled: a checkpoint needs it.
     """
-    run_dir = tmp_path / "run"
-    more = ["checkpoint.every_steps=0", "checkpoint.grace_seconds=0", f"logging.run_dir={run_dir}"]
+    run_dir, grace = tmp_path / "run", 0 if placement == "colocated" else 25
+    more = ["checkpoint.every_steps=0", f"checkpoint.grace_seconds={grace}"]
+    more.append(f"logging.run_dir={run_dir}")
 
     def start():
         port = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port())}
@@ -122,7 +140,8 @@ def test_a_recipe_told_to_stop_ends_well_and_goes_on(given, injected, tmp_path):
     started = start()
     started.wait_for(lambda: started.rows() >= 3)
     os.kill(started.launcher.pid, signal.SIGTERM)
-    fault = injected("torchrun sent SIGTERM, no grace, started again", "after row 2")
+    name = f"{placement}: torchrun sent SIGTERM, grace of {grace} s, started again"
+    fault = injected(name, "after row 2")
     assert started.end() == 0, started.said()
     done = started.rows() - 1
     assert f"stopped by SIGTERM after step {done}; start it again" in started.said()
@@ -132,7 +151,7 @@ def test_a_recipe_told_to_stop_ends_well_and_goes_on(given, injected, tmp_path):
     started = start()
     started.wait_for(lambda: len(started.ranks()) == 2)
     os.kill(started.launcher.pid, signal.SIGTERM)
-    at_start = injected("torchrun sent SIGTERM, no grace, started again", "start")
+    at_start = injected(name, "start")
     assert started.end() == 0, started.said()
     assert f"stopped by SIGTERM after step {done}; start it again" in started.said()
     assert started.rows() == done + 1 and (run_dir / "checkpoints/latest").read_text() == latest

@@ -63,6 +63,26 @@ def worlds(port, path):
     return found
 
 
+def left_alone(port):
+    """What torch says of a collective of both sides when the last sampler is gone; a worker's."""
+    sides = apart(port)
+    dist.barrier(group=sides.group)
+    if sides.rank == TRAINERS + SAMPLERS - 1:
+        sides.close()
+        return ""
+    try:
+        dist.barrier(group=sides.group)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_failed_collective_says_what_failed_it(workers):
+    *others, _ = workers.run(TRAINERS + SAMPLERS, left_alone, free_port())
+    for said in others:
+        assert said.startswith("RuntimeError: ") and "onnection" in said, said
+
+
 def test_each_side_is_a_world_and_one_group_joins_them(workers, tmp_path):
     results = workers.run(TRAINERS + SAMPLERS, worlds, free_port(), tmp_path)
     for rank, found in enumerate(results):

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.run.checkpoint.test_writer import limited
 from vapo_megatron.config.metrics import METRICS, accuracy_name, describe
+from vapo_megatron.config.phases import Span
 from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
 from vapo_megatron.errors import DataError, UserError
 from vapo_megatron.run.directory import read_run
@@ -125,6 +126,20 @@ def test_a_row_that_waits_for_its_evaluation_is_written_once(tmp_path):
     assert [row["step"] for row in rows] == [0, 1, 2, 3] and rows[2]["actor/loss"] == 5.0
     problems = (tmp_path / "problems.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in problems] == [0, 1, 2], "its problems stay"
+
+
+def test_the_timeline_has_a_row_a_step_that_a_resume_writes_again(tmp_path):
+    spans = {"trainer": [Span("values", 1, 5.0, 6.5)], "sampler": []}
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in (1, 2):
+            writer.write_timeline(step, spans)
+    with MetricsWriter(tmp_path, False, 2) as writer:
+        writer.write_timeline(2, {"trainer": [], "sampler": []})
+    rows = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    assert rows == [
+        {"step": 1, "trainer": [["values", 1, 5.0, 6.5]], "sampler": []},
+        {"step": 2, "trainer": [], "sampler": []},
+    ]
 
 
 def test_a_run_from_the_beginning_drops_all_rows(tmp_path):

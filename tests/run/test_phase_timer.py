@@ -4,6 +4,7 @@ Not exercised: what an accelerator holds; what parallel/memory.py makes of its r
 """
 
 import math
+import time
 
 import pytest
 import torch
@@ -148,3 +149,17 @@ def test_the_peak_of_a_gpu_is_what_is_in_use_and_what_torch_gave_back(monkeypatc
     memory.restart()
     readings |= {"max_memory_reserved": 12, "mem_get_info": (90, 100)}
     assert memory.peak_bytes() == 12 and memory.highest_bytes() == 80
+
+
+def test_spans_of_outer_phases_are_taken_once():
+    timer = PhaseTimer()
+    before = time.time()
+    with timer("generation"), timer("reward"):
+        pass
+    with timer("values"):
+        pass
+    spans = timer.take_spans(7)
+    assert [(span.phase, span.step) for span in spans] == [("generation", 7), ("values", 7)]
+    times = [t for span in spans for t in (span.begin, span.end)]
+    assert before - 1e-3 <= times[0] and times == sorted(times) and times[-1] <= time.time() + 1e-3
+    assert timer.take_spans(8) == []

@@ -29,6 +29,17 @@ class Phase(NamedTuple):
     """Whether its time and peak memory are metrics."""
 
 
+class Span(NamedTuple):
+    """When a process was in a phase."""
+
+    phase: str
+    step: int
+    """From 1."""
+    begin: float
+    """Seconds since 1970, by the process' own clock."""
+    end: float
+
+
 PHASES: dict[str, Phase] = {}
 """By name, in the order of a step."""
 

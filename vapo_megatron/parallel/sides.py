@@ -49,6 +49,9 @@ class Sides:
     def close(self) -> None:
         """End what joins the sides, on each of them; torch's destroy_process_group does not."""
         self.group.shutdown()
+        known = dist.distributed_c10d._world
+        known.pg_map.pop(self.group, None)
+        known.pg_group_ranks.pop(self.group, None)
 
 
 def split(
@@ -78,6 +81,10 @@ def split(
         backend._set_sequence_number_for_group()
         group._register_backend(torch.device(device), kind, backend)
     group._set_default_backend(kind)  # type: ignore[arg-type]
+    # torch looks a group up here to say which one failed; else it says that it knows no such group.
+    known = dist.distributed_c10d._world
+    known.pg_map[group] = (dist.get_backend(), store)
+    known.pg_group_ranks[group] = {dist.get_rank(): rank}
     return Sides(rank, num_trainers, num_samplers, group)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from vapo_megatron.config import AlgorithmConfig
+from vapo_megatron.config.phases import Span
 from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.data.labels import NO_LABELS, Labels
 from vapo_megatron.rollout.dump import write_step
@@ -49,6 +50,9 @@ class RolloutSource(abc.ABC):
     """Of all ranks that sample or train, over which responses are exchanged; None: the world."""
     shown_rank: int = 0
     """Rank in that group whose responses are shown."""
+    elsewhere: Sequence[Span] = ()
+    """What the first sampler did up to the last step's responses, if processes of its own sample;
+    on the main rank."""
 
     @abc.abstractmethod
     def rollouts(

@@ -2,6 +2,7 @@
 
 config.yaml (resolved), metrics.jsonl (one row per step), problems.jsonl (one row per step: its
 problems and how many responses to each were correct), held_out.jsonl (the same for evaluations),
+timeline.jsonl (one row per step: when the main trainer and the first sampler were in which phase),
 rollouts/step_*.jsonl (one group of responses per line). Files are replaced atomically or appended
 to by whole lines, so they can be read during the run.
 """
@@ -19,6 +20,7 @@ import yaml
 from vapo_megatron.errors import DataError
 
 METRICS_FILE, PROBLEMS_FILE, HELD_OUT_FILE = "metrics.jsonl", "problems.jsonl", "held_out.jsonl"
+TIMELINE_FILE = "timeline.jsonl"
 """Files of one row per step."""
 
 
@@ -41,6 +43,10 @@ class Run:
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """Return a step's groups on file; see token_records.py."""
         return _read_lines(rollout_file(self.run_dir, step))
+
+    def timeline(self) -> list[dict[str, Any]]:
+        """Return each step's spans by side: lists of phase, step, begin and end."""
+        return _rows_of(self.run_dir / TIMELINE_FILE)
 
     def problems(self, *, held_out: bool = False) -> list[dict[str, Any]]:
         """Return each step's (or evaluation's) problems and their counts of correct responses."""

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from vapo_megatron.config.metrics import describe
+from vapo_megatron.config.phases import Span
 from vapo_megatron.data.storage import append, replace_file, to_line, writing
 from vapo_megatron.run.directory import (
     HELD_OUT_FILE,
     METRICS_FILE,
     PROBLEMS_FILE,
+    TIMELINE_FILE,
     read_config,
     read_rows,
     rollout_file,
@@ -54,7 +56,10 @@ class MetricsWriter:
         self._events_dir = self.run_dir / "tensorboard"
         first_row = resume_step - is_unevaluated
         self._last_step = first_row - 1
-        firsts = {METRICS_FILE: first_row, HELD_OUT_FILE: first_row, PROBLEMS_FILE: resume_step}
+        firsts = {
+            METRICS_FILE: first_row, HELD_OUT_FILE: first_row, TIMELINE_FILE: first_row,
+            PROBLEMS_FILE: resume_step,
+        }  # fmt: skip
         with writing(self.run_dir):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             for name, first in firsts.items():
@@ -122,6 +127,12 @@ class MetricsWriter:
         path = self.run_dir / (HELD_OUT_FILE if held_out else PROBLEMS_FILE)
         with writing(path), path.open("ab") as file:
             append(file, [row | {"correct": list(correct)}])
+
+    def write_timeline(self, step: int, spans: Mapping[str, Sequence[Span]]) -> None:
+        """Write when each side was in which phase, up to the step's row since the one before."""
+        path = self.run_dir / TIMELINE_FILE
+        with writing(path), path.open("ab") as file:
+            append(file, [{"step": step, **spans}])
 
     def write_rollouts(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Write the step's records of token_records.py to rollouts/step_*.jsonl; none: no file."""

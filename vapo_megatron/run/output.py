@@ -10,6 +10,7 @@ import torch
 
 from vapo_megatron.algorithm.agreement import far_maximum
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.phases import Span
 from vapo_megatron.config.techniques import algorithm_name
 from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
 from vapo_megatron.data.storage import lock_run, replace_file, writing
@@ -76,6 +77,7 @@ class RunOutput:
             if start:
                 # Startup and loading the checkpoint do not count towards the first step.
                 self._timer.take()
+                self._timer.take_spans(start)
                 self.note(f"resumed {run_dir} after step {start}")
             yield
 
@@ -91,13 +93,21 @@ class RunOutput:
                 f"{name} {part}".rstrip(), done, total
             )
 
-    def step(self, done: int, metrics: dict[str, float]) -> dict[str, float]:
+    def step(
+        self, done: int, metrics: dict[str, float], elsewhere: Sequence[Span] = ()
+    ) -> dict[str, float]:
         """Write a step's row with times and peak memory; num_tokens becomes tokens_per_second.
+
+        Args:
+            done: number of the step.
+            metrics: of the step.
+            elsewhere: see RolloutSource.
 
         Returns:
             The times.
         """
         times, peaks = self._timer.take()
+        spans = self._timer.take_spans(done)
         row = {name: value for name, value in metrics.items() if name != "num_tokens"}
         if peaks:
             largest = max_over_world(torch.tensor(list(peaks.values()), dtype=torch.float64))
@@ -107,6 +117,7 @@ class RunOutput:
         if "num_tokens" in metrics:
             row["tokens_per_second"] = tokens_per_second(metrics["num_tokens"], times)
         if self._writer is not None:
+            self._writer.write_timeline(done, {"trainer": spans, "sampler": elsewhere})
             self._progress.step(done, self._writer.write(done, row | times))
         self._warn_of_rounding(done, row)
         return times

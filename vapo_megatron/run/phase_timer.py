@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from vapo_megatron.config.phases import TIMED
+from vapo_megatron.config.phases import TIMED, Span
 from vapo_megatron.parallel.memory import PeakMemory
 
 
@@ -36,6 +36,7 @@ class PhaseTimer:
         self._memory = memory
         self._seconds: dict[str, float] = {}
         self._peaks: dict[str, int] = {}
+        self._spans: list[Span] = []
         self._inside = False
         self._step_start = time.perf_counter()
 
@@ -51,7 +52,7 @@ class PhaseTimer:
             self._on_start(phase)
         if self._memory:
             self._memory.restart()
-        start = time.perf_counter()
+        start, begin = time.perf_counter(), time.time()
         try:
             yield
             self._synchronize()
@@ -59,6 +60,7 @@ class PhaseTimer:
             self._inside = False
             elapsed = time.perf_counter() - start
             self._seconds[phase] = self._seconds.get(phase, 0.0) + elapsed
+            self._spans.append(Span(phase, 0, begin, time.time()))
             if self._memory:
                 peak = self._memory.peak_bytes()
                 self._peaks[phase] = max(self._peaks.get(phase, 0), peak)
@@ -71,6 +73,11 @@ class PhaseTimer:
         peaks = {f"memory/{p}_peak_bytes": self._peaks[p] for p in TIMED if p in self._peaks}
         self._seconds, self._peaks, self._step_start = {}, {}, now
         return times, peaks
+
+    def take_spans(self, step: int) -> list[Span]:
+        """Return when the outer phases since the last call were, as parts of a step."""
+        spans, self._spans = self._spans, []
+        return [span._replace(step=step) for span in spans]
 
 
 def tokens_per_second(num_tokens: float, times: Mapping[str, float]) -> float:

@@ -30,6 +30,7 @@ from vapo_megatron.config import (
     RolloutConfig,
     TimeoutsConfig,
 )
+from vapo_megatron.config.phases import Span
 from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.data.packing import plan_of
 from vapo_megatron.errors import Stopped
@@ -58,6 +59,8 @@ class Taken(NamedTuple):
     """Response tokens by the version that sampled them."""
     idle: float
     """Seconds in which it had nothing to do since the latest step."""
+    spans: list[Span]
+    """When it sampled and judged what, since the latest step."""
 
 
 class Server:
@@ -119,6 +122,7 @@ class Server:
         self._finished: dict[int, list[ScoredRollout]] = {}
         """Responses by step, until a later one begins."""
         self._idle_seconds = 0.0
+        self._spans: list[Span] = []
         self._is_over = False
 
     def serve(self) -> None:
@@ -239,8 +243,8 @@ class Server:
     def _hand_over(self, number: int, step: int) -> None:
         """Send a step's responses to the ranks that train on them."""
         group, scored = self._sides.group, self._finished[step]
-        gather_objects(Taken(tokens_by_version(scored), self._idle_seconds), group)
-        self._idle_seconds = 0.0
+        gather_objects(Taken(tokens_by_version(scored), self._idle_seconds, self._spans), group)
+        self._idle_seconds, self._spans = 0.0, []
         most = self._logging.rollout_groups * self._algorithm.group_size
         send_object(scored[:most], self._sides.num_trainers, 0, group)
         summary = gather_summary(scored, self._algorithm.responses_per_step, group)
@@ -285,8 +289,10 @@ class Server:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[OnProgress]:
         """Enter a phase; yields a callback that shows nothing."""
+        begin = time.time()
         with self.watchdog.phase(name):
             yield lambda done, total, part="": None
+        self._spans.append(Span(name, self.watchdog.step, begin, time.time()))
 
     def __enter__(self) -> Self:
         return self

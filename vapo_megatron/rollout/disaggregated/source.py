@@ -137,7 +137,7 @@ class RemoteSampling(RolloutSource):
             self._orders.give("take", step=step)
             found = self._from_samplers()
             sent: Any = send_object(None, self.shown_rank, 0, self._sides.group)
-        self._shown = sent or ()
+        self._shown, self.elsewhere = sent or (), found[0].spans
         self._dataset.next(self._algorithm.num_prompts, step)
         metrics = {"time/trainer_idle_seconds": idle, "time/sampler_idle_seconds": found[0].idle}
         if self._lag:

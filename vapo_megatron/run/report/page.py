@@ -19,6 +19,7 @@ from vapo_megatron.run.report.charts import chart_data
 from vapo_megatron.run.report.diagnostics import plots
 from vapo_megatron.run.report.html import card, escape, script_json, write_page, yaml_value
 from vapo_megatron.run.report.responses import rollouts
+from vapo_megatron.run.report.timeline import lanes
 
 _UNKNOWN = '<p class="empty">config.yaml not found.</p>'
 
@@ -38,6 +39,7 @@ def _slots(run: Run) -> dict[str, str]:
         "headline": "".join(card(*figure) for figure in _headline(run)),
         "data": script_json({**chart_data(run), "tokens": tokens, "plots": plots(run)}),
         "by_name": section(run.rows),
+        "timeline": lanes(run.timeline()),
         "techniques": _techniques(run.config),
         "rollouts": responses,
         "config": _configuration(run.config),
