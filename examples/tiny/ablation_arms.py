@@ -42,6 +42,8 @@ class Table:
     """By name, in the order in which they are run."""
     more_arms: Mapping[str, Arm] = dataclasses.field(default_factory=dict)
     """Variants that are run only if --arms names them."""
+    task: str | None = None
+    """Form of the task; None: the table's name."""
     has_reward_model: bool = True
     value_steps: int = 6
     """Steps of the value pretraining that makes a seed's value checkpoint. Few, because only with a
@@ -148,12 +150,13 @@ def _curve(arm: Arm, policy_steps: int) -> Arm:
 
 
 LM = "algorithm.positive_lm_coef=0.1"
+ORACLE = ("--oracle",)
 KEYS_ARMS = {
     # Long enough to be compared at 5,000 responses.
     "vapo": _curve(VAPO, 72),
     "dapo": _curve(Arm("DAPO", "50", (NO_VALUE_CHECKPOINT,), "dapo"), 40),
     "grpo": _curve(Arm("GRPO", "47", (NO_VALUE_CHECKPOINT,), "grpo"), 72),
-    "oracle": Arm("VAPO with exact values", "", options=("--oracle",)),
+    "oracle": Arm("VAPO with exact values", "", options=ORACLE),
     "dapo_lm": Arm("DAPO with the LM loss", "", (NO_VALUE_CHECKPOINT, LM), "dapo"),
     "grpo_lm": Arm("GRPO with the LM loss", "", (NO_VALUE_CHECKPOINT, LM), "grpo"),
     "dapo_no_dynamic": Arm(
@@ -176,10 +179,8 @@ KEYS_ARMS = {
 }  # fmt: skip
 
 
-def _keys(
-    arms: Mapping[str, Arm], *configs: str, values: tuple[str, ...] = (), **more: object
-) -> Table:
-    """Return the table of a form of locks and keys; values: overrides of value pretraining."""
+def _keys(arms: Mapping[str, Arm], *configs: str, **more: object) -> Table:
+    """Return the table of a form of locks and keys."""
     return Table(
         configs=("tiny.yaml", "keys_tiny.yaml", *configs),
         arms=arms,
@@ -187,7 +188,7 @@ def _keys(
         # One step: all responses are there to be read several times.
         value_steps=1,
         value_changes=(
-            "algorithm.responses_per_step=512", "algorithm.critic_updates_per_step=6", *values,
+            "algorithm.responses_per_step=512", "algorithm.critic_updates_per_step=6",
         ),
         base_sources=(
             "keys_base.py", "make_base_model.py", "make_tokenizer.py", "making.py", "keys.py"
@@ -196,6 +197,34 @@ def _keys(
         trainer=("keys_train.py", "keys_credit.py", "keys_values.py", "keys.py"),
         **more,
     )  # fmt: skip
+
+
+def _apart(title: str, lag: int, *changes: str) -> Arm:
+    """Return an arm of which one process trains and one samples."""
+    apart = (
+        "parallel.world_size=1", "rollout.placement=disaggregated", "rollout.num_processes=1",
+        "rollout.max_num_sequences=128", f"rollout.lag={lag}",
+    )  # fmt: skip
+    return Arm(title, "", (*apart, *changes))
+
+
+CORRECTIONS = {
+    "recomputed": (),
+    "TIS": ("algorithm.sampler_correction=tis",),
+    "DIS": ("algorithm.policy_loss=dis",),
+}
+"""Fields of what the learner does about older weights."""
+
+
+def _lags() -> dict[str, Arm]:
+    """Return the arms of every correction at every lag; vapo is recomputed without a lag."""
+    arms = {}
+    for name, changes in CORRECTIONS.items():
+        for lag in (0, 1, 4, 16):
+            lags = (f"rollout.lag={lag}",) if lag else ()
+            key = f"{name.lower()}_{lag}" if changes or lag else "vapo"
+            arms[key] = Arm(f"{name}, lag {lag}", "", (*changes, *lags))
+    return arms
 
 
 TABLES = {
@@ -231,6 +260,22 @@ TABLES = {
         value_steps=10,
         notes=LONG_NOTES,
     ),
+    "lag": Table(
+        configs=("tiny.yaml", "ablation_tiny.yaml", "lag_tiny.yaml"), arms=_lags(), task="short"
+    ),
+    "placement": Table(
+        configs=("tiny.yaml", "ablation_tiny.yaml", "ablation_long.yaml", "placement_tiny.yaml"),
+        arms={
+            "vapo": Arm("colocated", ""),
+            "carry_over": Arm("colocated, carried over", "", ("rollout.carry_over_groups=8",)),
+            "lag_0": _apart("disaggregated, lag 0", 0),
+            "lag_1": _apart("disaggregated, lag 1", 1),
+            "lag_4": _apart("disaggregated, lag 4", 4),
+        },
+        task="long",
+        has_reward_model=False,
+        value_steps=10,
+    ),
     "keys": _keys(
         KEYS_ARMS,
         more_arms={"no_length_adaptive": NO_LENGTH_ADAPTIVE, "no_clip_higher": NO_CLIP_HIGHER},
@@ -244,10 +289,18 @@ TABLES = {
         },
     ),
     "keys_rare": _keys(
-        {"vapo": VAPO, "no_clip_higher": NO_CLIP_HIGHER},
+        # With exact values, so that only the bound differs, and no noise of a critic takes the
+        # skill of copying away, which the positive-example loss keeps elsewhere.
+        {
+            "vapo": Arm("VAPO with exact values", "", (NO_VALUE_CHECKPOINT,), options=ORACLE),
+            "no_clip_higher": Arm(
+                "and without clip-higher",
+                "46",
+                (NO_VALUE_CHECKPOINT, *NO_CLIP_HIGHER.changes),
+                options=ORACLE,
+            ),
+        },
         "keys_rare.yaml",
-        # As for the other forms.
-        values=("algorithm.mini_batch_size=16", "optimizer.critic_learning_rate=5e-4"),
     ),
 }
 """By form of the task."""

@@ -109,6 +109,7 @@ def seed_jobs(
     """
     prefix, out = f"seed_{seed}", root / f"seed_{seed}"
     table = TABLES[form]
+    task = table.task or form
     base, data, reward = out / "base", out / "data", out / "reward_model"
     shared = (
         f"seed={seed}", f"model.hf_path={base}", f"data.train_path={data}/train.jsonl",
@@ -127,7 +128,7 @@ def seed_jobs(
         )  # fmt: skip
 
     def add_script(name: str, needs: Sequence[str], sources: Sequence[str], *rest: object) -> None:
-        settings = {"form": form, **_digests(sources)}
+        settings = {"form": task, **_digests(sources)}
         arguments = ("--out", out / name, "--seed", seed, *rest)
         command = (sys.executable, str(TINY / sources[0]), *map(str, arguments))
         add(name, needs, settings, command=command)
@@ -142,7 +143,7 @@ def seed_jobs(
         config = load_config(files, overrides)
         needs = ["base", "data", *(["reward_model"] if config.model.critic_hf_path else [])]
         needs += ["value"] if config.model.critic_checkpoint else []
-        command = [sys.executable, *_trainer(table), *arm.options]
+        command = [sys.executable, *_trainer(table, config.num_processes), *arm.options]
         command += [part for file in files for part in ("--config", str(file))]
         steps = config.algorithm.num_steps
         settings = effective(config, out) | _digests(table.trainer)
@@ -152,8 +153,8 @@ def seed_jobs(
             num_steps=steps, estimate_seconds=30.0 + 10.0 * steps,
         )  # fmt: skip
 
-    add_script("base", (), table.base_sources, "--form", form)
-    add_script("data", (), table.data_sources, "--form", form)
+    add_script("base", (), table.base_sources, "--form", task)
+    add_script("data", (), table.data_sources, "--form", task)
     if table.has_reward_model:
         sources = ("make_reward_model.py", "making.py", "measure.py")
         add_script("reward_model", ("base",), sources, "--base", base)
@@ -166,9 +167,12 @@ def seed_jobs(
     return _needed(jobs, [f"{prefix}/{name}" for name in arms])
 
 
-def _trainer(table: Table) -> list[str]:
+def _trainer(table: Table, num_processes: int) -> list[str]:
     """Return the arguments of Python that start the table's trainer."""
-    return [str(TINY / table.trainer[0])] if table.trainer else ["-m", "vapo_megatron.train"]
+    if table.trainer:
+        return [str(TINY / table.trainer[0])]
+    # The command starts torchrun.
+    return ["-m", "vapo_megatron", "train"] if num_processes > 1 else ["-m", "vapo_megatron.train"]
 
 
 def _digests(sources: Sequence[str]) -> dict[str, str]:

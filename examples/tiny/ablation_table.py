@@ -28,6 +28,8 @@ class Result:
     """Mean response length on held-out problems after the last step, in tokens."""
     entropy: float
     """Nats per token, of the policy before the last step."""
+    responses_per_second: float | None
+    """Median over steps, evaluations and checkpoints left out; None: no step was timed."""
     steps_to_threshold: float | None
     """Step at which held-out accuracy reaches THRESHOLD, interpolated linearly between evaluations;
     None: never."""
@@ -44,8 +46,17 @@ def result(rows: Sequence[Mapping[str, Any]]) -> Result:
         best_step=best_step,
         length=rows[-1]["evaluation/response_length_mean"],
         entropy=rows[-1]["actor/entropy"],
+        responses_per_second=_responses_per_second(rows),
         steps_to_threshold=_crossing(evaluated),
     )
+
+
+def _responses_per_second(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    found = [
+        row["tokens_per_second"] / row["rollout/response_length_mean"]
+        for row in rows if row.get("tokens_per_second")
+    ]  # fmt: skip
+    return statistics.median(found) if found else None
 
 
 def _crossing(evaluated: Sequence[tuple[float, int]]) -> float | None:
@@ -84,7 +95,7 @@ def against(arm: Mapping[str, float], vapo: Mapping[str, float]) -> str:
 
 COLUMNS = (
     "final accuracy", "each seed", "against vapo", "best accuracy", "at step", "response length",
-    "entropy", f"steps to {THRESHOLD}", "paper",
+    "entropy", f"steps to {THRESHOLD}", "responses per second", "paper",
 )  # fmt: skip
 
 Row = tuple[str, Sequence[str]]
@@ -131,6 +142,7 @@ def _cells(arm: Arm, of_seeds: Sequence[Result | None], against_vapo: str) -> tu
         spread([r.length for r in found], ".0f"),
         spread([r.entropy for r in found], ".3f"),
         each(", ", lambda r: _steps(r.steps_to_threshold)),
+        spread([r.responses_per_second for r in found if r.responses_per_second], ".1f"),
         arm.paper,
     )
 

@@ -26,11 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import credit_sweeps  # noqa: E402
+import keys  # noqa: E402
 from ablation_arms import TABLES, Arm  # noqa: E402
 from ablation_jobs import Job, is_finished, require_unchanged, seed_jobs  # noqa: E402
 from ablation_runner import locked, run_jobs  # noqa: E402
 from credit_page import by_lock, charts, html_table, lead, page, side_by_side  # noqa: E402
-from credit_table import Result, by_responses, by_step, of_credit, read_result  # noqa: E402
+from credit_table import Result, by_responses, by_step, of_credit, of_rare_keys, read_result  # noqa: E402
 
 from vapo_megatron.cli.command import Parser, run  # noqa: E402
 from vapo_megatron.data.storage import replace_file  # noqa: E402
@@ -40,7 +41,7 @@ from vapo_megatron.run.progress import format_seconds  # noqa: E402
 FORMS = {
     "keys": "20 locks",
     "keys_mixed": "5 to 20 locks",
-    "keys_rare": "20 locks of five kinds, two with a good key that is rare at first",
+    "keys_rare": "6 locks of five kinds, two with a good key that is rare at first",
 }
 MAIN = ("vapo", "dapo", "grpo")
 """The arms of --quick and of the charts' first lines."""
@@ -188,6 +189,8 @@ def _write(root: Path, arms: Mapping[str, Mapping[str, Arm]], found: Mapping[str
             "Held-out accuracy by sampled responses": by_responses(begun, runs),
             "Credit": of_credit(begun, runs),
         }
+        if rare := keys.FORMS[form].rare_kinds:
+            tables["Good keys that are rare at first"] = of_rare_keys(begun, runs, rare)
         text = "\n".join(f"## {title}\n\n{table}" for title, table in tables.items())
         replace_file(root / form / "table.md", f"# Locks and keys: {FORMS[form]}\n\n{text}")
         replace_file(root / form / "curves.svg", charts(begun, runs))

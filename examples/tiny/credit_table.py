@@ -201,6 +201,32 @@ def of_credit(arms: Mapping[str, Arm], runs: Runs) -> str:
     return markdown(names, rows) + f"\nMeans over the steps {parts}.\n"
 
 
+def of_rare_keys(arms: Mapping[str, Arm], runs: Runs, kinds: Sequence[int]) -> str:
+    """Return the table of the steps after which rare good keys are chosen half of the time.
+
+    Args:
+        arms, runs: see by_step.
+        kinds: whose good key is rare at first; the mean over them is compared.
+    """
+
+    def steps(result: Result) -> float | None:
+        found = [
+            reached([(row["step"], row["chances"][kind]) for row in result.credit], 0.5)
+            for kind in kinds
+        ]
+        known = [step for step in found if step is not None]
+        return statistics.fmean(known) if len(known) == len(found) else None
+
+    rows = [
+        [
+            arm.title, _cell(runs, name, steps, ".1f"),
+            " ".join(f"{v:.1f}" for v in _measured(runs, name, steps)),
+        ]
+        for name, arm in arms.items()
+    ]  # fmt: skip
+    return markdown(["arm", "steps to half", "each seed"], rows)
+
+
 def markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]

@@ -82,18 +82,24 @@ class Form:
         low = max(1, math.ceil(self.min_goal * num_locks - 1e-9))
         return range(low, max(low, math.floor(self.max_goal * num_locks + 1e-9)) + 1)
 
+    @property
+    def rare_kinds(self) -> list[int]:
+        """Kinds whose good key is rare at first."""
+        return [
+            k for k in range(self.num_kinds) if k * self.num_rare % self.num_kinds < self.num_rare
+        ]
+
     def base_probability(self, kind: int) -> float:
         """Return the probability with which the base model chooses the kind's good key."""
-        is_rare = kind * self.num_rare % self.num_kinds < self.num_rare
-        return self.rare if is_rare else 0.5
+        return self.rare if kind in self.rare_kinds else 0.5
 
 
 FORMS = {
     "keys": Form(),
     "keys_mixed": Form(min_locks=5),
-    "keys_rare": Form(min_goal=0.25, max_goal=0.75, num_kinds=5, num_rare=2),
+    "keys_rare": Form(min_locks=6, max_locks=6, num_kinds=5, num_rare=2),
 }
-"""20 locks; 5 to 20 locks; 20 locks of five kinds, two with a good key that is rare at first."""
+"""20 locks; 5 to 20 locks; 6 locks of five kinds, two with a good key that is rare at first."""
 
 
 def lock(kind: int) -> str:

@@ -37,8 +37,14 @@ def test_a_run_in_numbers():
     rows = [row(0, 0.1), row(1), row(2, 0.2), row(3), row(4, 0.8, 70.0), row(6, 0.8, 60.0)]
     found = ablation_table.result(rows)
     # .5 is halfway from .2 at step 2 to .8 at step 4.
-    expected = (0.1, 0.8, 0.8, 4, 60.0, pytest.approx(0.6), pytest.approx(3.0))
+    expected = (0.1, 0.8, 0.8, 4, 60.0, pytest.approx(0.6), None, pytest.approx(3.0))
     assert found == ablation_table.Result(*expected)
+    speeds = [
+        {**r, "tokens_per_second": 100.0 * n, "rollout/response_length_mean": 20.0}
+        for n, r in enumerate(rows)
+    ]
+    # 5, 10, ... 25; the first row has none.
+    assert ablation_table.result(speeds).responses_per_second == 15.0
     assert ablation_table.result(rows[:3]).steps_to_threshold is None
     assert ablation_table.result([row(0, 0.7), row(2, 0.9)]).steps_to_threshold == 0
     # What is reached and lost again was reached, at its best.
@@ -48,7 +54,7 @@ def test_a_run_in_numbers():
 
 def test_the_table_by_hand():
     def results(*finals):
-        found = [ablation_table.Result(0.1, f, f + 0.01, 5, 100.0, 0.2, 4.24) for f in finals]
+        found = [ablation_table.Result(0.1, f, f + 0.01, 5, 100.0, 0.2, 7.0, 4.24) for f in finals]
         return {f"seed_{i}": of_seed for i, of_seed in enumerate(found)}
 
     titles = {"vapo": "60", "low": "5", "near": "7", "none": ""}
@@ -59,14 +65,14 @@ def test_the_table_by_hand():
     assert found[0] == (
         "VAPO (vapo)",
         ("0.920 +- 0.020", "0.900 0.920 0.940", "", "0.930 +- 0.020", "5, 5, 5", "100 +- 0")
-        + ("0.200 +- 0.000", "4.2, 4.2, 4.2", "60"),
+        + ("0.200 +- 0.000", "4.2, 4.2, 4.2", "7.0 +- 0.0", "60"),
     )
     # mean .15, deviations -.05 and .05: sqrt(5e-3 / 1) = .071
     assert found[1][1][:2] == ("0.150 +- 0.071", "0.100 0.200 -")
     # .1 - .9 and .2 - .92: deviations -.04 and .04, sqrt(3.2e-3 / 1) = .057
     assert found[1][1][2] == "-0.760 +- 0.057, below in 2 of 2"
     assert found[2][1][:3] == ("0.910", "0.910 - -", "+0.010, below in 0 of 1")
-    assert found[3] == ("NONE (none)", ("-",) * 8 + ("",))
+    assert found[3] == ("NONE (none)", ("-",) * 9 + ("",))
     # Of one seed each: nothing to compare, or the one that both have.
     assert ablation_table.against({"seed_0": 0.5}, {"seed_1": 0.9}) == "-"
     both = ablation_table.against({"seed_0": 0.5, "seed_1": 0.8}, {"seed_1": 0.9})
@@ -77,7 +83,7 @@ def test_the_table_by_hand():
     assert [line.count("|") for line in lines] == [2 + len(ablation_table.COLUMNS)] * 6
     assert lines[4] == (
         "| NEAR (near) | 0.910 | 0.910 - - | +0.010, below in 0 of 1 | 0.920 | 5, -, - | 100 "
-        "| 0.200 | 4.2, -, - | 7 |"
+        "| 0.200 | 4.2, -, - | 7.0 | 7 |"
     )
 
 
@@ -148,6 +154,28 @@ CHANGED_KEYS = {
         **CHANGED["no_decoupled_gae"],
     },
 }
+CORRECTED = {
+    "recomputed": {},
+    "tis": {"algorithm.sampler_correction": "tis"},
+    "dis": {"algorithm.policy_loss": "dis"},
+}
+CHANGED_LAG = {
+    f"{name}_{lag}": {**fields, "rollout.lag": lag}
+    for name, fields in CORRECTED.items()
+    for lag in (0, 1, 4, 16)
+    if fields or lag
+}
+CHANGED_PLACEMENT = {"carry_over": {"rollout.carry_over_groups": 8}} | {
+    f"lag_{lag}": {
+        "parallel.world_size": 1,
+        "rollout.placement": "disaggregated",
+        "rollout.num_processes": 1,
+        "rollout.max_num_sequences": 128,
+        "rollout.lag": lag,
+    }
+    for lag in (0, 1, 4)
+}
+CHANGED_ALL = {**CHANGED, **CHANGED_KEYS, **CHANGED_LAG, **CHANGED_PLACEMENT}
 """Against VAPO, written out: the arms read the recipes, and these must not say anything else."""
 
 
@@ -158,19 +186,22 @@ def test_each_arm_differs_from_vapo_in_what_it_names_and_nothing_else(tmp_path, 
     made = seed_jobs(tmp_path, form, 3, arms, ["algorithm.gamma=0.5"])
     jobs = {job.out.name: job for job in made}
     reward_model = {"reward_model"} if table.has_reward_model else set()
-    assert set(jobs) - set(arms) == {"base", "data", "value"} | reward_model
+    # With exact values no critic is needed.
+    values = set() if form == "keys_rare" else {"value"}
+    assert set(jobs) - set(arms) == {"base", "data"} | values | reward_model
     vapo = jobs["vapo"].settings
     start = {"critic_hf_path": "reward_model", "critic_checkpoint": "value", "hf_path": "base"}
+    start |= {} if values else {"critic_checkpoint": None}
     start |= {} if table.has_reward_model else {"critic_hf_path": None}
     for name, value in start.items():
         assert vapo[f"model.{name}"] == value, "the seed's own"
     for name in set(arms) - {"vapo"}:
-        settings, differing = jobs[name].settings, {**CHANGED, **CHANGED_KEYS}[name]
+        settings, differing = jobs[name].settings, CHANGED_ALL[name]
         # What VAPO has already is no change.
         differing = {f: v for f, v in differing.items() if vapo[f] != v}
         fields = [f for f in vapo if vapo[f] != settings.get(f) and not f.startswith("made from")]
         # Some runs are longer, and evaluated more often.
-        of_tables = jobs["value"].settings
+        of_tables = jobs["value" if values else "vapo"].settings
         own = {
             "algorithm.policy_steps": arms[name].policy_steps,
             "evaluation.every_steps": arms[name].evaluated_every,
@@ -180,9 +211,16 @@ def test_each_arm_differs_from_vapo_in_what_it_names_and_nothing_else(tmp_path, 
         assert {field: settings[field] for field in fields} == differing, name
         uses_reward_model = settings["model.critic_hf_path"] is not None
         assert ("seed_3/reward_model" in jobs[name].needs) == uses_reward_model
-        assert ("seed_3/value" in jobs[name].needs) == ("model.critic_checkpoint" not in differing)
-    assert all(jobs[name].settings["algorithm.gamma"] == 0.5 for name in (*arms, "value"))
-    assert all(jobs[name].settings["form"] == form for name in ("base", "data"))
+        has_value = bool(values) and "model.critic_checkpoint" not in differing
+        assert ("seed_3/value" in jobs[name].needs) == has_value
+    assert all(jobs[name].settings["algorithm.gamma"] == 0.5 for name in (*arms, *values))
+    task = {"lag": "short", "placement": "long"}.get(form, form)
+    assert all(jobs[name].settings["form"] == task for name in ("base", "data"))
+    # More than one process is started by the command.
+    alone = vapo["rollout.num_processes"] + vapo["parallel.world_size"] == 1
+    assert ("-m vapo_megatron train" in " ".join(jobs["vapo"].command)) is not alone
+    if not values:
+        return
     stage = jobs["value"].settings
     changes = {field for field in vapo if vapo[field] != stage.get(field)}
     assert changes - {"algorithm.policy_steps", "evaluation.every_steps"} == {

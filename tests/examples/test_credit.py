@@ -20,6 +20,7 @@ import credit  # noqa: E402
 import credit_page  # noqa: E402
 import credit_plot  # noqa: E402
 import credit_table  # noqa: E402
+import keys  # noqa: E402
 from ablation_arms import Arm  # noqa: E402
 from credit_table import Result  # noqa: E402
 
@@ -142,6 +143,22 @@ def test_responses_are_shown_with_true_and_estimated_advantages(tmp_path):
     assert html.count('title="+1.500"') == credit_page.SHOWN
     assert html.count('title="+0.200"') == credit_page.SHOWN
     assert "other" not in html
+
+
+def test_rare_keys_are_compared_by_the_step_at_which_they_are_chosen_half_of_the_time():
+    def run(*chances):
+        credit = [{"step": s, "chances": [c, 0.9, c / 2]} for s, c in enumerate(chances, 1)]
+        return Result([], [], [], credit)
+
+    # Kind 0 at step 2 and 3, kind 2, half as likely, a step later each.
+    runs = {"vapo": {0: run(0.0, 0.5, 1.0)}, "other": {0: run(0.0, 0.25, 0.5, 1.0)}}
+    arms = {"vapo": Arm("VAPO", ""), "other": Arm("other", ""), "never": Arm("never", "")}
+    runs["never"] = {0: run(0.0, 0.5)}
+    table = credit_table.of_rare_keys(arms, runs, [0, 2]).splitlines()
+    assert table[2:] == [
+        "| VAPO | 2.5 | 2.5 |", "| other | 3.5 (+1.0, below in 0 of 1) | 3.5 |", "| never | - |  |",
+    ]  # fmt: skip
+    assert keys.FORMS["keys_rare"].rare_kinds == [0, 3] and not keys.FORMS["keys"].rare_kinds
 
 
 def test_jobs_of_all_arms_share_what_belongs_to_a_seed(tmp_path):
