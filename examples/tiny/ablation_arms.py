@@ -152,10 +152,10 @@ def _curve(arm: Arm, policy_steps: int) -> Arm:
 LM = "algorithm.positive_lm_coef=0.1"
 ORACLE = ("--oracle",)
 KEYS_ARMS = {
-    # Long enough to be compared at 5,000 responses.
-    "vapo": _curve(VAPO, 72),
-    "dapo": _curve(Arm("DAPO", "50", (NO_VALUE_CHECKPOINT,), "dapo"), 40),
-    "grpo": _curve(Arm("GRPO", "47", (NO_VALUE_CHECKPOINT,), "grpo"), 72),
+    # Long enough to be compared at 4,000 responses.
+    "vapo": _curve(VAPO, 60),
+    "dapo": _curve(Arm("DAPO", "50", (NO_VALUE_CHECKPOINT,), "dapo"), 36),
+    "grpo": _curve(Arm("GRPO", "47", (NO_VALUE_CHECKPOINT,), "grpo"), 60),
     "oracle": Arm("VAPO with exact values", "", options=ORACLE),
     "dapo_lm": Arm("DAPO with the LM loss", "", (NO_VALUE_CHECKPOINT, LM), "dapo"),
     "grpo_lm": Arm("GRPO with the LM loss", "", (NO_VALUE_CHECKPOINT, LM), "grpo"),
@@ -164,7 +164,6 @@ KEYS_ARMS = {
         (NO_VALUE_CHECKPOINT, "algorithm.dynamic_sampling=false"), "dapo",
     ),
     "no_positive_lm": Arm(NO_POSITIVE_LM, "54", ("algorithm.positive_lm_coef=0",)),
-    "sil": Arm("with SIL's weights in it", "", ("algorithm.positive_lm_weight=advantage",)),
     "no_value_pretraining": Arm("without value pretraining", "11", (NO_VALUE_CHECKPOINT,)),
     "no_decoupled_gae": NO_DECOUPLED_GAE,
     "no_decoupled_gae_95": NO_DECOUPLED_GAE_95,
@@ -174,7 +173,6 @@ KEYS_ARMS = {
         "without value pretraining and decoupled GAE", "",
         (NO_VALUE_CHECKPOINT, *NO_DECOUPLED_GAE.changes),
     ),
-    "no_token_level": NO_TOKEN_LEVEL,
     "no_group_sampling": NO_GROUP_SAMPLING,
 }  # fmt: skip
 

@@ -65,7 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--sensitivity", action="store_true", help="other settings of the main arms, 20 steps each"
     )
     parser.add_argument(
-        "--forms", nargs="+", choices=FORMS, default=["keys"], help="forms of the task (keys)"
+        "--forms",
+        nargs="+",
+        choices=FORMS,
+        default=["keys", "keys_rare"],
+        metavar="FORM",
+        help=f"forms of the task, of {', '.join(FORMS)} (keys keys_rare)",
     )
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="concurrent runs (2)")
     parser.add_argument(

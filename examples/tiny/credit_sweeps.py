@@ -65,6 +65,15 @@ SWEEPS = {
         },
         (("keys", "vapo"), ("keys_mixed", "vapo")),
     ),
+    "imitation": Sweep(
+        "weight in the positive-example loss: none, 1, or SIL's (R - V)+",
+        {
+            "none": ("algorithm.positive_lm_coef=0",),
+            "1": (),
+            "SIL": ("algorithm.positive_lm_weight=advantage",),
+        },
+        (("keys", "vapo"),),
+    ),
 }  # fmt: skip
 """By the name in directories."""
 

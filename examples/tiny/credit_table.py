@@ -17,7 +17,7 @@ from vapo_megatron.run.directory import read_config, read_rows
 
 STEPS = (10, 20, 30)
 """Policy steps after which held-out accuracy is compared."""
-BUDGETS = (1000, 2000, 3000, 4000, 5000)
+BUDGETS = (1000, 2000, 3000, 4000)
 """Numbers of sampled responses at which it is compared."""
 LEVEL = 0.8
 FIRST = "vapo"

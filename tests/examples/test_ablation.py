@@ -148,7 +148,6 @@ CHANGED_KEYS = {
     "dapo_lm": {**CHANGED["dapo"], **WITH_LM},
     "grpo_lm": {**CHANGED["grpo"], **WITH_LM},
     "dapo_no_dynamic": {**CHANGED["dapo"], "algorithm.dynamic_sampling": False},
-    "sil": {"algorithm.positive_lm_weight": "advantage"},
     "no_values_no_decoupled_gae": {
         **CHANGED["no_value_pretraining"],
         **CHANGED["no_decoupled_gae"],

@@ -35,7 +35,7 @@ def test_each_swept_run_changes_its_setting_alone(tmp_path):
                     assert settings["algorithm.policy_steps"] == credit_sweeps.STEP
                     seen += 1
     # Rates, groups and mini-batches of three arms, two values each; three and three of alpha.
-    assert seen == 3 * 3 * 2 + 2 * 3
+    assert seen == 3 * 3 * 2 + 2 * 3 + 2
 
 
 def test_the_forms_own_values_stand_at_their_place_on_the_axis(tmp_path):
