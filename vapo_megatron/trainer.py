@@ -165,15 +165,12 @@ class StepTrainer:
             is_offloaded=is_offloaded,
             keeps_rollouts=self.ranks.rank % config.rollout.tensor_model_parallel_size == 0,
         )
-        parts = {
-            "what is offloaded": needed.offloaded,
-            "a checkpoint": needed.checkpoint,
-            "a step's responses": needed.step,
-        }
         remedies = ["checkpoint.asynchronous=false"] * config.checkpoint.asynchronous
         remedies += ["parallel.offload=false"] * is_offloaded
+        remedies += ["a smaller rollout.lag"] * (config.rollout.lag > 0)
         remedies += ["a smaller algorithm.responses_per_step"]
-        check_host_memory(parts, config.parallel, remedies)
+        group = None if self.sides is None else self.sides.group
+        check_host_memory(needed.by_purpose, config.parallel, remedies, group)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Run one step of VAPO (arXiv 2504.05118) and return its metrics. step counts from 0."""

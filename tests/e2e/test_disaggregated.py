@@ -163,6 +163,20 @@ def test_replicas_that_share_a_list_train_the_same_model(launch, given, tmp_path
 
 
 @pytest.mark.slow
+def test_both_sides_of_a_node_share_its_memory(launch, given, tmp_path):
+    """A trainer has its batch and a checkpoint, a sampler what it samples and three versions."""
+    more = [*LAG_1, "parallel.host_memory_gb=1e-4", into(tmp_path / "run")]
+    launched = launch(main, [*given, *more], world_size=2)
+    done = launched.wait(300)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: this run needs")]
+    assert lines and len(set(lines)) == 1, done.stderr
+    for part in ("on the node of rank 0 (", "for a step's responses", "for weights to come)"):
+        assert part in lines[0], lines[0]
+    assert "a smaller rollout.lag" in lines[0]
+
+
+@pytest.mark.slow
 def test_lag_2_is_the_same_every_time(launch, given, tmp_path):
     for name in ("first", "second"):
         more = [*APART, "rollout.num_processes=2", "rollout.lag=2", into(tmp_path / name)]

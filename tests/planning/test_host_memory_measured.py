@@ -131,5 +131,9 @@ def test_a_step_by_hand():
         more = {"algorithm": {"dynamic_sampling": True}}
         twice = dumped.config("hf", **sections, **more)
         assert step_host_bytes(twice, keeps_rollouts=True) == batch + 2 * 12 * 8 * 300
+        # Three groups of 4 in flight over two replicas: two on one of them.
+        rollout = {**sections["rollout"], "carry_over_groups": 3, "max_logprob_difference": None}
+        carried = dumped.config("hf", **{**sections, "rollout": rollout})
+        assert step_host_bytes(carried, keeps_rollouts=True) == batch + 12 * (8 + 2 * 4) * 300
     with mock.patch("vapo_megatron.planning.host_memory.VLLM_HOST_TOKEN_BYTES", 1000):
         assert step_host_bytes(config, keeps_rollouts=False) == 1000 * 8 * 300

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.config import ParallelConfig
@@ -213,7 +214,10 @@ class HostBuffer:
 
 
 def check_host_memory(
-    needed: Mapping[str, int], parallel: ParallelConfig, remedies: Sequence[str]
+    needed: Mapping[str, int],
+    parallel: ParallelConfig,
+    remedies: Sequence[str],
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Refuse a run whose processes need more host memory than their node has. Collective.
 
@@ -221,11 +225,12 @@ def check_host_memory(
         needed: bytes of this process, by purpose; the same names on every rank.
         parallel: host_memory_gb is used.
         remedies: settings that need less.
+        group: of all processes of the run; None: the world.
 
     Raises:
         ConfigError: on every rank, with what the first such node needs and has.
     """
-    found = gather_objects((list(needed.values()), available_host_bytes()))
+    found = gather_objects((list(needed.values()), available_host_bytes()), group)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", len(found)))
     for first in range(0, len(found), local_size):
         of_node = found[first : first + local_size]
@@ -234,7 +239,8 @@ def check_host_memory(
         if parallel.host_memory_gb is not None:
             available, source = parallel.host_memory_gb, "are allowed by parallel.host_memory_gb"
         if sum(parts) > available:
-            each = ", ".join(f"{part:.3g} for {what}" for part, what in zip(parts, needed))
+            named = zip(parts, needed, strict=True)
+            each = ", ".join(f"{part:.3g} for {what}" for part, what in named if part)
             raise ConfigError(
                 f"this run needs {sum(parts):.3g} GB of host memory on the node of rank {first} "
                 f"({each}), but {available:.3g} GB {source}; use more nodes, raise "

@@ -44,6 +44,12 @@ class HostBytes(NamedTuple):
     """With rollout.lag: versions of the weights that a sampler holds."""
 
     @property
+    def by_purpose(self) -> dict[str, int]:
+        """The same by what it is needed for, in words."""
+        purposes = ("what is offloaded", "a checkpoint", "a step's responses", "weights to come")
+        return dict(zip(purposes, self, strict=True))
+
+    @property
     def total(self) -> int:
         """All of it: a checkpoint is written while the next step goes on."""
         return sum(self)
@@ -101,8 +107,9 @@ def step_host_bytes(config: VapoConfig, *, keeps_rollouts: bool) -> int:
     """Host memory of one process for a step whose prompts and responses are all the longest.
 
     First vLLM samples, on every rank of a replica; then the trainer has a batch. The first rank of
-    the replica (keeps_rollouts) has the finished responses throughout, and with dynamic sampling
-    up to as many again of the latest round. Where others sample, a trainer has the batch alone.
+    the replica (keeps_rollouts) has the finished responses throughout, with dynamic sampling up to
+    as many again of the latest round, and the groups that go on in the next step. Where others
+    sample, a trainer has the batch alone.
     """
     parallel, rollout, count = config.parallel, config.rollout, config.algorithm.responses_per_step
     prompt, response = rollout.max_prompt_tokens, rollout.max_response_tokens
@@ -114,7 +121,9 @@ def step_host_bytes(config: VapoConfig, *, keeps_rollouts: bool) -> int:
     finished = 0
     if keeps_rollouts:
         rounds = 2 if config.algorithm.dynamic_sampling else 1
-        finished = rounds * sampled * response * ROLLOUT_TOKEN_BYTES
+        replicas = parallel.world_size // rollout.tensor_model_parallel_size
+        carried = -(-rollout.carry_over_groups // replicas) * config.algorithm.group_size
+        finished = (rounds * sampled + carried) * response * ROLLOUT_TOKEN_BYTES
     running = min(sampled, rollout.max_num_sequences) * response * VLLM_HOST_TOKEN_BYTES
     return finished + max(running, batch)
 

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -38,6 +38,7 @@ from vapo_megatron.parallel import backend, store
 from vapo_megatron.parallel.exchange import exchange, gather_summary
 from vapo_megatron.parallel.health.early_stop import pending_signal
 from vapo_megatron.parallel.health.watchdog import Watchdog
+from vapo_megatron.parallel.offload import check_host_memory
 from vapo_megatron.parallel.reduce import gather_objects, send_object
 from vapo_megatron.parallel.sides import Sides
 from vapo_megatron.rollout.disaggregated.orders import Order, Orders
@@ -69,6 +70,7 @@ class Server:
     def __init__(
         self,
         inputs: Inputs,
+        needed: Mapping[str, int],
         *,
         seed: int,
         model: ModelConfig,
@@ -85,6 +87,7 @@ class Server:
 
         Args:
             inputs: from read_inputs.
+            needed: bytes of host memory of this process by purpose, as of the trainers.
             seed, model, parallel, rollout, algorithm, reward, evaluation, logging, timeouts: of the
                 run, with rollout.placement=disaggregated.
             verifier: see StepTrainer.
@@ -109,6 +112,9 @@ class Server:
                 evaluation=evaluation, logging=logging, seed=seed, offload=False, verifier=verifier,
             )  # fmt: skip
             self._engine = self._sampling.engine
+            remedies = ["a smaller rollout.lag"] * (rollout.lag > 0)
+            remedies += ["a smaller algorithm.responses_per_step"]
+            check_host_memory(needed, parallel, remedies, sides.group)
             self._staging = Staging(self._engine) if rollout.lag else None
             engine = self._staging or self._engine
             self._sync = WeightSync(inputs.shape, None, model, rollout, engine, sides)
