@@ -95,3 +95,9 @@ def test_a_killed_run_goes_on_with_its_groups_bit_by_bit(launch, given, tmp_path
     assert not (run_dir / f"checkpoints/step_{STEPS:06d}/{CARRIED}").exists()
     assert any(r.segments for step in range(1, STEPS + 1) for r in dumped(run_dir, step))
     assert len(drawn) == STEPS * NUM_RESPONSES // GROUP_SIZE
+
+    # Replayed, its responses train the same model: old log-probabilities are computed anew.
+    again = run_dir / "again"
+    ended(launch(main, [*command, "--replay", str(run_dir), into(again)]))
+    exports = [d / "hf_export/model.safetensors" for d in (run_dir, again)]
+    assert exports[0].read_bytes() == exports[1].read_bytes()

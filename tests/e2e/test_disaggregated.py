@@ -120,6 +120,12 @@ def test_a_run_that_was_killed_is_as_one_that_was_not(launch, given, tmp_path):
     ended(launch(main, [*given, *LAG_1, into(cut)], world_size=2))
     check_equal(cut, whole)
     check_lags(cut, 1)
+    # Its responses, replayed colocated, train the same model.
+    again = tmp_path / "again"
+    together = ["rollout.placement=colocated", "rollout.num_processes=0", "rollout.lag=0"]
+    ended(launch(main, [*given, *together, "--replay", str(cut), into(again)]))
+    exports = [d / "hf_export/model.safetensors" for d in (cut, again)]
+    assert exports[0].read_bytes() == exports[1].read_bytes()
 
 
 def responses(run_dir, step):
