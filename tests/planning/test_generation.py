@@ -10,12 +10,14 @@ import pytest
 
 from tests.planning.by_hand import OUTPUT, PAIR, ROUND, SHAPE, TOKEN, WORKLOAD, config
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.planning.generation import _decode, _Rank, generation
+from vapo_megatron.planning.carry_over import Sizes, _replica, carried_steps
+from vapo_megatron.planning.decode import Rank, decode
+from vapo_megatron.planning.generation import generation
 from vapo_megatron.planning.workload import Loads, loads, response_lengths, workload_of
 
 
 def test_decoding_by_hand():
-    rank = _Rank(
+    rank = Rank(
         weight_seconds=10.0,
         token_seconds=0.0,
         cached_seconds=1.0,
@@ -24,17 +26,88 @@ def test_decoding_by_hand():
     )
     # Prompts of 2, responses of 1 and 3. Together: the first step reads 3 + 3 tokens, 16 s; then
     # one is left with 4 and 5 tokens: 14 + 15 s.
-    assert _decode(rank, np.array([1, 3]), 2, 2) == (45.0, 0.0)
+    assert decode(rank, [(2, 1), (2, 3)], 2) == (45.0, 0.0, [1, 3])
     # One after the other: 13, then 13 + 14 + 15.
-    assert _decode(rank, np.array([1, 3]), 2, 1) == (55.0, 0.0)
+    assert decode(rank, [(2, 1), (2, 3)], 1) == (55.0, 0.0, [1, 3])
     # A batch of 4: both steps with one of them are less than half.
-    assert _decode(rank, np.array([1, 3]), 2, 4) == (45.0, 29.0)
+    assert decode(rank, [(2, 1), (2, 3)], 4) == (45.0, 29.0, [1, 3])
+
+
+def test_decoding_ends_when_it_is_enough():
+    rank = Rank(10.0, 0.0, 1.0, 0.0, 0.0)
+    whole = []
+
+    def is_enough(index):
+        whole.append(index)
+        return len(whole) == 2
+
+    # Two at once: after a step the first ends and the third starts; after one more it is whole.
+    found = decode(rank, [(2, 1), (2, 3), (5, 1), (2, 9)], 2, is_enough)
+    # 10 + 3 + 3, then 10 + 4 + 6.
+    assert found == (36.0, 0.0, [1, 2, 1, 0]) and whole == [0, 2]
+
+
+ONE_SECOND = Rank(1.0, 0.0, 0.0, 0.0, 0.0)
+"""A step takes a second, whatever there is to do."""
+
+
+def carried(lengths, *, groups, extra, max_lag=9, group_size=1, batch=99):
+    sizes = Sizes(groups, extra, group_size, max_lag, 2, batch)
+    prefilled = []
+
+    def prefill(sequences):
+        prefilled.append(sorted(sequences))
+        return 0.0
+
+    return list(_replica(ONE_SECOND, prefill, np.array(lengths), 0, sizes)), prefilled
+
+
+def test_a_step_ends_once_its_groups_are_whole_and_the_others_go_on():
+    # All alike: the extra one is whole as well, and waits.
+    steps, prefilled = carried([5] * 4, groups=2, extra=1)
+    assert [step.seconds for step in steps[:3]] == [5.0, 5.0, 5.0]
+    assert prefilled[0] == [2, 2, 2] and prefilled[1] == [2, 2]
+    # Without extra ones every step waits for its longest.
+    steps, _ = carried([1, 1, 1, 40], groups=4, extra=0)
+    assert {step.seconds for step in steps} == {40.0}
+    # With four of them it ends before, until one has to be waited for.
+    lengths = [1, 2, 3, 40]
+    steps, prefilled = carried(lengths, groups=4, extra=4, max_lag=3)
+    assert steps[0].seconds < 40 and max(step.seconds for step in steps) <= 40
+    # What goes on is computed anew, prompt and what there is.
+    assert any(max(sequences) > 2 for sequences in prefilled[1:])
+    total = sum(step.seconds for step in steps)
+    patient, _ = carried(lengths, groups=4, extra=4, max_lag=9)
+    assert sum(step.seconds for step in patient) <= total < 8 * 40
+
+
+def test_no_group_is_older_than_max_lag():
+    """One response of 40 in each step's draw; with a lag of 1 it ends in the next step."""
+    steps, _ = carried([1] * 7 + [40], groups=8, extra=8, max_lag=1)
+    # Two of them are begun at first; afterwards one a step, which runs through two steps.
+    assert all(step.seconds >= 1 for step in steps)
+    two = [a.seconds + b.seconds for a, b in zip(steps, steps[1:])]
+    assert min(two) >= 40 - 1
+
+
+def test_carrying_over_is_faster_than_waiting_and_slower_than_the_work_itself():
+    lengths = np.array([10, 20, 40, 80, 160, 320] * 8)
+    sizes = Sizes(12, 0, 1, 2, 2, 12)
+    seconds = {}
+    for extra in (0, 6, 12):
+        found = carried_steps(
+            ONE_SECOND, lambda sequences: 0.0, lengths, 4, sizes._replace(extra=extra)
+        )
+        seconds[extra] = sum(step.seconds for step in found) / len(found)
+    assert seconds[12] <= seconds[6] < seconds[0]
+    # 12 at once, 105 tokens on average.
+    assert seconds[12] > 105
 
 
 def test_decoding_is_bound_by_products_when_there_are_many():
-    rank = _Rank(1.0, 0.5, 0.0, 0.25, 3.0)
+    rank = Rank(1.0, 0.5, 0.0, 0.25, 3.0)
     # 4 sequences: max(1, 2) + 1 + 3 a step.
-    assert _decode(rank, np.array([5, 5, 5, 5]), 1, 4)[0] == pytest.approx(5 * 6.0)
+    assert decode(rank, [(1, 5)] * 4, 4).seconds == pytest.approx(5 * 6.0)
 
 
 def test_generation_by_hand():

@@ -85,15 +85,15 @@ def plan(options: argparse.Namespace) -> tuple[str, str | None]:
         for one in ranking.plans[: options.details]
     ]
     best = ranking.plans[0]
-    if best.config.rollout.is_apart:
+    if best.config.rollout.is_apart or best.config.rollout.carry_over_groups:
         shown.append(describe.describe_gain(best, best_colocated(options, shape, best)))
     pasted = "to paste:\n" + describe.to_paste(best.config).rstrip()
     return "\n\n".join([job, table, *shown, pasted, describe.NOT_MODELLED]), None
 
 
 def best_colocated(options: argparse.Namespace, shape: ModelShape, apart: Plan) -> Plan | None:
-    """Return the fastest colocated plan of the same job, with the same settings fixed."""
-    fields = {"placement": "colocated", "num_processes": 0, "lag": 0}
+    """Return the fastest plan of the same job by turns, with the same settings fixed."""
+    fields = {"placement": "colocated", "num_processes": 0, "lag": 0, "carry_over_groups": 0}
     base = with_sampler(base_config(options), **fields)
     fixed = fixed_settings(options)._replace(samplers=None)
     try:
@@ -197,7 +197,11 @@ def placement_fields(options: argparse.Namespace) -> dict[str, object]:
         fields["rollout.num_processes"] = options.samplers
     if options.lag is not None:
         fields["rollout.lag"] = options.lag
-    if options.lag:
+    if options.carry_over is not None:
+        fields["rollout.carry_over_groups"] = options.carry_over
+    if options.max_lag is not None:
+        fields["rollout.max_lag"] = options.max_lag
+    if options.lag or options.carry_over:
         fields["rollout.max_logprob_difference"] = "null"
     return fields
 

@@ -188,6 +188,11 @@ def add_placement(group: argparse._ArgumentGroup) -> None:
     """Add which GPUs sample, and with how old weights."""
     group.add_argument("--placement", choices=PLACEMENTS, help="where vLLM runs: rollout.placement")
     add_values(group, natural, "L", ("--lag", None, "steps that samplers may be ahead"))
+    add_values(
+        group, natural, "E",
+        ("--carry-over", None, "groups in flight beyond a step's: rollout.carry_over_groups"),
+        ("--max-lag", None, "steps after which a carried group is waited for (1)"),
+    )  # fmt: skip
     what = "GPUs that only sample (default: the number with which a step is fastest)"
     add_values(group, positive, "S", ("--samplers", None, what))
 

@@ -282,9 +282,10 @@ def describe_sides(plan: Plan) -> str:
 
 
 def describe_gain(plan: Plan, colocated: Plan | None) -> str:
-    """Return one sentence: a disaggregated plan against the best colocated one."""
+    """Return one sentence: a plan with older weights against the best colocated one without."""
     r, cluster = plan.config.rollout, plan.cluster
-    apart = f"lag {r.lag} on {_counted(cluster.num_gpus, 'GPU')}: {plan.step_seconds:.0f} s a step"
+    what = f"lag {r.lag}" if r.is_apart else f"{r.carry_over_groups} groups carried over"
+    apart = f"{what} on {_counted(cluster.num_gpus, 'GPU')}: {plan.step_seconds:.0f} s a step"
     if colocated is None:
         return f"{apart}; colocated, nothing fits with these options"
     gain = colocated.step_seconds / plan.step_seconds
