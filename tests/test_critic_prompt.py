@@ -21,7 +21,8 @@ from tests.workers import free_port
 
 def alone(trainer, prompts):
     """position -> (values, log-probabilities) of each response in a forward pass of its own."""
-    from vapo_megatron.data.batch import RolloutBatch, make_microbatch
+    from vapo_megatron.data.batch import RolloutBatch
+    from vapo_megatron.data.microbatch import make_microbatch
 
     found = {}
     for item in with_own_prompts(1):

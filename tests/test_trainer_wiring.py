@@ -54,7 +54,8 @@ COUNTS = ("num_tokens", "num_positive_tokens", "num_policy_tokens", "num_policy_
 
 def alone(scored):
     """Microbatches of one response each, built here."""
-    from vapo_megatron.data.batch import RolloutBatch, make_microbatch
+    from vapo_megatron.data.batch import RolloutBatch
+    from vapo_megatron.data.microbatch import make_microbatch
 
     for item in scored:
         prompt, response = item.rollout.prompt.token_ids, item.rollout.token_ids

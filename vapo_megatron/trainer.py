@@ -36,10 +36,10 @@ from vapo_megatron.parallel.health.early_stop import EarlyStop
 from vapo_megatron.parallel.health.watchdog import Watchdog
 from vapo_megatron.parallel.minibatches import (
     MiniBatch,
+    cut_of,
     filled_in,
     make_microbatches,
     make_mini_batches,
-    packed_multiple,
     with_microbatches,
 )
 from vapo_megatron.parallel.offload import check_host_memory, is_on
@@ -161,7 +161,7 @@ class StepTrainer:
             self.shape,
             config,
             pp_rank=self.ranks.pp_rank,
-            is_first_replica=self.ranks.dp_rank == 0,
+            is_first_replica=self.ranks.replica_rank == 0,
             is_offloaded=is_offloaded,
             keeps_rollouts=self.ranks.rank % config.rollout.tensor_model_parallel_size == 0,
         )
@@ -226,7 +226,7 @@ class StepTrainer:
         cut = partial(
             make_microbatches,
             sizes=list(itertools.chain(*sizes)),
-            multiple_of=packed_multiple(config.parallel, config.model.fp8),
+            **cut_of(config.parallel, config.model.fp8, self.ranks),
         )
         microbatches = cut(batch)
         of_critic = microbatches if batch.critic_prompts is None else cut(batch.for_critic())

@@ -221,7 +221,10 @@ CONFLICTS = [
         ["parallel.world_size=6", "parallel.tensor_model_parallel_size=4"],
         ["world_size=6", "tensor_model_parallel_size(4)", "= 4", "change one"],
     ),
-    (["parallel.context_parallel_size=2"], ["context_parallel_size=2", "only 1", "recompute"]),
+    (
+        ["parallel.world_size=4", "parallel.context_parallel_size=3"],
+        ["world_size=4", "context_parallel_size(3)", "= 3", "change one"],
+    ),
     (["parallel.sequence_parallel=true"], ["sequence_parallel=true", "found 1", "=false"]),
     (
         ["parallel.virtual_pipeline_model_parallel_size=2"],

@@ -6,7 +6,8 @@ Not exercised: a GPU (the device test stands in for it), the model that reads th
 import pytest
 import torch
 
-from vapo_megatron.data.batch import RolloutBatch, make_microbatch
+from vapo_megatron.data.batch import RolloutBatch
+from vapo_megatron.data.microbatch import make_microbatch
 
 PROMPTS = [2, 1, 3, 1]
 RESPONSES = [3, 4, 0, 2]

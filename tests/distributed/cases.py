@@ -1,6 +1,6 @@
 """Which layouts the matrix holds.
 
-ALL crosses every layout up to four ranks (and three of eight) with the microbatch split, packing
+ALL crosses every layout up to four ranks (and some of eight) with the microbatch split, packing
 on and off, and the distributed optimizer with overlapped communication on and off. CI is the part
 of it that each run of the tests takes: every layout for one of the roles, so that each role meets
 every axis, split and optimizer.
@@ -29,11 +29,25 @@ _AXES = (
     dict(tp=2, dp=2, sp=True),
     dict(pp=2, dp=2),
     dict(pp=2, vpp=2, dp=2),
+    dict(cp=2),
+    dict(cp=4),
+    dict(cp=2, tp=2),
+    dict(cp=2, tp=2, sp=True),
+    dict(cp=2, pp=2),
+    dict(cp=2, pp=2, vpp=2),
+    dict(cp=2, dp=2),
 )
 _EIGHT_RANKS = (
     dict(tp=2, pp=2, dp=2),
     dict(tp=2, pp=2, dp=2, sp=True),
     dict(tp=2, pp=2, vpp=2, dp=2, sp=True),
+    dict(cp=4, tp=2),
+    dict(cp=4, tp=2, sp=True),
+    dict(cp=4, pp=2),
+    dict(cp=4, pp=2, vpp=2),
+    dict(cp=4, dp=2),
+    dict(cp=2, tp=2, dp=2, sp=True),
+    dict(cp=2, tp=2, pp=2, vpp=2, sp=True),
 )
 _BUDGETS = (PACKED, SMALL, UNPACKED)
 _DISTRIBUTED = dict(distributed=True, overlap=True)
@@ -42,13 +56,15 @@ _RECOMPUTE = (
     Layout(recompute="selective", budget=SMALL),
     Layout(tp=2, sp=True, recompute="full"),
     Layout(tp=2, pp=2, sp=True, recompute="selective", budget=SMALL),
+    Layout(cp=2, recompute="full", budget=SMALL),
+    Layout(cp=2, tp=2, sp=True, recompute="selective"),
 )
 
 
 def _optimizers(axes: dict) -> tuple[dict, ...]:
-    """The distributed optimizer is the same as the other without data parallelism."""
+    """The distributed optimizer is the same as the other where no rank has the same parameters."""
     plain = (dict(), dict(overlap=True), _DISTRIBUTED)
-    return plain if axes.get("dp", 1) > 1 else plain[:1]
+    return plain if axes.get("dp", 1) * axes.get("cp", 1) > 1 else plain[:1]
 
 
 _CROSS = tuple(
@@ -81,6 +97,20 @@ CI = (
     ("critic", Layout(pp=2, vpp=2, dp=2, overlap=True)),
     ("critic", _RECOMPUTE[0]),
     ("actor", _RECOMPUTE[3]),
+    ("actor", Layout(cp=2)),
+    ("critic", Layout(cp=2, budget=SMALL, **_DISTRIBUTED)),
+    ("critic", Layout(cp=4)),
+    ("actor", Layout(cp=4, budget=UNPACKED, **_DISTRIBUTED)),
+    ("critic", Layout(cp=2, tp=2, overlap=True, budget=UNPACKED)),
+    ("actor", Layout(cp=2, tp=2, sp=True, **_DISTRIBUTED, budget=SMALL)),
+    ("critic", Layout(cp=2, tp=2, sp=True)),
+    ("critic", Layout(cp=2, pp=2, **_DISTRIBUTED)),
+    ("actor", Layout(cp=2, pp=2, overlap=True, budget=SMALL)),
+    ("actor", Layout(cp=2, pp=2, vpp=2)),
+    ("actor", Layout(cp=2, dp=2, **_DISTRIBUTED, budget=SMALL)),
+    ("critic", Layout(cp=2, dp=2, overlap=True)),
+    ("critic", _RECOMPUTE[4]),
+    ("actor", _RECOMPUTE[5]),
 )
 
 _BFLOAT16 = (
@@ -88,9 +118,12 @@ _BFLOAT16 = (
     Layout(dtype="bfloat16", tp=2, sp=True),
     Layout(dtype="bfloat16", pp=2, vpp=2, budget=SMALL),
     Layout(dtype="bfloat16", dp=2, **_DISTRIBUTED, budget=SMALL),
+    Layout(dtype="bfloat16", cp=2, **_DISTRIBUTED, budget=SMALL),
 )
-BFLOAT16 = tuple(zip(("critic", "critic", "actor", "actor"), _BFLOAT16, strict=True))
-BFLOAT16_REST = tuple(zip(("actor", "actor", "critic", "critic"), _BFLOAT16, strict=True))
+_ROLES = ("critic", "critic", "actor", "actor", "actor")
+_OTHER_ROLES = ("actor", "actor", "critic", "critic", "critic")
+BFLOAT16 = tuple(zip(_ROLES, _BFLOAT16, strict=True))
+BFLOAT16_REST = tuple(zip(_OTHER_ROLES, _BFLOAT16, strict=True))
 
 
 def name(layout: Layout) -> str:
@@ -100,6 +133,7 @@ def name(layout: Layout) -> str:
         f"PP{layout.pp}" * (layout.pp > 1),
         f"VPP{layout.vpp}" * (layout.vpp is not None),
         f"DP{layout.dp}" * (layout.dp > 1),
+        f"CP{layout.cp}" * (layout.cp > 1),
         "SP" * layout.sp,
         "distributed" * layout.distributed,
         "overlap" * layout.overlap,

@@ -36,6 +36,7 @@ class Layout(NamedTuple):
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     vpp: int | None = None
     sp: bool = False
     distributed: bool = False
@@ -46,12 +47,12 @@ class Layout(NamedTuple):
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
 
 def losses_of(role: str, layout: Layout) -> dict[str, Any]:
     """Name -> settings of the losses that a layout computes."""
-    several = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp)) > 1
+    several = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.cp)) > 1
     left_out = ON_ONE_AXIS if several or layout.dtype != "float32" else ()
     return {name: loss for name, loss in LOSSES[role].items() if name not in left_out}
 
@@ -115,7 +116,7 @@ def measure(
     plan = _plan(layout)
     with mutations.applied(mutation):
         model = _build(hf_path, role, layout, here)
-        outputs = _outputs(model, role, problem, plan[here.dp_rank])
+        outputs = _outputs(model, role, problem, plan[here.dp_rank], here)
         difference = (outputs.double() - reference.outputs[_rows(plan[here.dp_rank])]).abs()
         gradients, losses = {}, {}
         for name, settings in losses_of(role, layout).items():
@@ -185,15 +186,20 @@ def _build(hf_path: str, role: str, layout: Layout, here: Any) -> Any:
     return make(read_model_shape(hf_path), make_config(layout, hf_path, {}), here, hf_path)
 
 
-def _outputs(model: Any, role: str, problem: Problem, mine: list[list[int]]) -> Tensor:
-    from vapo_megatron.parallel.minibatches import make_microbatches, packed_multiple
-
+def _outputs(model: Any, role: str, problem: Problem, mine: list[list[int]], here: Any) -> Tensor:
     batch = select(problem.batch(), [p for m in mine for p in m])
-    multiple = packed_multiple(model.config.parallel, model.config.model.fp8)
-    microbatches = make_microbatches(batch, map(len, mine), multiple_of=multiple)
+    microbatches = _microbatches(batch, mine, model.config, here)
     if role == "critic":
         return model.compute_values(microbatches)
     return torch.stack(model.compute_logprobs(microbatches), -1)
+
+
+def _microbatches(batch: Any, mine: list[list[int]], config: VapoConfig, here: Any) -> list:
+    """As the trainer cuts a step."""
+    from vapo_megatron.parallel.minibatches import cut_of, make_microbatches
+
+    cut = cut_of(config.parallel, config.model.fp8, here)
+    return make_microbatches(batch, map(len, mine), **cut)
 
 
 def _gradients(
@@ -212,8 +218,7 @@ def _gradients(
     tree = model.config.model_dump()
     model.config = VapoConfig.model_validate({**tree, "algorithm": algorithm})
     batch, _ = with_policy_mask(batch, model.config.algorithm, here)
-    multiple = minibatches.packed_multiple(model.config.parallel, model.config.model.fp8)
-    microbatches = minibatches.make_microbatches(batch, map(len, mine), multiple_of=multiple)
+    microbatches = _microbatches(batch, mine, model.config, here)
     (mini_batch,) = minibatches.make_mini_batches(microbatches, [len(mine)], here)
     metrics = model.compute_gradients(mini_batch)
     shape = read_model_shape(tree["model"]["hf_path"])

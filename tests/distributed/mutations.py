@@ -7,6 +7,7 @@ of one measurement, inside the worker processes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from unittest.mock import patch
 
@@ -98,6 +99,86 @@ def _unmarked_head() -> Patches:
     return [(value_head.ValueHead, "__init__", wrong)]
 
 
+def _labels_after_the_cut() -> Patches:
+    """A chunk's last token predicts what follows on its own rank, not in its sequence."""
+    from vapo_megatron.parallel import minibatches
+
+    honest = minibatches.make_microbatch
+
+    def wrong(batch, **cut):
+        part = honest(batch, **cut)
+        return dataclasses.replace(part, targets=part.tokens.roll(-1)[part.predicting])
+
+    return [(minibatches, "make_microbatch", wrong)]
+
+
+def _counts_over_context_parallel() -> Patches:
+    """Counts are summed over the other group of two, half of the ranks."""
+    from vapo_megatron.parallel import minibatches, reduce
+
+    return [(minibatches, "sum_over_data_parallel", reduce.sum_over_context_parallel)]
+
+
+def _contiguous_positions() -> Patches:
+    """Each token is rotated as if rank r held the r-th part of a sequence."""
+    import torch
+
+    from vapo_megatron.models import rope
+    from vapo_megatron.parallel import groups
+
+    honest = rope.Rotary.__call__
+
+    def wrong(self, query, key, cu_seqlens, rows=None):
+        here = groups.current()
+        own, starts = torch.arange(len(rows)), cu_seqlens.long() // here.cp_size
+        sequence = torch.searchsorted(starts[1:], own, right=True)
+        shift = starts[sequence] * (here.cp_size - 1) + starts.diff()[sequence] * here.cp_rank
+        return honest(self, query, key, cu_seqlens, own + shift)
+
+    return [(rope.Rotary, "__call__", wrong)]
+
+
+def _gradients_of_half_of_the_ranks() -> Patches:
+    """DDP reduces over the data-parallel ranks, without the context-parallel ones."""
+    from megatron.core import parallel_state
+
+    honest = parallel_state.get_data_parallel_group
+    return [(parallel_state, "get_data_parallel_group", lambda *_, **__: honest())]
+
+
+def _keys_of_own_queries() -> Patches:
+    """Keys and values get the gradient of their own rank's queries alone."""
+    from vapo_megatron.models import context_attention
+
+    def wrong(whole, group):
+        return whole.chunk(group.size())[group.rank()]
+
+    return [(context_attention, "reduce_scatter", wrong)]
+
+
+def _loss_counted_by_each_rank() -> Patches:
+    """The gather's backward sums what all ranks send: each computes the same loss."""
+    from vapo_megatron.parallel import context
+
+    def wrong(ctx, grad):
+        return context.reduce_scatter(grad, ctx.group), None
+
+    return [(context._Gather, "backward", staticmethod(wrong))]
+
+
+def _values_in_the_ranks_order() -> Patches:
+    """What is gathered is not put back into the order of the sequences."""
+    from vapo_megatron.roles import critic
+
+    honest = critic.gather_tokens
+
+    def wrong(own, microbatch, ranks):
+        places = microbatch.outputs.sort().values
+        return honest(own, dataclasses.replace(microbatch, outputs=places), ranks)
+
+    return [(critic, "gather_tokens", wrong)]
+
+
 MUTATIONS = {
     "NLL over the microbatch's own count": _own_count_of_positives,
     "mean of microbatch means": _mean_of_means,
@@ -105,6 +186,13 @@ MUTATIONS = {
     "V shifted by one token": _value_of_the_next_state,
     "values scaled by the temperature": _value_over_temperature,
     "unmarked sequence-parallel head": _unmarked_head,
+    "labels shifted after the cut": _labels_after_the_cut,
+    "counts over context-parallel ranks": _counts_over_context_parallel,
+    "rotary positions of a contiguous cut": _contiguous_positions,
+    "gradients summed over half of the ranks": _gradients_of_half_of_the_ranks,
+    "keys without other ranks' queries": _keys_of_own_queries,
+    "the same loss counted by each rank": _loss_counted_by_each_rank,
+    "values in the ranks' order": _values_in_the_ranks_order,
 }
 
 

@@ -104,13 +104,17 @@ def test_each_run_takes_every_layout_and_each_role_every_axis():
             (True, True),
         }
         assert any(x.tp == 4 for x in mine) and any(x.pp > 1 and x.vpp for x in mine)
-        for one, other in (("tp", "pp"), ("tp", "dp"), ("pp", "dp"), ("tp", "sp"), ("sp", "pp")):
+        assert any(x.cp == 4 for x in mine)
+        for one, other in (
+            ("tp", "pp"), ("tp", "dp"), ("pp", "dp"), ("tp", "sp"), ("sp", "pp"),
+            ("cp", "tp"), ("cp", "pp"), ("cp", "dp"), ("cp", "sp"),
+        ):  # fmt: skip
             found = [x for x in mine if x.sp >= ("sp" in (one, other))]
             found = [x for x in found if all(getattr(x, a) > 1 for a in {one, other} - {"sp"})]
             assert found, f"no layout of the {role} has {one} and {other}"
         extra = {*LOSSES[role]} & {*ON_ONE_AXIS}
         mine = [x for x in mine if extra <= {*losses_of(role, x)}]
-        assert all(any(getattr(x, axis) > 1 for x in mine) for axis in ("tp", "pp", "dp"))
+        assert all(any(getattr(x, axis) > 1 for x in mine) for axis in ("tp", "pp", "dp", "cp"))
         assert len({x.budget for x in mine}) > 1
 
 
@@ -159,6 +163,8 @@ def test_padding_and_empty_microbatches_change_nothing(workers, references, reco
     assert any(0 in rank for rank in measured.tokens), "no rank ran out of responses"
 
 
+_CP_AND_DP = Layout(cp=2, dp=2, distributed=True, overlap=True, budget=SMALL)
+
 # Role and layout in which each mistake shows, and what must differ there.
 WHERE_IT_SHOWS = {
     "NLL over the microbatch's own count": ("actor", Layout(budget=SMALL), "loss 'positive NLL'"),
@@ -167,6 +173,13 @@ WHERE_IT_SHOWS = {
     "V shifted by one token": ("critic", Layout(), "output"),
     "values scaled by the temperature": ("critic", Layout(), "output"),
     "unmarked sequence-parallel head": ("critic", Layout(tp=2, sp=True), "of score.weight"),
+    "labels shifted after the cut": ("actor", Layout(cp=2), "output"),
+    "counts over context-parallel ranks": ("actor", _CP_AND_DP, "loss 'policy'"),
+    "rotary positions of a contiguous cut": ("actor", Layout(cp=2), "output"),
+    "gradients summed over half of the ranks": ("critic", Layout(cp=2), "gradient of"),
+    "keys without other ranks' queries": ("critic", Layout(cp=2), "gradient of"),
+    "the same loss counted by each rank": ("critic", Layout(cp=2), "gradient of"),
+    "values in the ranks' order": ("critic", Layout(cp=2), "output"),
 }
 
 

@@ -103,7 +103,8 @@ def critic_values(base, reward_model, some):
     from itertools import accumulate
 
     from vapo_megatron.config import VapoConfig
-    from vapo_megatron.data.batch import RolloutBatch, make_microbatch
+    from vapo_megatron.data.batch import RolloutBatch
+    from vapo_megatron.data.microbatch import make_microbatch
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
     from vapo_megatron.roles.critic import Critic

@@ -16,11 +16,11 @@ from vapo_megatron.errors import ConfigError
 from vapo_megatron.models import attention
 from vapo_megatron.models.attention import (
     _plan,
-    _varlen_attention,
     check_flash_attention,
     packed_attention,
     uses_flash_attention,
 )
+from vapo_megatron.models.context_attention import varlen_attention
 
 LENGTHS = {
     "one": [7],
@@ -116,6 +116,10 @@ def test_short_sequences_share_a_call_and_long_ones_do_not():
     assert _plan((0, 400, 850), 64, torch.device("cpu")).batches == [1, 1]
 
 
+def of(cu_seqlens):
+    return dict(cu_q=cu_seqlens, cu_k=cu_seqlens, max_q=5, max_k=5, scale=0.3)
+
+
 def test_varlen_attention_gets_the_same_problem(monkeypatch):
     def stand_in(
         q, k, v, cq, ck, mq, mk, *, scale=None, window_size=(-1, -1), enable_gqa=False
@@ -125,7 +129,7 @@ def test_varlen_attention_gets_the_same_problem(monkeypatch):
 
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
     tensors, cu_seqlens = inputs([5, 3]), bounds([5, 3])
-    ours = _varlen_attention(*tensors, cu_seqlens, 5, 0.3)
+    ours = varlen_attention(*tensors, **of(cu_seqlens))
     assert torch.equal(ours, packed_attention(*tensors, cu_seqlens, 0.3))
 
 
@@ -137,7 +141,7 @@ def test_the_installed_release_takes_the_call_and_has_a_gradient(heads):
             torch.randn(8, n, 16, dtype=torch.bfloat16, requires_grad=True) for n in (heads, 2, 2)
         ]
         cu_seqlens = torch.tensor([0, 5, 8], dtype=torch.int32)
-        out = _varlen_attention(*tensors, cu_seqlens, 5, 0.3)
+        out = varlen_attention(*tensors, **of(cu_seqlens))
         assert out.shape == tensors[0].shape and out.dtype is torch.bfloat16
         grads = torch.autograd.grad(out.sum(), tensors)
         assert [g.shape for g in grads] == [x.shape for x in tensors]

@@ -79,7 +79,7 @@ def weights_of(advantages):
 
 def measure(hf_paths, layout):
     """Return for each model its logits before every response token [T, V], and its gradients."""
-    from vapo_megatron.data.batch import make_microbatch
+    from vapo_megatron.data.microbatch import make_microbatch
     from vapo_megatron.models.build import gather_hidden, output_weight
     from vapo_megatron.parallel.optimizer import build_ddp
     from vapo_megatron.parallel.schedule import forward_backward, forward_only

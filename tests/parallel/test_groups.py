@@ -74,6 +74,28 @@ def test_replicas_of_a_pipeline(workers):
     assert [r["last stage"] for r in results] == [2, 3, 2, 3]
 
 
+def test_context_parallel_ranks_are_between_tensor_and_data_parallel_ones(workers):
+    """8 ranks, TP 2, CP 2, DP 2: sequences are shared by (0, 2), (1, 3), (4, 6), (5, 7)."""
+    fields = {"world_size": 8, "tensor_model_parallel_size": 2, "context_parallel_size": 2}
+    results = workers.run(8, shared, fields)
+    assert [r["cp"] for r in results] == [[0, 2], [1, 3]] * 2 + [[4, 6], [5, 7]] * 2
+    assert [r["dp"] for r in results] == [[0, 4], [1, 5], [2, 6], [3, 7]] * 2
+    assert [r["replicas"] for r in results] == [[0, 2, 4, 6], [1, 3, 5, 7]] * 4
+    assert [r["replica_rank"] for r in results] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def shared(fields):
+    """Return the ranks of this rank's groups, which number themselves in this order."""
+    mine = groups.initialize(ParallelConfig(**fields))
+    assert (mine.cp_size, mine.dp_size, mine.replica_size) == (2, 2, 4)
+    assert mine.replica_rank == mine.cp_rank + mine.cp_size * mine.dp_rank
+    of = {"cp": mine.cp_group, "dp": mine.dp_group, "replicas": mine.replica_group}
+    return {
+        "replica_rank": mine.replica_rank,
+        **{name: dist.get_process_group_ranks(group) for name, group in of.items()},
+    }
+
+
 def again(first, second):
     groups.destroy()
     groups.initialize(ParallelConfig(**first))

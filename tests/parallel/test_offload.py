@@ -66,7 +66,7 @@ def _bits(model):
 
 def _learn(hf_path, layout, dtype, offload):
     """Two steps of a critic, values and an update; returns all results, and the model."""
-    from vapo_megatron.data.batch import make_microbatch
+    from vapo_megatron.data.microbatch import make_microbatch
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.models.value_head import values_of
     from vapo_megatron.parallel import groups

@@ -20,7 +20,7 @@ from tests.parallel.training import (
     make_config,
 )
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron.data.batch import make_microbatch
+from vapo_megatron.data.microbatch import make_microbatch
 
 PP2 = Layout(pp=2, split=((ALL[:3], ALL[3:]),))
 VIRTUAL = Layout(pp=2, vpp=2, split=((ALL,),))

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tests.cut import select
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.batch import RolloutBatch, make_microbatch
+from vapo_megatron.data.batch import RolloutBatch
+from vapo_megatron.data.microbatch import make_microbatch
 
 # (prompt, response) tokens; the empty response is a prompt that no loss reads.
 LENGTHS = ((3, 5), (2, 9), (6, 1), (4, 12), (5, 0), (1, 7), (3, 4))
@@ -61,6 +62,7 @@ def parallel_fields(layout: Any) -> dict[str, Any]:
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp,
+        "context_parallel_size": getattr(layout, "cp", 1),
         "sequence_parallel": layout.sp,
         "use_distributed_optimizer": layout.distributed,
         "overlap_grad_reduce": layout.overlap,

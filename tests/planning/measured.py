@@ -15,7 +15,8 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.batch import RolloutBatch, make_microbatch
+from vapo_megatron.data.batch import RolloutBatch
+from vapo_megatron.data.microbatch import make_microbatch
 from vapo_megatron.models.hf_config import ModelShape
 
 PROMPT_TOKENS = 2

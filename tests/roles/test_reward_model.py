@@ -24,7 +24,7 @@ def scores(path, parallel):
     from vapo_megatron.data.batch import STATUSES, StepSummary
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
-    from vapo_megatron.parallel.minibatches import make_microbatches, packed_multiple
+    from vapo_megatron.parallel.minibatches import cut_of, make_microbatches
     from vapo_megatron.roles.reward_model import RewardModel
 
     config = VapoConfig.model_validate(
@@ -32,7 +32,7 @@ def scores(path, parallel):
     )
     place = groups.initialize(config.parallel)
     model = RewardModel(read_model_shape(path), config, place)
-    multiple = packed_multiple(config.parallel, None)
+    cut = cut_of(config.parallel, None, place)
     whole = batch()
     # The last sequence as a prompt alone.
     empty = dataclasses.replace(
@@ -40,8 +40,8 @@ def scores(path, parallel):
         **dict.fromkeys(("loss_mask", "rollout_logprobs"), torch.empty(0)),
         **dict.fromkeys(("reference_logprobs", "values", "advantages", "returns")),
     )  # fmt: skip
-    every = model.compute_scores(make_microbatches(whole, [2, 2], multiple_of=multiple))
-    (microbatch,) = make_microbatches(empty, [1], multiple_of=multiple)
+    every = model.compute_scores(make_microbatches(whole, [2, 2], **cut))
+    (microbatch,) = make_microbatches(empty, [1], **cut)
     of_prompt = model.compute_scores([microbatch])
     # Each data-parallel rank has consecutive responses.
     count = 4 // place.dp_size
@@ -56,7 +56,7 @@ def scores(path, parallel):
 
     model.compute_scores = watched
     sizes = [1] * count if place.dp_size == 2 else [2, 2]
-    pending = model.score_pending(summary, make_microbatches(own, sizes, multiple_of=multiple))
+    pending = model.score_pending(summary, make_microbatches(own, sizes, **cut))
     return every, of_prompt, pending, seen
 
 
@@ -82,6 +82,7 @@ LAYOUTS = {
     "TP2": {"world_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
     "PP2": {"world_size": 2, "pipeline_model_parallel_size": 2},
     "DP2": {"world_size": 2},
+    "CP2": {"world_size": 2, "context_parallel_size": 2},
 }
 
 

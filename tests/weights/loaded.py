@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.batch import Microbatch, RolloutBatch, make_microbatch
+from vapo_megatron.data.batch import RolloutBatch
+from vapo_megatron.data.microbatch import Microbatch, make_microbatch
 from vapo_megatron.models.build import build_model
 from vapo_megatron.models.hf_config import ModelShape, read_model_shape
 from vapo_megatron.parallel import groups

@@ -152,6 +152,7 @@ def _write(trainer: StepTrainer, role: str, out: Path, step: int, mini_batch: Mi
     gradients = full_gradients(model.trained.chunks, trainer.shape, ranks, role)
     if ranks.rank == 0:
         layout = f"TP{ranks.tp_size} PP{ranks.pp_size} VPP{ranks.vpp_size} DP{ranks.dp_size}"
+        layout += f" CP{ranks.cp_size}" * (ranks.cp_size > 1)
         metadata = {"layout": layout, "step": str(step), "loss": f"{float(metrics['loss']):.9g}"}
         out.mkdir(parents=True, exist_ok=True)
         path = out / f"{role}.safetensors"

@@ -38,16 +38,12 @@ def _divides(name: str, value: int, divisor_name: str, divisor: int) -> str | No
 def _layout_rule(c: VapoConfig) -> str | None:
     p = c.parallel
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    if p.context_parallel_size != 1:
-        return (
-            f"parallel.context_parallel_size={p.context_parallel_size}: only 1 is supported; "
-            "shard long sequences with sequence_parallel and recompute=full instead"
-        )
-    if p.world_size % p.model_parallel_size:
+    cp = p.context_parallel_size
+    if p.world_size % (tp * cp * pp):
         return (
             f"parallel.world_size={p.world_size} must be divisible by "
-            f"tensor_model_parallel_size({tp}) * pipeline_model_parallel_size({pp}) = {tp * pp}; "
-            "change one of them"
+            f"tensor_model_parallel_size({tp}) * context_parallel_size({cp}) * "
+            f"pipeline_model_parallel_size({pp}) = {tp * cp * pp}; change one of them"
         )
     if p.sequence_parallel and tp == 1:
         return (
@@ -103,7 +99,7 @@ def _at_least_data_parallel(c: VapoConfig) -> str | None:
     if size < dp_size:
         return (
             f"algorithm.mini_batch_size={size} must be at least the data-parallel size {dp_size} "
-            "(world_size / (TP * PP)); raise it or lower parallel.world_size"
+            "(world_size / (TP * CP * PP)); raise it or lower parallel.world_size"
         )
     return None
 

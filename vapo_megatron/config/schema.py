@@ -90,7 +90,9 @@ class ParallelConfig(Section):
         "Batched sends and receives between pipeline stages; null: on without virtual stages, off "
         "with them, where batching is unsafe.",
     )
-    context_parallel_size: int = _field(1, "Context-parallel size; must be 1.", ge=1)
+    context_parallel_size: int = _field(
+        1, "Context-parallel size (CP): ranks that share each sequence.", ge=1
+    )
     sequence_parallel: bool = _field(
         False, "Shard activations outside the tensor-parallel regions along the sequence."
     )
@@ -133,13 +135,18 @@ class ParallelConfig(Section):
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks per model replica: TP x PP."""
+        """Ranks that hold one copy of a model: TP x PP."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Model replicas: world size / (TP x PP)."""
-        return self.world_size // self.model_parallel_size
+        """Ranks that train on different responses: world size / (TP x CP x PP)."""
+        return self.world_size // (self.model_parallel_size * self.context_parallel_size)
+
+    @property
+    def replica_size(self) -> int:
+        """Copies of a model, which reduce gradients and share the optimizer: CP x DP."""
+        return self.context_parallel_size * self.data_parallel_size
 
 
 class RolloutConfig(Section):

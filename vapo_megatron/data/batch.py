@@ -4,6 +4,7 @@ Shape legend, used by every docstring of the package:
     B  responses           (of this data-parallel rank, mini-batch or microbatch, as the text says)
     T  response tokens     of the same B responses, concatenated
     S  prompt + response tokens of the same B responses, packed as the model sees them
+    S', T'  those of S and T that this context-parallel rank computes
     P  prompts of a step   G  samples of one prompt (group size)
     V  vocabulary          H  hidden size
 """
@@ -321,52 +322,3 @@ _PER_TOKEN = (
     "rollout_logprobs", "loss_mask", "policy_mask", "old_logprobs", "reference_logprobs", "values",
     "advantages", "returns",
 )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Microbatch:
-    """What one forward pass sees: a RolloutBatch and the index tensors that the model needs.
-
-    S here may exceed the batch's token count: sequence parallelism needs padding at the end, which
-    is a sequence of its own that no loss uses.
-    """
-
-    batch: RolloutBatch
-    tokens: Tensor
-    """int64 [S]"""
-    position_ids: Tensor
-    """int64 [S]: restart at 0 in each sequence."""
-    model_cu_seqlens: Tensor
-    """int32: bounds of the sequences in S, the padding's included."""
-    max_seqlen: int
-    predicting: Tensor
-    """int64 [T]: position in S whose output predicts response token t, and gives V(s_t): the
-    position before the token."""
-
-    @property
-    def targets(self) -> Tensor:
-        """int64 [T]: the response tokens."""
-        return self.tokens[self.predicting + 1]
-
-
-def make_microbatch(batch: RolloutBatch, *, multiple_of: int = 1) -> Microbatch:
-    """Build the index tensors of a packed forward pass; S is padded to a multiple of multiple_of.
-
-    Sequence parallelism needs a multiple of the tensor-parallel size.
-    """
-    cu_s = batch.sequence_cu_seqlens
-    size = int(cu_s[-1])
-    padding = -size % multiple_of if size else multiple_of  # A forward pass needs tokens.
-    tokens, cu_model = batch.tokens, cu_s
-    if padding:
-        tokens = torch.cat([tokens, tokens.new_zeros(padding)])
-        cu_model = torch.cat([cu_s, cu_s.new_tensor([size + padding])])
-    lengths = cu_model.diff().long()
-    total = size + padding
-    position_ids = torch.arange(total, device=tokens.device)
-    position_ids -= cu_model[:-1].long().repeat_interleave(lengths)
-    # A response ends where its sequence ends: token t is at sequence_end - response_end + t.
-    shift = cu_s[1:].long() - batch.cu_seqlens[1:].long()
-    num_tokens = int(batch.cu_seqlens[-1])
-    predicting = torch.arange(num_tokens, device=tokens.device) + batch.per_token(shift) - 1
-    return Microbatch(batch, tokens, position_ids, cu_model, int(lengths.max()), predicting)

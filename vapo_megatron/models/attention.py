@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vapo_megatron.errors import ConfigError
+from vapo_megatron.models.context_attention import ContextCuts, context_attention, varlen_attention
 from vapo_megatron.models.rope import Rotary
 from vapo_megatron.parallel import backend
 
@@ -51,13 +52,15 @@ def check_flash_attention(head_dim: int) -> None:
 class PackedAttention(MegatronModule):
     """Rotary embedding and core attention of megatron-core's local layer spec; no parameters.
 
-    Called with query [S, heads, d], key and value [S, groups, d] of this tensor-parallel rank and
-    `packed_seq_params` whose cu_seqlens_q bound the sequences; returns [S, heads * d]. The rotation
-    is done here and not by megatron-core, which loops over the sequences and recomputes every
-    cosine for the query and the key of each layer.
+    Called with query [S', heads, d], key and value [S', groups, d] of this rank and
+    `packed_seq_params` whose cu_seqlens_q bound the sequences in S, those of all context-parallel
+    ranks together; returns [S', heads * d]. The rotation is done here and not by megatron-core,
+    which loops over the sequences and recomputes every cosine for the query and the key of each
+    layer.
 
     Args:
-        rotary: of the model that the layer belongs to.
+        rotary, cuts: of the model that the layer belongs to; cuts is None without context
+            parallelism, where S' = S.
     """
 
     def __init__(
@@ -69,13 +72,15 @@ class PackedAttention(MegatronModule):
         softmax_scale: float | None = None,
         *,
         rotary: Rotary,
+        cuts: ContextCuts | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.rotary = rotary
+        self.rotary, self.cuts = rotary, cuts
         self.flash = uses_flash_attention(config.params_dtype)
         assert attn_mask_type == AttnMaskType.causal, attn_mask_type
-        assert config.context_parallel_size == 1 and config.attention_dropout == 0
+        assert config.attention_dropout == 0
+        assert (config.context_parallel_size > 1) == (cuts is not None)
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
 
     def forward(
@@ -92,26 +97,27 @@ class PackedAttention(MegatronModule):
         """Attend; see the class."""
         assert attention_bias is None and packed_seq_params is not None, "packed sequences only"
         cu_seqlens = packed_seq_params.cu_seqlens_q
+        max_seqlen = packed_seq_params.max_seqlen_q
+        if self.cuts is not None:
+            cut = self.cuts.of(query, cu_seqlens, max_seqlen)
+            query, key = self.rotary(query, key, cu_seqlens, cut.rows)
+            output = context_attention(query, key, value, cut, self.cuts.group)
+            return output.reshape(output.size(0), -1)
         query, key = self.rotary(query, key, cu_seqlens)
         if self.flash:
-            max_seqlen = packed_seq_params.max_seqlen_q
-            output = _varlen_attention(query, key, value, cu_seqlens, max_seqlen, self.scale)
+            output = varlen_attention(
+                query,
+                key,
+                value,
+                cu_q=cu_seqlens,
+                cu_k=cu_seqlens,
+                max_q=max_seqlen,
+                max_k=max_seqlen,
+                scale=self.scale,
+            )
         else:
             output = packed_attention(query, key, value, cu_seqlens, self.scale)
         return output.reshape(output.size(0), -1)
-
-
-def _varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
-) -> Tensor:
-    """Call torch's varlen attention; window_size (-1, 0): causal."""
-    from torch.nn.attention import varlen
-
-    attend: Any = varlen.varlen_attn
-    return attend(
-        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
-        scale=scale, window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1),
-    )  # fmt: skip
 
 
 def packed_attention(

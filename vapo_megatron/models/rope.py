@@ -111,25 +111,34 @@ class Rotary:
         self.frequencies = frequencies
         self._tables = WeakTensorKeyDictionary()
 
-    def __call__(self, query: Tensor, key: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, query: Tensor, key: Tensor, cu_seqlens: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Rotate by the position p within each sequence.
 
         Args:
             query: [S, heads, d]. key: [S, groups, d].
             cu_seqlens: int32 [sequences + 1], from 0 to S; not changed in place afterwards.
+            rows: int64 [S'], the same for the same cu_seqlens: query and key are of these tokens of
+                S alone.
         """
         table = self._tables.get(cu_seqlens)
         if table is None or table[0].dtype != query.dtype:
-            table = self._compute_table(cu_seqlens, query)
+            table = self._compute_table(cu_seqlens, query, rows)
             self._tables[cu_seqlens] = table
         cos, sin = table
         return _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)
 
-    def _compute_table(self, cu_seqlens: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_table(
+        self, cu_seqlens: Tensor, query: Tensor, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every position of a packed batch: [S, 1, d / 2]."""
         if self.frequencies.device != query.device:
             self.frequencies = self.frequencies.to(query.device)
-        index = torch.arange(query.size(0), dtype=cu_seqlens.dtype, device=query.device)
+        index = rows
+        if index is None:
+            index = torch.arange(query.size(0), device=query.device)
+        index = index.to(cu_seqlens.dtype)
         sequence = torch.searchsorted(cu_seqlens[1:], index, right=True)
         positions = index - cu_seqlens[sequence]
         angles = torch.outer(positions.float(), self.frequencies)[:, None]

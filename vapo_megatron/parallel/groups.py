@@ -1,9 +1,13 @@
 """The process groups of this rank: the only reader of megatron-core's `parallel_state`.
 
 Before `initialize`: torch.distributed runs, with one process per rank. After it: every rank belongs
-to one tensor-parallel, one pipeline-parallel and one data-parallel group. Ranks are numbered tensor
-parallel fastest, then data parallel, then pipeline: with TP=2, DP=2, PP=2, ranks 0 and 1 share each
-layer's matrices, 0 and 2 are replicas of each other, and 0 and 4 are the stages of one pipeline.
+to one tensor-parallel, one context-parallel, one pipeline-parallel and one data-parallel group.
+Ranks are numbered tensor parallel fastest, then context parallel, then data parallel, then
+pipeline: with TP=2, DP=2, PP=2, ranks 0 and 1 share each layer's matrices, 0 and 2 are replicas of
+each other, and 0 and 4 are the stages of one pipeline. With CP=2 in DP's place, ranks 0 and 2 hold
+the same weights too, and share each sequence.
+
+The ranks of one data-parallel rank, TP x CP x PP of them, train on the same responses.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from vapo_megatron.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """Where this rank stands on each axis; tp_rank, pp_rank, dp_rank are ranks in that group."""
+    """Where this rank stands on each axis; tp_rank, pp_rank, ... are ranks in that group."""
 
     rank: int
     world_size: int
@@ -35,6 +39,14 @@ class Ranks:
     dp_size: int
     dp_rank: int
     dp_group: ProcessGroup
+    cp_size: int
+    cp_rank: int
+    cp_group: ProcessGroup
+    replica_size: int
+    """Ranks with the same parameters, which reduce gradients and share the optimizer: CP x DP."""
+    replica_rank: int
+    """cp_rank + cp_size * dp_rank."""
+    replica_group: ProcessGroup
     vpp_size: int
     """Model chunks on each pipeline rank, 1 when the pipeline is not virtual."""
     last_stage_rank: int
@@ -77,12 +89,15 @@ def initialize(parallel: ParallelConfig, seed: int = 0) -> Ranks:
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=vpp_size if vpp_size > 1 else None,
+        context_parallel_size=parallel.context_parallel_size,
         distributed_timeout_minutes=math.ceil(parallel.timeout_seconds / 60),
     )
     model_parallel_cuda_manual_seed(seed)
     tp_group = parallel_state.get_tensor_model_parallel_group()
     pp_group = parallel_state.get_pipeline_model_parallel_group()
     dp_group = parallel_state.get_data_parallel_group()
+    cp_group = parallel_state.get_context_parallel_group()
+    replica_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     _current = Ranks(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -95,6 +110,12 @@ def initialize(parallel: ParallelConfig, seed: int = 0) -> Ranks:
         dp_size=dp_group.size(),
         dp_rank=dp_group.rank(),
         dp_group=dp_group,
+        cp_size=cp_group.size(),
+        cp_rank=cp_group.rank(),
+        cp_group=cp_group,
+        replica_size=replica_group.size(),
+        replica_rank=replica_group.rank(),
+        replica_group=replica_group,
         vpp_size=vpp_size,
         last_stage_rank=dist.get_process_group_ranks(pp_group)[-1],
     )

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from vapo_megatron.algorithm.policy_loss import loss_count
 from vapo_megatron.config import ParallelConfig
-from vapo_megatron.data.batch import Microbatch, RolloutBatch, make_microbatch
+from vapo_megatron.data.batch import RolloutBatch
+from vapo_megatron.data.microbatch import Microbatch, make_microbatch
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import sum_over_data_parallel
@@ -41,23 +42,34 @@ class MiniBatch:
 
 
 def packed_multiple(parallel: ParallelConfig, fp8: str | None) -> int:
-    """Return what S, the tokens of a packed forward pass, must be a multiple of.
+    """Return what S', the tokens of a packed forward pass on a rank, must be a multiple of.
 
-    Sequence parallelism gives each of TP ranks S / TP tokens; FP8 multiplies what a rank has.
+    Sequence parallelism gives each of TP ranks S' / TP tokens; FP8 multiplies what a rank has.
     """
     ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     return ranks * (FP8_MULTIPLE if fp8 else 1)
 
 
+def cut_of(parallel: ParallelConfig, fp8: str | None, ranks: Ranks) -> dict[str, int]:
+    """Return the keywords of make_microbatches, of this rank."""
+    multiple_of = packed_multiple(parallel, fp8)
+    return {"multiple_of": multiple_of, "cp_size": ranks.cp_size, "cp_rank": ranks.cp_rank}
+
+
 def make_microbatches(
-    batch: RolloutBatch, sizes: Iterable[int], *, multiple_of: int
+    batch: RolloutBatch,
+    sizes: Iterable[int],
+    *,
+    multiple_of: int,
+    cp_size: int = 1,
+    cp_rank: int = 0,
 ) -> list[Microbatch]:
     """Cut this rank's batch into packed forward passes, each of the next so many responses.
 
-    What packed_multiple returns is multiple_of.
+    The keywords are those of make_microbatch, from cut_of.
     """
-    parts = _consecutive(batch, sizes)
-    return [make_microbatch(part, multiple_of=multiple_of) for part in parts]
+    cut = {"multiple_of": multiple_of, "cp_size": cp_size, "cp_rank": cp_rank}
+    return [make_microbatch(part, **cut) for part in _consecutive(batch, sizes)]
 
 
 def filled_in(microbatches: Sequence[Microbatch], batch: RolloutBatch) -> list[Microbatch]:

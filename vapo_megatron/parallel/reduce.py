@@ -47,6 +47,11 @@ def sum_over_data_parallel(value: Metrics, ranks: Ranks) -> Metrics:
     return {name: total.to(value[name].dtype) for name, total in zip(names, sums.unbind())}
 
 
+def sum_over_context_parallel(value: Tensor, ranks: Ranks) -> Tensor:
+    """Sum a tensor over the ranks that share the same sequences."""
+    return value if ranks.cp_size == 1 else _all_reduce(value, dist.ReduceOp.SUM, ranks.cp_group)
+
+
 def sum_over_world(value: Tensor) -> Tensor:
     """Sum a tensor over all ranks."""
     return _all_reduce(value, dist.ReduceOp.SUM, dist.group.WORLD)

@@ -1,9 +1,9 @@
 """Forward and backward passes over microbatches, with any pipeline.
 
 Before: every rank of a model-parallel group (the TP x PP ranks of one replica) holds the same
-microbatches. After `forward_only`: it holds the results for all of them. After `forward_backward`:
-its gradient buffers hold the sum over all microbatches and all data-parallel ranks, and it holds
-the metrics.
+microbatches; its context-parallel ranks hold each their part of the same ones. After
+`forward_only`: every rank holds the results for all of them. After `forward_backward`: its gradient
+buffers hold the sum over all microbatches and all data-parallel ranks, and it holds the metrics.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from vapo_megatron.data.batch import Microbatch, make_microbatch
+from vapo_megatron.data.microbatch import Microbatch, make_microbatch
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.minibatches import FP8_MULTIPLE
 from vapo_megatron.parallel.reduce import (
@@ -45,7 +45,8 @@ def forward_only(
         chunks: this rank's model chunks, DDP-wrapped or not.
         microbatches: on any device; some or all of them may be empty.
         head: (last stage's output, microbatch on the device) -> [T] or [T, width], with T the
-            microbatch's response tokens; called on the last stage only.
+            microbatch's response tokens, those of other context-parallel ranks among them
+            (parallel/context.py gathers them); called on the last stage only.
         per_response: head returns [B] or [B, width], a row for each response, instead.
 
     Returns:
@@ -59,9 +60,7 @@ def forward_only(
 
     with torch.no_grad():
         results = _run(chunks, microbatches, collect, forward_only=True)
-    lengths = [
-        m.batch.num_responses if per_response else m.predicting.numel() for m in microbatches
-    ]
+    lengths = [m.batch.num_responses if per_response else m.outputs.numel() for m in microbatches]
     return broadcast_from_last_stage(results[: len(lengths)], lengths, ranks)
 
 
@@ -80,15 +79,18 @@ def forward_backward(
                        calculate_per_token_loss is set.                                       x 1
     2. backward        there is no gradient scaler in float32 and bfloat16.                   x 1
     3. microbatches    DDP adds each parameter's gradient to its main_grad, float32.          sum
-    4. data parallel   all-reduce or reduce-scatter with SUM; the factor before it is 1 when
-                       calculate_per_token_loss was set as DDP was built (else 1/dp).         sum
+    4. data parallel   all-reduce or reduce-scatter with SUM over the data-parallel and
+                       context-parallel ranks; the factor before it is 1 when
+                       calculate_per_token_loss was set as DDP was built (else 1/(dp cp)).    sum
     5. finalize        partial gradients (norms under sequence parallelism, the tied embedding's
                        two copies) are summed over their ranks; the division by the number of
                        tokens is left out, as build_ddp's finalize passes none.               x 1
     6. optimizer       clips; nothing else.
 
     So each parameter's gradient is the plain sum of all losses' gradients, whatever the microbatch
-    split, packing, DP, TP, PP or SP.
+    split, packing, DP, TP, PP or SP. Context-parallel ranks compute the same losses, of whole
+    responses, but each starts backward at the outputs of its own tokens alone: their sum is the
+    gradient of one of these losses, and counts and metrics are summed over DP only.
 
     Args:
         chunks: this rank's, from build_ddp.
@@ -175,7 +177,12 @@ def _pad_to_groups(microbatches: Sequence[Microbatch], ranks: groups.Ranks) -> l
     if ranks.vpp_size == 1:
         return list(microbatches)
     nothing = microbatches[0].batch.narrow(0, 0)
-    empty = make_microbatch(nothing, multiple_of=ranks.tp_size * FP8_MULTIPLE)
+    empty = make_microbatch(
+        nothing,
+        multiple_of=ranks.tp_size * FP8_MULTIPLE,
+        cp_size=ranks.cp_size,
+        cp_rank=ranks.cp_rank,
+    )
     return [*microbatches, *[empty] * (-len(microbatches) % ranks.pp_size)]
 
 

@@ -327,7 +327,7 @@ def resharding_seconds(shape: ModelShape, plan: Plan) -> float:
         tp_size=p.tensor_model_parallel_size,
         pp_size=p.pipeline_model_parallel_size,
         vpp_size=p.virtual_pipeline_model_parallel_size or 1,
-        dp_size=p.data_parallel_size,
+        dp_size=p.replica_size,
     )
     rollout, per_node = plan.config.rollout, cluster.gpus_per_node
     samplers = range(p.world_size, cluster.num_gpus) if plan.config.rollout.is_apart else None

@@ -13,9 +13,10 @@ from vapo_megatron.algorithm.agreement import RATIO_LIMITS, LogprobsDiffer, exce
 from vapo_megatron.algorithm.positive_lm_loss import imitation_weights
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.metrics import emits
-from vapo_megatron.data.batch import Microbatch
+from vapo_megatron.data.microbatch import Microbatch
 from vapo_megatron.models.build import gather_hidden, output_weight
 from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.parallel.context import gather_tokens
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.logprobs import linear_logprobs
 from vapo_megatron.parallel.minibatches import MiniBatch
@@ -44,12 +45,12 @@ def policy_logprobs(
     Args:
         policy: the model.
         output: its output on the microbatch.
-        microbatch: its input.
+        microbatch: its input, this context-parallel rank's part.
         shape, config: of the policy.
         with_entropy: False: return None for the entropy.
     """
     hidden = gather_hidden(output, sequence_parallel=config.parallel.sequence_parallel)
-    return linear_logprobs(
+    logprobs, entropy = linear_logprobs(
         hidden[microbatch.predicting],
         output_weight(policy.model[-1]),
         microbatch.targets,
@@ -58,6 +59,10 @@ def policy_logprobs(
         temperature=config.rollout.temperature,
         with_entropy=with_entropy,
     )
+    logprobs = gather_tokens(logprobs, microbatch, policy.ranks)
+    if entropy is not None:
+        entropy = gather_tokens(entropy, microbatch, policy.ranks)
+    return logprobs, entropy
 
 
 def loss_settings(config: VapoConfig) -> LossSettings:

@@ -11,9 +11,10 @@ from torch import Tensor
 from vapo_megatron.algorithm.value_loss import bounded_values, ranged_values, value_loss
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.metrics import emits
-from vapo_megatron.data.batch import Microbatch
+from vapo_megatron.data.microbatch import Microbatch
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.value_head import values_of
+from vapo_megatron.parallel.context import gather_tokens
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.minibatches import MiniBatch
 from vapo_megatron.parallel.optimizer import learning_rate
@@ -87,7 +88,8 @@ class Critic:
 
     def _values(self, output: Tensor, microbatch: Microbatch) -> Tensor:
         """V at the positions that predict the response tokens; temperature does not apply."""
-        values, algorithm = values_of(output)[microbatch.predicting], self.config.algorithm
+        own, algorithm = values_of(output)[microbatch.predicting], self.config.algorithm
+        values = gather_tokens(own, microbatch, self.ranks)
         if algorithm.value_range is not None:
             return ranged_values(values, *algorithm.value_range)
         if algorithm.value_bound is not None:

@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import Held
-from vapo_megatron.data.batch import Microbatch
+from vapo_megatron.data.microbatch import Microbatch
 from vapo_megatron.models.build import Role, build_model, freeze_attention
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.groups import Ranks
@@ -28,7 +28,7 @@ from vapo_megatron.parallel.optimizer import (
     optimizer_step,
     set_learning_rate,
 )
-from vapo_megatron.parallel.reduce import sum_over_data_parallel
+from vapo_megatron.parallel.reduce import sum_over_context_parallel, sum_over_data_parallel
 from vapo_megatron.parallel.schedule import forward_backward
 from vapo_megatron.weights.load_hf import load_hf_weights
 from vapo_megatron.weights.mapping import wait_for_parameters
@@ -183,6 +183,8 @@ class TrainedModel(PlacedModel):
         broken = [(~ok).to(loss.device, torch.float64) for ok in found]
         metrics["not_finite"] = torch.stack(broken).sum()
         largest = {name: metrics.pop(name) for name in list(metrics) if name.endswith("_max")}
+        # Context-parallel ranks have gradients of their own, and the same of everything else.
+        metrics["not_finite"] = sum_over_context_parallel(metrics["not_finite"], self.ranks)
         return {**sum_over_data_parallel(metrics, self.ranks), **largest}
 
     def update(

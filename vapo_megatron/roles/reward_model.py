@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.batch import Microbatch, StepSummary, make_microbatch
+from vapo_megatron.data.batch import StepSummary
+from vapo_megatron.data.microbatch import Microbatch, make_microbatch
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.value_head import values_of
+from vapo_megatron.parallel.context import gather_rows
 from vapo_megatron.parallel.groups import Ranks
-from vapo_megatron.parallel.minibatches import packed_multiple
+from vapo_megatron.parallel.minibatches import cut_of
 from vapo_megatron.parallel.reduce import sum_over_world
 from vapo_megatron.parallel.schedule import forward_only
 from vapo_megatron.roles.model import FrozenModel
@@ -28,7 +30,7 @@ class RewardModel:
     def __init__(self, shape: ModelShape, config: VapoConfig, ranks: Ranks) -> None:
         """Build it; shape: its own, from read_reward_shape."""
         self._ranks = ranks
-        self._multiple = packed_multiple(config.parallel, config.model.fp8)
+        self._cut = cut_of(config.parallel, config.model.fp8, ranks)
         self.frozen = FrozenModel(shape, config, ranks, "reward_model", config.model.reward_hf_path)
 
     def compute_scores(self, microbatches: Sequence[Microbatch]) -> Tensor:
@@ -38,7 +40,7 @@ class RewardModel:
         """
 
         def head(output: Tensor, microbatch: Microbatch) -> Tensor:
-            return values_of(output)[microbatch.batch.sequence_cu_seqlens[1:].long() - 1]
+            return gather_rows(values_of(output), self._ranks)[microbatch.ends]
 
         found = forward_only(self.frozen.model, microbatches, head, per_response=True)
         return torch.cat([torch.empty(0), *(scores.cpu() for scores in found)])
@@ -61,9 +63,10 @@ class RewardModel:
                 waiting.append(microbatch)
             elif chosen.any():
                 batch = microbatch.batch.picked(chosen)
-                waiting.append(make_microbatch(batch, multiple_of=self._multiple))
+                waiting.append(make_microbatch(batch, **self._cut))
         scores, own = torch.zeros(len(summary.rewards)), self.compute_scores(waiting)
         # One rank of each replica speaks for all, so that no rounding can make ranks disagree.
-        if waiting and self._ranks.tp_rank == 0 and self._ranks.is_first_stage:
+        here = self._ranks
+        if waiting and here.tp_rank == here.cp_rank == 0 and here.is_first_stage:
             scores[torch.cat([m.batch.positions for m in waiting])] = own
         return sum_over_world(scores)

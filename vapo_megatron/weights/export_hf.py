@@ -109,7 +109,7 @@ def _export(
     paths = [partial / name for name in list(files)[first : first + len(mine)]]
 
     def write() -> None:
-        if ranks.dp_rank == 0:
+        if ranks.replica_rank == 0:
             _write_stage(mine, paths, shape, ranks, bias)
 
     def finish() -> None:
@@ -141,7 +141,7 @@ def _tensors_of(parameter: LocalParameter, shape: ModelShape, with_bias: bool) -
 
 def _all_files(mine: list[list[_Planned]], ranks: Ranks) -> tuple[dict[str, list[TensorPlan]], int]:
     """Return the tensors of all stages' files by name, and the index of this stage's first file."""
-    leads = ranks.tp_rank == 0 and ranks.dp_rank == 0
+    leads = ranks.tp_rank == 0 and ranks.replica_rank == 0
     of_stage = [[t for _, tensors in file for t in tensors] for file in mine]
     plans = dict(filter(None, gather_objects((ranks.pp_rank, of_stage) if leads else None)))
     stages = [plans[stage] for stage in sorted(plans)]

@@ -6,9 +6,9 @@ over the tensor-parallel group. After: nothing is kept. If one rank holds the wh
 is sent.
 
 Gradients are gathered like parameters. Before: gradient buffers hold finished gradients, as
-`parallel.schedule.forward_backward` leaves them; with the distributed optimizer only this
-data-parallel rank's shard of each bucket is finished, and the others are gathered into it. After:
-the buffers are complete, which does not affect the optimizer.
+`parallel.schedule.forward_backward` leaves them; with the distributed optimizer only this replica's
+shard of each bucket is finished, and the others are gathered into it. After: the buffers are
+complete, which does not affect the optimizer.
 """
 
 from __future__ import annotations
@@ -174,11 +174,11 @@ def full_gradients(
 
 
 def _complete_buckets(chunk: Any, ranks: Ranks) -> None:
-    """Gather the other data-parallel ranks' shards of each bucket into it."""
+    """Gather the other replicas' shards of each bucket into it."""
     for buffer in chunk.buffers:
         for bucket in buffer.buckets:
-            own = bucket.grad_data.chunk(ranks.dp_size)[ranks.dp_rank]
-            dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks.dp_group)
+            own = bucket.grad_data.chunk(ranks.replica_size)[ranks.replica_rank]
+            dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks.replica_group)
 
 
 class _ChunkOfGradients:

@@ -24,15 +24,17 @@ SETTINGS = [
 ]
 
 
-def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
+def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT, cp=1):
     """Losses of a critic's updates; saves after saved_at, or starts from what was saved there."""
     import torch.distributed as dist
 
     from vapo_megatron.config import VapoConfig
-    from vapo_megatron.data.batch import RolloutBatch, make_microbatch
+    from vapo_megatron.data.batch import RolloutBatch
+    from vapo_megatron.data.microbatch import make_microbatch
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.models.value_head import values_of
     from vapo_megatron.parallel import groups
+    from vapo_megatron.parallel.context import gather_tokens
     from vapo_megatron.parallel.minibatches import MiniBatch
     from vapo_megatron.roles.model import TrainedModel
     from vapo_megatron.run.checkpoint.files import check_optimizer, newest_whole
@@ -48,6 +50,7 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
                 "world_size": dist.get_world_size(),
                 "tensor_model_parallel_size": tp,
                 "pipeline_model_parallel_size": pp,
+                "context_parallel_size": cp,
                 "use_distributed_optimizer": distributed_optimizer,
             },
         }
@@ -67,10 +70,12 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT):
         loss_mask=torch.ones(30, dtype=torch.bool),
     )
     count = torch.tensor(30.0 * place.dp_size)
-    mini_batch = MiniBatch([make_microbatch(batch)], count, count, count, count)
+    part = make_microbatch(batch, cp_size=place.cp_size, cp_rank=place.cp_rank)
+    mini_batch = MiniBatch([part], count, count, count, count)
 
     def loss_function(output, microbatch):
-        loss = (values_of(output)[microbatch.predicting] - 1).square().sum() / count
+        values = gather_tokens(values_of(output)[microbatch.predicting], microbatch, place)
+        loss = (values - 1).square().sum() / count
         return loss, {"loss": loss.detach()}
 
     start = 0
@@ -108,6 +113,22 @@ def test_resumed_losses(workers, tmp_path, settings):
     for world_size, tp, pp in ((1, 1, 1), (2, 1, 2), (2, 1, 1)):
         other, _ = workers.run(world_size, train, hf, root, settings, tp, pp, True)[0]
         assert other == pytest.approx(straight[SAVED_AT:], rel=tolerance, abs=tolerance)
+
+
+def test_resume_in_other_context_parallel_sizes(workers, tmp_path):
+    """Context-parallel ranks share the optimizer's state; fewer or more of them take it up."""
+    hf, root, settings = tmp_path / "hf", tmp_path / "checkpoints", ("float32", True)
+    write_tiny_hf(hf, tied=False, seed=0)
+    straight, _ = workers.run(2, train, hf, root, settings, 1, 1, False, SAVED_AT, 2)[0]
+    assert abs(straight[SAVED_AT] - straight[-1]) > 0.01
+    for world_size, tp, cp in ((2, 1, 2), (1, 1, 1), (4, 1, 4), (4, 2, 2), (2, 1, 1)):
+        found, num_updates = workers.run(
+            world_size, train, hf, root, settings, tp, 1, True, SAVED_AT, cp
+        )[0]
+        assert num_updates == UPDATES
+        if (tp, cp) == (1, 2):
+            assert found == straight[SAVED_AT:], "the same layout resumes bit for bit"
+        assert found == pytest.approx(straight[SAVED_AT:], rel=1e-6, abs=1e-6)
 
 
 def test_fewer_key_value_heads_than_ranks(workers, tmp_path):

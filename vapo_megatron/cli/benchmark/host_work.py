@@ -59,7 +59,27 @@ def measure(lengths: Tensor, seed: int) -> dict[str, Seconds]:
     try:
         world = dist.group.WORLD
         assert world is not None
-        ranks = Ranks(0, 1, 1, 0, world, 1, 0, world, 1, 0, world, vpp_size=1, last_stage_rank=0)
+        ranks = Ranks(
+            0,
+            1,
+            1,
+            0,
+            world,
+            1,
+            0,
+            world,
+            1,
+            0,
+            world,
+            1,
+            0,
+            world,
+            1,
+            0,
+            world,
+            vpp_size=1,
+            last_stage_rank=0,
+        )
         return _measure(_responses(lengths, seed), ranks)
     finally:
         dist.destroy_process_group()

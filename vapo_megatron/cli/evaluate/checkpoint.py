@@ -117,7 +117,7 @@ def evaluation_config(
     layout = {
         "world_size": world_size, "tensor_model_parallel_size": world_size,
         "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
-        "sequence_parallel": False,
+        "context_parallel_size": 1, "sequence_parallel": False,
     }  # fmt: skip
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=layout)})
     check_together(config)

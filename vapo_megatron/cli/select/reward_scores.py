@@ -21,7 +21,8 @@ from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.cli.evaluate.checkpoint import Evaluation
 from vapo_megatron.cli.preflight import check_reward_model
 from vapo_megatron.config import RewardConfig, VapoConfig
-from vapo_megatron.data.batch import PENDING, RolloutBatch, bounds, make_microbatch
+from vapo_megatron.data.batch import PENDING, RolloutBatch, bounds
+from vapo_megatron.data.microbatch import make_microbatch
 from vapo_megatron.data.storage import append
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import read_reward_shape
@@ -48,7 +49,8 @@ def is_judged(line: Mapping[str, Any]) -> bool:
 def layout(config: VapoConfig, hf_path: Path) -> VapoConfig:
     """Return the configuration of the reward model's pass: a replica has a vLLM replica's ranks."""
     tp_size = config.rollout.tensor_model_parallel_size
-    parallel = config.parallel.model_copy(update={"tensor_model_parallel_size": tp_size})
+    sizes = {"tensor_model_parallel_size": tp_size, "context_parallel_size": 1}
+    parallel = config.parallel.model_copy(update=sizes)
     model = config.model.model_copy(update={"hf_path": str(hf_path)})
     return config.model_copy(update={"parallel": parallel, "model": model})
 

@@ -52,12 +52,13 @@ def _subtitle(run: Run) -> str:
     model, parallel = run.section("model"), run.section("parallel")
     tp = parallel.get("tensor_model_parallel_size", 1)
     pp = parallel.get("pipeline_model_parallel_size", 1)
+    cp = parallel.get("context_parallel_size", 1)
     world = parallel.get("world_size", 1)
     parts = [
         Path(str(model.get("hf_path") or "model")).name,
         model.get("dtype", ""),
         f"{world} process{'es' if world != 1 else ''}",
-        f"TP {tp} x PP {pp} x DP {world // max(1, tp * pp)}",
+        f"TP {tp} x " + f"CP {cp} x " * (cp > 1) + f"PP {pp} x DP {world // max(1, tp * cp * pp)}",
         f"seed {run.config.get('seed', 0)}",
     ]
     return " &middot; ".join(escape(part) for part in parts if part)

@@ -46,6 +46,7 @@ class TrainerLayout:
 
     tp_size: int
     dp_size: int
+    """Ranks with the same parameters, those of context parallelism among them."""
     layers: tuple[tuple[LayerRange, ...], ...]
     """layers[stage][chunk]; a stage has one chunk per virtual stage."""
     vocab_rows: int
@@ -91,7 +92,8 @@ def trainer_layout(
 
     Args:
         shape: of the model; hf_config.check_layout has accepted the sizes.
-        tp_size, pp_size, vpp_size, dp_size: ranks on each axis, and model chunks of each rank.
+        tp_size, pp_size, vpp_size, dp_size: ranks on each axis, and model chunks of each rank;
+            dp_size is CP x DP, the ranks with the same parameters.
         make_vocab_size_divisible_by: model.make_vocab_size_divisible_by.
         transformer_engine: layer_spec.uses_transformer_engine.
     """

@@ -217,7 +217,7 @@ class WeightSync:
             tp_size=ranks.tp_size,
             pp_size=ranks.pp_size,
             vpp_size=ranks.vpp_size,
-            dp_size=ranks.dp_size,
+            dp_size=ranks.replica_size,
             make_vocab_size_divisible_by=self._model.make_vocab_size_divisible_by,
             transformer_engine=any(p.name.endswith("layer_norm_weight") for p in parameters),
         )

@@ -1,0 +1,93 @@
+"""A packed forward pass: some responses of a batch with the index tensors that the model needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.data.batch import RolloutBatch, bounds
+from vapo_megatron.data.context_cut import places_of_tokens, rows_of_rank
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatch:
+    """What one forward pass sees: a RolloutBatch and the index tensors that the model needs.
+
+    S here may exceed the batch's token count. Sequence parallelism needs padding at the end, which
+    is a sequence of its own that no loss uses. Context parallelism needs some at the end of each
+    sequence, to which no token before it attends, and gives each rank S' = S / cp_size tokens and
+    the T' response tokens that these predict; without it S' = S and T' = T.
+    """
+
+    batch: RolloutBatch
+    """All B responses, whole."""
+    tokens: Tensor
+    """int64 [S']"""
+    position_ids: Tensor
+    """int64 [S']: restart at 0 in each sequence."""
+    model_cu_seqlens: Tensor
+    """int32: bounds of the sequences in S, the padding's included."""
+    max_seqlen: int
+    """In S."""
+    predicting: Tensor
+    """int64 [T']: position in S' whose output predicts a response token t, and gives V(s_t): the
+    position before the token."""
+    targets: Tensor
+    """int64 [T']: the response tokens that are predicted there."""
+    outputs: Tensor
+    """int64 [T]: position of each response token's prediction in the outputs of all
+    context-parallel ranks, one rank's S' after the other's."""
+    ends: Tensor
+    """int64 [B]: position there of each sequence's last token."""
+
+
+def make_microbatch(
+    batch: RolloutBatch, *, multiple_of: int = 1, cp_size: int = 1, cp_rank: int = 0
+) -> Microbatch:
+    """Build the index tensors of a packed forward pass.
+
+    Args:
+        batch: its responses, at least 0.
+        multiple_of: of S', the tokens of a rank. Sequence parallelism needs a multiple of the
+            tensor-parallel size.
+        cp_size, cp_rank: context-parallel ranks, and which of them this is; see context_cut.py.
+    """
+    chunks = 1 if cp_size == 1 else 2 * cp_size
+    real = batch.sequence_lengths
+    lengths = real + -real % chunks
+    size, unit = int(lengths.sum()), math.lcm(multiple_of * cp_size, chunks)
+    padding = -size % unit if size else unit  # A forward pass needs tokens.
+    if padding:
+        lengths = torch.cat([lengths, lengths.new_tensor([padding])])
+    cu_model, total = bounds(lengths), size + padding
+    starts = cu_model[: len(real)].long()
+    tokens = batch.tokens
+    if total > len(tokens):
+        shift = starts - batch.sequence_cu_seqlens[:-1].long()
+        places = torch.arange(len(tokens), device=tokens.device) + shift.repeat_interleave(real)
+        tokens = tokens.new_zeros(total).index_copy_(0, places, batch.tokens)
+    position_ids = torch.arange(total, device=tokens.device)
+    position_ids -= cu_model[:-1].long().repeat_interleave(lengths)
+    # A response ends where its sequence ends: token t is at sequence_end - response_end + t.
+    shift = starts + real - batch.cu_seqlens[1:].long()
+    num_tokens = int(batch.cu_seqlens[-1])
+    outputs = torch.arange(num_tokens, device=tokens.device) + batch.per_token(shift) - 1
+    predicting, ends = outputs, starts + real - 1
+    # Before the cut: a chunk's last token predicts one that another rank may hold.
+    targets = tokens[predicting + 1]
+    if cp_size > 1:
+        rows, places = (
+            rows_of_rank(cu_model, total, cp_size, cp_rank),
+            places_of_tokens(cu_model, total, cp_size),
+        )
+        tokens, position_ids = tokens[rows], position_ids[rows]
+        outputs, ends = places[outputs], places[ends]
+        is_own = outputs // len(rows) == cp_rank
+        predicting, targets = outputs[is_own] % len(rows), targets[is_own]
+    return Microbatch(
+        batch, tokens, position_ids, cu_model, int(lengths.max()), predicting, targets, outputs,
+        ends,
+    )  # fmt: skip
