@@ -27,6 +27,7 @@ from vapo_megatron.config.phases import (
     VALUES,
 )
 from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
+from vapo_megatron.data.microbatch import Microbatch
 from vapo_megatron.data.packing import StepPlan, plan_of
 from vapo_megatron.errors import ConfigError, Stopped
 from vapo_megatron.models.hf_config import read_model_shape, read_reward_shape
@@ -223,11 +224,11 @@ class StepTrainer:
             summary, batch, plan = self._distribute(scored, step)
             batch = with_loss_mask(batch, config.algorithm)
         sizes = plan.microbatch_sizes(self.ranks.dp_rank)
-        cut = partial(
-            make_microbatches,
-            sizes=list(itertools.chain(*sizes)),
-            **cut_of(config.parallel, config.model.fp8, self.ranks),
-        )
+        of_rank = cut_of(config.parallel, config.model.fp8, self.ranks)
+
+        def cut(batch: RolloutBatch) -> list[Microbatch]:
+            return make_microbatches(batch, itertools.chain(*sizes), **of_rank)
+
         microbatches = cut(batch)
         of_critic = microbatches if batch.critic_prompts is None else cut(batch.for_critic())
 
