@@ -26,14 +26,25 @@ def small_shape(
 
 
 def make_config(
-    tp=8, pp=4, dp=4, vpp=None, *, vllm_tp=4, model=None, rollout=None, algorithm=None, **parallel
+    tp=8,
+    pp=4,
+    dp=4,
+    vpp=None,
+    *,
+    cp=1,
+    vllm_tp=4,
+    model=None,
+    rollout=None,
+    algorithm=None,
+    **parallel,
 ):
     """By default Qwen2.5-32B on 128 GPUs, as examples/configs has it."""
     return VapoConfig.model_validate(
         {
             "model": model or {},
             "parallel": {
-                "world_size": tp * pp * dp,
+                "world_size": tp * cp * pp * dp,
+                "context_parallel_size": cp,
                 "tensor_model_parallel_size": tp,
                 "pipeline_model_parallel_size": pp,
                 "virtual_pipeline_model_parallel_size": vpp,

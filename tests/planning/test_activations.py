@@ -11,7 +11,7 @@ import pytest
 from tests.planning.shapes import make_config
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.known import known_shape
-from vapo_megatron.planning import activations, memory
+from vapo_megatron.planning import activations, memory, model_bytes
 
 GPU_BYTES = 80 * 10**9
 
@@ -206,3 +206,27 @@ def test_recomputation_saves_memory(shape, role):
             sum(activations.Passes(shape, config, role, pp_rank=0, tokens=24576).training())
         )
     assert sizes == sorted(set(sizes))
+
+
+def test_context_parallel_ranks_share_a_microbatch(shape):
+    half = make_config(cp=2, dp=2)
+    assert activations.microbatch_tokens(half) == 24576 // 2
+    assert half.parallel.data_parallel_size == 2 and half.parallel.replica_size == 4
+    # A key has 128 elements on each of 8 ranks: 2 * 128 * 2 bytes a token, in two buffers of a ring
+    # forward, and as many for their gradients backward.
+    alone, shared = (passes(shape, c, 12_288) for c in (make_config(), half))
+    ring = 12_288 * 2 * 128 * 2 * 2
+    assert shared.inference()[0] - alone.inference()[0] == ring
+    assert sum(shared.training()) - sum(alone.training()) == 2 * ring
+    # Our own gathers those of 24,576 tokens: as they come and in order; float32 gradients twice.
+    local = passes(shape, make_config(cp=2, dp=2, model={"layer_spec": "local"}), 12_288)
+    assert local.inference()[0] - alone.inference()[0] == 24_576 * 2 * 128 * 2 * 2
+    assert sum(local.training()) - sum(alone.training()) == 24_576 * 2 * 128 * (2 + 8)
+
+
+def test_context_parallel_ranks_share_the_optimizers_state(shape):
+    states = [
+        model_bytes.state_bytes(shape, config, "actor", pp_rank=0)
+        for config in (make_config(dp=4), make_config(cp=2, dp=2), make_config(cp=4, dp=1))
+    ]
+    assert states[0] == states[1] == states[2]

@@ -259,8 +259,9 @@ def test_the_recipe_fits():
         (
             ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=1"],
             "actor_update needs .* GB of 80.0 .gradients 65.5; parameters 32.8; .*; raise "
-            "parallel.tensor_model_parallel_size=2 or pipeline_model_parallel_size=1, lower "
-            "max_tokens_per_microbatch=24576, or let vapo plan find a layout",
+            "parallel.tensor_model_parallel_size=2, context_parallel_size=1 or "
+            "pipeline_model_parallel_size=1, lower max_tokens_per_microbatch=24576, or let "
+            "vapo plan find a layout",
         ),
         (
             ["parallel.recompute=none", "parallel.pipeline_model_parallel_size=8",

@@ -254,3 +254,27 @@ def test_rings():
     # Adapters faster than NVLink do not help: the ring passes through the node.
     wide = dataclasses.replace(cluster, network_gb_per_second=5.0)
     assert wide.ring_bytes(16, 1) == 10e9 and wide.ring_bytes(4, 8) == 5e9
+
+
+def test_context_parallel_ranks_share_the_work_and_send_keys_and_values():
+    two = config(world_size=2, context_parallel_size=2)
+    fast = dataclasses.replace(FAST_MEMORY, nvlink_gb_per_second=1e12, network_gb_per_second=1e12)
+    phase = roofline.scoring(SHAPE, two, fast, WORKLOAD, "critic")
+    assert phase.seconds == pytest.approx(4 * 8 * (8 * TOKEN + 36 * PAIR) / 2, rel=1e-6)
+    actor = roofline.scoring(SHAPE, two, fast, WORKLOAD, "actor")
+    assert actor.seconds - phase.seconds == pytest.approx(8 * 6 * OUTPUT / 2, rel=1e-3)
+    # Keys and values of 64 tokens in 4 layers: 8 elements of 2 bytes, half of them another rank's.
+    wires = dataclasses.replace(FAST_MEMORY, peak_tflops=1e12)
+    phase = roofline.scoring(SHAPE, two, wires, WORKLOAD, "critic")
+    assert phase.context_seconds == pytest.approx(4 * 64 * 8e-9)
+    assert phase.seconds == pytest.approx(phase.context_seconds, rel=1e-3)
+    # Backward they come again, and their gradients go; recomputed, once more.
+    none, full = (
+        roofline.update(SHAPE, c, wires, WORKLOAD, "critic")
+        for c in (two, config(2, context_parallel_size=2, recompute="full"))
+    )
+    assert none.context_seconds == pytest.approx(3 * phase.context_seconds)
+    assert full.context_seconds == pytest.approx(4 * phase.context_seconds)
+    # Both hold the same parameters: gradients are reduced over them.
+    replicas = roofline.update(SHAPE, config(2), wires, WORKLOAD, "critic")
+    assert none.between_seconds == pytest.approx(replicas.between_seconds)

@@ -159,6 +159,7 @@ def base_config(options: argparse.Namespace) -> VapoConfig:
         # Which layouts the number of GPUs allows is checked for each of them.
         "parallel.world_size": 1,
         "parallel.tensor_model_parallel_size": 1,
+        "parallel.context_parallel_size": 1,
         "parallel.pipeline_model_parallel_size": 1,
         "parallel.virtual_pipeline_model_parallel_size": "null",
         "parallel.sequence_parallel": "false",

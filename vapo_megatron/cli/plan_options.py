@@ -172,6 +172,8 @@ def add_layout(group: argparse._ArgumentGroup) -> None:
     add_values(
         group, positive, "N",
         ("--tp", None, "the trainer's tensor parallelism (powers of two within a node)"),
+        ("--cp", None,
+         "the trainer's context parallelism (powers of two that leave a rank 16,384 tokens)"),
         ("--pp", None, "the trainer's pipeline parallelism"),
         ("--vpp", None, "model chunks per pipeline rank (1, 2, 4)"),
         ("--vllm-tp", None, "tensor parallelism of a vLLM replica (powers of two within a node)"),

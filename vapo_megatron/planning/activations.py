@@ -57,10 +57,13 @@ SLAB_BYTES = 32 * 2**20
 
 
 def microbatch_tokens(config: VapoConfig) -> int:
-    """Most tokens in a packed microbatch; a single sequence may exceed the budget."""
-    rollout = config.rollout
+    """Most tokens of a packed microbatch on a rank; a single sequence may exceed the budget.
+
+    Context-parallel ranks share the microbatch evenly.
+    """
+    rollout, parallel = config.rollout, config.parallel
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    return max(config.parallel.max_tokens_per_microbatch, longest)
+    return -(-max(parallel.max_tokens_per_microbatch, longest) // parallel.context_parallel_size)
 
 
 def chunks_in_flight(config: VapoConfig, *, pp_rank: int) -> int:
@@ -92,7 +95,8 @@ class Passes:
     _: dataclasses.KW_ONLY
     pp_rank: int
     tokens: int
-    """S, of a packed microbatch, before sequence parallelism splits it."""
+    """S', of a packed microbatch on a context-parallel rank, before sequence parallelism splits
+    it."""
     on_cpu: bool = False
     """Use the table's CPU columns, as tests do."""
 
@@ -122,7 +126,7 @@ class Passes:
         tokens, layout, w = self.tokens, self._layout, self._layout.widths
         size = layout.element_bytes
         residual, gathered = tokens * layout.residual_width * size, self._gather_buffer()
-        held = self.saved() + gathered
+        held = self.saved() + gathered + self._keys_and_values(backward=True)
         held += 2 * residual if layout.pp_size > 1 else 0
         extra = max(
             size * 2 * w.ffn * tokens,
@@ -205,7 +209,8 @@ class Passes:
         logits = self._logits(training=False)
         after = bytes_per_channel * (h + 2 * w.hidden) if logits else 0
         layer = bytes_per_channel * max(mlp, attention)
-        return max(layer - logits, after) + self._gather_buffer(), logits
+        buffers = self._gather_buffer() + self._keys_and_values(backward=False)
+        return max(layer - logits, after) + buffers, logits
 
     def _logits(self, *, training: bool) -> int:
         """Bytes of the actor's log-probabilities on the last stage, 0 elsewhere.
@@ -237,6 +242,22 @@ class Passes:
         beside = min(copy, SLAB_BYTES) if self.on_cpu else columns * size * chunk * narrow
         room = max(scores + beside, copy)
         return self.tokens * self.shape.hidden_size * size + 4 * gradient + room
+
+    def _keys_and_values(self, *, backward: bool) -> int:
+        """Bytes of other context-parallel ranks' keys and values in one layer's attention.
+
+        Transformer Engine sends them around a ring, [S', 2 k]: one is received while another is
+        used, and so are their gradients backward (AttnFuncWithCPAndKVP2P). Our own attention
+        gathers those of all ranks, [S, 2 k], and puts them into the order of the sequences;
+        backward it sums their gradients in float32 and puts these into the ranks' order.
+        """
+        layout = self._layout
+        if layout.cp_size == 1:
+            return 0
+        elements, size = 2 * layout.widths.key * self.tokens, layout.element_bytes
+        if self.config.model.layer_spec != "local" and not self.on_cpu:
+            return elements * size * (4 if backward else 2)
+        return elements * layout.cp_size * ((size + 8) if backward else 2 * size)
 
     def _gather_buffer(self) -> int:
         """Bytes of sequence parallelism's buffer, which a layer's input is gathered into."""

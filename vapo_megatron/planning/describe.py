@@ -24,7 +24,7 @@ from vapo_megatron.planning.plan import (
     model_flops,
     peak_memory,
 )
-from vapo_megatron.planning.ranking import Ranking
+from vapo_megatron.planning.ranking import Ranking, layout_name
 from vapo_megatron.planning.workload import Workload, workload_of
 
 NOT_MODELLED = """\
@@ -66,7 +66,8 @@ PARTS = {
 
 _PASTED = {
     "parallel": (
-        "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+        "world_size", "tensor_model_parallel_size", "context_parallel_size",
+        "pipeline_model_parallel_size",
         "virtual_pipeline_model_parallel_size", "sequence_parallel", "use_distributed_optimizer",
         "overlap_grad_reduce", "overlap_param_gather", "recompute", "max_tokens_per_microbatch",
         "offload",
@@ -111,6 +112,9 @@ def describe_ranking(ranking: Ranking, top: int) -> str:
         head += ["step s", "range", *(_SHORT.get(name, name) for name in phases)]
         head += ["bubble", "uneven", "tok/s/GPU", "all tok", "peak GB", "in"]
         rows = [head, *(_row(plan, phases) for plan in ranking.plans[:top])]
+        sizes = [plan.config.parallel.context_parallel_size for plan in ranking.plans[:top]]
+        if max(sizes) > 1:
+            rows = [[row[0], str(cp), *row[1:]] for row, cp in zip(rows, ["CP", *sizes])]
         legend = LEGEND
         if ranking.plans[0].config.rollout.is_apart:
             sides = [_SIDES, *(_sides_row(plan) for plan in ranking.plans[:top])]
@@ -221,9 +225,9 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
     disk = checkpoint_bytes(shape, plan.config)
     least, most = plan.step_seconds_range
     lines = [
-        f"TP {p.tensor_model_parallel_size} x PP {p.pipeline_model_parallel_size} x DP "
-        f"{p.data_parallel_size} (VPP {p.virtual_pipeline_model_parallel_size or 1}), recompute "
-        f"{p.recompute}, vLLM TP {r.tensor_model_parallel_size}: {plan.step_seconds:.0f} s a step "
+        f"{layout_name(plan.config)} x DP {p.data_parallel_size} "
+        f"(VPP {p.virtual_pipeline_model_parallel_size or 1}), recompute {p.recompute}, "
+        f"vLLM TP {r.tensor_model_parallel_size}: {plan.step_seconds:.0f} s a step "
         f"({least:.0f} to {most:.0f})",
         f"  {plan.response_tokens_per_second:.0f} response tokens/s/GPU; "
         f"{plan.total_tokens_per_second:.0f} with the prompts; updates at {used:.0%} MFU, "
@@ -265,6 +269,7 @@ def _time_table(plan: Plan, sync: float | None) -> Iterable[str]:
         notes[name] = (
             f"bubble {phase.bubble:.1%}; slowest rank {phase.imbalance:+.1%}; last stage "
             f"{phase.stages:+.0%}; {phase.between_seconds:.1f} s between updates"
+            + (f"; keys and values {phase.context_seconds:.1f} s" if phase.context_seconds else "")
         )
     rows = [["phase", "seconds", ""]]
     rows += [[name, f"{value:.1f}", notes.get(name, "")] for name, value in seconds.items()]

@@ -76,7 +76,7 @@ def host_bytes(
         shape: the model.
         config: the layout divides the model.
         pp_rank: the process's pipeline stage.
-        is_first_replica: its data-parallel rank is 0.
+        is_first_replica: its data-parallel and context-parallel ranks are 0.
         is_offloaded: see `offloads`; a run knows whether it has a GPU.
         keeps_rollouts: see step_host_bytes.
     """
@@ -157,17 +157,18 @@ def batch_bytes(config: VapoConfig, tokens: int, response_tokens: int) -> int:
     """
     algorithm = config.algorithm
     per_token = 8 + 8  # tokens, position_ids
-    if config.parallel.sequence_parallel or config.model.fp8:
+    parallel = config.parallel
+    if parallel.sequence_parallel or parallel.context_parallel_size > 1 or config.model.fp8:
         per_token += 8  # the microbatch's tokens are padded, and so a copy
-    # predicting; rollout_logprobs, loss_mask, old_logprobs, entropy, advantages
-    per_response_token = 8 + 4 + 1 + 4 + 4 + 4
+    # predicting, targets; rollout_logprobs, loss_mask, old_logprobs, entropy, advantages
+    per_response_token = 16 + 4 + 1 + 4 + 4 + 4
     per_response_token += 4 * (algorithm.sampler_correction != "none")  # policy_mask
     per_response_token += 4 * ("reference" in algorithm.roles)  # reference_logprobs
     per_response_token += 8 * ("critic" in algorithm.roles)  # values, returns
     found = per_token * tokens + per_response_token * response_tokens
     if config.data.has_critic_prompts:
         # The critic's own packing, and its prompts, which may be as long as the others.
-        found += per_token * tokens + 8 * response_tokens + 8 * (tokens - response_tokens)
+        found += per_token * tokens + 16 * response_tokens + 8 * (tokens - response_tokens)
     return found
 
 
@@ -197,10 +198,10 @@ def _trainer_host_bytes(shape: ModelShape, config: VapoConfig, num_gpus: int) ->
     """Host memory of a node whose GPUs all belong to the fullest stage.
 
     As many of them as possible are of the first replica: ranks are numbered by tensor-parallel
-    rank, then data-parallel rank, then stage.
+    rank, then context-parallel and data-parallel rank, then stage.
     """
     layout = Layout(shape, config)
-    first = min(num_gpus, layout.tp_size * -(-num_gpus // (layout.tp_size * layout.dp_size)))
+    first = min(num_gpus, layout.tp_size * -(-num_gpus // (layout.tp_size * layout.replica_size)))
     keeping, rest = (step_host_bytes(config, keeps_rollouts=keeps) for keeps in (True, False))
     replicas = -(-num_gpus // config.rollout.tensor_model_parallel_size)
     step = replicas * keeping + (num_gpus - replicas) * rest

@@ -232,7 +232,9 @@ def _with_reserve(phase: PhaseMemory, name: str, config: VapoConfig) -> PhaseMem
 def _trainer_groups(config: VapoConfig) -> int:
     p = config.parallel
     tp_size, pp_size = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    groups = sum(size > 1 for size in (tp_size, pp_size, p.data_parallel_size))
+    cp_size, dp_size = p.context_parallel_size, p.data_parallel_size
+    groups = sum(size > 1 for size in (tp_size, pp_size, cp_size, dp_size))
+    groups += cp_size > 1 and dp_size > 1  # both together, for gradients
     return groups + (tp_size > 1 and pp_size > 1)  # both together, for gradient norms
 
 

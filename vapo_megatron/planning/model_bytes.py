@@ -1,8 +1,9 @@
 """Predicted bytes of parameters, gradients and optimizer states on one GPU.
 
-Counted per role (actor, critic, reference or reward model) and pipeline stage; the tensor- and
-data-parallel ranks of a stage hold the same amount. What megatron-core 0.16.1 allocates, in bytes,
-for n parameters on this rank, dp data-parallel ranks and a parameter size of b (2 or 4):
+Counted per role (actor, critic, reference or reward model) and pipeline stage; the tensor-,
+context- and data-parallel ranks of a stage hold the same amount. What megatron-core 0.16.1
+allocates, in bytes, for n parameters on this rank, dp data-parallel times context-parallel ranks
+and a parameter size of b (2 or 4):
 
                              parameters  gradients  optimizer
     distributed optimizer    b n'        4 n'       (8 + main) n' / dp
@@ -112,7 +113,8 @@ class Layout:
         p = config.parallel
         self.tp_size, self.pp_size = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
         self.vpp_size = p.virtual_pipeline_model_parallel_size or 1
-        self.dp_size = p.data_parallel_size
+        self.dp_size, self.cp_size = p.data_parallel_size, p.context_parallel_size
+        self.replica_size = p.replica_size
         self.element_bytes = DTYPE_BYTES[config.model.dtype]
         self.widths = widths(shape, self.tp_size)
         self.residual_width = shape.hidden_size // (self.tp_size if p.sequence_parallel else 1)
@@ -189,8 +191,8 @@ def state_bytes(shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: i
         held = owned = sum(sizes)
         if parallel.use_distributed_optimizer:
             bucketed = parallel.overlap_grad_reduce and pp_rank == 0 and index == 0
-            held = padded_elements(sizes, parallel.data_parallel_size, bucketed=bucketed)
-            owned = held // parallel.data_parallel_size
+            held = padded_elements(sizes, parallel.replica_size, bucketed=bucketed)
+            owned = held // parallel.replica_size
         parameters += (held + frozen) * size
         gradients += held * 4
         optimizer += owned * of_optimizer
@@ -202,7 +204,7 @@ def padded_elements(sizes: list[int], dp_size: int, *, bucketed: bool) -> int:
 
     Args:
         sizes: in elements, in the module's order; the buffer holds them in reverse.
-        dp_size: number of data-parallel ranks.
+        dp_size: number of ranks that hold them, data-parallel times context-parallel.
         bucketed: overlap_grad_reduce splits the first stage's first chunk into buckets of at least
             max(40e6, 1e6 * dp) elements (distributed_data_parallel.py).
     """

@@ -297,7 +297,8 @@ def _remedy(config: VapoConfig, reason: str) -> str:
     if reason.startswith(GENERATION):
         return f"lower {share} or rollout.max_num_sequences={r.max_num_sequences}, or raise {size}"
     steps = [
-        f"raise parallel.tensor_model_parallel_size={p.tensor_model_parallel_size} or "
+        f"raise parallel.tensor_model_parallel_size={p.tensor_model_parallel_size}, "
+        f"context_parallel_size={p.context_parallel_size} or "
         f"pipeline_model_parallel_size={p.pipeline_model_parallel_size}"
     ]
     steps += [] if p.recompute == "full" else [f"set recompute=full for {p.recompute}"]

@@ -1,6 +1,6 @@
 """Search over layouts: the fastest that fit, and why the others do not.
 
-A layout is TP x PP; its variants are the settings that trade time for memory.
+A layout is TP x CP x PP; its variants are the settings that trade time for memory.
 """
 
 from __future__ import annotations
@@ -35,10 +35,16 @@ LARGEST_SHARE, SHARE_STEP = 0.9, 0.05
 is never slower. 0.9 is vLLM's default."""
 
 
+CONTEXT_TOKENS = 16_384
+"""Of the longest sequence on a context-parallel rank, at least, in the search: with less, the
+keys and values that ranks exchange take as long as the layers."""
+
+
 class Fixed(NamedTuple):
     """Settings fixed by the user, named as the options of `vapo plan`; None: searched over."""
 
     tp: int | None = None
+    cp: int | None = None
     pp: int | None = None
     vpp: int | None = None
     recompute: str | None = None
@@ -60,7 +66,7 @@ class Misfit(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """Plans that fit, fastest first, one per (TP, PP, vLLM TP); and why other layouts do not."""
+    """Plans that fit, fastest first, one per (TP, CP, PP, vLLM TP); and why others do not."""
 
     plans: list[Plan]
     undivided: dict[str, str]
@@ -120,9 +126,7 @@ def rank(
             fitting += [best] if best else []
         plans += fitting
         if not fitting:
-            p = layout.parallel
-            name = f"TP {p.tensor_model_parallel_size} x PP {p.pipeline_model_parallel_size}"
-            misfits[name] = min(not_fitting, key=lambda one: one.needed)
+            misfits[layout_name(layout)] = min(not_fitting, key=lambda one: one.needed)
     return Ranking(sorted(plans, key=lambda plan: plan.step_seconds), undivided, misfits)
 
 
@@ -150,7 +154,8 @@ def trainer_layouts(
 ) -> tuple[list[VapoConfig], dict[str, str]]:
     """Return the trainer's valid layouts, and the reasons why others are invalid.
 
-    TP stays within a node: every power of two that fits into it. PP is every divisor of the
+    TP stays within a node: every power of two that fits into it. CP is tried in powers of two, as
+    long as each rank has CONTEXT_TOKENS of the longest sequence. PP is every divisor of the
     remaining GPUs. Sequence parallelism is on with TP: the same result with less memory. Virtual
     stages are left to `variants` unless fixed.
 
@@ -160,16 +165,20 @@ def trainer_layouts(
         fixed: settings that are not searched over.
         gpus_per_node: limits TP unless that is fixed.
     """
-    world_size = base.parallel.world_size
+    world_size, rollout = base.parallel.world_size, base.rollout
     tensors = [fixed.tp] if fixed.tp else _powers_of_two(min(gpus_per_node, world_size))
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    contexts = [fixed.cp] if fixed.cp else _powers_of_two(max(1, longest // CONTEXT_TOKENS))
     chunks = fixed.vpp if fixed.vpp != 1 else None
     found, rejected = [], {}
-    for tp_size in tensors:
-        pipelines = [n for n in range(1, world_size + 1) if world_size % (tp_size * n) == 0]
+    for tp_size, cp_size in itertools.product(tensors, contexts):
+        ranks = tp_size * cp_size
+        pipelines = [n for n in range(1, world_size + 1) if world_size % (ranks * n) == 0]
         for pp_size in [fixed.pp] if fixed.pp else pipelines or [1]:
             config = with_parallel(
                 base,
                 tensor_model_parallel_size=tp_size,
+                context_parallel_size=cp_size,
                 pipeline_model_parallel_size=pp_size,
                 virtual_pipeline_model_parallel_size=chunks,
                 sequence_parallel=tp_size > 1,
@@ -180,10 +189,17 @@ def trainer_layouts(
             except ConfigError as error:
                 # More stages than layers is no news unless the user asked for it.
                 if pp_size <= shape.num_layers or fixed.pp:
-                    rejected[f"TP {tp_size} x PP {pp_size}"] = str(error).split(";")[0]
+                    rejected[layout_name(config)] = str(error).split(";")[0]
                 continue
             found.append(config)
     return found, rejected
+
+
+def layout_name(config: VapoConfig) -> str:
+    """Return TP 8 x PP 4, or TP 8 x CP 2 x PP 4."""
+    p = config.parallel
+    cp = f" x CP {p.context_parallel_size}" * (p.context_parallel_size > 1)
+    return f"TP {p.tensor_model_parallel_size}{cp} x PP {p.pipeline_model_parallel_size}"
 
 
 def variants(shape: ModelShape, layout: VapoConfig, fixed: Fixed) -> Iterator[VapoConfig]:

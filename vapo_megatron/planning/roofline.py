@@ -13,6 +13,11 @@ parallelism):
     matmul         flops.layer_forward_flops / TP
     memory         10 H (two norms, two residuals), 2 (q + k) (rotary), 3 F (SwiGLU), in elements
     communication  TP: two all-reduces of H elements, or all-gathers and reduce-scatters of the same
+                   CP: keys and values, 2 k elements, of the other ranks, by a ring or a gather
+
+Context-parallel ranks share tokens, pairs and outputs evenly (data/context_cut.py). Backward, keys
+and values come again, and their gradients go. A ring hides some of it behind attention, which is
+not counted.
 
 Backward: matrix multiplications twice, attention 2.5 times (five multiplications for two), memory
 twice, communication once. A recomputed layer adds one forward pass. The actor's output projection
@@ -82,6 +87,8 @@ class Phase:
     between_seconds: float
     """Of the seconds, those between mini-batches: data-parallel collectives that are not
     overlapped, and the optimizer step."""
+    context_seconds: float = 0.0
+    """Of the seconds, those in which context-parallel ranks exchange keys and values."""
 
 
 class _Trainer(Layout):
@@ -107,8 +114,16 @@ class _Trainer(Layout):
         token += communication * 4 * cluster.all_gather_seconds(w.hidden * size, self.tp_size)
         pair = attention * per_pair / self.tp_size / cluster.rate("attention")
         calls = communication * 2 * cluster.collective_seconds if self.tp_size > 1 else 0.0
-        num_layers = shape.num_layers // self.pp_size
-        return Rates(*(num_layers * x for x in (token, pair, 0.0, calls)))
+        num_layers, part = shape.num_layers // self.pp_size, 1 / self.cp_size
+        return Rates(*(num_layers * x for x in (part * token, part * pair, 0.0, calls)))
+
+    def context(self, times: float) -> Rates:
+        """All layers of a stage: keys and values of the other context-parallel ranks, so often."""
+        num_bytes = 2 * self.widths.key * self.element_bytes
+        token = self.cluster.all_gather_seconds(num_bytes, self.cp_size, self.tp_size)
+        calls = (self.cp_size - 1) * self.cluster.collective_seconds
+        num_layers = self.shape.num_layers // self.pp_size
+        return Rates(token=times * num_layers * token, microbatch=times * num_layers * calls)
 
     def output(self, role: Role, *, matmul: float, score_bytes: float) -> Rates:
         """The last stage's output projection or value head."""
@@ -117,14 +132,15 @@ class _Trainer(Layout):
         scores = self.shape.vocab_size / self.tp_size
         matmul *= flops.output_forward_flops(self.shape, 1, role=role) / self.tp_size
         seconds = matmul / self.cluster.rate("matmul")
-        return Rates(output=seconds + score_bytes * scores / self.cluster.rate("memory"))
+        seconds += score_bytes * scores / self.cluster.rate("memory")
+        return Rates(output=seconds / self.cp_size)
 
     def sends(self, times: float) -> Rates:
         """Activations from stage to stage, which the interleaved schedule overlaps."""
         if self.pp_size == 1 or self.vpp_size > 1:
             return Rates()
-        bandwidth = self.cluster.neighbour_bytes(self.pp_size, self.tp_size * self.dp_size)
-        token = self.residual_width * self.element_bytes / bandwidth
+        bandwidth = self.cluster.neighbour_bytes(self.pp_size, self.tp_size * self.replica_size)
+        token = self.residual_width * self.element_bytes / bandwidth / self.cp_size
         return Rates(token=times * token, microbatch=times * self.cluster.collective_seconds)
 
     def trained_parameters(self, role: Role) -> int:
@@ -141,14 +157,15 @@ def scoring(
     """Predict the forward passes over a whole step: values, scores or log-probabilities."""
     trainer = _Trainer(shape, config, cluster)
     layers = trainer.layers(matmul=1, attention=1, memory=1, communication=1)
-    stage = layers.plus(trainer.sends(1))
+    context = trainer.context(1)
+    stage = layers.plus(context).plus(trainer.sends(1))
     output = trainer.output(role, matmul=1, score_bytes=SCORE_BYTES_FORWARD)
     work = loads(
         workload, shape.hidden_size, trainer.dp_size, config.parallel.max_tokens_per_microbatch
     )
     # All mini-batches' microbatches go through the pipeline in one pass.
     whole = Loads(*(part.sum(0, keepdims=True) for part in work))
-    return _pipeline(trainer, stage, stage.plus(output), whole, 0.0)
+    return _pipeline(trainer, stage, stage.plus(output), whole, 0.0, context)
 
 
 def update(
@@ -172,7 +189,9 @@ def update(
     )
     held = trainer.trained_parameters(role)
     accumulated = Rates(microbatch=ACCUMULATED_BYTES * held / cluster.rate("memory"))
-    stage = forward.plus(backward).plus(accumulated).plus(trainer.sends(2))
+    # Forward, recomputed, and backward, where their gradients go as well.
+    context = trainer.context(1 + attention_again + 2)
+    stage = forward.plus(backward).plus(context).plus(accumulated).plus(trainer.sends(2))
     # Forward, recomputed, and backward.
     score_bytes = SCORE_BYTES_FORWARD + SCORE_BYTES_BACKWARD
     output = trainer.output(role, matmul=2 + BACKWARD_MATMUL, score_bytes=score_bytes)
@@ -180,14 +199,17 @@ def update(
     count = float(work.microbatches[:, 0].sum())
     one_pass = float(stage.seconds(work).mean(1).sum()) / count
     collectives = _gradient_seconds(trainer, held, overlapped_seconds=one_pass / 2)
-    owned = held / (trainer.dp_size if parallel.use_distributed_optimizer else 1)
+    owned = held / (trainer.replica_size if parallel.use_distributed_optimizer else 1)
     memory = (OWNED_BYTES * owned + HELD_BYTES * held) / cluster.rate("memory")
-    phase = _pipeline(trainer, stage, stage.plus(output), work, collectives + memory)
+    phase = _pipeline(trainer, stage, stage.plus(output), work, collectives + memory, context)
     if role == "actor":
         return phase
     passes = workload.critic_updates_per_step
     return dataclasses.replace(
-        phase, seconds=passes * phase.seconds, between_seconds=passes * phase.between_seconds
+        phase,
+        seconds=passes * phase.seconds,
+        between_seconds=passes * phase.between_seconds,
+        context_seconds=passes * phase.context_seconds,
     )
 
 
@@ -202,7 +224,7 @@ def _gradient_seconds(trainer: _Trainer, held: int, *, overlapped_seconds: float
             reduced during the last microbatch and parameters gathered during the first.
     """
     parallel, cluster = trainer.config.parallel, trainer.cluster
-    size, stride = trainer.dp_size, trainer.tp_size
+    size, stride = trainer.replica_size, trainer.tp_size
     reduced = cluster.all_gather_seconds(4 * held, size, stride)
     if not parallel.use_distributed_optimizer:
         gathered, reduced = 0.0, 2 * reduced
@@ -215,7 +237,9 @@ def _gradient_seconds(trainer: _Trainer, held: int, *, overlapped_seconds: float
     return reduced + gathered
 
 
-def _pipeline(trainer: _Trainer, stage: Rates, last: Rates, work: Loads, after: float) -> Phase:
+def _pipeline(
+    trainer: _Trainer, stage: Rates, last: Rates, work: Loads, after: float, context: Rates
+) -> Phase:
     """Add up the mini-batches: slowest rank, slowest stage, fill and drain, and what follows.
 
     Args:
@@ -224,6 +248,7 @@ def _pipeline(trainer: _Trainer, stage: Rates, last: Rates, work: Loads, after: 
         last: on the last stage, which is never faster.
         work: [mini-batches, ranks].
         after: seconds after each mini-batch.
+        context: the part of `stage` in which keys and values are exchanged.
     """
     middle, slowest = stage.seconds(work), last.seconds(work)
     fill = (trainer.pp_size - 1) / trainer.vpp_size * middle / work.microbatches
@@ -235,6 +260,7 @@ def _pipeline(trainer: _Trainer, stage: Rates, last: Rates, work: Loads, after: 
         imbalance=float(slowest.max(1).sum() / slowest.mean(1).sum()) - 1,
         stages=float(slowest.sum() / middle.sum()) - 1 if trainer.pp_size > 1 else 0.0,
         between_seconds=len(computed) * after,
+        context_seconds=float(context.seconds(work).max(1).sum()),
     )
 
 
@@ -252,8 +278,8 @@ def sync_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> flo
     sampler_size = config.rollout.tensor_model_parallel_size
     whole = shard * sampler_size
     per_node = min(cluster.gpus_per_node, cluster.num_gpus)
-    # A node's ranks differ in TP first, then in DP, and in PP only if both fit into the node.
-    stages = max(1, per_node // (trainer.tp_size * trainer.dp_size))
+    # A node's ranks differ in TP first, then in CP and DP, and in PP only if all fit into the node.
+    stages = max(1, per_node // (trainer.tp_size * trainer.replica_size))
     share = min(1.0, stages / trainer.pp_size * min(1.0, per_node / trainer.tp_size))
     across = (1 - share) * whole / per_node / cluster.rate("network")
     missing = 1 - min(1.0, sampler_size / (trainer.tp_size * trainer.pp_size))

@@ -30,6 +30,7 @@ from vapo_megatron.planning.ranking import (
     Fixed,
     Misfit,
     Ranking,
+    layout_name,
     sampler_sizes,
     trainer_layouts,
     variants,
@@ -166,8 +167,7 @@ def _trainers(
     plans: dict[str, Plan] = {}
     misfits: dict[str, Misfit] = {}
     for variant, training in timed:
-        p = variant.parallel
-        name = f"TP {p.tensor_model_parallel_size} x PP {p.pipeline_model_parallel_size}"
+        name = layout_name(variant)
         if name in plans:
             continue
         phases = peak_memory(shape, variant, cluster.gpu_bytes)
