@@ -126,6 +126,8 @@ RUNS = (
         shows=" 3354 s a step (2449 to 5467)\n"),
     Run("vapo plan --model Qwen3-32B --gpus 32 --vllm-share 0.6", is_quick=True,
         shows=" 265 s a step "),
+    Run("vapo plan --model Qwen2.5-32B --gpus 128 --gpu-memory 80GB --max-response 131072",
+        shows="TP 1 x CP 8 x PP 16"),
     Run("vapo plan --model Qwen2.5-32B --gpus 128 --gpu-memory 80GB --placement", is_quick=True,
         shows="lag 1 on 128 GPUs: 1745 s a step, 1.01 times as fast as the best colocated"),
     Run("vapo plan --model Qwen3-32B --gpus 64", is_quick=True, shows=" 116 s a step "),
