@@ -366,7 +366,7 @@ def computed(files, overrides):
     of_critic, updates, values = None, [], None
     if "critic" in config.algorithm.trained_roles:
         critic = Critic.__new__(Critic)
-        critic.config = config
+        critic.config, critic.ranks = config, SimpleNamespace(cp_size=1)
         three = SimpleNamespace(predicting=torch.arange(3))
         values = critic._values(torch.tensor([-1.0, 0.0, 3**0.5]), three).tolist()
         of_critic, _ = losses(critic, VALUES)
