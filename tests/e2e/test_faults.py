@@ -129,15 +129,15 @@ def test_a_recipe_told_to_stop_ends_well_and_goes_on(placement, given, injected,
     sampled: a checkpoint needs it.
     """
     run_dir, grace = tmp_path / "run", 0 if placement == "colocated" else 25
-    more = ["checkpoint.every_steps=0", f"checkpoint.grace_seconds={grace}"]
-    more.append(f"logging.run_dir={run_dir}")
+    more = ["checkpoint.every_steps=0", f"logging.run_dir={run_dir}"]
 
-    def start():
+    def start(grace=0):
         port = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port())}
-        command = ["bash", RECIPE, "--config", TINY, *given, *more]
+        given_time = f"checkpoint.grace_seconds={grace}"
+        command = ["bash", RECIPE, "--config", TINY, *given, *more, given_time]
         return Started(command, tmp_path / "log", run_dir, **port)
 
-    started = start()
+    started = start(grace)
     started.wait_for(lambda: started.rows() >= 3)
     os.kill(started.launcher.pid, signal.SIGTERM)
     name = f"{placement}: torchrun sent SIGTERM, grace of {grace} s, started again"
@@ -151,6 +151,7 @@ def test_a_recipe_told_to_stop_ends_well_and_goes_on(placement, given, injected,
     started = start()
     started.wait_for(lambda: len(started.ranks()) == 2)
     os.kill(started.launcher.pid, signal.SIGTERM)
+    name = f"{placement}: torchrun sent SIGTERM, no grace, started again"
     at_start = injected(name, "start")
     assert started.end() == 0, started.said()
     assert f"stopped by SIGTERM after step {done}; start it again" in started.said()
