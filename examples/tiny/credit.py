@@ -91,16 +91,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _credit(args: argparse.Namespace) -> int:
     if args.quick and args.sensitivity:
         raise UserError("--quick and --sensitivity: give one of them")
-    seeds = range((2 if args.sensitivity else 5) if args.seeds is None else args.seeds)
-    if args.jobs < 1 or not seeds:
-        raise UserError(f"--jobs {args.jobs} and --seeds {len(seeds)} must be at least 1")
+    standard = 2 if args.sensitivity else 5
+    count = standard if args.seeds is None else args.seeds
+    if args.jobs < 1 or count < 1:
+        raise UserError(f"--jobs {args.jobs} and --seeds {count} must be at least 1")
+    seeds = range(1 if args.quick else count)
     started = time.monotonic()
     root = (args.out or Path("runs/credit_quick" if args.quick else "runs/credit")).resolve()
     forms = ["keys"] if args.quick else [form for form in FORMS if form in args.forms]
-    arms = {form: arms_of(form, quick=args.quick) for form in forms}
-    if args.sensitivity:
-        arms = sensitivity_arms()
-    jobs = all_jobs(root, seeds[:1] if args.quick else seeds, arms, args.overrides)
+    arms = (
+        sensitivity_arms()
+        if args.sensitivity
+        else {form: arms_of(form, quick=args.quick) for form in forms}
+    )
+    jobs = all_jobs(root, seeds, arms, args.overrides)
     with locked(root) as lock:
         require_unchanged(jobs, rerun=args.rerun)
         try:

@@ -112,6 +112,14 @@ def accuracies(found: Found, form: str, name: str) -> dict[int, float]:
     return {seed: value for seed, value in sorted(known.items()) if value is not None}
 
 
+def by_value(found: Found, key: str, form: str, arm: str) -> dict[str, list[float]]:
+    """Return the accuracies of an arm's seeds at each value of a sweep."""
+    return {
+        label: list(accuracies(found, form, run_name(arm, key, label)).values())
+        for label in SWEEPS[key].values
+    }
+
+
 def _lines(sweep: str) -> Iterator[tuple[str, str, str]]:
     """Yield form, arm and title of a sweep's lines."""
     lines = SWEEPS[sweep].lines
@@ -144,10 +152,7 @@ def table(found: Found) -> str:
     rows = []
     for key, sweep in SWEEPS.items():
         for form, arm, title in _lines(key):
-            known = {
-                label: list(accuracies(found, form, run_name(arm, key, label)).values())
-                for label in sweep.values
-            }
+            known = by_value(found, key, form, arm)
             best = max(known, key=lambda label: _mean(known[label]))
             cells = []
             for label, values in known.items():
@@ -169,10 +174,7 @@ def best_against_best(found: Found) -> str:
             continue
         cells = []
         for form, arm, _ in _lines(key):
-            known = {
-                label: list(accuracies(found, form, run_name(arm, key, label)).values())
-                for label in sweep.values
-            }
+            known = by_value(found, key, form, arm)
             label, values = max(known.items(), key=lambda pair: _mean(pair[1]))
             cells.append(f"{spread(values, '.3f')} at {label}" if values else "-")
         rows.append([sweep.title, *cells])

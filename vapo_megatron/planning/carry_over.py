@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vapo_megatron.data.order import seeded_permutation
-from vapo_megatron.planning.decode import Rank, decode
+from vapo_megatron.planning.decode import Decoded, Rank, decode
 
 MOST_REPLICAS = 8
 """That are followed: the slowest of these stands for the slowest of all."""
@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
     batch: int
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Group:
     begun: int
     """Step."""
@@ -45,8 +45,9 @@ class _Group:
     sampled: NDArray[np.int64]
 
     @property
-    def is_whole(self) -> bool:
-        return bool((self.sampled == self.lengths).all())
+    def missing(self) -> int:
+        """Responses that are not whole."""
+        return int((self.sampled < self.lengths).sum())
 
 
 class Step(NamedTuple):
@@ -78,7 +79,10 @@ def carried_steps(
         list(_replica(rank, prefill_seconds, lengths, seed, sizes))[WARM_UP:]
         for seed in range(min(num_replicas, MOST_REPLICAS))
     ]
-    return [max(steps) for steps in zip(*of_replicas, strict=True)]
+    return [
+        max(steps, key=lambda step: step.seconds + step.prefill_seconds)
+        for steps in zip(*of_replicas, strict=True)
+    ]
 
 
 def _replica(
@@ -89,58 +93,74 @@ def _replica(
     sizes: Sizes,
 ) -> Iterator[Step]:
     flight: list[_Group] = []
-    for step in range(WARM_UP + MEASURED):
-        order = lengths[seeded_permutation(len(lengths), WARM_UP * step + seed * 997, _PURPOSE)]
+    num_steps = WARM_UP + MEASURED
+    for step in range(num_steps):
+        order = lengths[seeded_permutation(len(lengths), num_steps * seed + step, _PURPOSE)]
         missing = sizes.groups + sizes.extra - len(flight)
         for i in range(missing):
             own = np.resize(order[i * sizes.group_size :], sizes.group_size)
             flight.append(_Group(step, own, np.zeros_like(own)))
-        prefill = prefill_seconds(list(_prefilled(flight, step, sizes.prompt_tokens)))
-        asked = [
-            (group, i)
-            for group in flight
-            for i in range(sizes.group_size)
-            if group.sampled[i] < group.lengths[i]
-        ]
-        requests = [
-            (sizes.prompt_tokens + int(g.sampled[i]), int(g.lengths[i] - g.sampled[i]))
-            for g, i in asked
-        ]
-        is_enough = _Enough(flight, [group for group, _ in asked], step, sizes)
-        found = decode(rank, requests, sizes.batch, is_enough)
-        for (group, i), count in zip(asked, found.sampled, strict=True):
-            group.sampled[i] += count
-        taken = [group for group in flight if group.is_whole][: sizes.groups]
-        flight = [group for group in flight if not any(group is one for one in taken)]
+        is_enough = _Enough(flight, step, sizes)
+        if is_enough.reached:
+            flight = _left(flight, sizes)
+            yield Step(0.0, 0.0, 0.0)
+            continue
+        prefill = prefill_seconds(list(_prefilled(flight, sizes.prompt_tokens)))
+        found = _sample(rank, flight, sizes, is_enough)
+        flight = _left(flight, sizes)
         yield Step(found.seconds, prefill, found.tail)
 
 
+def _sample(rank: Rank, flight: Sequence[_Group], sizes: Sizes, is_enough: _Enough) -> Decoded:
+    """Sample at what is not whole, in its order, until it is enough."""
+    asked = [
+        (group, i)
+        for group in flight
+        for i in range(sizes.group_size)
+        if group.sampled[i] < group.lengths[i]
+    ]
+    requests = [
+        (sizes.prompt_tokens + int(group.sampled[i]), int(group.lengths[i] - group.sampled[i]))
+        for group, i in asked
+    ]
+    found = decode(rank, requests, sizes.batch, lambda index: is_enough.after(asked[index][0]))
+    for (group, i), count in zip(asked, found.sampled, strict=True):
+        group.sampled[i] += count
+    return found
+
+
+def _left(flight: Sequence[_Group], sizes: Sizes) -> list[_Group]:
+    """Return what stays in flight: a step trains on the whole groups that were begun first."""
+    taken = [group for group in flight if group.missing == 0][: sizes.groups]
+    return [group for group in flight if group not in taken]
+
+
 class _Enough:
-    """Whether a step may end, asked as each response of `asked` becomes whole."""
+    """Whether a step may end."""
 
-    def __init__(
-        self, flight: Sequence[_Group], asked: Sequence[_Group], step: int, sizes: Sizes
-    ) -> None:
-        self._asked = asked
-        self._left = {id(group): int((group.sampled < group.lengths).sum()) for group in flight}
-        self._missing = sizes.groups - sum(count == 0 for count in self._left.values())
-        due = (group for group in flight if group.begun + sizes.max_lag <= step)
-        self._due = {id(group) for group in due if self._left[id(group)]}
+    def __init__(self, flight: Sequence[_Group], step: int, sizes: Sizes) -> None:
+        self._missing = {group: group.missing for group in flight}
+        self._num_groups = sizes.groups - list(self._missing.values()).count(0)
+        self._due = {g for g, n in self._missing.items() if n and g.begun + sizes.max_lag <= step}
 
-    def __call__(self, index: int) -> bool:
-        key = id(self._asked[index])
-        self._left[key] -= 1
-        if self._left[key] == 0:
-            self._missing -= 1
-            self._due.discard(key)
-        return self._missing <= 0 and not self._due
+    @property
+    def reached(self) -> bool:
+        """As many groups are whole as the step trains on, and those that must be."""
+        return self._num_groups <= 0 and not self._due
+
+    def after(self, group: _Group) -> bool:
+        """Count one more of a group's responses as whole; return whether that is enough."""
+        self._missing[group] -= 1
+        if self._missing[group] == 0:
+            self._num_groups -= 1
+            self._due.discard(group)
+        return self.reached
 
 
-def _prefilled(flight: Sequence[_Group], step: int, prompt_tokens: int) -> Iterator[int]:
-    """Yield the lengths that are computed: a new group's prompt once, others with what there is."""
+def _prefilled(flight: Sequence[_Group], prompt_tokens: int) -> Iterator[int]:
+    """Yield the lengths that are computed: begun responses, and once the prompt of the others."""
     for group in flight:
-        if group.begun == step:
+        begun = group.sampled[(group.sampled < group.lengths) & (group.sampled > 0)]
+        yield from (prompt_tokens + int(count) for count in begun)
+        if (group.sampled == 0).any():
             yield prompt_tokens
-        else:
-            begun = group.sampled[(group.sampled < group.lengths) & (group.sampled > 0)]
-            yield from (prompt_tokens + int(count) for count in begun)

@@ -59,27 +59,9 @@ def measure(lengths: Tensor, seed: int) -> dict[str, Seconds]:
     try:
         world = dist.group.WORLD
         assert world is not None
-        ranks = Ranks(
-            0,
-            1,
-            1,
-            0,
-            world,
-            1,
-            0,
-            world,
-            1,
-            0,
-            world,
-            1,
-            0,
-            world,
-            1,
-            0,
-            world,
-            vpp_size=1,
-            last_stage_rank=0,
-        )
+        # On each of the five axes.
+        alone = (1, 0, world)
+        ranks = Ranks(0, 1, *alone * 5, vpp_size=1, last_stage_rank=0)
         return _measure(_responses(lengths, seed), ranks)
     finally:
         dist.destroy_process_group()
