@@ -107,7 +107,10 @@ def _labels_after_the_cut() -> Patches:
 
     def wrong(batch, **cut):
         part = honest(batch, **cut)
-        return dataclasses.replace(part, targets=part.tokens.roll(-1)[part.predicting])
+        if part.cut is None:
+            return part
+        after = part.tokens.roll(-1)[part.predicting]
+        return dataclasses.replace(part, cut=dataclasses.replace(part.cut, targets=after))
 
     return [(minibatches, "make_microbatch", wrong)]
 
@@ -173,8 +176,10 @@ def _values_in_the_ranks_order() -> Patches:
     honest = critic.gather_tokens
 
     def wrong(own, microbatch, ranks):
-        places = microbatch.outputs.sort().values
-        return honest(own, dataclasses.replace(microbatch, outputs=places), ranks)
+        cut = microbatch.cut and dataclasses.replace(
+            microbatch.cut, outputs=microbatch.cut.outputs.sort().values
+        )
+        return honest(own, dataclasses.replace(microbatch, cut=cut), ranks)
 
     return [(critic, "gather_tokens", wrong)]
 

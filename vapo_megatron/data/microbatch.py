@@ -13,6 +13,21 @@ from vapo_megatron.data.context_cut import places_of_tokens, rows_of_rank
 
 
 @dataclasses.dataclass(frozen=True)
+class Cut:
+    """What a context-parallel rank's tokens alone do not tell.
+
+    The outputs of all context-parallel ranks are one rank's S' after the other's.
+    """
+
+    targets: Tensor
+    """int64 [T']: the response tokens that the rank's tokens predict; another may hold them."""
+    outputs: Tensor
+    """int64 [T]: position of each response token's prediction in the outputs of all ranks."""
+    ends: Tensor
+    """int64 [B]: position there of each sequence's last token."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Microbatch:
     """What one forward pass sees: a RolloutBatch and the index tensors that the model needs.
 
@@ -35,13 +50,25 @@ class Microbatch:
     predicting: Tensor
     """int64 [T']: position in S' whose output predicts a response token t, and gives V(s_t): the
     position before the token."""
-    targets: Tensor
-    """int64 [T']: the response tokens that are predicted there."""
-    outputs: Tensor
-    """int64 [T]: position of each response token's prediction in the outputs of all
-    context-parallel ranks, one rank's S' after the other's."""
-    ends: Tensor
-    """int64 [B]: position there of each sequence's last token."""
+    cut: Cut | None
+    """With context parallelism."""
+
+    @property
+    def targets(self) -> Tensor:
+        """int64 [T']: the response tokens that are predicted at `predicting`."""
+        return self.tokens[self.predicting + 1] if self.cut is None else self.cut.targets
+
+    @property
+    def outputs(self) -> Tensor:
+        """int64 [T]: position of each response token's prediction in the outputs of all ranks."""
+        return self.predicting if self.cut is None else self.cut.outputs
+
+    @property
+    def ends(self) -> Tensor:
+        """int64 [B]: position of each sequence's last token in the outputs of all ranks."""
+        if self.cut is not None:
+            return self.cut.ends
+        return self.batch.sequence_cu_seqlens[1:].long() - 1
 
 
 def make_microbatch(
@@ -74,20 +101,16 @@ def make_microbatch(
     # A response ends where its sequence ends: token t is at sequence_end - response_end + t.
     shift = starts + real - batch.cu_seqlens[1:].long()
     num_tokens = int(batch.cu_seqlens[-1])
-    outputs = torch.arange(num_tokens, device=tokens.device) + batch.per_token(shift) - 1
-    predicting, ends = outputs, starts + real - 1
-    # Before the cut: a chunk's last token predicts one that another rank may hold.
-    targets = tokens[predicting + 1]
+    predicting = torch.arange(num_tokens, device=tokens.device) + batch.per_token(shift) - 1
+    cut = None
     if cp_size > 1:
-        rows, places = (
-            rows_of_rank(cu_model, total, cp_size, cp_rank),
-            places_of_tokens(cu_model, total, cp_size),
-        )
-        tokens, position_ids = tokens[rows], position_ids[rows]
-        outputs, ends = places[outputs], places[ends]
+        rows = rows_of_rank(cu_model, total, cp_size, cp_rank)
+        places = places_of_tokens(cu_model, total, cp_size)
+        outputs = places[predicting]
         is_own = outputs // len(rows) == cp_rank
-        predicting, targets = outputs[is_own] % len(rows), targets[is_own]
-    return Microbatch(
-        batch, tokens, position_ids, cu_model, int(lengths.max()), predicting, targets, outputs,
-        ends,
-    )  # fmt: skip
+        # Before the cut: a chunk's last token predicts one that another rank may hold.
+        targets = tokens[predicting + 1][is_own]
+        cut = Cut(targets, outputs, places[starts + real - 1])
+        predicting = outputs[is_own] % len(rows)
+        tokens, position_ids = tokens[rows], position_ids[rows]
+    return Microbatch(batch, tokens, position_ids, cu_model, int(lengths.max()), predicting, cut)

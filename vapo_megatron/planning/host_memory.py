@@ -155,20 +155,21 @@ def batch_bytes(config: VapoConfig, tokens: int, response_tokens: int) -> int:
         tokens: S, prompts and responses.
         response_tokens: T.
     """
-    algorithm = config.algorithm
-    per_token = 8 + 8  # tokens, position_ids
-    parallel = config.parallel
-    if parallel.sequence_parallel or parallel.context_parallel_size > 1 or config.model.fp8:
-        per_token += 8  # the microbatch's tokens are padded, and so a copy
-    # predicting, targets; rollout_logprobs, loss_mask, old_logprobs, entropy, advantages
-    per_response_token = 16 + 4 + 1 + 4 + 4 + 4
+    algorithm, cp_size = config.algorithm, config.parallel.context_parallel_size
+    per_token, index = 8 + 8 // cp_size, 8  # tokens, position_ids; predicting
+    if config.parallel.sequence_parallel or cp_size > 1 or config.model.fp8:
+        per_token += 8 // cp_size  # the microbatch's tokens are padded or cut, and so a copy
+    if cp_size > 1:
+        index = 16 // cp_size + 8  # predicting and targets of this rank's tokens; outputs
+    # predicting; rollout_logprobs, loss_mask, old_logprobs, entropy, advantages
+    per_response_token = index + 4 + 1 + 4 + 4 + 4
     per_response_token += 4 * (algorithm.sampler_correction != "none")  # policy_mask
     per_response_token += 4 * ("reference" in algorithm.roles)  # reference_logprobs
     per_response_token += 8 * ("critic" in algorithm.roles)  # values, returns
     found = per_token * tokens + per_response_token * response_tokens
     if config.data.has_critic_prompts:
         # The critic's own packing, and its prompts, which may be as long as the others.
-        found += per_token * tokens + 16 * response_tokens + 8 * (tokens - response_tokens)
+        found += per_token * tokens + index * response_tokens + 8 * (tokens - response_tokens)
     return found
 
 
