@@ -32,10 +32,6 @@ REFUSED = [
         "rollout.carry_over_groups=3 must not exceed the groups of a step, responses_per_step / "
         "group_size = 2: more could",
     ),
-    (
-        [*CARRIES, *APART],
-        "carry_over_groups=2 must not be combined with rollout.placement=disaggregated, whose",
-    ),
     ([*CARRIES, "algorithm.dynamic_sampling=true"], "dynamic_sampling=true, whose rounds depend"),
     ([*CARRIES, "model.reward_hf_path=rm"], "model.reward_hf_path=rm: groups wait with their"),
     (

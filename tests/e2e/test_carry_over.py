@@ -15,9 +15,20 @@ from tests.e2e.test_run import rows
 from vapo_megatron.cli.train import main
 from vapo_megatron.rollout.carried import CARRIED
 from vapo_megatron.rollout.dump import read_arrays, read_file
+from vapo_megatron.rollout.in_flight import sampled_steps
 
 STEPS, SAVED_AT, EXTRA, MAX_LAG, LIMIT = 6, 2, 3, 2, 24
 CARRIES = [f"rollout.carry_over_groups={EXTRA}", f"rollout.max_lag={MAX_LAG}"]
+APART = ["rollout.placement=disaggregated", "rollout.num_processes=2"]
+# Options, processes, replicas, and how many steps the samplers are ahead.
+PLACEMENTS = {
+    "colocated": ([], 1, 1, 0),
+    "apart": (APART, 3, 2, 0),
+    "one step off": ([*APART, "rollout.lag=1"], 3, 2, 1),
+    "sharded, two steps off": (
+        [*APART, "rollout.lag=2", "rollout.tensor_model_parallel_size=2"], 3, 1, 2,
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +47,7 @@ def dumped(run_dir, step):
     return sorted((s.rollout for f in files for s in read_file(f)), key=lambda r: r.position)
 
 
-def check_whole(run_dir, steps=STEPS):
+def check_whole(run_dir, lag, steps=STEPS):
     """Each step has its share of groups, each problem is trained on once, none is left out."""
     drawn = []
     for step in range(1, steps + 1):
@@ -50,9 +61,10 @@ def check_whole(run_dir, steps=STEPS):
         tokens, now = {}, max(0, step - 2)
         for r in found:
             versions = [version for version, _ in r.versions]
-            assert versions == sorted(set(versions)) and now - MAX_LAG <= versions[0]
-            assert versions[-1] <= now and sum(n for _, n in r.versions) == len(r.token_ids)
-            assert len(r.token_ids) == len(r.logprobs) <= LIMIT
+            assert versions == sorted(set(versions)) and now - MAX_LAG - lag <= versions[0]
+            assert versions[-1] <= max(0, now - lag)
+            count = sum(n for _, n in r.versions)
+            assert count == len(r.token_ids) == len(r.logprobs) <= LIMIT
             for version, count in r.versions:
                 tokens[now - version] = tokens.get(now - version, 0) + count
         total = sum(tokens.values())
@@ -66,31 +78,36 @@ def check_whole(run_dir, steps=STEPS):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_with_its_groups_bit_by_bit(launch, given, tmp_path):
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_killed_run_goes_on_with_its_groups_bit_by_bit(launch, given, tmp_path, placement):
     """From an older checkpoint, so that it makes steps again that it had made before."""
     run_dir, last = tmp_path, 2 * SAVED_AT
-    command = [*given, *CARRIES, into(run_dir)]
-    launched = launch(main, command)
+    more, processes, replicas, lag = PLACEMENTS[placement]
+    command = [*given, *CARRIES, *more, into(run_dir)]
+    launched = launch(main, command, world_size=processes)
     wait_for_row(launched, run_dir, last)
     latest = run_dir / "checkpoints/latest"
     while latest.read_text() != f"step_{last:06d}":
         assert launched.is_running()
         time.sleep(0.02)
     launched.kill()
-    check_whole(run_dir, last)
+    check_whole(run_dir, lag, last)
     made = [kept(run_dir, step) for step in range(SAVED_AT + 1, last + 1)]
 
     saved = run_dir / f"checkpoints/step_{SAVED_AT:06d}"
-    name = f"{CARRIED}/replica_00000.safetensors"
-    assert name in json.loads((saved / "checksums.json").read_text())
-    held, arrays = read_arrays(saved / name)
-    lengths = [len(s.rollout.token_ids) for s in held]
-    assert len(held) == EXTRA * GROUP_SIZE and not arrays["is_whole"].all() and sum(lengths) > 0
+    assert len(sampled_steps(saved)) == lag
+    names = [f"{CARRIED}/replica_{i:05d}.safetensors" for i in range(replicas)]
+    sums = json.loads((saved / "checksums.json").read_text())
+    assert [name for name in sums if name.startswith(CARRIED)] == names
+    files = [read_arrays(saved / name) for name in names]
+    assert sum(len(held) for held, _ in files) == EXTRA * GROUP_SIZE
+    assert not all(arrays["is_whole"].all() for _, arrays in files)
+    assert sum(len(s.rollout.token_ids) for held, _ in files for s in held) > 0
 
     latest.write_text(saved.name)
-    assert "resumed" in ended(launch(main, command)).stdout
+    assert "resumed" in ended(launch(main, command, world_size=processes)).stdout
     assert [kept(run_dir, step) for step in range(SAVED_AT + 1, last + 1)] == made
-    drawn = check_whole(run_dir)
+    drawn = check_whole(run_dir, lag)
     # The last step leaves nothing behind.
     assert not (run_dir / f"checkpoints/step_{STEPS:06d}/{CARRIED}").exists()
     assert any(r.segments for step in range(1, STEPS + 1) for r in dumped(run_dir, step))
@@ -98,6 +115,7 @@ def test_a_killed_run_goes_on_with_its_groups_bit_by_bit(launch, given, tmp_path
 
     # Replayed, its responses train the same model: old log-probabilities are computed anew.
     again = run_dir / "again"
-    ended(launch(main, [*command, "--replay", str(run_dir), into(again)]))
+    together = ["rollout.placement=colocated", "rollout.num_processes=0", "rollout.lag=0"]
+    ended(launch(main, [*command, *together, "--replay", str(run_dir), into(again)]))
     exports = [d / "hf_export/model.safetensors" for d in (run_dir, again)]
     assert exports[0].read_bytes() == exports[1].read_bytes()

@@ -18,11 +18,13 @@ from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.errors import CheckpointError, Stopped
 from vapo_megatron.reward.scoring import Judged
 from vapo_megatron.reward.verifier import Verdict
-from vapo_megatron.rollout.carried import CARRIED, CarriedSampling, refuse_carried
+from vapo_megatron.rollout.carried import CARRIED, CarriedSampling
 from vapo_megatron.rollout.carry_over import Tally, num_begun, shares
 from vapo_megatron.rollout.disaggregated.source import RemoteSampling
-from vapo_megatron.rollout.lag import lag_metrics, lag_shares, tokens_by_version
+from vapo_megatron.rollout.in_flight import write_files
+from vapo_megatron.rollout.lag import lag_metrics, tokens_by_version
 from vapo_megatron.rollout.requests import SamplingSettings, continued_seed
+from vapo_megatron.rollout.sampling import Sampling
 
 SIZE, LIMIT = 2, 20
 SETTINGS = SamplingSettings(1.0, 1.0, -1, LIMIT, "train")
@@ -108,18 +110,20 @@ class Replicas:
 
     def step(self, step, has_time=None):
         """Responses of all replicas, and the groups that are left."""
-        scored, left = [], []
-        found = [c.share(step, step, phase, has_time, Stream()) for c in self.each]
-        for carried, (own, flight) in zip(self.each, found):
-            carried.commit(step, flight)
-            scored += own
-            left += flight.groups
+        scored, left, before = [], [], self.data[0].state_dict()["position"]
+        for carried in self.each:
+            scored += carried.share(step, step, phase, has_time, Stream())
+            left += carried._after[step + 1].groups
+        moved = self.data[0].state_dict()["position"] - before
+        assert {c.drawn(step) for c in self.each} == {moved}
         return scored, left
 
     def save(self, done, directory):
         states = [d.state_dict() for d in self.data]
         assert all(state == states[0] for state in states), "all draw the same prompts"
-        return states[0], [name for c in self.each for name in c.save(done, directory)]
+        written = [write_files(directory, c.files(done)) for c in self.each]
+        assert not any(problem for problem, _ in written)
+        return states[0], [name for _, sums in written for name in sums]
 
     def load(self, done, state, directory):
         for carried, data in zip(self.each, self.data):
@@ -204,18 +208,37 @@ def test_a_step_that_is_stopped_changes_nothing(tmp_path):
     assert again.each[0]._after[1] == before
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
-    run = Replicas(1, 4, 3, 2, 6)
-    refuse_carried(None)
-    refuse_carried(tmp_path)
+def resumes(checkpoint, *, prompts=4, apart=False, **rollout):
+    """A checkpoint as a run's two kinds of sources check it; both say the same."""
+    placement = {"placement": "disaggregated", "num_processes": 1} if apart else {}
+    algorithm = AlgorithmConfig(
+        responses_per_step=prompts * SIZE, group_size=SIZE, mini_batch_size=SIZE
+    )
+    source = object.__new__(RemoteSampling if apart else Sampling)
+    source._rollout, source._algorithm = RolloutConfig(**placement, **rollout), algorithm
+    source._carried = None
+    source.resume(1, checkpoint)
+
+
+def test_a_checkpoint_whose_groups_a_run_would_lose_is_refused(tmp_path):
+    for apart in (False, True):
+        resumes(None, apart=apart)
+        resumes(tmp_path, apart=apart)
+    run = Replicas(2, 4, 3, 2, 6)
     run.step(0)
     run.save(1, tmp_path)
-    with pytest.raises(CheckpointError, match="3 groups in flight, of 2 responses, but a step has"):
-        Replicas(1, 2, 1, 2, 6).each[0].load(1, tmp_path)
-    apart = object.__new__(RemoteSampling)
-    for resumes in (refuse_carried, lambda checkpoint: apart.resume(1, checkpoint)):
+    for apart in (False, True):
+        resumes(tmp_path, apart=apart, carry_over_groups=1)
         with pytest.raises(CheckpointError, match="carry_over_groups=0 would lose; set it to 1 or"):
-            resumes(tmp_path)
+            resumes(tmp_path, apart=apart)
+        of_others = "6 responses in flight, in groups of 2, but a step has 2 groups of 2; restore"
+        with pytest.raises(CheckpointError, match=of_others):
+            resumes(tmp_path, prompts=2, apart=apart, carry_over_groups=1)
+    # What a later step has taken of them cannot be sampled again.
+    (tmp_path / "in_flight/step_000002").mkdir()
+    resumes(tmp_path, apart=True, carry_over_groups=1)
+    with pytest.raises(CheckpointError, match="placement=colocated would lose; set it to disagg"):
+        resumes(tmp_path, carry_over_groups=1)
 
 
 def test_the_oldest_are_handed_over_and_who_is_due_is_waited_for():
@@ -257,5 +280,5 @@ def test_the_lag_is_that_of_each_token():
     assert tokens == {1: 4, 3: 2 + count}
     assert lag_metrics(tokens, 3) == {
         "rollout/lag_mean": 8 / (6 + count), "rollout/lag_max": 2.0,
+        "rollout/lag_share@2": 4 / (6 + count),
     }  # fmt: skip
-    assert lag_shares(tokens, 3) == {"rollout/lag_share@2": 4 / (6 + count)}

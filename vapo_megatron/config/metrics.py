@@ -107,7 +107,7 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/lag_max": Metric("versions", "The same, largest."),
     "rollout/lag_share@K": Metric(
-        "", "With carry_over_groups: share of response tokens that are K versions older; rest: 0."
+        "", "The same: share of response tokens that are K versions older; rest: 0."
     ),
     "rollout/effective_sample_fraction": Metric(
         "",

@@ -89,11 +89,6 @@ def carry_over_rule(c: VapoConfig) -> str | None:
             f"{num_prompts}: more could not all be trained on in the next step, as max_lag may "
             "ask; lower it"
         )
-    if r.placement != "colocated":
-        return (
-            f"{field} must not be combined with rollout.placement={r.placement}, whose samplers "
-            "keep whole steps; set carry_over_groups=0, or placement=colocated"
-        )
     if c.algorithm.dynamic_sampling:
         return (
             f"{field} must not be combined with algorithm.dynamic_sampling=true, whose rounds "

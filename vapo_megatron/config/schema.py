@@ -174,7 +174,7 @@ class RolloutConfig(Section):
     max_lag: int = _field(
         1,
         "With carry_over_groups: a group that step k begins is trained on in step k + max_lag at "
-        "the latest; that step waits for it.",
+        "the latest; that step waits for it. No token is more than lag + max_lag versions old.",
         ge=1,
     )
     behaviour: Literal["recomputed", "sampler"] = _field(

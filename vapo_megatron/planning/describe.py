@@ -289,7 +289,9 @@ def describe_sides(plan: Plan) -> str:
 def describe_gain(plan: Plan, colocated: Plan | None) -> str:
     """Return one sentence: a plan with older weights against the best colocated one without."""
     r, cluster = plan.config.rollout, plan.cluster
-    what = f"lag {r.lag}" if r.is_apart else f"{r.carry_over_groups} groups carried over"
+    parts = [f"lag {r.lag}"] if r.is_apart else []
+    parts += [f"{r.carry_over_groups} groups carried over"] if r.carry_over_groups else []
+    what = " and ".join(parts)
     apart = f"{what} on {_counted(cluster.num_gpus, 'GPU')}: {plan.step_seconds:.0f} s a step"
     if colocated is None:
         return f"{apart}; colocated, nothing fits with these options"

@@ -62,7 +62,7 @@ def generation(
     rank = _rank(shape, config, cluster)
     num_gpus = config.rollout.num_processes or cluster.num_gpus
     if config.rollout.carry_over_groups:
-        return _carried(shape, config, cluster, workload, rank, batch)
+        return _carried(shape, config, cluster, workload, rank, batch, num_gpus // tp_size)
     return _replay(rank, prompt_seconds, num_gpus // tp_size, workload, batch)
 
 
@@ -73,10 +73,10 @@ def _carried(
     workload: Workload,
     rank: Rank,
     batch: int,
+    replicas: int,
 ) -> Generation:
     """With carry-over: the mean over steps, each as long as its slowest replica."""
     rollout, tp_size = config.rollout, config.rollout.tensor_model_parallel_size
-    replicas = cluster.num_gpus // tp_size
     groups = workload.num_responses // workload.group_size
     sizes = Sizes(
         groups=-(-groups // replicas), extra=-(-rollout.carry_over_groups // replicas),

@@ -122,7 +122,7 @@ def step_host_bytes(config: VapoConfig, *, keeps_rollouts: bool) -> int:
     if keeps_rollouts:
         rounds = 2 if config.algorithm.dynamic_sampling else 1
         replicas = parallel.world_size // rollout.tensor_model_parallel_size
-        carried = -(-rollout.carry_over_groups // replicas) * config.algorithm.group_size
+        carried = _carried_responses(config, replicas)
         finished = (rounds * sampled + carried) * response * ROLLOUT_TOKEN_BYTES
     running = min(sampled, rollout.max_num_sequences) * response * VLLM_HOST_TOKEN_BYTES
     return finished + max(running, batch)
@@ -132,16 +132,23 @@ def sampler_host_bytes(shape: ModelShape, config: VapoConfig, num_gpus: int) -> 
     """Host memory of processes that only sample, of whole replicas.
 
     Each holds what it samples, and with a lag its shard of up to lag + 2 versions; the first of
-    a replica also the responses of lag + 1 steps, until the next of them begins.
+    a replica also the responses of lag + 1 steps, until the next of them begins, and the groups
+    that go on in the next step.
     """
     rollout, size = config.rollout, config.rollout.tensor_model_parallel_size
-    replicas = -(-num_gpus // size)
-    sampled = -(-config.algorithm.responses_per_step // (rollout.num_processes // size))
+    replicas, of_all = -(-num_gpus // size), rollout.num_processes // size
+    sampled = -(-config.algorithm.responses_per_step // of_all)
     running = min(sampled, rollout.max_num_sequences) * VLLM_HOST_TOKEN_BYTES
-    finished = (rollout.lag + 1) * sampled * ROLLOUT_TOKEN_BYTES
+    held = (rollout.lag + 1) * sampled + _carried_responses(config, of_all)
+    finished = held * ROLLOUT_TOKEN_BYTES
     step = (num_gpus * running + replicas * finished) * rollout.max_response_tokens
     versions = rollout.lag + 2 if rollout.lag else 0
     return HostBytes(0, 0, step, num_gpus * versions * sampler_weight_bytes(shape, config))
+
+
+def _carried_responses(config: VapoConfig, replicas: int) -> int:
+    """Of one replica's groups that go on in the next step."""
+    return -(-config.rollout.carry_over_groups // replicas) * config.algorithm.group_size
 
 
 def batch_bytes(config: VapoConfig, tokens: int, response_tokens: int) -> int:

@@ -3,14 +3,14 @@
     step_000010/in_flight/carried/replica_00000.safetensors
 
 All ranks of a replica have its groups in flight, because all ask vLLM for the same; verdicts are on
-its first rank. A step changes nothing until it is committed, so that a checkpoint can still hold
-what was in flight before it.
+its first rank. What was in flight before the latest step is kept, because that step may not be
+trained on before the next checkpoint.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,11 +22,10 @@ from vapo_megatron.config.phases import GENERATION, REWARD
 from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
 from vapo_megatron.data.mixture import TrainingPrompts
 from vapo_megatron.errors import CheckpointError
-from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.reward.scoring import VerdictStream, score_rollouts
 from vapo_megatron.rollout.carry_over import Tally, num_begun, shares
-from vapo_megatron.rollout.dump import read_arrays, read_header, step_bytes
-from vapo_megatron.rollout.in_flight import IN_FLIGHT, all_sums, write_files
+from vapo_megatron.rollout.dump import FileHeader, read_arrays, read_header, step_bytes
+from vapo_megatron.rollout.in_flight import IN_FLIGHT, sampled_steps
 from vapo_megatron.rollout.requests import (
     SamplingSettings,
     assign,
@@ -72,6 +71,8 @@ class Flight:
     """Of this replica, those begun first coming first."""
     counts: tuple[int, ...] = ()
     """Groups of every replica."""
+    drawn: int = 0
+    """Prompts that all replicas have begun in the step before."""
 
 
 class CarriedSampling:
@@ -105,11 +106,11 @@ class CarriedSampling:
         phase: Phase,
         has_time: HasTime | None,
         stream: VerdictStream,
-    ) -> tuple[list[ScoredRollout], Flight]:
+    ) -> list[ScoredRollout]:
         """Sample until this replica's share of a step is whole, without communication.
 
         Returns:
-            Its responses, on its first rank; and what is in flight then, for `commit`.
+            Its responses, on its first rank.
 
         Raises:
             Stopped: there was no time for it.
@@ -145,11 +146,12 @@ class CarriedSampling:
         ]
         left = tuple(group for i, group in enumerate(groups) if i not in taken)
         counts = (a + b - c for a, b, c in zip(before.counts, begun, self._shares, strict=True))
-        return scored, Flight(left, tuple(counts))
+        self._after = {step: before, step + 1: Flight(left, tuple(counts), sum(begun))}
+        return scored
 
-    def commit(self, step: int, flight: Flight) -> None:
-        """Note what is in flight after a step that all replicas have made."""
-        self._after = {step: self._after[step], step + 1: flight}
+    def drawn(self, step: int) -> int:
+        """Return how many prompts all replicas have begun in the latest step."""
+        return self._after[step + 1].drawn
 
     def _begun(self, step: int, counts: Sequence[int]) -> list[int]:
         """Return how many groups each replica begins."""
@@ -213,37 +215,28 @@ class CarriedSampling:
             at = rollout.position
             held[at] = Response(rollout, held[at].seed, True, verdicts.get(at))
 
-    def save(self, done: int, checkpoint: Path) -> dict[str, str]:
-        """Write what is in flight after `done` steps; return files' SHA-256. Collective.
+    def files(self, done: int) -> Iterator[tuple[str, bytes]]:
+        """Yield name in the checkpoint and content of this rank's file after `done` steps, if any.
 
-        Raises:
-            CheckpointError: on every rank: a file cannot be written.
+        done: all steps that have been sampled, or all but the latest.
         """
-        groups, files = self._after[done].groups, []
+        groups = self._after[done].groups
         if groups and self._engine.keeps_rollouts:
             name = f"{CARRIED}/replica_{self._engine.replica:05d}.safetensors"
-            files.append((name, packed(groups, done, self._algorithm.group_size)))
-        return all_sums(gather_objects(write_files(checkpoint, files)), checkpoint)
+            yield name, packed(groups, done, self._algorithm.group_size)
 
     def load(self, done: int, checkpoint: Path) -> None:
         """Go on with what a checkpoint has in flight, divided among this run's replicas.
 
-        Raises:
-            CheckpointError: its groups are of another size, or more than a step has.
+        Args:
+            done: steps that have been sampled.
+            checkpoint: see check_carried.
         """
-        size, num_prompts = self._algorithm.group_size, self._algorithm.num_prompts
-        files = sorted((checkpoint / CARRIED).glob("*.safetensors"))
-        held = [read_header(file) for file in files]
-        total = sum(header.responses for header in held) // size
-        if any(header.group_size != size for header in held) or total > num_prompts:
-            raise CheckpointError(
-                f"{checkpoint} has {total} groups in flight, of {held[0].group_size} responses, "
-                f"but a step has {num_prompts} of {size}; restore algorithm.responses_per_step and "
-                "group_size"
-            )
+        size, held = self._algorithm.group_size, carried_files(checkpoint)
+        total = sum(header.responses for header in held.values()) // size
         parts = assign(total, self._engine.num_replicas)
         mine, groups, first = parts[self._engine.replica], list[Group](), 0
-        for file, header in zip(files, held, strict=True):
+        for file, header in held.items():
             numbers = range(first, first + header.responses // size)
             first = numbers.stop
             if set(numbers) & set(mine):
@@ -254,12 +247,40 @@ class CarriedSampling:
         self._after = {done: Flight(tuple(groups), tuple(map(len, parts)))}
 
 
-def refuse_carried(checkpoint: Path | None) -> None:
-    """Raise CheckpointError if a checkpoint has groups in flight: the run would lose them."""
-    if checkpoint is not None and any((checkpoint / CARRIED).glob("*.safetensors")):
+def carried_files(checkpoint: Path) -> dict[Path, FileHeader]:
+    """Return a checkpoint's files of groups in flight, with their headers."""
+    return {f: read_header(f) for f in sorted((checkpoint / CARRIED).glob("*.safetensors"))}
+
+
+def check_carried(
+    checkpoint: Path | None, rollout: RolloutConfig, algorithm: AlgorithmConfig
+) -> None:
+    """Check that a run loses nothing of what a checkpoint has in flight.
+
+    Raises:
+        CheckpointError: it would not go on with its groups, or would not train on those that have
+            been in flight since; or they are of another size, or more than a step has.
+    """
+    held = {} if checkpoint is None else carried_files(checkpoint)
+    if checkpoint is None or not held:
+        return
+    if not rollout.carry_over_groups:
         raise CheckpointError(
             f"{checkpoint} has groups in flight, which a run with rollout.carry_over_groups=0 "
-            "would lose; set it to 1 or more, with rollout.placement=colocated"
+            "would lose; set it to 1 or more"
+        )
+    if not rollout.is_apart and sampled_steps(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint} has responses of later steps, among them of groups that went on, which "
+            "a run with rollout.placement=colocated would lose; set it to disaggregated"
+        )
+    size, num_prompts = algorithm.group_size, algorithm.num_prompts
+    found, total = {h.group_size for h in held.values()}, sum(h.responses for h in held.values())
+    if found != {size} or total > num_prompts * size:
+        raise CheckpointError(
+            f"{checkpoint} has {total} responses in flight, in groups of {max(found)}, but a step "
+            f"has {num_prompts} groups of {size}; restore algorithm.responses_per_step and "
+            "group_size"
         )
 
 

@@ -11,6 +11,12 @@ from vapo_megatron.errors import CheckpointError
 IN_FLIGHT = "in_flight"
 """Their directory in a checkpoint."""
 
+
+def sampled_steps(checkpoint: Path) -> list[Path]:
+    """Return the directories of steps that had been sampled and not trained on, in order."""
+    return sorted((checkpoint / IN_FLIGHT).glob("step_*"))
+
+
 Written = tuple[str, dict[str, str]]
 """Of one rank: what went wrong, or nothing; and the SHA-256 of each file by its name."""
 

@@ -18,28 +18,22 @@ def tokens_by_version(scored: Iterable[ScoredRollout]) -> Counter[int]:
     return counts
 
 
-@emits("rollout/lag_mean", "rollout/lag_max")
+@emits("rollout/lag_mean", "rollout/lag_max", "rollout/lag_share@K")
 def lag_metrics(tokens: Mapping[int, int], policy_version: int) -> dict[str, float]:
-    """Return the lag, in versions, over tokens.
+    """Return the lag, in versions, over tokens, and the share of each lag above 0 that there is.
 
     Args:
         tokens: see tokens_by_version, of all ranks.
         policy_version: the trainer's.
     """
-    total = sum(tokens.values())
-    lags = [(policy_version - version, count) for version, count in tokens.items() if count]
-    return {
-        "rollout/lag_mean": sum(lag * count for lag, count in lags) / max(total, 1),
-        "rollout/lag_max": float(max((lag for lag, _ in lags), default=0)),
-    }
-
-
-@emits("rollout/lag_share@K")
-def lag_shares(tokens: Mapping[int, int], policy_version: int) -> dict[str, float]:
-    """Return the share of each lag above 0 that there is; for arguments: lag_metrics."""
-    total = sum(tokens.values())
-    return {
-        f"rollout/lag_share@{policy_version - version}": count / total
+    total = max(sum(tokens.values()), 1)
+    lags = {
+        policy_version - version: count / total
         for version, count in sorted(tokens.items(), reverse=True)
-        if count and version < policy_version
+        if count
+    }
+    return {
+        "rollout/lag_mean": sum(lag * share for lag, share in lags.items()),
+        "rollout/lag_max": float(max(lags, default=0)),
+        **{f"rollout/lag_share@{lag}": share for lag, share in lags.items() if lag},
     }

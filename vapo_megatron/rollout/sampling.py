@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from vapo_megatron.config import (
     RewardConfig,
     RolloutConfig,
 )
-from vapo_megatron.config.metrics import emits
 from vapo_megatron.config.phases import DUMP, EVALUATION, GENERATION, REWARD
 from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.data.labels import count_rows, labels_of
@@ -30,11 +29,12 @@ from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import any_rank, gather_objects
 from vapo_megatron.reward.scoring import VerdictStream, score_rollouts, start_verifiers
 from vapo_megatron.reward.verifiers import default_name
-from vapo_megatron.rollout.carried import CarriedSampling, refuse_carried
+from vapo_megatron.rollout.carried import CarriedSampling, check_carried
 from vapo_megatron.rollout.dynamic_sampling import sample_mixed_groups
 from vapo_megatron.rollout.evaluation.judging import evaluate, judge_problems
+from vapo_megatron.rollout.in_flight import all_sums, write_files
 from vapo_megatron.rollout.inputs import Inputs
-from vapo_megatron.rollout.lag import lag_metrics, lag_shares, tokens_by_version
+from vapo_megatron.rollout.lag import lag_metrics, tokens_by_version
 from vapo_megatron.rollout.requests import SamplingSettings
 from vapo_megatron.rollout.source import HasTime, Phase, RolloutSource
 from vapo_megatron.rollout.tokenizer import decode_responses
@@ -126,37 +126,15 @@ class Sampling(RolloutSource):
     ) -> tuple[list[ScoredRollout], dict[str, float]]:
         """Sample a group of responses per prompt and judge them; see RolloutSource."""
         algorithm = self._algorithm
-        if self._carried is not None:
-            return self._go_on(self._carried, step, policy_version, phase, has_time)
         sample = functools.partial(self._sample, step, policy_version, phase, has_time)
         if algorithm.dynamic_sampling and trains_actor:
             scored, metrics = sample_mixed_groups(sample, phase, algorithm)
         else:
             scored, metrics = sample(0, algorithm.num_prompts), {}
+        if self._carried is not None:
+            tokens = sum(gather_objects(tokens_by_version(scored)), Counter[int]())
+            metrics = lag_metrics(tokens, policy_version)
         return scored, metrics
-
-    @emits("rollout/lag_mean", "rollout/lag_max", "rollout/lag_share@K")
-    def _go_on(
-        self,
-        carried: CarriedSampling,
-        step: int,
-        policy_version: int,
-        phase: Phase,
-        has_time: HasTime | None,
-    ) -> tuple[list[ScoredRollout], dict[str, float]]:
-        """Sample a step whose other groups go on in the next; see RolloutSource.rollouts."""
-        found = None
-        stream = VerdictStream(self._verifier, self._decode_responses)
-        with contextlib.suppress(Stopped), stream:
-            found = carried.share(step, policy_version, phase, has_time, stream)
-        gathered = gather_objects(None if found is None else tokens_by_version(found[0]))
-        tokens = [counts for counts in gathered if counts is not None]
-        if found is None or len(tokens) < len(gathered):
-            raise Stopped
-        scored, flight = found
-        carried.commit(step, flight)
-        total: Counter[int] = sum(tokens, Counter())
-        return scored, lag_metrics(total, policy_version) | lag_shares(total, policy_version)
 
     def keep(self, step: int, scored: Sequence[ScoredRollout], phase: Phase) -> None:
         """Dump the step's responses if logging.dump_steps says so."""
@@ -194,8 +172,13 @@ class Sampling(RolloutSource):
         """Sample and judge this rank's share of a round; None: there was no time for it.
 
         Responses are judged as they finish: the reward phase waits for the last verdicts alone.
-        Replicas do not communicate.
+        Replicas do not communicate. With carry-over a step is one round.
         """
+        if self._carried is not None:
+            stream = VerdictStream(self._verifier, self._decode_responses)
+            with contextlib.suppress(Stopped), stream:
+                return self._carried.share(step, policy_version, phase, has_time, stream)
+            return None
         group_size = self._algorithm.group_size
         num_prompts = num_prompts or self._algorithm.num_prompts
         prompts = repeat_for_group(self._dataset.next(num_prompts, step), group_size)
@@ -214,9 +197,13 @@ class Sampling(RolloutSource):
                 scored = score_rollouts(stream, rollouts, self._reward, limit)
         return scored
 
-    def skip(self, step: int) -> None:
-        """Pass over the prompts of a step whose responses are there."""
-        self._dataset.next(self._algorithm.num_prompts, step)
+    def drawn(self, step: int) -> int:
+        """Return how many prompts the latest step has begun."""
+        return self._algorithm.num_prompts if self._carried is None else self._carried.drawn(step)
+
+    def skip(self, step: int, drawn: int) -> None:
+        """Pass over the prompts that a step has begun, whose responses are there."""
+        self._dataset.next(drawn, step)
 
     def holds(self, policy_version: int) -> bool:
         """Compare with vLLM's version; a sleeping engine has none."""
@@ -262,15 +249,24 @@ class Sampling(RolloutSource):
         self._dataset.load_state_dict(state)
 
     def resume(self, done: int, checkpoint: Path | None) -> None:
-        """Go on with the groups in flight. Raises CheckpointError: see CarriedSampling.load."""
-        if self._carried is None:
-            refuse_carried(checkpoint)
-        elif checkpoint is not None:
+        """Go on with the groups in flight. Raises CheckpointError: see check_carried."""
+        check_carried(checkpoint, self._rollout, self._algorithm)
+        self.load_groups(done, checkpoint)
+
+    def load_groups(self, done: int, checkpoint: Path | None) -> None:
+        """Go on with a checkpoint's groups in flight, if any, once `done` steps are sampled."""
+        if self._carried is not None and checkpoint is not None:
             self._carried.load(done, checkpoint)
 
     def save_in_flight(self, done: int, directory: Path) -> dict[str, str]:
         """Write the groups in flight, each replica its own."""
-        return {} if self._carried is None else self._carried.save(done, directory)
+        if self._carried is None:
+            return {}
+        return all_sums(gather_objects(write_files(directory, self.group_files(done))), directory)
+
+    def group_files(self, done: int) -> Iterator[tuple[str, bytes]]:
+        """Yield this rank's file of groups in flight, if any; see CarriedSampling.files."""
+        return iter(()) if self._carried is None else self._carried.files(done)
 
     def close(self) -> None:
         """Shut down the verifier and vLLM."""

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -43,8 +45,8 @@ from vapo_megatron.parallel.reduce import gather_objects, send_object
 from vapo_megatron.parallel.sides import Sides
 from vapo_megatron.rollout.disaggregated.orders import Order, Orders
 from vapo_megatron.rollout.disaggregated.staging import Staging
-from vapo_megatron.rollout.dump import read_file, step_bytes
-from vapo_megatron.rollout.in_flight import IN_FLIGHT, write_files
+from vapo_megatron.rollout.dump import read_arrays, read_file, step_bytes
+from vapo_megatron.rollout.in_flight import IN_FLIGHT, sampled_steps, write_files
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.lag import tokens_by_version
 from vapo_megatron.rollout.requests import assign
@@ -58,10 +60,20 @@ class Taken(NamedTuple):
 
     tokens: Counter[int]
     """Response tokens by the version that sampled them."""
+    drawn: int
+    """Prompts that all replicas have begun in the step."""
     idle: float
     """Seconds in which it had nothing to do since the latest step."""
     spans: list[Span]
     """When it sampled and judged what, since the latest step."""
+
+
+class Sampled(NamedTuple):
+    """A step that has been sampled, of one sampler."""
+
+    scored: list[ScoredRollout]
+    drawn: int
+    """See Taken."""
 
 
 class Server:
@@ -121,11 +133,11 @@ class Server:
             self._orders = Orders(store.own_connection(), sides)
             size = rollout.tensor_model_parallel_size
             self._replica = dist.new_subgroups(size, backend="gloo")[0] if size > 1 else None
-        self._next = self._first = 0
-        """Steps, from 0: to be sampled next, and with which the run began."""
+        self._next = self._first = self._loaded = 0
+        """Steps, from 0: to be sampled next, to be trained on first, and to be sampled first."""
         self._versions: dict[int, int] = {}
         """Of the weights with which steps have begun."""
-        self._finished: dict[int, list[ScoredRollout]] = {}
+        self._finished: dict[int, Sampled] = {}
         """Responses by step, until a later one begins."""
         self._idle_seconds = 0.0
         self._spans: list[Span] = []
@@ -175,7 +187,7 @@ class Server:
             self._staging.forget_before(version)
         scored = self._sampling.share(step, version, self.phase, self._goes_on)
         if scored is not None:
-            self._finished[step] = scored
+            self._finished[step] = Sampled(scored, self._sampling.drawn(step))
             self._next += 1
             self._orders.report(f"sampled/{step}")
 
@@ -201,8 +213,17 @@ class Server:
             case "take" | "dump":
                 return fields["step"] in self._finished
             case "save":
-                return all(step in self._finished for step in fields["steps"])
+                return all(step in self._finished for step in self._in_flight(fields["done"]))
         return is_idle
+
+    def _in_flight(self, done: int) -> range:
+        """Return the steps whose responses a checkpoint after `done` steps has.
+
+        Those that older versions sample than the checkpoint's, and those that the run began with:
+        they may be more, if its lag was greater then.
+        """
+        stop = max(done + self._rollout.lag, self._loaded)
+        return range(done, min(stop, self._algorithm.num_steps))
 
     def _answer(self, order: Order) -> None:
         answers: dict[str, Callable[..., None]] = {
@@ -225,18 +246,27 @@ class Server:
         """Continue where the trainers do, with the responses that their checkpoint has."""
         self._sampling.load_state_dict(data)
         self._first = self._next = done
-        root = Path(checkpoint or "", IN_FLIGHT)
-        for directory in sorted(root.glob("step_*")) if checkpoint else ():
-            files = sorted(directory.glob("*.safetensors"))
-            scored: list[ScoredRollout] = []
-            if self._engine.keeps_rollouts:
-                for i in assign(len(files), self._engine.num_replicas)[self._engine.replica]:
-                    scored += read_file(files[i])
-            self._finished[self._next] = sorted(scored, key=lambda s: s.rollout.position)
-            self._sampling.skip(self._next)
-            self._orders.report(f"sampled/{self._next}")
+        root = None if checkpoint is None else Path(checkpoint)
+        for directory in [] if root is None else sampled_steps(root):
+            step = self._next
+            self._finished[step] = self._read(directory)
+            self._sampling.skip(step, self._finished[step].drawn)
+            self._orders.report(f"sampled/{step}")
             self._next += 1
+        self._loaded = self._next
+        self._sampling.load_groups(self._next, root)
         gather_objects((self._sampling.labels, self._sampling.note), self._sides.group)
+
+    def _read(self, directory: Path) -> Sampled:
+        """Return this sampler's part of a step that a checkpoint has."""
+        files = sorted(directory.glob("*.safetensors"))
+        parts = assign(len(files), self._engine.num_replicas)
+        scored: list[ScoredRollout] = []
+        for i in parts[self._engine.replica] if self._engine.keeps_rollouts else ():
+            scored += read_file(files[i])
+        scored.sort(key=lambda item: item.rollout.position)
+        drawn = read_arrays(files[0])[1].get("drawn", [self._algorithm.num_prompts])
+        return Sampled(scored, int(drawn[0]))
 
     def _receive(self, number: int, version: int) -> None:
         self._sync.publish((), version)
@@ -244,12 +274,13 @@ class Server:
     def _begin(self, number: int, step: int, version: int) -> None:
         """Note that a step begins; those before it are trained on."""
         self._versions[step] = version
-        self._finished = {s: scored for s, scored in self._finished.items() if s >= step}
+        self._finished = {s: sampled for s, sampled in self._finished.items() if s >= step}
 
     def _hand_over(self, number: int, step: int) -> None:
         """Send a step's responses to the ranks that train on them."""
-        group, scored = self._sides.group, self._finished[step]
-        gather_objects(Taken(tokens_by_version(scored), self._idle_seconds, self._spans), group)
+        group, (scored, drawn) = self._sides.group, self._finished[step]
+        tokens = tokens_by_version(scored)
+        gather_objects(Taken(tokens, drawn, self._idle_seconds, self._spans), group)
         self._idle_seconds, self._spans = 0.0, []
         most = self._logging.rollout_groups * self._algorithm.group_size
         send_object(scored[:most], self._sides.num_trainers, 0, group)
@@ -269,23 +300,28 @@ class Server:
         self._orders.report(f"evaluated/{number}")
         gather_objects(found, self._sides.group)
 
-    def _save(self, number: int, directory: str, steps: list[int]) -> None:
-        """Write this sampler's responses of some steps into a checkpoint."""
-        algorithm, file = self._algorithm, f"rank_{dist.get_rank():05d}.safetensors"
-        content = functools.partial(
-            step_bytes,
-            num_responses=algorithm.responses_per_step,
-            group_size=algorithm.group_size,
-        )
-        files = (
-            (f"{IN_FLIGHT}/step_{step + 1:06d}/{file}", content(self._finished[step], step + 1))
-            for step in steps
-            if self._finished[step]
-        )
+    def _save(self, number: int, directory: str, done: int) -> None:
+        """Write what this sampler has in flight into a checkpoint after `done` steps."""
+        steps = self._in_flight(done)
+        # A replica may be at a later step already, or have made it.
+        groups = self._sampling.group_files(steps.stop)
+        files = itertools.chain((self._file(s) for s in steps if self._finished[s].scored), groups)
         gather_objects(write_files(Path(directory), files), self._sides.group)
 
+    def _file(self, step: int) -> tuple[str, bytes]:
+        """Return name in a checkpoint and content of this sampler's responses of a step."""
+        scored, drawn = self._finished[step]
+        file = f"{IN_FLIGHT}/step_{step + 1:06d}/rank_{dist.get_rank():05d}.safetensors"
+        return file, step_bytes(
+            scored,
+            step + 1,
+            num_responses=self._algorithm.responses_per_step,
+            group_size=self._algorithm.group_size,
+            more={"drawn": np.array([drawn], np.int64)},
+        )
+
     def _dump(self, number: int, root: str, step: int, keep_last: int) -> None:
-        algorithm, scored = self._algorithm, self._finished[step]
+        algorithm, scored = self._algorithm, self._finished[step].scored
         self._sampling.dump(Path(root), step, scored, algorithm, keep_last=keep_last)
         gather_objects(None, self._sides.group)
 

@@ -30,7 +30,7 @@ from vapo_megatron.parallel import store
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import gather_objects, send_object, sum_over_world
 from vapo_megatron.parallel.sides import Sides
-from vapo_megatron.rollout.carried import refuse_carried
+from vapo_megatron.rollout.carried import check_carried
 from vapo_megatron.rollout.disaggregated.orders import Orders
 from vapo_megatron.rollout.in_flight import all_sums
 from vapo_megatron.rollout.inputs import Inputs
@@ -66,9 +66,9 @@ class RemoteSampling(RolloutSource):
             waiting: see Watchdog.waiting.
         """
         assert inputs.dataset is not None, "a replay samples nothing"
-        self._algorithm, self._logging = algorithm, logging
+        self._rollout, self._algorithm, self._logging = rollout, algorithm, logging
         self._sides, self._waiting = sides, waiting
-        self._lag, self._dataset = rollout.lag, inputs.dataset
+        self._dataset = inputs.dataset
         self.group, self.shown_rank = sides.group, sides.num_trainers
         self.decode = functools.lru_cache(65536)(
             functools.partial(inputs.tokenizer.decode, clean_up_tokenization_spaces=False)
@@ -80,8 +80,8 @@ class RemoteSampling(RolloutSource):
         self._shown: Sequence[ScoredRollout] = ()
 
     def resume(self, done: int, checkpoint: Path | None) -> None:
-        """Note what the samplers begin with. Raises CheckpointError: see refuse_carried."""
-        refuse_carried(checkpoint)
+        """Note what the samplers begin with. Raises CheckpointError: see check_carried."""
+        check_carried(checkpoint, self._rollout, self._algorithm)
         self._start = {"done": done, "checkpoint": checkpoint and str(checkpoint)}
 
     def holds(self, policy_version: int) -> bool:
@@ -112,6 +112,7 @@ class RemoteSampling(RolloutSource):
     @emits(
         "rollout/lag_mean",
         "rollout/lag_max",
+        "rollout/lag_share@K",
         "time/trainer_idle_seconds",
         "time/sampler_idle_seconds",
     )
@@ -138,9 +139,9 @@ class RemoteSampling(RolloutSource):
             found = self._from_samplers()
             sent: Any = send_object(None, self.shown_rank, 0, self._sides.group)
         self._shown, self.elsewhere = sent or (), found[0].spans
-        self._dataset.next(self._algorithm.num_prompts, step)
+        self._dataset.next(found[0].drawn, step)
         metrics = {"time/trainer_idle_seconds": idle, "time/sampler_idle_seconds": found[0].idle}
-        if self._lag:
+        if self._rollout.is_stale:
             tokens: Counter[int] = sum((taken.tokens for taken in found), Counter())
             metrics |= lag_metrics(tokens, policy_version)
         return [], metrics
@@ -215,24 +216,21 @@ class RemoteSampling(RolloutSource):
         """Continue with the prompt that comes next."""
         self._dataset.load_state_dict(state)
 
-    def _in_flight(self, done: int) -> range:
-        """Return the steps whose responses older versions sample than that of `done` steps."""
-        return range(done, min(done + self._lag, self._algorithm.num_steps))
-
     def finish_in_flight(self, done: int, has_time: HasTime) -> bool:
         """Wait until the samplers have the responses that a checkpoint needs."""
+        last = min(done + self._rollout.lag, self._algorithm.num_steps) - 1
         try:
-            if steps := self._in_flight(done):
-                self._await(f"sampled/{steps[-1]}", has_time)
+            if last >= done:
+                self._await(f"sampled/{last}", has_time)
         except Stopped:
             return False
         return True
 
     def save_in_flight(self, done: int, directory: Path) -> dict[str, str]:
         """Let the samplers write their responses, each its own."""
-        if not (steps := self._in_flight(done)):
+        if not self._rollout.is_stale:
             return {}
-        self._orders.give("save", directory=str(directory), steps=list(steps))
+        self._orders.give("save", directory=str(directory), done=done)
         return all_sums(self._from_samplers(), directory)
 
     def close(self) -> None:
