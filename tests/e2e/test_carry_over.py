@@ -21,10 +21,12 @@ STEPS, SAVED_AT, EXTRA, MAX_LAG, LIMIT = 6, 2, 3, 2, 24
 CARRIES = [f"rollout.carry_over_groups={EXTRA}", f"rollout.max_lag={MAX_LAG}"]
 APART = ["rollout.placement=disaggregated", "rollout.num_processes=2"]
 # Options, processes, replicas, and how many steps the samplers are ahead.
+KEPT = ["rollout.carried_cache=keep", "evaluation.every_steps=3"]
 PLACEMENTS = {
     "colocated": ([], 1, 1, 0),
     "apart": (APART, 3, 2, 0),
     "one step off": ([*APART, "rollout.lag=1"], 3, 2, 1),
+    "kept": ([*APART, "rollout.lag=1", *KEPT], 3, 2, 1),
     "sharded, two steps off": (
         [*APART, "rollout.lag=2", "rollout.tensor_model_parallel_size=2"], 3, 1, 2,
     ),

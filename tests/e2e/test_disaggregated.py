@@ -136,9 +136,10 @@ def responses(run_dir, step):
 
 
 @pytest.mark.slow
-def test_lag_0_is_the_colocated_run(launch, given, tmp_path):
+@pytest.mark.parametrize("shared", ["tensor_model", "context"])
+def test_lag_0_is_the_colocated_run(launch, given, tmp_path, shared):
     """Two trainers that share each layer, with as many replicas as there, and with another."""
-    layout = ["parallel.world_size=2", "parallel.tensor_model_parallel_size=2"]
+    layout = ["parallel.world_size=2", f"parallel.{shared}_parallel_size=2"]
     for name, more, count in (
         ("together", [], 2),
         ("apart", [*APART, "rollout.num_processes=2"], 4),

@@ -1,7 +1,8 @@
 """Whole runs under torchrun, with vLLM and verifier processes, that are signalled or lose a rank.
 
-Colocated on two tensor-parallel ranks, and one step off: rank 0 trains and rank 1 samples. Seeded
-moments all over a run are tests/run_faults.sh's. Not exercised: several nodes.
+Colocated on two tensor-parallel ranks; one step off, where rank 0 trains and rank 1 samples; and so
+with groups that go on over several steps. Seeded moments all over a run are tests/run_faults.sh's.
+Not exercised: several nodes.
 """
 
 import os
@@ -33,9 +34,14 @@ APART = [
     "parallel.world_size=1", "parallel.tensor_model_parallel_size=1",
     "parallel.sequence_parallel=false",
 ]  # fmt: skip
+PLACEMENTS = {
+    "colocated": [],
+    "one step off": APART,
+    "carried over": [*APART, "rollout.carry_over_groups=2", "rollout.max_lag=2"],
+}
 
 
-@pytest.fixture(scope="module", params=["colocated", "one step off"])
+@pytest.fixture(scope="module", params=PLACEMENTS)
 def placement(request):
     return request.param
 
@@ -49,7 +55,7 @@ def given(placement, tmp_path_factory):
     return [
         *SMALL, *ON_TWO, base_model(out / "base", 30), f"data.train_path={out}/data/train.jsonl",
         f"evaluation.path={out}/data/test.jsonl", "checkpoint.every_steps=1",
-        *(APART if placement == "one step off" else []),
+        *PLACEMENTS[placement],
     ]  # fmt: skip
 
 
@@ -89,7 +95,7 @@ def test_torchrun_starts_a_run_anew_whose_rank_was_killed(
     anew = [*torchrun()[:3], "--nproc-per-node=2", f"--master-port={free_port()}"]
     started = Started([*anew, "--max-restarts=2", *command(given, cut)], tmp_path / "log", cut)
     faults = []
-    # One step off, once what samples and once what trains.
+    # Apart, once what samples and once what trains.
     for enough, rank in zip((2, 4), (1, 1) if placement == "colocated" else (1, 0)):
         started.wait_for(lambda enough=enough: started.rows() >= enough)
         os.kill(started.ranks()[rank], signal.SIGKILL)
@@ -125,8 +131,8 @@ def test_a_stopped_rank_ends_all_within_the_limit(placement, given, whole, injec
 def test_a_recipe_told_to_stop_ends_well_and_goes_on(placement, given, injected, tmp_path):
     """Its torchrun alone is signalled, while it samples, and there is no time for the step.
 
-    The next one is signalled while it starts. One step off there has to be time for what is
-    sampled: a checkpoint needs it.
+    The next one is signalled while it starts. Apart, there has to be time for what is sampled: a
+    checkpoint needs it.
     """
     run_dir, grace = tmp_path / "run", 0 if placement == "colocated" else 25
     more = ["checkpoint.every_steps=0", f"logging.run_dir={run_dir}"]

@@ -44,7 +44,7 @@ class Engine:
 
     def go_on(self, begun, seeds, sampling, version, on_finished, is_enough, show, has_time):
         self.given = list(begun)
-        self.seeds += zip(seeds, (len(r.token_ids) for r in begun))
+        self.seeds += zip(seeds, ((r.prompt.index, r.sample) for r in begun))
         running = {r.position: r for r in begun}
         while running and not is_enough():
             if has_time is not None and not has_time():
@@ -171,9 +171,9 @@ def test_each_group_is_handed_over_once_and_in_time(
         assert len(set(indices)) == len(indices) == prompts * steps
         fresh = Replicas(1, prompts, extra, max_lag, steps).data[0].next(prompts * steps)
         assert {p.index for p in fresh} == set(indices), "in the data's order, none left out"
-        for carried in replicas.each:
-            seeds = carried._engine.seeds
-            assert len(set(seeds)) == len({seed for seed, _ in seeds}), "no part repeats a seed"
+        asked = [pair for carried in replicas.each for pair in carried._engine.seeds]
+        # Of the first token, and another for each response.
+        assert len({seed for seed, _ in asked}) == len({who for _, who in asked}) == len(set(asked))
 
 
 def test_what_was_kept_goes_on_as_if_nothing_had_happened(tmp_path):

@@ -24,10 +24,11 @@ class Layout(NamedTuple):
     tp: int = 1
     pp: int = 1
     vpp: int | None = None
+    cp: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp
+        return self.tp * self.pp * self.cp
 
 
 # Layouts with fewer key-value heads than tensor-parallel ranks, of models with 4 query heads.
@@ -52,6 +53,7 @@ def make_config(layout: Layout, overlap: bool = False, **model: Any) -> VapoConf
                 "tensor_model_parallel_size": layout.tp,
                 "pipeline_model_parallel_size": layout.pp,
                 "virtual_pipeline_model_parallel_size": layout.vpp,
+                "context_parallel_size": layout.cp,
                 "overlap_grad_reduce": overlap,
                 "overlap_param_gather": overlap,
             },

@@ -19,7 +19,9 @@ from vapo_megatron.errors import CheckpointError
 from vapo_megatron.weights import export_hf as writer
 from vapo_megatron.weights.export_hf import export_hf
 
-LAYOUTS = [Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(1, 2, 2)]
+LAYOUTS = [
+    Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(1, 2, 2), Layout(tp=2, cp=2)
+]  # fmt: skip
 
 
 def _read(path):

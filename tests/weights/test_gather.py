@@ -23,7 +23,10 @@ from vapo_megatron.parallel.schedule import forward_backward
 from vapo_megatron.weights import gather
 from vapo_megatron.weights.gather import gather_hf_tensors
 
-LAYOUTS = [Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(1, 2, 2), Layout(2, 2, 2)]
+LAYOUTS = [
+    Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(1, 2, 2), Layout(2, 2, 2),
+    Layout(cp=2), Layout(pp=2, cp=2),
+]  # fmt: skip
 
 
 def _digest(named_tensors):

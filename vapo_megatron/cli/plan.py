@@ -30,7 +30,7 @@ from vapo_megatron.models.known import shape_of
 from vapo_megatron.planning import describe
 from vapo_megatron.planning.cluster import GB, GPUS, Cluster
 from vapo_megatron.planning.plan import Plan, resharding_seconds
-from vapo_megatron.planning.ranking import Fixed, Ranking, rank, with_sampler
+from vapo_megatron.planning.ranking import Fixed, Ranking, rank
 from vapo_megatron.planning.splits import rank_splits
 from vapo_megatron.planning.workload import Workload, workload_of
 
@@ -93,8 +93,7 @@ def plan(options: argparse.Namespace) -> tuple[str, str | None]:
 
 def best_colocated(options: argparse.Namespace, shape: ModelShape, apart: Plan) -> Plan | None:
     """Return the fastest plan of the same job by turns, with the same settings fixed."""
-    fields = {"placement": "colocated", "num_processes": 0, "lag": 0, "carry_over_groups": 0}
-    base = with_sampler(base_config(options), **fields)
+    base = base_config(options).colocated()
     fixed = fixed_settings(options)._replace(samplers=None)
     try:
         plans = rank(shape, base, apart.cluster, apart.workload, fixed).plans
@@ -200,6 +199,8 @@ def placement_fields(options: argparse.Namespace) -> dict[str, object]:
         fields["rollout.lag"] = options.lag
     if options.carry_over is not None:
         fields["rollout.carry_over_groups"] = options.carry_over
+    if options.carried_cache is not None:
+        fields["rollout.carried_cache"] = options.carried_cache
     if options.max_lag is not None:
         fields["rollout.max_lag"] = options.max_lag
     if options.lag or options.carry_over:

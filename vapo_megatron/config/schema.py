@@ -177,6 +177,11 @@ class RolloutConfig(Section):
         "the latest; that step waits for it. No token is more than lag + max_lag versions old.",
         ge=1,
     )
+    carried_cache: Literal["recompute", "keep"] = _field(
+        "recompute",
+        "Keys and values of a group that goes on: recomputed with the new weights, or kept as "
+        "older ones have computed them; keep needs placement=disaggregated.",
+    )
     behaviour: Literal["recomputed", "sampler"] = _field(
         "recomputed",
         "Old log-probabilities of the ratio: the trainer's before the update, or the sampler's.",
@@ -376,6 +381,7 @@ class VapoConfig(Section):
         """Return the same for work whose processes all do the same, such as an evaluation."""
         apart = {
             "placement": "colocated", "num_processes": 0, "lag": 0, "carry_over_groups": 0,
+            "carried_cache": "recompute",
         }  # fmt: skip
         return self.model_copy(update={"rollout": self.rollout.model_copy(update=apart)})
 

@@ -2,7 +2,7 @@
 
 Some replicas are followed through many steps, as rollout/carried.py has it: a step begins groups
 until its own and the extra ones are in flight, ends once as many as it trains on are whole (and
-those that must be), and recomputes keys and values of what goes on.
+those that must be), and recomputes keys and values of what goes on, unless they are kept.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Sizes(NamedTuple):
     max_lag: int
     prompt_tokens: int
     batch: int
+    keeps_cache: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -105,7 +106,7 @@ def _replica(
             flight = _left(flight, sizes)
             yield Step(0.0, 0.0, 0.0)
             continue
-        prefill = prefill_seconds(list(_prefilled(flight, sizes.prompt_tokens)))
+        prefill = prefill_seconds(list(_prefilled(flight, sizes)))
         found = _sample(rank, flight, sizes, is_enough)
         flight = _left(flight, sizes)
         yield Step(found.seconds, prefill, found.tail)
@@ -157,10 +158,18 @@ class _Enough:
         return self.reached
 
 
-def _prefilled(flight: Sequence[_Group], prompt_tokens: int) -> Iterator[int]:
-    """Yield the lengths that are computed: begun responses, and once the prompt of the others."""
+def _prefilled(flight: Sequence[_Group], sizes: Sizes) -> Iterator[int]:
+    """Yield the lengths that are computed: begun responses, and once the prompt of the others.
+
+    Where keys and values are kept, begun responses have theirs, and each other one computes its
+    prompt: there is no cache of prefixes.
+    """
     for group in flight:
+        unbegun = int((group.sampled == 0).sum())
+        if sizes.keeps_cache:
+            yield from [sizes.prompt_tokens] * unbegun
+            continue
         begun = group.sampled[(group.sampled < group.lengths) & (group.sampled > 0)]
-        yield from (prompt_tokens + int(count) for count in begun)
-        if (group.sampled == 0).any():
-            yield prompt_tokens
+        yield from (sizes.prompt_tokens + int(count) for count in begun)
+        if unbegun:
+            yield sizes.prompt_tokens

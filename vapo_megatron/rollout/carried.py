@@ -26,12 +26,7 @@ from vapo_megatron.reward.scoring import VerdictStream, score_rollouts
 from vapo_megatron.rollout.carry_over import Tally, num_begun, shares
 from vapo_megatron.rollout.dump import FileHeader, read_arrays, read_header, step_bytes
 from vapo_megatron.rollout.in_flight import IN_FLIGHT, sampled_steps
-from vapo_megatron.rollout.requests import (
-    SamplingSettings,
-    assign,
-    continued_seed,
-    request_seeds,
-)
+from vapo_megatron.rollout.requests import SamplingSettings, assign, request_seeds
 from vapo_megatron.rollout.source import HasTime, Phase
 
 if TYPE_CHECKING:
@@ -199,8 +194,7 @@ class CarriedSampling:
         missing = [response for response in held.values() if not response.is_whole]
         with phase(GENERATION) as show:
             cut = engine.go_on(
-                [r.rollout for r in missing],
-                [continued_seed(r.seed, len(r.rollout.token_ids)) for r in missing],
+                [r.rollout for r in missing], [r.seed for r in missing],
                 self._settings, policy_version, on_finished, tally.is_enough, show, has_time,
             )  # fmt: skip
         with phase(REWARD):

@@ -24,14 +24,16 @@ TIED = {"hidden": 128, "heads": 4, "kv_heads": 1, "tied": True}
 ROUNDED = "rollout.dtype=bfloat16"
 SLOW = pytest.mark.slow
 RUNS = [
-    # world size, model, vLLM's TP, Megatron's layouts (what is left over is data parallel)
-    pytest.param((2, UNTIED, 1, [Layout(2, 1), Layout(1, 2)]), id="2 x tp1", marks=SLOW),
+    # World size, model, vLLM's TP, Megatron's layouts (what is left over is data parallel).
+    pytest.param(
+        (2, UNTIED, 1, [Layout(2, 1), Layout(1, 2), Layout(cp=2)]), id="2 x tp1", marks=SLOW
+    ),
     pytest.param(
         (2, TIED, 2, [Layout(2, 1), Layout(1, 1), Layout(1, 2)], ROUNDED),
         id="tp2, tied, rounded",
         marks=SLOW,
     ),  # fmt: skip
-    pytest.param((4, UNTIED, 2, [Layout(2, 2), Layout(2, 2, 2)]), id="2 x tp2"),
+    pytest.param((4, UNTIED, 2, [Layout(2, 2), Layout(2, 2, 2), Layout(tp=2, cp=2)]), id="2 x tp2"),
     pytest.param((4, TIED, 1, [Layout(2, 2)]), id="4 x tp1, tied", marks=SLOW),
 ]
 

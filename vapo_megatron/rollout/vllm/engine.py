@@ -29,7 +29,12 @@ from vapo_megatron.data.batch import Prompt, Rollout
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.parallel import store
 from vapo_megatron.rollout.inputs import Inputs
-from vapo_megatron.rollout.requests import SamplingSettings, max_model_len, request_seeds
+from vapo_megatron.rollout.requests import (
+    SamplingSettings,
+    continued_seed,
+    max_model_len,
+    request_seeds,
+)
 from vapo_megatron.rollout.shared_queue import SharedQueue, divide
 from vapo_megatron.rollout.vllm.arguments import engine_arguments
 from vapo_megatron.rollout.vllm.interface import (
@@ -131,6 +136,10 @@ class RolloutEngine:
         unlink_shared_memory(run_name, self.replica * tp_size, tp_size)
         self._at_once = rollout.max_num_sequences
         self._store = store.own_connection() if rollout.shared_queue else None
+        self._keeps_cache = rollout.carried_cache == "keep"
+        self._running: dict[int, int] = {}
+        """Seeds of responses that are in vLLM between two calls of `go_on`, and how many tokens
+        each had when it was given to it."""
         self._closed = False
         self._asleep: set[str] = set()
 
@@ -217,6 +226,7 @@ class RolloutEngine:
             Stopped: on all ranks of the replica: one of them has no time left.
         """
         self._prepare(sampling, policy_version)
+        self.drop_running()
         seeds = request_seeds(
             prompts,
             group_size,
@@ -277,9 +287,10 @@ class RolloutEngine:
         """Sample on at responses that have begun, until it is enough; cut the others there.
 
         Args:
-            begun: this replica's, the same on all its ranks; the keys and values of their tokens
-                are computed anew.
-            seeds: one for each, that no earlier part of a response had.
+            begun: this replica's, the same on all its ranks, with all that was cut. With
+                rollout.carried_cache=recompute the keys and values of their tokens are computed
+                anew, with keep only of those that `drop_running` has dropped.
+            seeds: of each one's first token.
             sampling, policy_version, on_progress, has_time: see generate.
             on_finished: called on every rank with each response that is whole.
             is_enough: asked after every token, and the same on all ranks of the replica.
@@ -292,30 +303,51 @@ class RolloutEngine:
             Stopped: see generate; what has been sampled is dropped.
         """
         self._prepare(sampling, policy_version)
-        held = {r.position: r for r in begun}
+        held = dict(zip(seeds, begun, strict=True))
+        assert len(held) == len(begun), "two responses have one seed"
+        running, self._running = self._running, {}
+        assert running.keys() <= held.keys(), "a response that was cut does not go on"
+        given = {seed: running.get(seed, len(r.token_ids)) for seed, r in held.items()}
         requests = [
             (
-                r.position,
+                seed,
                 (*r.prompt.token_ids, *r.token_ids),
-                request(sampling, self.stop_token_ids, seed, len(r.token_ids)),
+                request(
+                    sampling,
+                    self.stop_token_ids,
+                    continued_seed(seed, len(r.token_ids)),
+                    len(r.token_ids),
+                ),
             )
-            for r, seed in zip(begun, seeds, strict=True)
+            for seed, r in held.items()
+            if seed not in running
         ]
 
-        def keep(position: int, completion: Any) -> None:
+        def keep(seed: int, completion: Any) -> None:
             if completion.finish_reason not in ("length", "stop"):
                 raise RuntimeError(f"vLLM gave up a response: {completion.finish_reason}")
-            on_finished(self._ended(held.pop(position), completion))
+            r = held.pop(seed)
+            on_finished(self._ended(r, completion, len(r.token_ids) - given[seed]))
 
         # All at once.
-        parts, number = iter([requests]), len(requests)
+        parts = iter([requests])
         cut = self._complete(
-            lambda room: next(parts, []), keep, on_progress, has_time, is_enough, expected=number
-        )
-        for position, completion in cut.items():
-            so_far = held[position].extended(*sampled(completion), policy_version, truncated=False)
-            held[position] = so_far
+            lambda room: next(parts, []), keep, on_progress, has_time, is_enough,
+            expected=len(held), running=list(running), leaves=self._keeps_cache,
+        )  # fmt: skip
+        for seed, completion in cut.items():
+            r = held[seed]
+            more = sampled(completion, len(r.token_ids) - given[seed])
+            held[seed] = r.extended(*more, policy_version, truncated=False)
+        if self._keeps_cache:
+            self._running = {seed: given[seed] for seed in cut}
         return list(held.values())
+
+    def drop_running(self) -> None:
+        """Drop the keys and values of all that is cut: they will be computed anew."""
+        if self._running:
+            self._llm.llm_engine.abort_request([str(seed) for seed in self._running])
+            self._running = {}
 
     def _prepare(self, sampling: SamplingSettings, policy_version: int) -> None:
         """Check what is asked for, and allocate the KV cache. Raises RuntimeError: see generate."""
@@ -344,7 +376,8 @@ class RolloutEngine:
 
     def _forget_prefixes(self) -> None:
         """Drop cached keys and values, which belong to older weights."""
-        if not self._llm.reset_prefix_cache():
+        # Without a cache there is nothing to drop, and what is cut has its own.
+        if not self._keeps_cache and not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM's prefix cache is in use between two calls of generate")
 
     def _complete(self, *asked: Any, expected: int, **rest: Any) -> dict[int, Any]:
@@ -356,9 +389,12 @@ class RolloutEngine:
                 self._llm.llm_engine, *asked, at_once=self._at_once, expected=expected, **rest
             )
 
-    def _ended(self, begun: Rollout, completion: Any) -> Rollout:
-        """Return a response that vLLM has finished, from what there was of it before."""
-        token_ids, logprobs = sampled(completion)
+    def _ended(self, begun: Rollout, completion: Any, first: int = 0) -> Rollout:
+        """Return a response that vLLM has finished, from what there was of it before.
+
+        first: of the completion's tokens, that there was not.
+        """
+        token_ids, logprobs = sampled(completion, first)
         truncated = not token_ids or token_ids[-1] not in self.stop_token_ids
         assert not token_ids or completion.finish_reason == ("length" if truncated else "stop"), (
             f"a response ending in {token_ids[-1]} finished with {completion.finish_reason}"

@@ -20,7 +20,7 @@ from vapo_megatron.rollout.requests import TOKENS_BETWEEN_QUESTIONS
 from vapo_megatron.rollout.vllm.completions import unfinished
 
 Request = tuple[int, Sequence[int], SamplingParams]
-"""Position, prompt and parameters."""
+"""Number, prompt and parameters."""
 
 
 def complete(
@@ -33,6 +33,8 @@ def complete(
     *,
     at_once: int,
     expected: int,
+    running: Sequence[int] = (),
+    leaves: bool = False,
 ) -> dict[int, Any]:
     """Run requests; give `keep` each completion as it ends.
 
@@ -42,24 +44,26 @@ def complete(
         engine: an LLMEngine.
         more: asked for requests at the start, and whenever some have ended: how many it has room
             for beyond those that run. All there are, or none if there will be no more.
-        keep: takes position and completion.
+        keep: takes number and completion.
         on_progress, has_time: see RolloutEngine.generate.
         is_enough: asked after every token; the same on all ranks of the replica.
         at_once: responses that there is room for.
         expected: number of requests, to show.
+        running: numbers of requests that an earlier call has left.
+        leaves: those that are cut stay in the engine, with their keys and values.
 
     Returns:
-        What there is of those that are cut because it is enough, by position.
+        What there is of those that are cut because it is enough, by number.
 
     Raises:
         Stopped: on all ranks of the replica: one of them has no time left.
     """
-    names: list[str] = []
+    names = [str(number) for number in running]
     finished = 0
 
     def begin() -> None:
-        for position, token_ids, parameters in more(at_once - (len(names) - finished)):
-            names.append(str(position))
+        for number, token_ids, parameters in more(at_once - (len(names) - finished)):
+            names.append(str(number))
             engine.add_request(names[-1], tokens_input(list(token_ids)), parameters)
 
     try:
@@ -78,7 +82,7 @@ def complete(
                 if on_progress is not None:
                     on_progress(finished, max(expected, len(names)))
         cut = {int(name): completion for name, completion in unfinished(engine).items()}
-        if cut:
+        if cut and not leaves:
             engine.abort_request(names)
         return cut
     except BaseException:
