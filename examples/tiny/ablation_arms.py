@@ -152,10 +152,10 @@ def _curve(arm: Arm, policy_steps: int) -> Arm:
 LM = "algorithm.positive_lm_coef=0.1"
 ORACLE = ("--oracle",)
 KEYS_ARMS = {
-    # Long enough to be compared at 4,000 responses.
+    # Long enough for 4,000 responses, which are compared.
     "vapo": _curve(VAPO, 60),
-    "dapo": _curve(Arm("DAPO", "50", (NO_VALUE_CHECKPOINT,), "dapo"), 36),
-    "grpo": _curve(Arm("GRPO", "47", (NO_VALUE_CHECKPOINT,), "grpo"), 60),
+    "dapo": _curve(Arm("DAPO", "50", (NO_VALUE_CHECKPOINT,), "dapo"), 40),
+    "grpo": _curve(Arm("GRPO", "47", (NO_VALUE_CHECKPOINT,), "grpo"), 65),
     "oracle": Arm("VAPO with exact values", "", options=ORACLE),
     "dapo_lm": Arm("DAPO with the LM loss", "", (NO_VALUE_CHECKPOINT, LM), "dapo"),
     "grpo_lm": Arm("GRPO with the LM loss", "", (NO_VALUE_CHECKPOINT, LM), "grpo"),
