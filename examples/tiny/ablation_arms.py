@@ -278,9 +278,10 @@ TABLES = {
         KEYS_ARMS,
         more_arms={"no_length_adaptive": NO_LENGTH_ADAPTIVE, "no_clip_higher": NO_CLIP_HIGHER},
     ),
+    # Lengths differ by four, so a mean over each response first weighs their tokens differently.
     "keys_mixed": _keys(
-        {
-            "vapo": VAPO,
+        {"vapo": VAPO, "no_token_level": NO_TOKEN_LEVEL},
+        more_arms={
             "no_length_adaptive": NO_LENGTH_ADAPTIVE,
             "no_decoupled_gae": NO_DECOUPLED_GAE,
             "no_decoupled_gae_95": NO_DECOUPLED_GAE_95,
