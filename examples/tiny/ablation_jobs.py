@@ -241,8 +241,10 @@ def made(root: Path, form: str, more: Sequence[str]) -> tuple[list[Job], list[st
 
 
 def digest(settings: Mapping[str, Any]) -> str:
-    """Identify settings."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    """Identify settings; a field with its default does not count, so that a new one changes none."""
+    defaults = flatten(VapoConfig().model_dump())
+    told = {k: v for k, v in settings.items() if k not in defaults or v != defaults[k]}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def effective(config: VapoConfig, out: Path) -> dict[str, Any]:

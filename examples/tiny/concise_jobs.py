@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ablation_jobs import FILES, NO_EFFECT, TINY, Job
+from ablation_jobs import FILES, NO_EFFECT, TINY, Job, digest
 
 from vapo_megatron.config import load_config
 from vapo_megatron.run.report.comparison import flatten
@@ -130,7 +130,7 @@ class _Jobs:
     def _add(
         self, name: str, needs: Sequence[str], settings: Mapping[str, Any], **rest: Any
     ) -> None:
-        made_from = {f"made from {need}": _digest(self.by_name[need].settings) for need in needs}
+        made_from = {f"made from {need}": digest(self.by_name[need].settings) for need in needs}
         self.by_name[name] = Job(
             f"{self.out.name}/{name}", self.out / name, settings={**settings, **made_from},
             needs=tuple(f"{self.out.name}/{need}" for need in needs), **rest,
@@ -205,7 +205,3 @@ def _effective(config: Mapping[str, Any], out: Path) -> dict[str, Any]:
     """Fields that affect results; paths relative to the seed's directory."""
     fields = {n: v for n, v in flatten(config).items() if not n.startswith(NO_EFFECT)}
     return json.loads(json.dumps(fields).replace(f"{out}/", ""))
-
-
-def _digest(settings: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]

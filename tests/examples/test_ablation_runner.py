@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "tiny"))
 
-from ablation_jobs import Job, changed, is_finished, require_unchanged  # noqa: E402
+from ablation_jobs import Job, changed, digest, is_finished, require_unchanged  # noqa: E402
 from ablation_runner import locked, run_jobs  # noqa: E402
 
 from tests.examples.test_ablation import leave  # noqa: E402
@@ -115,6 +115,8 @@ def test_changed_settings_are_refused_or_run_again(tmp_path):
     later = {**fields, "algorithm.clip_low": 0.2}
     assert not changed(stand_in(tmp_path, "arm", settings=later))
     assert changed(stand_in(tmp_path, "arm", settings={**later, "algorithm.clip_low": 0.3}))
+    # Nor for what is made from it.
+    assert digest(fields) == digest(later) != digest({**later, "algorithm.clip_low": 0.3})
     with pytest.raises(
         UserError, match=r"arm was made .*: algorithm.gamma is 0.9, was 1\.0; redo .*--rerun"
     ):
