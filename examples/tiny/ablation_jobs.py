@@ -241,7 +241,7 @@ def made(root: Path, form: str, more: Sequence[str]) -> tuple[list[Job], list[st
 
 
 def digest(settings: Mapping[str, Any]) -> str:
-    """Identify settings; a field with its default does not count, so that a new one changes none."""
+    """Identify settings; a field with its default does not count: a new one changes nothing."""
     defaults = flatten(VapoConfig().model_dump())
     told = {k: v for k, v in settings.items() if k not in defaults or v != defaults[k]}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
