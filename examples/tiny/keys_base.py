@@ -4,7 +4,8 @@ DIR becomes a Hugging Face directory: Qwen2 architecture, 150 thousand parameter
 responses that are right in everything but choose keys by chance. For the first 70 % of training
 they are short, with up to one filler token a step. A model that copies wrongly loses locks whatever
 its keys, and lost skill would pass for lost credit: one that copies label and lock right, and
-chooses one of the lock's keys, in less than .999 of its steps is refused.
+chooses one of the lock's keys, in less than .999 of its steps is made anew from other initial
+weights, at most twice.
 
 The result depends only on the seed, the source files and the recipe, as in make_base_model.py.
 """
@@ -25,7 +26,7 @@ import making
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2ForCausalLM
 
-LEAST_COPYING = 0.999
+LEAST_COPYING, MOST_TRIALS = 0.999, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,16 +158,21 @@ def write(directory: Path, recipe: Recipe) -> None:
         directory, recipe.max_position_embeddings, keys.CHARACTERS, form.added_tokens
     )
     stop = tokenizer.eos_token_id
-    model = make_base_model.build_model(recipe, len(tokenizer), stop)
-    make_base_model.train_shown(model, recipe, losses(model, recipe, tokenizer))
-    with torch.no_grad():
-        model.lm_head.weight *= recipe.sharpened
-    found = quality(model.eval(), tokenizer, form)
-    print(found)
-    if found.copying < LEAST_COPYING:
+    for trial in range(MOST_TRIALS):
+        drawn = dataclasses.replace(recipe, seed=recipe.seed + 1000 * trial)
+        model = make_base_model.build_model(drawn, len(tokenizer), stop)
+        make_base_model.train_shown(model, recipe, losses(model, drawn, tokenizer))
+        with torch.no_grad():
+            model.lm_head.weight *= recipe.sharpened
+        found = quality(model.eval(), tokenizer, form)
+        print(found)
+        if found.copying >= LEAST_COPYING:
+            break
+    else:
         sys.exit(
             f"seed {recipe.seed}: the base model copies {found.copying:.4f} of its steps right, "
-            f"less than {LEAST_COPYING}; give another --seed or more iterations"
+            f"less than {LEAST_COPYING}, the last of {MOST_TRIALS}; give another --seed or more "
+            "iterations"
         )
     model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
     model.save_pretrained(directory)
