@@ -305,8 +305,8 @@ class RolloutEngine:
         self._prepare(sampling, policy_version)
         held = dict(zip(seeds, begun, strict=True))
         assert len(held) == len(begun), "two responses have one seed"
+        assert self._running.keys() <= held.keys(), "a response that was cut does not go on"
         running, self._running = self._running, {}
-        assert running.keys() <= held.keys(), "a response that was cut does not go on"
         given = {seed: running.get(seed, len(r.token_ids)) for seed, r in held.items()}
         requests = [
             (
