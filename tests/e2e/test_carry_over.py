@@ -118,7 +118,7 @@ def test_a_killed_run_goes_on_with_its_groups_bit_by_bit(launch, given, tmp_path
     # Replayed, its responses train the same model: old log-probabilities are computed anew.
     again = run_dir / "again"
     together = ["rollout.placement=colocated", "rollout.num_processes=0", "rollout.lag=0"]
-    together += ["rollout.carried_cache=recompute"]
+    together += ["rollout.carried_cache=recompute", "rollout.tensor_model_parallel_size=1"]
     ended(launch(main, [*command, *together, "--replay", str(run_dir), into(again)]))
     exports = [d / "hf_export/model.safetensors" for d in (run_dir, again)]
     assert exports[0].read_bytes() == exports[1].read_bytes()
