@@ -17,7 +17,7 @@ from vllm.v1.engine import FinishReason
 
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.rollout.requests import SamplingSettings
+from vapo_megatron.rollout.requests import SamplingSettings, continued_seed
 
 
 def check_head_dim(shape: ModelShape) -> None:
@@ -39,13 +39,16 @@ def check_head_dim(shape: ModelShape) -> None:
 def request(
     sampling: SamplingSettings, stop: Sequence[int], seed: int, num_sampled: int = 0
 ) -> SamplingParams:
-    """Return vLLM's parameters of a response of which there are `num_sampled` tokens."""
+    """Return vLLM's parameters of a response of which there are `num_sampled` tokens.
+
+    seed: of its first token.
+    """
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         max_tokens=sampling.max_response_tokens - num_sampled,
-        seed=seed,
+        seed=continued_seed(seed, num_sampled),
         stop_token_ids=list(stop),
         ignore_eos=True,  # Only the stop tokens above.
         logprobs=0,  # Only of the sampled token.

@@ -29,12 +29,7 @@ from vapo_megatron.data.batch import Prompt, Rollout
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.parallel import store
 from vapo_megatron.rollout.inputs import Inputs
-from vapo_megatron.rollout.requests import (
-    SamplingSettings,
-    continued_seed,
-    max_model_len,
-    request_seeds,
-)
+from vapo_megatron.rollout.requests import SamplingSettings, max_model_len, request_seeds
 from vapo_megatron.rollout.shared_queue import SharedQueue, divide
 from vapo_megatron.rollout.vllm.arguments import engine_arguments
 from vapo_megatron.rollout.vllm.interface import (
@@ -312,12 +307,7 @@ class RolloutEngine:
             (
                 seed,
                 (*r.prompt.token_ids, *r.token_ids),
-                request(
-                    sampling,
-                    self.stop_token_ids,
-                    continued_seed(seed, len(r.token_ids)),
-                    len(r.token_ids),
-                ),
+                request(sampling, self.stop_token_ids, seed, len(r.token_ids)),
             )
             for seed, r in held.items()
             if seed not in running
