@@ -112,7 +112,7 @@ def odd_completions(tmp: Path) -> list:
     }
     engine = object.__new__(RolloutEngine)
     engine._max_response_tokens, engine._seed = MAX_RESPONSE, SEED
-    engine.stop_token_ids, engine._asleep = (2,), set()
+    engine.stop_token_ids, engine._asleep, engine._running = (2,), set(), {}
     engine.replica, engine.num_replicas, engine.policy_version = 0, 1, 7
     engine._complete = lambda more, keep, *_, **__: [
         keep(*c) for c in reversed(completions.items())
