@@ -20,8 +20,8 @@ from vapo_megatron.rollout.in_flight import sampled_steps
 STEPS, SAVED_AT, EXTRA, MAX_LAG, LIMIT = 6, 2, 3, 2, 24
 CARRIES = [f"rollout.carry_over_groups={EXTRA}", f"rollout.max_lag={MAX_LAG}"]
 APART = ["rollout.placement=disaggregated", "rollout.num_processes=2"]
-# Options, processes, replicas, and how many steps the samplers are ahead.
 KEPT = ["rollout.carried_cache=keep", "evaluation.every_steps=3"]
+# Options, processes, replicas, and how many steps the samplers are ahead.
 PLACEMENTS = {
     "colocated": ([], 1, 1, 0),
     "apart": (APART, 3, 2, 0),

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,6 +137,21 @@ def test_a_base_model_that_copies_wrongly_is_refused(tmp_path):
     with pytest.raises(SystemExit, match="copies 0.0000 of its steps right, less than 0.999"):
         keys_base.make(tmp_path / "base", recipe)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_such_a_base_model_is_made_anew_from_other_weights(tmp_path, monkeypatch):
+    recipe = keys_base.Recipe(iterations=1, batch_size=2, batches_per_pool=1)
+    tried = []
+
+    def found(model, *arguments):
+        tried.append(model.lm_head.weight.clone())
+        return keys_base.Quality(len(tried) - 1, 1.0, 0.5, 0.0)
+
+    monkeypatch.setattr(keys_base, "quality", found)
+    assert keys_base.make(tmp_path / "base", recipe)
+    first, second = tried
+    assert not first.equal(second)
+    assert load_file(tmp_path / "base/model.safetensors")["lm_head.weight"].equal(second)
 
 
 def test_a_base_model_first_reads_short_problems():

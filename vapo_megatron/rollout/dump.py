@@ -147,6 +147,16 @@ def read_arrays(path: Path) -> tuple[list[ScoredRollout], dict[str, np.ndarray]]
     return _unpack(arrays), arrays
 
 
+def read_array(path: Path, name: str) -> np.ndarray | None:
+    """Return one array alone, None if there is none of this name; its checksum is not compared.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    with _opened(path) as (_, file):
+        return file.get_tensor(name) if name in file.keys() else None
+
+
 def read_header(path: Path) -> FileHeader:
     """Return a file's header. Raises DataError: the file is damaged."""
     with _opened(path) as (header, _):

@@ -41,6 +41,8 @@ def cached_blocks(engine: Any) -> int:
 
 def cut_and_gone_on(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:
     """World 1: responses that are cut, by a number of whole ones and by a number of tokens."""
+    from vapo_megatron.rollout.vllm.completions import request
+
     engine = build_engine(
         first_path,
         config(tmp, 1, "parallel.world_size=1", f"rollout.max_num_sequences={AT_ONCE}"),
@@ -59,6 +61,7 @@ def cut_and_gone_on(tmp: Path, first_path: Path, second_path: Path) -> dict[str,
     early, cut = go_on(engine, begun, seeds, 3, tokens)
     found["by tokens"] = early, cut
     found["same weights"] = go_on(engine, cut, seeds, 3, lambda count: False)
+    found["seeds"] = [request(settings(), (2,), 12, count).seed for count in (0, 7)]
     found["left"] = engine._llm.llm_engine.has_unfinished_requests()
 
     asked.clear()

@@ -12,6 +12,7 @@ from tests.rollout.vllm import carried_jobs as jobs
 from tests.rollout.vllm.engine_jobs import settings
 from tests.rollout.vllm.test_engine import TINY, assert_greedy, logits_of
 from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron.rollout.requests import continued_seed
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,7 @@ def test_it_goes_on_with_the_log_probabilities_of_the_whole_text(found, referenc
         assert after.versions == ((3, len(after.token_ids)),)
         assert_logprobs(after, reference["first"], 0, None)
     # Its random numbers are not those of its beginning once more.
+    assert found["seeds"] == [12, continued_seed(12, 7)] and found["seeds"][1] != 12
     begun = [(len(b.token_ids), a.token_ids) for b, a in zip(cut, whole) if len(b.token_ids)]
     assert any(ids[n : 2 * n] != ids[: len(ids[n : 2 * n])] for n, ids in begun)
 

@@ -45,7 +45,7 @@ from vapo_megatron.parallel.reduce import gather_objects, send_object
 from vapo_megatron.parallel.sides import Sides
 from vapo_megatron.rollout.disaggregated.orders import Order, Orders
 from vapo_megatron.rollout.disaggregated.staging import Staging
-from vapo_megatron.rollout.dump import read_arrays, read_file, step_bytes
+from vapo_megatron.rollout.dump import read_array, read_file, step_bytes
 from vapo_megatron.rollout.in_flight import IN_FLIGHT, sampled_steps, write_files
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.lag import tokens_by_version
@@ -268,8 +268,8 @@ class Server:
         for i in parts[self._engine.replica] if self._engine.keeps_rollouts else ():
             scored += read_file(files[i])
         scored.sort(key=lambda item: item.rollout.position)
-        drawn = read_arrays(files[0])[1].get("drawn", [self._algorithm.num_prompts])
-        return Sampled(scored, int(drawn[0]))
+        drawn = read_array(files[0], "drawn")
+        return Sampled(scored, self._algorithm.num_prompts if drawn is None else int(drawn[0]))
 
     def _receive(self, number: int, version: int) -> None:
         self._sync.publish((), version)
