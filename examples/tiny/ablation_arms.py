@@ -280,7 +280,11 @@ TABLES = {
     ),
     # Lengths differ by four, so a mean over each response first weighs their tokens differently.
     "keys_mixed": _keys(
-        {"vapo": VAPO, "no_token_level": NO_TOKEN_LEVEL},
+        {
+            "vapo": VAPO,
+            "no_token_level": NO_TOKEN_LEVEL,
+            "no_group_sampling": NO_GROUP_SAMPLING,
+        },
         more_arms={
             "no_length_adaptive": NO_LENGTH_ADAPTIVE,
             "no_decoupled_gae": NO_DECOUPLED_GAE,
