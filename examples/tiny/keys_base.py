@@ -26,7 +26,7 @@ import making
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2ForCausalLM
 
-LEAST_COPYING, MOST_TRIALS = 0.999, 3
+LEAST_COPYING = 0.999
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,22 +158,17 @@ def write(directory: Path, recipe: Recipe) -> None:
         directory, recipe.max_position_embeddings, keys.CHARACTERS, form.added_tokens
     )
     stop = tokenizer.eos_token_id
-    for trial in range(MOST_TRIALS):
-        drawn = dataclasses.replace(recipe, seed=recipe.seed + 1000 * trial)
+
+    def trial(drawn: Recipe) -> tuple[Qwen2ForCausalLM, float]:
         model = make_base_model.build_model(drawn, len(tokenizer), stop)
-        make_base_model.train_shown(model, recipe, losses(model, drawn, tokenizer))
+        make_base_model.train_shown(model, drawn, losses(model, drawn, tokenizer))
         with torch.no_grad():
-            model.lm_head.weight *= recipe.sharpened
+            model.lm_head.weight *= drawn.sharpened
         found = quality(model.eval(), tokenizer, form)
         print(found)
-        if found.copying >= LEAST_COPYING:
-            break
-    else:
-        sys.exit(
-            f"seed {recipe.seed}: the base model copies {found.copying:.4f} of its steps right, "
-            f"less than {LEAST_COPYING}, the last of {MOST_TRIALS}; give another --seed or more "
-            "iterations"
-        )
+        return model, found.copying
+
+    model = make_base_model.skilled(recipe, trial, LEAST_COPYING)
     model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
     model.save_pretrained(directory)
 
