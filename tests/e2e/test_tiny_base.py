@@ -10,6 +10,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sentencepiece
@@ -283,6 +284,66 @@ def test_a_finished_directory_is_kept_and_another_recipe_replaces_it(tmp_path):
     assert make_base_model.make(directory, second)
     assert json.loads((directory / "recipe.json").read_text())["iterations"] == 2
     assert [p.name for p in tmp_path.iterdir()] == ["base"]
+
+
+# What a model that is otherwise certain of a right chain says instead, and where: the share of its
+# steps that count as right.
+HABITS_AND_MISTAKES = [
+    ("first", "Answer:", 1.0),  # It answers at once.
+    ("=", "~", 1.0),  # It guesses.
+    ("digit", "x", 0.0),
+    ("operator", "x", 0.0),
+    ("last operand", "x", None),  # One step of each response.
+]
+
+
+@pytest.mark.parametrize("place,instead,right", HABITS_AND_MISTAKES)
+def test_right_steps_are_skill_and_not_habit(base, place, instead, right):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    steps = []
+
+    def model(ids):
+        text = tokenizer.convert_ids_to_tokens(ids[0])
+        starts = range(text.index("=") + 1, len(text) - 2, 17)
+        steps.append(len(starts))
+        where = {
+            "first": starts[:1],
+            "=": [i + 3 for i in starts],
+            "digit": [i + 4 for i in starts],
+            "operator": [i + 1 for i in starts],
+            "last operand": [starts[-1] + 2],
+        }[place]
+        following = ids[0].clone()
+        following[where] = tokenizer.convert_tokens_to_ids(instead)
+        return SimpleNamespace(logits=1e4 * torch.nn.functional.one_hot(following.roll(-1))[None])
+
+    found = make_base_model.right_steps(model, tokenizer, responses=8)
+    if right is None:
+        right = 1 - 8 / sum(steps)
+    assert found == pytest.approx(right) and sum(steps) > 8
+
+
+def test_a_base_model_without_skill_is_made_anew_and_then_refused(tmp_path, monkeypatch):
+    recipe = dataclasses.replace(SHORT, iterations=1, least_right=0.995)
+    with pytest.raises(SystemExit, match="--seed 0: in none of 3 trials .* 0.995 of its steps"):
+        make_base_model.make(tmp_path / "base", recipe)
+    assert list(tmp_path.iterdir()) == []
+
+    tried = []
+
+    def found(model, _):
+        tried.append(model.lm_head.weight.detach().clone())
+        return 0.994 + 0.001 * (len(tried) - 1)
+
+    monkeypatch.setattr(make_base_model, "right_steps", found)
+    assert make_base_model.make(tmp_path / "base", recipe)
+    assert len(tried) == 2 and not tried[0].equal(tried[1])
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert kept.lm_head.weight.equal(tried[1])
+
+
+def test_the_command_asks_for_skill():
+    assert make_base_model.short_recipe(3).least_right == 0.995
 
 
 def test_an_interrupted_run_leaves_nothing_behind(tmp_path, monkeypatch):
