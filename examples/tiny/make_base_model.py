@@ -87,8 +87,12 @@ class Recipe(Architecture):
 
 
 def short_recipe(seed: int) -> Recipe:
-    """Return the short form's recipe."""
-    return Recipe(seed=seed, least_right=0.995)
+    """Return the short form's recipe.
+
+    At a learning rate of 4e-3 four seeds of 13 had .984 to .994 of their steps right; at this one
+    the three of them that were made again .997 to .998.
+    """
+    return Recipe(seed=seed, learning_rate=2.5e-3, least_right=0.995)
 
 
 def long_recipe(seed: int) -> Recipe:
