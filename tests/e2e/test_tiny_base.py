@@ -342,8 +342,14 @@ def test_a_base_model_without_skill_is_made_anew_and_then_refused(tmp_path, monk
     assert kept.lm_head.weight.equal(tried[1])
 
 
-def test_the_command_asks_for_skill():
-    assert make_base_model.short_recipe(3).least_right == 0.995
+def test_the_command_asks_for_skill_in_the_short_form_alone(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(make_base_model, "make", lambda out, recipe: made.append(recipe))
+    for form in ("short", "long"):
+        options = ["--out", str(tmp_path), "--seed", "3", "--form", form]
+        monkeypatch.setattr(sys, "argv", ["make_base_model.py", *options])
+        make_base_model.main()
+    assert [(r.seed, r.form, r.least_right) for r in made] == [(3, "short", 0.995), (3, "long", 0)]
 
 
 def test_an_interrupted_run_leaves_nothing_behind(tmp_path, monkeypatch):
