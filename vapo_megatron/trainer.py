@@ -31,13 +31,13 @@ from vapo_megatron.data.microbatch import Microbatch
 from vapo_megatron.data.packing import StepPlan, plan_of
 from vapo_megatron.errors import ConfigError, Stopped
 from vapo_megatron.models.hf_config import read_model_shape, read_reward_shape
+from vapo_megatron.models.partition import cut_of
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.exchange import exchange, gather_summary
 from vapo_megatron.parallel.health.early_stop import EarlyStop
 from vapo_megatron.parallel.health.watchdog import Watchdog
 from vapo_megatron.parallel.minibatches import (
     MiniBatch,
-    cut_of,
     filled_in,
     make_microbatches,
     make_mini_batches,
@@ -224,7 +224,7 @@ class StepTrainer:
             summary, batch, plan = self._distribute(scored, step)
             batch = with_loss_mask(batch, config.algorithm)
         sizes = plan.microbatch_sizes(self.ranks.dp_rank)
-        of_rank = cut_of(config.parallel, config.model.fp8, self.ranks)
+        of_rank = cut_of(config.model, config.parallel, self.ranks)
 
         def cut(batch: RolloutBatch) -> list[Microbatch]:
             return make_microbatches(batch, itertools.chain(*sizes), **of_rank)

@@ -1,18 +1,30 @@
-"""Our cut over context-parallel ranks is the one that Transformer Engine's attention expects."""
+"""Transformer Engine's own function cuts a batch over context-parallel ranks, and as ours would."""
+
+import types
 
 import pytest
 import torch
 
+from tests.data.test_batch import make_batch
+from vapo_megatron.config import ModelConfig, ParallelConfig
 from vapo_megatron.data.batch import bounds
 from vapo_megatron.data.context_cut import rows_of_rank
+from vapo_megatron.data.microbatch import make_microbatch
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
-def test_the_cut_is_transformer_engines(cp_size):
-    extension = pytest.importorskip("transformer_engine_torch")
+def test_transformer_engine_cuts_as_we_do(cp_size):
+    pytest.importorskip("transformer_engine.pytorch")
+    from vapo_megatron.models.partition import cut_of
+
+    model = ModelConfig(layer_spec="transformer_engine")
     lengths = torch.tensor([64, 16, 4096, 16, 131_072])
-    cu_seqlens, size = bounds(lengths).cuda(), int(lengths.sum())
+    arguments = bounds(lengths), int(lengths.sum()), cp_size
     for rank in range(cp_size):
-        theirs = extension.thd_get_partitioned_indices(cu_seqlens, size, cp_size, rank)
-        assert torch.equal(rows_of_rank(cu_seqlens, size, cp_size, rank), theirs.long())
+        ranks = types.SimpleNamespace(cp_size=cp_size, cp_rank=rank)
+        cut = cut_of(model, ParallelConfig(), ranks)
+        assert cut["partition"] is not rows_of_rank
+        assert torch.equal(cut["partition"](*arguments, rank), rows_of_rank(*arguments, rank))
+        microbatch, ours = make_microbatch(make_batch(), **cut), {**cut, "partition": rows_of_rank}
+        assert torch.equal(microbatch.tokens, make_microbatch(make_batch(), **ours).tokens)

@@ -23,8 +23,9 @@ def scores(path, parallel):
     from vapo_megatron.config import VapoConfig
     from vapo_megatron.data.batch import STATUSES, StepSummary
     from vapo_megatron.models.hf_config import read_model_shape
+    from vapo_megatron.models.partition import cut_of
     from vapo_megatron.parallel import groups
-    from vapo_megatron.parallel.minibatches import cut_of, make_microbatches
+    from vapo_megatron.parallel.minibatches import make_microbatches
     from vapo_megatron.roles.reward_model import RewardModel
 
     config = VapoConfig.model_validate(
@@ -32,7 +33,7 @@ def scores(path, parallel):
     )
     place = groups.initialize(config.parallel)
     model = RewardModel(read_model_shape(path), config, place)
-    cut = cut_of(config.parallel, None, place)
+    cut = cut_of(config.model, config.parallel, place)
     whole = batch()
     # The last sequence as a prompt alone.
     empty = dataclasses.replace(

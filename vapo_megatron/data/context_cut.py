@@ -4,15 +4,20 @@ Zig-zag, sequence by sequence: a sequence's length is a multiple of 2 * cp_size 
 many chunks of equal length; rank r holds chunks r and 2 * cp_size - 1 - r, in this order. An early
 chunk attends to little and a late one to much, so that each rank has the same number of tokens and
 of causal attention pairs of every sequence. Transformer Engine's attention over packed sequences
-expects exactly this cut (its thd_get_partitioned_indices).
+makes the same cut with a function of its own, which models/partition.py calls.
 
 Every rank's tokens, one rank after the other, are called the ranks' order; S is their number.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+Partition = Callable[[Tensor, int, int, int], Tensor]
+"""rows_of_rank, or another function with its arguments, result and cut."""
 
 
 def rows_of_rank(cu_seqlens: Tensor, size: int, cp_size: int, cp_rank: int) -> Tensor:
@@ -32,12 +37,14 @@ def rows_of_rank(cu_seqlens: Tensor, size: int, cp_size: int, cp_rank: int) -> T
     return own + start * (cp_size - 1) + chunks_before * chunk
 
 
-def places_of_tokens(cu_seqlens: Tensor, size: int, cp_size: int) -> Tensor:
+def places_of_tokens(
+    cu_seqlens: Tensor, size: int, cp_size: int, partition: Partition = rows_of_rank
+) -> Tensor:
     """Return int64 [S]: where each of the packed tokens stands in the ranks' order.
 
-    Arguments as for rows_of_rank.
+    Arguments as for rows_of_rank, and the function that cuts.
     """
-    rows = [rows_of_rank(cu_seqlens, size, cp_size, rank) for rank in range(cp_size)]
+    rows = [partition(cu_seqlens, size, cp_size, rank) for rank in range(cp_size)]
     order = torch.cat(rows)
     places = torch.empty_like(order)
     places[order] = torch.arange(size, device=order.device)

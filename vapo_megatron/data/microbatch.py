@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.data.batch import RolloutBatch, bounds
-from vapo_megatron.data.context_cut import places_of_tokens, rows_of_rank
+from vapo_megatron.data.context_cut import Partition, places_of_tokens, rows_of_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,12 @@ class Microbatch:
 
 
 def make_microbatch(
-    batch: RolloutBatch, *, multiple_of: int = 1, cp_size: int = 1, cp_rank: int = 0
+    batch: RolloutBatch,
+    *,
+    multiple_of: int = 1,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    partition: Partition = rows_of_rank,
 ) -> Microbatch:
     """Build the index tensors of a packed forward pass.
 
@@ -81,6 +86,7 @@ def make_microbatch(
         multiple_of: of S', the tokens of a rank. Sequence parallelism needs a multiple of the
             tensor-parallel size.
         cp_size, cp_rank: context-parallel ranks, and which of them this is; see context_cut.py.
+        partition: which tokens each of these ranks holds.
     """
     chunks = 1 if cp_size == 1 else 2 * cp_size
     real = batch.sequence_lengths
@@ -104,8 +110,8 @@ def make_microbatch(
     predicting = torch.arange(num_tokens, device=tokens.device) + batch.per_token(shift) - 1
     cut = None
     if cp_size > 1:
-        rows = rows_of_rank(cu_model, total, cp_size, cp_rank)
-        places = places_of_tokens(cu_model, total, cp_size)
+        rows = partition(cu_model, total, cp_size, cp_rank)
+        places = places_of_tokens(cu_model, total, cp_size, partition)
         outputs = places[predicting]
         is_own = outputs // len(rows) == cp_rank
         # Before the cut: a chunk's last token predicts one that another rank may hold.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,25 +51,11 @@ def packed_multiple(parallel: ParallelConfig, fp8: str | None) -> int:
     return ranks * (FP8_MULTIPLE if fp8 else 1)
 
 
-def cut_of(parallel: ParallelConfig, fp8: str | None, ranks: Ranks) -> dict[str, int]:
-    """Return the keywords of make_microbatches, of this rank."""
-    multiple_of = packed_multiple(parallel, fp8)
-    return {"multiple_of": multiple_of, "cp_size": ranks.cp_size, "cp_rank": ranks.cp_rank}
-
-
-def make_microbatches(
-    batch: RolloutBatch,
-    sizes: Iterable[int],
-    *,
-    multiple_of: int,
-    cp_size: int = 1,
-    cp_rank: int = 0,
-) -> list[Microbatch]:
+def make_microbatches(batch: RolloutBatch, sizes: Iterable[int], **cut: Any) -> list[Microbatch]:
     """Cut this rank's batch into packed forward passes, each of the next so many responses.
 
-    The keywords are those of make_microbatch, from cut_of.
+    The keywords are those of make_microbatch, from models/partition.py's cut_of.
     """
-    cut = {"multiple_of": multiple_of, "cp_size": cp_size, "cp_rank": cp_rank}
     return [make_microbatch(part, **cut) for part in _consecutive(batch, sizes)]
 
 

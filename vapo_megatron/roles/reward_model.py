@@ -11,10 +11,10 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import StepSummary
 from vapo_megatron.data.microbatch import Microbatch, make_microbatch
 from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.models.partition import cut_of
 from vapo_megatron.models.value_head import values_of
 from vapo_megatron.parallel.context import gather_rows
 from vapo_megatron.parallel.groups import Ranks
-from vapo_megatron.parallel.minibatches import cut_of
 from vapo_megatron.parallel.reduce import sum_over_world
 from vapo_megatron.parallel.schedule import forward_only
 from vapo_megatron.roles.model import FrozenModel
@@ -30,7 +30,7 @@ class RewardModel:
     def __init__(self, shape: ModelShape, config: VapoConfig, ranks: Ranks) -> None:
         """Build it; shape: its own, from read_reward_shape."""
         self._ranks = ranks
-        self._cut = cut_of(config.parallel, config.model.fp8, ranks)
+        self._cut = cut_of(config.model, config.parallel, ranks)
         self.frozen = FrozenModel(shape, config, ranks, "reward_model", config.model.reward_hf_path)
 
     def compute_scores(self, microbatches: Sequence[Microbatch]) -> Tensor:
