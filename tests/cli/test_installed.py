@@ -115,7 +115,7 @@ DEPENDENCIES_OF = {
     "megatron": "megatron_core",
 }  # fmt: skip
 """Module -> the requirement that brings it, where that has another name."""
-OPTIONAL = {"vllm", "wandb"}
+OPTIONAL = {"vllm", "wandb", "transformer_engine_torch"}
 
 
 def test_everything_that_is_imported_is_required():
