@@ -5,6 +5,7 @@ with groups that go on over several steps. Seeded moments all over a run are tes
 Not exercised: several nodes.
 """
 
+import errno
 import os
 import re
 import signal
@@ -24,6 +25,7 @@ from tests.e2e.test_run import (
     run,
     torchrun,
 )
+from tests.run.checkpoint.test_writer import small_disk
 from tests.workers import free_port
 
 pytestmark = pytest.mark.slow
@@ -126,6 +128,30 @@ def test_a_stopped_rank_ends_all_within_the_limit(placement, given, whole, injec
     assert re.search(r"loop.py.* in _run\n", (run_dir / "stacks/rank_0000.txt").read_text())
     run(torchrun(*command(given, run_dir)))
     check_as_whole(run_dir, whole, [fault])
+
+
+def test_a_full_disk_ends_all_and_the_run_goes_on_once_there_is_room(
+    placement, given, whole, injected, tmp_path
+):
+    """The run's directory is a small tmpfs, which takes a mount; elsewhere nothing is shown."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    saved = whole.glob("checkpoints/step_*")
+    size = max(sum(file.stat().st_size for file in step.rglob("*")) for step in saved)
+    told = re.compile(rf"error: .* cannot be written: {os.strerror(errno.ENOSPC)} \(")
+    # Two checkpoints fit, with what is written beside them, and the third does not.
+    with small_disk(disk, int(2.6 * size)) as cannot_mount:
+        if cannot_mount:
+            pytest.skip("mounting is not permitted here")
+        started = Started(torchrun(*command(given, disk / "run")), tmp_path / "log", disk / "run")
+        fault = injected(f"{placement}: the disk is full, started again with room", "checkpoint")
+        assert started.end() != 0
+        said = started.log.read_text()
+        assert told.search(said) and "resumes from" in said and "Traceback" not in said
+        assert last_updates(disk / "run") > 0
+        run(["mount", "-o", "remount,size=1g", disk])
+        run(torchrun(*command(given, disk / "run")))
+        check_as_whole(disk / "run", whole, [fault])
 
 
 def test_a_recipe_told_to_stop_ends_well_and_goes_on(placement, given, injected, tmp_path):
