@@ -46,10 +46,12 @@ from vapo_megatron.run.report.html import escape  # noqa: E402
 def _describe(form: str, table: Table) -> str:
     """List a table's arms and the fields that they change."""
     lines = [f"arms of --form {form} (changed fields):"]
-    for name, arm in {**table.arms, **table.more_arms}.items():
+    arms = {**table.arms, **table.more_arms}
+    width = max(map(len, arms)) + 2
+    for name, arm in arms.items():
         where = "" if name in table.arms else ", not in the table by default"
         changes = (*([f"{arm.recipe}.yaml"] if arm.recipe else []), *arm.changes)
-        lines.append(f"  {name:22}{arm.title}{where}: {', '.join(changes) or '-'}")
+        lines.append(f"  {name:{width}}{arm.title}{where}: {', '.join(changes) or '-'}")
     return "\n".join(lines)
 
 
