@@ -89,8 +89,8 @@ class Recipe(Architecture):
 def short_recipe(seed: int) -> Recipe:
     """Return the short form's recipe.
 
-    At a learning rate of 4e-3 four seeds of 13 had .984 to .994 of their steps right; at this one
-    the three of them that were made again .997 to .998.
+    Of ten first models four have .973 to .9949 of their steps right, and each seed passes by
+    its third. At a learning rate of 4e-3 four of 13 first ones did not, and one seed never did.
     """
     return Recipe(seed=seed, learning_rate=2.5e-3, least_right=0.995)
 
