@@ -1,4 +1,4 @@
-"""Whole runs under torchrun, with vLLM and verifier processes, that are signalled or lose a rank.
+"""Whole runs under torchrun, with vLLM and verifiers: signalled, without a rank, without room.
 
 Colocated on two tensor-parallel ranks; one step off, where rank 0 trains and rank 1 samples; and so
 with groups that go on over several steps. Seeded moments all over a run are tests/run_faults.sh's.
@@ -147,7 +147,10 @@ def test_a_full_disk_ends_all_and_the_run_goes_on_once_there_is_room(
         fault = injected(f"{placement}: the disk is full, started again with room", "checkpoint")
         assert started.end() != 0
         said = started.log.read_text()
-        assert told.search(said) and "resumes from" in said and "Traceback" not in said
+        assert told.search(said) and "resumes from" in said
+        assert said.count("Traceback") == 1 == said.count("ChildFailedError("), (
+            "not torchrun's alone"
+        )
         assert last_updates(disk / "run") > 0
         run(["mount", "-o", "remount,size=1g", disk])
         run(torchrun(*command(given, disk / "run")))
