@@ -9,7 +9,7 @@ import torch
 
 from tests.data.test_batch import make_batch
 from vapo_megatron.data.batch import RolloutBatch, bounds
-from vapo_megatron.data.context_cut import places_of_tokens, rows_of_rank
+from vapo_megatron.data.context_cut import places_of_tokens, ranks_order, rows_of_rank
 from vapo_megatron.data.microbatch import make_microbatch
 
 LENGTHS = ([8], [16, 8, 0, 40, 8], [8] * 7, [0, 24])
@@ -36,7 +36,9 @@ def test_the_cut_is_transformer_engines(lengths, cp_size):
     rows = [rows_of_rank(cu_seqlens, size, cp_size, rank) for rank in range(cp_size)]
     for rank, own in enumerate(rows):
         assert own.tolist() == transformer_engine(lengths, cp_size, rank)
-    places = places_of_tokens(cu_seqlens, size, cp_size)
+    order = ranks_order(cu_seqlens, size, cp_size)
+    assert torch.equal(torch.stack(order.chunk(cp_size)), torch.stack(rows))
+    places = places_of_tokens(order)
     assert torch.cat(rows)[places].tolist() == list(range(size))
 
 

@@ -37,15 +37,18 @@ def rows_of_rank(cu_seqlens: Tensor, size: int, cp_size: int, cp_rank: int) -> T
     return own + start * (cp_size - 1) + chunks_before * chunk
 
 
-def places_of_tokens(
+def ranks_order(
     cu_seqlens: Tensor, size: int, cp_size: int, partition: Partition = rows_of_rank
 ) -> Tensor:
-    """Return int64 [S]: where each of the packed tokens stands in the ranks' order.
+    """Return int64 [S]: which of the packed tokens stands at each place in the ranks' order.
 
-    Arguments as for rows_of_rank, and the function that cuts.
+    Arguments as for rows_of_rank, and the function that cuts. Rank r's are the r-th chunk.
     """
-    rows = [partition(cu_seqlens, size, cp_size, rank) for rank in range(cp_size)]
-    order = torch.cat(rows)
+    return torch.cat([partition(cu_seqlens, size, cp_size, rank) for rank in range(cp_size)])
+
+
+def places_of_tokens(order: Tensor) -> Tensor:
+    """Return int64 [S]: where each of the packed tokens stands in the ranks' order."""
     places = torch.empty_like(order)
-    places[order] = torch.arange(size, device=order.device)
+    places[order] = torch.arange(len(order), device=order.device)
     return places

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.data.batch import RolloutBatch, bounds
-from vapo_megatron.data.context_cut import Partition, places_of_tokens, rows_of_rank
+from vapo_megatron.data.context_cut import Partition, places_of_tokens, ranks_order, rows_of_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +110,8 @@ def make_microbatch(
     predicting = torch.arange(num_tokens, device=tokens.device) + batch.per_token(shift) - 1
     cut = None
     if cp_size > 1:
-        rows = partition(cu_model, total, cp_size, cp_rank)
-        places = places_of_tokens(cu_model, total, cp_size, partition)
+        order = ranks_order(cu_model, total, cp_size, partition)
+        rows, places = order.chunk(cp_size)[cp_rank], places_of_tokens(order)
         outputs = places[predicting]
         is_own = outputs // len(rows) == cp_rank
         # Before the cut: a chunk's last token predicts one that another rank may hold.

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from vapo_megatron.data.context_cut import places_of_tokens, rows_of_rank
+from vapo_megatron.data.context_cut import places_of_tokens, ranks_order
 from vapo_megatron.parallel.context import all_gather, reduce_scatter
 
 MAX_PAIRS = 1 << 22
@@ -78,13 +78,14 @@ class ContextCuts:
     def _cut(self, query: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Cut:
         cp_size, cp_rank = self.group.size(), self.group.rank()
         size = len(query) * cp_size
-        rows = rows_of_rank(cu_seqlens, size, cp_size, cp_rank)
+        order = ranks_order(cu_seqlens, size, cp_size)
+        rows = order.chunk(cp_size)[cp_rank]
         if self.varlen:
             parts = _chunk_parts(cu_seqlens, size, max_seqlen, cp_size, cp_rank, self.scale)
         else:
             channels = query.size(1) * query.size(2)
             parts = _block_parts(cu_seqlens, rows, cp_size, cp_rank, channels, self.scale)
-        return Cut(rows, places_of_tokens(cu_seqlens, size, cp_size), parts)
+        return Cut(rows, places_of_tokens(order), parts)
 
 
 def context_attention(

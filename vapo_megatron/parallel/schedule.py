@@ -177,7 +177,7 @@ def _pad_to_groups(microbatches: Sequence[Microbatch], ranks: groups.Ranks) -> l
     if ranks.vpp_size == 1:
         return list(microbatches)
     nothing = microbatches[0].batch.narrow(0, 0)
-    # However it is cut, every rank's part is the same.
+    # No loss reads it, so it does not matter whose function cuts it.
     empty = make_microbatch(
         nothing,
         multiple_of=ranks.tp_size * FP8_MULTIPLE,
