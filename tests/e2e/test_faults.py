@@ -138,16 +138,17 @@ def test_a_full_disk_ends_all_and_the_run_goes_on_once_there_is_room(
     disk.mkdir()
     saved = whole.glob("checkpoints/step_*")
     size = max(sum(file.stat().st_size for file in step.rglob("*")) for step in saved)
-    told = re.compile(rf"error: .* cannot be written: {os.strerror(errno.ENOSPC)} \(")
+    told = re.compile(rf"error: {disk}/run/(.+) cannot be written: {os.strerror(errno.ENOSPC)} \(")
     # Two checkpoints fit, with what is written beside them, and the third does not.
     with small_disk(disk, int(2.6 * size)) as cannot_mount:
         if cannot_mount:
             pytest.skip("mounting is not permitted here")
         started = Started(torchrun(*command(given, disk / "run")), tmp_path / "log", disk / "run")
-        fault = injected(f"{placement}: the disk is full, started again with room", "checkpoint")
+        fault = injected(f"{placement}: the disk is full, started again with room", "unknown")
         assert started.end() != 0
         said = started.log.read_text()
-        assert told.search(said) and "resumes from" in said
+        fault.where, *_ = told.findall(said)
+        assert "resumes from" in said
         assert said.count("Traceback") == 1 == said.count("ChildFailedError("), (
             "not torchrun's alone"
         )
