@@ -44,16 +44,20 @@ def _rates(factor: float) -> tuple[str, ...]:
 ON_KEYS = tuple(("keys", arm) for arm in ARMS)
 SWEEPS = {
     "rates": Sweep(
-        "both learning rates, times", {"0.5": _rates(0.5), "1": (), "2": _rates(2)}, ON_KEYS
+        "both learning rates, times",
+        {"0.5": _rates(0.5), "1": (), "2": _rates(2), "4": _rates(4)},
+        ON_KEYS,
     ),
     "group": Sweep(
         "responses per prompt, of 64 a step",
-        {"4": ("algorithm.group_size=4",), "8": (), "16": ("algorithm.group_size=16",)},
+        {**{f"{size}": (f"algorithm.group_size={size}",) for size in (2, 4)},
+         "8": (), "16": ("algorithm.group_size=16",)},
         ON_KEYS,
     ),
     "mini_batch": Sweep(
         "responses per mini-batch, of 64 a step",
-        {"8": ("algorithm.mini_batch_size=8",), "16": (), "32": ("algorithm.mini_batch_size=32",)},
+        {**{f"{size}": (f"algorithm.mini_batch_size={size}",) for size in (4, 8)},
+         "16": (), "32": ("algorithm.mini_batch_size=32",)},
         ON_KEYS,
     ),
     "alpha": Sweep(

@@ -34,8 +34,8 @@ def test_each_swept_run_changes_its_setting_alone(tmp_path):
                 if changes:
                     assert settings["algorithm.policy_steps"] == credit_sweeps.STEP
                     seen += 1
-    # Rates, groups and mini-batches of three arms, two values each; three and three of alpha.
-    assert seen == 3 * 3 * 2 + 2 * 3 + 2
+    # Rates, groups and mini-batches of three arms, three values each; three and three of alpha.
+    assert seen == 3 * 3 * 3 + 2 * 3 + 2
 
 
 def test_the_forms_own_values_stand_at_their_place_on_the_axis(tmp_path):
