@@ -31,7 +31,15 @@ from ablation_arms import TABLES, Arm  # noqa: E402
 from ablation_jobs import Job, is_finished, require_unchanged, seed_jobs  # noqa: E402
 from ablation_runner import locked, run_jobs  # noqa: E402
 from credit_page import by_lock, charts, html_table, lead, page, side_by_side  # noqa: E402
-from credit_table import Result, by_responses, by_step, of_credit, of_rare_keys, read_result  # noqa: E402
+from credit_table import (  # noqa: E402
+    Result,
+    by_responses,
+    by_step,
+    of_credit,
+    of_lengths,
+    of_rare_keys,
+    read_result,
+)
 
 from vapo_megatron.cli.command import Parser, run  # noqa: E402
 from vapo_megatron.data.storage import replace_file  # noqa: E402
@@ -198,6 +206,8 @@ def _write(root: Path, arms: Mapping[str, Mapping[str, Arm]], found: Mapping[str
             "Held-out accuracy by sampled responses": by_responses(begun, runs),
             "Credit": of_credit(begun, runs),
         }
+        if keys.FORMS[form].min_locks < keys.FORMS[form].max_locks:
+            tables["Held-out accuracy by number of locks"] = of_lengths(begun, runs)
         if rare := keys.FORMS[form].rare_kinds:
             tables["Good keys that are rare at first"] = of_rare_keys(begun, runs, rare)
         text = "\n".join(f"## {title}\n\n{table}" for title, table in tables.items())

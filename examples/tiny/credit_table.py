@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import keys
 import keys_credit
 from ablation_arms import Arm
 from ablation_table import spread
 
 from vapo_megatron.config.metrics import accuracy_name
-from vapo_megatron.run.directory import read_config, read_rows
+from vapo_megatron.run.directory import HELD_OUT_FILE, read_config, read_rows
 
 STEPS = (10, 20, 30)
 """Policy steps after which held-out accuracy is compared."""
@@ -41,6 +43,8 @@ class Result:
     """Of metrics.jsonl."""
     credit: list[dict[str, Any]]
     """Of credit.jsonl."""
+    by_locks: Curve = dataclasses.field(default_factory=list)
+    """(locks, accuracy) of each held-out problem in the last evaluation"""
 
 
 def read_result(run: Path, value: Path | None) -> Result:
@@ -63,7 +67,22 @@ def read_result(run: Path, value: Path | None) -> Result:
         by_responses=[(count, accuracy) for _, count, accuracy in found],
         rows=rows,
         credit=read_rows(run / keys_credit.FILE),
+        by_locks=_by_locks(run),
     )
+
+
+def _by_locks(run: Path) -> Curve:
+    """Read Result.by_locks."""
+    evaluated = read_rows(run / HELD_OUT_FILE) if (run / HELD_OUT_FILE).exists() else []
+    if not evaluated:
+        return []
+    path = read_config(run / "config.yaml")["evaluation"]["path"]
+    prompts = [json.loads(line)["prompt"] for line in Path(path).read_text().splitlines()]
+    last = evaluated[-1]
+    return [
+        (len(keys.read_problem(prompts[problem]).kinds), correct / last["group_size"])
+        for problem, correct in zip(last["problems"], last["correct"], strict=True)
+    ]
 
 
 def responses(run: Path) -> list[float]:
@@ -225,6 +244,25 @@ def of_rare_keys(arms: Mapping[str, Arm], runs: Runs, kinds: Sequence[int]) -> s
         for name, arm in arms.items()
     ]  # fmt: skip
     return markdown(["arm", "steps to half", "each seed"], rows)
+
+
+LOCKS = ((5, 9), (10, 14), (15, 20))
+"""Numbers of locks that are compared."""
+
+
+def of_lengths(arms: Mapping[str, Arm], runs: Runs) -> str:
+    """Return the table of the last held-out accuracies by number of locks."""
+
+    def accuracy(result: Result, first: int, last: int) -> float | None:
+        found = [y for locks, y in result.by_locks if first <= locks <= last]
+        return statistics.fmean(found) if found else None
+
+    rows = [
+        [arm.title]
+        + [_cell(runs, name, lambda r, a=a, b=b: accuracy(r, a, b), ".3f") for a, b in LOCKS]
+        for name, arm in arms.items()
+    ]
+    return markdown(["arm", *(f"{a} to {b} locks" for a, b in LOCKS)], rows)
 
 
 def markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -62,6 +62,31 @@ def test_value_pretraining_and_dropped_groups_are_counted(tmp_path):
     assert found.by_responses == [(200, 0.1), (232, 0.5)]
 
 
+def test_the_last_evaluation_by_number_of_locks(tmp_path):
+    prompts = [keys.Problem(3, (7,) * locks).prompt for locks in (5, 9, 10, 20)]
+    tests = tmp_path / "test.jsonl"
+    tests.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    runs = {}
+    for name, correct in (("vapo", [2, 1, 2, 1]), ("dapo", [2, 2, 1, 0])):
+        write_run(tmp_path / name, 16, 4, [{"step": 0, "evaluation/avg@2": 0.1}])
+        config = {"algorithm": {"responses_per_step": 16}, "evaluation": {"path": str(tests)}}
+        (tmp_path / name / "config.yaml").write_text(json.dumps(config))
+        held_out = [
+            {"step": step, "group_size": 2, "problems": [3, 2, 1, 0], "correct": found}
+            for step, found in ((0, [0, 0, 0, 0]), (10, correct[::-1]))
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in held_out)
+        (tmp_path / name / "held_out.jsonl").write_text(text)
+        runs[name] = {0: credit_table.read_result(tmp_path / name, None)}
+    assert sorted(runs["vapo"][0].by_locks) == [(5, 1.0), (9, 0.5), (10, 1.0), (20, 0.5)]
+    lines = credit_table.of_lengths(ARMS, runs).splitlines()
+    # 5 and 9 locks: 1 and .5, and 1 and 1; 10 locks: 1 and .5; 20 locks: .5 and 0.
+    assert lines[2] == "| VAPO | 0.750 | 1.000 | 0.500 |"
+    assert "| 1.000 (+0.250, below in 0 of 1) | 0.500" in lines[3]
+    assert lines[3].endswith("| 0.000 (-0.500, below in 1 of 1) |")
+    assert lines[4] == "| None | - | - | - |"
+
+
 def result(*accuracies, per_step=100.0, start=0.0, **of_credit):
     steps = [10.0 * i for i in range(len(accuracies))]
     row = {
