@@ -76,9 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--forms",
         nargs="+",
         choices=FORMS,
-        default=["keys", "keys_rare"],
+        default=list(FORMS),
         metavar="FORM",
-        help=f"forms of the task, of {', '.join(FORMS)} (keys keys_rare)",
+        help=f"forms of the task, of {', '.join(FORMS)} (all)",
     )
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="concurrent runs (2)")
     parser.add_argument(

@@ -212,7 +212,7 @@ def test_jobs_of_all_arms_share_what_belongs_to_a_seed(tmp_path):
     assert value.settings["algorithm.stage"] == "value_pretraining"
 
 
-def test_quick_is_one_seed_and_three_arms(tmp_path, monkeypatch):
+def test_quick_is_one_seed_and_three_arms_and_the_whole_has_every_form(tmp_path, monkeypatch):
     seen = {}
 
     def run_jobs(jobs, **_):
@@ -225,6 +225,8 @@ def test_quick_is_one_seed_and_three_arms(tmp_path, monkeypatch):
         "base", "data", "value", "vapo", "dapo", "grpo",
     ]  # fmt: skip
     assert credit.main(["--seeds", "0", "--out", str(tmp_path)]) == 2
+    assert credit.main(["--seeds", "1", "--out", str(tmp_path)]) == 0
+    assert {name.partition("/")[0] for name in seen["names"]} == set(credit.FORMS)
 
 
 @pytest.mark.slow
