@@ -15,7 +15,7 @@ from ablation_arms import Arm
 from ablation_table import spread
 
 from vapo_megatron.config.metrics import accuracy_name
-from vapo_megatron.run.directory import HELD_OUT_FILE, read_config, read_rows
+from vapo_megatron.run.directory import read_config, read_rows, read_run
 
 STEPS = (10, 20, 30)
 """Policy steps after which held-out accuracy is compared."""
@@ -73,11 +73,12 @@ def read_result(run: Path, value: Path | None) -> Result:
 
 def _by_locks(run: Path) -> Curve:
     """Read Result.by_locks."""
-    evaluated = read_rows(run / HELD_OUT_FILE) if (run / HELD_OUT_FILE).exists() else []
+    found = read_run(run)
+    evaluated = found.problems(held_out=True)
     if not evaluated:
         return []
-    path = read_config(run / "config.yaml")["evaluation"]["path"]
-    prompts = [json.loads(line)["prompt"] for line in Path(path).read_text().splitlines()]
+    path = Path(found.section("evaluation")["path"])
+    prompts = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
     last = evaluated[-1]
     return [
         (len(keys.read_problem(prompts[problem]).kinds), correct / last["group_size"])
