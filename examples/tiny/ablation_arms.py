@@ -57,6 +57,8 @@ class Table:
         "task.py",
     )
     """The script that makes the base model, and the files that it depends on."""
+    base_seconds: float = 120.0
+    """Estimate of how long that takes, in the units in which a policy step takes 10."""
     data_sources: tuple[str, ...] = ("task.py",)
     """The same for the problems."""
     trainer: tuple[str, ...] = ()
@@ -153,7 +155,7 @@ LM = "algorithm.positive_lm_coef=0.1"
 ORACLE = ("--oracle",)
 KEYS_ARMS = {
     # Long enough for 4,000 responses, which are compared.
-    "vapo": _curve(VAPO, 60),
+    "vapo": _curve(VAPO, 55),
     "dapo": _curve(Arm("DAPO", "50", (NO_VALUE_CHECKPOINT,), "dapo"), 40),
     "grpo": _curve(Arm("GRPO", "47", (NO_VALUE_CHECKPOINT,), "grpo"), 65),
     "oracle": Arm("VAPO with exact values", "", options=ORACLE),
@@ -191,6 +193,7 @@ def _keys(arms: Mapping[str, Arm], *configs: str, **more: object) -> Table:
         base_sources=(
             "keys_base.py", "make_base_model.py", "make_tokenizer.py", "making.py", "keys.py"
         ),
+        base_seconds=350.0,
         data_sources=("keys.py", "task.py"),
         trainer=("keys_train.py", "keys_credit.py", "keys_values.py", "keys.py"),
         **more,
@@ -283,9 +286,9 @@ TABLES = {
         {
             "vapo": VAPO,
             "no_token_level": NO_TOKEN_LEVEL,
-            "no_group_sampling": NO_GROUP_SAMPLING,
         },
         more_arms={
+            "no_group_sampling": NO_GROUP_SAMPLING,
             "no_length_adaptive": NO_LENGTH_ADAPTIVE,
             "no_decoupled_gae": NO_DECOUPLED_GAE,
             "no_decoupled_gae_95": NO_DECOUPLED_GAE_95,

@@ -127,11 +127,13 @@ def seed_jobs(
             needs=tuple(f"{prefix}/{need}" for need in needs), **rest,
         )  # fmt: skip
 
-    def add_script(name: str, needs: Sequence[str], sources: Sequence[str], *rest: object) -> None:
+    def add_script(
+        name: str, needs: Sequence[str], sources: Sequence[str], *rest: object, seconds: float
+    ) -> None:
         settings = {"form": task, **_digests(sources)}
         arguments = ("--out", out / name, "--seed", seed, *rest)
         command = (sys.executable, str(TINY / sources[0]), *map(str, arguments))
-        add(name, needs, settings, command=command)
+        add(name, needs, settings, command=command, estimate_seconds=seconds)
 
     def add_run(name: str, arm: Arm, *own: str) -> None:
         recipe = [f"algorithms/{arm.recipe}.yaml"] if arm.recipe else []
@@ -150,14 +152,14 @@ def seed_jobs(
         settings |= {"options": " ".join(arm.options)} if arm.options else {}
         add(
             name, needs, settings, command=(*command, *overrides),
-            num_steps=steps, estimate_seconds=30.0 + 10.0 * steps,
+            num_steps=steps, estimate_seconds=20.0 + 10.0 * steps,
         )  # fmt: skip
 
-    add_script("base", (), table.base_sources, "--form", task)
-    add_script("data", (), table.data_sources, "--form", task)
+    add_script("base", (), table.base_sources, "--form", task, seconds=table.base_seconds)
+    add_script("data", (), table.data_sources, "--form", task, seconds=2.0)
     if table.has_reward_model:
         sources = ("make_reward_model.py", "making.py", "measure.py")
-        add_script("reward_model", ("base",), sources, "--base", base)
+        add_script("reward_model", ("base",), sources, "--base", base, seconds=40.0)
     add_run(
         "value", Arm("", "", table.value_changes), "algorithm.stage=value_pretraining",
         "evaluation.path=null", f"algorithm.value_pretraining_steps={table.value_steps}",

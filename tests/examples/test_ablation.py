@@ -356,6 +356,15 @@ def test_no_title_names_a_technique_that_the_form_is_without(tmp_path):
     assert not any(arms[name].paper for name in others), "the paper left out one at a time"
 
 
+def learned(run: Path) -> list[dict[str, float]]:
+    """A run's metrics, without what the machine decides."""
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [
+        {k: v for k, v in row.items() if "second" not in k and not k.startswith("memory/")}
+        for row in rows
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
 def test_two_arms_end_to_end(tmp_path):
@@ -384,6 +393,15 @@ def test_two_arms_end_to_end(tmp_path):
         rows = (out / "seed_0" / name / "metrics.jsonl").read_text().splitlines()
         assert line[1] == f"{json.loads(rows[-1])['evaluation/avg@1']:.3f}" and len(rows) == 3
     assert (out / "comparison.html").stat().st_size > 10_000
+
+    # The arm was trained in a fork; a process of its own trains the same, bit by bit.
+    job = seed_jobs(out, "short", 0, arms_by_name("short", ["grpo"]), sizes)[-1]
+    alone = tmp_path / "alone"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*job.command, f"logging.run_dir={alone}"]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600)
+    assert learned(alone) == learned(job.out)
+
     again = ablate()
     assert again.returncode == 0 and "6 of 6 already finished" in again.stdout
     assert (out / "table.md").read_text() == text
