@@ -95,26 +95,25 @@ def _besides(arm: Arm) -> Arm:
     return dataclasses.replace(arm, title=f"and {arm.title}", paper="")
 
 
-# Measured on 2026-11-22 and, on another processor, on 2026-11-23, each with seeds 0 to 2: six runs
-# per arm; examples/README.md has the table.
+# Measured on 2026-11-25; examples/README.md has the table.
 SHORT_NOTES = (
     "Values are pretrained for 6 steps, from a reward model, so the critic is still biased when "
-    "the policy starts (explained variance -.1 to -1.4). There the positive-example loss shows: "
-    "without it .043 +- .032 is lost, in each of six runs. With less to resist it does not show in "
-    "each: with length_adaptive_alpha=.5 and nothing else changed VAPO ends at .866 .940 .913, "
-    "without the loss at .874 .773 .888; with alpha=1 at .942 +- .013 and .736 .931 .947; with "
-    "groups of 16 besides, at .924 +- .014 and .913 +- .052.",
+    "the policy starts (explained variance -.03 to -.32 in the first step). There the "
+    "positive-example loss shows: without it .152 +- .104 is lost.",
     "Without length-adaptive GAE the accuracy is higher, where the paper's is lower. At alpha=.2 "
     "lambda is 0 for the 3 tokens of a direct answer, which the biased critic alone then judges; "
-    "at 0.95 it is judged by its reward. With alpha=1 (lambda .67 at 3 tokens, .99 at 100) VAPO is "
-    "no longer behind: .942 +- .013.",
-    "Without token-level loss three runs of six do not learn (.115 .167 .127); the others lose "
-    ".061, .010 and .196. So the spread is wide: -.390 +- .336.",
+    "at 0.95 it is judged by its reward. With other base models and alpha=1 (lambda .67 at 3 "
+    "tokens, .99 at 100) VAPO was at .942 +- .013 and not behind.",
+    "Without token-level loss three runs of five do not learn in 20 steps (.140 .130 .255): a mean "
+    "over each response first gives a token of a direct answer 30 times the weight of one in a "
+    "chain of thought.",
     "Clip-higher and group sampling make no difference beyond the spread, and GRPO and DAPO end "
     "above VAPO: in 100 tokens none that is needed is rare, and a critic that explains none of the "
-    "returns' variance (about 0 from the fifth step on) is no better than a group's mean.",
-    "Without value pretraining one run of six has longer responses again in the end (44 tokens; "
-    "the others 3 to 8) and ends at .252.",
+    "returns' variance (.09 at most in the first twenty steps) is no better than a group's mean.",
+    "One adaptive lambda makes none either. With other base models, whose VAPO ended between .524 "
+    "and .938, it was .126 +- .118 and .099 +- .096 lower, in eleven runs of eleven.",
+    "Without value pretraining one run of three has longer responses again in the end (89 tokens; "
+    "the others 3) and ends at .771.",
 )
 
 # Measured on 2026-11-23.
