@@ -258,6 +258,7 @@ TABLES = {
         },
         has_reward_model=False,
         value_steps=10,
+        base_seconds=300.0,
         notes=LONG_NOTES,
     ),
     "lag": Table(
@@ -275,6 +276,7 @@ TABLES = {
         task="long",
         has_reward_model=False,
         value_steps=10,
+        base_seconds=300.0,
     ),
     "keys": _keys(
         KEYS_ARMS,
