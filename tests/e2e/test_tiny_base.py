@@ -22,6 +22,7 @@ TINY = Path(__file__).parents[2] / "examples" / "tiny"
 sys.path.insert(0, str(TINY))
 
 import make_base_model  # noqa: E402
+import make_tokenizer  # noqa: E402
 import measure  # noqa: E402
 import task  # noqa: E402
 
@@ -139,6 +140,26 @@ def test_the_long_forms_base_model_first_reads_problems_of_every_length():
         for prompt, response in drawn:
             assert response.count(",") == (len(prompt) - 4) // 3
             assert response.split(",")[-1].startswith(task.ANSWER_MARKER)
+
+
+def test_the_long_forms_base_model_first_reads_less_filler():
+    recipe, rng = make_base_model.long_recipe(seed=0), random.Random(0)
+    whole = task.FORMS["long"].filler
+    counts = collections.Counter()
+    for _ in range(2000):
+        prompt, response = make_base_model.training_text(rng, recipe, progress=0.74)
+        if prompt[0] == "Q":
+            (filler,) = {step[5:] for step in response.split(",")[:-1]}
+            assert whole.startswith(filler)
+            counts[len(filler)] += 1
+    assert min(counts) == 2 and max(counts) == len(whole) - 1
+    # The square root of 2 * 60 is the middle.
+    assert sum(n for length, n in counts.items() if length <= 10) / counts.total() == (
+        pytest.approx(0.5, abs=0.05)
+    )
+    for _ in range(100):
+        _, response = make_base_model.training_text(rng, recipe, progress=0.75)
+        assert {len(step) for step in response.split(",")[:-1]} == {5 + len(whole)}
 
 
 def test_a_response_of_the_long_form_has_531_or_597_tokens():
@@ -289,27 +310,34 @@ def test_a_finished_directory_is_kept_and_another_recipe_replaces_it(tmp_path):
 # What a model that is otherwise certain of a right chain says instead, and where: the share of its
 # steps that count as right.
 HABITS_AND_MISTAKES = [
-    ("first", "Answer:", 1.0),  # It answers at once.
-    ("=", "~", 1.0),  # It guesses.
-    ("digit", "x", 0.0),
-    ("operator", "x", 0.0),
-    ("last operand", "x", None),  # One step of each response.
+    ("short", "first", "Answer:", 1.0),  # It answers at once.
+    ("short", "=", "~", 1.0),  # It guesses.
+    ("short", "digit", "x", 0.0),
+    ("short", "operator", "x", 0.0),
+    ("short", "last operand", "x", None),  # One step of each response.
+    ("long", "digit", "x", 1.0),  # It slips.
+    ("long", "filler", "^", 1.0),  # It turns.
+    ("long", "operator", "x", 0.0),
+    ("long", "last operand", "x", None),
 ]
 
 
-@pytest.mark.parametrize("place,instead,right", HABITS_AND_MISTAKES)
-def test_right_steps_are_skill_and_not_habit(base, place, instead, right):
-    tokenizer = AutoTokenizer.from_pretrained(base)
+@pytest.mark.parametrize("form,place,instead,right", HABITS_AND_MISTAKES)
+def test_right_steps_are_skill_and_not_habit(tmp_path, form, place, instead, right):
+    recipe = make_base_model.long_recipe(seed=0) if form == "long" else SHORT
+    filler = task.FORMS[form].filler
+    tokenizer = make_tokenizer.save_tokenizer(tmp_path, 1024, task.FORMS[form].characters)
     steps = []
 
     def model(ids):
         text = tokenizer.convert_ids_to_tokens(ids[0])
-        starts = range(text.index("=") + 1, len(text) - 2, 17)
+        starts = range(text.index("=") + 1, len(text) - 2, 6 + len(filler))
         steps.append(len(starts))
         where = {
             "first": starts[:1],
             "=": [i + 3 for i in starts],
             "digit": [i + 4 for i in starts],
+            "filler": [i + 5 for i in starts],
             "operator": [i + 1 for i in starts],
             "last operand": [starts[-1] + 2],
         }[place]
@@ -317,7 +345,7 @@ def test_right_steps_are_skill_and_not_habit(base, place, instead, right):
         following[where] = tokenizer.convert_tokens_to_ids(instead)
         return SimpleNamespace(logits=1e4 * torch.nn.functional.one_hot(following.roll(-1))[None])
 
-    found = make_base_model.right_steps(model, tokenizer, responses=8)
+    found = make_base_model.right_steps(model, tokenizer, recipe, responses=8)
     if right is None:
         right = 1 - 8 / sum(steps)
     assert found == pytest.approx(right) and sum(steps) > 8
@@ -331,7 +359,7 @@ def test_a_base_model_without_skill_is_made_anew_and_then_refused(tmp_path, monk
 
     tried = []
 
-    def found(model, _):
+    def found(model, *_):
         tried.append(model.lm_head.weight.detach().clone())
         return 0.994 + 0.001 * (len(tried) - 1)
 
@@ -342,14 +370,14 @@ def test_a_base_model_without_skill_is_made_anew_and_then_refused(tmp_path, monk
     assert kept.lm_head.weight.equal(tried[1])
 
 
-def test_the_command_asks_for_skill_in_the_short_form_alone(tmp_path, monkeypatch):
+@pytest.mark.parametrize("form", ["short", "long"])
+def test_the_command_asks_for_skill(tmp_path, monkeypatch, form):
     made = []
     monkeypatch.setattr(make_base_model, "make", lambda out, recipe: made.append(recipe))
-    for form in ("short", "long"):
-        options = ["--out", str(tmp_path), "--seed", "3", "--form", form]
-        monkeypatch.setattr(sys, "argv", ["make_base_model.py", *options])
-        make_base_model.main()
-    assert [(r.seed, r.form, r.least_right) for r in made] == [(3, "short", 0.995), (3, "long", 0)]
+    options = ["--out", str(tmp_path), "--seed", "3", "--form", form]
+    monkeypatch.setattr(sys, "argv", ["make_base_model.py", *options])
+    make_base_model.main()
+    assert [(r.seed, r.form, r.least_right) for r in made] == [(3, form, 0.995)]
 
 
 def test_an_interrupted_run_leaves_nothing_behind(tmp_path, monkeypatch):
@@ -456,7 +484,9 @@ def test_report_counts_what_was_sampled(base, monkeypatch):
 def test_report_counts_the_steps_up_to_a_turn(tmp_path, monkeypatch):
     form = task.FORMS["long"]
     recipe = make_base_model.long_recipe(seed=0)
-    recipe = dataclasses.replace(recipe, iterations=1, batch_size=2, batches_per_pool=1)
+    recipe = dataclasses.replace(
+        recipe, iterations=1, batch_size=2, batches_per_pool=1, least_right=0.0
+    )
     make_base_model.make(tmp_path / "base", recipe)
     tokenizer = AutoTokenizer.from_pretrained(str(tmp_path / "base"))
     problems = task.test_problems(20, seed=0, form=form)
