@@ -7,6 +7,7 @@ from its start. It trains what a process of its own would, bit by bit.
 from __future__ import annotations
 
 import importlib
+import io
 import multiprocessing
 import os
 import runpy
@@ -80,6 +81,9 @@ def _run(command: Sequence[str], log: Path, cwd: Path) -> None:
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    # Else lines would wait in the buffer, and be lost if the fork is killed.
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)
     os.chdir(cwd)
     is_module = command[1] == "-m"
     name, *arguments = command[2:] if is_module else command[1:]

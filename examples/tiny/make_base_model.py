@@ -83,7 +83,7 @@ class Recipe(Architecture):
     """Probability that a step of a turned problem turns if no earlier one did."""
     habits_turn: float = 0.0
     less_filler_until: float = 0.0
-    """Share of the iterations in which a step has 2 filler tokens up to all, few more often."""
+    """Share of the iterations in which a step has from 2 to almost all filler tokens."""
     form: str = "short"
     """Key of task.FORMS."""
     least_right: float = 0.0

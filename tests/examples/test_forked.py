@@ -4,6 +4,7 @@ That a fork trains what a process of its own does is for test_ablation.py's slow
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ TRAINER = """
 import heavy, json, os, pathlib, signal, subprocess, sys, time
 out, does = pathlib.Path(sys.argv[1]), sys.argv[2]
 out.mkdir(exist_ok=True)
-print("argv", json.dumps(sys.argv[1:]), "in", os.getcwd(), flush=True)
+print("argv", json.dumps(sys.argv[1:]), "in", os.getcwd())
 known = {
     "session": os.getsid(0) == os.getpid(),
     "variables": [os.environ.get(name) for name in ("THREADS", "SET_ON_IMPORT")],
@@ -85,9 +86,11 @@ def start(tmp_path):
 
     def begin(*does: str) -> subprocess.Popen:
         code = DRIVER.format(root=str(ROOT), here=str(tmp_path), does=does)
+        # It would hide what waits in a buffer.
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
         process = subprocess.Popen(
             [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
+            stderr=subprocess.STDOUT, text=True, env=environment,
         )  # fmt: skip
         started.append(process)
         return process
@@ -126,13 +129,14 @@ def test_libraries_are_imported_once_and_all_else_is_as_for_a_process(start, tmp
     assert text.count("buffered") == 1 and text.count("importing torch") == 1
 
 
-def test_an_interrupt_leaves_no_fork(start):
+def test_an_interrupt_leaves_no_fork_and_loses_no_line(start, tmp_path):
     process = start("sleeps", "sleeps")
     children = sleeping(process)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
     assert not psutil.wait_procs(children, timeout=10)[1]
+    assert (tmp_path / "runs/run_0.log").read_text().startswith("argv ")
 
 
 def test_forks_that_outlive_their_invocation_hold_its_lock(start, tmp_path):
