@@ -118,19 +118,20 @@ SHORT_NOTES = (
 
 # Measured on 2026-11-23.
 LONG_NOTES = (
-    "Without length-adaptive GAE the accuracy is .566 +- .095 lower, in each seed, and below the "
-    "base model's: at lambda 0.95 the reward counts .03 one step, 66 tokens, earlier and .001 two "
-    "steps earlier; at the adaptive one, .991, .55 and .30. Only the critic can credit what "
-    "happened further back, and the text does not reveal a slip: problems that fail by slips alone "
-    "go from .36 .39 .33 to .77 .85 .73 in the first arm, to .30 .24 .30 without it. The turn, "
-    "which shows, is not learned either: turned problems go from .08 .10 .10 to .63 .82 .72 in the "
-    "first arm, to .10 .07 .09 without it.",
-    "With 0.95 for both lambdas it is .598 +- .070 lower, in each seed. That gives up the adaptive "
-    "lambda too, and the critic's part in it is small: against no length-adaptive GAE, where the "
-    "critic's lambda is 1, it is .056, .004 and .035 lower.",
-    "One adaptive lambda makes no difference (+.012 +- .047): at .991 the critic's targets reach "
-    "nearly as far as at 1. Nor does clip-higher (+.016 +- .075), although the turn is rare at "
-    "first: 0 to 4 tokens of 10,000 reach the upper bound in a step, 0 to 5 with clip_high=0.2.",
+    "With five seeds the accuracy is .253 +- .137 lower without length-adaptive GAE, in each seed: "
+    "at lambda 0.95 the reward counts .03 one step, 66 tokens, earlier and .001 two steps earlier; "
+    "at the adaptive one, .991, .55 and .30. Only the critic can credit what happened further "
+    "back, and value pretraining teaches it little (explained variance 0 in four seeds, .05 in "
+    "one). Problems that fail by slips alone go from .34 .32 .35 .34 .26 to .83 .92 .78 .60 .23 in "
+    "the first arm, to .66 .71 .40 .40 .11 without it; turned problems from .10 .10 .10 .09 .10 to "
+    ".78 .87 .60 .65 .09, and to .34 .69 .32 .07 .13. In seed 4 neither arm learns in 12 steps.",
+    "The other arms have been run with earlier base models only, three seeds, where without "
+    "length-adaptive GAE it was .566 +- .095 lower. With 0.95 for both lambdas it was .598 +- .070 "
+    "lower, in each seed: that gives up the adaptive lambda too, and the critic's part is small "
+    "(.056, .004 and .035 below the arm whose critic has lambda 1). One adaptive lambda made no "
+    "difference (+.012 +- .047): at .991 the critic's targets reach nearly as far as at 1. Nor did "
+    "clip-higher (+.016 +- .075), although the turn is rare at first: 0 to 4 tokens of 10,000 "
+    "reached the upper bound in a step, 0 to 5 with clip_high=0.2.",
     "No arm has the positive-example loss, which taught an earlier long form by itself at its "
     "usual .1: VAPO reached .461 and .734 in 5 and 10 steps, and .438 and .742 without "
     "length-adaptive GAE.",
