@@ -116,7 +116,7 @@ SHORT_NOTES = (
     "the others 3) and ends at .771.",
 )
 
-# Measured on 2026-11-23.
+# The first measured on 2026-11-26, the others on 2026-11-23 or before.
 LONG_NOTES = (
     "With five seeds the accuracy is .253 +- .137 lower without length-adaptive GAE, in each seed: "
     "at lambda 0.95 the reward counts .03 one step, 66 tokens, earlier and .001 two steps earlier; "
