@@ -125,13 +125,16 @@ LONG_NOTES = (
     "one). Problems that fail by slips alone go from .34 .32 .35 .34 .26 to .83 .92 .78 .60 .23 in "
     "the first arm, to .66 .71 .40 .40 .11 without it; turned problems from .10 .10 .10 .09 .10 to "
     ".78 .87 .60 .65 .09, and to .34 .69 .32 .07 .13. In seed 4 neither arm learns in 12 steps.",
-    "The other arms have been run with earlier base models only, three seeds, where without "
-    "length-adaptive GAE it was .566 +- .095 lower. With 0.95 for both lambdas it was .598 +- .070 "
-    "lower, in each seed: that gives up the adaptive lambda too, and the critic's part is small "
-    "(.056, .004 and .035 below the arm whose critic has lambda 1). One adaptive lambda made no "
-    "difference (+.012 +- .047): at .991 the critic's targets reach nearly as far as at 1. Nor did "
-    "clip-higher (+.016 +- .075), although the turn is rare at first: 0 to 4 tokens of 10,000 "
-    "reached the upper bound in a step, 0 to 5 with clip_high=0.2.",
+    "With 0.95 for both lambdas it is .373 +- .257 lower, in each seed. That gives up the adaptive "
+    "lambda too; against the arm without that alone, whose critic has lambda 1, it is .121 +- .214 "
+    "lower, in four of five seeds, most of it in seed 0, where it falls below its base model. One "
+    "adaptive lambda makes no difference (+.053 +- .092): at .991 the critic's targets reach "
+    "nearly as far as at 1.",
+    "Without clip-higher it has been run with earlier base models only, three seeds, and made no "
+    "difference (+.016 +- .075), although the turn is rare at first: 0 to 4 tokens of 10,000 "
+    "reached the upper bound in a step, 0 to 5 with clip_high=0.2. With those models it was .566 "
+    "+- .095 lower without length-adaptive GAE, .598 +- .070 with 0.95 for both lambdas, and one "
+    "adaptive lambda made no difference either (+.012 +- .047).",
     "No arm has the positive-example loss, which taught an earlier long form by itself at its "
     "usual .1: VAPO reached .461 and .734 in 5 and 10 steps, and .438 and .742 without "
     "length-adaptive GAE.",
