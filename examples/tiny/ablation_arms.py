@@ -116,7 +116,7 @@ SHORT_NOTES = (
     "the others 3) and ends at .771.",
 )
 
-# The first measured on 2026-11-26, the others on 2026-11-23 or before.
+# The first two measured on 2026-11-26, the others on 2026-11-23 or before.
 LONG_NOTES = (
     "With five seeds the accuracy is .253 +- .137 lower without length-adaptive GAE, in each seed: "
     "at lambda 0.95 the reward counts .03 one step, 66 tokens, earlier and .001 two steps earlier; "
@@ -124,7 +124,7 @@ LONG_NOTES = (
     "back, and value pretraining teaches it little (explained variance 0 in four seeds, .05 in "
     "one). Problems that fail by slips alone go from .34 .32 .35 .34 .26 to .83 .92 .78 .60 .23 in "
     "the first arm, to .66 .71 .40 .40 .11 without it; turned problems from .10 .10 .10 .09 .10 to "
-    ".78 .87 .60 .65 .09, and to .34 .69 .32 .07 .13. In seed 4 neither arm learns in 12 steps.",
+    ".78 .87 .60 .65 .09, and to .34 .69 .32 .07 .13. In seed 4 no arm learns in 12 steps.",
     "With 0.95 for both lambdas it is .373 +- .257 lower, in each seed. That gives up the adaptive "
     "lambda too; against the arm without that alone, whose critic has lambda 1, it is .121 +- .214 "
     "lower, in four of five seeds, most of it in seed 0, where it falls below its base model. One "
@@ -132,9 +132,7 @@ LONG_NOTES = (
     "nearly as far as at 1.",
     "Without clip-higher it has been run with earlier base models only, three seeds, and made no "
     "difference (+.016 +- .075), although the turn is rare at first: 0 to 4 tokens of 10,000 "
-    "reached the upper bound in a step, 0 to 5 with clip_high=0.2. With those models it was .566 "
-    "+- .095 lower without length-adaptive GAE, .598 +- .070 with 0.95 for both lambdas, and one "
-    "adaptive lambda made no difference either (+.012 +- .047).",
+    "reached the upper bound in a step, 0 to 5 with clip_high=0.2.",
     "No arm has the positive-example loss, which taught an earlier long form by itself at its "
     "usual .1: VAPO reached .461 and .734 in 5 and 10 steps, and .438 and .742 without "
     "length-adaptive GAE.",
