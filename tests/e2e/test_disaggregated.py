@@ -43,7 +43,13 @@ def check_equal(run_dir, expected, *, but=(), writers=1):
     names = [p.relative_to(expected) for p in expected.glob("checkpoints/step_*/*/*.distcp")]
     names += [p.relative_to(expected) for p in expected.glob("rollouts/*.jsonl")]
     assert len(names) == 3 * 2 * writers + STEPS
-    for name in [*names, "hf_export/model.safetensors"]:
+    # Pipeline stages export a file each.
+    exported, found = (
+        sorted(p.relative_to(run) for p in run.glob("hf_export/*.safetensors"))
+        for run in (expected, run_dir)
+    )
+    assert exported == found and exported
+    for name in [*names, *exported]:
         assert (run_dir / name).read_bytes() == (expected / name).read_bytes(), name
 
 
@@ -139,9 +145,9 @@ def responses(run_dir, step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", ["tensor_model", "context"])
+@pytest.mark.parametrize("shared", ["tensor_model", "pipeline_model", "context"])
 def test_lag_0_is_the_colocated_run(launch, given, tmp_path, shared):
-    """Two trainers that share each layer, with as many replicas as there, and with another."""
+    """Two trainers of one model, with as many replicas as there, and with another number."""
     layout = ["parallel.world_size=2", f"parallel.{shared}_parallel_size=2"]
     for name, more, count in (
         ("together", [], 2),
@@ -152,7 +158,7 @@ def test_lag_0_is_the_colocated_run(launch, given, tmp_path, shared):
         ended(launch(main, [*given, *layout, *more, into(tmp_path / name)], world_size=count))
         check_lags(tmp_path / name, 0)
     # Only what crosses between processes differs.
-    writers = 2 if shared == "tensor_model" else 1
+    writers = 1 if shared == "context" else 2
     check_equal(tmp_path / "apart", tmp_path / "together", but=("sync/",), writers=writers)
     tokens, logprobs = responses(tmp_path / "together", 1)
     for name in ("three", "sharded"):
