@@ -102,4 +102,6 @@ def test_versions_go_on_and_random_states_do_not_matter(workers, tmp_path):
     assert rows(cut) == rows(whole) and len(rows(cut)) == STEPS + 1
     states = [run / f"checkpoints/step_{STEPS:06d}/state.json" for run in (whole, cut)]
     of_whole, of_cut = (json.loads(path.read_text()) for path in states)
+    for state, run in ((of_whole, whole), (of_cut, cut)):
+        assert state["run"]["config"]["logging"].pop("run_dir") == str(run)
     assert of_cut == of_whole and of_cut["run"]["policy_version"] == STEPS - 1

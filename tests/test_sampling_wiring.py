@@ -24,8 +24,11 @@ from tests.rollout.test_dynamic_sampling import vllm_replaced_by
 from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
+from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import Rollout
+from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel.health.early_stop import EarlyStop
+from vapo_megatron.rollout.inputs import read_inputs
 from vapo_megatron.rollout.requests import SamplingSettings, request_seeds
 
 PROBLEMS, HELD_OUT = 6, 2
@@ -216,6 +219,17 @@ def test_each_kind_of_sampling_has_its_own_settings(straight):
         training(2, 1, [2, 3, 4, 5], 5),
         evaluation(2, 6),
     ]
+
+
+def test_a_checkpoint_says_under_which_settings_it_was_made(straight, inputs):
+    hf, tmp = inputs
+    state = json.loads((tmp / "straight/checkpoints/step_000003/state.json").read_text())["run"]
+    settings = settings_of(hf, tmp, "straight", 2)
+    assert VapoConfig.model_validate(state["config"]) == settings
+    stop = read_inputs(
+        read_model_shape(hf), str(hf), settings.data, settings.rollout, settings.evaluation, seed=0
+    ).stop_token_ids
+    assert stop and state["stop_token_ids"] == list(stop)
 
 
 def test_no_two_steps_share_a_seed_and_all_evaluations_do(straight):

@@ -141,7 +141,8 @@ class VapoTrainer(StepTrainer):
             self.output.note(f"exporting the actor to {export}")
             with self.watchdog.phase(EXPORT), self.device_schedule(EXPORT):
                 chunks = self.actor.trained.chunks
-                export_hf(chunks, self.shape, self.ranks, export, copy_from=source)
+                step = self._snapshot[0]
+                export_hf(chunks, self.shape, self.ranks, export, copy_from=source, step=step)
         if self.ranks.rank == 0:
             report = build_report(self.run_dir)
             self.output.note(f"done: {report}" + (f" and {export}" if export.exists() else ""))
@@ -171,6 +172,8 @@ class VapoTrainer(StepTrainer):
             "explained_variances": self.explained_variances,
             "value_range": self.config.algorithm.value_range,
             "skipped_in_a_row": {r: m.skipped_in_a_row for r, m in self._models.items()},
+            "config": self.config.model_dump(mode="json"),
+            "stop_token_ids": list(self.source.stop_token_ids),
         }
 
     @property

@@ -68,6 +68,7 @@ class Sampling(RolloutSource):
         """
         self._rollout, self._algorithm, self._reward = rollout, algorithm, reward
         self._evaluation, self._logging = evaluation, logging
+        self.stop_token_ids = inputs.stop_token_ids
         self.decode = functools.lru_cache(65536)(
             functools.partial(inputs.tokenizer.decode, clean_up_tokenization_spaces=False)
         )
@@ -88,13 +89,9 @@ class Sampling(RolloutSource):
         from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
         self.engine = RolloutEngine(
-            str(model.hf_path),
-            inputs,
-            rollout,
-            dtype=rollout.dtype or model.dtype,
-            seed=seed,
+            str(model.hf_path), inputs, rollout, dtype=rollout.dtype or model.dtype, seed=seed,
             offload=offload,
-        )
+        )  # fmt: skip
         self._sync = None
         if ranks is not None:
             self._sync = WeightSync(inputs.shape, ranks, model, rollout, self.engine)

@@ -27,6 +27,7 @@ from vapo_megatron.weights.hf_directory import (
     copy_settings,
     divide,
     file_names,
+    note_step,
     read_config,
     together,
     write_index,
@@ -57,6 +58,7 @@ def export_hf(
     copy_from: str | Path,
     role: str = "actor",
     *,
+    step: int | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
     """Write a directory that transformers loads. Collective over all ranks.
@@ -68,6 +70,7 @@ def export_hf(
         out_dir: replaced as a whole if it is an earlier export.
         copy_from: directory whose config.json, generation settings and tokenizer are copied.
         role: "actor" or "critic".
+        step: of the run, for exported_step; None: unknown.
         max_file_bytes: largest file, unless a single parameter is larger.
 
     Returns:
@@ -80,6 +83,7 @@ def export_hf(
     try:
         with atomic_directory(out_dir, source) as partial:
             _export(chunks, shape, ranks, partial, source, role, max_file_bytes)
+            together(lambda: note_step(partial, step), alone=True)
     except CheckpointError as error:
         raise CheckpointError(f"HF export: {error}") from None
     return out_dir

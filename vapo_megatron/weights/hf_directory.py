@@ -33,6 +33,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = {"format": "pt", "producer": "vapo_megatron"}
 CONVERSION_FILE = "conversion.json"
 """In a converted Megatron checkpoint: what it was converted from."""
+EXPORT_FILE = "export.json"
+"""In an export of a run: the step that it was made after."""
 _AUXILIARY = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "vocab.*", "merges.txt", "chat_template*", "*.model", "LICENSE*",
@@ -136,6 +138,22 @@ def _is_replaceable(directory: Path) -> bool:
             return (file.metadata() or {}).get("producer") == _METADATA["producer"]
     except SafetensorError:
         return False
+
+
+def note_step(directory: Path, step: int | None) -> None:
+    """Write down that an export is the run's model after `step` steps; None: nothing is known."""
+    if step is not None:
+        (directory / EXPORT_FILE).write_text(json.dumps({"step": step}) + "\n")
+
+
+def exported_step(directory: Path) -> int | None:
+    """Return how many steps a run had finished when it was exported; None: unknown."""
+    try:
+        noted = json.loads((directory / EXPORT_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    step = noted.get("step") if isinstance(noted, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def divide(items: Sequence[T], num_bytes: Callable[[T], int], max_file_bytes: int) -> list[list[T]]:

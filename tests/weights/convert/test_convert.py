@@ -23,6 +23,7 @@ from vapo_megatron.parallel import groups
 from vapo_megatron.weights.convert.sharded_files import ShardedReader
 from vapo_megatron.weights.convert.sharded_tensors import EXTRA_STATES, sharded_tensors
 from vapo_megatron.weights.export_hf import export_hf
+from vapo_megatron.weights.hf_directory import exported_step
 
 CARRIED = ("tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja")
 
@@ -230,7 +231,7 @@ def save_run(hf, out, layout, role):
             head.bias.zero_()
         changed.set()
     load_sharded(loaded.chunks, optimizer, out / "step_000001" / role)
-    export_hf(loaded.chunks, loaded.shape, loaded.ranks, out / "export", hf, role=role)
+    export_hf(loaded.chunks, loaded.shape, loaded.ranks, out / "export", hf, role=role, step=1)
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
@@ -250,6 +251,8 @@ def test_a_runs_checkpoint_becomes_its_export(workers, tmp_path, capsys, role):
     assert_same(read(tmp_path / "b"), read(out / "export"))
     assert_same(read(tmp_path / "b"), read(hf))
     assert (tmp_path / "b/config.json").read_text() == (out / "export/config.json").read_text()
+    assert exported_step(tmp_path / "b") == exported_step(out / "export") == 1
+    assert exported_step(hf) is None
 
 
 # Critics

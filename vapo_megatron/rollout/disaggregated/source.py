@@ -70,6 +70,7 @@ class RemoteSampling(RolloutSource):
         self._sides, self._waiting = sides, waiting
         self._dataset = inputs.dataset
         self.group, self.shown_rank = sides.group, sides.num_trainers
+        self.stop_token_ids = inputs.stop_token_ids
         self.decode = functools.lru_cache(65536)(
             functools.partial(inputs.tokenizer.decode, clean_up_tokenization_spaces=False)
         )

@@ -30,6 +30,7 @@ from vapo_megatron.weights.hf_directory import (
     copy_settings,
     divide,
     file_names,
+    note_step,
     read_config,
     safetensors_header,
     together,
@@ -118,6 +119,7 @@ def convert_to_hf(
             dtype = None if info and hf is None else reader.dtype(_EMBEDDING_KEY)
             copy_settings(source, partial, shape.family, role, dtype)
             write_index(partial, {name: [i.plan for i in file] for name, file in files.items()})
+            note_step(partial, _step_of(megatron))
 
         together(finish, alone=True)
     return out
@@ -176,6 +178,15 @@ def _conversion(directory: Path) -> dict:
     if not isinstance(noted, dict):
         raise CheckpointError(f"{file} is damaged, not a JSON object; convert the checkpoint again")
     return noted
+
+
+def _step_of(directory: Path) -> int | None:
+    """Return the step of the run's checkpoint that a role's directory is in; None: in none."""
+    try:
+        state = json.loads((directory.absolute().parent / "state.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return state.get("step") if isinstance(state, dict) else None
 
 
 def _write(
