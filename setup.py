@@ -19,7 +19,6 @@ RUNTIME = [
     "rich",
     "psutil",
     "packaging",
-    "filelock>=4",
     "cloudpickle",
     "tensorboard",
     "openai",

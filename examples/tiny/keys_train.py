@@ -24,7 +24,7 @@ from vapo_megatron.cli.command import Parser, check_processes
 from vapo_megatron.cli.preflight import check_inputs
 from vapo_megatron.config import VapoConfig, load_config
 from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
-from vapo_megatron.data.storage import check_not_in_use, replace_file, to_line
+from vapo_megatron.data.storage import replace_file, to_line
 from vapo_megatron.errors import ConfigError, UserError, tell
 from vapo_megatron.loop import VapoTrainer
 from vapo_megatron.parallel.health import early_stop
@@ -118,7 +118,6 @@ def _train(args: argparse.Namespace) -> None:
         raise ConfigError("--oracle: this configuration has no critic to replace")
     check_processes(config)
     inputs = check_inputs(config, None)
-    check_not_in_use(Path(config.logging.run_dir))
     with early_stop.signals_blocked():
         with KeysTrainer(config, inputs, oracle=args.oracle) as trainer:
             trainer.fit()

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -27,11 +28,11 @@ from tests.sealed import seal
 from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
 from tests.workers import free_port
 from tools import convert_hf_to_megatron, evaluate
-from vapo_megatron.cli import preflight, train
+from vapo_megatron.cli import preflight
 from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.cli.train import main
 from vapo_megatron.config import ParallelConfig, load_config
-from vapo_megatron.data import storage
+from vapo_megatron.data import lock
 from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
 from vapo_megatron.data.problems import load_problems
 from vapo_megatron.data.prompts import PromptDataset
@@ -465,26 +466,40 @@ def test_one_process_tells_a_mistake(mistake, before_torchrun, capsys):
     told = []
     for started in (lambda: main([*arguments, "--dry-run"]), lambda: before_torchrun(arguments)):
         assert started() == 2
-        told.append(capsys.readouterr().err)
+        told.append(capsys.readouterr())
     assert told[0] == told[1], "a dry run and a start"
-    assert told[0].startswith("error: ") and told[0].count("\n") == 1 and words in told[0]
+    assert told[0].out == "", "no plan of what is refused"
+    error = told[0].err
+    assert error.startswith("error: ") and error.count("\n") == 1 and words in error
 
 
 def test_an_interrupted_check_is_one_line(place, before_torchrun, monkeypatch, capsys):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "check_inputs", interrupt)
+    monkeypatch.setattr(preflight, "check_inputs", interrupt)
     assert before_torchrun(["--config", str(place / "config.yaml")]) == 130
     assert capsys.readouterr().err == "error: interrupted; nothing was started\n"
 
 
 @pytest.mark.parametrize("name", OF_VERIFIER)
-def test_a_dry_run_tells_what_the_verifier_finds(name, place, capsys):
+def test_what_the_verifier_finds(name, place, before_torchrun, capsys):
     overrides, words = make(name, place)
-    assert main(["--config", str(place / "config.yaml"), *overrides, "--dry-run"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and told.count("\n") == 1 and words in told
+    arguments = ["--config", str(place / "config.yaml"), *overrides]
+    for started in (lambda: main([*arguments, "--dry-run"]), lambda: before_torchrun(arguments)):
+        assert started() == 2
+        told = capsys.readouterr()
+        assert told.out == "" and told.err.count("\n") == 1 and words in told.err
+
+
+def test_a_launch_reads_the_first_ground_truths(place, before_torchrun, monkeypatch, capsys):
+    """Its ranks read the others, which may be many."""
+    monkeypatch.setattr(preflight, "_FIRST_ANSWERS", 3)
+    overrides, _ = make("unreadable answer", place)
+    arguments = ["--config", str(place / "config.yaml"), *overrides]
+    with pytest.raises(AssertionError, match="torchrun was reached"):
+        before_torchrun(arguments)
+    assert main([*arguments, "--dry-run"]) == 2
 
 
 def test_every_rank_refuses_and_one_tells(mistake, place, monkeypatch, capsys):
@@ -545,10 +560,12 @@ def test_two_runs_do_not_share_a_directory(place, before_torchrun, monkeypatch, 
     arguments, run_dir = ["--config", str(place / "config.yaml")], place / "run"
     elsewhere = load_config(arguments[1], [f"logging.run_dir={place}/file/run"])
     output = RunOutput(load_config(arguments[1]), types.SimpleNamespace(rank=0))
-    monkeypatch.setattr(storage, "LOCK_SECONDS", 0.0)
-    with storage.lock_run(run_dir):
+    begun = time.monotonic()
+    with lock.lock_run(run_dir):
         assert before_torchrun(arguments) == 2
-        before = capsys.readouterr().err
+        before = capsys.readouterr()
+        assert main([*arguments, "--dry-run"]) == 2
+        assert capsys.readouterr() == before and before.out == ""
         for rank in (1, 0):
             as_rank(monkeypatch, rank, place)
             assert main(arguments) == 2
@@ -560,47 +577,57 @@ def test_two_runs_do_not_share_a_directory(place, before_torchrun, monkeypatch, 
             with RunOutput(elsewhere, types.SimpleNamespace(rank=0)).opened(0):
                 raise AssertionError("it goes on")
         told = capsys.readouterr().err
-        assert told == f"error: {error.value}\n" and "using it; stop that run" in told
-        assert before == told
-        assert main([*arguments, "--dry-run"]) == 0
-    # What was killed is gone in a moment.
-    monkeypatch.setattr(storage, "LOCK_SECONDS", 30.0)
-    lock = storage.lock_run(run_dir)
-    lock.__enter__()
-    threading.Timer(0.5, lock.__exit__, (None, None, None)).start()
-    with pytest.raises(AssertionError, match="the trainer was reached"):
-        main(arguments)
-    with output.opened(0), pytest.raises(DataError), storage.locked(run_dir / ".lock", "no"):
+        who = f"(process {os.getpid()} on {socket.gethostname()}, since 20"
+        assert told == f"error: {error.value}\n" and "); stop that run" in told and who in told
+        assert before.err == told
+    assert time.monotonic() - begun < lock.LOCK_SECONDS / 2, "refused at once"
+    with output.opened(0), pytest.raises(DataError), lock.locked(run_dir / ".lock", "no"):
         raise AssertionError("it is not locked")
     assert not (run_dir / ".lock").exists()
 
 
+def test_what_is_ending_is_waited_for_aloud(tmp_path, monkeypatch, capsys):
+    """A run whose torchrun is gone, one that was told to end, and one on another machine."""
+    monkeypatch.setattr(lock, "_QUIET_SECONDS", 0.0)
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    code = "import signal as s; s.pthread_sigmask(s.SIG_BLOCK, [15]); print(flush=True); s.pause()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as told:
+        told.stdout.readline()
+        told.terminate()
+        for i, change in enumerate(({"agent": gone.pid}, {"pid": told.pid}, {"host": "other"})):
+            held = lock.lock_run(tmp_path / str(i))
+            held.__enter__()
+            holder = {**lock._this_process(), **change}
+            (tmp_path / f"{i}/.lock").write_text(json.dumps(holder))
+            threading.Timer(0.5, held.__exit__, (None, None, None)).start()
+            lock.check_not_in_use(tmp_path / str(i))
+            line = f"waiting up to 30 s for {tmp_path}/{i}/.lock, which another run may still hold "
+            assert capsys.readouterr().err == (
+                f"{line}(process {holder['pid']} on {holder['host']}, since {holder['since']})\n"
+            )
+        told.kill()
+
+
 def test_the_lock_of_a_killed_run_is_free_at_once_for_all_ranks(tmp_path, monkeypatch):
     code = (
-        "import sys, vapo_megatron.data.storage as f\n"
+        "import sys, vapo_megatron.data.lock as f\n"
         "with f.lock_run(f.Path(sys.argv[1])): print(flush=True), sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:
         run.stdout.readline()
-        with (
-            monkeypatch.context() as patch,
-            pytest.raises(DataError, match="another run is using it"),
-        ):
-            patch.setattr(storage, "LOCK_SECONDS", 0.0)
-            storage.check_not_in_use(tmp_path)
+        with pytest.raises(DataError, match=f"another run is using it .process {run.pid} on"):
+            lock.check_not_in_use(tmp_path)
         run.kill()
     assert (tmp_path / ".lock").exists()
-
-    class OnSlowDisk(storage.FileLock):
-        def acquire(self, **how):
-            super().acquire(**how)
-            time.sleep(0.02)
-
-    monkeypatch.setattr(storage, "FileLock", OnSlowDisk)
+    begun = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(32) as ranks:
-        for asked in [ranks.submit(storage.check_not_in_use, tmp_path) for _ in range(32)]:
+        for asked in [ranks.submit(lock.check_not_in_use, tmp_path) for _ in range(32)]:
             asked.result()
+        with lock.lock_run(tmp_path):
+            assert (tmp_path / ".lock").exists()
+    assert time.monotonic() - begun < lock.LOCK_SECONDS / 2
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
@@ -609,7 +636,7 @@ def test_a_file_system_without_locks_is_told_once_and_used(number, tmp_path, mon
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with storage.lock_run(tmp_path):
+    with lock.lock_run(tmp_path):
         told = capsys.readouterr().err
         assert (
             told.count("\n") == 1 and "does not support file locks: do not start a second" in told

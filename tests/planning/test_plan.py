@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.planning.test_ranking import base
-from vapo_megatron.cli import train
+from vapo_megatron.cli import preflight, train
 from vapo_megatron.config import VapoConfig, load_config
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.known import known_shape
@@ -365,7 +365,7 @@ def test_a_run_asks_its_gpu(monkeypatch, tmp_path, capsys, gigabytes, refused):
     # A CUDA build of torch would look at each GPU.
     monkeypatch.setattr(libraries, "_cudnn", lambda: None)
     # There are neither weights nor data.
-    monkeypatch.setattr(train, "check_inputs", lambda *_: Inputs(known_shape("Qwen2.5-7B")))
+    monkeypatch.setattr(preflight, "check_inputs", lambda *_: Inputs(known_shape("Qwen2.5-7B")))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, {"WORLD_SIZE": "1"}.get(name, "0"))
     (tmp_path / "run.yaml").write_text("{}")

@@ -9,7 +9,7 @@ from tests.planning.by_hand import ROUND, SHAPE, WORKLOAD
 from tests.planning.by_hand import config as tiny
 from tests.planning.shapes import make_config
 from tests.planning.test_ranking import base
-from vapo_megatron.cli import train
+from vapo_megatron.cli import preflight
 from vapo_megatron.config import load_config
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.known import known_shape
@@ -138,13 +138,13 @@ def test_a_disaggregated_run_asks_its_gpu(monkeypatch, gigabytes, refused):
     gpu = types.SimpleNamespace(total_memory=gigabytes * 10**9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda rank: gpu)
-    monkeypatch.setattr(train, "check_inputs", lambda *_: Inputs(SHAPE_32B))
+    monkeypatch.setattr(preflight, "check_inputs", lambda *_: Inputs(SHAPE_32B))
     config = load_config(ONE_STEP_OFF, ["rollout.num_processes=32"])
     if not refused:
-        train._check(config, None)
+        preflight.check_rank(config, None)
         return
     with pytest.raises(ConfigError, match="cannot fit into a GPU: .* on a "):
-        train._check(config, None)
+        preflight.check_rank(config, None)
 
 
 def test_host_memory_of_samplers_by_hand():

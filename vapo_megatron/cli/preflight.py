@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vapo_megatron.cli.command import ProgressBar
+from vapo_megatron.data.lock import check_not_in_use
 from vapo_megatron.errors import CheckpointError, ConfigError
 from vapo_megatron.models.hf_config import check_layout, read_model_shape, read_reward_shape
-from vapo_megatron.models.known import KNOWN_MODELS
+from vapo_megatron.models.known import KNOWN_MODELS, known_shape
 from vapo_megatron.rollout.requests import max_model_len
 from vapo_megatron.run.wandb_run import check_wandb
 
@@ -25,6 +26,50 @@ if TYPE_CHECKING:
 
 _CHUNK = 1000
 """Problems between two updates of the progress bar."""
+_FIRST_ANSWERS = 200
+"""Ground truths of each file that a launch reads: enough to find that none can be judged."""
+
+
+def check_run(config: VapoConfig, replay: Path | None, *, all_answers: bool = False) -> list[str]:
+    """Check all that one process can: what a launch and a dry run have in common.
+
+    Args:
+        config: valid by itself.
+        replay: run directory to replay; None: sample.
+        all_answers: see check_answers; a dry run looks at all, a launch leaves that to its ranks.
+
+    Returns:
+        How many rows of each file each verifier judges; empty for a replay or unless all_answers.
+
+    Raises:
+        UserError: the first thing that is wrong: what, where, and the remedy.
+    """
+    inputs = check_rank(config, replay)
+    return [] if replay is not None else check_answers(config, inputs, all_answers=all_answers)
+
+
+def check_rank(config: VapoConfig, replay: Path | None) -> Inputs:
+    """Check what every rank of a run checks again, and return what was read. Raises UserError."""
+    if replay is not None and config.rollout.is_apart:
+        raise ConfigError(
+            f"--replay {replay} samples nothing and needs rollout.placement=colocated, found "
+            "disaggregated; set rollout.placement=colocated rollout.num_processes=0 rollout.lag=0"
+        )
+    inputs = check_inputs(config, replay)
+    if replay is None:
+        _check_memory(config, inputs.shape)
+    return inputs
+
+
+def _check_memory(config: VapoConfig, shape: ModelShape) -> None:
+    """Refuse what cannot fit into this process's GPU; without a GPU nothing is checked."""
+    import torch
+
+    from vapo_megatron.planning.plan import check_fits
+
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
+        check_fits(config, shape, gpu.total_memory)
 
 
 def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
@@ -42,6 +87,7 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
     """
     check_wandb(config.logging.wandb_project)
     require_paths(config, replay)
+    check_not_in_use(Path(config.logging.run_dir))
     shape = read_model_shape(str(config.model.hf_path))
     check_sizes(config, shape)
     # All paths are local, so do not ask the hub; read when transformers is loaded.
@@ -72,21 +118,17 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
     return inputs
 
 
-def check_verifiers(config: VapoConfig) -> None:
-    """Refuse verifiers that do not load. Raises ConfigError."""
-    from vapo_megatron.reward.verifiers import Verifiers
-
-    with Verifiers(config.reward) as verifiers:
-        verifiers.load()
-
-
-def check_answers(config: VapoConfig, inputs: Inputs) -> list[str]:
+def check_answers(config: VapoConfig, inputs: Inputs, *, all_answers: bool = True) -> list[str]:
     """Refuse problems that their verifier cannot judge; a run's ranks share this work.
 
-    Integers take no time, other ground truths some milliseconds each.
+    Args:
+        config: valid by itself.
+        inputs: their rows get the verifier that hybrid chose, if all are looked at.
+        all_answers: integers take no time, other ground truths some milliseconds each; False: only
+            a file's first rows.
 
     Returns:
-        How many rows of each file each verifier judges.
+        How many rows of each file each verifier judges; empty unless all_answers.
 
     Raises:
         ConfigError: a verifier does not load, or the reward model would judge nothing.
@@ -108,7 +150,8 @@ def check_answers(config: VapoConfig, inputs: Inputs) -> list[str]:
         for (section, dataset), refusal in zip(given.items(), refusals, strict=True):
             if dataset is None:
                 continue
-            rows, bad, chosen = dataset.rows, dict[int, str](), dict[int, str]()
+            rows = dataset.rows if all_answers else dataset.rows[:_FIRST_ANSWERS]
+            bad, chosen = dict[int, str](), dict[int, str]()
             with ProgressBar("ground truths") as bar:
                 for start in range(0, len(rows), _CHUNK):
                     bar.show(start, len(rows))
@@ -118,10 +161,11 @@ def check_answers(config: VapoConfig, inputs: Inputs) -> list[str]:
                 bar.show(len(rows), len(rows))
             if bad:
                 raise unusable_problem(*dataset.row(max(bad)), bad[max(bad)])
-            dataset.assign(chosen)
-            labels = labels_of(enumerate(dataset.rows), config.reward.verifier)
-            counts += count_rows(labels, dataset.path, section)
-    if (dataset := inputs.dataset) is not None:
+            if all_answers:
+                dataset.assign(chosen)
+                labels = labels_of(enumerate(dataset.rows), config.reward.verifier)
+                counts += count_rows(labels, dataset.path, section)
+    if all_answers and (dataset := inputs.dataset) is not None:
         path = config.model.reward_hf_path
         check_reward_model_judges(config.reward, dataset.rows, dataset.path, path)
     return counts
@@ -207,10 +251,15 @@ def check_reward_model(config: VapoConfig, inputs: Inputs) -> None:
     check_reward_model_judges(config.reward, inputs.dataset.rows, inputs.dataset.path, path)
 
 
-def is_here(config: VapoConfig) -> bool:
-    """Is the model on this machine? A published one can be planned without its files."""
+def is_published(config: VapoConfig) -> bool:
+    """Is the model a published one that is not on this machine? It is planned without files."""
     path = config.model.hf_path
-    return path is not None and (os.path.exists(path) or Path(path).name not in KNOWN_MODELS)
+    return path is not None and not os.path.exists(path) and Path(path).name in KNOWN_MODELS
+
+
+def check_published(config: VapoConfig) -> None:
+    """Check what a published model's sizes decide, without its files. Raises ConfigError."""
+    check_sizes(config, known_shape(Path(str(config.model.hf_path)).name))
 
 
 def _check_weights(config: VapoConfig, shape: ModelShape) -> None:

@@ -18,28 +18,20 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vapo_megatron.cli.command import Parser, check_processes, is_first_rank
 from vapo_megatron.cli.launch import execute, torchrun_command
 from vapo_megatron.cli.preflight import (
-    check_answers,
-    check_inputs,
-    check_sizes,
-    check_verifiers,
-    is_here,
+    check_published,
+    check_rank,
+    check_run,
+    is_published,
 )
 from vapo_megatron.config import VapoConfig, describe_fields, load_config
-from vapo_megatron.data.storage import check_not_in_use
 from vapo_megatron.errors import ConfigError, UserError, tell
-from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.models.known import known_shape
 from vapo_megatron.parallel import libraries
 from vapo_megatron.parallel.health import early_stop
 from vapo_megatron.parallel.health.processes import end_now
-
-if TYPE_CHECKING:
-    from vapo_megatron.rollout.inputs import Inputs
 
 SERVED = (
     "model", "parallel", "rollout", "algorithm", "reward", "evaluation", "logging", "timeouts",
@@ -76,9 +68,7 @@ def main(
             command = torchrun_command(
                 os.environ, config.num_processes, worker, config.rollout.num_processes
             )
-            _check(config, arguments.replay)
-            if arguments.replay is None:
-                check_verifiers(config)
+            check_run(config, arguments.replay)
             execute(command)
         else:
             with early_stop.signals_blocked():
@@ -124,23 +114,22 @@ def _parser(program: str) -> Parser:
 
 
 def _dry_run(config: VapoConfig, replay: Path | None) -> None:
-    """Print configuration, plan and who judges how much; refuse what a run would refuse here."""
+    """Refuse what a run would refuse; then print configuration, plan and who judges how much."""
+    if is_published(config):
+        counts: list[str] = []
+        check_published(config)
+    else:
+        counts = check_run(config, replay, all_answers=True)
     if is_first_rank():
         from vapo_megatron.planning.describe import dry_run_comment
 
-        print(config.to_yaml() + dry_run_comment(config), end="", flush=True)
-    if is_here(config):
-        inputs = check_inputs(config, replay)
-        counts = check_answers(config, inputs) if replay is None else []
-        if is_first_rank():
-            print("".join(f"# {line}\n" for line in counts), end="")
-    elif config.model.hf_path is not None:
-        check_sizes(config, known_shape(Path(config.model.hf_path).name))
+        judges = "".join(f"# {line}\n" for line in counts)
+        print(config.to_yaml() + dry_run_comment(config) + judges, end="")
 
 
 def _train(config: VapoConfig, replay: Path | None) -> None:
     check_processes(config)
-    inputs = _check(config, replay)
+    inputs = check_rank(config, replay)
     if is_first_rank():
         libraries.report()
     try:
@@ -167,31 +156,6 @@ def _train(config: VapoConfig, replay: Path | None) -> None:
         sys.stdout.flush()
         traceback.print_exc()
         end_now(1)
-
-
-def _check(config: VapoConfig, replay: Path | None) -> Inputs:
-    """Check all that one process can, before torchrun starts and again on every rank."""
-    if replay is not None and config.rollout.is_apart:
-        raise ConfigError(
-            f"--replay {replay} samples nothing and needs rollout.placement=colocated, found "
-            "disaggregated; set rollout.placement=colocated rollout.num_processes=0 rollout.lag=0"
-        )
-    inputs = check_inputs(config, replay)
-    check_not_in_use(Path(config.logging.run_dir))
-    if replay is None:
-        _check_memory(config, inputs.shape)
-    return inputs
-
-
-def _check_memory(config: VapoConfig, shape: ModelShape) -> None:
-    """Refuse what cannot fit into this process's GPU; without a GPU nothing is checked."""
-    import torch
-
-    from vapo_megatron.planning.plan import check_fits
-
-    if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
-        check_fits(config, shape, gpu.total_memory)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Crash-safe files: atomic replacement, durable appends, hashes, locks against other writers."""
+"""Crash-safe files: atomic replacement, durable appends, hashes."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ import errno
 import hashlib
 import json
 import os
-import random
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from filelock import FileLock, Timeout
-
-from vapo_megatron.errors import DataError, UserError, tell
+from vapo_megatron.errors import UserError
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """errno of a full disk, an exhausted quota and a file size limit."""
-LOCK_FILE, LOCK_SECONDS = ".lock", 30.0
-"""A run locks this file of its run directory; time for a killed run's processes to disappear."""
 
 
 class Abandoned(Exception):
@@ -166,47 +161,3 @@ def writing(path: Path) -> Iterator[None]:
 def free_bytes(path: Path) -> int:
     """Return the free space of the file system on which `path` is or would be."""
     return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
-
-
-def lock_run(run_dir: Path) -> contextlib.AbstractContextManager[None]:
-    """Lock a run directory; DataError: another run has held the lock for LOCK_SECONDS."""
-    refusal = (
-        f"logging.run_dir={run_dir}: another run is using it; stop that run, or set another "
-        f"directory (if its machine is gone, remove {run_dir / LOCK_FILE})"
-    )
-    return locked(run_dir / LOCK_FILE, refusal, LOCK_SECONDS)
-
-
-def check_not_in_use(run_dir: Path) -> None:
-    """Raise DataError if lock_run would; many processes may check at once."""
-    if (run_dir / LOCK_FILE).exists():
-        with lock_run(run_dir):
-            pass
-
-
-@contextlib.contextmanager
-def locked(file: Path, refusal: str, timeout_seconds: float = 0.0) -> Iterator[None]:
-    """Hold a lock file during the body; its directory is created, the file is removed after it.
-
-    A file system without locks gets a warning, and no lock.
-
-    Raises:
-        DataError: refusal; another process has held the lock for timeout_seconds.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # Ranks that check at once each hold the lock briefly; random pauses keep them out of step.
-    pause_seconds = random.uniform(0.1, 0.3)
-    lock = FileLock(file, timeout_seconds, thread_local=False, fallback_to_soft=False)
-    try:
-        lock.acquire(poll_interval=pause_seconds)
-    except Timeout:
-        raise DataError(refusal) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-        tell(f"warning: {file.parent} does not support file locks: do not start a second writer")
-    try:
-        yield
-    finally:
-        file.unlink(missing_ok=True)
-        lock.release()

@@ -13,7 +13,8 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import Span
 from vapo_megatron.config.techniques import algorithm_name
 from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
-from vapo_megatron.data.storage import lock_run, replace_file, writing
+from vapo_megatron.data.lock import lock_run
+from vapo_megatron.data.storage import replace_file, writing
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.memory import PeakMemory

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from vapo_megatron.config import RewardConfig
+from vapo_megatron.data.lock import locked
 from vapo_megatron.data.problems import Problem
-from vapo_megatron.data.storage import locked, replacing, to_line
+from vapo_megatron.data.storage import replacing, to_line
 from vapo_megatron.errors import DataError
 from vapo_megatron.rollout.evaluation.statistics import problem_values
 
