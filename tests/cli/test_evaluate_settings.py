@@ -159,6 +159,8 @@ def test_each_verifier_has_statistics_of_its_own(workers, tmp_path, monkeypatch,
     assert command.main(given) == 0
     told = capsys.readouterr().out
     assert told.count("avg@4") == 3 and "2 of 5 problems: math" in told and "3 of 5" in told
+    # One problem, of math, has no intervals.
+    assert told.count(" - \u2502\n") >= len(values[0])
 
 
 def test_verdicts_of_another_verifier_are_not_resumed(workers, tmp_path):

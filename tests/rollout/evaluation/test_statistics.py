@@ -135,12 +135,32 @@ def test_intervals_are_those_of_a_plain_loop():
 def test_the_seed_decides_and_one_problem_has_no_interval():
     problems = [{"a": i / 11} for i in range(11)]
     assert estimates(problems, 1) == estimates(problems, 1) != estimates(problems, 2)
-    assert estimates([{"a": 0.25}], 0) == {"a": Estimate(0.25, 0.25, 0.25)}
+    assert estimates([{"a": 0.25}], 0) == {"a": Estimate(0.25, None, None)}
     # More problems than one block of draws holds.
     many = estimates([{"a": float(i % 2)} for i in range(300)], 0)["a"]
     # Standard deviation sqrt(0.25/300) = 0.0289, 1.96 of them to each side.
     assert many.low == pytest.approx(0.5 - 0.0566, abs=0.005)
     assert many.high == pytest.approx(0.5 + 0.0566, abs=0.005)
+
+
+def test_problems_that_agree_have_an_interval_with_a_width():
+    """A bootstrap over them has none: 0 of 30 would look known exactly."""
+    problem = {
+        "avg@2": 0.0, "pass@2": 1.0, "majority@2": 0.5,
+        "response_length_mean": 24.0, "reward_mean": -1.0,
+    }  # fmt: skip
+    found = estimates([problem] * 30, 0)
+    # 0 of n: high = z^2/(n + z^2) = 3.8415/33.8415; n of n is its mirror image.
+    assert found["avg@2"] == Estimate(0.0, 0.0, pytest.approx(0.1135, abs=1e-4))
+    assert found["pass@2"] == Estimate(1.0, pytest.approx(0.8865, abs=1e-4), 1.0)
+    # p = 1/2: 1/2 -+ z/2/sqrt(n + z^2) = 1/2 -+ 0.98/5.8173.
+    assert found["majority@2"].low == pytest.approx(0.3315, abs=1e-4)
+    assert found["majority@2"].high == pytest.approx(0.6685, abs=1e-4)
+    # Nothing bounds what another problem would add.
+    assert found["response_length_mean"] == Estimate(24.0, None, None)
+    assert found["reward_mean"] == Estimate(-1.0, None, None)
+    one_more = estimates([problem] * 29 + [{**problem, "response_length_mean": 54.0}], 0)
+    assert one_more["response_length_mean"].low < one_more["response_length_mean"].high
 
 
 def test_it_needs_no_torch():

@@ -389,5 +389,5 @@ def _sum_up(out: Path, header: dict[str, Any], config: VapoConfig) -> Summary:
     return Summary(whole, by_verifier)
 
 
-def _as_json(statistics: dict[str, Estimate]) -> dict[str, dict[str, float]]:
+def _as_json(statistics: dict[str, Estimate]) -> dict[str, dict[str, float | None]]:
     return {name: dataclasses.asdict(estimate) for name, estimate in statistics.items()}

@@ -116,9 +116,11 @@ def _print_table(found: dict[str, Estimate], title: str) -> None:
     table.add_column("95% interval", justify="right")
     for name, estimate in found.items():
         form = ",.1f" if name == "response_length_mean" else ".4f"
-        low, high = format(estimate.low, form), format(estimate.high, form)
+        interval = "-"
+        if estimate.low is not None and estimate.high is not None:
+            interval = f"{format(estimate.low, form)} .. {format(estimate.high, form)}"
         label = name.replace("length_mean", "length (tokens)").replace("_", " ")
-        table.add_row(label, format(estimate.value, form), f"{low} .. {high}")
+        table.add_row(label, format(estimate.value, form), interval)
     Console().print(table)
 
 

@@ -1,6 +1,7 @@
-"""Statistics of an evaluation: values per problem, their means, and bootstrap intervals.
+"""Statistics of an evaluation: values per problem, their means, and 95% intervals.
 
 Every statistic is the mean of one value per problem, so one bootstrap over problems serves all.
+Where all problems have the same value, a bootstrap has no width, and Wilson's interval stands in.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ import numpy as np
 RESAMPLES = 10_000
 """Bootstrap samples: the interval's ends vary by about 1% of its width between seeds."""
 _BLOCK_VALUES = 1 << 20
+_Z = 1.959964
+"""97.5 percentile of the standard normal distribution."""
+_UNBOUNDED = ("response_length_mean", "reward_mean")
+"""Statistics that do not lie in [0, 1]."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A mean over problems, and its 95% interval."""
+    """A mean over problems, and its 95% interval; None: the problems give none."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -104,12 +109,32 @@ def means(problems: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: math.fsum(p[name] for p in problems) / len(problems) for name in problems[0]}
 
 
+def wilson_interval(mean: float, count: int) -> tuple[float, float]:
+    """Return the 95% interval of a mean of values in [0, 1].
+
+        (p + z^2/2n  -+  z sqrt(p (1 - p)/n + z^2/4n^2)) / (1 + z^2/n),   z = 1.96
+
+    Source: Wilson 1927, for a proportion. Values in between vary less than p (1 - p), the variance
+    of zeros and ones, so the interval is no narrower than it must be.
+
+    Args:
+        mean: p.
+        count: n, the number of values.
+    """
+    share = _Z**2 / count
+    half = _Z * math.sqrt(mean * (1 - mean) / count + share / (4 * count))
+    low, high = (mean + share / 2 - half) / (1 + share), (mean + share / 2 + half) / (1 + share)
+    return max(low, 0.0), min(high, 1.0)
+
+
 def estimates(problems: Sequence[Mapping[str, float]], seed: int) -> dict[str, Estimate]:
-    """Return the mean of each statistic with its 95% bootstrap interval over problems.
+    """Return the mean of each statistic with its 95% interval over problems.
 
     The problems are resampled RESAMPLES times with replacement, with the same draws for every
     statistic; the interval is between the 2.5 and 97.5 percentiles of the means (Efron's percentile
-    method). It estimates how the value varies with the choice of problems.
+    method). It estimates how the value varies with the choice of problems. Where the value is the
+    same for all problems, a statistic in [0, 1] has wilson_interval, and another none; one problem
+    has none at all.
 
     Args:
         problems: results of problem_values; their order matters.
@@ -117,15 +142,26 @@ def estimates(problems: Sequence[Mapping[str, float]], seed: int) -> dict[str, E
     """
     names = list(problems[0])
     values = np.array([[p[name] for name in names] for p in problems])
+    if len(problems) == 1:
+        return {name: Estimate(value, None, None) for name, value in means(problems).items()}
+    low, high = np.percentile(_resampled_means(values, seed), [2.5, 97.5], axis=0).tolist()
+    found = {}
+    for i, (name, value) in enumerate(means(problems).items()):
+        interval: tuple[float | None, float | None] = low[i], high[i]
+        if (values[:, i] == values[0, i]).all():
+            is_bounded = name not in _UNBOUNDED
+            interval = wilson_interval(value, len(problems)) if is_bounded else (None, None)
+        found[name] = Estimate(value, *interval)
+    return found
+
+
+def _resampled_means(values: np.ndarray, seed: int) -> np.ndarray:
+    """Return the statistics' means [RESAMPLES, S] over problems drawn from values [P, S]."""
     random = np.random.RandomState(seed % 2**32)
-    count = len(problems)
+    count = len(values)
     block = max(1, _BLOCK_VALUES // count)
     drawn = [
         values[random.randint(0, count, size=(min(block, RESAMPLES - done), count))].mean(axis=1)
         for done in range(0, RESAMPLES, block)
     ]
-    low, high = np.percentile(np.concatenate(drawn), [2.5, 97.5], axis=0)
-    return {
-        name: Estimate(value, float(low[i]), float(high[i]))
-        for i, (name, value) in enumerate(means(problems).items())
-    }
+    return np.concatenate(drawn)
