@@ -233,6 +233,26 @@ def test_a_parquet_file_keeps_its_types_and_its_columns(select):
     assert len(table.column_names) == len(set(table.column_names)) == 10
 
 
+def test_a_column_that_parquet_cannot_hold_is_found_before_sampling(select, place):
+    def written(levels):
+        found = [{**row, "level": level} for row, level in zip(ROWS, levels)]
+        (place / "levels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+
+    given = {"data": "levels.jsonl"}
+    written([0, 1, 2, 3, "hard", 5])
+    code, told = select("reward.verifier=exact", **given, batches=0)
+    assert code == 2 and "levels.jsonl: column 'level' is int64 in line 1 and string in " in told
+    assert not list(select.out.parent.glob("out.*"))
+    written(range(6))
+    assert select("reward.verifier=exact", **given) == (0, "")
+    samples = contents(select.out)["out.samples.jsonl"]
+    # A repair of a column that no judging reads, of all rows, leaves the samples.
+    written(map(str, range(6)))
+    assert select("reward.verifier=exact", **given, batches=0) == (0, "")
+    assert contents(select.out)["out.samples.jsonl"] == samples
+    assert [row["level"] for row in rows(select.out)] == list("012345")
+
+
 def test_the_page_needs_no_script_and_names_what_was_dropped(select):
     select(*RULES)
     page = contents(select.out)["out.html"].decode()

@@ -7,6 +7,8 @@ import json
 
 import pytest
 
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.data.problems import Problem
 from vapo_megatron.data.storage import append
 from vapo_megatron.errors import DataError
 from vapo_megatron.rollout.evaluation.samples_file import (
@@ -14,6 +16,7 @@ from vapo_megatron.rollout.evaluation.samples_file import (
     collect,
     lock_file,
     part_of,
+    verdict_settings,
     weights_digest,
 )
 from vapo_megatron.rollout.evaluation.statistics import problem_values
@@ -158,3 +161,11 @@ def test_weights_are_told_apart_by_content(tmp_path):
         (second / name).write_bytes(content)
         assert weights_digest(first) != weights_digest(second), name
         (second / name).unlink() if before is None else (second / name).write_bytes(before)
+
+
+def test_a_column_that_no_judging_reads_is_not_in_the_header():
+    reward = VapoConfig().reward
+    own = VapoConfig(reward={"verifier": "package:Class"}).reward
+    first, second = ([Problem("p", "1", {"level": level})] for level in (0, "hard"))
+    assert verdict_settings(reward, first) == verdict_settings(reward, second)
+    assert verdict_settings(own, first) != verdict_settings(own, second)

@@ -17,7 +17,7 @@ from vapo_megatron.cli.select import reward_scores
 from vapo_megatron.cli.select.duplicates import Duplicate, near_duplicates
 from vapo_megatron.cli.select.page import write_selection_page
 from vapo_megatron.cli.select.rules import Rules, measure, select
-from vapo_megatron.cli.select.table import write_selection
+from vapo_megatron.cli.select.table import source_table, write_selection
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import Prompt
 from vapo_megatron.errors import ConfigError, DataError
@@ -35,7 +35,8 @@ class Job(NamedTuple):
     rules: Rules
     duplicates: dict[int, Duplicate]
     """By row; they are not sampled."""
-    data: Path
+    table: Any
+    """A pyarrow table of all rows."""
     out: Path
 
     @property
@@ -64,6 +65,7 @@ def prepare(checkpoint: Path, data: Path, config: VapoConfig, rules: Rules, out:
             f"--within={rules.within} is no column of {data} beside prompt and answer; give one of "
             f"{others}"
         )
+    table = source_table(data, config.data, rows)
     duplicates: dict[int, Duplicate] = {}
     if rules.similarity is not None:
         duplicates = near_duplicates([row.prompt for row in rows], rules.similarity)
@@ -71,7 +73,7 @@ def prepare(checkpoint: Path, data: Path, config: VapoConfig, rules: Rules, out:
         digest = weights_digest(Path(config.model.reward_hf_path))
         header = {**evaluation.header, "reward_weights": digest}
         evaluation = evaluation._replace(header=header)
-    return Job(evaluation, config, rules, duplicates, data, out)
+    return Job(evaluation, config, rules, duplicates, table, out)
 
 
 def is_sampled(job: Job) -> bool:
@@ -129,8 +131,7 @@ def finish(job: Job) -> str:
         "read": len(problems), "dropped": selection.dropped, "kept": len(selection.kept),
         "samples": {name: value for name, value in header.items() if name not in _PATHS},
     }  # fmt: skip
-    columns = job.config.data
-    write_selection(job.out, job.data, columns, problems, selection.kept, measured, about)
+    write_selection(job.out, job.table, selection.kept, measured, about)
     page = write_selection_page(
         job.out.with_suffix(".html"), out=job.out, samples=job.samples, header=header,
         problems=problems, duplicates=job.duplicates, measured=measured, selection=selection,

@@ -1,4 +1,7 @@
-"""Writes the prompts that are kept: the rows of their file, and columns of what was measured."""
+"""The table of a selection: the rows of the data that are kept, and columns of what was measured.
+
+The rows become a table before anything is sampled, because not every JSONL file can.
+"""
 
 from __future__ import annotations
 
@@ -31,39 +34,62 @@ def check_out(out: Path) -> None:
                 raise DataError(f"--out={out} exists and is no selection; give another file")
 
 
+def source_table(data: Path, columns: DataConfig, problems: Sequence[Problem]) -> Any:
+    """Return all rows of the data with all their columns, as a table that parquet can hold.
+
+    The columns of a parquet file keep their types; of a JSONL file the ground truths become text,
+    which they are read as anyway.
+
+    Args:
+        data: the file that problems were read from, with columns.answer_column.
+        columns: names the column of ground truths.
+        problems: all of them.
+
+    Raises:
+        DataError: a column of a JSONL file cannot be a parquet file's; names it and its lines.
+    """
+    if data.suffix == ".parquet":
+        with parquet_file(data) as file:
+            return file.read()
+    import pyarrow
+
+    values: dict[str, list[Any]] = {}
+    lines = []
+    for index, (line, row) in enumerate(jsonl_rows(data)):
+        lines.append(line)
+        for name, value in row.items():
+            column = values.setdefault(name, [])
+            column += [None] * (index - len(column))
+            column.append(value)
+    for column in values.values():
+        column += [None] * (len(lines) - len(column))
+    if columns.answer_column is not None:
+        values[columns.answer_column] = [problem.answer for problem in problems]
+    return pyarrow.table({name: _array(data, lines, name, of) for name, of in values.items()})
+
+
 def write_selection(
     out: Path,
-    data: Path,
-    columns: DataConfig,
-    problems: Sequence[Problem],
+    table: Any,
     kept: Sequence[int],
     measured: Mapping[int, Measured],
     about: Mapping[str, Any],
 ) -> None:
     """Write the kept rows with all their columns; the same rows and numbers give the same bytes.
 
-    Columns of the names of those that are added are replaced. The columns of a parquet file keep
-    their types; of a JSONL file the ground truths become text, which they are read as anyway.
+    Columns of the names of those that are added are replaced.
 
     Args:
         out: replaced atomically.
-        data: the file that problems were read from, with columns.answer_column.
-        problems: all of them.
+        table: from source_table.
         kept: indices of rows.
         measured: of all kept rows.
         about: JSON values for the file's metadata.
-
-    Raises:
-        DataError: a column of a JSONL file has values of different types.
     """
     import pyarrow
     import pyarrow.parquet
 
-    if data.suffix == ".parquet":
-        with parquet_file(data) as file:
-            table = file.read().take(pyarrow.array(kept, pyarrow.int64()))
-    else:
-        table = _jsonl_table(data, columns.answer_column, problems, kept)
+    table = table.take(pyarrow.array(kept, pyarrow.int64()))
     of_kept = [measured[index] for index in kept]
     added = {
         "pass_rate": pyarrow.array([m.pass_rate for m in of_kept], pyarrow.float64()),
@@ -84,23 +110,54 @@ def write_selection(
         pyarrow.parquet.write_table(table, target)
 
 
-def _jsonl_table(
-    data: Path, answer_column: str | None, problems: Sequence[Problem], kept: Sequence[int]
-) -> Any:
+def _array(data: Path, lines: Sequence[int], name: str, values: Sequence[Any]) -> Any:
+    """Return a column's pyarrow array.
+
+    Raises:
+        DataError: names the first line that does not fit, and one that it does not fit to.
+    """
+    try:
+        return _storable(name, values)
+    except _refusals():
+        pass
+    fits, fails = 0, len(values)  # How many of the first values fit, and how many do not.
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        try:
+            _storable(name, values[:middle])
+            fits = middle
+        except _refusals():
+            fails = middle
+    where = f"line {lines[fits]}"
+    try:
+        own = _storable(name, [values[fits]]).type
+    except _refusals() as error:
+        raise DataError(
+            f"{data}, {where}: column {name!r} cannot be stored in a parquet file "
+            f"({' '.join(str(error).split())}); correct it there"
+        ) from None
+    others = _storable(name, values[:fits]).type
+    first = next(line for line, value in zip(lines, values) if value is not None)
+    raise DataError(
+        f"{data}: column {name!r} is {str(others):.80} in line {first} and {str(own):.80} in "
+        f"{where}, but a column of a parquet file has one type; make all its values one, such as "
+        "text"
+    )
+
+
+def _storable(name: str, values: Sequence[Any]) -> Any:
+    """Return a pyarrow array that can be written; raises one of _refusals."""
+    import pyarrow
+    import pyarrow.parquet
+
+    array = pyarrow.array(values)
+    # Not all that is an array can be written, such as objects without fields.
+    pyarrow.parquet.write_table(pyarrow.table({name: array[:0]}), pyarrow.BufferOutputStream())
+    return array
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """Return what pyarrow raises for values that it cannot store."""
     import pyarrow
 
-    chosen = set(kept)
-    rows = [row for index, (_, row) in enumerate(jsonl_rows(data)) if index in chosen]
-    columns: dict[str, Any] = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        values = [row.get(name) for row in rows]
-        if name == answer_column:
-            values = [problems[index].answer for index in kept]
-        try:
-            columns[name] = pyarrow.array(values)
-        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise DataError(
-                f"{data}: column {name!r} cannot be a column of a parquet file "
-                f"({' '.join(str(error).split())}); give all rows values of one type there"
-            ) from None
-    return pyarrow.table(columns)
+    return (pyarrow.ArrowException, TypeError, ValueError, OverflowError)

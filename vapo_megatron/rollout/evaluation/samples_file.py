@@ -23,6 +23,7 @@ from vapo_megatron.data.lock import locked
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.data.storage import replacing, to_line
 from vapo_megatron.errors import DataError
+from vapo_megatron.reward.columns import columns_read
 from vapo_megatron.rollout.evaluation.statistics import problem_values
 
 FORMAT = 1
@@ -162,11 +163,12 @@ def verdict_settings(reward: RewardConfig, rows: Sequence[Problem]) -> dict[str,
 
     Args:
         reward: the verifiers, with their options.
-        rows: the problems; verifiers may read columns other than prompt and answer.
+        rows: the problems; only their columns that judging reads count, see reward/columns.py.
     """
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(json.dumps(dict(row.metadata), sort_keys=True, default=repr).encode() + b"\n")
+        read = {name: row.metadata[name] for name in columns_read(row, reward)}
+        digest.update(json.dumps(read, sort_keys=True, default=repr).encode() + b"\n")
     return {"reward": reward.model_dump(include=_OF_VERDICTS), "columns": digest.hexdigest()[:16]}
 
 
