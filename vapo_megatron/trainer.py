@@ -66,7 +66,12 @@ from vapo_megatron.rollout.replay import Replay
 from vapo_megatron.rollout.source import OnProgress, RolloutSource
 from vapo_megatron.run.checkpoint import load as checkpoint
 from vapo_megatron.run.output import RunOutput, kept_if_skipped
-from vapo_megatron.run.step_metrics import metrics_by_label, sampler_difference, step_metrics
+from vapo_megatron.run.step_metrics import (
+    metrics_by_label,
+    reward_spread,
+    sampler_difference,
+    step_metrics,
+)
 
 
 class StepData(NamedTuple):
@@ -200,6 +205,8 @@ class StepTrainer:
         _, summary, batch, entropy, *_ = data
         self.output.rollouts(step, data.scored, summary, batch, entropy, self.source)
         metrics = step_metrics(summary, batch, entropy, config.algorithm, self.ranks)
+        uses_scores = config.reward.from_score is not None
+        metrics |= reward_spread(summary, config.algorithm.group_size, uses_scores=uses_scores)
         metrics |= metrics_by_label(summary, self.source.labels)
         return {**metrics, **data.metrics, **learned}
 

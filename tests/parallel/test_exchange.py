@@ -4,8 +4,10 @@ Does not exercise NCCL.
 """
 
 import dataclasses
+import math
 from array import array
 
+import pytest
 import torch
 
 from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
@@ -39,7 +41,8 @@ def rollout(position: int, of_critic: bool = False) -> ScoredRollout:
         truncated=position % 5 == 0,
         policy_version=0,
     )
-    return ScoredRollout(item, "", "correct" if position % 2 else "wrong", 2.0 * position)
+    score = None if position % 4 else position / 8
+    return ScoredRollout(item, "", "correct" if position % 2 else "wrong", 2.0 * position, score)
 
 
 def run_exchange(tp_size: int, dp_size: int, of_critic: bool = False):
@@ -67,6 +70,8 @@ def check(results, dp_size: int):
         assert summary.truncated.tolist() == [p % 5 == 0 for p in range(NUM)]
         assert summary.rewards.tolist() == [2.0 * p for p in range(NUM)]
         assert summary.is_correct.tolist() == [p % 2 == 1 for p in range(NUM)]
+        scores = [math.nan if p % 4 else p / 8 for p in range(NUM)]
+        assert summary.scores.tolist() == pytest.approx(scores, nan_ok=True)
         wanted = WANTED[dp_size][dp_rank]
         expected = [rollout(p) for p in wanted]
         tokens = [t for e in expected for t in (*e.rollout.prompt.token_ids, *e.rollout.token_ids)]

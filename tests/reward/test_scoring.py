@@ -100,6 +100,8 @@ def test_what_the_reward_model_judges_has_no_verdict_until_its_score_is_there():
     assert found[3].note == "the reward model's score is inf"
     assert after.statuses.tolist() == [0, 1, 0, 4]
     assert after.rewards.tolist() == [1, -1, 1, -1]
+    given = [0.5, -0.5, math.nan, math.nan]
+    assert after.scores.tolist() == pytest.approx(given, nan_ok=True)
     check_verdicts(after, reward)
     # With it, the score is the reward of a truncated response, too: 9 of 10 tokens, 3/4 too many.
     shaped = RewardConfig(from_score=[-1, 1], correct_from=0.75, overlong_buffer_tokens=4)

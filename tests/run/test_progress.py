@@ -74,6 +74,17 @@ def test_off_and_other_ranks_show_nothing(capfd, tmp_path, mode, is_main):
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_step_s_signs_end_its_line(capsys):
+    with Progress("plain", 2, 0) as progress:
+        progress.step(1, {"reward/mean": -1.0}, ["all rewards equal", "no answer parsable"])
+        assert progress._figures["warning"] == "all rewards equal, no answer parsable"
+        progress.step(2, {"reward/mean": 0.0})
+        assert "warning" not in progress._figures
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("reward -1.000  (all rewards equal; no answer parsable)")
+    assert second.endswith("reward +0.000")
+
+
 def test_missing_and_null_figures_are_left_out(capsys):
     with Progress("plain", 1, 0) as progress:
         progress.step(1, {"reward/mean": None})

@@ -9,7 +9,7 @@ import torch
 from vapo_megatron.data.batch import STATUSES, RolloutBatch, StepSummary
 from vapo_megatron.data.labels import NO_LABELS, labels_of
 from vapo_megatron.data.problems import Problem
-from vapo_megatron.run.step_metrics import metrics_by_label
+from vapo_megatron.run.step_metrics import metrics_by_label, reward_spread
 
 LENGTHS = [2, 3, 1]
 REWARDS = [1.0, -1.0, 1.0]
@@ -217,3 +217,37 @@ def test_a_sampler_that_differs_stops_every_rank(workers):
     for _, _, metrics in workers.run(2, on_rank, SHARES[2], {}, 0.12):
         assert "refused" not in metrics
         assert metrics["rollout/logprob_diff_high_fraction"] == 0
+
+
+def summary_of(rewards, statuses=None, scores=None):
+    count = len(rewards)
+    zeros = torch.zeros(count).long()
+    statuses = zeros if statuses is None else torch.tensor(statuses)
+    given = zeros + 1, zeros + 1, statuses, zeros.bool(), torch.tensor(rewards), zeros, zeros
+    return StepSummary(*given, scores=None if scores is None else torch.tensor(scores))
+
+
+def test_the_spread_of_rewards_by_hand():
+    # Groups (1, -1), (1, 1), (-1, -1), (1, 0): standard deviations 1, 0, 0, 1/2.
+    found = reward_spread(summary_of([1.0, -1, 1, 1, -1, -1, 1, 0]), 2, uses_scores=False)
+    assert found == {
+        # Mean 1/8, mean square 7/8.
+        "reward/std": pytest.approx((7 / 8 - 1 / 64) ** 0.5),
+        "reward/group_std_mean": 1.5 / 4,
+        "reward/equal_groups_fraction": 0.5,
+    }
+    # Exactly 0, though float32's 0.1 has a mean that rounds.
+    equal = reward_spread(summary_of([0.1] * 6), 3, uses_scores=False)
+    assert equal["reward/std"] == 0 and equal["reward/equal_groups_fraction"] == 1
+    assert reward_spread(summary_of([0.1, 0.2]), 1, uses_scores=False).keys() == {"reward/std"}
+
+
+def test_scores_that_rewards_do_not_show():
+    nan = float("nan")
+    # Right, wrong, wrong, unparsable: 1 and 0 say no more than the verdict, 0.3 does, and the last
+    # has no score.
+    given = [1.0, -1, -1, -1], [0, 1, 1, 2], [1.0, 0.0, 0.3, nan]
+    unused = "reward/unused_score_fraction"
+    assert reward_spread(summary_of(*given), 2, uses_scores=False)[unused] == 0.25
+    assert unused not in reward_spread(summary_of(*given), 2, uses_scores=True)
+    assert unused not in reward_spread(summary_of(given[0]), 2, uses_scores=False)

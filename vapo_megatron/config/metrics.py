@@ -60,6 +60,20 @@ def _by(kind: str) -> dict[str, Metric]:
 
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("", "Mean shaped reward of the step's responses."),
+    "reward/std": Metric("", "Standard deviation of the step's rewards; 0: all are equal."),
+    "reward/group_std_mean": Metric(
+        "", "Standard deviation of the rewards within a group, mean over the step's groups."
+    ),
+    "reward/equal_groups_fraction": Metric(
+        "",
+        "Fraction of groups whose rewards are all equal; without a critic nothing is learned from "
+        "them.",
+    ),
+    "reward/unused_score_fraction": Metric(
+        "",
+        "Without reward.from_score: fraction of responses whose verdict has a score other than 1 "
+        "if correct and 0 if not, which the reward does not show; absent if no verdict has one.",
+    ),
     "reward/correct_fraction": Metric(
         "", "Fraction of correct responses among those trained on, by the verifier."
     ),

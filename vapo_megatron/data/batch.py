@@ -145,6 +145,8 @@ class StepSummary:
     """int64, the rank that sampled it and has its text"""
     critic_prompt_lengths: Tensor | None = None
     """int64, tokens; None: the critic is given the same prompts"""
+    scores: Tensor | None = None
+    """float32, the verdicts' own, NaN where there is none; None: no verdict has one"""
 
     @property
     def is_correct(self) -> Tensor:

@@ -11,6 +11,7 @@ part without receiving anything.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,7 +31,7 @@ from vapo_megatron.data.batch import (
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import Ranks
 
-_COLUMNS = 8
+_COLUMNS = 9
 """Position, prompt length, response length, status, truncated, reward, prompt index, length of the
 critic's prompt or -1."""
 _NO_TRAINER = -1
@@ -67,6 +68,7 @@ def gather_summary(
                 item.reward,
                 r.prompt.index,
                 -1 if r.prompt.critic_token_ids is None else len(r.prompt.critic_token_ids),
+                math.nan if item.score is None else item.score,
             ],
             dtype=torch.float64,
         )
@@ -89,6 +91,7 @@ def gather_summary(
         prompt_indices=held[:, 6].long(),
         sources=sources,
         critic_prompt_lengths=torch.where(of_critic < 0, prompts, of_critic) if has_own else None,
+        scores=None if held[:, 8].isnan().all() else held[:, 8].float(),
     )
 
 

@@ -153,6 +153,9 @@ def with_scores(
         The summary, which is the same on every rank, and this rank's responses.
     """
     statuses, rewards = summary.statuses.clone(), summary.rewards.clone()
+    of_verdicts = torch.full_like(rewards, math.nan)
+    if summary.scores is not None:
+        of_verdicts.copy_(summary.scores)
     own = {item.rollout.position: i for i, item in enumerate(scored)}
     found = list(scored)
     for position in summary.is_pending.nonzero().flatten().tolist():
@@ -167,6 +170,7 @@ def with_scores(
             name,
         )
         statuses[position], rewards[position] = STATUSES.index(verdict.status), number
+        of_verdicts[position] = math.nan if verdict.score is None else verdict.score
         if position in own:
             i = own[position]
             found[i] = dataclasses.replace(
@@ -174,7 +178,8 @@ def with_scores(
                 note=verdict.note,
             )  # fmt: skip
     assert torch.isfinite(rewards).all(), "every response has a reward"
-    return dataclasses.replace(summary, statuses=statuses, rewards=rewards), found
+    judged = dataclasses.replace(summary, statuses=statuses, rewards=rewards, scores=of_verdicts)
+    return judged, found
 
 
 def start_verifiers(

@@ -24,6 +24,7 @@ from vapo_megatron.rollout.source import OnProgress, RolloutSource
 from vapo_megatron.run.metrics import MetricsWriter
 from vapo_megatron.run.phase_timer import PhaseTimer, tokens_per_second
 from vapo_megatron.run.progress import Progress
+from vapo_megatron.run.signs import Signs
 from vapo_megatron.run.token_records import gather_shown, group_records
 
 
@@ -37,6 +38,7 @@ class RunOutput:
         self._progress = Progress("off", config.algorithm.num_steps, 0)
         self._memory = PeakMemory()
         self._has_warned = False
+        self._signs = Signs(config)
         self._timer = PhaseTimer(
             lambda name: self._progress.phase(name), backend.synchronize, self._memory
         )
@@ -117,9 +119,12 @@ class RunOutput:
         row["memory/peak_bytes"] = float(sum_over_world(highest))
         if "num_tokens" in metrics:
             row["tokens_per_second"] = tokens_per_second(metrics["num_tokens"], times)
+        labels, explanations = self._signs.of(row) if done else ([], [])
         if self._writer is not None:
             self._writer.write_timeline(done, {"trainer": spans, "sampler": elsewhere})
-            self._progress.step(done, self._writer.write(done, row | times))
+            self._progress.step(done, self._writer.write(done, row | times), labels)
+        for text in explanations:
+            self.note(f"step {done}: {text}")
         self._warn_of_rounding(done, row)
         return times
 

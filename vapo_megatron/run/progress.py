@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -34,6 +34,8 @@ _FIGURES = (
     ("time per step", "time/step_seconds", "seconds"),
 )
 """Label, metric and format of a step's figures."""
+_SIGNS = "warning"
+"""Label of a step's signs in the live display."""
 
 
 class Progress:
@@ -101,12 +103,13 @@ class Progress:
         counts = f"{done or 0:,} / {total:,}" if total else ""
         self.bars.update(self._phase, total=total, completed=done or 0, note=counts)
 
-    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def step(self, step: int, metrics: Mapping[str, Any], signs: Sequence[str] = ()) -> None:
         """Show a finished step.
 
         Args:
             step: 1..total_steps; 0 is the evaluation before training.
             metrics: its row, by the names of `config/metrics.py`; missing ones are not shown.
+            signs: labels of signs.py.
         """
         if step == self._pretraining_steps:
             # Policy steps take longer than those before: estimate their speed from scratch.
@@ -121,10 +124,13 @@ class Progress:
             width = len(str(self._total_steps))
             parts = [f"step {step:>{width}}/{self._total_steps}", f"{self._kind(step):17}"]
             parts += [f"{label} {value}" for label, value in figures.items()]
-            self.note("  ".join([*parts, left]).rstrip())
+            parts += [left] if left else []
+            parts += [f"({'; '.join(signs)})"] if signs else []
+            self.note("  ".join(parts).rstrip())
         if "accuracy" in figures:
             figures["accuracy"] += f" after step {step}" if step else " before training"
-        self._figures |= figures
+        self._figures.pop(_SIGNS, None)
+        self._figures |= figures | ({_SIGNS: ", ".join(signs)} if signs else {})
 
     def __enter__(self) -> Progress:
         if self._mode == "live":

@@ -151,6 +151,36 @@ def step_metrics(
     return {name: float(value) for name, value in result.items()}
 
 
+@emits(
+    "reward/std",
+    "reward/group_std_mean",
+    "reward/equal_groups_fraction",
+    "reward/unused_score_fraction",
+)
+def reward_spread(summary: StepSummary, group_size: int, *, uses_scores: bool) -> dict[str, float]:
+    """Say how far a step's rewards differ; nothing is communicated, the same on every rank.
+
+    Args:
+        summary: of all ranks' responses.
+        group_size: responses per prompt; groups of 1 have no metrics of their own.
+        uses_scores: reward.from_score is set.
+    """
+    # Exactly 0 where all are equal: a mean that is subtracted would round.
+    rewards = summary.rewards.double()
+    result = {"reward/std": (rewards - rewards[0]).std(correction=0)}
+    if group_size > 1:
+        groups = rewards.view(-1, group_size)
+        of_groups = (groups - groups[:, :1]).std(1, correction=0)
+        result |= {
+            "reward/group_std_mean": of_groups.mean(),
+            "reward/equal_groups_fraction": (of_groups == 0).double().mean(),
+        }
+    if summary.scores is not None and not uses_scores:
+        differs = (summary.scores != summary.is_correct.float()) & ~summary.scores.isnan()
+        result["reward/unused_score_fraction"] = differs.double().mean()
+    return {name: float(value) for name, value in result.items()}
+
+
 @emits(*(name for name in METRICS if name.startswith("reward/by_")))
 def metrics_by_label(summary: StepSummary, labels: Labels) -> dict[str, float]:
     """Break a step's rewards and lengths down by verifier and by source; nothing is communicated.
