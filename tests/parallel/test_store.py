@@ -4,6 +4,7 @@ Not exercised: torchrun, which leaves such a store to the processes that it rest
 tests/e2e/test_faults.py has it.
 """
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -48,3 +49,23 @@ def test_who_comes_alone_is_told():
     shared.set("offer/1", "stale gone")
     with pytest.raises(TimeoutError, match="3 processes did not meet in 0.2 s"):
         store.unused_part(shared, 1, 3, 0.2)
+
+
+def exchange(sizes):
+    """What the first rank receives from all, twice; what it does when one sends nothing."""
+    rank, box, stop = dist.get_rank(), store.Mailbox(), threading.Event()
+    found = []
+    for name in ("a", "b"):
+        box.send(name, (rank, name, b"x" * sizes[rank]))
+        if rank == 0:
+            found.append([[*who, len(data)] for *who, data in box.receive(name, stop)])
+    if rank == 0:
+        box.send("c", 0)
+        threading.Timer(0.1, stop.set).start()
+        found.append(box.receive("c", stop))
+    return found
+
+
+def test_a_mailbox_brings_what_all_have_sent_however_large(workers):
+    first, second = workers.run(2, exchange, [10, 5 << 20])
+    assert first == [*([[0, n, 10], [1, n, 5 << 20]] for n in "ab"), None] and second == []

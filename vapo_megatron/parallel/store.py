@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import datetime
 import os
+import pickle
+import threading
 import time
+from typing import Any
 
 import torch.distributed as dist
 
 _current: dist.Store | None = None
+_PIECE_BYTES = 1 << 20
+"""A server refuses larger messages than 8 MiB."""
 
 
 def join(timeout_seconds: float) -> tuple[dist.Store, int, int]:
@@ -68,3 +73,33 @@ def unused_part(
             raise TimeoutError(f"{world_size} processes did not meet in {timeout_seconds:g} s")
         time.sleep(0.05)
     return dist.PrefixStore(name, store)
+
+
+class Mailbox:
+    """Passes objects from a thread of every rank to one of rank 0, beside the collectives."""
+
+    def __init__(self) -> None:
+        """Connect to the store of torch.distributed's world; one thread may use it."""
+        self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+
+    def send(self, name: str, value: Any) -> None:
+        """Send this rank's value; `name` is new on all ranks."""
+        data, name = pickle.dumps(value), f"mailbox/{name}/{dist.get_rank()}"
+        pieces = [data[i : i + _PIECE_BYTES] for i in range(0, len(data), _PIECE_BYTES)]
+        for number, piece in enumerate(pieces):
+            self._store.set(f"{name}/{number}", piece)
+        self._store.set(name, str(len(pieces)))
+
+    def receive(self, name: str, stop: threading.Event) -> list[Any] | None:
+        """Wait for every rank's value; None: `stop` was set before all had been sent."""
+        values = []
+        for rank in range(dist.get_world_size()):
+            key = f"mailbox/{name}/{rank}"
+            while not self._store.check([key]):
+                if stop.wait(0.02):
+                    return None
+            keys = [f"{key}/{number}" for number in range(int(self._store.get(key)))]
+            values.append(pickle.loads(b"".join(map(self._store.get, keys))))
+            for used in (*keys, key):
+                self._store.delete_key(used)
+        return values

@@ -14,12 +14,14 @@ import re
 import resource
 import subprocess
 import threading
+import time
 
 import pytest
 import torch
 
 from tests.sealed import seal
 from tests.weights.tiny_hf import write_tiny_hf
+from tests.workers import free_port
 from vapo_megatron.run.checkpoint.writer import _describe
 
 
@@ -45,15 +47,18 @@ def critic_of_two(hf):
     return TrainedModel(read_model_shape(hf), config, place, "critic", str(hf))
 
 
+def latest_of(root):
+    return (root / "latest").read_text() if (root / "latest").exists() else None
+
+
 def held_back(root):
-    """Two checkpoints of two ranks, of which the second rank's thread starts late."""
+    """Checkpoints of two ranks, of which the second rank's thread starts late; nobody waits then.
+
+    What is `latest` while it is held back, and soon after.
+    """
     import torch.distributed as dist
 
     from vapo_megatron.run.checkpoint.writer import CheckpointWriter
-
-    def latest():
-        dist.barrier()
-        return (root / "latest").read_text() if (root / "latest").exists() else None
 
     seen, late = [], threading.Event()
     with CheckpointWriter(root, settings(keep_last=2)) as writer:
@@ -63,25 +68,36 @@ def held_back(root):
                 writer._thread.submit(late.wait, 60)
             writer.save(step, {}, {"step": step})
             writer.poll()
-            seen.append(latest())
+            dist.barrier()
+            seen.append(latest_of(root))
+            dist.barrier()
             late.set()
-            writer.wait()
-            seen.append(latest())
+            deadline = time.monotonic() + 30
+            while latest_of(root) != f"step_{step:06d}" and time.monotonic() < deadline:
+                time.sleep(0.01)
+            seen.append(latest_of(root))
+            dist.barrier()
         writer.save(3, {}, {"step": 3})
-    seen.append(latest())
-    # An error ends the run while it writes.
+    dist.barrier()
+    seen.append(latest_of(root))
+    # An error ends the run while the second rank writes.
+    late.clear()
     with contextlib.suppress(ZeroDivisionError):
         with CheckpointWriter(root, settings(keep_last=1)) as writer:
+            if dist.get_rank() == 1:
+                writer._thread.submit(late.wait, 1)
             writer.save(4, {}, {})
             raise ZeroDivisionError
-    seen.append(latest())
+    dist.barrier()
+    seen.append(latest_of(root))
     with CheckpointWriter(root, settings(asynchronous=False)) as writer:
         writer.save(5, {}, {})
-        seen.append(latest())
+        dist.barrier()
+        seen.append(latest_of(root))
     return seen
 
 
-def test_a_checkpoint_counts_when_all_ranks_have_written_theirs(workers, tmp_path):
+def test_a_checkpoint_counts_as_soon_as_all_ranks_have_written_theirs(workers, tmp_path):
     for seen in workers.run(2, held_back, tmp_path):
         assert seen == [None, *(f"step_00000{n}" for n in (1, 1, 2, 3, 3, 5))]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000003", "step_000005"]
@@ -212,7 +228,18 @@ def limited(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def fill(root, hf, limit):
+def meet_without_files(port):
+    """The workers' own group meets in a file, which a limit on files would meet too."""
+    import torch.distributed as dist
+
+    from vapo_megatron.parallel import backend
+
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    backend.initialize_distributed(60)
+
+
+def fill(root, hf, limit, port):
     """A checkpoint that fits, two that do not, what they say, and what is left then."""
     import torch.distributed as dist
 
@@ -220,6 +247,7 @@ def fill(root, hf, limit):
     from vapo_megatron.run.checkpoint.files import newest_whole
     from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
+    meet_without_files(port)
     with CheckpointWriter(root, settings()) as writer:
         writer.save(1, {}, {})
     messages, models = [], {"critic": critic_of_two(hf)}
@@ -240,7 +268,7 @@ def test_a_full_disk_is_told_in_a_line_and_the_checkpoint_before_it_is_left(work
     root, hf = tmp_path / "disk", write_tiny_hf(tmp_path / "hf", ffn=48, **SIZES)
     root.mkdir()
     with small_disk(root, 300 << 10) as is_limited:
-        found = workers.run(2, fill, root, hf, 300 << 10 if is_limited else None)
+        found = workers.run(2, fill, root, hf, 300 << 10 if is_limited else None, free_port())
     reason = os.strerror(errno.EFBIG if is_limited else errno.ENOSPC)
     for (of_second_rank, full), newest, left in found:
         assert f"step_000002 cannot be written: {os.strerror(errno.EFBIG)} (it" in of_second_rank

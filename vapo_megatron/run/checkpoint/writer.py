@@ -1,8 +1,9 @@
 """Writes a run's checkpoints during the run.
 
-`save` takes a snapshot of what this rank writes, and a thread writes it. The checkpoint gets its
-final name once all ranks have written theirs: in a `poll` after a later step, or in `wait`. Until
-then nothing loads it. The thread makes no collective and starts no process.
+`save` takes a snapshot of what this rank writes, and a thread writes it. As soon as all ranks have
+written theirs, which they report through the store, the main rank's thread gives the checkpoint its
+final name; until then nothing loads it. A `poll` after a later step, or `wait`, raises what went
+wrong on every rank. The threads make no collective and start no process.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -23,12 +25,13 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from vapo_megatron.config import CheckpointConfig
-from vapo_megatron.data.storage import NO_ROOM, HashedFile, free_bytes, sha256_of
+from vapo_megatron.data.storage import NO_ROOM, Abandoned, HashedFile, free_bytes, sha256_of
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.checkpoint_metadata import METADATA_FILE
 from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.parallel.sharded_state import take_snapshot
+from vapo_megatron.parallel.store import Mailbox
 from vapo_megatron.roles.model import TrainedModel
 from vapo_megatron.run.checkpoint import files as checkpoint_files
 from vapo_megatron.weights.convert.sharded_files import format_files, serialized, write_chunks
@@ -46,6 +49,10 @@ class Written(NamedTuple):
     """Where each chunk is in it."""
 
 
+_Report: TypeAlias = tuple[OSError | None, int, dict[str, Written]]
+"""Of a rank: what went wrong, how many bytes it had to write, and its files."""
+
+
 class CheckpointWriter:
     """One checkpoint at a time; every rank calls the same methods in the same order."""
 
@@ -56,11 +63,13 @@ class CheckpointWriter:
             root: directory of the run's checkpoints.
             settings: keep_last, keep_every and asynchronous are used.
         """
-        self._root, self._settings = root, settings
+        self._root, self._settings, self._mailbox = root, settings, Mailbox()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._stop = threading.Event()
         self._step: int | None = None
-        self._futures: list[concurrent.futures.Future[dict[str, Written] | None]] = []
+        self._futures: list[concurrent.futures.Future[Any]] = []
+        self._outcome: concurrent.futures.Future[str]
+        self._deletion: concurrent.futures.Future[None] | None = None
         self._metadata: dict[str, Metadata] = {}
         self._num_bytes = 0
         self._more: Mapping[str, str] = {}
@@ -87,10 +96,10 @@ class CheckpointWriter:
             CheckpointError: the one before, or without `asynchronous` this one, cannot be written.
         """
         self.wait()
-        rank = dist.get_rank()
+        rank, name = dist.get_rank(), [uuid.uuid4().hex]
         if rank == 0 and not self._futures:  # The thread may still delete what is old.
             checkpoint_files.delete_unfinished(self._root)
-        dist.barrier()
+        dist.broadcast_object_list(name, device=backend.device())  # The others wait for that.
         self._step, self._num_bytes = step, 0
         begun = time.monotonic()
         self._more = write_more(checkpoint_files.partial_directory(self._root, step))
@@ -103,26 +112,24 @@ class CheckpointWriter:
                 self._write(self._files_of(role, model))
                 if not self._settings.asynchronous:
                     concurrent.futures.wait(self._futures)
-        self._futures.append(self._thread.submit(self._note_seconds, begun))
+        self._outcome = self._thread.submit(self._finish, step, name[0], begun)
+        if rank == 0:
+            self._deletion = self._thread.submit(self._delete_old, step)
         if not self._settings.asynchronous:
             self.wait()
 
     def poll(self) -> None:
-        """Publish the checkpoint if every rank has written its files; collective.
+        """Raise what went wrong if the checkpoint is finished; collective.
 
         Raises:
             CheckpointError: it cannot be written; the same on every rank.
         """
-        if self._step is None:
-            return
-        is_busy = not all(future.done() for future in self._futures)
-        if not any_rank(is_busy):
+        if self._step is not None and not any_rank(not self._outcome.done()):
             self._complete()
 
     def wait(self) -> None:
         """Finish the checkpoint; collective. Raises CheckpointError: see poll."""
         if self._step is not None:
-            concurrent.futures.wait(self._futures)
             self._complete()
 
     def _files_of(self, role: str, model: TrainedModel) -> dict[str, Content]:
@@ -145,29 +152,40 @@ class CheckpointWriter:
         self._futures.append(self._thread.submit(_write_files, directory, files, self._stop))
 
     def _complete(self) -> None:
-        """Gather what all ranks have written; the main rank publishes it. Collective."""
-        step, futures = self._step, self._futures
-        assert step is not None
-        self._step, self._futures = None, []
-        error = next((e for f in futures if (e := f.exception()) is not None), None)
-        if error is not None and not isinstance(error, OSError):
-            raise error  # a bug, not a disk
-        written = {} if error else {k: v for f in futures for k, v in (f.result() or {}).items()}
-        is_main, outcome = dist.get_rank() == 0, [""]
-        of_ranks: list[Any] | None = [None] * dist.get_world_size() if is_main else None
-        dist.gather_object((error, self._num_bytes, written), of_ranks)
-        if of_ranks is not None:
-            outcome = [self._publish(step, of_ranks)]
-        self._metadata, self._more = {}, {}
+        """Raise the main rank's outcome on every rank. Collective."""
+        outcome = [self._outcome.result()]  # Raises what is a bug, not a disk.
+        self._step, self._metadata, self._more = None, {}, {}
+        self._futures = [] if self._deletion is None else [self._deletion]
         dist.broadcast_object_list(outcome, device=backend.device())
         if outcome[0]:
             raise CheckpointError(outcome[0])
 
-    def _publish(
-        self, step: int, of_ranks: Iterable[tuple[OSError | None, int, dict[str, Written]]]
-    ) -> str:
+    def _finish(self, step: int, name: str, begun: float) -> str:
+        """Report what this rank has written; the main rank publishes what all have. In the thread.
+
+        Returns:
+            Why there is no checkpoint, on the main rank; empty: there is one.
+        """
+        error: OSError | None = None
+        written: dict[str, Written] = {}
+        for future in self._futures:
+            try:
+                written |= future.result() or {}
+            except OSError as found:
+                error = error or found
+        self._mailbox.send(name, (error, self._num_bytes, {} if error else written))
+        problem = ""
+        if dist.get_rank() == 0:
+            reports = self._mailbox.receive(name, self._stop)
+            if reports is None:
+                raise Abandoned
+            problem = self._publish(step, reports)
+        self.seconds = time.monotonic() - begun
+        return problem
+
+    def _publish(self, step: int, reports: Iterable[_Report]) -> str:
         """Return why there is no checkpoint; empty: there is one."""
-        errors, sizes, written = zip(*of_ranks, strict=True)
+        errors, sizes, written = zip(*reports, strict=True)
         error = next((e for e in errors if e is not None), None)
         try:
             if error is None:
@@ -175,15 +193,18 @@ class CheckpointWriter:
                 sums = {name: file.sha256 for name, file in files.items()}
                 sums |= self._write_metadata(step, files) | dict(self._more)
                 checkpoint_files.publish(self._root, step, sums)
-                # An error in it is raised with the next checkpoint's.
-                keep = self._settings
-                kept = {"keep_last": keep.keep_last, "keep_every": keep.keep_every}
-                delete = checkpoint_files.delete_unkept
-                self._futures.append(self._thread.submit(delete, self._root, step, **kept))
                 return ""
         except OSError as own:
             error = own
         return _describe(self._root, step, error, sum(sizes))
+
+    def _delete_old(self, step: int) -> None:
+        """Delete what `step` replaces; an error is raised with the next checkpoint's."""
+        if self._outcome.exception() is None and not self._outcome.result():
+            keep = self._settings
+            checkpoint_files.delete_unkept(
+                self._root, step, keep_last=keep.keep_last, keep_every=keep.keep_every
+            )
 
     def _write_metadata(self, step: int, files: Mapping[str, Written]) -> dict[str, str]:
         """Write each role's metadata, which locates its chunks; return the checksums."""
@@ -195,9 +216,6 @@ class CheckpointWriter:
             name = f"{role}/{METADATA_FILE}"
             sums[name] = sha256_of(partial / name)
         return sums
-
-    def _note_seconds(self, begun: float) -> None:
-        self.seconds = time.monotonic() - begun
 
     def __enter__(self) -> CheckpointWriter:
         return self
