@@ -159,26 +159,39 @@ def trained(hf, run_dir, threshold, port):
                     trainer.policy_version,
                 )
             )  # fmt: skip
-        left = list(sampled[1])
 
-        def sample(number, count):
-            groups = [left.pop(0) for _ in range(count * GROUP_SIZE)]
-            moved = [replace(s.rollout, position=p) for p, s in enumerate(groups)]
-            return [replace(s, rollout=r) for s, r in zip(groups, moved, strict=True)]
+        def kept(judged, *reward):
+            """(rewards that dynamic sampling keeps, its metrics)."""
+            left = list(judged)
 
-        kept, of_sampling = sample_mixed_groups(
-            sample,
-            lambda name: contextlib.nullcontext(),
-            settings.algorithm.model_copy(update={"responses_per_step": GROUP_SIZE}),
-        )
+            def sample(number, count):
+                groups = [left.pop(0) for _ in range(count * GROUP_SIZE)]
+                moved = [replace(s.rollout, position=p) for p, s in enumerate(groups)]
+                return [replace(s, rollout=r) for s, r in zip(groups, moved, strict=True)]
+
+            found, of_sampling = sample_mixed_groups(
+                sample,
+                lambda name: contextlib.nullcontext(),
+                settings.algorithm.model_copy(update={"responses_per_step": GROUP_SIZE}),
+                *reward,
+            )
+            return [s.reward for s in found], of_sampling
+
+        # A first group of one score, whose lengths alone are punished.
+        punished = [replace(s, score=0.75, reward=0.75 - p) for p, s in enumerate(sampled[1])]
+        equal = [*punished[:GROUP_SIZE], *sampled[1]]
+        of_sampling = [
+            kept(sampled[1]), kept(sampled[1], settings.reward), kept(equal, settings.reward)
+        ]  # fmt: skip
     verdicts = [[(s.status, s.reward, s.score) for s in some] for some in sampled]
-    return steps, ([s.reward for s in kept], of_sampling), verdicts
+    return steps, of_sampling, verdicts
 
 
 class Run(NamedTuple):
     threshold: float
     steps: list[Step]
-    kept: tuple[list[float], dict[str, float]]
+    kept: list[tuple[list[float], dict[str, float]]]
+    """By verdicts, by rewards, and by rewards behind a group whose scores are equal."""
     verdicts: list[list[tuple[str, float, float]]]
 
 
@@ -314,17 +327,23 @@ def test_the_positive_examples_are_those_above_the_threshold(run):
     assert chosen != {s for s in scores(1) if s > 0}
 
 
-def test_groups_are_sampled_whole_and_dropped_by_correctness(run):
-    """The first group's rewards differ, but all of them are correct: nothing to learn from."""
+def test_groups_are_sampled_whole_and_dropped_by_correctness_or_by_rewards(run):
+    """The first group's rewards differ, but its verdicts do not."""
     for first in range(0, NUM_RESPONSES, GROUP_SIZE):
         group = [s.rollout for s in rollouts(1)[first : first + GROUP_SIZE]]
         assert [r.sample for r in group] == [*range(GROUP_SIZE)] and len(
             {r.prompt for r in group}
         ) == 1
-    rewards, metrics = run.kept
+    (rewards, metrics), graded, behind_equal = run.kept
     # Of four groups the first one that is mixed.
     groups = [scores(1)[i : i + GROUP_SIZE] for i in range(0, NUM_RESPONSES, GROUP_SIZE)]
     mixed = [g for g in groups if 0 < sum(s >= run.threshold for s in g) < GROUP_SIZE]
     assert rewards == mixed[0] != groups[0]
     assert metrics["rollout/groups_dropped_all_correct"] == groups.index(mixed[0])
     assert len(set(groups[0])) == GROUP_SIZE
+    # Where scores are the rewards, there is something to learn from the first group.
+    assert graded[0] == behind_equal[0] == groups[0]
+    assert graded[1]["rollout/groups_dropped_all_correct"] == 0
+    dropped = [behind_equal[1][f"rollout/groups_dropped_all_{of}"] for of in ("correct", "wrong")]
+    statuses = {status for status, _, _ in run.verdicts[1][:GROUP_SIZE]}
+    assert dropped == ([1, 0] if statuses == {"correct"} else [0, 1])

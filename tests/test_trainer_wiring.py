@@ -316,9 +316,16 @@ def test_a_steps_metrics_are_of_that_step(vapo, step):
     pairs = zip(trained_on(expected, "old_logprobs"), trained_on(expected, "rollout_logprobs"))
     ratios = [math.exp(a - b) for a, b in pairs]
     statuses = [item.status for item in scored]
+    by_group: dict[int, list[float]] = {}
+    for item in scored:
+        by_group.setdefault(item.rollout.position // GROUP_SIZE, []).append(item.reward)
+    spreads = [pstdev(rewards) for rewards in by_group.values()]
     found = {
         "num_tokens": sum(lengths),
         "reward/mean": fmean(item.reward for item in scored),
+        "reward/std": pstdev(item.reward for item in scored),
+        "reward/group_std_mean": fmean(spreads),
+        "reward/equal_groups_fraction": spreads.count(0) / len(spreads),
         "reward/correct_fraction": statuses.count("correct") / NUM_RESPONSES,
         "reward/unparsable_fraction": statuses.count("unparsable") / NUM_RESPONSES,
         "reward/timed_out_fraction": statuses.count("timed_out") / NUM_RESPONSES,

@@ -53,6 +53,13 @@ def test_what_is_not_kept_can_be_forgotten():
     assert lacked == [3, 2, 1, 0] and numbers.tolist() == [2, 5, 7, 10]
 
 
+def test_rewards_decide_where_they_are_given():
+    # Row 2 is all correct and row 5 all wrong, but their rewards differ; those of row 1 do not.
+    mixed = torch.tensor([False, False, True, True, True, True, False])
+    rows, missing = select_groups(CORRECT, 3, 5, mixed)
+    assert (rows.tolist(), missing) == ([0, 2, 3, 4, 5], 1)
+
+
 def test_a_group_of_one_is_never_mixed():
     rows, missing = select_groups(torch.tensor([1, 0]), 1, 2)
     assert (rows.tolist(), missing) == ([0, 1], 2)

@@ -1,4 +1,4 @@
-"""Dynamic sampling: train on prompts whose responses are neither all correct nor all wrong."""
+"""Dynamic sampling: train on prompts of which some responses are better than others."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 
 
-def select_groups(num_correct: Tensor, group_size: int, num_groups: int) -> tuple[Tensor, int]:
+def select_groups(
+    num_correct: Tensor, group_size: int, num_groups: int, mixed: Tensor | None = None
+) -> tuple[Tensor, int]:
     """Select the groups that a step trains on, and count how many mixed groups are missing.
 
         mixed: 0 < correct < G;   kept: the first num_groups mixed ones
 
     In a group whose responses are all correct or all wrong, every group-relative advantage is 0
-    (apart from reward shaping such as the overlong punishment). If mixed groups are missing, the
-    first of the others take their place, so that the batch keeps its size. Surplus groups are
-    dropped from the end: the selection depends only on the verdicts, not on which rank sampled a
-    group or finished first.
+    (apart from reward shaping such as the overlong punishment). Where scores are the rewards, that
+    holds of a group whose rewards are all equal, so `mixed` is given. If mixed groups are missing,
+    the first of the others take their place, so that the batch keeps its size. Surplus groups are
+    dropped from the end: the selection depends only on verdicts and scores, not on which rank
+    sampled a group or finished first.
 
     Source: DAPO (arXiv 2503.14476, section 3.2), dynamic sampling; filling up is our addition.
 
@@ -26,6 +29,7 @@ def select_groups(num_correct: Tensor, group_size: int, num_groups: int) -> tupl
             order of sampling; the verdicts, not the shaped rewards.
         group_size: G.
         num_groups: groups that a step trains on, at least 1.
+        mixed: bool [P], groups whose rewards differ; None: the verdicts decide.
 
     Returns:
         (int64 [min(P, num_groups)], indices of the selected groups, ascending; the number of
@@ -41,7 +45,8 @@ def select_groups(num_correct: Tensor, group_size: int, num_groups: int) -> tupl
             f"num_correct must lie in [0, {group_size}], the group size; found "
             f"{int(num_correct.min())} to {int(num_correct.max())}"
         )
-    mixed = (num_correct > 0) & (num_correct < group_size)
+    if mixed is None:
+        mixed = (num_correct > 0) & (num_correct < group_size)
     kept = mixed.nonzero().squeeze(1)[:num_groups]
     missing = num_groups - kept.numel()
     others = (~mixed).nonzero().squeeze(1)[:missing]

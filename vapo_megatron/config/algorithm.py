@@ -25,8 +25,9 @@ class AlgorithmConfig(Section):
     )
     dynamic_sampling: bool = _field(
         False,
-        "Dynamic sampling (DAPO): drop groups whose responses are all correct or all wrong and "
-        "sample more prompts instead; off during value pretraining.",
+        "Dynamic sampling (DAPO): drop groups whose responses are all correct or all wrong (with "
+        "reward.from_score: whose rewards are all equal) and sample more prompts instead; off "
+        "during value pretraining.",
     )
     dynamic_sampling_max_rounds: int = _field(
         10,

@@ -91,7 +91,11 @@ METRICS: dict[str, Metric] = {
     "rollout/sampling_rounds": Metric("", "Dynamic sampling: sampling rounds of the step."),
     "rollout/groups_sampled": Metric("", "Groups sampled in all rounds, kept or dropped."),
     "rollout/groups_dropped_all_correct": Metric("", "Groups dropped: all responses correct."),
-    "rollout/groups_dropped_all_wrong": Metric("", "Groups dropped: no response correct."),
+    "rollout/groups_dropped_all_wrong": Metric(
+        "",
+        "Groups dropped: no response correct; with reward.from_score all others whose rewards are "
+        "equal.",
+    ),
     "rollout/groups_dropped_surplus": Metric("", "Mixed groups dropped: the batch was full."),
     "rollout/groups_filled": Metric(
         "", "Uniform groups trained on after all, because the sampling rounds were exhausted."

@@ -1,24 +1,28 @@
 """Dynamic sampling: rounds until enough groups are mixed, neither all correct nor all wrong.
 
-Before and after each round, every rank holds the responses that it sampled itself of the groups
-kept so far, and the number of correct responses of each of those groups. A round all-reduces two
-numbers per sampled group; responses stay on the rank that sampled them.
+Where scores are the rewards, a group is mixed if its rewards differ. Before and after each round,
+every rank holds the responses that it sampled itself of the groups kept so far, and of each of
+those groups the number of correct responses and whether it is mixed. A round all-reduces two
+numbers per sampled group, with scores four; responses stay on the rank that sampled them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from vapo_megatron.algorithm.dynamic_sampling import next_round_size, select_groups
-from vapo_megatron.config import AlgorithmConfig
+from vapo_megatron.config import AlgorithmConfig, RewardConfig
 from vapo_megatron.config.metrics import emits
 from vapo_megatron.config.phases import REWARD
 from vapo_megatron.data.batch import ScoredRollout
-from vapo_megatron.parallel.reduce import sum_over_world
+from vapo_megatron.parallel.reduce import max_over_world, sum_over_world
+from vapo_megatron.reward.shaping import base_reward
+from vapo_megatron.reward.verifier import Status, Verdict
 from vapo_megatron.rollout.source import Phase
 
 
@@ -35,6 +39,7 @@ def sample_mixed_groups(
     sample: Callable[[int, int], Sequence[ScoredRollout]],
     phase: Phase,
     algorithm: AlgorithmConfig,
+    reward: RewardConfig | None = None,
 ) -> tuple[list[ScoredRollout], dict[str, float]]:
     """Sample rounds of prompts and keep num_prompts groups, mixed ones first. Collective.
 
@@ -44,6 +49,8 @@ def sample_mixed_groups(
         phase: times the wait for the other ranks' verdicts.
         algorithm: num_prompts (P, over all ranks), group_size (G), and dynamic_sampling_max_rounds,
             after which other groups fill up what is missing.
+        reward: with from_score, rewards decide which groups are mixed; otherwise, and with None,
+            verdicts do.
 
     Returns:
         (this rank's responses of the kept groups, ordered by position, which is renumbered
@@ -54,22 +61,27 @@ def sample_mixed_groups(
     """
     num_groups, group_size = algorithm.num_prompts, algorithm.group_size
     held: list[ScoredRollout] = []
-    of_held = of_all = torch.zeros(0, dtype=torch.long)
+    # Of each group: its correct responses, and whether it is mixed.
+    of_held = of_all = torch.zeros(2, 0, dtype=torch.long)
     missing, rounds = num_groups, 0
     while missing and rounds < algorithm.dynamic_sampling_max_rounds:
-        num_mixed = int(((of_all > 0) & (of_all < group_size)).sum())
-        asked = next_round_size(missing, num_mixed, len(of_all), num_groups)
+        asked = next_round_size(missing, int(of_all[1].sum()), of_all.shape[1], num_groups)
         scored = sample(rounds, asked)
         with phase(REWARD):
-            of_round = _correct_by_group(scored, asked, group_size)
-        of_all, candidates = torch.cat([of_all, of_round]), torch.cat([of_held, of_round])
-        rows, missing = select_groups(candidates, group_size, num_groups)
+            correct = _correct_by_group(scored, asked, group_size)
+            mixed = (correct > 0) & (correct < group_size)
+            if reward is not None and reward.from_score is not None:
+                mixed = _rewards_differ(scored, asked, group_size, reward)
+        of_round = torch.stack([correct, mixed.long()])
+        of_all = torch.cat([of_all, of_round], dim=1)
+        candidates = torch.cat([of_held, of_round], dim=1)
+        rows, missing = select_groups(candidates[0], group_size, num_groups, candidates[1].bool())
         places = {row: place for place, row in enumerate(rows.tolist())}
         held = [
             *_placed(held, 0, places, group_size),
-            *_placed(scored, len(of_held), places, group_size),
+            *_placed(scored, of_held.shape[1], places, group_size),
         ]
-        of_held = candidates[rows]
+        of_held = candidates[:, rows]
         rounds += 1
     return held, {"rollout/sampling_rounds": rounds, **_metrics(of_all, of_held, group_size)}
 
@@ -92,6 +104,25 @@ def _correct_by_group(scored: Sequence[ScoredRollout], num_groups: int, group_si
     return correct
 
 
+def _rewards_differ(
+    scored: Sequence[ScoredRollout], num_groups: int, group_size: int, reward: RewardConfig
+) -> Tensor:
+    """Say in which groups rewards differ, over all ranks -> bool [num_groups]. Collective.
+
+    Without the punishment of length, which would make every group mixed.
+    """
+    # Of the rewards and of their negatives.
+    highest = torch.full((2, num_groups), -torch.inf, dtype=torch.float64)
+    for item in scored:
+        verifier = item.rollout.prompt.problem.verifier or reward.verifier
+        verdict = Verdict(cast(Status, item.status), item.score)
+        base = base_reward(verdict, reward, verifier, truncated=item.rollout.truncated)
+        of_group = highest[:, item.rollout.position // group_size]
+        torch.maximum(of_group, torch.tensor([base, -base]).to(of_group), out=of_group)
+    highest = max_over_world(highest)
+    return highest[0] > -highest[1]
+
+
 def _placed(
     scored: Sequence[ScoredRollout], first: int, places: Mapping[int, int], group_size: int
 ) -> Iterator[ScoredRollout]:
@@ -107,19 +138,22 @@ def _placed(
 def _metrics(of_all: Tensor, of_held: Tensor, group_size: int) -> dict[str, float]:
     """Count groups: sampled = trained on + dropped_all_correct + dropped_all_wrong + surplus.
 
-    of_all, of_held: int64, correct responses of each group sampled, and of each trained on.
+    of_all, of_held: int64 [2, groups], correct responses of each group sampled, and of each trained
+    on, and whether it is mixed.
     """
 
-    def unmixed(counts: Tensor) -> Tensor:
-        return torch.stack([(counts == group_size).sum(), (counts == 0).sum()])
+    def unmixed(groups: Tensor) -> Tensor:
+        all_correct = groups[0] == group_size
+        return ((groups[1] == 0) & torch.stack([all_correct, ~all_correct])).sum(1)
 
     all_correct, all_wrong = (unmixed(of_all) - unmixed(of_held)).tolist()
-    dropped = len(of_all) - len(of_held)
+    num_sampled = of_all.shape[1]
+    dropped = num_sampled - of_held.shape[1]
     return {
-        "rollout/groups_sampled": len(of_all),
+        "rollout/groups_sampled": num_sampled,
         "rollout/groups_dropped_all_correct": all_correct,
         "rollout/groups_dropped_all_wrong": all_wrong,
         "rollout/groups_dropped_surplus": dropped - all_correct - all_wrong,
         "rollout/groups_filled": int(unmixed(of_held).sum()),
-        "rollout/sampled_correct_fraction": float(of_all.sum()) / (len(of_all) * group_size),
+        "rollout/sampled_correct_fraction": float(of_all[0].sum()) / (num_sampled * group_size),
     }

@@ -125,7 +125,7 @@ class Sampling(RolloutSource):
         algorithm = self._algorithm
         sample = functools.partial(self._sample, step, policy_version, phase, has_time)
         if algorithm.dynamic_sampling and trains_actor:
-            scored, metrics = sample_mixed_groups(sample, phase, algorithm)
+            scored, metrics = sample_mixed_groups(sample, phase, algorithm, self._reward)
         else:
             scored, metrics = sample(0, algorithm.num_prompts), {}
         if self._carried is not None:
