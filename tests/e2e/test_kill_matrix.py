@@ -132,15 +132,23 @@ def test_it_ends_as_if_it_had_never_been_killed(given, room, kills):
         assert tensors_sha256(cut / last / role) == tensors_sha256(whole / last / role), role
     assert updates(cut / last) == updates(whole / last)
     # Beside the tensors: where the data stands, what an optimizer has of numbers.
-    names = [f"{last}/{STATE}", *names_of(whole, f"{last}/**/*.pt"), *names_of(whole, "rollouts/*")]
+    assert state_of(cut / last, cut) == state_of(whole / last, whole)
+    names = [*names_of(whole, f"{last}/**/*.pt"), *names_of(whole, "rollouts/*")]
     names += ["problems.jsonl", "held_out.jsonl", "hf_export/model.safetensors"]
     # Of step 9 nothing is shown: with this seed all groups that it keeps are the other rank's.
-    assert len(names) == 1 + 2 + (NUM_STEPS - 1) + 3
+    assert len(names) == 2 + (NUM_STEPS - 1) + 3
     assert names_of(cut, "rollouts/*") == names_of(whole, "rollouts/*")
     for name in names:
         assert (cut / name).read_bytes() == (whole / name).read_bytes(), name
     for fault, _ in kills:
         fault.survived = True
+
+
+def state_of(checkpoint, run_dir):
+    """All but where the run is."""
+    state = json.loads((checkpoint / STATE).read_text())
+    assert state["run"]["config"]["logging"].pop("run_dir") == str(run_dir)
+    return state
 
 
 def names_of(run_dir, pattern):
