@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.errors import CheckpointError
+from vapo_megatron.models.hf_config import parameter_count
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.hf_directory import (
     MAX_FILE_BYTES,
     TensorPlan,
+    Unfinished,
     architecture,
     atomic_directory,
     copy_settings,
@@ -29,7 +31,6 @@ from vapo_megatron.weights.hf_directory import (
     file_names,
     note_step,
     read_config,
-    together,
     write_index,
     write_safetensors,
 )
@@ -80,10 +81,12 @@ def export_hf(
         CheckpointError: on every rank, when a directory cannot be replaced or written.
     """
     out_dir, source = Path(out_dir).absolute(), Path(copy_from)
+    element_size = next(unwrap(chunks[0]).parameters()).element_size()
+    num_bytes = parameter_count(shape, value_head=role == "critic") * element_size
     try:
-        with atomic_directory(out_dir, source) as partial:
-            _export(chunks, shape, ranks, partial, source, role, max_file_bytes)
-            together(lambda: note_step(partial, step), alone=True)
+        with atomic_directory(out_dir, source, num_bytes) as unfinished:
+            _export(chunks, shape, ranks, unfinished, source, role, max_file_bytes)
+            unfinished.together(lambda: note_step(unfinished.path, step), alone=True)
     except CheckpointError as error:
         raise CheckpointError(f"HF export: {error}") from None
     return out_dir
@@ -93,12 +96,13 @@ def _export(
     chunks: Sequence[torch.nn.Module],
     shape: ModelShape,
     ranks: Ranks,
-    partial: Path,
+    unfinished: Unfinished,
     source: Path,
     role: str,
     max_file_bytes: int,
 ) -> None:
-    """Fill the directory `partial`, its index last."""
+    """Fill a directory, its index last."""
+    partial = unfinished.path
     wait_for_parameters(chunks)
     parameters = [p for p in local_parameters(chunks, shape, role) if not p.row.is_copy]
     # Wider types first: the safetensors reader needs each tensor aligned to its type.
@@ -120,8 +124,8 @@ def _export(
         copy_settings(source, partial, shape.family, role, dtype)
         write_index(partial, files)
 
-    together(write)
-    together(finish, alone=True)
+    unfinished.together(write)
+    unfinished.together(finish, alone=True)
 
 
 def _value_bias(last_chunk: torch.nn.Module, class_name: str) -> Tensor | None:
@@ -162,19 +166,19 @@ def _write_stage(
     bias: Tensor | None,
 ) -> None:
     """Gather this stage's parameters and write them on its leader."""
-    problem = None
+    problem: OSError | None = None
     for file, path in zip(files, paths, strict=True):
         tensors = (t for p, _ in file for t in _gather(p, shape, ranks, bias))
         if ranks.tp_rank == 0:
             try:
                 write_safetensors(path, [t for _, plans in file for t in plans], tensors)
             except OSError as error:
-                problem = f"{path}: {error.strerror}"
+                problem = error
         # The other ranks, and the leader after an error, still take part in each gather.
         for _ in tensors:
             pass
-    if problem:
-        raise CheckpointError(problem)
+    if problem is not None:
+        raise problem
 
 
 def _gather(

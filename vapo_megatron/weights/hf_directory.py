@@ -21,7 +21,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vapo_megatron.data.storage import replace_directory
+from vapo_megatron.data.storage import NO_ROOM, describe_write_error, replace_directory
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights.copying import write_exactly
@@ -55,26 +55,43 @@ class TensorPlan:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def together(action: Callable[[], T], *, alone: bool = False) -> T | None:
-    """Run an action on all processes; if it fails on one, raise on all, so that none waits for it.
+@dataclasses.dataclass(frozen=True)
+class Unfinished:
+    """A hidden directory that is being filled."""
 
-    Args:
-        action: to run.
-        alone: only rank 0 runs it, the others wait.
+    path: Path
+    final: Path
+    num_bytes: int
+    """That the finished directory will take."""
 
-    Raises:
-        CheckpointError: the first problem.
-    """
-    result = problem = None
-    try:
-        if not alone or _is_main():
-            result = action()
-    except (OSError, ValueError) as error:
-        problem = str(error) or repr(error)
-    for found in gather_objects(problem):
-        if found:
-            raise CheckpointError(found)
-    return result
+    def together(self, action: Callable[[], T], *, alone: bool = False) -> T | None:
+        """Run an action on all processes; if it fails on one, raise on all, so that none waits.
+
+        Args:
+            action: to run.
+            alone: only rank 0 runs it, the others wait.
+
+        Raises:
+            CheckpointError: the first problem.
+        """
+        result = problem = None
+        try:
+            if not alone or _is_main():
+                result = action()
+        except OSError as error:
+            problem = self._describe(error)
+        except ValueError as error:
+            problem = str(error) or repr(error)
+        for found in gather_objects(problem):
+            if found:
+                raise CheckpointError(found)
+        return result
+
+    def _describe(self, error: OSError) -> str:
+        if error.errno not in NO_ROOM:
+            return f"{self.final} cannot be written: {error}; fix that"
+        why = describe_write_error(self.final, error, self.num_bytes, unfinished=[self.path])
+        return f"{why} and start again"
 
 
 def _is_main() -> bool:
@@ -82,7 +99,9 @@ def _is_main() -> bool:
 
 
 @contextlib.contextmanager
-def atomic_directory(out_dir: Path, source: Path, *, overwrite: bool = True) -> Iterator[Path]:
+def atomic_directory(
+    out_dir: Path, source: Path, num_bytes: int, *, overwrite: bool = True
+) -> Iterator[Unfinished]:
     """Yield a hidden directory to fill; rename it to out_dir when all processes are done.
 
     It is removed on an error; what a killed process leaves is removed by the next one.
@@ -90,16 +109,18 @@ def atomic_directory(out_dir: Path, source: Path, *, overwrite: bool = True) -> 
     Args:
         out_dir: path of the finished directory.
         source: directory whose config.json and tokenizer are copied.
+        num_bytes: that out_dir will take.
         overwrite: replace an earlier export or conversion; nothing else ever is.
 
     Raises:
         CheckpointError: on every rank, when out_dir is taken or source cannot be copied.
     """
     partial = out_dir.parent / f".{out_dir.name}.partial"
-    together(lambda: _prepare(partial, out_dir, source, overwrite), alone=True)
+    unfinished = Unfinished(partial, out_dir, num_bytes)
+    unfinished.together(lambda: _prepare(partial, out_dir, source, overwrite), alone=True)
     try:
-        yield partial
-        together(lambda: replace_directory(partial, out_dir), alone=True)
+        yield unfinished
+        unfinished.together(lambda: replace_directory(partial, out_dir), alone=True)
     except BaseException:
         if _is_main():
             shutil.rmtree(partial, ignore_errors=True)

@@ -1,14 +1,16 @@
 """Conversions that are refused or interrupted: one line of error, and no output directory.
 
-Does not exercise: full disks, several processes of which one fails.
+Does not exercise: several processes of which one fails.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.run.checkpoint.test_writer import limited, small_disk
 from tests.weights.convert.converted import assert_same, read, rewrite, to_hf, to_megatron
 from tests.weights.loaded import Layout
 from tests.weights.tiny_hf import write_tiny_hf
@@ -202,3 +205,37 @@ def test_an_interrupt_leaves_nothing_that_looks_whole(tmp_path, ending, code):
         assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "m"]
         assert to_hf(megatron, tmp_path / "b") == 0
         assert_same(read(tmp_path / "b"), read(hf))
+
+
+FULL = {"to-megatron": to_megatron, "to-hf": to_hf}
+
+
+@pytest.mark.parametrize("direction", FULL)
+def test_no_room_is_one_line_and_leaves_nothing(tmp_path, capsys, direction):
+    """A limit meets torch.save's records, copied rows, and a file's last bytes."""
+    given, disk = write_tiny_hf(tmp_path / "hf"), tmp_path / "disk"
+    if direction == "to-hf":
+        assert to_megatron(tmp_path / "hf", tmp_path / "m") == 0
+        given = tmp_path / "m"
+    disk.mkdir()
+    assert FULL[direction](given, disk / "out") == 0
+    largest = max(file.stat().st_size for file in (disk / "out").iterdir())
+    shutil.rmtree(disk / "out")
+    capsys.readouterr()
+
+    def told():
+        assert FULL[direction](given, disk / "out") == 2
+        assert not any(disk.iterdir())
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    for limit in (1, 1000, 5000, largest // 2, largest - 1):
+        with limited(limit):
+            said = told()
+        assert f"{disk}/out cannot be written: {os.strerror(errno.EFBIG)} (it takes 0.0006" in said
+        assert "; raise the limit on a file's size (ulimit -f) and start again" in said
+    with small_disk(disk, 400 << 10) as cannot_mount:
+        if not cannot_mount:
+            said = told()
+            assert f"{disk}/out cannot be written: {os.strerror(errno.ENOSPC)} (it takes" in said
+            assert said.endswith(" GB, 0.00041 GB are free); free some space and start again")

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from vapo_megatron.config import CheckpointConfig
-from vapo_megatron.data.storage import NO_ROOM, Abandoned, HashedFile, free_bytes, sha256_of
+from vapo_megatron.data.storage import Abandoned, HashedFile, describe_write_error, sha256_of
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.checkpoint_metadata import METADATA_FILE
@@ -253,15 +253,9 @@ def _size(content: Content) -> int:
 
 def _describe(root: Path, step: int, error: OSError, num_bytes: int) -> str:
     """Return what went wrong in one line; delete the partial checkpoint to free space."""
-    what = error.strerror or str(error)
     shutil.rmtree(checkpoint_files.partial_directory(root, step), ignore_errors=True)
-    remedy = "fix that"
-    if error.errno in NO_ROOM:
-        free = free_bytes(root)
-        what += f" (it takes {num_bytes / 1e9:.3g} GB, {free / 1e9:.3g} GB are free)"
-        remedy = "make room there, or lower checkpoint.keep_last or keep_every"
+    final = root / checkpoint_files.directory_name(step)
+    remedy = "make room there, or lower checkpoint.keep_last or keep_every"
+    why = describe_write_error(final, error, num_bytes, remedy=remedy)
     left = next((path.name for path in checkpoint_files.candidates(root)), "the beginning")
-    return (
-        f"{root / checkpoint_files.directory_name(step)} cannot be written: {what}; {remedy}, and "
-        f"restart the run: it resumes from {left}"
-    )
+    return f"{why}, and restart the run: it resumes from {left}"

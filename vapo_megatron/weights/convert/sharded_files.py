@@ -11,6 +11,7 @@ Tensors are read and written in blocks of rows; no code from a checkpoint is run
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -89,12 +90,24 @@ def append_chunk(
     """
     data = torch.empty(sizes, dtype=dtype)  # its memory is never touched
     begin = out.seek(0, os.SEEK_END)
-    with torch.serialization.skip_data():
+    with torch.serialization.skip_data(), _own_errors():
         torch.save(data, out)
     num_bytes = out.seek(0, os.SEEK_END) - begin
     place = _data_place(out, begin, num_bytes, data.nbytes)
     name = Path(out.name).name
     return Written(key, shape, dtype, offsets, sizes, name, begin, num_bytes), place
+
+
+@contextlib.contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise the OSError behind what torch.save makes of a failed write."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        raise (error if cause is None else cause) from None
 
 
 def append_empty_objects(directory: Path, file: str, keys: Iterable[str]) -> list[Written]:

@@ -33,7 +33,6 @@ from vapo_megatron.weights.hf_directory import (
     note_step,
     read_config,
     safetensors_header,
-    together,
     write_index,
 )
 from vapo_megatron.weights.hf_reader import DTYPES, compare_tensors
@@ -112,8 +111,10 @@ def convert_to_hf(
     contents = divide(items, lambda item: item.plan.num_bytes, max_file_bytes)
     files = dict(zip(file_names(len(contents)), contents, strict=True))
 
-    with atomic_directory(out, source, overwrite=overwrite) as partial:
-        together(lambda: _write(files, partial, reader, team))
+    num_bytes = sum(item.plan.num_bytes for item in items)
+    with atomic_directory(out, source, num_bytes, overwrite=overwrite) as unfinished:
+        partial = unfinished.path
+        unfinished.together(lambda: _write(files, partial, reader, team))
 
         def finish() -> None:
             dtype = None if info and hf is None else reader.dtype(_EMBEDDING_KEY)
@@ -121,7 +122,7 @@ def convert_to_hf(
             write_index(partial, {name: [i.plan for i in file] for name, file in files.items()})
             note_step(partial, _step_of(megatron))
 
-        together(finish, alone=True)
+        unfinished.together(finish, alone=True)
     return out
 
 

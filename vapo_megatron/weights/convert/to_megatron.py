@@ -36,12 +36,7 @@ from vapo_megatron.weights.convert.sharded_tensors import (
 )
 from vapo_megatron.weights.convert.team import OnProgress, Team
 from vapo_megatron.weights.copying import Blocks, row_blocks, write_exactly
-from vapo_megatron.weights.hf_directory import (
-    CONVERSION_FILE,
-    atomic_directory,
-    copy_settings,
-    together,
-)
+from vapo_megatron.weights.hf_directory import CONVERSION_FILE, atomic_directory, copy_settings
 from vapo_megatron.weights.hf_reader import DTYPES, HfReader
 from vapo_megatron.weights.load_hf import check_hf_tensors, check_tied
 from vapo_megatron.weights.mapping import EMBEDDING, OUTPUT, VALUE_HEAD, VALUE_HEAD_BIAS
@@ -101,9 +96,11 @@ def convert_to_megatron(
     head = torch.randn(1, shape.hidden_size, generator=torch.Generator().manual_seed(seed))
     head = (value_head_init_std * head).to(dtypes["embedding.word_embeddings.weight"])
 
-    with atomic_directory(out, hf, overwrite=overwrite) as partial:
+    num_bytes = sum(t.num_rows * t.num_columns * dtypes[t.key].itemsize for t in tensors)
+    with atomic_directory(out, hf, num_bytes, overwrite=overwrite) as unfinished:
+        partial = unfinished.path
         worker = _Worker(partial, reader, parallel, team, None if VALUE_HEAD in present else head)
-        written = together(lambda: worker.write(tensors, dtypes))
+        written = unfinished.together(lambda: worker.write(tensors, dtypes))
         everything = list(itertools.chain(*gather_objects(written or [])))
 
         def finish() -> None:
@@ -112,7 +109,7 @@ def convert_to_megatron(
             content = {"producer": "vapo_megatron", "role": role, "tied_output": tied_output}
             (partial / CONVERSION_FILE).write_text(json.dumps(content, indent=1) + "\n")
 
-        together(finish, alone=True)
+        unfinished.together(finish, alone=True)
     return out
 
 
