@@ -24,10 +24,13 @@ out="runs/tiny/seed_$seed"
 source tools/setup_env.sh
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 
-"$VAPO_PYTHON" examples/tiny/make_base_model.py --out "$out/base" --seed "$seed"
-"$VAPO_PYTHON" examples/tiny/task.py --out "$out/data" --seed "$seed"
-"$VAPO_PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 \
-  -m vapo_megatron.train --config examples/configs/tiny.yaml \
+# A background command does not hear Ctrl-C, on which Python would print a traceback.
+make() { "$VAPO_PYTHON" "$@" & wait "$!"; }
+trap 'kill "$!" 2>/dev/null; echo "interrupted; the same command goes on" >&2; exit 130' INT
+
+make examples/tiny/make_base_model.py --out "$out/base" --seed "$seed"
+make examples/tiny/task.py --out "$out/data" --seed "$seed"
+exec "$VAPO_PYTHON" -m vapo_megatron train --config examples/configs/tiny.yaml \
   "seed=$seed" "model.hf_path=$out/base" \
   "data.train_path=$out/data/train.jsonl" "evaluation.path=$out/data/test.jsonl" \
   "logging.run_dir=$out/vapo" "${overrides[@]}"

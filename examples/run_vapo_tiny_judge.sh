@@ -24,10 +24,14 @@ out="runs/tiny/seed_$seed"
 source tools/setup_env.sh
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 
-"$VAPO_PYTHON" examples/tiny/make_base_model.py --out "$out/base" --seed "$seed"
-"$VAPO_PYTHON" examples/tiny/task.py --out "$out/data" --seed "$seed"
+# A background command does not hear Ctrl-C, on which Python would print a traceback.
+make() { "$VAPO_PYTHON" "$@" & wait "$!"; }
+trap 'kill "$!" 2>/dev/null; echo "interrupted; the same command goes on" >&2; exit 130' INT
+
+make examples/tiny/make_base_model.py --out "$out/base" --seed "$seed"
+make examples/tiny/task.py --out "$out/data" --seed "$seed"
 sed 's/}$/, "verifier": "math"}/' "$out/data/test.jsonl" >"$out/data/test_math.jsonl"
-"$VAPO_PYTHON" examples/tiny/make_judge.py --out "$out/judge" --seed "$seed"
+make examples/tiny/make_judge.py --out "$out/judge" --seed "$seed"
 
 # `vllm serve $out/judge`, in words that vLLM's CPU build understands, too.
 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 \
@@ -41,8 +45,8 @@ until (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do
   sleep 1
 done
 
-"$VAPO_PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 \
-  -m vapo_megatron.train --config examples/configs/tiny.yaml --config examples/configs/tiny_judge.yaml \
+trap - INT
+"$VAPO_PYTHON" -m vapo_megatron train --config examples/configs/tiny.yaml --config examples/configs/tiny_judge.yaml \
   "seed=$seed" "model.hf_path=$out/base" "logging.run_dir=$out/judged" \
   "reward.verifiers.judge.base_url=http://127.0.0.1:$port/v1" "reward.verifiers.judge.cache=$out/judge_cache" \
   "data.train_path=$out/data/train.jsonl" "evaluation.path=$out/data/test_math.jsonl" \

@@ -96,13 +96,15 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(autouse=True)
 def _seeded():
-    """Every test starts from the same random state, on one thread; no test blocks a signal."""
+    """Every test starts from the same random state, on one thread; none keeps a signal."""
     import torch  # Not at the top: xdist's own process, which starts first, does without.
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    handler = signal.getsignal(signal.SIGINT)
     yield
+    signal.signal(signal.SIGINT, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 

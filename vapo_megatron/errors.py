@@ -1,12 +1,25 @@
-"""User errors, as opposed to bugs: they end the program with one line and exit code 2."""
+"""User errors, as opposed to bugs: they end the program with one line and exit code 2.
+
+A process's last words go through `report`. Under our own torchrun (cli/torchrun.py) they wait in
+torch's error file, and the launcher prints those of the first process that failed, once all have
+ended: so they are the last thing on the screen. Elsewhere they are printed at once.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import threading
+import time
 import zlib
 from pathlib import Path
 from typing import TextIO
+
+LAUNCHER = "VAPO_LAUNCHER"
+"""Environment variable: process id of the launcher that prints its workers' last words."""
+INTERRUPTED = 130
+"""Exit code after SIGINT, as a shell has it."""
 
 
 class UserError(ValueError):
@@ -49,3 +62,48 @@ def tell(mistake: str, file: TextIO | None = None) -> None:
         except OSError:
             pass  # The disk is full or the directory gone: better printed twice than never.
     print(mistake, file=file or sys.stderr, flush=True)
+
+
+def report(line: str, code: int, trace: str = "", file: TextIO | None = None) -> None:
+    """Say why this process ends.
+
+    Args:
+        line: the reason.
+        code: exit code that the command shall have: 2 for a user's mistake, 1 for a bug.
+        trace: of a bug.
+        file: None: standard error.
+    """
+    has_reported.set()
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    is_recorded = bool(error_file) and _record(Path(str(error_file)), line, code, trace)
+    if is_recorded and _is_last_start() and os.environ.get(LAUNCHER) == str(os.getppid()):
+        return
+    file = file or sys.stderr
+    # The live display of a run that ends at once leaves the cursor behind its last line.
+    lines = [*[""] * file.isatty(), *[trace.rstrip()] * bool(trace), line]
+    tell("\n".join(lines), file)
+
+
+has_reported = threading.Event()
+"""Nothing more is to be said of an error that is a consequence."""
+
+
+def _record(file: Path, line: str, code: int, trace: str) -> bool:
+    """Write the error file, of which torch's report shows py_callstack; return whether it could."""
+    now = time.time()
+    shown = {"py_callstack": line, "timestamp": str(int(now))}
+    own = {"line": line, "code": code, "trace": trace, "time": now}
+    try:
+        file.write_text(json.dumps({"message": {"message": line, "extraInfo": shown}, "own": own}))
+    except OSError:
+        return False
+    return True
+
+
+def _is_last_start() -> bool:
+    """Will torchrun not start this process again if it fails?"""
+    done, most = (
+        int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
+        for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
+    return done >= most

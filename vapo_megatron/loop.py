@@ -9,7 +9,7 @@ from typing import Any
 from vapo_megatron.algorithm.value_pretraining import critic_has_settled
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import CHECKPOINT, EXPORT
-from vapo_megatron.errors import Stopped
+from vapo_megatron.errors import INTERRUPTED, Stopped, report
 from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.run.checkpoint import load as checkpoint
@@ -43,21 +43,31 @@ class VapoTrainer(StepTrainer):
         """Steps done at the latest checkpoint."""
         self._unevaluated: dict[str, float] | None = None
         """Metrics of the last step if the run was stopped before its evaluation finished."""
+        self.is_interrupted = False
+        """SIGINT has stopped the run before its last step."""
 
     def fit(self) -> None:
         """Start or resume, run all steps, and write a checkpoint, an HF export and a report."""
         config, start = self.config, self._resume()
         self._publish()
         writer = CheckpointWriter(self._checkpoints, config.checkpoint)
+        stopped = ""
         with self.output.opened(start, is_unevaluated=self._unevaluated is not None), writer:
             if self.source.note:
                 self.output.note(self.source.note)
             self._take_snapshot(start)
+            self.early_stop.announce = self.output.note
             try:
                 self._run(start, writer)
                 self._finish()
             except Stopped:
-                self._stop(writer)
+                stopped = self._stop(writer)
+        # After the live display, as the last thing on the screen.
+        self.is_interrupted = bool(stopped) and self.early_stop.signal_name == "SIGINT"
+        if self.is_interrupted:
+            report(stopped, INTERRUPTED)
+        elif stopped and self.ranks.rank == 0:
+            print(stopped, flush=True)
 
     def _run(self, done: int, writer: CheckpointWriter) -> None:
         """Run the steps after the first `done` ones.
@@ -117,15 +127,15 @@ class VapoTrainer(StepTrainer):
             if waits:
                 writer.wait()
 
-    def _stop(self, writer: CheckpointWriter) -> None:
-        """Save the last complete step."""
+    def _stop(self, writer: CheckpointWriter) -> str:
+        """Save the last complete step; return a line about it."""
         self._save(writer, waits=True)
         name = self.early_stop.signal_name or "a signal to another rank"
         done = self._snapshot[0]
         lost = "" if self._saved == done else (
             f", which lacks responses that were still sampled: it resumes from step {self._saved}"
         )  # fmt: skip
-        self.output.note(f"stopped by {name} after step {done}{lost}; start it again to resume")
+        return f"stopped by {name} after step {done}{lost}; start it again to resume"
 
     def _is_finished(self, done: int) -> bool:
         """Whether all steps are done, or value pretraining has stopped early."""

@@ -254,7 +254,7 @@ class StepTrainer:
                 )
                 batch = with_verdicts(batch, summary)
         self.source.keep(step, scored, self.phase)
-        check_verdicts(summary, config.reward)
+        check_verdicts(summary, config.reward, scored, self.source.prompts, self.source.group)
 
         # V and log pi of the responses under the weights before the update.
         if self.critic is not None:

@@ -31,7 +31,7 @@ def make_stand_in(directory):
     (directory / "stand_in").mkdir()
     (directory / "stand_in/sitecustomize.py").write_text(
         "import json, os, signal, sys\n"
-        "if 'torch.distributed.run' in sys.orig_argv:\n"
+        "if 'vapo_megatron.cli.torchrun' in sys.orig_argv:\n"
         "    print(json.dumps({'arguments': sys.orig_argv[3:], 'environment': dict(os.environ),\n"
         "        'blocks': list(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, [])))}),\n"
         "        flush=True)\n"

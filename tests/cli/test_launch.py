@@ -23,8 +23,8 @@ from tests.models.qwen25 import config_json
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.workers import free_port
 from vapo_megatron.cli import train
-from vapo_megatron.cli.launch import torchrun_command
 from vapo_megatron.cli.main import main
+from vapo_megatron.cli.torchrun import MODULE, torchrun_command
 from vapo_megatron.config import ConfigError, VapoConfig, load_config
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel.health.early_stop import SIGNALS
@@ -148,7 +148,7 @@ def command(world_size=8, **environment):
 def test_one_node_needs_no_variables():
     port = free_port()
     assert command(MASTER_PORT=f"{port}") == [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--node-rank=0",
+        sys.executable, "-m", MODULE, "--nnodes=1", "--node-rank=0",
         "--master-addr=127.0.0.1", f"--master-port={port}", "--nproc-per-node=8",
         "--max-restarts=0", "--", "recipe.sh", "--replay", "a b",
     ]  # fmt: skip
@@ -292,9 +292,10 @@ def test_the_command_hands_over_to_torchrun(before_torchrun, monkeypatch, tmp_pa
     (command,) = stopped.value.args
     torchrun, worker = command[: -len(arguments) - 3], command[-len(arguments) - 3 :]
     assert worker == ["-m", "--", "vapo_megatron.train", *arguments]
-    assert torchrun[1:3] == ["-m", "torch.distributed.run"]
+    assert torchrun[1:3] == ["-m", MODULE]
     assert {"--nproc-per-node=1", "--max-restarts=2"} <= set(torchrun)
     assert os.environ["OMP_NUM_THREADS"] == "3", "what is set already stays"
+    # Among them Ctrl-C's: from here on it is the launcher's.
     assert set(SIGNALS) <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
@@ -314,7 +315,7 @@ def test_rank_0_names_the_libraries_before_anything_is_built(rank, monkeypatch, 
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(train, "check_processes", lambda config: None)
-    monkeypatch.setattr(train, "_check", lambda config, replay: None)
+    monkeypatch.setattr(train, "check_rank", lambda config, replay: None)
     monkeypatch.setitem(sys.modules, "vapo_megatron.loop", SimpleNamespace(VapoTrainer=build))
     with pytest.raises(Started):
         train._train(VapoConfig(), None)

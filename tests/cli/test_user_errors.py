@@ -473,15 +473,6 @@ def test_one_process_tells_a_mistake(mistake, before_torchrun, capsys):
     assert error.startswith("error: ") and error.count("\n") == 1 and words in error
 
 
-def test_an_interrupted_check_is_one_line(place, before_torchrun, monkeypatch, capsys):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(preflight, "check_inputs", interrupt)
-    assert before_torchrun(["--config", str(place / "config.yaml")]) == 130
-    assert capsys.readouterr().err == "error: interrupted; nothing was started\n"
-
-
 @pytest.mark.parametrize("name", OF_VERIFIER)
 def test_what_the_verifier_finds(name, place, before_torchrun, capsys):
     overrides, words = make(name, place)

@@ -90,7 +90,7 @@ def test_what_the_reward_model_judges_has_no_verdict_until_its_score_is_there():
         prompt_indices=torch.zeros(4).long(), sources=torch.zeros(4).long(),
     )  # fmt: skip
     with pytest.raises(AssertionError, match="has scored"):
-        check_verdicts(summary, reward)
+        check_verdicts(summary, reward, scored, None)
     scores = torch.tensor([0.5, -0.5, 9.0, math.inf])
     after, found = with_scores(summary, scored, scores, reward, 10, {})
     # Without from_score a score above 0 is correct, and the three values are the rewards.
@@ -102,7 +102,12 @@ def test_what_the_reward_model_judges_has_no_verdict_until_its_score_is_there():
     assert after.rewards.tolist() == [1, -1, 1, -1]
     given = [0.5, -0.5, math.nan, math.nan]
     assert after.scores.tolist() == pytest.approx(given, nan_ok=True)
-    check_verdicts(after, reward)
+    check_verdicts(after, reward, found, None)
+    strict = RewardConfig(max_failed_fraction=0.2, timeout_seconds=0.5)
+    words = "of 4: more than reward.max_failed_fraction=0.2 allows; the first: the verifier taste "
+    words += "on problem 0: the reward model's score is inf; correct .*timeout_seconds=0.5, "
+    with pytest.raises(VerdictsFailed, match=words):
+        check_verdicts(after, strict, found[::-1], None)
     # With it, the score is the reward of a truncated response, too: 9 of 10 tokens, 3/4 too many.
     shaped = RewardConfig(from_score=[-1, 1], correct_from=0.75, overlong_buffer_tokens=4)
     after, found = with_scores(summary, scored, scores, shaped, 10, {})
@@ -116,9 +121,10 @@ def test_what_the_reward_model_judges_has_no_verdict_until_its_score_is_there():
 
 def test_failed_and_timed_out_verdicts_count_together():
     counts = {"correct": 4, "wrong": 2, "unparsable": 1, "failed": 1, "timed_out": 2}
-    check_failures(counts, RewardConfig(max_failed_fraction=0.3))
-    with pytest.raises(VerdictsFailed, match="1 verdicts failed and 2 timed out, of 10: more than"):
-        check_failures(counts, RewardConfig(max_failed_fraction=0.29))
+    check_failures(counts, RewardConfig(max_failed_fraction=0.3), "")
+    said = "1 verdicts failed and 2 timed out, of 10: more than .*; the first: it slept; correct"
+    with pytest.raises(VerdictsFailed, match=said):
+        check_failures(counts, RewardConfig(max_failed_fraction=0.29), "it slept")
 
 
 def test_where_nothing_is_kept_nothing_is_scored():

@@ -7,10 +7,11 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vapo_megatron.errors import ConfigError, UserError, tell
+from vapo_megatron.errors import INTERRUPTED, ConfigError, UserError, report
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -76,12 +77,15 @@ def run(
     except BaseException as error:
         # Compiled code may turn the interrupt into another exception.
         if caught:
-            tell(f"{command}: interrupted; {interrupted}")
-            return 130
-        if not isinstance(error, (UserError, OSError)):
+            report(f"{command}: interrupted; {interrupted}", INTERRUPTED)
+            return INTERRUPTED
+        if isinstance(error, (UserError, OSError)):
+            report(f"{command}: {error}", 2)
+            return 2
+        if not under_torchrun() or isinstance(error, SystemExit):
             raise
-        tell(f"{command}: {error}")
-        return 2
+        report(f"{command}: {type(error).__name__}: {error}", 1, traceback.format_exc())
+        return 1
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vapo_megatron.errors import tell
+from vapo_megatron.parallel.health import early_stop
 
 
 class Command(NamedTuple):
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean {close[0]}? " if close else ""
         tell(f"vapo: {name!r} is not a command; {hint}vapo --help lists them")
         return 2
+    early_stop.end_on_interrupt(f"vapo {name}: interrupted; nothing was started")
     # One at a time: planning takes no torch, and a mistake in an option no time.
     module = importlib.import_module(f"vapo_megatron.cli.{COMMANDS[name].module}")
     return module.main(rest)

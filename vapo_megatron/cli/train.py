@@ -20,15 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vapo_megatron.cli.command import Parser, check_processes, is_first_rank
-from vapo_megatron.cli.launch import execute, torchrun_command
 from vapo_megatron.cli.preflight import (
     check_published,
     check_rank,
     check_run,
     is_published,
 )
+from vapo_megatron.cli.torchrun import execute, torchrun_command
 from vapo_megatron.config import VapoConfig, describe_fields, load_config
-from vapo_megatron.errors import ConfigError, UserError, tell
+from vapo_megatron.errors import INTERRUPTED, ConfigError, UserError, has_reported, report
 from vapo_megatron.parallel import libraries
 from vapo_megatron.parallel.health import early_stop
 from vapo_megatron.parallel.health.processes import end_now
@@ -54,8 +54,7 @@ def main(
             process.
 
     Returns:
-        The exit code: 0; 2 for a user's mistake, which is one line; 130 when interrupted before
-        anything has started.
+        The exit code: 0; 2 for a user's mistake, which is one line; 130 when SIGINT has stopped it.
     """
     try:
         arguments = _parser(program).parse_intermixed_args(argv)
@@ -69,18 +68,15 @@ def main(
                 os.environ, config.num_processes, worker, config.rollout.num_processes
             )
             check_run(config, arguments.replay)
+            early_stop.block_signals()
             execute(command)
         else:
-            with early_stop.signals_blocked():
-                _train(config, arguments.replay)
+            first = early_stop.end_before_first_step
+            with early_stop.signals_blocked(), early_stop.interrupts_watched(first):
+                return _train(config, arguments.replay)
     except UserError as error:
-        tell(f"error: {error}")
+        report(f"error: {error}", 2)
         return 2
-    except KeyboardInterrupt:
-        if worker is None:
-            raise
-        tell("error: interrupted; nothing was started")
-        return 130
     return 0
 
 
@@ -127,7 +123,8 @@ def _dry_run(config: VapoConfig, replay: Path | None) -> None:
         print(config.to_yaml() + dry_run_comment(config) + judges, end="")
 
 
-def _train(config: VapoConfig, replay: Path | None) -> None:
+def _train(config: VapoConfig, replay: Path | None) -> int:
+    """Train, or sample for those who do; return the exit code."""
     check_processes(config)
     inputs = check_rank(config, replay)
     if is_first_rank():
@@ -147,15 +144,20 @@ def _train(config: VapoConfig, replay: Path | None) -> None:
 
             with VapoTrainer(config, replay, inputs) as trainer:
                 trainer.fit()
+            # Under torchrun 0, which would start it again; its launcher's code is 130 all the same.
+            if trainer.is_interrupted and "TORCHELASTIC_RUN_ID" not in os.environ:
+                return INTERRUPTED
     except UserError:
         raise
-    except BaseException:
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
+    except BaseException as error:
+        if not (has_reported.is_set() or "TORCHELASTIC_RUN_ID" in os.environ):
             raise
         # Libraries may wait forever for peers that are gone, and torchrun for this process.
         sys.stdout.flush()
-        traceback.print_exc()
+        if not has_reported.is_set():
+            report(f"error: {type(error).__name__}: {error}", 1, traceback.format_exc())
         end_now(1)
+    return 0
 
 
 if __name__ == "__main__":

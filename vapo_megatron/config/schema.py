@@ -193,8 +193,8 @@ class CheckpointConfig(Section):
     )
     grace_seconds: float = _field(
         30.0,
-        "Time that a run has to exit after SIGTERM or SIGUSR1: it finishes the current step if "
-        "there is time, else saves the previous one.",
+        "Time that a run has to exit after SIGTERM, SIGUSR1 or Ctrl-C: it finishes the current "
+        "step if there is time, else saves the previous one.",
         ge=0,
     )
     hf_export: bool = _field(True, "Export the trained actor as an HF directory at the end.")

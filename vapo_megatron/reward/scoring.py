@@ -12,9 +12,10 @@ from typing import NamedTuple, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from vapo_megatron.config import RewardConfig
-from vapo_megatron.data.batch import PENDING, STATUSES, Rollout, ScoredRollout, StepSummary
+from vapo_megatron.data.batch import PENDING, STATUSES, Prompt, Rollout, ScoredRollout, StepSummary
 from vapo_megatron.data.mixture import TrainingPrompts
 from vapo_megatron.errors import ConfigError, UserError
 from vapo_megatron.parallel.reduce import gather_objects
@@ -32,6 +33,8 @@ class VerdictsFailed(UserError):
     """Too many of a step's verdicts failed or timed out."""
 
 
+FAILED = ("failed", "timed_out")
+"""Statuses that are no judgement."""
 LARGEST_BATCH = 64
 """Responses that the verifier is given at once, so that a run that stops waits for few of them."""
 
@@ -240,30 +243,69 @@ def start_verifiers(
     return verifiers
 
 
-def check_verdicts(summary: StepSummary, reward: RewardConfig) -> None:
+def check_verdicts(
+    summary: StepSummary,
+    reward: RewardConfig,
+    scored: Sequence[ScoredRollout],
+    prompts: TrainingPrompts | None,
+    group: ProcessGroup | None = None,
+) -> None:
     """Stop a run whose verifier does not work; the same on every rank.
 
-    No verdict may be pending.
+    Args:
+        summary: of all ranks' responses; no verdict may be pending.
+        reward: the limits.
+        scored: this rank's responses.
+        prompts: what the responses' prompts are of; None: not known.
+        group: of all ranks that have responses; None: the world.
 
     Raises:
         VerdictsFailed: more of the step's verdicts failed or timed out than
-            reward.max_failed_fraction allows.
+            reward.max_failed_fraction allows. Quotes the first.
     """
     assert not summary.is_pending.any(), "the reward model has scored what it judges"
     counts = summary.statuses.bincount(minlength=len(STATUSES)).tolist()
-    check_failures(dict(zip(STATUSES, counts)), reward)
+    by_status = dict(zip(STATUSES, counts))
+    if not _are_too_many(by_status, reward):
+        return
+    failed = ((s.rollout.position, s) for s in scored if s.status in FAILED)
+    position, own = min(failed, key=lambda found: found[0], default=(math.inf, None))
+    said = "" if own is None else failure(own.rollout.prompt, own.status, own.note, reward, prompts)
+    check_failures(by_status, reward, min(gather_objects((position, said), group))[1])
 
 
-def check_failures(counts: Mapping[str, int], reward: RewardConfig) -> None:
-    """Refuse verdicts of a verifier that does not work; counts: of each status.
+def place(dataset: TrainingPrompts | None, index: int) -> str:
+    """Say which row of which file a Prompt.index is; None: the file is not known."""
+    if dataset is None:
+        return f"problem {index}"
+    path, row = dataset.row(index)
+    return f"row {row} (from 0) of {path}"
+
+
+def failure(
+    prompt: Prompt, status: str, note: str, reward: RewardConfig, prompts: TrainingPrompts | None
+) -> str:
+    """Say which verifier failed on which row of which file, and how."""
+    verifier = prompt.problem.verifier or reward.verifier
+    what = note or status.replace("_", " ")
+    return f"the verifier {verifier} on {place(prompts, prompt.index)}: {what}"
+
+
+def check_failures(counts: Mapping[str, int], reward: RewardConfig, first: str) -> None:
+    """Refuse verdicts of a verifier that does not work; counts: of each status, first: see failure.
 
     Raises:
         VerdictsFailed: see check_verdicts.
     """
-    failed, timed_out, total = counts["failed"], counts["timed_out"], sum(counts.values())
-    if failed + timed_out > reward.max_failed_fraction * total:
+    if _are_too_many(counts, reward):
+        failed, timed_out = (counts[status] for status in FAILED)
         raise VerdictsFailed(
-            f"{failed} verdicts failed and {timed_out} timed out, of {total}: more than "
-            f"reward.max_failed_fraction={reward.max_failed_fraction:g} allows; the first failure "
-            "is above; correct the verifier, or raise reward.timeout_seconds or the fraction"
+            f"{failed} verdicts failed and {timed_out} timed out, of {sum(counts.values())}: more "
+            f"than reward.max_failed_fraction={reward.max_failed_fraction:g} allows; the first: "
+            f"{first}; correct the verifier, or raise reward.timeout_seconds="
+            f"{reward.timeout_seconds:g}, reward.memory_gb={reward.memory_gb:g} or the fraction"
         )
+
+
+def _are_too_many(counts: Mapping[str, int], reward: RewardConfig) -> bool:
+    return sum(counts[s] for s in FAILED) > reward.max_failed_fraction * sum(counts.values())

@@ -75,6 +75,7 @@ class Sampling(RolloutSource):
         self._decode_responses = functools.partial(decode_responses, inputs.tokenizer)
         assert inputs.dataset is not None, "a replay samples nothing"
         self._dataset, self._held_out = inputs.dataset, inputs.held_out
+        self.prompts = self._dataset
         self._verifier = start_verifiers(
             reward, self._dataset, self._held_out, rollout.tensor_model_parallel_size, verifier,
             reward_hf_path=model.reward_hf_path,

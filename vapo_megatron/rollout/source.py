@@ -15,6 +15,7 @@ from vapo_megatron.config import AlgorithmConfig
 from vapo_megatron.config.phases import Span
 from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.data.labels import NO_LABELS, Labels
+from vapo_megatron.data.mixture import TrainingPrompts
 from vapo_megatron.rollout.dump import write_step
 
 
@@ -55,6 +56,9 @@ class RolloutSource(abc.ABC):
     elsewhere: Sequence[Span] = ()
     """What the first sampler did up to the last step's responses, if processes of its own sample;
     on the main rank."""
+
+    prompts: TrainingPrompts | None = None
+    """What the rollouts' prompts are of, for messages; None: not known."""
 
     @abc.abstractmethod
     def rollouts(

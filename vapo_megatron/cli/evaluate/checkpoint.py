@@ -27,7 +27,7 @@ from vapo_megatron.errors import CheckpointError, ConfigError, DataError, UserEr
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.reduce import any_rank, gather_objects, sum_over_world
-from vapo_megatron.reward.scoring import check_failures, start_verifiers
+from vapo_megatron.reward.scoring import FAILED, check_failures, failure, start_verifiers
 from vapo_megatron.rollout.evaluation.judging import (
     judge_problems,
     reward_mean,
@@ -328,7 +328,11 @@ def _sample(
         ):  # fmt: skip
             if judged:
                 statuses = Counter(r["status"] for _, responses in judged for r in responses)
-                check_failures(statuses, config.reward)
+                failed = (
+                    failure(prompt, r["status"], r["note"], config.reward, evaluation.dataset)
+                    for prompt, responses in judged for r in responses if r["status"] in FAILED
+                )  # fmt: skip
+                check_failures(statuses, config.reward, next(failed, ""))
                 lines = [
                     {"prompt_index": prompt.index, "prompt": prompt.text, "answer": prompt.answer,
                      "verifier": prompt.problem.verifier or config.reward.verifier,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from vapo_megatron.cli.command import Parser, run, under_torchrun
-from vapo_megatron.cli.launch import execute, torchrun_command
+from vapo_megatron.cli.torchrun import execute, torchrun_command
 from vapo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import read_reward_shape
 from vapo_megatron.parallel.reduce import gather_objects, sum_over_world
 from vapo_megatron.reward.reward_model import reward_model_verdict
-from vapo_megatron.reward.scoring import check_failures
+from vapo_megatron.reward.scoring import FAILED, check_failures, place
 from vapo_megatron.reward.shaping import scored_verdict
 from vapo_megatron.rollout.evaluation.samples_file import begin_parts, collect, part_of
 
@@ -164,7 +164,7 @@ def _judge(
 ) -> None:
     """Replace the pending responses' tokens by their verdicts, in place."""
     found = iter(score([ids for line in lines for ids in _sequences(line, evaluation)]))
-    statuses = Counter[str]()
+    statuses, first = Counter[str](), ""
     for line in lines:
         for response in line["responses"]:
             if response["status"] == PENDING:
@@ -173,7 +173,10 @@ def _judge(
                 response |= {"status": verdict.status, "score": verdict.score}
                 del response["token_ids"]
                 statuses[verdict.status] += 1
-    check_failures(statuses, reward)
+                if verdict.status in FAILED and not first:
+                    row = place(evaluation.dataset, line["prompt_index"])
+                    first = f"the verifier {line['verifier']} on {row}: {verdict.note}"
+    check_failures(statuses, reward, first)
 
 
 def _packed(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[RolloutBatch]:

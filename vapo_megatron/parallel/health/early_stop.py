@@ -1,9 +1,12 @@
-"""Preemption: on SIGTERM or SIGUSR1 a run stops with a checkpoint before it is killed.
+"""Preemption: on SIGTERM, SIGUSR1 or SIGINT a run stops with a checkpoint before it is killed.
 
-Block both signals before any thread starts; children inherit the mask. They stay pending, where the
+Block the signals before any thread starts; children inherit the mask. They stay pending, where the
 trainer polls for them, and interrupt nothing. (A handler would not survive exec: the signal would
 kill children that are other programs.) A torchrun that a recipe started blocks them too, and is
 polled as well, because a scheduler may signal it alone.
+
+SIGINT, which people send, is taken by a thread of its own (`interrupts_watched`): before the first
+step it ends the run, during it it is as the others, and a second one ends the run at once.
 """
 
 from __future__ import annotations
@@ -13,12 +16,22 @@ import dataclasses
 import math
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import NoReturn
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+from vapo_megatron.errors import INTERRUPTED, report
+from vapo_megatron.parallel.health.processes import end_now
+
+SCHEDULERS = (signal.SIGUSR1, signal.SIGTERM)
+SIGNALS = (*SCHEDULERS, signal.SIGINT)
+POLL_SECONDS = 0.5
+"""A launcher repeats SIGINT so often, for workers that it has started since."""
+
+_interrupted, _has_begun = threading.Event(), threading.Event()
 
 
 @contextlib.contextmanager
@@ -32,13 +45,78 @@ def signals_blocked() -> Iterator[None]:
         raise
 
 
-def block_signals() -> set[int | signal.Signals]:
+def block_signals(
+    signals: Sequence[signal.Signals] = SIGNALS,
+) -> set[int | signal.Signals]:
     """Block the signals in this thread and what it starts; return the mask from before."""
     # Python's resource tracker, which starts with the first shared memory (vLLM's), unblocks its
-    # ignored signals in the starting thread, whatever they were before. Leave these two to us: the
-    # tracker process ignores both anyway.
-    resource_tracker._IGNORED_SIGNALS = (signal.SIGINT,)  # type: ignore[attr-defined]
-    return signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    # ignored signals in the starting thread, whatever they were before. Leave ours to us: the
+    # tracker process ignores them anyway.
+    resource_tracker._IGNORED_SIGNALS = ()  # type: ignore[attr-defined]
+    return signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+
+
+def end_on_interrupt(line: str) -> None:
+    """Let SIGINT, where it is not blocked or ignored, end this process with a line and 130.
+
+    Not by KeyboardInterrupt, which compiled code may turn into another exception.
+    """
+
+    def end(*_: object) -> None:
+        report(line, INTERRUPTED)
+        end_now(INTERRUPTED)
+
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, end)
+
+
+@contextlib.contextmanager
+def interrupts_watched(first: Callable[[], None], *, is_launcher: bool = False) -> Iterator[None]:
+    """Take SIGINT, which must be blocked, in a thread; the second one ends the process at once.
+
+    Args:
+        first: called at the first one; a launcher's is called again and again from then on.
+        is_launcher: this process starts torchrun's workers, and is none.
+    """
+    # torchrun repeats what it was sent, as our launcher does, and a worker cannot count that.
+    repeats = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ and not is_launcher else None
+    closed = threading.Event()
+
+    def watch() -> None:
+        while not closed.is_set():
+            found = signal.sigtimedwait([signal.SIGINT], POLL_SECONDS)
+            is_again = _interrupted.is_set()
+            if found is not None and is_again and found.si_pid != repeats:
+                end_interrupted("ended at once by a second SIGINT, without saving")
+            if found is not None:
+                _interrupted.set()
+            if _interrupted.is_set() and (is_launcher or not is_again):
+                first()
+
+    threading.Thread(target=watch, name="interrupts", daemon=True).start()
+    try:
+        yield
+    finally:
+        closed.set()
+
+
+def end_interrupted(what: str, code: int = INTERRUPTED) -> NoReturn:
+    """Say what became of the run and end this process with all that it has started."""
+    report(f"{what}; start it again to resume from its latest checkpoint", INTERRUPTED)
+    end_now(code)
+
+
+def end_before_first_step() -> None:
+    """End this process unless a step or an evaluation has begun: there is nothing to save."""
+    if not _has_begun.is_set():
+        # With 0 under torchrun, which would start it again.
+        code = 0 if "TORCHELASTIC_RUN_ID" in os.environ else INTERRUPTED
+        end_interrupted("stopped by SIGINT before its first step", code)
+
+
+def note_begun() -> None:
+    """Note that from now on a stop takes a checkpoint."""
+    _has_begun.set()
 
 
 def pending_signal() -> str:
@@ -46,6 +124,8 @@ def pending_signal() -> str:
 
     Once pending it stays so.
     """
+    if _interrupted.is_set():
+        return signal.SIGINT.name
     pending = set(signal.sigpending())
     if "TORCHELASTIC_RUN_ID" in os.environ:
         pending |= _pending_in(os.getppid())
@@ -71,8 +151,11 @@ class EarlyStop:
     clock: Callable[[], float] = time.monotonic
     save_seconds: float | None = None
     """Time until a checkpoint is on disk; None: unknown, half of the grace is reserved."""
+    announce: Callable[[str], object] = str
+    """Shows a line when a signal has arrived."""
     signal_name: str = ""
     """The signal that has arrived; "" for none."""
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     _deadline: float = math.inf
     _begun: float = 0.0
     # Unknown, and 0, in a run's first step: nothing can be lost before it.
@@ -82,15 +165,21 @@ class EarlyStop:
 
     def is_signalled(self) -> bool:
         """Has a signal arrived? Any thread may ask; the deadline counts from the first yes."""
-        if not self.signal_name:
-            found = self.poll()
+        with self._lock:
+            found = "" if self.signal_name else self.poll()
             if found:
                 self._deadline = self.clock() + self.grace_seconds
                 self.signal_name = found
+                again = ", and at once after a second one" if found == "SIGINT" else ""
+                self.announce(
+                    f"{found}: the run stops with a checkpoint within "
+                    f"checkpoint.grace_seconds={self.grace_seconds:g}{again}"
+                )
         return bool(self.signal_name)
 
     def begin(self) -> None:
         """Note that a step or an evaluation begins."""
+        note_begun()
         self._begun = self.clock()
 
     def record(self, times: Mapping[str, float]) -> None:

@@ -6,8 +6,6 @@ import contextlib
 import os
 from typing import NoReturn
 
-import psutil
-
 
 def end_now(code: int) -> NoReturn:
     """Kill all descendants and exit; skips atexit handlers."""
@@ -19,6 +17,9 @@ def end_now(code: int) -> NoReturn:
 
 def end_children() -> None:
     """Kill all descendants of this process."""
+    # Not at the top: a launcher without its requirements says which is missing.
+    import psutil
+
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # It may have exited.
             process.kill()

@@ -31,7 +31,7 @@ from torch._C import _distributed_c10d as _c10d
 
 from vapo_megatron.config import TimeoutsConfig
 from vapo_megatron.config.phases import BETWEEN, PHASES, START
-from vapo_megatron.errors import UserError, tell
+from vapo_megatron.errors import UserError, report
 from vapo_megatron.parallel import backend, store
 from vapo_megatron.parallel.health.heartbeat import Heartbeat, Monitor, describe
 from vapo_megatron.parallel.health.processes import end_now
@@ -293,8 +293,10 @@ class Watchdog:
             text += f"; stacks: {self._stacks_path.parent}"
             text += f"; collectives: torchfrtrace {self._stacks_path.parent / 'collectives'}"
         if not (is_user_error and is_own):  # Then the command prints it.
+            own = self._failure if verdict["rank"] == self._rank else None
+            trace = "" if own is None else "".join(traceback.format_exception(own))
             with contextlib.suppress(OSError):
-                tell(text, self._stderr)
+                report(text, verdict["code"], trace, self._stderr)
         if not is_user_error:
             with contextlib.suppress(OSError):
                 self._write_collectives()

@@ -38,7 +38,7 @@ from vapo_megatron.data.packing import plan_of
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel import backend, store
 from vapo_megatron.parallel.exchange import exchange, gather_summary
-from vapo_megatron.parallel.health.early_stop import pending_signal
+from vapo_megatron.parallel.health.early_stop import note_begun, pending_signal
 from vapo_megatron.parallel.health.watchdog import Watchdog
 from vapo_megatron.parallel.offload import check_host_memory
 from vapo_megatron.parallel.reduce import gather_objects, send_object
@@ -145,6 +145,7 @@ class Server:
 
     def serve(self) -> None:
         """Sample and answer orders until the trainers end the run."""
+        note_begun()
         while not self._is_over:
             may_sample = self._may_sample()
             order = self._agreed_head() if may_sample else self._wait()

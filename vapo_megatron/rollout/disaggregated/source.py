@@ -68,7 +68,7 @@ class RemoteSampling(RolloutSource):
         assert inputs.dataset is not None, "a replay samples nothing"
         self._rollout, self._algorithm, self._logging = rollout, algorithm, logging
         self._sides, self._waiting = sides, waiting
-        self._dataset = inputs.dataset
+        self._dataset = self.prompts = inputs.dataset
         self.group, self.shown_rank = sides.group, sides.num_trainers
         self.stop_token_ids = inputs.stop_token_ids
         self.decode = functools.lru_cache(65536)(

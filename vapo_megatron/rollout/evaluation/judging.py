@@ -22,7 +22,7 @@ from vapo_megatron.data.labels import Labels
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.reduce import sum_over_world
 from vapo_megatron.reward.reward_model import Pending
-from vapo_megatron.reward.scoring import Judged, VerdictStream
+from vapo_megatron.reward.scoring import FAILED, Judged, VerdictStream
 from vapo_megatron.reward.shaping import base_reward
 from vapo_megatron.reward.verifier import RunningVerifier, Verdict
 from vapo_megatron.rollout.evaluation.statistics import means, problem_values, value_names
@@ -203,6 +203,7 @@ def _response(rollout: Rollout, judged: Judged, keep_text: bool) -> Response:
         "num_tokens": len(rollout.token_ids),
         "truncated": rollout.truncated,
         **({"text": judged.text} if keep_text else {}),
+        **({"note": judged.verdict.note} if judged.verdict.status in FAILED else {}),
         # The reward model is still to read them.
         **({"token_ids": rollout.token_ids.tolist()} if is_pending else {}),
     }
