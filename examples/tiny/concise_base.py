@@ -24,7 +24,6 @@ import dataclasses
 import json
 import random
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +80,12 @@ def training_text(rng: random.Random, recipe: Recipe, progress: float) -> tuple[
     )  # fmt: skip
 
 
+def right_chain(rng: random.Random, recipe: Recipe) -> tuple[str, str]:
+    """Draw the prompt of a held-out problem and a chain that computes every step."""
+    problem = task.draw_problem(rng, held_out=True, form=FORM)
+    return problem.prompt, chain(rng, problem, recipe.check)
+
+
 def losses(
     model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[Tensor, float]]:
@@ -107,14 +112,12 @@ def write_model(directory: Path, recipe: Recipe) -> None:
     )
     stop = tokenizer.eos_token_id
     model = make_base_model.build_model(recipe, len(tokenizer), stop)
-    started = time.monotonic()
-
-    def show(done: int, loss: float) -> None:
-        if done % 100 == 0:
-            left = (time.monotonic() - started) * (recipe.iterations / done - 1)
-            print(f"base model {done}/{recipe.iterations} loss {loss:.3f} {left:.0f} s left")
-
-    recipe.train(model, losses(model, recipe, tokenizer), show)
+    making.train(
+        "base model", recipe, model,
+        losses=lambda drawn: losses(model, drawn, tokenizer),
+        measure=lambda: make_base_model.right_steps(model, tokenizer, recipe, right_chain),
+        what="its steps",
+    )  # fmt: skip
     model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
     model.save_pretrained(directory)
 

@@ -4,8 +4,7 @@ DIR becomes a Hugging Face directory: Qwen2 architecture, 150 thousand parameter
 responses that are right in everything but choose keys by chance. For the first 70 % of training
 they are short, with up to one filler token a step. A model that copies wrongly loses locks whatever
 its keys, and lost skill would pass for lost credit: one that copies label and lock right, and
-chooses one of the lock's keys, in less than .999 of its steps is made anew from other initial
-weights, at most twice.
+chooses one of the lock's keys, in less than .999 of its steps is trained on until it does.
 
 The result depends only on the seed, the source files and the recipe, as in make_base_model.py.
 """
@@ -13,6 +12,7 @@ The result depends only on the seed, the source files and the recipe, as in make
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import random
 import sys
@@ -26,14 +26,14 @@ import making
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2ForCausalLM
 
-LEAST_COPYING = 0.999
-
 
 @dataclasses.dataclass(frozen=True)
 class Recipe(make_base_model.Architecture):
     """Model size, training text and training of the base model."""
 
     iterations: int = 1600
+    least_right: float = 0.999
+    """Of Quality.copying."""
     short_until: float = 0.7
     """Share of the iterations with short problems and few filler tokens."""
     form: str = "keys"
@@ -140,6 +140,14 @@ def quality(
     )
 
 
+def sharpened(model: Qwen2ForCausalLM, factor: float) -> Qwen2ForCausalLM:
+    """Return a copy of a model with all logits times a factor."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        model.lm_head.weight *= factor
+    return model
+
+
 def make(directory: Path, recipe: Recipe) -> bool:
     """Make the HF directory unless it already holds this recipe's model; True: it was made.
 
@@ -159,16 +167,18 @@ def write(directory: Path, recipe: Recipe) -> None:
     )
     stop = tokenizer.eos_token_id
 
-    def trial(drawn: Recipe) -> tuple[Qwen2ForCausalLM, float]:
-        model = make_base_model.build_model(drawn, len(tokenizer), stop)
-        make_base_model.train_shown(model, drawn, losses(model, drawn, tokenizer))
-        with torch.no_grad():
-            model.lm_head.weight *= drawn.sharpened
-        found = quality(model.eval(), tokenizer, form)
-        print(found)
-        return model, found.copying
+    model = make_base_model.build_model(recipe, len(tokenizer), stop)
 
-    model = make_base_model.skilled(recipe, trial, LEAST_COPYING)
+    def copying() -> float:
+        found = quality(sharpened(model, recipe.sharpened), tokenizer, form)
+        print(found)
+        return found.copying
+
+    making.train(
+        "base model", recipe, model, losses=lambda drawn: losses(model, drawn, tokenizer),
+        measure=copying, what="its copies",
+    )  # fmt: skip
+    model = sharpened(model, recipe.sharpened)
     model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
     model.save_pretrained(directory)
 

@@ -7,7 +7,7 @@ with 85 % of their steps computed, and 20 % direct answers. The last quarter tea
 Sampled at temperature 1, about 15 % of the model's answers are correct, and about 28 % of those
 with a chain: reinforcement learning has to discover that thinking helps and guessing does not.
 A model that cannot compute loses problems however it thinks: one that has less than .995 of the
-steps right that it computes is made anew from other initial weights, at most twice.
+steps right that it computes is trained on, first by chains and then by bad habits, until it has.
 `--form long` makes the long form's base model: its bad habits are a random result in every eighth
 step, which the text does not reveal, and a turn in only 2 of 100 steps of problems that need one.
 For the first three quarters of its training most steps have less filler. With all of it from the
@@ -22,20 +22,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
+import itertools
 import random
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import make_tokenizer
 import making
 import measure
 import task
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -46,7 +44,6 @@ from transformers import (
 
 IGNORED = -100
 """Label of a token that is not part of the loss."""
-MOST_TRIALS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +83,6 @@ class Recipe(Architecture):
     """Share of the iterations in which a step has from 2 to almost all filler tokens."""
     form: str = "short"
     """Key of task.FORMS."""
-    least_right: float = 0.0
-    """Share of steps, of held-out problems, that the model has to have right (right_steps)."""
 
 
 def short_recipe(seed: int) -> Recipe:
@@ -107,9 +102,6 @@ def long_recipe(seed: int) -> Recipe:
         habits_direct_share=0.0, habits_guess=0.0, habits_guess_product=0.0, habits_slip=0.12,
         turn=0.2, habits_turn=0.02, least_right=0.995,
     )  # fmt: skip
-
-
-AnyRecipe = TypeVar("AnyRecipe", bound=Architecture)
 
 
 def build_model(recipe: Architecture, vocab_size: int, stop_token_id: int) -> Qwen2ForCausalLM:
@@ -245,41 +237,21 @@ def write(directory: Path, recipe: Recipe) -> None:
         directory, recipe.max_position_embeddings, task.FORMS[recipe.form].characters
     )
     stop = tokenizer.eos_token_id
-
-    def trial(drawn: Recipe) -> tuple[Qwen2ForCausalLM, float]:
-        model = build_model(drawn, len(tokenizer), stop)
-        train_shown(model, drawn, losses(model, drawn, tokenizer))
-        return model, right_steps(model.eval(), tokenizer, drawn) if drawn.least_right else 0.0
-
-    model = skilled(recipe, trial, recipe.least_right)
+    model = build_model(recipe, len(tokenizer), stop)
+    making.train(
+        "base model", recipe, model,
+        losses=lambda drawn: losses(model, drawn, tokenizer),
+        measure=lambda: right_steps(model, tokenizer, recipe), what="its steps",
+    )  # fmt: skip
     model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
     model.save_pretrained(directory)
 
 
-def skilled(
-    recipe: AnyRecipe,
-    trial: Callable[[AnyRecipe], tuple[Qwen2ForCausalLM, float]],
-    least: float,
-) -> Qwen2ForCausalLM:
-    """Train until a model has its skill: from other weights and text each time, at most thrice.
-
-    Args:
-        recipe: its seed is the first trial's.
-        trial: returns a recipe's model and the share of its steps that are right.
-        least: of that share.
-
-    Raises:
-        SystemExit: no model has it.
-    """
-    for i in range(MOST_TRIALS):
-        model, right = trial(dataclasses.replace(recipe, seed=recipe.seed + 1000 * i))
-        if right >= least:
-            return model
-        print(f"base model: {right:.4f} of its steps are right, less than {least}", flush=True)
-    sys.exit(
-        f"--seed {recipe.seed}: in none of {MOST_TRIALS} trials did the base model have {least} of "
-        "its steps right; give another --seed, or the recipe more iterations"
-    )
+def right_chain(rng: random.Random, recipe: Recipe) -> tuple[str, str]:
+    """Draw the prompt of a held-out problem and the chain that computes every step."""
+    form = task.FORMS[recipe.form]
+    problem = task.draw_problem(rng, held_out=True, form=form)
+    return problem.prompt, task.chain(rng, problem, form=form)
 
 
 @torch.no_grad()
@@ -287,50 +259,34 @@ def right_steps(
     model: Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
     recipe: Recipe,
+    draw: Callable[[random.Random, Any], tuple[str, str]] = right_chain,
     *,
     responses: int = 64,
 ) -> float:
-    """Return the mean probability of the recipe's form's computed steps, in right chains.
+    """Return the mean probability of computed steps, in right chains.
 
     Of a step's label, operator, operand and result, on held-out problems. Whether there is a first
     step, whether one is computed (`=`) or guessed, and results if they slip, are habits, not skill.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: of one token a character, but for the answer's marker.
+        recipe: the model's.
+        draw: returns a prompt and a right chain for a recipe.
+        responses: to draw.
     """
-    rng, form = random.Random("tiny task, skill"), task.FORMS[recipe.form]
+    rng = random.Random("tiny task, skill")
     found = []
     for _ in range(responses):
-        problem = task.draw_problem(rng, held_out=True, form=form)
-        texts = [problem.prompt, task.chain(rng, problem, form=form)]
-        prompt, response = tokenizer(texts)["input_ids"]
+        problem, chain = draw(rng, recipe)
+        prompt, response = tokenizer([problem, chain])["input_ids"]
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         chances = logits.double().softmax(-1)[range(len(response)), response]
-        step = len("b+1=2" + form.filler + ",")
-        for first in range(0, step * len(problem.operations), step):
+        *steps, _ = chain.split(",")
+        for first in itertools.accumulate((len(step) + 1 for step in steps[:-1]), initial=0):
             copied = float(chances[first + (first == 0) : first + 3].prod())
             found.append(copied if recipe.habits_slip else copied * float(chances[first + 4]))
     return sum(found) / len(found)
-
-
-def train_shown(
-    model: Qwen2ForCausalLM, recipe: Architecture, of_iterations: Iterator[tuple[Tensor, float]]
-) -> None:
-    """Train with a progress display; of_iterations: see making.Training.train."""
-    started = time.monotonic()
-    columns = [
-        "base model",
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-    ]
-    with Progress(*columns, TimeRemainingColumn()) as display:
-        bar = display.add_task("", total=recipe.iterations, loss=math.nan)
-
-        def show(done: int, loss: float) -> None:
-            display.update(bar, completed=done, loss=loss)
-            if not display.console.is_terminal and done % 200 == 0:
-                left = (time.monotonic() - started) * (recipe.iterations / done - 1)
-                print(f"base model {done}/{recipe.iterations} loss {loss:.3f} {left:.0f} s left")
-
-        recipe.train(model, of_iterations, show)
 
 
 def main() -> None:

@@ -24,7 +24,6 @@ import json
 import random
 import string
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -243,19 +242,10 @@ def write(directory: Path, recipe: Recipe) -> None:
     stop = tokenizer.eos_token_id
     model = build_model(recipe, len(tokenizer), stop)
     share_digits(model, tokenizer)
-    started, recent = time.monotonic(), 0.7
-
-    def show(done: int, loss: float) -> None:
-        nonlocal recent
-        recent += 0.02 * (loss - recent)
-        if done % 100 == 0:
-            left = (time.monotonic() - started) * (recipe.iterations / done - 1)
-            print(
-                f"judge {done}/{recipe.iterations} loss {recent:.3f} {left:.0f} s left", flush=True
-            )
-
-    recipe.train(model, losses(model, recipe, tokenizer), show)
-    model.eval()
+    making.train(
+        "judge", recipe, model, losses=lambda drawn: losses(model, drawn, tokenizer),
+        measure=lambda: accuracy(model, tokenizer, held_out(recipe)), what="held-out questions",
+    )  # fmt: skip
     report = {"accuracy": accuracy(model, tokenizer, held_out(recipe))}
     model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
     model.save_pretrained(directory)

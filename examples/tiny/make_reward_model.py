@@ -24,10 +24,8 @@ import argparse
 import dataclasses
 import hashlib
 import json
-import math
 import random
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -241,19 +239,13 @@ def write(directory: Path, base: Path, recipe: Recipe) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(base))
     own = sampled(base, tokenizer, task.training_problems(recipe.sampled, recipe.seed), recipe.seed)
     model = build_model(base, recipe)
-    started, recent = time.monotonic(), math.log(2)
-
-    def show(done: int, loss: float) -> None:
-        nonlocal recent
-        recent += 0.02 * (loss - recent)
-        if done % 50 == 0:
-            left = (time.monotonic() - started) * (recipe.iterations / done - 1)
-            print(f"reward model {done}/{recipe.iterations} loss {recent:.3f} {left:.0f} s left")
-
-    recipe.train(model, losses(model, recipe, tokenizer, own), show)
-    reports = {
-        name: report(model, scored) for name, scored in held_out(base, recipe, tokenizer).items()
-    }
+    responses = held_out(base, recipe, tokenizer)
+    making.train(
+        "reward model", recipe, model, losses=lambda drawn: losses(model, drawn, tokenizer, own),
+        measure=lambda: report(model, responses["constructed"])["balanced_accuracy"],
+        what="held-out chains",
+    )  # fmt: skip
+    reports = {name: report(model, scored) for name, scored in responses.items()}
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     (directory / "report.json").write_text(json.dumps(reports, indent=2) + "\n")

@@ -1,4 +1,8 @@
-"""Shared by the scripts that make tiny models: training, and directories that are made once."""
+"""Shared by the scripts that make tiny models: training, and directories that are made once.
+
+What a model of this size has learned after a given number of iterations varies with the seed and
+with the processor. `train` therefore measures it, and trains on from there if it is not enough.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,18 @@ import random
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 Item = TypeVar("Item")
+AnyTraining = TypeVar("AnyTraining", bound="Training")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +43,17 @@ class Training:
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 0.01
     clip_grad: float = 1.0
+    least_right: float = 0.0
+    """Share that the model has to have right, of what its script measures; 0: not measured."""
+    more_iterations: int = 400
+    """Of a further round, which a model that has less right is trained on for."""
+    most_rounds: int = 10
+    """Further rounds."""
+
+    def further(self, round: int) -> Self:
+        """Return a further round's recipe (1 or more): the whole schedule, shorter, on new text."""
+        seed = self.seed + 1000 * round
+        return dataclasses.replace(self, seed=seed, iterations=self.more_iterations)
 
     def learning_rate_at(self, iteration: int) -> float:
         """Linear warm-up times a cosine decay from learning_rate to final_learning_rate."""
@@ -83,6 +101,81 @@ class Training:
             torch.nn.utils.clip_grad_norm_(model.parameters(), self.clip_grad, foreach=True)
             optimizer.step()
             show(iteration + 1, shown)
+
+
+class Display:
+    """One progress display for all rounds of a model's training."""
+
+    def __init__(self, kind: str) -> None:
+        """Kind: of model, to show."""
+        self.kind, self.before, self.total, self.loss = kind, 0, 0, math.nan
+        columns = BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}")
+        self._progress = Progress(kind, *columns, TimeRemainingColumn())
+        self._bar = self._progress.add_task("", total=None, loss=self.loss)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def add(self, iterations: int) -> None:
+        """Begin a round of so many iterations."""
+        self.before, self.total = self.total, self.total + iterations
+        self._started = time.monotonic()
+        self._progress.update(self._bar, total=self.total)
+
+    def show(self, done: int, loss: float) -> None:
+        """Show the round's iterations that are done, and the mean of the last losses."""
+        self.loss = loss if math.isnan(self.loss) else self.loss + 0.05 * (loss - self.loss)
+        completed = self.before + done
+        self._progress.update(self._bar, completed=completed, loss=self.loss)
+        if not self._progress.console.is_terminal and completed % 100 == 0:
+            left = (time.monotonic() - self._started) / done * (self.total - completed)
+            shown = f"{completed}/{self.total} loss {self.loss:.3f} {left:.0f} s left"
+            print(f"{self.kind} {shown}", flush=True)
+
+
+def train(
+    kind: str,
+    recipe: AnyTraining,
+    model: torch.nn.Module,
+    losses: Callable[[AnyTraining], Iterable[tuple[Tensor, float]]],
+    measure: Callable[[], float],
+    what: str,
+) -> None:
+    """Train, showing progress, and train on from there until the model has enough right.
+
+    A model that has enough right after the recipe's own iterations is what they alone make of it.
+
+    Args:
+        kind: of model, to show.
+        recipe: of the first round; its `further` returns the others'.
+        model: trained in place, and left in evaluation mode.
+        losses: of a round, by its recipe; see Training.train.
+        measure: returns the share that the model has right; not called if any is enough.
+        what: of which this is the share, for messages.
+
+    Raises:
+        SystemExit: it has too little right after the last round.
+    """
+    rounds = [recipe, *(recipe.further(i + 1) for i in range(recipe.most_rounds))]
+    with Display(kind) as display:
+        for drawn in rounds:
+            display.add(drawn.iterations)
+            drawn.train(model, losses(drawn), display.show)
+            model.eval()
+            right = measure() if recipe.least_right else 1.0
+            if right >= recipe.least_right:
+                return
+            found = f"{right:.4f} of {what} right, and {recipe.least_right} is needed"
+            if drawn is not rounds[-1]:
+                print(f"{kind}: {found}: training on for {recipe.more_iterations} iterations")
+    sys.exit(
+        f"--seed {recipe.seed}: after {display.total} iterations the {kind} has {found}; "
+        "give another --seed"
+    )
 
 
 def digest(recipe: object, modules: Sequence[ModuleType]) -> str:

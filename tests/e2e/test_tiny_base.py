@@ -351,23 +351,64 @@ def test_right_steps_are_skill_and_not_habit(tmp_path, form, place, instead, rig
     assert found == pytest.approx(right) and sum(steps) > 8
 
 
-def test_a_base_model_without_skill_is_made_anew_and_then_refused(tmp_path, monkeypatch):
-    recipe = dataclasses.replace(SHORT, iterations=1, least_right=0.995)
-    with pytest.raises(SystemExit, match="--seed 0: in none of 3 trials .* 0.995 of its steps"):
-        make_base_model.make(tmp_path / "base", recipe)
+TRIED = dataclasses.replace(SHORT, least_right=0.995, more_iterations=3, most_rounds=3)
+
+
+@pytest.fixture
+def shares(monkeypatch):
+    """Shares of right steps to be found by turns, and copies of the output weights they are of."""
+    found, weights = [], []
+
+    def right_steps(model, *_):
+        weights.append(model.lm_head.weight.detach().clone())
+        return found[len(weights) - 1]
+
+    monkeypatch.setattr(make_base_model, "right_steps", right_steps)
+    return found, weights
+
+
+def test_a_base_model_that_is_right_is_as_if_nobody_had_looked(base, tmp_path, shares, capsys):
+    shares[0].append(0.995)
+    assert make_base_model.make(tmp_path / "base", TRIED)
+    same = [(d / "model.safetensors").read_bytes() for d in (base, tmp_path / "base")]
+    assert same[0] == same[1] and "training on" not in capsys.readouterr().out
+
+
+def test_a_base_model_without_skill_is_trained_on_until_it_has_it(base, tmp_path, shares, capsys):
+    found, weights = shares
+    found += [0.9949, float("nan"), 0.9951]
+    assert make_base_model.make(tmp_path / "base", TRIED)
+    first, kept = (
+        AutoModelForCausalLM.from_pretrained(d).lm_head.weight for d in (base, tmp_path / "base")
+    )
+    assert first.equal(weights[0]) and kept.equal(weights[2])
+    assert not weights[1].equal(weights[0]) and not weights[2].equal(weights[1])
+    out = capsys.readouterr().out
+    assert out.count("training on for 3 iterations") == 2
+    assert "base model: 0.9949 of its steps right, and 0.995 is needed: training on" in out
+    # One display, of 6 iterations and two times 3.
+    assert out.count("\u2501 ") == 1 and "12/12" in out
+
+
+def test_a_base_model_that_never_has_skill_is_refused(tmp_path):
+    message = (
+        "--seed 0: after 15 iterations the base model has 0.0... of its steps right, and 0.995"
+    )
+    with pytest.raises(SystemExit, match=message):
+        make_base_model.make(tmp_path / "base", TRIED)
     assert list(tmp_path.iterdir()) == []
 
-    tried = []
 
-    def found(model, *_):
-        tried.append(model.lm_head.weight.detach().clone())
-        return 0.994 + 0.001 * (len(tried) - 1)
-
-    monkeypatch.setattr(make_base_model, "right_steps", found)
-    assert make_base_model.make(tmp_path / "base", recipe)
-    assert len(tried) == 2 and not tried[0].equal(tried[1])
-    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    assert kept.lm_head.weight.equal(tried[1])
+def test_a_further_round_reads_new_text_in_the_order_of_the_first():
+    recipe = make_base_model.short_recipe(seed=5)
+    further = [recipe.further(i) for i in (1, 2)]
+    assert [(r.seed, r.iterations) for r in further] == [(1005, 400), (2005, 400)]
+    # From the first iterations on, chains and, in the last quarter, the habits.
+    rng = random.Random(0)
+    for share, direct in ((0.74, 0.2), (0.75, 0.85)):
+        drawn = [make_base_model.training_text(rng, further[0], share)[1] for _ in range(400)]
+        found = sum(response.startswith("Answer:") for response in drawn) / 400
+        assert found == pytest.approx(direct, abs=0.06)
 
 
 @pytest.mark.parametrize("form", ["short", "long"])
