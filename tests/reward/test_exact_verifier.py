@@ -38,6 +38,10 @@ def judged(default, response, answer, **columns):
         ("Answer: five apples", "#### Five apples"),
         ("Answer: C++", "c++"),
         (r"\boxed{3 \text{ cats}}", "3 cats"),
+        ("Answer: Paris", '["Paris"]'),
+        ("Answer: 42", "{'answer': 42}"),
+        ("Answer: [42]", "[42]"),
+        ("Answer: 42", "[42]"),
     ],
 )
 def test_texts_that_are_equal(response, answer):
@@ -151,6 +155,11 @@ def test_a_row_chooses_its_kind():
     [
         ("text", " ?! ", {}, "which is empty or over 1000 characters"),
         ("text", "a", {"kind": "number"}, "has kind='number', which is none of text, choice, "),
+        ("text", '["a", "b"]', {}, "which lists 2 texts, of which one .*kind=json"),
+        ("text", "{'x': 1}", {}, "which is a dict with the keys x"),
+        ("text", "a}\nb", {}, "which is not judged correct itself"),
+        ("choice", '["A", "B"]', {}, "which is no letter"),
+        ("json", '{"n": 10}', {"schema": SCHEMA}, "not judged correct itself .10 is greater"),
         ("choice", "F", {}, "has the answer 'F', which is no letter of ABCDE"),
         ("choice", "A or B", {}, "which is no letter"),
         ("regex", "(a", {}, r"no regular expression: missing \), unterminated subpattern"),
@@ -171,7 +180,7 @@ def test_rows_that_cannot_be_judged_are_refused(kind, answer, columns, reason):
 
 
 def test_rows_that_can_are_not():
-    good = [("text", "Paris"), ("choice", "E"), ("regex", "a+"), ("json", "[]")]
+    good = [("text", "Paris"), ("choice", '["E"]'), ("regex", "a+"), ("json", "[]")]
     assert [ExactVerifier(kind).check(Problem("", answer)) for kind, answer in good] == [None] * 4
 
 

@@ -60,7 +60,7 @@ def test_the_first_that_accepts_a_row_judges_it():
         "is judged by hybrid, but accepted by none of reward.hybrid=['math', 'tests']: "
         "math: it has the answer 'Paris', which is prose; tests: it "
     )
-    assert "math: it has the answer '', which the verifier cannot parse; tests" in reasons[6]
+    assert "math: it has no ground truth; tests" in reasons[6]
 
 
 def test_each_verifier_is_asked_once_of_what_is_left():

@@ -20,6 +20,7 @@ import psutil
 import pytest
 from math_verify import LatexExtractionConfig, parse, verify
 
+from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import DataError
 from vapo_megatron.reward.math_judge import judge
 from vapo_megatron.reward.math_verifier import MathVerifier, Verdict
@@ -233,8 +234,39 @@ def test_order_is_kept_whatever_decides_an_item(two):
 def test_an_unparsable_ground_truth_is_named(verifier):
     golds = ["1", r"\frac{", "2", "", r"\frac{"]
     assert verifier.unparsable_answers(golds) == [1, 3, 4]
-    with pytest.raises(DataError, match=r"'\\\\frac\{' of response 1 .* \(3 of 5 cannot\).* row"):
+    with pytest.raises(DataError, match=r"response 1 has .*'\\\\frac\{'.* \(3 of 5 ground.* row"):
         verifier.score(["nothing"] * 5, golds)
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ('["3","5"]', "5, 3"),
+        ("['42']", "42"),
+        ("{'answer': 42}", "42"),
+        ('["\\\\boxed{3}", "x = 5"]', "3, 5"),
+        ("[3, 5]", "[3, 5]"),
+    ],
+)
+def test_a_ground_truth_may_be_the_text_of_a_list(verifier, gold, answer):
+    (verdict,) = verifier.score([f"Answer: {answer}"], [gold])
+    assert verdict.is_correct
+
+
+def test_a_ground_truth_is_judged_correct_by_its_own_verifier(verifier):
+    golds = {
+        r"5 \text{ apples}, 3 \text{ pears}": "which the verifier cannot parse in a response",
+        r"\frac{0}{0}": "which is judged wrong when a response gives it",
+        "{'x': 1}": "which is a dict with the keys x",
+        "nan": "which stands for a missing value",
+        "x}": "which no response can give as its marked answer",
+        "": "has no ground truth",
+        "1/2": None,
+        "12": None,
+    }
+    found = verifier.unusable([Problem("", gold) for gold in golds])
+    for i, (gold, reason) in enumerate(golds.items()):
+        assert reason in found[i] if reason else i not in found, gold
 
 
 def test_one_answer_each_and_sensible_limits(verifier):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import decimal
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vapo_megatron.data.chat import Render, encodable, read_messages
+from vapo_megatron.data.columns import own_digits
+from vapo_megatron.data.ground_truths import answer_text
 from vapo_megatron.errors import DataError
 
 
@@ -57,7 +57,8 @@ def load_problems(
     Args:
         path: the file.
         prompt_column: of texts, or lists of chat messages, which become texts.
-        answer_column: of texts or numbers, which become texts; None: there is no ground truth.
+        answer_column: of values that become texts, see answer_text; None: there is no ground
+            truth.
         critic_prompt_column: as prompt_column, for the critic alone; None: it has no prompt of its
             own. The column also stays in the metadata.
         section: data or evaluation, whose sources have the file.
@@ -169,7 +170,7 @@ def parquet_rows(file: Any, columns: Sequence[str] | None) -> Iterator[tuple[int
     """Yield (row number from 0, columns; None: all) of a parquet file, batch by batch."""
     number = 0
     for batch in file.iter_batches(batch_size=4096, columns=columns and list(columns)):
-        for row in batch.to_pylist():
+        for row in own_digits(batch):
             yield number, row
             number += 1
 
@@ -215,20 +216,3 @@ def prompt_text(value: Any, column: str, where: str) -> str:
     if not isinstance(value, str) or not value:
         raise DataError(f"{where}: {column}={value!r} must be a non-empty string; correct it")
     return encodable(value, column, where)
-
-
-def answer_text(value: Any, column: str, where: str) -> str:
-    """Return an answer, string or number, as a string. DataError: it is neither."""
-    answer = ""
-    if isinstance(value, str):
-        answer = value.strip()
-    elif isinstance(value, float) and math.isfinite(value):
-        answer = f"{decimal.Decimal(repr(value)):f}"  # No exponent: 1e-07 would parse as 1*e - 7.
-    elif isinstance(value, int) and not isinstance(value, bool):
-        answer = str(value)
-    if not answer:
-        raise DataError(
-            f"{where}: {column}={value!r} must be a number or a non-empty string; "
-            "correct or remove the row"
-        )
-    return encodable(answer, column, where)

@@ -12,6 +12,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from vapo_megatron.data.ground_truths import members
 from vapo_megatron.reward.extraction import MAX_ANSWER_CHARACTERS, final_answer
 from vapo_megatron.reward.fenced import last_block
 from vapo_megatron.reward.verifier import Problem, Verdict
@@ -65,7 +66,20 @@ class ExactVerifier:
         kind = self._kind_of(problem)
         if kind not in KINDS:
             return f"has kind={kind!r}, which is none of {', '.join(KINDS)}"
-        return getattr(self, f"_check_{kind}")(problem)
+        reason = getattr(self, f"_check_{kind}")(problem)
+        if reason is None and kind in ("text", "choice", "json") and problem.answer:
+            return self._check_itself(problem)
+        return reason
+
+    def _check_itself(self, problem: Problem) -> str | None:
+        """Return what is wrong if the ground truth, as a response's answer, is not correct."""
+        forms = ("Answer: {}", "\\boxed{{{}}}", "```json\n{}\n```")
+        responses = [form.format(problem.answer) for form in forms]
+        verdicts = self.score(responses, [problem] * len(forms))
+        if any(verdict.is_correct for verdict in verdicts):
+            return None
+        note = f" ({verdicts[-1].note})" if verdicts[-1].note else ""
+        return f"has the answer {problem.answer!r:.80}, which is not judged correct itself{note}"
 
     def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> list[Verdict]:
         """Judge; see Verifier."""
@@ -78,7 +92,11 @@ class ExactVerifier:
         return str(problem.metadata.get("kind") or self._kind)
 
     def _check_text(self, problem: Problem) -> str | None:
-        if not 0 < len(_gold_text(problem)) <= MAX_ANSWER_CHARACTERS:
+        try:
+            golds = _gold_texts(problem)
+        except ValueError as error:
+            return f"has the answer {problem.answer!r:.80}, which {error}"
+        if not all(0 < len(gold) <= MAX_ANSWER_CHARACTERS for gold in golds):
             return (
                 f"has the answer {problem.answer!r:.80}, which is empty or over "
                 f"{MAX_ANSWER_CHARACTERS} characters"
@@ -89,12 +107,14 @@ class ExactVerifier:
         found = list(_final_texts(response, normal))
         if not found:
             return Verdict("unparsable", note="no final answer")
-        is_correct = _gold_text(problem) in found
-        answer = _gold_text(problem) if is_correct else found[0]
-        return Verdict("correct" if is_correct else "wrong", answer=answer)
+        golds = _gold_texts(problem)
+        is_correct = any(gold in found for gold in golds)
+        return Verdict(
+            "correct" if is_correct else "wrong", answer=golds[0] if is_correct else found[0]
+        )
 
     def _check_choice(self, problem: Problem) -> str | None:
-        if self._letter(problem.answer) is None:
+        if self._gold_letter(problem) is None:
             return f"has the answer {problem.answer!r:.80}, which is no letter of {self._letters}"
         return None
 
@@ -108,8 +128,14 @@ class ExactVerifier:
                 letter = match[1] or match[2] or match[3]
         if letter is None:
             return Verdict("unparsable", note="no single letter is named")
-        is_correct = letter == self._letter(problem.answer)
+        is_correct = letter == self._gold_letter(problem)
         return Verdict("correct" if is_correct else "wrong", answer=letter)
+
+    def _gold_letter(self, problem: Problem) -> str | None:
+        try:
+            return self._letter(_unpacked(problem.answer))
+        except ValueError:
+            return None
 
     def _letter(self, answer: str) -> str | None:
         """Return the only letter that an answer names, or None."""
@@ -180,8 +206,21 @@ def _bare(text: str) -> str:
     return _IN_TEXT.sub(r"\1", text).strip(_OUTER)
 
 
-def _gold_text(problem: Problem) -> str:
-    return final_answer(problem.answer, normal, whole_line=True) or normal(problem.answer)
+def _gold_texts(problem: Problem) -> list[str]:
+    """Return what is correct: the ground truth, out of the list or dict that it may be in."""
+    texts = dict.fromkeys((_unpacked(problem.answer), problem.answer))
+    return [final_answer(text, normal, whole_line=True) or normal(text) for text in texts]
+
+
+def _unpacked(answer: str) -> str:
+    """Return the one text that a ground truth holds. ValueError: it holds several."""
+    found = members(answer)
+    if len(found) > 1:
+        raise ValueError(
+            f"lists {len(found)} texts, of which one can be compared; kind=json compares lists, "
+            "kind=regex has alternatives"
+        )
+    return found[0]
 
 
 def _final_texts(response: str, tidy: Any) -> Iterator[str]:

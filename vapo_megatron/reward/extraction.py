@@ -10,6 +10,8 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 
+from vapo_megatron.data.ground_truths import members
+
 MAX_ANSWER_CHARACTERS = 1000
 """Longer final answers are not judged: no ground truth needs them, and parsing takes minutes."""
 
@@ -70,8 +72,17 @@ def final_answer(
 
 
 def ground_truth(text: str) -> str:
-    """Return the answer in a data set's column: after its last marker, or the whole text."""
-    return final_answer(text) or clean(text)
+    """Return the answer in a data set's column: after its last marker, or the whole text.
+
+    Of a list it is all members, with commas. Raises ValueError: see ground_truths.members.
+    """
+    return ", ".join(final_answer(member) or clean(member) for member in members(text))
+
+
+def can_be_given(answer: str, tidy: Callable[[str], str] | None = None) -> bool:
+    """Return whether some marker of a response can give exactly this final answer."""
+    forms = (f"Answer: {answer}", f"\\boxed{{{answer}}}")
+    return any(final_answer(form, tidy) == answer for form in forms)
 
 
 def clean(answer: str) -> str:

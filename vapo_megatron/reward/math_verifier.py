@@ -13,6 +13,7 @@ from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import DataError
 from vapo_megatron.reward.extraction import (
     MAX_ANSWER_CHARACTERS,
+    can_be_given,
     final_answer,
     ground_truth,
     plain_integer,
@@ -22,6 +23,18 @@ from vapo_megatron.reward.verifier import Status, Verdict
 
 MEMORY_LIMIT_BYTES = 1 << 30
 """Address space of a worker, beyond its libraries: answers like 2^(10^9) would take all memory."""
+
+
+_MISSING = ("None", "null", "NULL", "nan", "NaN", "<NA>")
+"""What libraries write as text in place of a missing value."""
+_TOO_SLOW = "has an answer that takes too long to parse"
+_REFUSED = {
+    "timed_out": _TOO_SLOW,
+    "bad_gold": "has the answer {}, which the verifier cannot parse",
+    "unparsable": "has the answer {}, which the verifier cannot parse in a response",
+    "wrong": "has the answer {}, which is judged wrong when a response gives it",
+}
+"""Of a ground truth that is its own response's answer, by the worker's status."""
 
 
 class MathVerifier:
@@ -90,12 +103,11 @@ class MathVerifier:
                 f"{len(responses)} responses for {len(answers)} answers; give one answer each"
             )
         read = self._read(answers)
-        unparsable = [i for i, answer in enumerate(answers) if read[answer] == "unparsable"]
-        if unparsable:
-            bad = answers[unparsable[0]]
+        bad = [i for i, answer in enumerate(answers) if read[answer] not in ("", _TOO_SLOW)]
+        if bad:
             raise DataError(
-                f"ground truth {bad!r} of response {unparsable[0]} cannot be parsed as mathematics "
-                f"({len(unparsable)} of {len(answers)} cannot); correct or remove its row"
+                f"the row of response {bad[0]} {read[answers[bad[0]]]} ({len(bad)} of "
+                f"{len(answers)} ground truths cannot be used); correct or remove the row"
             )
         golds = [self._known_answers.get(answer) for answer in answers]
         found = [final_answer(response) for response in responses]
@@ -116,11 +128,8 @@ class MathVerifier:
 
     def unusable(self, problems: Sequence[Problem]) -> dict[int, str]:
         """Return index -> what is wrong; see RunningVerifier."""
-        bad = self.unparsable_answers([problem.answer for problem in problems])
-        return {
-            i: f"has the answer {problems[i].answer!r}, which the verifier cannot parse"
-            for i in bad
-        }
+        read = self._read([problem.answer for problem in problems])
+        return {i: read[p.answer] for i, p in enumerate(problems) if read[p.answer]}
 
     def same_answers(self, pairs: Sequence[tuple[Problem, str, str]]) -> list[bool]:
         """Return whether the second answer is correct with the first as ground truth.
@@ -137,32 +146,37 @@ class MathVerifier:
         return [i in equal for i in range(len(pairs))]
 
     def unparsable_answers(self, answers: Sequence[str]) -> list[int]:
-        """Return the indices of ground truths that cannot be parsed within the time limit.
+        """Return the indices of ground truths that cannot be used, or not within the time limit.
 
         The others are cached and cost nothing later.
         """
         read = self._read(answers)
-        return [i for i, answer in enumerate(answers) if read[answer] != "correct"]
+        return [i for i, answer in enumerate(answers) if read[answer]]
 
-    def _read(self, answers: Sequence[str]) -> dict[str, Status]:
-        """Parse each distinct ground truth -> "correct", "unparsable" or "timed_out"."""
-        read: dict[str, Status] = {}
+    def _read(self, answers: Sequence[str]) -> dict[str, str]:
+        """Return what is wrong with each distinct ground truth; "": nothing.
+
+        One is right if it is judged correct as a response's final answer.
+        """
+        reasons: dict[str, str] = {}
         golds: dict[str, str] = {}
         for answer in dict.fromkeys(answers):
-            gold = self._known_answers.get(answer) or ground_truth(answer)
-            if answer in self._known_answers or plain_integer(gold) is not None:
+            if answer in self._known_answers:
+                reasons[answer] = ""
+                continue
+            gold, reasons[answer] = _gold(answer)
+            if plain_integer(gold) is not None:
                 self._known_answers[answer] = gold
-                read[answer] = "correct"
-            elif 0 < len(gold) <= MAX_ANSWER_CHARACTERS:
+            elif not reasons[answer]:
                 golds[answer] = gold
-            else:
-                read[answer] = "unparsable"
-        replies = self._ask([{"gold": gold, "answer": None} for gold in golds.values()])
+        replies = self._ask([{"gold": gold, "answer": gold} for gold in golds.values()])
         for (answer, gold), reply in zip(golds.items(), replies):
-            read[answer] = "unparsable" if reply.get("status") == "bad_gold" else _status(reply)
-            if read[answer] == "correct":
+            status = reply.get("status", "timed_out")
+            if status == "correct":
                 self._known_answers[answer] = gold
-        return read
+            else:
+                reasons[answer] = _REFUSED[status].format(f"{answer!r:.80}")
+        return reasons
 
     def _ask(self, requests: Sequence[dict[str, str | None]]) -> list[Reply]:
         try:
@@ -171,6 +185,24 @@ class MathVerifier:
             raise RuntimeError(
                 f"the verifier's worker did not start; is math-verify installed?\n{error}"
             ) from None
+
+
+def _gold(answer: str) -> tuple[str, str]:
+    """Return a ground truth's expression, and what is wrong with it as a text; "": nothing."""
+    if not answer:
+        return "", "has no ground truth"
+    shown = f"has the answer {answer!r:.80}, which"
+    try:
+        gold = ground_truth(answer)
+    except ValueError as error:
+        return "", f"{shown} {error}"
+    if answer in _MISSING:
+        return "", f"{shown} stands for a missing value"
+    if not 0 < len(gold) <= MAX_ANSWER_CHARACTERS:
+        return "", f"{shown} is empty or over {MAX_ANSWER_CHARACTERS} characters"
+    if not can_be_given(gold):
+        return "", f"{shown} no response can give as its marked answer"
+    return gold, ""
 
 
 def _decide(answer: str | None, gold: str | None) -> Status | None:

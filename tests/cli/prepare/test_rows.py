@@ -97,7 +97,7 @@ TRUTH = {"ground_truth": "1"}
          "--answer-column answer"),
         ("gsm8k", {"question": "q", "answer": "#### "}, "answer=' ' must be"),
         ("aime", {"problem": "", "answer": "1"}, "problem='' must be a non-empty string"),
-        ("plain", {"prompt": "p", "answer": None}, "answer=None must be a number or a non-empty"),
+        ("plain", {"prompt": "p", "answer": None}, "answer=None must be a number or a text"),
     ],
 )  # fmt: skip
 def test_a_bad_row_is_named(name, row, message):

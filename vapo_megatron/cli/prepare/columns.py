@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vapo_megatron.data.chat import Message, read_messages
-from vapo_megatron.data.problems import answer_text, prompt_text
+from vapo_megatron.data.ground_truths import answer_text, shown
+from vapo_megatron.data.problems import prompt_text
 from vapo_megatron.errors import DataError
 
 ANSWER_PREFIX = (
@@ -139,7 +140,13 @@ def read_problem(shape: Shape, row: Mapping[str, Any], where: str) -> Question:
         answer = _ground_truth(answer, shape.answer_column, where)
     if shape.name == "gsm8k":
         answer = _after_mark(answer, shape, where)
-    return Question(problem, answer_text(answer, shape.answer_column, where), tuple(earlier))
+    text = answer_text(answer, shape.answer_column, where)
+    if not text:
+        raise DataError(
+            f"{where}: {shape.answer_column}={shown(answer)} must be a number or a text; correct "
+            "or remove the row"
+        )
+    return Question(problem, text, tuple(earlier))
 
 
 def strip_instructions(prompt: str) -> str:
@@ -155,7 +162,7 @@ def strip_instructions(prompt: str) -> str:
 def _ground_truth(value: Any, column: str, where: str) -> Any:
     if not isinstance(value, dict) or "ground_truth" not in value:
         raise DataError(
-            f"{where}: {column} must hold ground_truth, found {_shown(value)}; correct or remove "
+            f"{where}: {column} must hold ground_truth, found {shown(value)}; correct or remove "
             "the row"
         )
     return value["ground_truth"]
@@ -165,13 +172,8 @@ def _after_mark(value: Any, shape: Shape, where: str) -> str:
     _, mark, answer = str(value).rpartition("####")
     if not mark:
         raise DataError(
-            f"{where}: {shape.answer_column}={_shown(value)} has no '####', behind which the shape "
+            f"{where}: {shape.answer_column}={shown(value)} has no '####', behind which the shape "
             "gsm8k has its answer; where the whole column is the answer, give "
             f"--prompt-column {shape.prompt_column} --answer-column {shape.answer_column}"
         )
     return answer
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
