@@ -18,6 +18,7 @@ from tests.workers import free_port
 from vapo_megatron.cli.evaluate import checkpoint as module
 from vapo_megatron.cli.evaluate import command
 from vapo_megatron.rollout.evaluation.statistics import estimates, problem_values
+from vapo_megatron.weights.hf_directory import note_step
 
 SEED, NUM_PROBLEMS = 20, 7
 """With which the intervals are others than with seed 0."""
@@ -155,10 +156,12 @@ def test_each_verifier_has_statistics_of_its_own(workers, tmp_path, monkeypatch,
     )
     monkeypatch.setattr(module, "evaluate_checkpoint", lambda *_: found)
     monkeypatch.setenv("COLUMNS", "100")
+    note_step(paths[0], 143)
     given = ["--checkpoint", str(paths[0]), "--data", str(paths[1]), "--out", str(out), *OVERRIDES]
     assert command.main(given) == 0
     told = capsys.readouterr().out
     assert told.count("avg@4") == 3 and "2 of 5 problems: math" in told and "3 of 5" in told
+    assert "(step 143)" in told
     # One problem, of math, has no intervals.
     assert told.count(" - \u2502\n") >= len(values[0])
 

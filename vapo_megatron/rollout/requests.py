@@ -140,11 +140,7 @@ def max_model_len(shape: ModelShape, rollout: RolloutConfig) -> int:
         ConfigError: it exceeds the model's positions.
     """
     length = rollout.max_prompt_tokens + rollout.max_response_tokens
-    longest = shape.max_position_embeddings
-    scaling = shape.rope_scaling
-    if scaling and scaling["rope_type"] in ("linear", "yarn"):
-        reached = int(scaling["factor"] * scaling["original_max_position_embeddings"])
-        longest = max(longest, reached)
+    longest = _longest_sequence(shape)
     if length > longest:
         raise ConfigError(
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + rollout.max_response_tokens="
@@ -152,3 +148,29 @@ def max_model_len(shape: ModelShape, rollout: RolloutConfig) -> int:
             f"{longest}; lower one of them"
         )
     return length
+
+
+def with_own_limits(
+    rollout: RolloutConfig, shape: ModelShape, longest_prompt: int
+) -> RolloutConfig:
+    """Let limits that nobody has set be those of the data and the model.
+
+    Prompts may be as long as the data's longest, responses as the model's positions then allow, but
+    no longer than the default.
+    """
+    given, limits = rollout.model_fields_set, dict[str, int]()
+    if "max_prompt_tokens" not in given:
+        limits["max_prompt_tokens"] = longest_prompt
+    if "max_response_tokens" not in given:
+        room = _longest_sequence(shape) - limits.get("max_prompt_tokens", rollout.max_prompt_tokens)
+        limits["max_response_tokens"] = max(1, min(rollout.max_response_tokens, room))
+    return rollout.model_copy(update=limits)
+
+
+def _longest_sequence(shape: ModelShape) -> int:
+    """Return the model's positions, in tokens."""
+    longest, scaling = shape.max_position_embeddings, shape.rope_scaling
+    if scaling and scaling["rope_type"] in ("linear", "yarn"):
+        reached = int(scaling["factor"] * scaling["original_max_position_embeddings"])
+        longest = max(longest, reached)
+    return longest

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,11 +20,12 @@ import torch
 import torch.distributed as dist
 
 from vapo_megatron.cli.command import ProgressBar, check_processes
-from vapo_megatron.config import VapoConfig, check_together, read_config
+from vapo_megatron.cli.evaluate.directory import find_hf_directory, is_run_directory
+from vapo_megatron.config import RolloutConfig, VapoConfig, check_together, read_config
 from vapo_megatron.data.batch import Prompt
 from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.data.storage import append, replace_file
-from vapo_megatron.errors import CheckpointError, ConfigError, DataError, UserError
+from vapo_megatron.errors import ConfigError, DataError, UserError, tell
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.reduce import any_rank, gather_objects, sum_over_world
@@ -44,49 +46,15 @@ from vapo_megatron.rollout.evaluation.samples_file import (
 )
 from vapo_megatron.rollout.evaluation.statistics import Estimate, estimates
 from vapo_megatron.rollout.inputs import Inputs, read_prompts
-from vapo_megatron.rollout.requests import max_model_len
+from vapo_megatron.rollout.requests import max_model_len, with_own_limits
 from vapo_megatron.rollout.tokenizer import check_tokenizer, decode_responses, load_tokenizer
-from vapo_megatron.run.directory import read_run
+from vapo_megatron.weights.hf_directory import exported_step
 from vapo_megatron.weights.hf_reader import HfReader
 
 T = TypeVar("T")
 
 VERSION = 0
 """Of vLLM's weights, which never change here."""
-
-
-def find_hf_directory(checkpoint: Path) -> Path:
-    """Return the HF directory of a checkpoint: itself, or a run directory's hf_export.
-
-    Raises:
-        CheckpointError: neither; says how a run is exported.
-    """
-    if not _is_run_directory(checkpoint):
-        if (checkpoint / "config.json").is_file():
-            return checkpoint
-        raise CheckpointError(
-            f"--checkpoint={checkpoint} is neither an HF directory (config.json) nor a run "
-            "directory (config.yaml); give one of them"
-        )
-    export = checkpoint / "hf_export"
-    if (export / "config.json").is_file():
-        return export
-    base = (read_run(checkpoint).config.get("model") or {}).get("hf_path", "BASE")
-    latest = checkpoint / "checkpoints/latest"
-    if not latest.is_file():
-        raise CheckpointError(
-            f"--checkpoint={checkpoint}: the run has neither hf_export nor a checkpoint yet; let "
-            "it continue"
-        )
-    actor = checkpoint / "checkpoints" / latest.read_text().strip() / "actor"
-    raise CheckpointError(
-        f"--checkpoint={checkpoint}: the run has no hf_export; make it with vapo convert to-hf "
-        f"--megatron {actor} --hf {base} --out {export}"
-    )
-
-
-def _is_run_directory(checkpoint: Path) -> bool:
-    return (checkpoint / "config.yaml").is_file()
 
 
 def evaluation_config(
@@ -104,8 +72,12 @@ def evaluation_config(
     Raises:
         ConfigError: see load_config; or the replicas do not divide the processes.
     """
-    files = [checkpoint / "config.yaml"] if _is_run_directory(checkpoint) else []
+    files = [checkpoint / "config.yaml"] if is_run_directory(checkpoint) else []
     config = read_config(files, overrides).colocated()
+    given = [text.partition("=")[0].strip() for text in overrides]
+    if "rollout.max_prompt_tokens" not in given:
+        # The run's limit is of its training data; see with_own_limits.
+        config.rollout.model_fields_set.discard("max_prompt_tokens")
     tp_size = config.rollout.tensor_model_parallel_size
     world_size = tp_size if num_processes is None else num_processes
     if world_size < 1 or world_size % tp_size:
@@ -133,6 +105,8 @@ class Evaluation(NamedTuple):
     """inputs.held_out."""
     header: dict[str, Any]
     """First line of the samples file, which identifies the evaluation."""
+    rollout: RolloutConfig
+    """The configuration's, with_own_limits of the data and the model."""
 
 
 def check(checkpoint: Path, data: Path, config: VapoConfig) -> Evaluation:
@@ -148,29 +122,35 @@ def check(checkpoint: Path, data: Path, config: VapoConfig) -> Evaluation:
     """
     hf_path = find_hf_directory(checkpoint)
     tokenizer = load_tokenizer(hf_path)
+    is_limited = "max_prompt_tokens" in config.rollout.model_fields_set
     with ProgressBar("prompts") as bar:
         dataset = read_prompts(
             str(data), config.data, tokenizer, seed=config.seed, shuffle=False,
-            max_prompt_tokens=config.rollout.max_prompt_tokens, on_progress=bar.show,
+            max_prompt_tokens=config.rollout.max_prompt_tokens if is_limited else sys.maxsize,
+            on_progress=bar.show,
         )  # fmt: skip
     shape = read_model_shape(hf_path)
     stop_token_ids = check_tokenizer(
         hf_path, tokenizer, config.rollout.stop_token_ids, shape.vocab_size
     )
+    longest = max(len(dataset.tokens(index)) for index in range(len(dataset)))
+    rollout = with_own_limits(config.rollout, shape, longest)
     # vLLM would refuse these too, but late.
-    sampling_settings(config.evaluation, config.rollout.max_response_tokens)
-    max_model_len(shape, config.rollout)
+    sampling_settings(config.evaluation, rollout.max_response_tokens)
+    max_model_len(shape, rollout)
+    step = exported_step(hf_path)
     header = {
-        "checkpoint": str(checkpoint), "weights": weights_digest(hf_path), "data": str(data),
+        "checkpoint": str(checkpoint), **({} if step is None else {"step": step}),
+        "weights": weights_digest(hf_path), "data": str(data),
         "problems": dataset.state_dict()["fingerprint"][:16], "num_problems": len(dataset),
         **config.evaluation.model_dump(include={"samples", "temperature", "top_p", "top_k"}),
-        "max_response_tokens": config.rollout.max_response_tokens,
+        "max_response_tokens": rollout.max_response_tokens,
         "stop_token_ids": list(stop_token_ids), "seed": config.seed,
         "dtype": config.rollout.dtype or config.model.dtype,
         **verdict_settings(config.reward, dataset.rows),
     }  # fmt: skip
     inputs = Inputs(shape, tokenizer, stop_token_ids, held_out=dataset)
-    return Evaluation(hf_path, inputs, dataset, header)
+    return Evaluation(hf_path, inputs, dataset, header, rollout)
 
 
 class Summary(NamedTuple):
@@ -248,6 +228,14 @@ def sample_missing(
         stack.callback(dist.destroy_process_group)
         tp_size = config.rollout.tensor_model_parallel_size
         missing = _begin(out, evaluation.header, problems, tp_size, stack)
+        limit, default = evaluation.rollout.max_response_tokens, config.rollout.max_response_tokens
+        if missing and limit < default and dist.get_rank() == 0:
+            tell(
+                f"responses have at most {limit} tokens, which the longest prompt of "
+                f"{evaluation.rollout.max_prompt_tokens} leaves of the model's positions; "
+                "rollout.max_response_tokens sets another limit"
+            )
+        config = config.model_copy(update={"rollout": evaluation.rollout})
         if missing:
             can_wait = score_pending is not None
             _sample(evaluation, config, out, missing, problems_per_batch, can_wait=can_wait)

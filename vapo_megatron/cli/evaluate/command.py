@@ -5,9 +5,11 @@
   torchrun --nproc-per-node 8 -m vapo_megatron evaluate ...      on several nodes
 
 The checkpoint is a Hugging Face directory, or a run directory, which brings its hf_export and its
-configuration. Every sample goes to --out, a JSONL file; an interrupted evaluation resumes with the
-problems that are missing there. rollout.tensor_model_parallel_size processes hold one vLLM replica,
-and the replicas of --nproc processes share the problems.
+configuration; vapo convert to-hf makes one of a checkpoints/step_* directory. Lengths that are not
+set are limited by the longest prompt of the data and the positions of the model. Every sample goes
+to --out, a JSONL file; an interrupted evaluation resumes with the problems that are missing there.
+rollout.tensor_model_parallel_size processes hold one vLLM replica, and the replicas of --nproc
+processes share the problems.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ def _evaluate(options: argparse.Namespace, worker: Sequence[str]) -> Path | None
     found = checkpoint.evaluate_checkpoint(evaluation, config, out, options.batch)
     if found is None:
         return None
-    _print_table(found.whole, f"{options.checkpoint} on {options.data}")
+    step = evaluation.header.get("step")
+    of_step = "" if step is None else f" (step {step})"
+    _print_table(found.whole, f"{options.checkpoint}{of_step} on {options.data}")
     for name, (count, statistics) in found.by_verifier.items():
         _print_table(statistics, f"{count} of {evaluation.header['num_problems']} problems: {name}")
     return out

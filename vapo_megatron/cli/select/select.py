@@ -21,10 +21,12 @@ from vapo_megatron.cli.select.table import source_table, write_selection
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import Prompt
 from vapo_megatron.errors import ConfigError, DataError
-from vapo_megatron.rollout.evaluation.samples_file import collect, lock_file, weights_digest
-
-_PATHS = ("checkpoint", "data")
-"""Of the header; the same weights and problems in another place give the same selection."""
+from vapo_megatron.rollout.evaluation.samples_file import (
+    OF_PLACE,
+    collect,
+    lock_file,
+    weights_digest,
+)
 
 
 class Job(NamedTuple):
@@ -57,7 +59,7 @@ def prepare(checkpoint: Path, data: Path, config: VapoConfig, rules: Rules, out:
         UserError: the first thing that is wrong: what, where, and the remedy.
     """
     evaluation = check(checkpoint, data, config)
-    reward_scores.check(evaluation, config)
+    reward_scores.check(evaluation, config.model_copy(update={"rollout": evaluation.rollout}))
     rows = evaluation.dataset.rows
     if rules.within is not None and not any(rules.within in row.metadata for row in rows):
         others = ", ".join(rows[0].metadata) or "none"
@@ -129,7 +131,7 @@ def finish(job: Job) -> str:
     about = {
         "rules": job.rules._asdict(),
         "read": len(problems), "dropped": selection.dropped, "kept": len(selection.kept),
-        "samples": {name: value for name, value in header.items() if name not in _PATHS},
+        "samples": {name: value for name, value in header.items() if name not in OF_PLACE},
     }  # fmt: skip
     write_selection(job.out, job.table, selection.kept, measured, about)
     page = write_selection_page(

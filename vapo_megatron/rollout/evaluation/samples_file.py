@@ -27,7 +27,7 @@ from vapo_megatron.reward.columns import columns_read
 from vapo_megatron.rollout.evaluation.statistics import problem_values
 
 FORMAT = 1
-_PATHS = ("checkpoint", "data")
+OF_PLACE = ("checkpoint", "step", "data")
 """Not compared: the same weights and problems may have moved when the evaluation resumes."""
 _OF_VERDICTS = {"verifier", "verifiers", "hybrid", "from_score", "correct_from", "scales"}
 """Fields of reward that decide what a verdict is."""
@@ -140,7 +140,7 @@ def _compare(path: Path, found: Any, header: dict[str, Any]) -> None:
     if not isinstance(found, dict) or "evaluation" not in found:
         raise _foreign(path)
     for name, value in header.items():
-        if name not in _PATHS and found.get(name) != value:
+        if name not in OF_PLACE and found.get(name) != value:
             raise DataError(
                 f"{path} is of another evaluation: its {name} is {found.get(name)!r}, here it is "
                 f"{value!r}; give another --out, or remove the file to start over"

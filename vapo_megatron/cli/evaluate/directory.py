@@ -1,0 +1,98 @@
+"""Which Hugging Face directory a checkpoint on the command line stands for."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from vapo_megatron.errors import CheckpointError
+from vapo_megatron.run.checkpoint.files import candidates
+from vapo_megatron.run.directory import read_run
+from vapo_megatron.weights.hf_directory import exported_step
+
+
+def is_run_directory(checkpoint: Path) -> bool:
+    """Whether it is a run's: it has config.yaml."""
+    return (checkpoint / "config.yaml").is_file()
+
+
+def find_hf_directory(checkpoint: Path) -> Path:
+    """Return the HF directory of a checkpoint: itself, or a run directory's hf_export.
+
+    Raises:
+        CheckpointError: neither, or the export is older than the run's latest checkpoint; names
+            the command that makes an HF directory.
+    """
+    if is_run_directory(checkpoint):
+        return _export_of_run(checkpoint)
+    if not checkpoint.exists():
+        raise CheckpointError(
+            f"--checkpoint={checkpoint} does not exist; give an HF directory or a run directory"
+        )
+    sharded = _sharded(checkpoint)
+    if sharded is not None:
+        raise CheckpointError(
+            f"--checkpoint={checkpoint} is a megatron-core checkpoint, and vLLM reads HF "
+            f"directories; make one with {_conversion(sharded)}, and give that"
+        )
+    if (checkpoint / "config.json").is_file():
+        return checkpoint
+    raise CheckpointError(
+        f"--checkpoint={checkpoint} is neither an HF directory (config.json) nor a run "
+        "directory (config.yaml); give one of them"
+    )
+
+
+def _export_of_run(run_dir: Path) -> Path:
+    export = run_dir / "hf_export"
+    latest = next(iter(candidates(run_dir / "checkpoints")), None)
+    has_export = (export / "config.json").is_file()
+    if latest is None and not has_export:
+        raise CheckpointError(
+            f"--checkpoint={run_dir}: the run has neither hf_export nor a checkpoint yet; let it "
+            "continue"
+        )
+    if latest is not None and not has_export:
+        if latest.is_dir() and not (latest / "actor").is_dir():
+            raise CheckpointError(
+                f"--checkpoint={run_dir}: the run trains no actor; give its model.hf_path"
+            )
+        raise CheckpointError(
+            f"--checkpoint={run_dir}: the run has no hf_export; make it with "
+            f"{_conversion(latest / 'actor', export)}"
+        )
+    step = exported_step(export)
+    if latest is not None and step is not None and (latest / "actor").is_dir():
+        now = int(latest.name.removeprefix("step_"))
+        if step < now:
+            raise CheckpointError(
+                f"--checkpoint={run_dir}: hf_export is of step {step}, but the latest checkpoint "
+                f"is of step {now}; export it with {_conversion(latest / 'actor', export)} "
+                f"--overwrite, or evaluate step {step} with --checkpoint {export}"
+            )
+    return export
+
+
+def _sharded(checkpoint: Path) -> Path | None:
+    """Return the megatron-core checkpoint that a directory is or holds, None if it is none."""
+    if checkpoint.name == "checkpoints" and (found := candidates(checkpoint)):
+        checkpoint = found[0]
+    places = (checkpoint, checkpoint / "actor")
+    return next((place for place in places if (place / ".metadata").is_file()), None)
+
+
+def _conversion(sharded: Path, out: Path | None = None) -> str:
+    """Return the command that makes an HF directory of a megatron-core checkpoint.
+
+    Args:
+        sharded: RUN/checkpoints/step_*/actor, or another that has its own config.json.
+        out: None: beside the run's checkpoints, or the directory's name with _hf.
+    """
+    command = ["vapo", "convert", "to-hf", "--megatron", str(sharded)]
+    step = sharded.parent
+    run_dir = sharded.absolute().parents[2]
+    if is_run_directory(run_dir):
+        base = (read_run(run_dir).config.get("model") or {}).get("hf_path", "BASE")
+        command += ["--hf", str(base)]
+        out = out or step.parent.parent / "exports" / step.name
+    return shlex.join([*command, "--out", str(out or f"{sharded}_hf")])
