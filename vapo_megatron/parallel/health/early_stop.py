@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from vapo_megatron.errors import INTERRUPTED, report
 from vapo_megatron.parallel.health.processes import end_now
@@ -81,13 +81,15 @@ def interrupts_watched(first: Callable[[], None], *, is_launcher: bool = False) 
     # torchrun repeats what it was sent, as our launcher does, and a worker cannot count that.
     repeats = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ and not is_launcher else None
     closed = threading.Event()
+    # A copy: the progress display may redirect standard error to a file.
+    stderr = os.fdopen(os.dup(2), "w", errors="backslashreplace")
 
     def watch() -> None:
         while not closed.is_set():
             found = signal.sigtimedwait([signal.SIGINT], POLL_SECONDS)
             is_again = _interrupted.is_set()
             if found is not None and is_again and found.si_pid != repeats:
-                end_interrupted("ended at once by a second SIGINT, without saving")
+                _end("ended at once by a second SIGINT, without saving", stderr)
             if found is not None:
                 _interrupted.set()
             if _interrupted.is_set() and (is_launcher or not is_again):
@@ -97,12 +99,12 @@ def interrupts_watched(first: Callable[[], None], *, is_launcher: bool = False) 
     try:
         yield
     finally:
-        closed.set()
+        closed.set()  # The copy stays open: a second SIGINT may be under way.
 
 
-def end_interrupted(what: str, code: int = INTERRUPTED) -> NoReturn:
+def _end(what: str, stderr: TextIO | None = None, code: int = INTERRUPTED) -> NoReturn:
     """Say what became of the run and end this process with all that it has started."""
-    report(f"{what}; start it again to resume from its latest checkpoint", INTERRUPTED)
+    report(f"{what}; start it again to resume from its latest checkpoint", INTERRUPTED, "", stderr)
     end_now(code)
 
 
@@ -111,7 +113,7 @@ def end_before_first_step() -> None:
     if not _has_begun.is_set():
         # With 0 under torchrun, which would start it again.
         code = 0 if "TORCHELASTIC_RUN_ID" in os.environ else INTERRUPTED
-        end_interrupted("stopped by SIGINT before its first step", code)
+        _end("stopped by SIGINT before its first step", code=code)
 
 
 def note_begun() -> None:
