@@ -44,7 +44,8 @@ def near(marker):
             answer = int(response.rpartition(self.marker)[2])
             off = abs(answer - int(problem.answer))
             status = "correct" if off <= problem.metadata["tolerance"] else "wrong"
-            return Verdict(status, 1 / (1 + off), str(answer), f"{off} off")
+            score, metrics = 1 / (1 + off), {"off": off}
+            return Verdict(status, score, str(answer), f"{off} off", metrics)
 
     return Near()
 
@@ -116,6 +117,10 @@ def test_a_run_is_judged_by_the_object_that_it_is_given(workers, place):
         assert row["reward/correct_fraction"] == right / NUM_RESPONSES
         mean = sum(reward for _, _, reward, _ in found) / NUM_RESPONSES
         assert row["reward/mean"] == pytest.approx(mean)
+        # Its own metric, of those that it judges.
+        offs = [r["metrics"]["off"] for g in groups for r in g["responses"] if "metrics" in r]
+        assert len(offs) == NUM_RESPONSES * 3 / 4
+        assert row["reward/own/off"] == pytest.approx(sum(offs) / len(offs))
         # Its class is its name; the row that names another verifier has that one.
         assert row["reward/by_verifier/Near/share"] == 3 / 4
         assert row["reward/by_verifier/math/share"] == 1 / 4

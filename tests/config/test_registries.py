@@ -57,6 +57,8 @@ def test_metrics_by_name_are_declared_by_their_pattern_alone():
     assert named("reward/mean") is None and named("reward/by_verifier/a b/accuracy") is None
     with pytest.raises(AssertionError, match="a/b"):
         metric_by("reward", "source", "a/b", "share")
+    assert describe("reward/own/length") is METRICS["reward/own/NAME"]
+    assert describe("reward/own/a/b") is None
 
     @emits("reward/by_verifier/NAME/accuracy")
     def measured(name):

@@ -123,7 +123,7 @@ def ready(tmp_path_factory):
     published(place, "dapo-math-17k", "train")
     published(place, "aime-2024", "test")
     shutil.copy(place / "runs/tiny/seed_0/data/train.jsonl", place / "problems.jsonl")
-    # docs/reward.md's class, and problems with the column that it reads.
+    # docs/reward.md's function, and problems with the column that it reads.
     page = (ROOT / "docs/reward.md").read_text()
     code = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)[0]
     (place / "near.py").write_text(code)

@@ -71,7 +71,7 @@ def test_one_verdict_is_lost_for_each_fault(misbehaves, capfd):
         "crash": "its process died",
         "vanish": "its process died",
         "memory": "more than 0.2 GB of memory",
-        "no_verdict": "TypeError: score of one response returned [True], not one Verdict",
+        "no_verdict": "returned [True] for 1 responses, not a Verdict for each",
         "bad_status": "ValueError: status='good' must be one of correct, wrong, unparsable, "
         "timed_out, failed",
         "not_finite": "ValueError: score=nan must be a finite number or None",
@@ -138,7 +138,7 @@ def test_optional_methods_check_problems_and_compare_answers():
         (f"{MODULE}:Absent", {}, "has no attribute 'Absent'"),
         (f"{MODULE}:NeedsOption", {}, "missing 1 required positional argument: 'limit'"),
         (f"{MODULE}:Contains", {"limit": 3}, "unexpected keyword argument 'limit'"),
-        (f"{MODULE}:NoVerifier", {}, r"NoVerifier has no method score\(responses, problems\)"),
+        (f"{MODULE}:NoVerifier", {}, r"NoVerifier has no method score\(responses, problems\), and"),
     ],
 )
 def test_what_does_not_load_is_the_users_mistake(name, options, message):

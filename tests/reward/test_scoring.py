@@ -11,9 +11,9 @@ from array import array
 import pytest
 import torch
 
-from vapo_megatron.config import RewardConfig
+from vapo_megatron.config import RewardConfig, RolloutConfig
 from vapo_megatron.data.batch import Prompt, Rollout, StepSummary
-from vapo_megatron.errors import Stopped
+from vapo_megatron.errors import ConfigError, Stopped
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.scoring import (
     LARGEST_BATCH,
@@ -21,6 +21,7 @@ from vapo_megatron.reward.scoring import (
     VerdictStream,
     check_failures,
     check_verdicts,
+    check_whole_groups,
     score_rollouts,
     with_scores,
 )
@@ -196,6 +197,26 @@ def test_what_waits_is_judged_together_in_bounded_batches():
         scored = score_rollouts(stream, rollouts, RewardConfig(), 10)
     assert statuses(scored) == ["wrong" if i % 2 else "correct" for i in range(count)]
     assert len(verifier.batches) <= 4 and max(map(len, verifier.batches)) == LARGEST_BATCH
+
+
+def test_a_verifier_that_sees_groups_is_given_each_whole_and_in_order():
+    def ranks(responses, answer):
+        assert answer == "gold"
+        return [Verdict("wrong", metrics={"rank": i, "size": len(responses)})
+                for i, _ in enumerate(responses)]  # fmt: skip
+
+    reward = RewardConfig(num_workers=1, timeout_seconds=60)
+    rollouts = [rollout(f"{i}", "gold", i) for i in range(8)]
+    single = rollout("Answer: 7", "7", 8, metadata={"verifier": "math"})
+    with Verifiers(reward, ranks) as verifiers, VerdictStream(verifiers, decode, 4) as stream:
+        for one in [*rollouts[::-2], single, *rollouts[::2]]:
+            stream.submit(one)
+        scored = score_rollouts(stream, [*rollouts, single], reward, 10)
+    # Both groups have the same problem, and are two all the same.
+    assert [s.metrics for s in scored[:8]] == [{"rank": i % 4, "size": 4} for i in range(8)]
+    assert scored[8].status == "correct" and scored[8].metrics == {}
+    with pytest.raises(ConfigError, match="rollout.carry_over_groups=2 ends the responses"):
+        check_whole_groups(RolloutConfig(carry_over_groups=2), sees_groups=True)
 
 
 def test_a_stopped_step_does_not_wait_and_judges_no_more():

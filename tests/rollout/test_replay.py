@@ -22,6 +22,7 @@ from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
 from vapo_megatron.errors import ConfigError, DataError, UserError
 from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.reward.own_metrics import own_metrics, sums_of
 from vapo_megatron.rollout.dump import read_file, read_headers, write_step
 from vapo_megatron.rollout.replay import check_dump
 
@@ -82,11 +83,13 @@ def test_the_critics_prompts_are_dumped(tmp_path, workers):
 
 
 def in_parts(tmp):
-    """Write responses of which two have been sampled by several versions."""
+    """Write responses of which two have been sampled by several versions, and two measured."""
     scored = rollouts()
     for i, segments in ((2, ((0, 1), (3, 2))), (7, ((1, 2), (2, 3), (5, 1)))):
         rollout = dataclasses.replace(scored[i].rollout, segments=segments)
         scored[i] = dataclasses.replace(scored[i], rollout=rollout)
+    for i, metrics in ((2, {"steps": 3, "ok": True}), (5, {"steps": 0.25})):
+        scored[i] = dataclasses.replace(scored[i], metrics=metrics)
     of_step = {"num_responses": NUM_RESPONSES, "group_size": GROUP_SIZE}
     write_step(tmp, 1, scored, **of_step, keep_last=1)
     return scored, read_file(tmp / "step_000001/rank_00000.safetensors")
@@ -96,6 +99,9 @@ def test_the_versions_of_a_response_are_dumped(tmp_path, workers):
     ((written, read),) = workers.run(1, in_parts, tmp_path)
     assert [s.rollout.segments for s in read] == [s.rollout.segments for s in written]
     assert [s.rollout.segments for s in read][2] == ((0, 1), (3, 2))
+    assert read == written and read[5].metrics == {"steps": 0.25}
+    found = own_metrics([sums_of(read[:4]), sums_of(read[4:])])
+    assert found == {"reward/own/ok": 1.0, "reward/own/steps": 1.625}
 
 
 def test_ranks_without_responses_write_nothing(tmp_path, workers):

@@ -22,6 +22,7 @@ from vapo_megatron.run.wandb_run import check_wandb
 if TYPE_CHECKING:
     from vapo_megatron.config import VapoConfig
     from vapo_megatron.models.hf_config import ModelShape
+    from vapo_megatron.reward.verifiers import Verifiers
     from vapo_megatron.rollout.inputs import Inputs
 
 _CHUNK = 1000
@@ -118,6 +119,15 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
     return inputs
 
 
+def _try_out(verifiers: Verifiers, config: VapoConfig, inputs: Inputs) -> None:
+    from vapo_megatron.reward.scoring import check_whole_groups
+
+    verifiers.load()
+    datasets = (d for d in (inputs.dataset, inputs.held_out) if d is not None)
+    verifiers.try_out(row for dataset in datasets for row in dataset.rows)
+    check_whole_groups(config.rollout, sees_groups=verifiers.sees_groups())
+
+
 def check_answers(config: VapoConfig, inputs: Inputs, *, all_answers: bool = True) -> list[str]:
     """Refuse problems that their verifier cannot judge; a run's ranks share this work.
 
@@ -131,7 +141,7 @@ def check_answers(config: VapoConfig, inputs: Inputs, *, all_answers: bool = Tru
         How many rows of each file each verifier judges; empty unless all_answers.
 
     Raises:
-        ConfigError: a verifier does not load, or the reward model would judge nothing.
+        ConfigError: a verifier does not load or judge, or the reward model would judge nothing.
         DataError: names the last such row of a file.
     """
     from vapo_megatron.data.labels import count_rows, labels_of
@@ -139,13 +149,14 @@ def check_answers(config: VapoConfig, inputs: Inputs, *, all_answers: bool = Tru
     from vapo_megatron.reward.verifiers import (
         Verifiers,
         check_reward_model_judges,
+        default_name,
         reward_model_refusals,
     )
 
     counts: list[str] = []
     refusals = reward_model_refusals(has_reward_model=config.model.reward_hf_path is not None)
     with Verifiers(config.reward) as verifiers:
-        verifiers.load()
+        _try_out(verifiers, config, inputs)
         given = {"data": inputs.dataset, "evaluation": inputs.held_out}
         for (section, dataset), refusal in zip(given.items(), refusals, strict=True):
             if dataset is None:
@@ -163,7 +174,7 @@ def check_answers(config: VapoConfig, inputs: Inputs, *, all_answers: bool = Tru
                 raise unusable_problem(*dataset.row(max(bad)), bad[max(bad)])
             if all_answers:
                 dataset.assign(chosen)
-                labels = labels_of(enumerate(dataset.rows), config.reward.verifier)
+                labels = labels_of(enumerate(dataset.rows), default_name(config.reward))
                 counts += count_rows(labels, dataset.path, section)
     if all_answers and (dataset := inputs.dataset) is not None:
         path = config.model.reward_hf_path

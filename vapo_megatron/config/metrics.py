@@ -83,6 +83,7 @@ METRICS: dict[str, Metric] = {
         "",
         "Fraction of responses that the verifier failed to judge; see reward.max_failed_fraction.",
     ),
+    "reward/own/NAME": Metric("", "Mean of a number that the verifier's verdicts name."),
     **_by("verifier"),
     **_by("source"),
     "rollout/response_length_mean": Metric("tokens", "Mean response length, stop token included."),
@@ -223,6 +224,7 @@ _AVG_AT_K = re.compile(r"evaluation/avg@[1-9]\d*")
 _NAMED = re.compile(
     rf"(?P<group>\w+)/by_(?P<kind>{'|'.join(KINDS)})/(?P<label>{LABEL})/(?P<what>.+)"
 )
+_OWN = re.compile(rf"reward/own/{LABEL}")
 _PHASE_SECONDS = re.compile(r"time/(\w+)_seconds")
 _PHASE_PEAK = re.compile(r"memory/(\w+)_peak_bytes")
 
@@ -257,6 +259,12 @@ def metric_by(group: str, kind: str, label: str, what: str) -> str:
     """Return the name of a metric that goes by verifier or source; see Named."""
     assert re.fullmatch(LABEL, label), f"{label!r} was checked to match {LABEL}"
     return f"{group}/by_{kind}/{label}/{what}"
+
+
+def own_metric(name: str) -> str:
+    """Return the name of a verifier's own metric."""
+    assert re.fullmatch(LABEL, name), f"{name!r} was checked to match {LABEL}"
+    return f"reward/own/{name}"
 
 
 def named(name: str) -> Named | None:
@@ -297,6 +305,8 @@ def emits(*names: str) -> Callable[[_Function], _Function]:
 
 def _registered(name: str) -> str:
     """Return the key in METRICS: with K for the number of samples, and NAME for a label."""
+    if _OWN.fullmatch(name):
+        return own_metric("NAME")
     found = named(name)
     if found is not None:
         name = metric_by(found.group, found.kind, "NAME", found.what)

@@ -51,8 +51,9 @@ class RewardConfig(Section):
 
     verifier: str = _field(
         "math",
-        "Judges responses: a built-in verifier, a name of reward.verifiers, hybrid, or "
-        "package.module:Class. A row of the data with a column `verifier` names its own.",
+        "Judges responses: a built-in verifier, a name of reward.verifiers, hybrid, or your own "
+        "function or class, package.module:NAME or path/to/file.py:NAME. A row of the data with a "
+        "column `verifier` names its own.",
     )
     hybrid: list[str] = _field(
         [],
@@ -61,8 +62,8 @@ class RewardConfig(Section):
     )
     verifiers: dict[str, dict[str, Any]] = _field(
         {},
-        "Options of verifiers by name; `use` is a built-in one or package.module:Class, by default "
-        "the name itself; the others are passed to it.",
+        "Options of verifiers by name; `use` is a built-in one, package.module:NAME or "
+        "path/to/file.py:NAME, by default the name itself; the others are passed to it.",
     )
     correct: float = _field(1.0, "Reward of a correct response.")
     incorrect: float = _field(-1.0, "Reward of any other response.")
@@ -106,7 +107,7 @@ class RewardConfig(Section):
     )
 
     def use_of(self, name: str) -> Any:
-        """Return what a verifier's name stands for: a built-in name or package.module:Class."""
+        """Return what a verifier's name stands for: a built-in one, or a user's module:NAME."""
         return self.verifiers.get(name, {}).get("use", name)
 
     @property
@@ -137,8 +138,8 @@ def _verifier_mistakes(reward: RewardConfig) -> Iterator[str]:
     names = ", ".join(sorted(reward.names))
     if reward.verifier not in reward.names and ":" not in reward.verifier:
         yield (
-            f"reward.verifier={reward.verifier} must be one of {names}, or package.module:Class; "
-            "change it"
+            f"reward.verifier={reward.verifier} must be one of {names}, or package.module:NAME or "
+            "path/to/file.py:NAME of a function or class; change it"
         )
     for name, options in reward.verifiers.items():
         use = options.get("use", name)
@@ -152,7 +153,8 @@ def _verifier_mistakes(reward: RewardConfig) -> Iterator[str]:
         if use not in BUILT_IN_VERIFIERS and not (isinstance(use, str) and ":" in use):
             yield (
                 f"reward.verifiers.{name}.use={use!r} must be one of "
-                f"{', '.join(BUILT_IN_VERIFIERS)}, or package.module:Class; set it"
+                f"{', '.join(BUILT_IN_VERIFIERS)}, or package.module:NAME or path/to/file.py:NAME "
+                "of a function or class; set it"
             )
 
 

@@ -115,6 +115,8 @@ class ScoredRollout:
     """The verdict's own, before shaping."""
     note: str = ""
     """The verifier's explanation."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    """The verdict's own numbers."""
 
     @property
     def is_correct(self) -> bool:

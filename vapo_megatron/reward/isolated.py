@@ -1,4 +1,4 @@
-"""Runs a verifier class in worker processes: whatever it does costs one verdict, not the run.
+"""Runs a user's verifier in worker processes: whatever it does costs a verdict, not the run.
 
 The upper half runs in the trainer, the lower half in a worker.
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import ConfigError, tell
+from vapo_megatron.reward.functions import FunctionVerifier, WrongReturn, load
 from vapo_megatron.reward.pool import (
     DIED,
     OUT_OF_MEMORY,
@@ -28,16 +28,18 @@ from vapo_megatron.reward.verifier import Verdict
 
 
 class IsolatedVerifier:
-    """A RunningVerifier over a class, or an instance, in processes that are killed when it hangs.
+    """A RunningVerifier over a class, an instance or a function, in processes that can be killed.
 
     Args:
         name: in messages.
-        verifier: "package.module:Class"; or an instance or a class, which is pickled by value
-            where it is not importable.
-        options: keyword arguments of the class.
+        verifier: "package.module:NAME" or "path/to/file.py:NAME"; or the object itself, which is
+            pickled by value where it is not importable.
+        options: keyword arguments of the class or function.
         num_workers: processes.
-        timeout_seconds: limit for one response, counted from when a worker receives it.
-        memory_bytes: what a process may take beyond what loading the class took.
+        timeout_seconds: limit for one response, or for a group where it sees groups, counted from
+            when a worker receives it.
+        memory_bytes: what a process may take beyond what loading the verifier took.
+        full_score: see FunctionVerifier.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class IsolatedVerifier:
         num_workers: int,
         timeout_seconds: float,
         memory_bytes: int,
+        full_score: float | None = None,
     ) -> None:
         self._name = name
         self._limits = f"{timeout_seconds:g} seconds", f"{memory_bytes / 1e9:.3g} GB of memory"
@@ -65,7 +68,7 @@ class IsolatedVerifier:
                 ) from None
         self._pool = WorkerPool(
             "vapo_megatron.reward.isolated:make_handler",
-            {"verifier": verifier, "options": dict(options)},
+            {"verifier": verifier, "options": dict(options), "full_score": full_score},
             num_workers,
             timeout_seconds,
             memory_bytes,
@@ -76,9 +79,38 @@ class IsolatedVerifier:
         self._pool.start()
 
     def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> list[Verdict]:
-        """Judge each response in a process; see Verifier."""
-        asked = [("score", pair) for pair in zip(responses, problems, strict=True)]
-        return [self._verdict(reply) for reply in self._ask(asked)]
+        """Judge each response in a process, or each group; see Verifier.
+
+        Responses with the same Problem object are a group.
+        """
+        groups: dict[int, list[int]] = {}
+        for i, problem in enumerate(problems):
+            groups.setdefault(id(problem) if self.sees_group else i, []).append(i)
+        asked = [
+            ("score", ([responses[i] for i in group], problems[group[0]]))
+            for group in groups.values()
+        ]
+        found: dict[int, Verdict] = {}
+        for group, reply in zip(groups.values(), self._ask(asked), strict=True):
+            found |= zip(group, self._verdicts(reply, len(group)), strict=True)
+        return [found[i] for i in range(len(problems))]
+
+    def try_out(self, responses: Sequence[str], problem: Problem) -> list[Verdict] | str:
+        """Judge made-up responses to a problem -> verdicts, or what went wrong."""
+        [reply] = self._ask([("score", (list(responses), problem))])
+        if "result" in reply:
+            return [Verdict(**fields) for fields in reply["result"]]
+        if "returned" in reply:
+            return reply["returned"]
+        if "error" not in reply:
+            return f"gave no verdict: {self._failure(reply)}"
+        last, place = last_line(reply["error"])
+        return f"raised {last}{place}"
+
+    @property
+    def sees_group(self) -> bool:
+        """Whether a call has all responses to a prompt; waits for a worker that has loaded it."""
+        return self._describe()["sees_group"]
 
     def unusable(self, problems: Sequence[Problem]) -> dict[int, str]:
         """Return what the class's `check` says, if it has one; a failure of it counts, too."""
@@ -114,9 +146,9 @@ class IsolatedVerifier:
         with _loading(self._name):
             return self._pool.describe()
 
-    def _verdict(self, reply: Reply) -> Verdict:
+    def _verdicts(self, reply: Reply, count: int) -> list[Verdict]:
         if "result" in reply:
-            return Verdict(**reply["result"])
+            return [Verdict(**fields) for fields in reply["result"]]
         note = self._failure(reply)
         if reply != OVER_TIME and not self._has_told:
             self._has_told = True
@@ -126,7 +158,7 @@ class IsolatedVerifier:
                 "status failed, and later failures are only counted"
                 + (f"\n{detail}" if detail else "")
             )
-        return Verdict("timed_out" if reply == OVER_TIME else "failed", note=note)
+        return [Verdict("timed_out" if reply == OVER_TIME else "failed", note=note)] * count
 
     def _failure(self, reply: Reply) -> str:
         if reply == OVER_TIME:
@@ -135,52 +167,77 @@ class IsolatedVerifier:
             return f"more than {self._limits[1]}"
         if reply == DIED:
             return "its process died"
-        return reply["error"].rstrip().rpartition("\n")[2]
+        if "returned" in reply:
+            return reply["returned"]
+        return last_line(reply["error"])[0]
 
 
 @contextlib.contextmanager
 def _loading(name: str) -> Iterator[None]:
-    """Turn a class that does not load into the user's mistake."""
+    """Turn a verifier that does not load into the user's mistake."""
     try:
         yield
     except HandlerRefused as error:
-        *trace, last = str(error).rstrip().splitlines()
-        place = next((line.strip() for line in reversed(trace) if line.startswith("  File ")), "")
+        last, place = last_line(str(error))
         raise ConfigError(
-            f"the verifier {name} cannot be loaded: {last} ({place}); correct it, or "
-            "reward.verifier: a built-in name, a name of reward.verifiers, or package.module:Class "
-            "with the options of reward.verifiers.NAME"
+            f"the verifier {name} cannot be loaded: {last}{place}; correct it, or "
+            "reward.verifier: a built-in name, a name of reward.verifiers, package.module:NAME or "
+            "path/to/file.py:NAME, with the options of reward.verifiers.NAME"
         ) from None
 
 
+def last_line(trace: str) -> tuple[str, str]:
+    """Return a traceback's last line, and in parentheses where in the user's code it was raised."""
+    *lines, last = trace.rstrip().splitlines()
+    ours = os.path.dirname(__file__)
+    files = (line.strip() for line in reversed(lines) if line.startswith("  File "))
+    place = next((f for f in files if ours not in f and "<frozen" not in f), "")
+    return last, f" ({place})" if place else ""
+
+
 def make_handler(
-    verifier: str | bytes, options: Mapping[str, Any]
+    verifier: str | bytes, options: Mapping[str, Any], full_score: float | None = None
 ) -> tuple[Callable[[tuple[str, tuple[Any, ...]]], dict[str, Any]], dict[str, bool]]:
     """Build the verifier; return what answers (method, arguments), and which it has.
 
-    Runs in a worker. Raises whatever importing or building the class raises.
+    Runs in a worker. Raises whatever importing or building it raises.
     """
     # A class beside the user's own files, also where an installed command was started.
     sys.path.insert(0, os.getcwd())
-    if isinstance(verifier, bytes):
-        built = pickle.loads(verifier)
-    else:
-        module, _, name = verifier.partition(":")
-        built = getattr(importlib.import_module(module), name)
+    built = pickle.loads(verifier) if isinstance(verifier, bytes) else load(verifier)
     if isinstance(built, type):
-        built = built(**options)
+        built, options = built(**options), {}
     if not callable(getattr(built, "score", None)):
-        raise TypeError(f"{type(built).__name__} has no method score(responses, problems)")
+        if not callable(built):
+            raise TypeError(
+                f"{type(built).__name__} has no method score(responses, problems), and is no "
+                "function"
+            )
+        built = FunctionVerifier(built, options, full_score)
 
     def handle(request: tuple[str, tuple[Any, ...]]) -> dict[str, Any]:
         method, arguments = request
         if method != "score":
             return {"result": getattr(built, method)(*arguments)}
-        response, problem = arguments
-        verdicts = list(built.score([response], [problem]))
-        if len(verdicts) != 1 or not isinstance(verdicts[0], Verdict):
-            raise TypeError(f"score of one response returned {verdicts!r}, not one Verdict"[:300])
-        return {"result": dataclasses.asdict(verdicts[0])}
+        responses, problem = arguments
+        try:
+            found = built.score(responses, [problem] * len(responses))
+            verdicts = list(found) if isinstance(found, Iterable) else found
+        except WrongReturn as wrong:
+            return {"returned": str(wrong)}
+        if not _are_verdicts(verdicts, len(responses)):
+            text = f"returned {verdicts!r}"[:200]
+            return {"returned": f"{text} for {len(responses)} responses, not a Verdict for each"}
+        return {"result": [dataclasses.asdict(verdict) for verdict in verdicts]}
 
-    has = {"checks": hasattr(built, "check"), "compares": hasattr(built, "same_answer")}
+    has = {
+        "checks": hasattr(built, "check"),
+        "compares": hasattr(built, "same_answer"),
+        "sees_group": bool(getattr(built, "sees_group", False)),
+    }
     return handle, has
+
+
+def _are_verdicts(found: Any, count: int) -> bool:
+    is_list = isinstance(found, list)
+    return is_list and len(found) == count and all(isinstance(v, Verdict) for v in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from vapo_megatron.config import RewardConfig
+from vapo_megatron.config import RewardConfig, RolloutConfig
 from vapo_megatron.data.batch import PENDING, STATUSES, Prompt, Rollout, ScoredRollout, StepSummary
 from vapo_megatron.data.mixture import TrainingPrompts
+from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import ConfigError, UserError
-from vapo_megatron.parallel.reduce import gather_objects
+from vapo_megatron.parallel.reduce import any_rank, gather_objects
 from vapo_megatron.reward.reward_model import Pending, reward_model_verdict
 from vapo_megatron.reward.shaping import scored_verdict, shaped_reward
 from vapo_megatron.reward.verifier import RunningVerifier, Verdict, unusable_problem
@@ -49,21 +51,27 @@ class Judged(NamedTuple):
 class VerdictStream:
     """Decodes and judges responses, in a thread, while others are still sampled.
 
-    The verifier gets what has finished since it was last called. Verdicts do not depend on how
-    responses are divided into such batches, nor on the order in which they finish.
+    The verifier gets what has finished since it was last called; a group at once, where it sees
+    groups. Verdicts do not depend on how responses are divided into such batches, nor on the order
+    in which they finish.
     """
 
     def __init__(
         self,
         verifier: RunningVerifier | None,
         decode: Callable[[Sequence[Sequence[int]]], list[str]],
+        group_size: int | None = None,
     ) -> None:
         """Judge nothing yet.
 
         Args:
             verifier: None where no responses arrive.
             decode: token ids of responses to their texts; called in the thread.
+            group_size: consecutive positions that are a group, all of which arrive; None: no
+                verifier sees groups.
         """
+        self._group_size = group_size
+        self._groups: dict[int, list[Rollout]] = {}
         self._verifier, self._decode = verifier, decode
         self._thread = ThreadPoolExecutor(1, "verifier")
         self._waiting: deque[Rollout] = deque()
@@ -78,17 +86,37 @@ class VerdictStream:
         self._calls.append(self._thread.submit(self._judge_waiting))
 
     def _judge_waiting(self) -> None:
-        batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), LARGEST_BATCH))]
+        some = [self._waiting.popleft() for _ in range(min(len(self._waiting), LARGEST_BATCH))]
+        batch: list[Rollout] = []
+        problems: list[Problem] = []
+        for rollout in some:
+            group = self._grouped(rollout)
+            batch += group
+            # One object for all, by which the verifier knows that they are a group.
+            problems += [rollout.prompt.problem] * len(group)
         if batch:
             assert self._verifier is not None, "responses are judged on a replica's first rank"
             texts = self._decode([r.token_ids for r in batch])
-            verdicts = self._verifier.score(texts, [r.prompt.problem for r in batch])
-            self._begun.append((batch, texts, verdicts))
+            self._begun.append((batch, texts, self._verifier.score(texts, problems)))
+
+    def _grouped(self, rollout: Rollout) -> list[Rollout]:
+        """Return the response, or its group, of which it is the last; nothing while others miss."""
+        size, verifier = self._group_size, self._verifier
+        sees_group = isinstance(verifier, Verifiers) and verifier.sees_group(rollout.prompt.problem)
+        if size is None or not sees_group:
+            return [rollout]
+        group = self._groups.setdefault(rollout.position // size, [])
+        group.append(rollout)
+        if len(group) < size:
+            return []
+        del self._groups[rollout.position // size]
+        return sorted(group, key=lambda r: r.position)
 
     def judged(self, rollouts: Sequence[Rollout]) -> list[Judged]:
         """Wait for the verdicts on submitted responses, in the given order; raise its errors."""
         for call in self._calls:
             call.result()
+        assert not self._groups, "every response of a group arrives"
         while self._begun:
             for rollout, text, verdict in zip(*self._begun.popleft(), strict=True):
                 self._judged[rollout.position] = Judged(text, verdict)
@@ -129,7 +157,9 @@ def score_rollouts(
             verifier,
         )  # fmt: skip
         scored.append(
-            ScoredRollout(rollout, text, verdict.status, number, verdict.score, verdict.note)
+            ScoredRollout(
+                rollout, text, verdict.status, number, verdict.score, verdict.note, verdict.metrics
+            )
         )
     return scored
 
@@ -209,8 +239,8 @@ def start_verifiers(
         On the first rank of each replica the verifiers, to be closed; None elsewhere.
 
     Raises:
-        UserError: on every rank: a verifier does not load, the reward model would judge nothing,
-            or names the last such row of a file.
+        UserError: on every rank: a verifier does not load, or does not judge a made-up response;
+            the reward model would judge nothing; or names the last such row of a file.
     """
     replica, rank_in_replica = divmod(dist.get_rank(), tp_size)
     verifiers = None
@@ -238,9 +268,44 @@ def start_verifiers(
             raise unusable_problem(*dataset.row(row), reason)
         for _, chosen in gathered:
             dataset.assign(chosen)
+    if mistake := max(gather_objects(_trial(verifiers, training, held_out))):
+        raise ConfigError(mistake)
     if training is not None and default is None:
         check_reward_model_judges(reward, training.rows, training.path, reward_hf_path)
     return verifiers
+
+
+def _trial(verifiers: Verifiers | None, *datasets: TrainingPrompts | None) -> str:
+    """Try this rank's verifiers out; return what is wrong, or nothing."""
+    if verifiers is None:
+        return ""
+    rows = (d.rows for d in datasets if d is not None)
+    try:
+        verifiers.try_out(itertools.chain.from_iterable(rows))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def any_sees_groups(verifiers: RunningVerifier | None, rollout: RolloutConfig) -> bool:
+    """Return whether any rank's verifiers see groups. Collective; raises as check_whole_groups."""
+    sees_groups = any_rank(isinstance(verifiers, Verifiers) and verifiers.sees_groups())
+    check_whole_groups(rollout, sees_groups=sees_groups)
+    return sees_groups
+
+
+def check_whole_groups(rollout: RolloutConfig, *, sees_groups: bool) -> None:
+    """Refuse a verifier that sees groups where their responses end in different steps.
+
+    Raises:
+        ConfigError: names rollout.carry_over_groups.
+    """
+    if sees_groups and rollout.carry_over_groups:
+        raise ConfigError(
+            f"rollout.carry_over_groups={rollout.carry_over_groups} ends the responses of a group "
+            "in different steps, but a verifier sees whole groups; set it to 0, or judge responses "
+            "one by one"
+        )
 
 
 def check_verdicts(

@@ -33,6 +33,16 @@ def soft_overlong_punishment(
     return -min(max(over / buffer_tokens, 0.0), 1.0)
 
 
+def full_score(reward: RewardConfig, verifier: str) -> float | None:
+    """Return the least score, before scaling, whose reward is from_score's high; None: no range."""
+    if reward.from_score is None:
+        return None
+    scale, high = _scale(reward, verifier), reward.from_score[1]
+    if scale.mean is not None and scale.std is not None:
+        return scale.mean + high * scale.std
+    return high if scale.high is None else scale.high
+
+
 def scored_verdict(verdict: Verdict, reward: RewardConfig, verifier: str) -> Verdict:
     """Return the verdict whose status follows its score, where reward.from_score says so.
 

@@ -1,6 +1,7 @@
 """The verifier protocol: a verdict on each response, kept apart from its reward.
 
-A class of your own needs one method, `score`, and no base class; docs/reward.md has an example.
+A verifier of your own is a function, or a class with one method and no base class; docs/reward.md
+has an example of each.
 Imports no torch, so that a verifier's process starts quickly.
 """
 
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, Protocol, get_args
 
 from vapo_megatron.data.problems import Problem
@@ -17,6 +19,9 @@ from vapo_megatron.errors import DataError
 Status = Literal["correct", "wrong", "unparsable", "timed_out", "failed"]
 
 __all__ = ["Problem", "RunningVerifier", "Status", "Verdict", "Verifier"]
+
+_NAME = re.compile(r"[\w.:-]+")
+"""config.metrics.LABEL, which takes too long to import for a verifier's process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,17 +41,26 @@ class Verdict:
     """The final answer as it was compared; None: there is none. Votes of majority@k count it."""
     note: str = ""
     """A short explanation for people."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    """Numbers of the verifier's own, whose means become the metrics reward/own/NAME."""
 
     def __post_init__(self) -> None:
         if self.status not in get_args(Status):
             raise ValueError(f"status={self.status!r} must be one of {', '.join(get_args(Status))}")
-        is_number = isinstance(self.score, int | float) and not isinstance(self.score, bool)
-        if self.score is not None and not (is_number and math.isfinite(self.score)):
+        if self.score is not None and not _is_finite(self.score):
             raise ValueError(f"score={self.score!r} must be a finite number or None")
         if not isinstance(self.answer, str | None):
             raise ValueError(f"answer={self.answer!r} must be text or None")
         if not isinstance(self.note, str):
             raise ValueError(f"note={self.note!r} must be text")
+        for name, value in self.metrics.items():
+            if not (isinstance(name, str) and _NAME.fullmatch(name)):
+                raise ValueError(
+                    f"metrics: the name {name!r} must have letters, digits and the characters "
+                    "_ . : - alone"
+                )
+            if not (isinstance(value, bool) or _is_finite(value)):
+                raise ValueError(f"metrics[{name!r}]={value!r} must be a finite number")
 
     @property
     def is_correct(self) -> bool:
@@ -54,12 +68,18 @@ class Verdict:
         return self.status == "correct"
 
 
+def _is_finite(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)  # type: ignore[arg-type]
+
+
 class Verifier(Protocol):
     """Judges responses. What a class of your own must have; the rest below is optional.
 
     Optional methods: `check(problem) -> str | None` says what is wrong with a problem (a run
     refuses it before it starts); `same_answer(first, second, problem) -> bool` says whether two
-    final answers that differ as text are equal, for the votes of majority@k.
+    final answers that differ as text are equal, for the votes of majority@k. With the attribute
+    `sees_group = True` a call has all responses to one prompt.
     """
 
     def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> Sequence[Verdict]:

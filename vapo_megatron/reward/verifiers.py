@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -16,7 +17,8 @@ from vapo_megatron.reward.isolated import IsolatedVerifier
 from vapo_megatron.reward.judge import Judge, Pairwise
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.reward_model import RewardModelVerifier
-from vapo_megatron.reward.shaping import scored_verdict
+from vapo_megatron.reward.shaping import full_score, scored_verdict
+from vapo_megatron.reward.trial import failed_trial, rows_to_try
 from vapo_megatron.reward.verifier import RunningVerifier, Verdict
 
 if TYPE_CHECKING:
@@ -50,13 +52,19 @@ def _in_processes(
 
 
 def _isolated(
-    reward: RewardConfig, name: str, verifier: object, options: dict[str, Any], seconds: float
+    reward: RewardConfig,
+    name: str,
+    verifier: object,
+    options: dict[str, Any],
+    seconds: float,
+    full_score: float | None = None,
 ) -> RunningVerifier:
     return IsolatedVerifier(
         name, verifier, options,
         num_workers=reward.num_workers,
         timeout_seconds=seconds,
         memory_bytes=int(reward.memory_gb * 1e9),
+        full_score=full_score,
     )  # fmt: skip
 
 
@@ -107,8 +115,9 @@ def check_reward_model_judges(
 def default_name(reward: RewardConfig, verifier: object | None = None) -> str:
     """Return what metrics call the verifier of rows that name none; verifier: see Verifiers."""
     if verifier is None:
-        return reward.verifier
-    return verifier.__name__ if isinstance(verifier, type) else type(verifier).__name__
+        return reward.verifier.rpartition("/")[2]  # A label has no slash; see config.metrics.
+    name = getattr(verifier, "__name__", type(verifier).__name__)
+    return re.sub(r"\W", "_", name)  # "<lambda>"
 
 
 class Verifiers:
@@ -116,7 +125,8 @@ class Verifiers:
 
     Args:
         reward: which there are, and their limits.
-        default: a verifier's instance or class in place of reward.verifier; None: that one.
+        default: a verifier's instance or class, or a function, in place of reward.verifier; None:
+            that one.
     """
 
     def __init__(self, reward: RewardConfig, default: object | None = None) -> None:
@@ -134,6 +144,44 @@ class Verifiers:
         is_hybrid = self._default is None and self._reward.verifier == HYBRID
         for name in (*self._reward.hybrid, *([] if is_hybrid else [None]), *self._reward.verifiers):
             self._of(name).unusable([])
+
+    def try_out(self, rows: Iterable[Problem]) -> None:
+        """Call every verifier of the user's own once, with a made-up response.
+
+        Args:
+            rows: of the data; each verifier gets the first that it judges. One that judges none is
+                not called.
+
+        Raises:
+            ConfigError: what it returned or raised, and what is due.
+        """
+        given = self._default is not None
+        for name, some in rows_to_try(rows, self._reward, default_is_given=given).items():
+            verifier, label = self._of(name), self._reward.verifier if name is None else name
+            assert isinstance(verifier, IsolatedVerifier), "it is a user's own"
+            if wrong := failed_trial(verifier, some, self._reward, label):
+                raise ConfigError(
+                    f"{self._field(name)}: called once with a made-up response, it {wrong}; "
+                    "correct it"
+                )
+
+    def _field(self, name: str | None) -> str:
+        """Return the field that names a verifier of the user's own, with its value."""
+        if name is None:
+            return f"verifier={default_name(self._reward, self._default)}"
+        use = self._reward.use_of(name)
+        is_named = name in self._reward.verifiers
+        return f"reward.verifiers.{name}.use={use}" if is_named else f"reward.verifier={use}"
+
+    def sees_group(self, problem: Problem) -> bool:
+        """Return whether its verifier is given all responses to a problem at once."""
+        verifier = self._of(problem.verifier)
+        return isinstance(verifier, IsolatedVerifier) and verifier.sees_group
+
+    def sees_groups(self) -> bool:
+        """Return whether any verifier that has judged or checked something sees groups."""
+        running = self._running.values()
+        return any(isinstance(v, IsolatedVerifier) and v.sees_group for v in running)
 
     def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> Iterator[Verdict]:
         """Judge each response by its problem's verifier; see RunningVerifier.
@@ -256,11 +304,11 @@ class Verifiers:
     def _build(self, name: str | None) -> RunningVerifier:
         assert name != HYBRID, "its rows name the verifiers that were chosen"
         if name is None:
-            return self._own("given to VapoTrainer", self._default, {})
+            return self._own("given to VapoTrainer", self._default, {}, self._reward.verifier)
         options = dict(self._reward.verifiers.get(name, {}))
         use = options.pop("use", name)
         if use not in BUILT_IN:
-            return self._own(name, use, options)
+            return self._own(name, use, options, name)
         build = BUILT_IN[use]
         known = list(inspect.signature(build).parameters.values())[1:]
         taken = [parameter.name for parameter in known]
@@ -275,6 +323,10 @@ class Verifiers:
                 raise ConfigError(f"reward.verifiers.{name}.{parameter.name} is required; set it")
         return build(self._reward, **options)
 
-    def _own(self, name: str, verifier: object, options: dict[str, Any]) -> RunningVerifier:
-        seconds = self._reward.timeout_seconds
-        return _isolated(self._reward, name, verifier, options, seconds)
+    def _own(
+        self, name: str, verifier: object, options: dict[str, Any], label: str
+    ) -> RunningVerifier:
+        """label: for reward.scales."""
+        reward = self._reward
+        full = full_score(reward, label)
+        return _isolated(reward, name, verifier, options, reward.timeout_seconds, full)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import re
 import shutil
 import zlib
@@ -250,6 +251,7 @@ def _pack(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
         **_joined("logprobs", (np.array(r.logprobs, np.float32) for r in rollouts)),
         **_joined("text", (_to_bytes(item.text) for item in scored)),
         **_segments(rollouts),
+        **_names("metrics", [item.metrics and json.dumps(item.metrics) for item in scored]),
     }
 
 
@@ -267,8 +269,8 @@ def _critic_prompts(prompts: Sequence[tuple[int, ...] | None]) -> dict[str, np.n
     return _joined("critic_prompt_tokens", (np.array(ids or (), np.int32) for ids in prompts))
 
 
-def _names(name: str, names: Sequence[str | None]) -> dict[str, np.ndarray]:
-    """Nothing where no problem has one, as in most runs; an empty text stands for none."""
+def _names(name: str, names: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Nothing where none has a text, as in most runs; an empty text stands for none."""
     if not any(names):
         return {}
     return _joined(name, (_to_bytes(each or "") for each in names))
@@ -295,9 +297,9 @@ def _unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
     def texts(name: str) -> list[str]:
         return [part.tobytes().decode("utf-8", "surrogatepass") for part in parts(name)]
 
-    def names(name: str) -> list[str | None]:
+    def names(name: str, beside: str = "prompt_index") -> list[str | None]:
         if name not in arrays:
-            return [None] * len(arrays["prompt_index"])
+            return [None] * len(arrays[beside])
         return [found or None for found in texts(name)]
 
     of_critic: list[tuple[int, ...] | None] = [None] * len(arrays["prompt_index"])
@@ -331,4 +333,9 @@ def _unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
     )
     statuses = [STATUSES[number] for number in arrays["status"].tolist()]
     rewards = arrays["reward"].tolist()
-    return list(map(ScoredRollout, rollouts, texts("text"), statuses, rewards))
+    metrics = [{} if found is None else json.loads(found) for found in names("metrics", "position")]
+    scored = map(ScoredRollout, rollouts, texts("text"), statuses, rewards)
+    return [
+        dataclasses.replace(item, metrics=found) if found else item
+        for item, found in zip(scored, metrics, strict=True)
+    ]

@@ -14,6 +14,7 @@ from vapo_megatron.data.labels import labels_of
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import DataError
 from vapo_megatron.parallel.reduce import gather_objects
+from vapo_megatron.reward.own_metrics import own_metrics, sums_of
 from vapo_megatron.rollout.dump import held_steps, read_file, read_headers
 from vapo_megatron.rollout.requests import assign, max_model_len
 from vapo_megatron.rollout.source import HasTime, Phase, RolloutSource
@@ -58,14 +59,15 @@ class Replay(RolloutSource):
             # The dump has of each problem its verifier and source alone, where it has them.
             named = {s.rollout.prompt.index: s.rollout.prompt for s in scored}
             names = [(i, Problem("", "", p.metadata, p.source)) for i, p in named.items()]
-            gathered = gather_objects((problem, names))
-        for found, _ in gathered:
+            gathered = gather_objects((problem, names, sums_of(scored)))
+        for found, *_ in gathered:
             if found:
                 raise DataError(found)
-        every = itertools.chain.from_iterable(names for _, names in gathered)
+        every = itertools.chain.from_iterable(names for _, names, _ in gathered)
         self.labels = labels_of(every, self._default_verifier)
         # Dynamic sampling leaves a rank's groups scattered over the step.
-        return sorted(scored, key=lambda s: s.rollout.position), {}
+        metrics = own_metrics(sums for *_, sums in gathered)
+        return sorted(scored, key=lambda s: s.rollout.position), metrics
 
 
 def check_dump(

@@ -27,7 +27,13 @@ from vapo_megatron.data.labels import count_rows, labels_of
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import any_rank, gather_objects
-from vapo_megatron.reward.scoring import VerdictStream, score_rollouts, start_verifiers
+from vapo_megatron.reward.own_metrics import own_metrics, sums_of
+from vapo_megatron.reward.scoring import (
+    VerdictStream,
+    any_sees_groups,
+    score_rollouts,
+    start_verifiers,
+)
 from vapo_megatron.reward.verifiers import default_name
 from vapo_megatron.rollout.carried import CarriedSampling, check_carried
 from vapo_megatron.rollout.dynamic_sampling import sample_mixed_groups
@@ -80,6 +86,7 @@ class Sampling(RolloutSource):
             reward, self._dataset, self._held_out, rollout.tensor_model_parallel_size, verifier,
             reward_hf_path=model.reward_hf_path,
         )  # fmt: skip
+        self._sees_groups = any_sees_groups(self._verifier, rollout)
         name = default_name(reward, verifier)
         self.labels = labels_of(enumerate(self._dataset.rows), name)
         if "verifier" in self.labels.several:
@@ -102,8 +109,8 @@ class Sampling(RolloutSource):
             top_k=rollout.top_k,
             max_response_tokens=rollout.max_response_tokens,
             seed_role="train",
-            # So that each rank keeps whole groups when groups are dropped.
-            whole_groups=algorithm.dynamic_sampling,
+            # So that each rank keeps whole groups when groups are dropped, or judged as such.
+            whole_groups=algorithm.dynamic_sampling or self._sees_groups,
             shared=rollout.shared_queue,
         )
         self._carried: CarriedSampling | None = None
@@ -132,7 +139,7 @@ class Sampling(RolloutSource):
         if self._carried is not None:
             tokens = sum(gather_objects(tokens_by_version(scored)), Counter[int]())
             metrics = lag_metrics(tokens, policy_version)
-        return scored, metrics
+        return scored, metrics | own_metrics(gather_objects(sums_of(scored)))
 
     def keep(self, step: int, scored: Sequence[ScoredRollout], phase: Phase) -> None:
         """Dump the step's responses if logging.dump_steps says so."""
@@ -173,7 +180,7 @@ class Sampling(RolloutSource):
         Replicas do not communicate. With carry-over a step is one round.
         """
         if self._carried is not None:
-            stream = VerdictStream(self._verifier, self._decode_responses)
+            stream = self._stream()
             with contextlib.suppress(Stopped), stream:
                 return self._carried.share(step, policy_version, phase, has_time, stream)
             return None
@@ -182,7 +189,7 @@ class Sampling(RolloutSource):
         prompts = repeat_for_group(self._dataset.next(num_prompts, step), group_size)
         settings = dataclasses.replace(self._settings, round=round)
         scored = None
-        stream = VerdictStream(self._verifier, self._decode_responses)
+        stream = self._stream()
         with contextlib.suppress(Stopped), stream:
             with phase(GENERATION) as show:
                 on_progress = functools.partial(show, part=f"round {round + 1}" if round else "")
@@ -194,6 +201,10 @@ class Sampling(RolloutSource):
                 limit = settings.max_response_tokens
                 scored = score_rollouts(stream, rollouts, self._reward, limit)
         return scored
+
+    def _stream(self) -> VerdictStream:
+        size = self._algorithm.group_size if self._sees_groups else None
+        return VerdictStream(self._verifier, self._decode_responses, size)
 
     def drawn(self, step: int) -> int:
         """Return how many prompts the latest step has begun."""

@@ -147,6 +147,7 @@ def _response(
         "reward": float(scored.reward),
         **({} if scored.score is None else {"score": float(scored.score)}),
         **({"note": scored.note} if scored.note else {}),
+        **({"metrics": dict(scored.metrics)} if scored.metrics else {}),
         "num_tokens": len(rollout.token_ids),
         "truncated": rollout.truncated,
         # [version, tokens]: the group's is that of its first response's last token.

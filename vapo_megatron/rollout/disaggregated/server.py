@@ -43,6 +43,7 @@ from vapo_megatron.parallel.health.watchdog import Watchdog
 from vapo_megatron.parallel.offload import check_host_memory
 from vapo_megatron.parallel.reduce import gather_objects, send_object
 from vapo_megatron.parallel.sides import Sides
+from vapo_megatron.reward.own_metrics import Sums, sums_of
 from vapo_megatron.rollout.disaggregated.orders import Order, Orders
 from vapo_megatron.rollout.disaggregated.staging import Staging
 from vapo_megatron.rollout.dump import read_array, read_file, step_bytes
@@ -66,6 +67,8 @@ class Taken(NamedTuple):
     """Seconds in which it had nothing to do since the latest step."""
     spans: list[Span]
     """When it sampled and judged what, since the latest step."""
+    own: Sums
+    """Of the verifiers' own metrics."""
 
 
 class Sampled(NamedTuple):
@@ -284,7 +287,8 @@ class Server:
         """Send a step's responses to the ranks that train on them."""
         group, (scored, drawn) = self._sides.group, self._finished[step]
         tokens = tokens_by_version(scored)
-        gather_objects(Taken(tokens, drawn, self._idle_seconds, self._spans), group)
+        taken = Taken(tokens, drawn, self._idle_seconds, self._spans, sums_of(scored))
+        gather_objects(taken, group)
         self._idle_seconds, self._spans = 0.0, []
         most = self._logging.rollout_groups * self._algorithm.group_size
         send_object(scored[:most], self._sides.num_trainers, 0, group)

@@ -30,6 +30,7 @@ from vapo_megatron.parallel import store
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import gather_objects, send_object, sum_over_world
 from vapo_megatron.parallel.sides import Sides
+from vapo_megatron.reward.own_metrics import own_metrics
 from vapo_megatron.rollout.carried import check_carried
 from vapo_megatron.rollout.disaggregated.orders import Orders
 from vapo_megatron.rollout.in_flight import all_sums
@@ -116,6 +117,7 @@ class RemoteSampling(RolloutSource):
         "rollout/lag_share@K",
         "time/trainer_idle_seconds",
         "time/sampler_idle_seconds",
+        "reward/own/NAME",
     )
     def rollouts(
         self,
@@ -142,6 +144,7 @@ class RemoteSampling(RolloutSource):
         self._shown, self.elsewhere = sent or (), found[0].spans
         self._dataset.next(found[0].drawn, step)
         metrics = {"time/trainer_idle_seconds": idle, "time/sampler_idle_seconds": found[0].idle}
+        metrics |= own_metrics(taken.own for taken in found)
         if self._rollout.is_stale:
             tokens: Counter[int] = sum((taken.tokens for taken in found), Counter())
             metrics |= lag_metrics(tokens, policy_version)

@@ -171,7 +171,7 @@ def judge_problems(
             if on_progress is not None:
                 on_progress(round((start + size * done / total) * samples), len(problems) * samples)
 
-        with VerdictStream(verifier, decode) as stream:
+        with VerdictStream(verifier, decode, samples) as stream:
             rollouts = engine.generate(
                 repeat_for_group(list(part), samples), samples, 0, sampling, policy_version,
                 show, has_time, on_finished=stream.submit,
