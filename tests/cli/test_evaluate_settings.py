@@ -79,7 +79,8 @@ def evaluate(hf, data, out, port, tp_size, overrides=()):
 
 def written(tmp_path, answers):
     """(model, data file) with these ground truths."""
-    hf, data = write_tiny_hf(tmp_path / "hf", num_layers=1, vocab=64), tmp_path / "held_out.jsonl"
+    hf = write_tiny_hf(tmp_path / "hf", num_layers=1, hidden=128, vocab=64)
+    data = tmp_path / "held_out.jsonl"
     write_tiny_tokenizer(hf)
     rows = [{"prompt": f"w{3 + i} w9", "answer": answer} for i, answer in enumerate(answers)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -315,7 +315,7 @@ def test_nothing_fits(tool, capsys):
     ("options", "message"),
     [
         (["--model", "Qwen9"], "model 'Qwen9' must be one of"),
-        (["--model", "no/where/config.json"], "hf_path=no/where: config.json: No such file"),
+        (["--model", "/no/where/config.json"], "--model=/no/where does not exist; set"),
         (["--gpus", "12"], "--gpus=12 must be a multiple of --gpus-per-node=8"),
         (["--responses", "100"], "responses_per_step=100 must be divisible by"),
         (["--response", "30000"], "a mean response of 30000 tokens must lie between 1 and"),

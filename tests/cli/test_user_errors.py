@@ -44,7 +44,7 @@ from vapo_megatron.weights.convert.to_megatron import convert_to_megatron
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 64
 DUMPED = "dumped/replay/step_000001/rank_00000.safetensors"
-SIZES = {"num_layers": 2, "hidden": 32, "ffn": 32, "vocab": VOCABULARY}
+SIZES = {"num_layers": 2, "hidden": 128, "ffn": 32, "vocab": VOCABULARY}
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def other_weights(place):
 
 def other_critic(place):
     """Make a critic of another model."""
-    write_tiny_hf(place / "other", **{**SIZES, "hidden": 64})
+    write_tiny_hf(place / "other", **{**SIZES, "hidden": 256})
 
 
 def checkpoint(run, *, ffn=None, roles=("actor", "critic"), **data):
@@ -197,6 +197,29 @@ MISTAKES = {
     ),
     "lengths": (nothing, ["rollout.max_response_tokens=600"], "max_position_embeddings=512; lower"),
     "no model": (nothing, ["model.hf_path=/nowhere"], "model.hf_path=/nowhere does not exist; set"),
+    "model on the hub": (
+        nothing, ["model.hf_path=Qwen/Qwen2.5-7B"],
+        "run `hf download Qwen/Qwen2.5-7B --local-dir models/Qwen2.5-7B` and set model.hf_path=mo",
+    ),
+    "critic on the hub": (
+        nothing, ["model.critic_hf_path=Qwen/Qwen3-4B"], "and set model.critic_hf_path=models/Qw",
+    ),
+    "data on the hub": (
+        nothing, ["data.train_path=openai/gsm8k"], "run `vapo prepare --data openai/gsm8k --tok",
+    ),
+    "head size": (
+        lambda place: write_tiny_hf(place / "model", **{**SIZES, "hidden": 64}), [],
+        "model: config.json: head_dim=16 (hidden_size / num_attention_heads where it is not set) "
+        "must be one of 32, 64, 80, ",
+    ),
+    "quantization that is left": (
+        put("model/config.json", quantization_config={"quant_method": "fp8"}), [],
+        "model/config.json: quantization_config={{'quant_method': 'fp8'}}: only null is",
+    ),
+    "key that only vLLM obeys": (
+        put("model/config.json", is_causal=False), [],
+        "model/config.json: is_causal=False: only True is supported: ",
+    ),
     "no data": (nothing, ["data.train_path=/a.jsonl"], "train_path=/a.jsonl does not exist; set"),
     "no held-out data": (nothing, ["evaluation.path=/a.jsonl"], "evaluation.path=/a.jsonl does"),
     "no critic": (nothing, ["model.critic_hf_path=/nowhere"], "critic_hf_path=/nowhere does not"),
@@ -315,17 +338,17 @@ MISTAKES = {
     "weights of another model": (
         other_weights, [],
         "does not hold the actor that config.json describes: model.layers.0.mlp.gate_proj.weight: "
-        "expected shape [32, 32], found [48, 32]",
+        "expected shape [32, 128], found [48, 128]",
     ),
     "damaged weights": (cut_short, [], "model.safetensors cannot be read as safetensors ("),
     "critic of another model": (
         other_critic, ["model.critic_hf_path={place}/other"],
-        "model.embed_tokens.weight: expected shape [64, 32], found [64, 64]",
+        "model.embed_tokens.weight: expected shape [64, 128], found [64, 256]",
     ),
     "checkpoint of another model": (
         checkpoint("run", ffn=48), [],
         "run/checkpoints/step_000001/actor does not hold the actor that config.json describes: "
-        "decoder.layers.mlp.linear_fc1.weight: expected shape [2, 64, 32], found [2, 96, 32]",
+        "decoder.layers.mlp.linear_fc1.weight: expected shape [2, 64, 128], found [2, 96, 128]",
     ),
     "checkpoint of another optimizer": (
         checkpoint("run", ffn=32), [],
@@ -407,10 +430,14 @@ OF_VERIFIER = {
 }  # fmt: skip
 # Mistakes in files that tools read, too.
 OF_TOOLS = {
-    convert_hf_to_megatron: ["config.json", "weights of another model", "damaged weights"],
+    convert_hf_to_megatron: [
+        "config.json", "weights of another model", "damaged weights", "quantization that is left",
+        "key that only vLLM obeys",
+    ],
     evaluate: [
         "malformed line", "no text", "no answer", "missing column", "empty data", "unreadable data",
         "no tokenizer", "tokenizer too large", "tokenizer of another", "stop token outside",
+        "head size", "quantization that is left", "key that only vLLM obeys",
     ],
 }  # fmt: skip
 
@@ -474,23 +501,22 @@ def test_one_process_tells_a_mistake(mistake, before_torchrun, capsys):
 
 
 @pytest.mark.parametrize("name", OF_VERIFIER)
-def test_what_the_verifier_finds(name, place, before_torchrun, capsys):
+def test_a_dry_run_tells_what_the_verifier_finds(name, place, capsys):
     overrides, words = make(name, place)
-    arguments = ["--config", str(place / "config.yaml"), *overrides]
-    for started in (lambda: main([*arguments, "--dry-run"]), lambda: before_torchrun(arguments)):
-        assert started() == 2
-        told = capsys.readouterr()
-        assert told.out == "" and told.err.count("\n") == 1 and words in told.err
+    assert main(["--config", str(place / "config.yaml"), *overrides, "--dry-run"]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1 and words in told.err
 
 
 def test_a_launch_reads_the_first_ground_truths(place, before_torchrun, monkeypatch, capsys):
     """Its ranks read the others, which may be many."""
-    monkeypatch.setattr(preflight, "_FIRST_ANSWERS", 3)
-    overrides, _ = make("unreadable answer", place)
+    overrides, words = make("rows of a reward model that there is not", place)
     arguments = ["--config", str(place / "config.yaml"), *overrides]
+    assert before_torchrun(arguments) == 2
+    assert words in capsys.readouterr().err
+    monkeypatch.setattr(preflight, "_FIRST_ANSWERS", 3)
     with pytest.raises(AssertionError, match="torchrun was reached"):
         before_torchrun(arguments)
-    assert main([*arguments, "--dry-run"]) == 2
 
 
 def test_every_rank_refuses_and_one_tells(mistake, place, monkeypatch, capsys):

@@ -27,7 +27,7 @@ OPTIONS = [word for word in COMMAND.split() if "=" in word]
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A directory with near.py and near.jsonl, and the arguments of the page's command there."""
-    write_tiny_hf(tmp_path / "model", num_layers=2, hidden=32, ffn=32, vocab=64)
+    write_tiny_hf(tmp_path / "model", num_layers=2, hidden=128, ffn=32, vocab=64)
     write_tiny_tokenizer(tmp_path / "model", 64)
     (tmp_path / "near.py").write_text("\n".join([FUNCTION, CODE, GROUP]))
     rows = [{"prompt": f"w{i + 3}", "answer": str(9 - i), "tolerance": i % 3} for i in range(8)]

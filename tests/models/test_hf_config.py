@@ -143,6 +143,7 @@ REFUSED = {
     "sliding_window": {"model_type": "llama", "sliding_window": 128},
     "num_attention_heads=64": {
         "model_type": "qwen3", "num_attention_heads": 64, "num_key_value_heads": 3,
+        "architectures": None,
     },
 }  # fmt: skip
 
@@ -171,8 +172,10 @@ def test_other_families_are_refused_with_those_known(subtests, tmp_path):
 
 
 def test_refuses_what_is_no_directory_of_a_model(tmp_path):
-    with pytest.raises(ConfigError, match="model.hf_path=.*config.json: No such file"):
+    with pytest.raises(ConfigError, match="model.hf_path=.*/nothing does not exist; set"):
         read_model_shape(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="--hf=.*config.json: No such file"):
+        read_model_shape(tmp_path, "--hf")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="is not JSON"):
         read_model_shape(tmp_path)

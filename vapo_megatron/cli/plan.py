@@ -104,7 +104,7 @@ def best_colocated(options: argparse.Namespace, shape: ModelShape, apart: Plan) 
 
 def ranked(options: argparse.Namespace) -> tuple[ModelShape, Cluster, Workload, Ranking]:
     """Return what the options describe, and its layouts, ranked."""
-    shape, cluster = shape_of(options.model), cluster_of(options)
+    shape, cluster = shape_of(options.model, "--model"), cluster_of(options)
     base = base_config(options)
     workload = workload_of(
         base,
@@ -210,7 +210,7 @@ def placement_fields(options: argparse.Namespace) -> dict[str, object]:
 
 def reshard(options: argparse.Namespace) -> str:
     """Return a table of what RESHARD compares; the layout is checked as a run would."""
-    shape, world_size = shape_of(options.model), options.nodes * options.gpus_per_node
+    shape, world_size = shape_of(options.model, "--model"), options.nodes * options.gpus_per_node
     parallel = ParallelConfig(
         world_size=world_size,
         tensor_model_parallel_size=options.tp,

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vapo_megatron.cli.command import ProgressBar
+from vapo_megatron.config.missing import hub_id, missing_data, missing_model
 from vapo_megatron.data.lock import check_not_in_use
 from vapo_megatron.errors import CheckpointError, ConfigError
 from vapo_megatron.models.hf_config import check_layout, read_model_shape, read_reward_shape
 from vapo_megatron.models.known import KNOWN_MODELS, known_shape
+from vapo_megatron.models.sampled import check_sampled
 from vapo_megatron.rollout.requests import max_model_len
 from vapo_megatron.run.wandb_run import check_wandb
 
@@ -91,6 +93,8 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
     check_not_in_use(Path(config.logging.run_dir))
     shape = read_model_shape(str(config.model.hf_path))
     check_sizes(config, shape)
+    if replay is None:
+        check_sampled(str(config.model.hf_path), shape)
     # All paths are local, so do not ask the hub; read when transformers is loaded.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vapo_megatron.rollout.inputs import Inputs, read_inputs
@@ -219,7 +223,8 @@ def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = Tru
             raise ConfigError(f"{name} is required; set {name}=PATH")
     for name, path in {**required, **optional}.items():
         if path is not None and not os.path.exists(path):
-            raise ConfigError(f"{name}={path} does not exist; set {name} to an existing path")
+            told = missing_model if name.startswith("model.") else missing_data
+            raise ConfigError(told(name, path))
     if writes:
         _require_directory(run_dir)
 
@@ -265,7 +270,9 @@ def check_reward_model(config: VapoConfig, inputs: Inputs) -> None:
 def is_published(config: VapoConfig) -> bool:
     """Is the model a published one that is not on this machine? It is planned without files."""
     path = config.model.hf_path
-    return path is not None and not os.path.exists(path) and Path(path).name in KNOWN_MODELS
+    if path is None or os.path.exists(path) or hub_id(path) is not None:
+        return False
+    return Path(path).name in KNOWN_MODELS
 
 
 def check_published(config: VapoConfig) -> None:

@@ -9,11 +9,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 from vapo_megatron.config import ModelConfig, ParallelConfig
+from vapo_megatron.config.missing import missing_model
 from vapo_megatron.errors import ConfigError
+from vapo_megatron.models import hf_keys
+
+_CLASSES = (
+    "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForRewardModel", "Model",
+)  # fmt: skip
+"""Of a family, in `architectures`; vLLM chooses its own class by that."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +32,8 @@ class _Family:
     qk_norm: bool
     defaults: dict[str, Any]
     """transformers' defaults for keys that config.json lacks; null counts as given."""
-    only: dict[str, Any]
-    """Keys with the only supported value, beside _ONLY."""
+    stem: str
+    """What the names of its classes in transformers and vLLM begin with."""
 
 
 _FAMILIES = {
@@ -33,32 +41,22 @@ _FAMILIES = {
         qkv_bias=True,
         qk_norm=False,
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768},
-        only={},
+        stem="Qwen2",
     ),
     "qwen3": _Family(
         qkv_bias=False,
         qk_norm=True,
         defaults={"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
-        only={"attention_bias": False},
+        stem="Qwen3",
     ),
     "llama": _Family(
         qkv_bias=False,
         qk_norm=False,
         defaults={"max_position_embeddings": 2048},
-        # transformers has no sliding window in Llama, but vLLM would take one.
-        only={"attention_bias": False, "mlp_bias": False, "sliding_window": None},
+        stem="Llama",
     ),
 }
 """By model_type: Qwen2 and Qwen2.5; dense Qwen3; Llama 3 (and 2, the same architecture)."""
-
-_ONLY = {
-    "hidden_act": "silu",
-    "use_sliding_window": False,
-    "partial_rotary_factor": 1,
-    "attention_dropout": 0,
-    "dual_chunk_attention_config": None,
-}
-"""Of every family: what transformers or vLLM would compute differently."""
 
 _ROPE_KEYS = {
     "linear": {"factor"},
@@ -67,7 +65,7 @@ _ROPE_KEYS = {
     },
     "yarn": {"factor", "original_max_position_embeddings"},
 }  # fmt: skip
-"""The scalings of the rotary frequencies that do not depend on the sequence length."""
+"""What scalings of the rotary frequencies need; none depends on the sequence length."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +103,8 @@ def read_model_shape(hf_path: str | Path, field: str = "model.hf_path") -> Model
     try:
         tree = json.loads(file.read_text())
     except OSError as error:
+        if not os.path.exists(hf_path):
+            raise ConfigError(missing_model(field, hf_path)) from None
         raise ConfigError(
             f"{field}={hf_path}: config.json: {error.strerror}; give a Hugging Face directory"
         ) from None
@@ -173,7 +173,7 @@ def _shape(reader: _Reader) -> ModelShape:
     if family is None:
         raise reader.error("model_type", name, f"must be one of {', '.join(_FAMILIES)}")
     reader = _Reader(reader.file, {**family.defaults, **reader.tree})
-    _check_supported(reader, family)
+    _check_supported(reader, name, family)
     hidden_size, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
     kv_heads = reader.size("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -198,7 +198,7 @@ def _shape(reader: _Reader) -> ModelShape:
         rope_theta=theta,
         rope_scaling=scaling,
         tied=reader.get("tie_word_embeddings", False),
-        max_position_embeddings=reader.size("max_position_embeddings"),
+        max_position_embeddings=_longest(reader),
         initializer_range=reader.positive(
             "initializer_range", reader.get("initializer_range", 0.02)
         ),
@@ -207,17 +207,29 @@ def _shape(reader: _Reader) -> ModelShape:
     )
 
 
-def _check_supported(reader: _Reader, family: _Family) -> None:
-    for key, supported in (_ONLY | family.only).items():
-        value = reader.get(key, supported)
-        if value != supported:
-            raise reader.error(key, value, f"only {supported!r} is supported")
+def _check_supported(reader: _Reader, name: str, family: _Family) -> None:
+    if (found := hf_keys.refused(name, reader.tree)) is not None:
+        raise reader.error(*found)
+    classes = reader.get("architectures", [])
+    known = [f"{family.stem}{kind}" for kind in _CLASSES]
+    if not isinstance(classes, list) or any(one not in known for one in classes):
+        raise reader.error("architectures", classes, f"each must be one of {', '.join(known)}")
     kinds = reader.get("layer_types", [])
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise reader.error("layer_types", kinds, "all must be full_attention")
+    if kinds and len(kinds) != reader.size("num_hidden_layers"):
+        raise reader.error(
+            "layer_types", len(kinds), "as many must stand there as there are layers"
+        )
     tied = reader.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise reader.error("tie_word_embeddings", tied, "must be true or false")
+
+
+def _longest(reader: _Reader) -> int:
+    """Return the longest sequence, as vLLM finds it."""
+    given = [key for key in hf_keys.LENGTHS if reader.get(key) is not None]
+    return min(reader.size(key) for key in ("max_position_embeddings", *given))
 
 
 def _rope(reader: _Reader) -> tuple[float, dict[str, Any] | None]:
@@ -230,12 +242,16 @@ def _rope(reader: _Reader) -> tuple[float, dict[str, Any] | None]:
     theta = reader.positive("rope_theta", base)
     legacy_type = tree.pop("type", None)
     rope_type = tree.pop("rope_type", None) or legacy_type or "default"
+    if not isinstance(rope_type, str) or rope_type not in hf_keys.ROPE:
+        raise reader.error("rope_type", rope_type, f"must be one of {', '.join(hf_keys.ROPE)}")
+    if legacy_type not in (None, rope_type):
+        raise reader.error("rope_scaling's type", legacy_type, f"must be rope_type={rope_type!r}")
+    if (unknown := hf_keys.refused_rope(rope_type, tree)) is not None:
+        raise reader.error(*unknown, f"is unknown in the rope parameters of type {rope_type}")
+    if tree.get("partial_rotary_factor") not in (None, 1):
+        raise reader.error("partial_rotary_factor", tree["partial_rotary_factor"], "must be 1")
     if rope_type == "default":
         return theta, None
-    if not isinstance(rope_type, str) or rope_type not in _ROPE_KEYS:
-        raise reader.error("rope_type", rope_type, f"must be default, {', '.join(_ROPE_KEYS)}")
-    if tree.get("partial_rotary_factor", 1) != 1:
-        raise reader.error("partial_rotary_factor", tree["partial_rotary_factor"], "must be 1")
     length = reader.get("original_max_position_embeddings")
     if length is not None:
         tree["original_max_position_embeddings"] = length

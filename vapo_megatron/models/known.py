@@ -63,10 +63,11 @@ def known_shape(name: str) -> ModelShape:
     )
 
 
-def shape_of(model: str) -> ModelShape:
+def shape_of(model: str, field: str = "model.hf_path") -> ModelShape:
     """Return the shape of a model directory (or its config.json), or of a published model by name.
 
-    A directory that does not exist here stands for the published model of its name.
+    A directory that does not exist here stands for the published model of its name. Errors name
+    the field.
 
     Raises:
         ConfigError: it is neither.
@@ -76,4 +77,4 @@ def shape_of(model: str) -> ModelShape:
     is_published = path.name in KNOWN_MODELS or "/" not in model
     if is_published and not path.exists():
         return known_shape(path.name)
-    return read_model_shape(path)
+    return read_model_shape(path, field)

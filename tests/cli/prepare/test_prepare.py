@@ -352,7 +352,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tool, tmp_path, tokenizer_directo
         (parquet_of_no_rows(tmp_path / "none.parquet"), "o.parquet", "holds no rows"),
         (file, "o.parquet --max-prompt-tokens 0", "--max-prompt-tokens=0 must be at least 1"),
         (file, "o.parquet --max-prompt-tokens x", "invalid int value: 'x'; --help lists"),
-        (file, "o.parquet --tokenizer nowhere", "--tokenizer=nowhere is no directory"),
+        (file, "o.parquet --tokenizer nowhere", "--tokenizer=nowhere does not exist"),
     ):
         out, *more = out.split()
         arguments = ["--tokenizer", str(tokenizer_directory), "--data", str(data)]

@@ -113,7 +113,7 @@ def run_select(arguments, port, batches, passes):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("select")
-    write_tiny_hf(place / "hf", num_layers=1, vocab=64)
+    write_tiny_hf(place / "hf", num_layers=1, hidden=128, vocab=64)
     for name, seed in (("reward", 0), ("other", 1)):
         sizes = {"num_layers": 2, "hidden": 32, "ffn": 48, "vocab": 64}
         write_tiny_reward_model(place / name, **sizes, seed=seed)
@@ -350,7 +350,7 @@ def test_the_reward_model_scores_once_all_is_sampled(select, place):
 
 def test_a_reward_model_that_does_not_fit_is_refused(select, place):
     for options, message in (
-        (["model.reward_hf_path=/nowhere"], "model.reward_hf_path=/nowhere does not exist; set it"),
+        (["model.reward_hf_path=/nowhere"], "model.reward_hf_path=/nowhere does not exist; set"),
         ([f"model.reward_hf_path={place}/hf"], f"model.reward_hf_path={place}/hf: "),
         ([f"model.reward_hf_path={place}/reward"], "would score nothing: all rows of"),
         (["reward.verifier=reward_model"], "needs model.reward_hf_path, found null"),

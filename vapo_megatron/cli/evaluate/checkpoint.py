@@ -27,6 +27,7 @@ from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.data.storage import append, replace_file
 from vapo_megatron.errors import ConfigError, DataError, UserError, tell
 from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.models.sampled import check_sampled
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.reduce import any_rank, gather_objects, sum_over_world
 from vapo_megatron.reward.scoring import FAILED, check_failures, failure, start_verifiers
@@ -129,7 +130,8 @@ def check(checkpoint: Path, data: Path, config: VapoConfig) -> Evaluation:
             max_prompt_tokens=config.rollout.max_prompt_tokens if is_limited else sys.maxsize,
             on_progress=bar.show,
         )  # fmt: skip
-    shape = read_model_shape(hf_path)
+    shape = read_model_shape(hf_path, "--checkpoint")
+    check_sampled(hf_path, shape, "--checkpoint")
     stop_token_ids = check_tokenizer(
         hf_path, tokenizer, config.rollout.stop_token_ids, shape.vocab_size
     )

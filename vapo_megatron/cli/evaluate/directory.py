@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from vapo_megatron.config.missing import missing_model
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.run.checkpoint.files import candidates
 from vapo_megatron.run.directory import read_run
@@ -26,9 +27,7 @@ def find_hf_directory(checkpoint: Path) -> Path:
     if is_run_directory(checkpoint):
         return _export_of_run(checkpoint)
     if not checkpoint.exists():
-        raise CheckpointError(
-            f"--checkpoint={checkpoint} does not exist; give an HF directory or a run directory"
-        )
+        raise CheckpointError(missing_model("--checkpoint", checkpoint))
     sharded = _sharded(checkpoint)
     if sharded is not None:
         raise CheckpointError(

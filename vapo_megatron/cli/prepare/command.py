@@ -26,6 +26,7 @@ from vapo_megatron.cli.command import Parser, run
 from vapo_megatron.cli.prepare.columns import SHAPES, choose_shape
 from vapo_megatron.cli.prepare.prepare import TEMPLATES, prepare
 from vapo_megatron.config import RolloutConfig
+from vapo_megatron.config.missing import missing_model
 from vapo_megatron.errors import DataError
 
 
@@ -41,7 +42,7 @@ def _prepare(options: argparse.Namespace) -> str:
     from vapo_megatron.rollout.tokenizer import load_tokenizer
 
     if not Path(options.tokenizer).is_dir():
-        raise DataError(f"--tokenizer={options.tokenizer} is no directory; give the model's")
+        raise DataError(missing_model("--tokenizer", options.tokenizer))
     with MathVerifier() as verifier:
         summary = prepare(
             options.data,

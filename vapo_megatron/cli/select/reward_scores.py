@@ -21,6 +21,7 @@ from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.cli.evaluate.checkpoint import Evaluation
 from vapo_megatron.cli.preflight import check_reward_model
 from vapo_megatron.config import RewardConfig, VapoConfig
+from vapo_megatron.config.missing import missing_model
 from vapo_megatron.data.batch import PENDING, RolloutBatch, bounds
 from vapo_megatron.data.microbatch import make_microbatch
 from vapo_megatron.data.storage import append
@@ -63,7 +64,7 @@ def check(evaluation: Evaluation, config: VapoConfig) -> None:
     """
     path = config.model.reward_hf_path
     if path is not None and not Path(path).is_dir():
-        raise ConfigError(f"model.reward_hf_path={path} does not exist; set it to a directory")
+        raise ConfigError(missing_model("model.reward_hf_path", path))
     inputs = evaluation.inputs._replace(dataset=evaluation.dataset)
     check_reward_model(layout(config, evaluation.hf_path), inputs)
 

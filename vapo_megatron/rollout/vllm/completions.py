@@ -10,30 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm import SamplingParams
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine import FinishReason
 
-from vapo_megatron.errors import ConfigError
-from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.rollout.requests import SamplingSettings, continued_seed
-
-
-def check_head_dim(shape: ModelShape) -> None:
-    """Refuse a head size with which vLLM fails at the first token, or uses a different one."""
-    derived = shape.hidden_size // shape.num_attention_heads
-    if shape.family == "qwen2" and shape.head_dim != derived:
-        raise ConfigError(
-            f"model.hf_path: head_dim={shape.head_dim} must be hidden_size / num_attention_heads = "
-            f"{derived}, which vLLM uses for Qwen2 regardless of config.json; use another model"
-        )
-    supported = CPUAttentionBackend.get_supported_head_sizes()
-    if current_platform.is_cpu() and shape.head_dim not in supported:
-        raise ConfigError(
-            f"model.hf_path: head_dim={shape.head_dim} must be one of "
-            f"{', '.join(map(str, supported))} for vLLM on a CPU; use another model or a GPU"
-        )
 
 
 def request(

@@ -27,6 +27,7 @@ from torch import Tensor
 from vapo_megatron.config import RolloutConfig
 from vapo_megatron.data.batch import Prompt, Rollout
 from vapo_megatron.errors import ConfigError
+from vapo_megatron.models.sampled import check_sampled
 from vapo_megatron.parallel import store
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.requests import SamplingSettings, max_model_len, request_seeds
@@ -59,7 +60,7 @@ with warnings.catch_warnings():
     from vllm import LLM
     from vllm.platforms import current_platform
 
-    from vapo_megatron.rollout.vllm.completions import check_head_dim, request, sampled
+    from vapo_megatron.rollout.vllm.completions import request, sampled
     from vapo_megatron.rollout.vllm.process import (
         adapt_vllm,
         name_run,
@@ -111,7 +112,7 @@ class RolloutEngine:
             offload=offload,
             on_cpu=current_platform.is_cpu(),
         )
-        check_head_dim(inputs.shape)
+        check_sampled(hf_path, inputs.shape)
         self.policy_version: int | None = None
         """Version of the engine's weights; None: there are none to sample from."""
         run_name = name_run()

@@ -174,7 +174,6 @@ TABLE = (
         used_in=(f"{_EXECUTOR}:UniProcExecutor._init_executor",),
     ),
     # What is replaced on a CPU.
-    Used("vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes"),
     Used(
         "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
         takes=("layer", "remove_weight"),

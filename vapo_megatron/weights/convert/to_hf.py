@@ -85,11 +85,11 @@ def convert_to_hf(
     team, out, megatron = Team(on_progress), Path(out).absolute(), Path(megatron)
     source = megatron if hf is None else Path(hf)
     reader = ShardedReader(megatron)
-    if not (source / "config.json").is_file():
+    if hf is None and not (source / "config.json").is_file():
         raise CheckpointError(
             f"{source} has no config.json; give the model's Hugging Face directory with --hf"
         )
-    shape = read_model_shape(source)
+    shape = read_model_shape(source, "--hf")
     role = checkpoint_role(reader)
     items = [
         _Item(TensorPlan(name, size, reader.dtype(tensor.key)), tensor, part)

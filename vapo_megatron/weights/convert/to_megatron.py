@@ -77,7 +77,7 @@ def convert_to_megatron(
         UserError: before anything is written, naming what was expected and what was found.
     """
     team, out, hf = Team(on_progress), Path(out).absolute(), Path(hf)
-    shape = read_model_shape(hf)
+    shape = read_model_shape(hf, "--hf")
     check_layout(shape, parallel)
     reader = HfReader(hf)
     check_hf_tensors(reader, shape, role)
