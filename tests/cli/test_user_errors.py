@@ -290,10 +290,6 @@ MISTAKES = {
         append("test.jsonl", '{"prompt": "w1 w2 w3 w4 w5 w6 w7 w8 w9", "answer": 1}'), [],
         "test.jsonl: problem 3 (from 0) has 9 tokens, more than rollout.max_prompt_tokens=8: 'w1",
     ),
-    "no answer": (
-        append("train.jsonl", '{"prompt": "w1", "answer": " "}'), [],
-        "train.jsonl, line 4: answer=' ' must be a number or a non-empty string; correct or",
-    ),
     "no dump": (nothing, ["--replay", "{place}"], "{place} has no dumped steps; give a run dir"),
     "dump of another model": (
         dump(VOCABULARY + 6), REPLAY,
@@ -402,6 +398,10 @@ MISTAKES = {
 }  # fmt: skip
 # What the verifier finds: by itself in a dry run, shared by a run's ranks when they have met.
 OF_VERIFIER = {
+    "no answer": (
+        append("train.jsonl", '{"prompt": "w1", "answer": " "}'), [],
+        "train.jsonl: row 3 (from 0) has no ground truth; correct or remove the row",
+    ),
     "held-out rows of the reward model": (
         reward_model(), SCORED,
         "test.jsonl: row 2 (from 0) is judged by reward_model, which scores training responses "
