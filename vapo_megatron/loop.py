@@ -152,7 +152,11 @@ class VapoTrainer(StepTrainer):
             with self.watchdog.phase(EXPORT), self.device_schedule(EXPORT):
                 chunks = self.actor.trained.chunks
                 step = self._snapshot[0]
-                export_hf(chunks, self.shape, self.ranks, export, copy_from=source, step=step)
+                stops = self.source.stop_token_ids or self.config.rollout.stop_token_ids
+                export_hf(
+                    chunks, self.shape, self.ranks, export, copy_from=source, step=step,
+                    stop_token_ids=stops,
+                )  # fmt: skip
         if self.ranks.rank == 0:
             report = build_report(self.run_dir)
             self.output.note(f"done: {report}" + (f" and {export}" if export.exists() else ""))

@@ -19,6 +19,7 @@ from vapo_megatron.rollout.tokenizer import (
     decode_responses,
     load_tokenizer,
 )
+from vapo_megatron.weights.hf_directory import copy_settings, note_export
 
 
 class NoEos:
@@ -136,6 +137,34 @@ def test_stop_tokens_of_all_three_places_count(tmp_path):
 def test_configured_stop_tokens_replace_the_others(tmp_path):
     _write(tmp_path, "generation_config.json", eos_token_id=5)
     assert check_tokenizer(tmp_path, NoEos(), [9, 3], 64) == (3, 9)
+
+
+def test_an_export_stops_where_its_run_stopped(tmp_path):
+    """The tokenizer (2) and config.json (6) name others, which the policy never stopped at."""
+    write_tiny_tokenizer(tmp_path)
+    _write(tmp_path, "config.json", eos_token_id=6, bos_token_id=1, pad_token_id=0)
+    out = tmp_path / "out"
+    out.mkdir()
+    copy_settings(tmp_path, out, "qwen2", "actor", None, [7, 5, 7])
+    note_export(out, 3, [7, 5])
+    written = json.loads((out / "generation_config.json").read_text())
+    assert written == {"bos_token_id": 1, "pad_token_id": 0, "eos_token_id": [5, 7]}
+    assert check_tokenizer(out, load_tokenizer(out), [], 64) == (5, 7)
+    assert check_tokenizer(out, load_tokenizer(out), [9], 64) == (9,)
+    _write(out, "generation_config.json", eos_token_id=8)  # Changed by hand: all places count.
+    assert check_tokenizer(out, load_tokenizer(out), [], 64) == (2, 6, 8)
+
+
+def test_settings_that_agree_are_kept_byte_for_byte(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    _write(tmp_path, "config.json", eos_token_id=6)
+    _write(tmp_path, "generation_config.json", eos_token_id=[7, 5], temperature=0.6)
+    copy_settings(tmp_path, out, "qwen2", "actor", None, [5, 7])
+    name = "generation_config.json"
+    assert (out / name).read_bytes() == (tmp_path / name).read_bytes()
+    copy_settings(tmp_path, out, "qwen2", "actor", None, [5])
+    assert json.loads((out / name).read_text()) == {"eos_token_id": [5], "temperature": 0.6}
 
 
 def test_no_stop_token_is_a_config_error(tmp_path):

@@ -5,10 +5,12 @@ Does not exercise: several nodes, files of several GB, GPUs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from safetensors.torch import load_file
 
 from tests.weights.loaded import FEW_HEADS, Layout, forward, load, widen
 from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron import loop
+from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.weights import export_hf as writer
 from vapo_megatron.weights.export_hf import export_hf
@@ -111,6 +115,23 @@ def test_files_are_bounded_and_transformers_loads_them(workers, tmp_path):
     rest = {p.name for p in out.iterdir() if p.suffix != ".safetensors"}
     assert rest == carried | {"config.json", "model.safetensors.index.json"}
     assert all((out / n).read_text() == (path / n).read_text() for n in carried)
+
+
+@pytest.mark.parametrize(("sampled", "configured"), [([5, 7], []), ([5], [9]), ([], [9])], ids=str)
+def test_a_run_exports_its_stop_tokens(monkeypatch, tmp_path, sampled, configured):
+    """Of a replay, which knows no tokenizer, those that it was given."""
+    given = {}
+    monkeypatch.setattr(loop, "export_hf", lambda *_, **options: given.update(options))
+    phase = contextlib.nullcontext
+    config = VapoConfig.model_validate({"rollout": {"stop_token_ids": configured}})
+    run = SimpleNamespace(
+        config=config, run_dir=tmp_path, _models=("actor",), _snapshot=(3, {}), shape=None,
+        actor=SimpleNamespace(trained=SimpleNamespace(chunks=())), ranks=SimpleNamespace(rank=1),
+        source=SimpleNamespace(stop_token_ids=sampled), output=SimpleNamespace(note=len),
+        watchdog=SimpleNamespace(phase=phase), device_schedule=phase,
+    )  # fmt: skip
+    loop.VapoTrainer._finish(run)
+    assert (given["stop_token_ids"], given["step"]) == (sampled or configured, 3)
 
 
 def test_bfloat16_is_exported_as_trained(workers, tmp_path):

@@ -86,6 +86,9 @@ def check_tokenizer(
 ) -> tuple[int, ...]:
     """Check that a tokenizer belongs to the model; return the ids that end a response, sorted.
 
+    Those of generation_config.json, config.json and the tokenizer count, but of a run's export
+    those of the run, unless its generation_config.json has been changed.
+
     Args:
         hf_path: directory whose generation_config.json and config.json are read.
         tokenizer: its eos_token_id counts too.
@@ -96,6 +99,9 @@ def check_tokenizer(
         ConfigError: the tokenizer has an id outside the model's vocabulary or lacks a stop token of
             the model; no stop token is known; or a configured one is outside the vocabulary.
     """
+    # Imported here, because it loads torch.
+    from vapo_megatron.weights.hf_directory import exported_stop_tokens
+
     tokens = {i: token for token, i in tokenizer.get_vocab().items()}
     largest = max(tokens, default=-1)
     if largest >= vocab_size:
@@ -122,6 +128,9 @@ def check_tokenizer(
                 "there, or set rollout.stop_token_ids"
             )
         stop |= eos
+    of_run = exported_stop_tokens(Path(hf_path))
+    if of_run and of_run == _eos(Path(hf_path) / _NAME_EOS[0]):
+        return tuple(sorted(of_run))
     if tokenizer.eos_token_id is not None:
         stop.add(tokenizer.eos_token_id)
     if not stop:

@@ -29,7 +29,7 @@ from vapo_megatron.weights.hf_directory import (
     copy_settings,
     divide,
     file_names,
-    note_step,
+    note_export,
     read_config,
     write_index,
     write_safetensors,
@@ -60,6 +60,7 @@ def export_hf(
     role: str = "actor",
     *,
     step: int | None = None,
+    stop_token_ids: Sequence[int] = (),
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
     """Write a directory that transformers loads. Collective over all ranks.
@@ -72,6 +73,7 @@ def export_hf(
         copy_from: directory whose config.json, generation settings and tokenizer are copied.
         role: "actor" or "critic".
         step: of the run, for exported_step; None: unknown.
+        stop_token_ids: see copy_settings.
         max_file_bytes: largest file, unless a single parameter is larger.
 
     Returns:
@@ -85,8 +87,12 @@ def export_hf(
     num_bytes = parameter_count(shape, value_head=role == "critic") * element_size
     try:
         with atomic_directory(out_dir, source, num_bytes) as unfinished:
-            _export(chunks, shape, ranks, unfinished, source, role, max_file_bytes)
-            unfinished.together(lambda: note_step(unfinished.path, step), alone=True)
+            _export(
+                chunks, shape, ranks, unfinished, source, role, stop_token_ids, max_file_bytes
+            )  # fmt: skip
+            unfinished.together(
+                lambda: note_export(unfinished.path, step, stop_token_ids), alone=True
+            )
     except CheckpointError as error:
         raise CheckpointError(f"HF export: {error}") from None
     return out_dir
@@ -99,6 +105,7 @@ def _export(
     unfinished: Unfinished,
     source: Path,
     role: str,
+    stop_token_ids: Sequence[int],
     max_file_bytes: int,
 ) -> None:
     """Fill a directory, its index last."""
@@ -121,7 +128,7 @@ def _export(
             _write_stage(mine, paths, shape, ranks, bias)
 
     def finish() -> None:
-        copy_settings(source, partial, shape.family, role, dtype)
+        copy_settings(source, partial, shape.family, role, dtype, stop_token_ids)
         write_index(partial, files)
 
     unfinished.together(write)

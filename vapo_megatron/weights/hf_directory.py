@@ -34,7 +34,7 @@ _METADATA = {"format": "pt", "producer": "vapo_megatron"}
 CONVERSION_FILE = "conversion.json"
 """In a converted Megatron checkpoint: what it was converted from."""
 EXPORT_FILE = "export.json"
-"""In an export of a run: the step that it was made after."""
+"""In an export of a run: the step that it was made after, and the stop tokens."""
 _AUXILIARY = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "vocab.*", "merges.txt", "chat_template*", "*.model", "LICENSE*",
@@ -161,20 +161,30 @@ def _is_replaceable(directory: Path) -> bool:
         return False
 
 
-def note_step(directory: Path, step: int | None) -> None:
+def note_export(directory: Path, step: int | None, stop_token_ids: Sequence[int]) -> None:
     """Write down that an export is the run's model after `step` steps; None: nothing is known."""
     if step is not None:
-        (directory / EXPORT_FILE).write_text(json.dumps({"step": step}) + "\n")
+        noted = {"step": step, "stop_token_ids": sorted(set(stop_token_ids))}
+        (directory / EXPORT_FILE).write_text(json.dumps(noted) + "\n")
 
 
 def exported_step(directory: Path) -> int | None:
     """Return how many steps a run had finished when it was exported; None: unknown."""
+    step = _noted(directory).get("step")
+    return step if isinstance(step, int) else None
+
+
+def exported_stop_tokens(directory: Path) -> set[int]:
+    """Return what ended the responses of the run that a directory is an export of; else empty."""
+    return set(_noted(directory).get("stop_token_ids") or ())
+
+
+def _noted(directory: Path) -> dict[str, Any]:
     try:
         noted = json.loads((directory / EXPORT_FILE).read_bytes())
     except (OSError, ValueError):
-        return None
-    step = noted.get("step") if isinstance(noted, dict) else None
-    return step if isinstance(step, int) else None
+        return {}
+    return noted if isinstance(noted, dict) else {}
 
 
 def divide(items: Sequence[T], num_bytes: Callable[[T], int], max_file_bytes: int) -> list[list[T]]:
@@ -237,18 +247,24 @@ def safetensors_header(tensors: list[TensorPlan]) -> bytes:
 
 
 def copy_settings(
-    source: Path, partial: Path, family: str, role: str, dtype: torch.dtype | None
+    source: Path,
+    partial: Path,
+    family: str,
+    role: str,
+    dtype: torch.dtype | None,
+    stop_token_ids: Sequence[int] = (),
 ) -> None:
     """Copy tokenizer and generation settings, following links, but nothing executable.
 
-    config.json gets the architecture and the type of the export; if neither changes, it is copied
-    byte for byte.
+    config.json gets the architecture and the type of the export, generation_config.json what ends a
+    response; what does not change is copied byte for byte.
 
     Args:
         source: directory with a config.json.
         partial: where to write.
         family, role: see architecture.
         dtype: of the parameters; None: as the file says.
+        stop_token_ids: where the policy's responses ended in training; empty: unknown.
     """
     for pattern in _AUXILIARY:
         for file in source.glob(pattern):
@@ -269,6 +285,24 @@ def copy_settings(
         shutil.copyfile(source / "config.json", partial / "config.json")
     else:
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if role == "actor" and stop_token_ids:
+        _note_stop_tokens(partial / "generation_config.json", before, stop_token_ids)
+
+
+def _note_stop_tokens(file: Path, config: dict[str, Any], stop_token_ids: Sequence[int]) -> None:
+    """Let transformers' generate and vLLM end a response where the policy did.
+
+    A new file gets what transformers would have taken from config.json in its place.
+    """
+    settings: dict[str, Any] = {
+        name: config[name] for name in ("bos_token_id", "pad_token_id") if name in config
+    }
+    if file.is_file():
+        settings = json.loads(file.read_text())
+    found = settings.get("eos_token_id")
+    if set(found if isinstance(found, list) else [found]) != set(stop_token_ids):
+        settings["eos_token_id"] = sorted(set(stop_token_ids))
+        file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def architecture(config: dict[str, Any], family: str, role: str) -> str:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from tests.weights.convert.converted import assert_same, read, rewrite, to_hf, to_megatron
 from tests.weights.loaded import Layout, all_parameters, forward, load
@@ -25,6 +26,8 @@ from vapo_megatron.weights.convert.sharded_tensors import EXTRA_STATES, sharded_
 from vapo_megatron.weights.export_hf import export_hf
 from vapo_megatron.weights.hf_directory import exported_step
 
+STOPS = [5, 7]
+"""Other than the tiny model's own."""
 CARRIED = ("tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja")
 
 # There and back
@@ -225,13 +228,16 @@ def save_run(hf, out, layout, role):
     changed = threading.Event()
     with CheckpointWriter(out, loaded.config.checkpoint) as writer:
         writer._thread.submit(changed.wait, 100)
-        writer.save(1, {role: model}, {})
+        writer.save(1, {role: model}, {"stop_token_ids": STOPS})
         head = getattr(loaded.chunks[-1], "output_layer", None)
         if role == "critic" and head is not None:
             head.bias.zero_()
         changed.set()
     load_sharded(loaded.chunks, optimizer, out / "step_000001" / role)
-    export_hf(loaded.chunks, loaded.shape, loaded.ranks, out / "export", hf, role=role, step=1)
+    export_hf(
+        loaded.chunks, loaded.shape, loaded.ranks, out / "export", hf, role=role, step=1,
+        stop_token_ids=STOPS,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
@@ -253,6 +259,13 @@ def test_a_runs_checkpoint_becomes_its_export(workers, tmp_path, capsys, role):
     assert (tmp_path / "b/config.json").read_text() == (out / "export/config.json").read_text()
     assert exported_step(tmp_path / "b") == exported_step(out / "export") == 1
     assert exported_step(hf) is None
+    settings = "generation_config.json"
+    if role == "actor":
+        assert (tmp_path / "b" / settings).read_bytes() == (out / "export" / settings).read_bytes()
+        found = GenerationConfig.from_pretrained(tmp_path / "b")
+        assert (found.eos_token_id, found.bos_token_id) == (STOPS, 1)
+    else:
+        assert not (tmp_path / "b" / settings).exists()
 
 
 # Critics

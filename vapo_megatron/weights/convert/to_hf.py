@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -30,7 +31,7 @@ from vapo_megatron.weights.hf_directory import (
     copy_settings,
     divide,
     file_names,
-    note_step,
+    note_export,
     read_config,
     safetensors_header,
     write_index,
@@ -118,9 +119,9 @@ def convert_to_hf(
 
         def finish() -> None:
             dtype = None if info and hf is None else reader.dtype(_EMBEDDING_KEY)
-            copy_settings(source, partial, shape.family, role, dtype)
+            copy_settings(source, partial, shape.family, role, dtype, _run_of(megatron)[1])
             write_index(partial, {name: [i.plan for i in file] for name, file in files.items()})
-            note_step(partial, _step_of(megatron))
+            note_export(partial, *_run_of(megatron))
 
         unfinished.together(finish, alone=True)
     return out
@@ -181,13 +182,16 @@ def _conversion(directory: Path) -> dict:
     return noted
 
 
-def _step_of(directory: Path) -> int | None:
-    """Return the step of the run's checkpoint that a role's directory is in; None: in none."""
+def _run_of(directory: Path) -> tuple[int | None, Sequence[int]]:
+    """Return the step and the stop tokens of the run's checkpoint that a role's directory is in.
+
+    None and empty: it is in none, or an older release wrote it without.
+    """
     try:
         state = json.loads((directory.absolute().parent / "state.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    return state.get("step") if isinstance(state, dict) else None
+        return state.get("step"), state.get("run", {}).get("stop_token_ids", ())
+    except (OSError, ValueError, AttributeError):
+        return None, ()
 
 
 def _write(
