@@ -128,7 +128,7 @@ def _dump_on_a_full_disk(root):
 def test_a_full_disk_is_told_with_the_file(tmp_path, workers):
     (words,) = workers.run(1, _dump_on_a_full_disk, tmp_path)
     file = tmp_path / "step_000001.partial/rank_00000.safetensors"
-    assert words.startswith(f"{file} cannot be written: File too large (")
+    assert words.startswith(f"{file} cannot be written: File too large; ")
 
 
 def damage(root, how):

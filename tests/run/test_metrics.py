@@ -93,11 +93,14 @@ def test_unknown_names_and_steps_out_of_order_are_bugs(tmp_path):
     assert lines(tmp_path) == [{"step": 3}]
 
 
+GROUP = {"prompt": "p", "answer": "1", "responses": []}
+
+
 def test_resume_drops_later_rows_and_rollouts(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         for step in range(5):
             writer.write(step, {"reward/mean": step / 2})
-            writer.write_rollouts(step, [{"step": step}])
+            writer.write_rollouts(step, [{**GROUP, "policy_version": step}])
     replay = tmp_path / "rollouts" / "step_000004.rank_0.pt"
     replay.write_bytes(b"binary")
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -108,7 +111,8 @@ def test_resume_drops_later_rows_and_rollouts(tmp_path):
         writer.write(3, {"reward/mean": 9.0})
     assert [row["reward/mean"] for row in lines(tmp_path)] == [0.0, 0.5, 1.0, 9.0]
     run = read_run(tmp_path)
-    assert run.rollout_steps == [0, 1, 2] and run.rollouts(2) == [{"step": 2}]
+    assert run.rollout_steps == [0, 1, 2]
+    assert run.rollouts(2) == [{**GROUP, "policy_version": 2}]
     assert replay.exists()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
@@ -215,8 +219,10 @@ def test_a_full_disk_is_told_with_the_file_and_the_remedy(tmp_path, name):
     with pytest.raises(UserError) as error, limited(40 if name == "tensorboard" else 1), writer:
         WRITES[name](writer)
     words = str(error.value)
-    assert words.startswith(f"{tmp_path / name} cannot be written: File too large (")
-    assert "free some space" in words and "from its latest checkpoint" in words
+    assert words.startswith(
+        f"{tmp_path / name} cannot be written: File too large; raise the limit on"
+    )
+    assert "from its latest checkpoint" in words
     assert not list(tmp_path.rglob(".*")), "what could not be finished is gone"
 
 

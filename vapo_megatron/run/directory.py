@@ -18,6 +18,15 @@ from typing import Any
 import yaml
 
 from vapo_megatron.errors import DataError
+from vapo_megatron.run.contents import (
+    LARGEST,
+    Group,
+    ProblemsRow,
+    TimelineRow,
+    check_config,
+    check_line,
+    check_metrics,
+)
 
 METRICS_FILE, PROBLEMS_FILE, HELD_OUT_FILE = "metrics.jsonl", "problems.jsonl", "held_out.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
@@ -42,22 +51,26 @@ class Run:
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """Return a step's groups on file; see token_records.py."""
-        return _read_lines(rollout_file(self.run_dir, step))
+        file = rollout_file(self.run_dir, step)
+        return _checked(file, _read_lines(file), Group)
 
     def timeline(self) -> list[dict[str, Any]]:
         """Return each step's spans by side: lists of phase, step, begin and end."""
-        return _rows_of(self.run_dir / TIMELINE_FILE)
+        file = self.run_dir / TIMELINE_FILE
+        return _checked(file, _rows_of(file), TimelineRow)
 
     def problems(self, *, held_out: bool = False) -> list[dict[str, Any]]:
         """Return each step's (or evaluation's) problems and their counts of correct responses."""
-        return _rows_of(self.run_dir / (HELD_OUT_FILE if held_out else PROBLEMS_FILE))
+        file = self.run_dir / (HELD_OUT_FILE if held_out else PROBLEMS_FILE)
+        return _checked(file, _rows_of(file), ProblemsRow)
 
 
 def read_run(run_dir: str | Path) -> Run:
     """Read a run directory, finished or not.
 
     Raises:
-        DataError: it is not a run directory, or a file in it cannot be read.
+        DataError: it is not a run directory, or a file in it cannot be read or holds other types;
+            here, and by the methods of the result.
     """
     run_dir = Path(run_dir)
     config_file, metrics_file = run_dir / "config.yaml", run_dir / METRICS_FILE
@@ -67,7 +80,16 @@ def read_run(run_dir: str | Path) -> Run:
             "give the directory that logging.run_dir named"
         )
     rows = _rows_of(metrics_file)
+    for number, row in enumerate(rows, 1):
+        check_metrics(row, f"{metrics_file} line {number}")
     return Run(run_dir, read_config(config_file), rows, rollout_steps(run_dir))
+
+
+def _checked(file: Path, lines: list[dict[str, Any]], kind: Any) -> list[dict[str, Any]]:
+    """Return the lines, which are of this kind; DataError: one is not."""
+    for number, line in enumerate(lines, 1):
+        check_line(line, kind, f"{file} line {number}")
+    return lines
 
 
 def _rows_of(file: Path) -> list[dict[str, Any]]:
@@ -75,17 +97,22 @@ def _rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Return config.yaml as sections of fields; empty if there is none."""
+    """Return config.yaml as sections of fields; empty if there is none.
+
+    Raises:
+        DataError: it cannot be read, or a field has another type.
+    """
     if not file.exists():
         return {}
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         raise DataError(
             f"{file} cannot be read: {' '.join(str(error).split())}; restore it"
         ) from None
     if not isinstance(config, dict):
         raise DataError(f"{file} must hold sections, found {type(config).__name__}; restore it")
+    check_config(file, config)
     return config
 
 
@@ -105,7 +132,8 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     """Return the rows of a file of one row per step; DataError names an invalid line."""
     rows = _read_lines(file)
     for number, row in enumerate(rows, 1):
-        if not isinstance(row.get("step"), int):
+        step = row.get("step")
+        if type(step) is not int or not 0 <= step < LARGEST:
             raise DataError(f'{file} line {number} has no whole number "step"; remove the line')
     return rows
 
@@ -121,9 +149,10 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], 1):
         try:
             found = json.loads(line, parse_constant=lambda _: None)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", str(error))
             raise DataError(
-                f"{file} line {number} is not JSON ({error.msg}); remove the line"
+                f"{file} line {number} is not JSON ({reason}); remove the line"
             ) from None
         if not isinstance(found, dict):
             raise DataError(f"{file} line {number} is not a JSON object; remove the line")

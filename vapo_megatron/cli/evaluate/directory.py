@@ -8,7 +8,7 @@ from pathlib import Path
 from vapo_megatron.config.missing import missing_model
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.run.checkpoint.files import candidates
-from vapo_megatron.run.directory import read_run
+from vapo_megatron.run.directory import read_config
 from vapo_megatron.weights.hf_directory import exported_step
 
 
@@ -91,7 +91,7 @@ def _conversion(sharded: Path, out: Path | None = None) -> str:
     step = sharded.parent
     run_dir = sharded.absolute().parents[2]
     if is_run_directory(run_dir):
-        base = (read_run(run_dir).config.get("model") or {}).get("hf_path", "BASE")
+        base = (read_config(run_dir / "config.yaml").get("model") or {}).get("hf_path", "BASE")
         command += ["--hf", str(base)]
         out = out or step.parent.parent / "exports" / step.name
     return shlex.join([*command, "--out", str(out or f"{sharded}_hf")])

@@ -19,6 +19,10 @@ _CHARTS: tuple[tuple[str, _Series, dict[str, Any]], ...] = (
         ("rollout/sampled_correct_fraction", "all sampled"),
     ), {"low": 0, "high": 1}),
     ("Reward", (("reward/mean", "mean"),), {}),
+    ("Spread of the reward", (
+        ("reward/std", "all"), ("reward/group_std_mean", "within groups"),
+        ("reward/equal_groups_fraction", "groups without"),
+    ), {"low": 0}),
     ("Response length", (
         ("rollout/response_length_mean", "mean"), ("rollout/response_length_max", "longest"),
     ), {"low": 0}),
