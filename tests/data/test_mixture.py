@@ -167,3 +167,13 @@ def test_a_row_is_found_in_its_file():
         ("qa.jsonl", 0), ("qa.jsonl", 9),
     ]  # fmt: skip
     assert part("code").row(3) == ("code.jsonl", 3)
+
+
+def test_rows_are_left_out_of_their_source():
+    some = mixture(counts=(2, 4, 3))
+    some.leave_out({0: "bad", 3: "worse"})
+    assert some.left_out == {0: "bad", 3: "worse"}
+    kept = [1, 2, 4, 5, 6, 7, 8]
+    assert [i for i, _ in some.kept] == kept == [p.index for p in some.problems]
+    assert {p.index for p in some.next(40, 0)} == set(kept)
+    assert [some.prompt(i).problem for i in range(9)] == list(some.rows)

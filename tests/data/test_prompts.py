@@ -191,3 +191,21 @@ def test_reading_files_needs_no_torch():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert output.stdout.strip() == "False"
+
+
+def test_rows_that_are_left_out_change_nothing_of_the_others():
+    whole, some = make(6), make(6, left_out={2: "cannot be read"})
+    some.leave_out({4: "is refused", 2: "is refused"})
+    order = [i for i in indices(whole.next(12)) if i not in (2, 4)]
+    assert indices(some.next(8)) == order and indices(some.problems) == [0, 1, 3, 5]
+    assert some.left_out == {2: "cannot be read", 4: "is refused"}, "the first reason stays"
+    assert (
+        len(some) == 6 and some.prompt(4).index == 4 and [i for i, _ in some.kept] == [0, 1, 3, 5]
+    )
+    # A run that leaves out more, or nothing, goes on at the same place.
+    assert some.state_dict()["fingerprint"] == whole.state_dict()["fingerprint"]
+    whole.load_state_dict(some.state_dict())
+    with pytest.raises(
+        DataError, match="a.jsonl: all 6 rows are left out .*: the first is refused"
+    ):
+        make(6, left_out={2: ""}).leave_out(dict.fromkeys(range(6), "is refused"))

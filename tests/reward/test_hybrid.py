@@ -3,6 +3,7 @@
 Not exercised: what the verifiers find correct; a whole run is in tests/test_hybrid_wiring.py.
 """
 
+import functools
 import json
 
 import pytest
@@ -95,7 +96,7 @@ def test_what_is_prose_is_no_mathematics(answer, expected):
     assert is_prose(answer) == expected
 
 
-def started(files, reward, tp_size):
+def started(files, reward, tp_size, **options):
     """The verifiers that each row of each file names on this rank, or what the user is told."""
     from vapo_megatron.data.mixture import Mixture
     from vapo_megatron.data.problems import load_problems
@@ -115,15 +116,19 @@ def started(files, reward, tp_size):
     )
     assert len(training.rows) == len(made[0]) + len(made[1])
     try:
-        verifiers = start_verifiers(reward, training, held_out, tp_size, reward_hf_path="rm")
+        verifiers = start_verifiers(
+            reward, training, held_out, tp_size, reward_hf_path="rm", **options
+        )
     except UserError as error:
         return str(error)
     if verifiers is not None:
         verifiers.close()
     names = [[row.verifier for row in part.rows] for part in (training, *made)]
-    assert [p.problem.verifier for p in made[2].problems] == names[3]
+    assert [p.problem.verifier for p in made[2].problems] == [
+        row.verifier for _, row in made[2].kept
+    ]
     assert {p.problem.verifier for p in training.next(20, 0)} == set(names[0])
-    return names
+    return (names, training.left_out, made[2].left_out) if options else names
 
 
 def write(path, rows):
@@ -156,3 +161,10 @@ def test_every_rank_knows_every_choice(workers, tmp_path):
     write(files[2], [("4", {}), ("Oslo", {"verifier": "taste"})])
     told = workers.run(2, started, files, reward, 1)
     assert told[0] == told[1] and "c.jsonl: row 1 (from 0) is judged by reward_model" in told[0]
+    # Left out on every rank, whichever looked at it.
+    write(files[0], [("1", poem), ("Paris", {})])
+    skipping = functools.partial(started, skip_unusable=True)
+    told = workers.run(2, skipping, files, reward, 1)
+    assert told[0] == told[1]
+    _, of_training, of_held_out = told[0]
+    assert of_training == {} and list(of_held_out) == [1]

@@ -142,14 +142,15 @@ def check_answers(config: VapoConfig, inputs: Inputs, *, all_answers: bool = Tru
             a file's first rows.
 
     Returns:
-        How many rows of each file each verifier judges; empty unless all_answers.
+        How many rows of each file each verifier judges, and usable.py's warnings; empty unless
+        all_answers.
 
     Raises:
         ConfigError: a verifier does not load or judge, or the reward model would judge nothing.
         DataError: names the last such row of a file.
     """
     from vapo_megatron.data.labels import count_rows, labels_of
-    from vapo_megatron.reward.verifier import unusable_problem
+    from vapo_megatron.reward.usable import settle
     from vapo_megatron.reward.verifiers import (
         Verifiers,
         check_reward_model_judges,
@@ -174,15 +175,18 @@ def check_answers(config: VapoConfig, inputs: Inputs, *, all_answers: bool = Tru
                     chosen |= {start + i: name for i, name in names.items()}
                     bad |= {start + i: reason for i, reason in found.items()}
                 bar.show(len(rows), len(rows))
-            if bad:
-                raise unusable_problem(*dataset.row(max(bad)), bad[max(bad)])
             if all_answers:
                 dataset.assign(chosen)
-                labels = labels_of(enumerate(dataset.rows), default_name(config.reward))
+            lines: list[str] = []
+            if all_answers or not config.data.skip_unusable:
+                lines = settle(dataset, bad, config.reward, skip=config.data.skip_unusable)
+            if all_answers:
+                labels = labels_of(dataset.kept, default_name(config.reward))
                 counts += count_rows(labels, dataset.path, section)
+                counts += [f"warning: {line}" for line in lines]
     if all_answers and (dataset := inputs.dataset) is not None:
-        path = config.model.reward_hf_path
-        check_reward_model_judges(config.reward, dataset.rows, dataset.path, path)
+        path, kept = config.model.reward_hf_path, [row for _, row in dataset.kept]
+        check_reward_model_judges(config.reward, kept, dataset.path, path)
     return counts
 
 

@@ -67,6 +67,11 @@ class DataConfig(Section):
     sources: dict[str, SourceConfig] = _field(
         {}, "Several files by name, in place of train_path, each with the fields below."
     )
+    skip_unusable: bool = _field(
+        False,
+        "Leave out the rows that their verifier cannot judge, also of evaluation files, and say "
+        "how many; false: such a row ends the run.",
+    )
     shuffle: bool = _field(True, "Shuffle in each epoch, with a seeded order.")
 
     @property

@@ -10,6 +10,7 @@ about one prompt (half a prompt with two sources), in every step.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,17 +51,43 @@ class Mixture:
 
     @property
     def problems(self) -> list[Prompt]:
-        """Every problem once, source by source in the files' order."""
+        """Every problem once, without those left out, source by source in the files' order."""
         return [prompt for part in self._parts.values() for prompt in part.problems]
+
+    @property
+    def kept(self) -> list[tuple[int, Problem]]:
+        """Those of `rows` that are not left out, with their indices."""
+        return [(first + i, row) for first, part in self._placed() for i, row in part.kept]
+
+    @property
+    def left_out(self) -> dict[int, str]:
+        """Index of `rows` -> why it is never drawn."""
+        return {
+            first + i: reason
+            for first, part in self._placed()
+            for i, reason in part.left_out.items()
+        }
 
     def assign(self, verifiers: Mapping[int, str]) -> None:
         """Let these of `rows` name these verifiers."""
-        first = 0
-        for part in self._parts.values():
-            end = first + len(part)
-            part.assign({i - first: name for i, name in verifiers.items() if first <= i < end})
-            first = end
+        for first, part in self._placed():
+            part.assign(_within(verifiers, first, len(part)))
         vars(self).pop("rows", None)
+
+    def leave_out(self, reasons: Mapping[int, str]) -> None:
+        """Draw these of `rows` no more; see PromptDataset. DataError: nothing of a part is left."""
+        for first, part in self._placed():
+            part.leave_out(_within(reasons, first, len(part)))
+
+    def prompt(self, index: int) -> Prompt:
+        """Return the prompt of one of `rows`, left out or not."""
+        first, part = next(p for p in reversed(self._placed()) if p[0] <= index)
+        return part.prompt(index)
+
+    def _placed(self) -> list[tuple[int, PromptDataset]]:
+        """Return the parts, each with the index of its first row."""
+        ends = itertools.accumulate(map(len, self._parts.values()), initial=0)
+        return list(zip(ends, self._parts.values()))
 
     def __len__(self) -> int:
         """Number of problems in all sources."""
@@ -117,6 +144,11 @@ class Mixture:
         for name, part in self._parts.items():
             part.load_state_dict(state[SOURCES][name])
             self._credit[name] = state["credit"][name]
+
+
+def _within(values: Mapping[int, str], first: int, count: int) -> dict[int, str]:
+    """Return the values of indices from first on, counted from there."""
+    return {i - first: value for i, value in values.items() if first <= i < first + count}
 
 
 TrainingPrompts = PromptDataset | Mixture

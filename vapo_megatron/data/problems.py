@@ -51,6 +51,7 @@ def load_problems(
     source: str | None = None,
     verifier: str | None = None,
     render: Render | None = None,
+    unreadable: dict[int, str] | None = None,
 ) -> list[Problem]:
     """Read all rows of a `.jsonl` or `.parquet` file in order, duplicates included.
 
@@ -65,6 +66,8 @@ def load_problems(
         source: the file's name there; None: the columns are data's own.
         verifier: of the rows that name none.
         render: makes a text of chat messages; None: they are refused.
+        unreadable: is given index -> what is wrong of problems whose answer has no text, which
+            becomes empty; None: they are refused.
 
     Raises:
         DataError: names the file, the line (from 1) or row (from 0), what is wrong and the remedy.
@@ -83,7 +86,7 @@ def load_problems(
         columns[f"{section}.answer_column"] = answer_column
     if critic_prompt_column is not None:
         columns[f"{section}.critic_prompt_column"] = critic_prompt_column
-    problems = []
+    problems: list[Problem] = []
     try:
         for where, row in _rows(path, columns):
             critic_prompt = None
@@ -92,7 +95,12 @@ def load_problems(
                 critic_prompt = _prompt(value, critic_prompt_column, where, render)
             prompt, answer = _prompt(row.pop(prompt_column), prompt_column, where, render), ""
             if answer_column is not None:
-                answer = answer_text(row.pop(answer_column), answer_column, where)
+                try:
+                    answer = answer_text(row.pop(answer_column), answer_column, where)
+                except DataError as error:
+                    if unreadable is None:
+                        raise DataError(f"{error}, or set data.skip_unusable=true") from None
+                    unreadable[len(problems)] = f"cannot be read: {error}"
             if verifier is not None and row.get("verifier") is None:
                 row["verifier"] = verifier
             problems.append(Problem(prompt, answer, row, source, critic_prompt))

@@ -35,9 +35,10 @@ class PromptDataset:
         shuffle: draw a new order in each epoch; otherwise the file's order.
         max_prompt_tokens: longest prompt allowed.
         on_progress: called with (tokenized, all) problems.
+        left_out: see leave_out.
 
     Raises:
-        DataError: a prompt has no tokens or too many.
+        DataError: a prompt has no tokens or too many, or nothing is left.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class PromptDataset:
         source: str | None = None,
         first_index: int = 0,
         on_progress: OnProgress | None = None,
+        left_out: Mapping[int, str] | None = None,
     ) -> None:
         self.path = path
         self._rows = list(problems)
@@ -74,6 +76,9 @@ class PromptDataset:
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
+        self.left_out: dict[int, str] = {}
+        """Index of `rows` -> why it is never drawn."""
+        self.leave_out(left_out or {})
 
     def _tokenized(
         self, index: int, text: str, tokenize: Callable[[str], Sequence[int]], limit: int
@@ -91,13 +96,18 @@ class PromptDataset:
         return token_ids
 
     def __len__(self) -> int:
-        """Number of problems."""
+        """Number of `rows`."""
         return len(self._rows)
 
     @property
     def problems(self) -> list[Prompt]:
-        """Every problem once, in the file's order."""
-        return [self._prompt(index) for index in range(len(self._rows))]
+        """Every problem once, in the file's order, without those that are left out."""
+        return [self._prompt(index) for index, _ in self.kept]
+
+    @property
+    def kept(self) -> list[tuple[int, Problem]]:
+        """Those of `rows` that are not left out, with their indices."""
+        return [(i, row) for i, row in enumerate(self._rows) if i not in self.left_out]
 
     @property
     def rows(self) -> Sequence[Problem]:
@@ -108,6 +118,26 @@ class PromptDataset:
         """Let these of `rows` name these verifiers."""
         for index, verifier in verifiers.items():
             self._rows[index] = self._rows[index].judged_by(verifier)
+
+    def leave_out(self, reasons: Mapping[int, str]) -> None:
+        """Draw these of `rows` no more; the others' order, positions and indices stay.
+
+        Args:
+            reasons: index -> what is wrong with the row.
+
+        Raises:
+            DataError: nothing is left.
+        """
+        self.left_out = {**reasons, **self.left_out}
+        if len(self.left_out) == len(self._rows):
+            raise DataError(
+                f"{self.path}: all {len(self._rows)} rows are left out (data.skip_unusable=true): "
+                f"the first {self.left_out[0]}; give data that the verifier can judge"
+            )
+
+    def prompt(self, index: int) -> Prompt:
+        """Return the prompt of one of `rows`, left out or not."""
+        return self._prompt(index - self._first_index)
 
     def row(self, index: int) -> tuple[str, int]:
         """Return the file and the row (from 0) of one of `rows`."""
@@ -126,7 +156,8 @@ class PromptDataset:
                 self._position = 0
                 self._order = self._order_of(self._epoch)
             end = min(self._position + count - len(picked), len(self._rows))
-            picked += self._order[self._position : end]
+            part = self._order[self._position : end]
+            picked += [index for index in part if index not in self.left_out]
             self._position = end
         return [self._prompt(index) for index in picked]
 

@@ -19,11 +19,12 @@ from vapo_megatron.config import RewardConfig, RolloutConfig
 from vapo_megatron.data.batch import PENDING, STATUSES, Prompt, Rollout, ScoredRollout, StepSummary
 from vapo_megatron.data.mixture import TrainingPrompts
 from vapo_megatron.data.problems import Problem
-from vapo_megatron.errors import ConfigError, UserError
+from vapo_megatron.errors import ConfigError, UserError, tell
 from vapo_megatron.parallel.reduce import any_rank, gather_objects
 from vapo_megatron.reward.reward_model import Pending, reward_model_verdict
 from vapo_megatron.reward.shaping import scored_verdict, shaped_reward
-from vapo_megatron.reward.verifier import RunningVerifier, Verdict, unusable_problem
+from vapo_megatron.reward.usable import settle
+from vapo_megatron.reward.verifier import RunningVerifier, Verdict
 from vapo_megatron.reward.verifiers import (
     Verifiers,
     check_reward_model_judges,
@@ -223,10 +224,12 @@ def start_verifiers(
     default: object | None = None,
     *,
     reward_hf_path: str | None = None,
+    skip_unusable: bool = False,
 ) -> Verifiers | None:
     """Start the verifiers, and refuse problems that they cannot judge. Collective.
 
-    Afterwards problems that hybrid judges name the verifier that was chosen, on every rank.
+    Afterwards problems that hybrid judges name the verifier that was chosen, on every rank, and
+    those left out are not drawn.
 
     Args:
         reward: the verifiers and their settings.
@@ -234,6 +237,7 @@ def start_verifiers(
         tp_size: ranks of a vLLM replica.
         default: see Verifiers.
         reward_hf_path: of the reward model, which may judge the training data; None: none.
+        skip_unusable: of data: leave such problems out and print how many.
 
     Returns:
         On the first rank of each replica the verifiers, to be closed; None elsewhere.
@@ -252,26 +256,29 @@ def start_verifiers(
         if dataset is None:
             continue
         share = range(replica, len(dataset), dist.get_world_size() // tp_size)
-        bad, chosen = ("", -1, ""), dict[int, str]()
+        mistake, bad, chosen = "", dict[int, str](), dict[int, str]()
         if verifiers is not None:
             try:
                 names, reasons = verifiers.examine([dataset.rows[i] for i in share], refusal)
                 chosen = {share[i]: name for i, name in names.items()}
-                bad = max((("", share[i], reasons[i]) for i in reasons), default=bad)
+                bad = {share[i]: reason for i, reason in reasons.items()}
             except UserError as error:
-                bad = str(error), -1, ""
-        gathered = gather_objects((bad, chosen))
-        mistake, row, reason = max(bad for bad, _ in gathered)
-        if mistake:
-            raise ConfigError(mistake)
-        if row >= 0:
-            raise unusable_problem(*dataset.row(row), reason)
-        for _, chosen in gathered:
+                mistake = str(error)
+        gathered = gather_objects((mistake, bad, chosen))
+        if any(mistake for mistake, _, _ in gathered):
+            raise ConfigError(max(mistake for mistake, _, _ in gathered))
+        for _, found, chosen in gathered:
             dataset.assign(chosen)
+            bad |= found
+        lines = settle(dataset, bad, reward, skip=skip_unusable, has_default=default is not None)
+        if dist.get_rank() == 0:
+            for line in lines:
+                tell(f"warning: {line}")
     if mistake := max(gather_objects(_trial(verifiers, training, held_out))):
         raise ConfigError(mistake)
     if training is not None and default is None:
-        check_reward_model_judges(reward, training.rows, training.path, reward_hf_path)
+        rows = [row for _, row in training.kept]
+        check_reward_model_judges(reward, rows, training.path, reward_hf_path)
     return verifiers
 
 

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, Protocol, get_args
 
 from vapo_megatron.data.problems import Problem
-from vapo_megatron.errors import DataError
 
 Status = Literal["correct", "wrong", "unparsable", "timed_out", "failed"]
 
@@ -110,8 +109,3 @@ class RunningVerifier(Protocol):
 
     def close(self) -> None:
         """End its processes."""
-
-
-def unusable_problem(path: str, row: int, reason: str) -> DataError:
-    """Return the error for a row of a data file that is one of `unusable`."""
-    return DataError(f"{path}: row {row} (from 0) {reason}; correct or remove the row")

@@ -10,7 +10,7 @@ trained on before the next checkpoint.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -235,7 +235,7 @@ class CarriedSampling:
             first = numbers.stop
             if set(numbers) & set(mine):
                 keeps = self._engine.keeps_rollouts
-                of_file = zip(numbers, unpacked(file, self._dataset.problems, keeps=keeps))
+                of_file = zip(numbers, unpacked(file, self._dataset.prompt, keeps=keeps))
                 groups += [group for number, group in of_file if number in mine]
         groups.sort(key=lambda group: group.begun)
         self._after = {done: Flight(tuple(groups), tuple(map(len, parts)))}
@@ -295,12 +295,12 @@ def packed(groups: Sequence[Group], done: int, group_size: int) -> bytes:
     return step_bytes(scored, done, num_responses=len(scored), group_size=group_size, more=more)
 
 
-def unpacked(file: Path, problems: Sequence[Prompt], *, keeps: bool) -> list[Group]:
+def unpacked(file: Path, prompt: Callable[[int], Prompt], *, keeps: bool) -> list[Group]:
     """Return a file's groups.
 
     Args:
         file: which has of each prompt less than a verifier may ask for.
-        problems: the data set, by Prompt.index.
+        prompt: Prompt.index -> the data set's.
         keeps: on the rank that has the verdicts.
 
     Raises:
@@ -312,7 +312,7 @@ def unpacked(file: Path, problems: Sequence[Prompt], *, keeps: bool) -> list[Gro
     responses = []
     for i, item in enumerate(scored):
         is_whole, score = bool(arrays["is_whole"][i]), float(arrays["score"][i])
-        rollout = dataclasses.replace(item.rollout, prompt=problems[item.rollout.prompt.index])
+        rollout = dataclasses.replace(item.rollout, prompt=prompt(item.rollout.prompt.index))
         verdict = dataclasses.replace(
             item,
             rollout=rollout,

@@ -32,6 +32,8 @@ class Inputs(NamedTuple):
     """Training prompts."""
     held_out: TrainingPrompts | None = None
     """Evaluation prompts; None: no evaluation."""
+    skip_unusable: bool = False
+    """data.skip_unusable, for the rows that a verifier refuses."""
 
 
 def read_inputs(
@@ -61,7 +63,7 @@ def read_inputs(
 
     read = functools.partial(
         read_prompts, tokenizer=tokenizer, seed=seed, on_progress=on_progress,
-        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_prompt_tokens=rollout.max_prompt_tokens, skip_unusable=data.skip_unusable,
     )  # fmt: skip
     dataset = _training_prompts(data, read)
     held_out: TrainingPrompts | None = None
@@ -71,7 +73,7 @@ def read_inputs(
         held_out = Mixture(parts, lambda steps: dict.fromkeys(files, 1.0))
     elif evaluation.path is not None:
         held_out = read(evaluation.path, data, shuffle=False)
-    return Inputs(shape, tokenizer, stop, dataset, held_out)
+    return Inputs(shape, tokenizer, stop, dataset, held_out, data.skip_unusable)
 
 
 def _training_prompts(data: DataConfig, read: Callable[..., PromptDataset]) -> TrainingPrompts:
@@ -110,6 +112,7 @@ def read_prompts(
     source: str | None = None,
     verifier: str | None = None,
     critic_prompt_column: str | None = None,
+    skip_unusable: bool = False,
     **of_dataset: Any,
 ) -> PromptDataset:
     """Read a file's problems and tokenize its prompts; chat messages are templated.
@@ -118,14 +121,18 @@ def read_prompts(
         path, section, source, verifier, critic_prompt_column: see load_problems.
         columns: has prompt_column and answer_column.
         tokenizer: transformers'.
+        skip_unusable: leave out rows whose answer cannot be read.
         of_dataset: see PromptDataset.
 
     Raises:
         DataError: see both.
     """
+    unreadable: dict[int, str] | None = {} if skip_unusable else None
     problems = load_problems(
         path, columns.prompt_column, columns.answer_column, section=section,
         critic_prompt_column=critic_prompt_column, source=source, verifier=verifier,
-        render=ChatTemplate(tokenizer),
+        render=ChatTemplate(tokenizer), unreadable=unreadable,
     )  # fmt: skip
-    return PromptDataset(problems, tokenizer.encode, path=path, source=source, **of_dataset)
+    return PromptDataset(
+        problems, tokenizer.encode, path=path, source=source, left_out=unreadable, **of_dataset
+    )

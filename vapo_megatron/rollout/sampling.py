@@ -84,15 +84,15 @@ class Sampling(RolloutSource):
         self.prompts = self._dataset
         self._verifier = start_verifiers(
             reward, self._dataset, self._held_out, rollout.tensor_model_parallel_size, verifier,
-            reward_hf_path=model.reward_hf_path,
+            reward_hf_path=model.reward_hf_path, skip_unusable=inputs.skip_unusable,
         )  # fmt: skip
         self._sees_groups = any_sees_groups(self._verifier, rollout)
         name = default_name(reward, verifier)
-        self.labels = labels_of(enumerate(self._dataset.rows), name)
+        self.labels = labels_of(self._dataset.kept, name)
         if "verifier" in self.labels.several:
             self.note = "; ".join(count_rows(self.labels, self._dataset.path, "data"))
-        held_out = () if self._held_out is None else self._held_out.rows
-        self._held_out_labels = labels_of(enumerate(held_out), name)
+        held_out = () if self._held_out is None else self._held_out.kept
+        self._held_out_labels = labels_of(held_out, name)
         # Imported here: loading vLLM takes long, and the checks above may fail first.
         from vapo_megatron.rollout.vllm.engine import RolloutEngine
 

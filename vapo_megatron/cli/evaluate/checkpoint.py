@@ -128,7 +128,7 @@ def check(checkpoint: Path, data: Path, config: VapoConfig) -> Evaluation:
         dataset = read_prompts(
             str(data), config.data, tokenizer, seed=config.seed, shuffle=False,
             max_prompt_tokens=config.rollout.max_prompt_tokens if is_limited else sys.maxsize,
-            on_progress=bar.show,
+            on_progress=bar.show, skip_unusable=config.data.skip_unusable,
         )  # fmt: skip
     shape = read_model_shape(hf_path, "--checkpoint")
     check_sampled(hf_path, shape, "--checkpoint")
@@ -191,7 +191,7 @@ def evaluate_checkpoint(
     """
     return sample_missing(
         evaluation, config, out, evaluation.dataset.problems, problems_per_batch,
-        lambda: _sum_up(out, evaluation.header, config),
+        lambda: _sum_up(out, evaluation, config),
     )  # fmt: skip
 
 
@@ -300,13 +300,15 @@ def _sample(
     with contextlib.ExitStack() as stack:
         training, held_out = (evaluation.dataset, None) if can_wait else (None, evaluation.dataset)
         verifier = start_verifiers(
-            config.reward, training, held_out, tp_size, reward_hf_path=config.model.reward_hf_path
-        )
+            config.reward, training, held_out, tp_size,
+            reward_hf_path=config.model.reward_hf_path, skip_unusable=config.data.skip_unusable,
+        )  # fmt: skip
         if verifier is not None:
             stack.callback(verifier.close)
-        # Read again: their rows name the verifiers that hybrid has chosen.
+        # Read again: hybrid has chosen verifiers, and rows may be left out now.
         wanted = {p.index for p in problems}
-        problems = [p for p in evaluation.dataset.problems if p.index in wanted]
+        if not (problems := [p for p in evaluation.dataset.problems if p.index in wanted]):
+            return
         engine = _engine(evaluation, config)
         stack.callback(engine.shutdown)
         bar = stack.enter_context(ProgressBar("responses", after_seconds=0.0))
@@ -352,9 +354,9 @@ def _engine(evaluation: Evaluation, config: VapoConfig) -> Any:
     return engine
 
 
-def _sum_up(out: Path, header: dict[str, Any], config: VapoConfig) -> Summary:
+def _sum_up(out: Path, evaluation: Evaluation, config: VapoConfig) -> Summary:
     """Return the statistics of all problems, and write them next to the file."""
-    reward, seed = config.reward, config.seed
+    header, reward, seed = evaluation.header, config.reward, config.seed
 
     def measured(line: Mapping[str, Any]) -> tuple[str, dict[str, float]]:
         verifier, values = line["verifier"], line_values(line)
@@ -363,7 +365,7 @@ def _sum_up(out: Path, header: dict[str, Any], config: VapoConfig) -> Summary:
         return verifier, values
 
     found = collect(out, header, measured)
-    assert len(found) == header["num_problems"], f"{out} holds {len(found)} problems"
+    assert len(found) == len(evaluation.dataset.problems), f"{out} holds {len(found)} problems"
     groups: dict[str, list[dict[str, float]]] = {}
     for verifier, values in found.values():
         groups.setdefault(verifier, []).append(values)
@@ -373,7 +375,8 @@ def _sum_up(out: Path, header: dict[str, Any], config: VapoConfig) -> Summary:
         by_verifier = {
             name: (len(values), estimates(values, seed)) for name, values in sorted(groups.items())
         }
-    written = {**header, "statistics": _as_json(whole)}
+    left_out = len(evaluation.dataset.left_out)
+    written = {**header, "left_out": left_out, "statistics": _as_json(whole)}
     if by_verifier:
         written["by_verifier"] = {
             name: {"num_problems": count, "statistics": _as_json(statistics)}

@@ -262,7 +262,10 @@ class Server:
             self._next += 1
         self._loaded = self._next
         self._sampling.load_groups(self._next, root)
-        gather_objects((self._sampling.labels, self._sampling.note), self._sides.group)
+        sampling = self._sampling
+        assert sampling.prompts is not None, "a sampler has prompts"
+        known = sampling.labels, sampling.note, sampling.prompts.left_out
+        gather_objects(known, self._sides.group)
 
     def _read(self, directory: Path) -> Sampled:
         """Return this sampler's part of a step that a checkpoint has."""

@@ -103,7 +103,9 @@ class RemoteSampling(RolloutSource):
     def _meet(self) -> None:
         """Wait for the samplers, tell them where the run begins, and learn what they know."""
         self._orders.give("start", data=self._dataset.state_dict(), **self._start)
-        self.labels, self.note = self._from_samplers()[0]
+        self.labels, self.note, left_out = self._from_samplers()[0]
+        # The same draws as the samplers'.
+        self._dataset.leave_out(left_out)
 
     def _from_samplers(self) -> list[Any]:
         """Wait for what each sampler answers."""

@@ -1,0 +1,82 @@
+"""What becomes of rows that their verifier cannot judge, or judges by something else than meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vapo_megatron.config import RewardConfig
+from vapo_megatron.data.mixture import TrainingPrompts
+from vapo_megatron.errors import DataError
+from vapo_megatron.reward.extraction import plain_integer
+from vapo_megatron.reward.hybrid import is_prose
+
+
+def settle(
+    dataset: TrainingPrompts,
+    unusable: Mapping[int, str],
+    reward: RewardConfig,
+    *,
+    skip: bool,
+    has_default: bool = False,
+) -> list[str]:
+    """Refuse a data set's unusable rows, or leave them out.
+
+    Args:
+        dataset: its rows name their verifiers.
+        unusable: index -> what is wrong, as Verifiers.examine returns it.
+        reward: the verifiers' settings.
+        skip: data.skip_unusable.
+        has_default: a verifier's instance or class takes the place of reward.verifier.
+
+    Returns:
+        Warnings: how many rows are left out, and how many ground truths are prose that `math`
+        judges, each with one of them.
+
+    Raises:
+        DataError: names the last unusable row, or nothing is left.
+    """
+    if unusable and not skip:
+        row = max(unusable)
+        path, number = dataset.row(row)
+        raise DataError(
+            f"{path}: row {number} (from 0) {unusable[row]}; correct or remove the row, or set "
+            "data.skip_unusable=true"
+        )
+    dataset.leave_out(unusable)
+    lines = []
+    left_out = dataset.left_out
+    if left_out:
+        path, number = dataset.row(min(left_out))
+        lines.append(
+            f"{len(left_out)} of {len(dataset)} rows of {dataset.path} are left out "
+            f"(data.skip_unusable=true), such as {path}, row {number} (from 0), which "
+            f"{left_out[min(left_out)]}"
+        )
+    prose = prose_rows(dataset, reward, has_default=has_default)
+    if prose:
+        path, number = dataset.row(prose[0])
+        lines.append(
+            f"{len(prose)} of {len(dataset)} ground truths of {dataset.path} are prose, but math "
+            f"judges them, such as {path}, row {number} (from 0): "
+            f"{dataset.rows[prose[0]].answer!r:.80}; math reads words as products of letters: let "
+            "exact or a judge judge them with a column `verifier`, or reward.verifier=hybrid"
+        )
+    return lines
+
+
+def prose_rows(
+    dataset: TrainingPrompts, reward: RewardConfig, *, has_default: bool = False
+) -> list[int]:
+    """Return the indices of rows that `math` judges though their ground truths are prose."""
+    known: dict[str, bool] = {}
+    found = []
+    for i, problem in dataset.kept:
+        name = problem.verifier or (None if has_default else reward.verifier)
+        if name is None or reward.use_of(name) != "math":
+            continue
+        answer = problem.answer
+        if answer not in known:
+            known[answer] = plain_integer(answer) is None and is_prose(answer)
+        if known[answer]:
+            found.append(i)
+    return found
