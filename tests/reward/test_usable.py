@@ -51,3 +51,15 @@ def test_prose_that_math_judges_is_counted_with_one_of_them(tmp_path):
     assert settle(data, {}, exact, skip=False) == []
     assert settle(data, {}, RewardConfig(), skip=False, has_default=True) == []
     assert settle(dataset(tmp_path / "a.jsonl", PROSE, verifier="math"), {}, exact, skip=False)
+
+
+def test_letters_that_nobody_chose_math_for_are_said(tmp_path):
+    choices = "A", "(B)", "C.", "\\text{(D)}", "7", "x"
+    data = dataset(tmp_path / "a.jsonl", *choices)
+    (line,) = settle(data, {}, RewardConfig(num_workers=1), skip=False)
+    assert line.startswith("4 of 6 ground truths of a.jsonl are letters, such as 'A', and reward.v")
+    assert settle(data, {}, RewardConfig(verifier="math"), skip=False) == []
+    assert settle(data, {}, RewardConfig(), skip=False, has_default=True) == []
+    assert settle(dataset(tmp_path / "a.jsonl", "A", "1"), {}, RewardConfig(), skip=False) == []
+    by_row = dataset(tmp_path / "a.jsonl", *choices, verifier="exact")
+    assert settle(by_row, {}, RewardConfig(), skip=False) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from vapo_megatron.config import RewardConfig
@@ -9,6 +10,9 @@ from vapo_megatron.data.mixture import TrainingPrompts
 from vapo_megatron.errors import DataError
 from vapo_megatron.reward.extraction import plain_integer
 from vapo_megatron.reward.hybrid import is_prose
+
+_CHOICE = re.compile(r"(\\text\{)?\(?[A-J]\)?\}?[.)]?")
+"""The letter of a choice, such as A, (B) and C."""
 
 
 def settle(
@@ -29,8 +33,8 @@ def settle(
         has_default: a verifier's instance or class takes the place of reward.verifier.
 
     Returns:
-        Warnings: how many rows are left out, and how many ground truths are prose that `math`
-        judges, each with one of them.
+        Warnings: how many rows are left out, how many ground truths are prose that `math` judges,
+            each with one of them, and that nobody chose `math` for letters of choices.
 
     Raises:
         DataError: names the last unusable row, or nothing is left.
@@ -61,7 +65,23 @@ def settle(
             f"{dataset.rows[prose[0]].answer!r:.80}; math reads words as products of letters: let "
             "exact or a judge judge them with a column `verifier`, or reward.verifier=hybrid"
         )
+    if not has_default and "verifier" not in reward.model_fields_set:
+        lines += _letters(dataset)
     return lines
+
+
+def _letters(dataset: TrainingPrompts) -> list[str]:
+    """Return a warning if most rows that name no verifier have a choice's letter."""
+    answers = [problem.answer for _, problem in dataset.kept if problem.verifier is None]
+    letters = [answer for answer in answers if _CHOICE.fullmatch(answer)]
+    if 2 * len(letters) <= len(answers):
+        return []
+    return [
+        f"{len(letters)} of {len(answers)} ground truths of {dataset.path} are letters, such as "
+        f"{letters[0]!r}, and reward.verifier is not set, so math judges them; set "
+        "reward.verifier=exact reward.verifiers.exact.kind=choice, or reward.verifier=math if that "
+        "is right"
+    ]
 
 
 def prose_rows(
