@@ -1,6 +1,13 @@
 """Package metadata and extras; `requirements/` holds the pinned set of the set-up script."""
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "vapo_megatron/__init__.py").read_text())
+assert VERSION is not None
 
 RUNTIME = [
     "megatron-core>=0.16.1,<0.20",
@@ -26,10 +33,32 @@ RUNTIME = [
 
 setup(
     name="vapo-megatron",
-    version="0.1.0",
+    version=VERSION[1],
     description="VAPO (arXiv 2504.05118) on megatron-core, with vLLM in the same processes",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    author="The vapo_megatron maintainers",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    url="https://arxiv.org/abs/2504.05118",
+    keywords=["reinforcement learning", "reasoning", "PPO", "VAPO", "GRPO", "megatron", "vLLM"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["vapo_megatron", "vapo_megatron.*"]),
-    package_data={"vapo_megatron.run.report": ["*.html", "*.css", "*.js", "uplot/*"]},
+    package_data={
+        "vapo_megatron": ["py.typed"],
+        "vapo_megatron.config": ["recipes/*.yaml"],
+        "vapo_megatron.run.report": ["*.html", "*.css", "*.js", "uplot/*"],
+    },
     entry_points={"console_scripts": ["vapo = vapo_megatron.cli.main:main"]},
     python_requires=">=3.11",
     install_requires=RUNTIME,

@@ -87,17 +87,31 @@ vapo_setup() {
     fi
     if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
       say "reusing $venv"
+      vapo_command "$venv" "$root"
       exit 0
     fi
     say "making $venv with $("$base" --version) (about $takes)"
     rm -f "$stamp"
     "$base" -m venv --clear "$venv" || exit 1
     vapo_install "$venv/bin/python" "$root/requirements/$requirements" || exit 1
+    vapo_command "$venv" "$root"
     echo "$wanted" >"$stamp.new" && mv "$stamp.new" "$stamp"
     say "done"
   ) 9>"$venv.lock" || return 1
   VAPO_PYTHON="$venv/bin/python"
   export VAPO_PYTHON
+}
+
+# The command `vapo`, which runs the sources of this checkout; made again where they have another one's.
+vapo_command() {
+  local venv="$1" root="$2" wanted
+  wanted="$root $(cat "$root/setup.py" "$root/pyproject.toml" | sha256sum | cut -d' ' -f1)"
+  if [ -x "$venv/bin/vapo" ] && [ "$(cat "$venv/.vapo_command" 2>/dev/null)" = "$wanted" ]; then return 0; fi
+  say "installing the command vapo"
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --no-index \
+    --editable "$root" ||
+    { say "warning: the command vapo is not there; python -m vapo_megatron is the same"; return 0; }
+  echo "$wanted" >"$venv/.vapo_command"
 }
 
 vapo_install() {

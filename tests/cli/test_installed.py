@@ -5,6 +5,7 @@ dependencies. Not exercised: pip itself and its resolver (no network), training 
 """
 
 import ast
+import json
 import os
 import shutil
 import subprocess
@@ -15,11 +16,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from tests.run.report.test_page import write_run
 from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron import __version__
 from vapo_megatron.cli.main import main
+from vapo_megatron.config import recipe_names
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = (ROOT / "setup.py").read_text()
@@ -38,7 +42,8 @@ def environment(tmp_path_factory):
         ROOT / "vapo_megatron", source / "vapo_megatron",
         ignore=shutil.ignore_patterns("__pycache__"),
     )  # fmt: skip
-    shutil.copy(ROOT / "setup.py", source)
+    for name in ("setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
     install = ["setup.py", "-q", "install", "--single-version-externally-managed"]
     done = subprocess.run(
         [python, *install, "--record", root / "record.txt"],
@@ -81,6 +86,38 @@ def test_the_package_is_the_installed_one(environment, tmp_path):
 
 def test_help(vapo):
     assert vapo("--help").startswith("usage: vapo COMMAND [options]\n")
+
+
+def test_the_metadata_and_what_belongs_beside_the_code(environment, tmp_path):
+    code = (
+        "import json, vapo_megatron; from importlib import metadata, resources;"
+        "found = metadata.metadata('vapo-megatron'); keys = ['Name', 'Version', 'Author',"
+        " 'License', 'Home-page', 'Description-Content-Type'];"
+        "own = resources.files('vapo_megatron');"
+        "print(json.dumps([{k: found[k] for k in keys}, len(found.get_all('Classifier')),"
+        " own.joinpath('py.typed').is_file(), [f.name for f in"
+        " own.joinpath('config/recipes').iterdir()], vapo_megatron.load_config('vapo').seed]))"
+    )
+    done = subprocess.run(
+        [environment / "bin/python", "-c", code],
+        cwd=tmp_path, env=clean(), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    fields, num_classifiers, is_typed, recipes, seed = json.loads(done.stdout)
+    assert fields == {
+        "Name": "vapo-megatron", "Version": __version__, "License": "Apache-2.0",
+        "Author": "The vapo_megatron maintainers", "Home-page": "https://arxiv.org/abs/2504.05118",
+        "Description-Content-Type": "text/markdown",
+    }  # fmt: skip
+    assert num_classifiers > 5 and is_typed and seed == 0
+    assert sorted(recipes) == sorted(f"{name}.yaml" for name in recipe_names())
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (__version__, "Apache-2.0")
+
+
+def test_a_recipe_by_its_name(vapo):
+    out = vapo("train", "--config", "grpo", "--dry-run", "model.hf_path=models/Qwen2.5-7B")
+    assert yaml.safe_load(out)["algorithm"]["advantage_estimator"] == "grpo"
+    assert vapo("--version") == f"vapo {__version__}\n"
 
 
 def test_plan(vapo):

@@ -18,6 +18,7 @@ import pytest
 import yaml
 from torch.distributed import run
 
+import vapo_megatron
 from tests.cli.starting import ROOT, make_stand_in, start
 from tests.models.qwen25 import config_json
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
@@ -320,9 +321,8 @@ def test_rank_0_names_the_libraries_before_anything_is_built(rank, monkeypatch, 
     with pytest.raises(Started):
         train._train(VapoConfig(), None)
     printed = capsys.readouterr().out
-    assert printed.startswith("found torch ") == (rank == "0") and printed.count("\n") == (
-        rank == "0"
-    )
+    is_first = printed.startswith(f"vapo_megatron {vapo_megatron.__version__}, found torch ")
+    assert is_first == (rank == "0") and printed.count("\n") == is_first
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -18,6 +18,7 @@ from vapo_megatron.config import (
     VapoConfig,
     describe_fields,
     load_config,
+    recipe_names,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -581,3 +582,17 @@ def test_the_configuration_loads_neither_torch_nor_megatron():
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "configs").glob("*.yaml")), ids=str)
 def test_every_example_loads(path):
     assert isinstance(load_config(path), VapoConfig)
+
+
+def test_a_recipe_goes_by_its_name_and_a_file_by_its_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("grpo", "grpo.yaml", "mine"):
+        (tmp_path / name).write_text("seed: 7\n")
+    assert load_config("grpo").algorithm.advantage_estimator == "grpo"
+    assert [load_config(name).seed for name in ("./grpo", "grpo.yaml", "mine")] == [7, 7, 7]
+    both = load_config(["grpo", "./grpo"], ["algorithm.group_size=8"])
+    assert (both.seed, both.algorithm.group_size) == (7, 8)
+    assert {"vapo", "ppo", "grpo", "dapo"} <= set(recipe_names())
+    message = "--config drgrpo is neither a file nor a recipe; did you mean dr_grpo"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config("drgrpo")

@@ -87,7 +87,7 @@ RUNS = (
     Run("torchrun --nnodes 16", LARGE_RUN, shows="resumed"),
     Run(_TRAIN + "logging.run_dir=runs/tiny/mine", TINY_RUN, shows="done: runs/tiny/mine"),
     Run(
-        _TRAIN + "--config examples/configs/algorithms/dapo.yaml",
+        _TRAIN + "--config dapo",
         (*SIZES, "algorithm.value_pretraining_steps=0", "algorithm.policy_steps=1"),
         shows="done: runs/tiny/dapo",
     ),

@@ -68,7 +68,7 @@ def test_versions_of_this_machine(monkeypatch, capsys):
     monkeypatch.setattr(libraries, "versions", lambda: found)
     libraries.report()
     printed, told = capsys.readouterr()
-    assert printed.startswith(f"found torch {torch.__version__}, CUDA ")
+    assert printed.startswith(f"vapo_megatron 0.1.0, found torch {torch.__version__}, CUDA ")
     assert ", megatron-core 0." in printed and printed.count("\n") == 1
     assert told.startswith("warning: NCCL 2.29.7 with NCCL_NVLS_ENABLE 1: ")
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import vapo_megatron
 from vapo_megatron.errors import tell
 from vapo_megatron.parallel.health import early_stop
 
@@ -39,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(_help())
         return 0
+    if name in ("-V", "--version"):
+        print(f"vapo {vapo_megatron.__version__}")
+        return 0
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -62,6 +66,6 @@ def _help() -> str:
             "commands:",
             *rows,
             "",
-            "vapo COMMAND --help shows examples and options.",
+            "vapo COMMAND --help shows examples and options; vapo --version prints the version.",
         ]
     )

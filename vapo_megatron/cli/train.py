@@ -27,7 +27,7 @@ from vapo_megatron.cli.preflight import (
     is_published,
 )
 from vapo_megatron.cli.torchrun import execute, torchrun_command
-from vapo_megatron.config import VapoConfig, describe_fields, load_config
+from vapo_megatron.config import VapoConfig, describe_fields, load_config, recipe_names
 from vapo_megatron.errors import INTERRUPTED, ConfigError, UserError, has_reported, report
 from vapo_megatron.parallel import libraries
 from vapo_megatron.parallel.health import early_stop
@@ -59,7 +59,10 @@ def main(
     try:
         arguments = _parser(program).parse_intermixed_args(argv)
         if not arguments.config:
-            raise ConfigError("--config FILE is required: give a YAML file, or start a recipe")
+            raise ConfigError(
+                "--config FILE is required: give a YAML file, such as vapo init writes, or a "
+                f"recipe's name: {', '.join(recipe_names())}"
+            )
         config = load_config(arguments.config, arguments.overrides)
         if arguments.dry_run:
             _dry_run(config, arguments.replay)
@@ -90,7 +93,8 @@ def _parser(program: str) -> Parser:
     configuration = parser.add_argument_group("configuration")
     configuration.add_argument(
         "--config", action="append", default=[], metavar="FILE",
-        help="YAML file; may be repeated, later files win; recipes bring their own",
+        help="YAML file, or a recipe by its name: " + ", ".join(recipe_names()) + "; may be "
+        "repeated, later ones win",
     )  # fmt: skip
     configuration.add_argument(
         "overrides", nargs="*", metavar="section.field=value",

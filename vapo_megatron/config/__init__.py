@@ -2,7 +2,7 @@
 
 from vapo_megatron.config.data import DataConfig, FileConfig, SourceConfig
 from vapo_megatron.config.help import describe_fields
-from vapo_megatron.config.load import load_config, read_config
+from vapo_megatron.config.load import load_config, read_config, recipe_names
 from vapo_megatron.config.reward import RewardConfig, ScaleConfig
 from vapo_megatron.config.rules import check_together
 from vapo_megatron.config.schema import (
@@ -40,4 +40,5 @@ __all__ = [
     "describe_fields",
     "load_config",
     "read_config",
+    "recipe_names",
 ]

@@ -1,7 +1,8 @@
 """Reads and validates the configuration.
 
-Precedence: defaults < YAML files (later ones win) < `section.field=value`. Imports neither torch
-nor megatron, so that `--help` and `--dry-run` start fast.
+Precedence: defaults < YAML files (later ones win) < `section.field=value`. A recipe's name stands
+for its file in recipes/. Imports neither torch nor megatron, so that `--help` and `--dry-run` start
+fast.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from vapo_megatron.config.schema import VapoConfig
 from vapo_megatron.config.section import sections_by_name
 from vapo_megatron.errors import ConfigError
 
+RECIPES = Path(__file__).with_name("recipes")
+"""What each algorithm's paper sets, by its name."""
+
 
 def load_config(
     path: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()
@@ -27,7 +31,7 @@ def load_config(
     """Read YAML files (later ones win), apply overrides, validate everything.
 
     Args:
-        path: one file or several.
+        path: one file or several, each a path or the name of a recipe.
         overrides: strings `section.field=value`; the value is parsed as YAML.
 
     Raises:
@@ -44,7 +48,7 @@ def read_config(
     """Like load_config without check_together, for callers that still change fields."""
     tree: dict[str, Any] = {}
     for file in [path] if isinstance(path, str | Path) else path:
-        _merge(tree, _read_yaml(Path(file)), str(file))
+        _merge(tree, _read_yaml(config_file(file)), str(file))
     for override in overrides:
         _merge(tree, _parse_override(override), f"override {override!r}")
     _suggest_unknown(VapoConfig, tree, "")
@@ -52,6 +56,32 @@ def read_config(
         return VapoConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(explain_errors(error.errors()))) from None
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes, each a file of algorithm fields."""
+    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
+
+
+def config_file(given: str | Path) -> Path:
+    """Return the recipe's file where a name is given that has one; else the path as it is.
+
+    With a directory or a suffix, such as ./vapo or vapo.yaml, it is a path.
+
+    Raises:
+        ConfigError: it is no recipe's name, and there is no such file.
+    """
+    file, name = Path(given), str(given)
+    names = recipe_names()
+    if name in names:
+        return RECIPES / f"{name}.yaml"
+    if file.suffix not in (".yaml", ".yml") and "/" not in name and not file.exists():
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(
+            f"--config {name} is neither a file nor a recipe; {hint}recipes are {', '.join(names)}"
+        )
+    return file
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+import vapo_megatron
 from vapo_megatron.errors import ConfigError, tell
 from vapo_megatron.parallel import environment
 
@@ -77,7 +78,11 @@ OPTIONAL = {
 def report() -> None:
     """Print the versions found, then a line on standard error for each known bad pair."""
     found = versions()
-    print("found " + ", ".join(f"{k} {v or 'none'}" for k, v in found.items()), flush=True)
+    print(
+        f"vapo_megatron {vapo_megatron.__version__}, found "
+        + ", ".join(f"{k} {v or 'none'}" for k, v in found.items()),
+        flush=True,
+    )
     for pair in known_bad(found):
         tell(f"warning: {pair}")
 
