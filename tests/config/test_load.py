@@ -17,9 +17,11 @@ from vapo_megatron.config import (
     SourceConfig,
     VapoConfig,
     describe_fields,
+    load,
     load_config,
     recipe_names,
 )
+from vapo_megatron.config.peers import PEERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,18 +104,51 @@ def test_the_configuration_is_frozen():
 def test_unknown_names_get_the_nearest_one():
     for override, message in [
         ("algorithm.gama=1", "unknown field algorithm.gama; did you mean algorithm.gamma?"),
-        ("algoritm.gamma=1", "unknown field algoritm; did you mean algorithm?"),
+        ("algoritm.gamma=1", "unknown field algoritm.gamma; did you mean algorithm.gamma?"),
         (
             "use_critic=1",
             "unknown field use_critic; valid names: seed, model, parallel, rollout, data, ",
         ),
         ("clip_high=0.3", "unknown field clip_high; did you mean algorithm.clip_high?"),
         ("reward.gamma=1", "unknown field reward.gamma; did you mean algorithm.gamma?"),
+        ("max_respons_tokens=9", "unknown field max_respons_tokens; did you mean rollout.max_resp"),
+        ("algoritm.gama=1", "unknown field algoritm; did you mean algorithm?"),
         ("algorithm=3", "algorithm is a section, found 3; set algorithm.FIELD=VALUE"),
         ("foo", "override 'foo' must have the form section.field=value, for example "),
         ("=3", "override '=3' must have the form section.field=value"),
     ]:
         assert rejected(override).startswith(message), (override, message)
+
+
+TOLD_BY_PEERS = {
+    "num_generations=8": "TRL's num_generations is algorithm.group_size here",
+    "algorithm.num_generations=8": "TRL's num_generations is algorithm.group_size here",
+    "+trainer.nnodes=1": "verl's trainer.nnodes is parallel.world_size here, of all nodes",
+    "rollout.n=4": "verl's actor_rollout_ref.rollout.n is algorithm.group_size here",
+    "model.path=x": "verl's actor_rollout_ref.model.path is model.hf_path here",
+    "data.train_batch_size=3": (
+        "verl's data.train_batch_size is algorithm.responses_per_step here, which counts "
+        "responses: prompts times algorithm.group_size"
+    ),
+    "loss_fn.ratio_clip_max=1": "NeMo-RL's loss_fn.ratio_clip_max is algorithm.clip_high here",
+}
+
+
+def test_names_of_other_trainers_are_told_as_ours():
+    for override, told in TOLD_BY_PEERS.items():
+        name = override.partition("=")[0]
+        assert rejected(override) == f"unknown field {name}; {told}"
+    assert "verl" not in rejected("foo.path=1") and "verl" not in rejected("foo.enable=1")
+
+
+def test_other_trainers_names_lead_to_fields_that_there_are():
+    ours = {"seed", *load._all_fields()}
+    for trainer, names in PEERS.items():
+        for name, text in names.items():
+            fields = re.split("[,:]| and | / ", text)[:1] + re.findall(r"[a-z]+\.[a-z_]+", text)
+            assert set(fields) <= ours, (trainer, name, text)
+            told = rejected(f"{name}=1")
+            assert told.startswith(f"unknown field {name}; {trainer}'s {name} is "), told
 
 
 def test_a_wrong_value_is_one_line_with_field_value_rule_and_default():

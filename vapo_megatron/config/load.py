@@ -10,12 +10,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from vapo_megatron.config.help import explain_errors
+from vapo_megatron.config.peers import of_peers
 from vapo_megatron.config.rules import check_together
 from vapo_megatron.config.schema import VapoConfig
 from vapo_megatron.config.section import sections_by_name
@@ -161,7 +162,7 @@ def _suggest_unknown(section: type[BaseModel], tree: dict[str, Any], prefix: str
     for key, value in tree.items():
         field = section.model_fields.get(key)
         if field is None:
-            raise ConfigError(f"unknown field {prefix}{key}; {_hint(section, str(key), prefix)}")
+            _refuse_unknown(section, str(key), value, prefix)
         kind = field.annotation
         named = sections_by_name(kind)
         if named and isinstance(value, dict):
@@ -173,19 +174,52 @@ def _suggest_unknown(section: type[BaseModel], tree: dict[str, Any], prefix: str
             _suggest_in_section(kind, value, f"{prefix}{key}")
 
 
+def _refuse_unknown(section: type[BaseModel], key: str, value: Any, prefix: str) -> NoReturn:
+    """Name the field that is meant: of this name, another trainer's, or the most similar one."""
+    leaves = _leaves(value, f"{prefix}{key}")
+    for path in leaves:
+        hint = of_peers(path, least_parts=2) or _same_name(path) or of_peers(path)
+        if hint is not None:
+            raise ConfigError(f"unknown field {path}; {hint}")
+    raise ConfigError(f"unknown field {prefix}{key}; {_hint(section, key, prefix, leaves)}")
+
+
+def _leaves(value: Any, path: str) -> list[str]:
+    """Return the paths of a tree's values; of the value alone if it is none."""
+    if not isinstance(value, dict) or not value:
+        return [path]
+    return [leaf for name, inner in value.items() for leaf in _leaves(inner, f"{path}.{name}")]
+
+
 def _suggest_in_section(section: type[BaseModel], tree: Any, path: str) -> None:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} is a section, found {tree!r}; set {path}.FIELD=VALUE")
     _suggest_unknown(section, tree, f"{path}.")
 
 
-def _hint(section: type[BaseModel], key: str, prefix: str) -> str:
-    """Suggest a similar name in this section, the same name in another one, or list all names."""
+def _all_fields() -> list[str]:
+    """Return every field that stands in a section of its own, as section.field."""
+    return [
+        f"{name}.{inner}"
+        for name, top in VapoConfig.model_fields.items()
+        for inner in getattr(top.annotation, "model_fields", ())
+    ]
+
+
+def _same_name(path: str) -> str | None:
+    """Suggest the field of the same name in another section."""
+    last = path.rpartition(".")[2]
+    same = [field for field in _all_fields() if field.partition(".")[2] == last]
+    return f"did you mean {same[0]}?" if same else None
+
+
+def _hint(section: type[BaseModel], key: str, prefix: str, leaves: list[str]) -> str:
+    """Suggest a similar name in this section or in another one, or list all names."""
     names = list(section.model_fields)
-    close = difflib.get_close_matches(key, names, n=1)
-    if close:
+    if close := difflib.get_close_matches(key, names, n=1):
         return f"did you mean {prefix}{close[0]}?"
-    for name, top in VapoConfig.model_fields.items():
-        if key in getattr(top.annotation, "model_fields", ()):
-            return f"did you mean {name}.{key}?"
+    fields = {field.partition(".")[2]: field for field in reversed(_all_fields())}
+    for path in leaves:
+        if close := difflib.get_close_matches(path.rpartition(".")[2], fields, n=1, cutoff=0.7):
+            return f"did you mean {fields[close[0]]}?"
     return f"valid names: {', '.join(names)}"
