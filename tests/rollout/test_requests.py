@@ -138,7 +138,12 @@ def test_lengths_stay_within_the_models_positions(tmp_path):
     with pytest.raises(ConfigError, match=r"max_prompt_tokens=13.*500 = 513.*embeddings=512"):
         max_model_len(shape, too_long)
     stretched = _shape(tmp_path, rope_type="yarn", factor=2.0, original_max_position_embeddings=512)
-    assert max_model_len(stretched, too_long) == 513  # yarn reaches 2 * 512
+    with pytest.raises(
+        ConfigError, match="or set it in config.json to what its yarn reaches, 1024"
+    ):
+        max_model_len(stretched, too_long)  # vLLM would refuse it, but late.
+    stretched = _shape(tmp_path, rope_type="linear", factor=2.0)
+    assert max_model_len(stretched, too_long) == 513
 
 
 def test_requests_load_neither_torch_nor_vllm():

@@ -142,10 +142,14 @@ def max_model_len(shape: ModelShape, rollout: RolloutConfig) -> int:
     length = rollout.max_prompt_tokens + rollout.max_response_tokens
     longest = _longest_sequence(shape)
     if length > longest:
+        scaling, more = shape.rope_scaling or {}, ""
+        if scaling.get("rope_type") == "yarn":
+            reached = int(scaling["factor"] * scaling["original_max_position_embeddings"])
+            more = f", or set it in config.json to what its yarn reaches, {reached}"
         raise ConfigError(
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + rollout.max_response_tokens="
             f"{rollout.max_response_tokens} = {length} exceeds the model's max_position_embeddings="
-            f"{longest}; lower one of them"
+            f"{longest}; lower one of them{more}"
         )
     return length
 
@@ -168,9 +172,9 @@ def with_own_limits(
 
 
 def _longest_sequence(shape: ModelShape) -> int:
-    """Return the model's positions, in tokens."""
+    """Return the model's positions, in tokens, as vLLM counts them."""
     longest, scaling = shape.max_position_embeddings, shape.rope_scaling
-    if scaling and scaling["rope_type"] in ("linear", "yarn"):
-        reached = int(scaling["factor"] * scaling["original_max_position_embeddings"])
-        longest = max(longest, reached)
+    # Other scalings leave max_position_embeddings as it is after scaling.
+    if scaling and scaling["rope_type"] == "linear":
+        longest = int(longest * scaling["factor"])
     return longest
