@@ -1,8 +1,11 @@
-"""The rows of a parquet file's batches as Python values."""
+"""Columns of parquet files as Python values, and such values as columns."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from vapo_megatron.errors import DataError
 
 
 def own_digits(batch: Any) -> list[dict[str, Any]]:
@@ -62,3 +65,61 @@ def _shortened(value: Any, kind: Any) -> Any:
     if isinstance(value, list):
         return [_shortened(item, parts[None]) for item in value]
     return _shortened(value, parts[None])
+
+
+def storable_array(name: str, values: Sequence[Any], places: Sequence[str], data: str) -> Any:
+    """Return a column's pyarrow array, which a parquet file can hold.
+
+    Args:
+        name: the column's.
+        values: None: the row has none.
+        places: of each value, such as a line.
+        data: which has them.
+
+    Raises:
+        DataError: names the first place that does not fit, and one that it does not fit to.
+    """
+    try:
+        return _storable(name, values)
+    except _refusals():
+        pass
+    fits, fails = 0, len(values)  # How many of the first values fit, and how many do not.
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        try:
+            _storable(name, values[:middle])
+            fits = middle
+        except _refusals():
+            fails = middle
+    try:
+        own = _storable(name, [values[fits]]).type
+    except _refusals() as error:
+        raise DataError(
+            f"{data}, {places[fits]}: column {name!r} cannot be stored in a parquet file "
+            f"({' '.join(str(error).split())}); correct it there"
+        ) from None
+    others = _storable(name, values[:fits]).type
+    first = next(place for place, value in zip(places, values) if value is not None)
+    raise DataError(
+        f"{data}: column {name!r} is {str(others):.80} in {first} and {str(own):.80} in "
+        f"{places[fits]}, but a column of a parquet file has one type; make all its values one, "
+        "such as text"
+    )
+
+
+def _storable(name: str, values: Sequence[Any]) -> Any:
+    """Return a pyarrow array that can be written; raises one of _refusals."""
+    import pyarrow
+    import pyarrow.parquet
+
+    array = pyarrow.array(values)
+    # Not all that is an array can be written, such as objects without fields.
+    pyarrow.parquet.write_table(pyarrow.table({name: array[:0]}), pyarrow.BufferOutputStream())
+    return array
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """Return what pyarrow raises for values that it cannot store."""
+    import pyarrow
+
+    return (pyarrow.ArrowException, TypeError, ValueError, OverflowError)

@@ -6,6 +6,8 @@ test makes one of a tenth).
 
 import csv
 import dataclasses
+import decimal
+import functools
 import json
 import resource
 import subprocess
@@ -18,8 +20,14 @@ import pytest
 
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from vapo_megatron.cli.prepare import command
-from vapo_megatron.cli.prepare.columns import ANSWER_PREFIX, ANSWER_SUFFIX, strip_instructions
+from vapo_megatron.cli.prepare.columns import (
+    ANSWER_PREFIX,
+    ANSWER_SUFFIX,
+    choose_shape,
+    strip_instructions,
+)
 from vapo_megatron.cli.prepare.prepare import METADATA_KEY, make_template, prepare
+from vapo_megatron.cli.prepare.rows import ALL
 from vapo_megatron.config import DataConfig
 from vapo_megatron.data.problems import Problem, load_problems
 from vapo_megatron.data.prompts import PromptDataset
@@ -115,10 +123,11 @@ def csv_file(path, rows):
 def test_dapo_math_17k(make, tmp_path):
     rows = [dapo_row(f"What is ${i}+1$?", str(i + 1), i) for i in (5, 3)] * 100
     summary, problems = make(parquet(tmp_path / "dapo.parquet", rows))
-    assert problems == [
-        Problem(asked("What is $5+1$?"), "6"),
-        Problem(asked("What is $3+1$?"), "4"),
-    ]
+    assert [(p.prompt, p.answer) for p in problems] == [
+        (asked("What is $5+1$?"), "6"), (asked("What is $3+1$?"), "4")
+    ]  # fmt: skip
+    others = {"data_source": "math_dapo", "ability": "MATH", "extra_info": rows[0]["extra_info"]}
+    assert problems[0].metadata == others
     assert summary.files[0]["shape"] == "verl"
     # 200 rows, 2 problems.
     assert (summary.rows, summary.duplicates, summary.written) == (200, 198, 2)
@@ -237,10 +246,93 @@ def test_answers_that_cannot_be_read_are_refused_or_left_out(make, tmp_path, mon
     monkeypatch.setattr("vapo_megatron.cli.prepare.prepare._CHUNK", 1)
     rows = [{"prompt": f"w{i}", "answer": a} for i, a in enumerate(["1", "???", "2"], 3)]
     file = jsonl(tmp_path / "a.jsonl", rows)
-    with pytest.raises(DataError, match=r"cannot read 1 of 3 .*line 2: '\?\?\?'.*--drop-unpars"):
+    with pytest.raises(
+        DataError, match=r"cannot use 1 of 3 .*line 2 has .*'\?\?\?', .*--skip-unus"
+    ):
         make(file)
-    summary, problems = make(file, drop_unparsable=True, template="none")
-    assert [p.answer for p in problems] == ["1", "2"] and summary.unparsable == 1
+    summary, problems = make(file, skip_unusable=True, template="none")
+    assert [p.answer for p in problems] == ["1", "2"] and summary.unusable == 1
+    rows += [{"prompt": "w9", "answer": True}, {"prompt": "w8", "answer": None}]
+    summary, problems = make(jsonl(file, rows), skip_unusable=True, template="none")
+    assert [p.answer for p in problems] == ["1", "2"] and summary.unusable == 3
+    assert (summary.rows, summary.duplicates) == (5, 0)
+    assert "3 left out: the verifier cannot use their answer, such as" in summary.describe()
+
+
+def test_answers_are_what_the_verifier_reads(make, tmp_path):
+    """Lists as text, columns of short floats, and decimals."""
+    answers = ['["3","5"]', "{'answer': 42}", '["42"]', "[3, 5]"]
+    rows = [{"prompt": f"w{i}", "answer": a} for i, a in enumerate(answers, 3)]
+    _, problems = make(jsonl(tmp_path / "a.jsonl", rows), template="none")
+    assert [p.answer for p in problems] == ['["3","5"]', "42", "42", "[3, 5]"]
+    tenths = [(0.1, pyarrow.float32(), "0.1"), ("0.10", pyarrow.decimal128(9, 2), "0.10")]
+    for value, kind, text in tenths:
+        column = pyarrow.array([decimal.Decimal(value) if text == "0.10" else value], kind)
+        table = pyarrow.table({"prompt": ["w3"], "answer": column})
+        pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
+        _, problems = make(tmp_path / "b.parquet", template="none")
+        assert problems == [Problem("w3", text)]
+
+
+def test_rows_without_answers(make, tmp_path):
+    rows = [{"prompt": "w3", "answer": None}, {"prompt": "w4", "answer": 1}]
+    file = jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(DataError, match="line 1: answer=None has no answer; .*--without-answers"):
+        make(file, template="none")
+    summary, problems = make(file, template="none", needs_answers=False)
+    assert problems == [Problem("w3", ""), Problem("w4", "1")] and summary.without_answer == 1
+    # A row that names another verifier is left to that one.
+    rows = [{"prompt": "w3", "answer": None, "verifier": "judge"},
+            {"prompt": "w4", "answer": "???", "verifier": "exact"}]  # fmt: skip
+    _, problems = make(jsonl(file, rows), template="none")
+    assert [(p.answer, p.verifier) for p in problems] == [("", "judge"), ("???", "exact")]
+
+
+def test_other_columns_stay_unless_they_are_dropped(make, tmp_path):
+    rows = [
+        {"question": "w3", "answer": "#### 1", "prompt": "x", "id": 7, "tags": ["a"]},
+        {"question": "w4", "answer": "#### 2", "level": 0.5},
+    ]
+    file, named = jsonl(tmp_path / "a.jsonl", rows), functools.partial(choose_shape, name="gsm8k")
+    summary, (first, second) = make(file, template="none", choose=named)
+    assert (first.prompt, first.answer) == ("w3", "1")
+    assert first.metadata == {"id": 7, "tags": ["a"], "level": None}
+    assert second.metadata == {"id": None, "tags": None, "level": 0.5}
+    assert summary.columns == ["id", "tags", "level"]
+    for dropped, left in ((["tags", "level"], ["id"]), ([ALL], [])):
+        for source in (file, parquet(tmp_path / "a.parquet", rows)):
+            summary, _ = make(source, template="none", choose=named, dropped=dropped)
+            assert summary.columns == left
+    rows[1]["id"] = "seven"
+    with pytest.raises(DataError, match="'id' is int64 in .*line 1 and string .*--drop-columns id"):
+        make(jsonl(file, rows), template="none", choose=named)
+
+
+def test_prose_is_counted_and_the_first_prompt_shown(make, tmp_path, tokenizer, monkeypatch):
+    rows = [{"prompt": "w3 w4", "answer": "the initial velocity"}, {"prompt": "w5", "answer": 1}]
+    summary, _ = make(jsonl(tmp_path / "a.jsonl", rows), template="none")
+    shown = summary.describe()
+    assert "warning: 1 answers are prose, such as" in shown and "'the initial velocity'" in shown
+    assert shown.endswith("the first prompt, as its tokens read:\nw3w4")
+    # What encoding adds is seen, and what is long is cut in the middle.
+    monkeypatch.setattr(tokenizer, "encode", lambda text, f=tokenizer.encode: [7, *f(text)])
+    rows = [{"prompt": "w3 " * 400 + "w4", "answer": 1}]
+    summary, _ = make(jsonl(tmp_path / "a.jsonl", rows), template="none")
+    begin = tokenizer.decode([7])
+    assert summary.first_prompt.startswith(f"{begin}w3w3") and summary.first_prompt.endswith("w4")
+    assert " [...] " in summary.first_prompt and len(summary.first_prompt) < 800
+
+
+def test_prompts_in_a_chat_template_already_are_named(make, tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(type(tokenizer), "all_special_tokens", ["<|im_end|>"])
+    rows = [{"prompt": f"<|im_start|>user\n{i}<|im_end|>", "answer": i} for i in (3, 4)]
+    file = jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(DataError, match="2 of 2 prompts have .*'<|im_end|>' in .*--template none"):
+        make(file)
+    _, problems = make(file, template="none")
+    assert problems[0].prompt == rows[0]["prompt"]
+    mostly_plain = [*rows[:1], {"prompt": "w3", "answer": 1}, {"prompt": "w4", "answer": 1}]
+    make(jsonl(file, mostly_plain))
 
 
 CHAT = (
@@ -251,7 +343,9 @@ CHAT = (
 
 def test_the_chat_template_holds_the_same_instructions(tokenizer_directory):
     tokenizer = load_tokenizer(tokenizer_directory)
-    with pytest.raises(DataError, match="no chat template; give --template answer"):
+    with pytest.raises(
+        DataError, match="no chat template; give --template answer, or --template none"
+    ):
         make_template("chat", tokenizer)
     tokenizer.chat_template = CHAT
     text = make_template("chat", tokenizer)("1+1?")

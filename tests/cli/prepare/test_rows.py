@@ -49,6 +49,64 @@ def test_the_shape_is_found_from_the_columns(columns, name):
     assert choose_shape(columns, "f", name=name) == shape
 
 
+@pytest.mark.parametrize(
+    ("columns", "options", "expected"),
+    [
+        (["messages"], {}, ("messages", "messages", None)),
+        (["id", "messages", "answer"], {}, ("messages", "messages", "answer")),
+        (["Conversations"], {}, ("sharegpt", "Conversations", None)),
+        (["prompt", "answer", "messages"], {}, ("plain", "prompt", "answer")),
+        (["prompt", "messages"], {}, ("messages", "messages", None)),
+        (
+            ["prompt", "answer", "messages"],
+            {"name": "messages"},
+            ("messages", "messages", "answer"),
+        ),
+        (["prompt"], {"needs_answers": False}, ("plain", "prompt", None)),
+        (["question", "id"], {"needs_answers": False}, ("plain", "question", None)),
+        (["a"], {"needs_answers": False, "prompt_column": "a"}, ("plain", "a", None)),
+    ],
+)
+def test_chats_and_prompts_without_answers(columns, options, expected):
+    assert choose_shape(columns, "f", **options) == Shape(*expected)
+
+
+def turns(*said, names=("role", "content")):
+    return [dict(zip(names, turn)) for turn in said]
+
+
+@pytest.mark.parametrize(
+    ("last", "answer"),
+    [
+        ("So it is \\boxed{42}.", "42"),
+        ("Yes.\nAnswer: 1/2", "1/2"),
+        ("42", "42"),
+        ("$x = 3$", "$x = 3$"),
+    ],
+)
+def test_the_last_turn_of_a_chat_is_the_answer(last, answer):
+    said = [("system", "s"), ("user", "q")]
+    chat = turns(*said, ("assistant", last))
+    expected = ("q", answer, ({"role": "system", "content": "s"},))
+    assert read_problem(SHAPES["messages"], {"messages": chat}, "f") == expected
+    said = turns(("system", "s"), ("human", "q"), ("gpt", last), names=("from", "value"))
+    assert read_problem(SHAPES["sharegpt"], {"conversations": said}, "f") == expected
+
+
+def test_a_chat_without_an_answer_is_named():
+    read = functools.partial(read_problem, SHAPES["messages"])
+    row = {"messages": turns(("user", "q"), ("assistant", "It depends on the velocity."))}
+    with pytest.raises(DataError, match="^f: the last message of messages, 'It dep.*no final answ"):
+        read(row, "f")
+    row = {"messages": turns(("user", "q"))}
+    with pytest.raises(DataError, match="^f: messages=.* has no answer; .*--without-answers"):
+        read(row, "f")
+    assert read(row, "f", needs_answers=False) == ("q", "", ())
+    with_column = Shape("messages", "messages", "answer")
+    row = {"messages": turns(("user", "q"), ("assistant", "long")), "answer": 5}
+    assert read_problem(with_column, row, "f") == ("q", "5", ())
+
+
 def test_a_column_is_taken_as_the_file_writes_it():
     assert choose_shape(["Problem", "Answer"], "f") == Shape("aime", "Problem", "Answer")
     assert choose_shape(["Problem", "problem", "answer"], "f") == SHAPES["aime"]
@@ -92,12 +150,12 @@ TRUTH = {"ground_truth": "1"}
         ("verl", {"prompt": 5, "reward_model": TRUTH}, "prompt=5 must be a non-empty string"),
         ("plain", {"prompt": [{"role": "user"}], "answer": 1}, r"prompt\[0\]={'role': 'user'} mu"),
         ("verl", {"prompt": "p", "reward_model": "1"}, "must hold ground_truth, found '1'"),
-        ("verl", {"prompt": "p", "reward_model": {"ground_truth": None}}, "reward_model=None"),
+        ("verl", {"prompt": "p", "reward_model": {"ground_truth": None}}, "has no answer"),
         ("gsm8k", {"question": "q", "answer": "72"}, "'72' has no '####'.*--prompt-column question "
          "--answer-column answer"),
-        ("gsm8k", {"question": "q", "answer": "#### "}, "answer=' ' must be"),
+        ("gsm8k", {"question": "q", "answer": "#### "}, "answer='#### ' has no answer"),
         ("aime", {"problem": "", "answer": "1"}, "problem='' must be a non-empty string"),
-        ("plain", {"prompt": "p", "answer": None}, "answer=None must be a number or a text"),
+        ("plain", {"prompt": "p", "answer": None}, "no answer; .*--without-answers,.*--skip-"),
     ],
 )  # fmt: skip
 def test_a_bad_row_is_named(name, row, message):
@@ -124,7 +182,7 @@ def test_messages_of_any_shape(name, answer):
         ("", "line 1 must name each column once, found nothing"),
         ("answer,answer\np,1\n", "line 1 must name each column once"),
         ("prompt,answer\n\n", "holds no rows"),
-        ("prompt,answer\np,\n", "line 2: answer='' must be"),
+        ("prompt,answer\np,\n", "line 2: answer='' has no answer"),
     ],
 )
 def test_a_bad_csv_line_is_named(tmp_path, text, message):

@@ -9,6 +9,8 @@ from vapo_megatron.data.chat import Message, read_messages
 from vapo_megatron.data.ground_truths import answer_text, shown
 from vapo_megatron.data.problems import prompt_text
 from vapo_megatron.errors import DataError
+from vapo_megatron.reward.extraction import MAX_ANSWER_CHARACTERS, final_answer
+from vapo_megatron.reward.hybrid import is_prose
 
 ANSWER_PREFIX = (
     "Solve the following math problem step by step. The last line of your response should be of "
@@ -33,7 +35,13 @@ class Shape(NamedTuple):
 
     name: str
     prompt_column: str
-    answer_column: str
+    answer_column: str | None
+    """None: of messages the last turn, of others there is none."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Those that it has."""
+        return tuple(column for column in self[1:] if column is not None)
 
 
 SHAPES = {
@@ -41,10 +49,16 @@ SHAPES = {
     "gsm8k": Shape("gsm8k", "question", "answer"),
     "aime": Shape("aime", "problem", "answer"),
     "plain": Shape("plain", "prompt", "answer"),
+    "messages": Shape("messages", "messages", None),
+    "sharegpt": Shape("sharegpt", "conversations", None),
 }
 """verl: chat messages in `prompt`, `reward_model.ground_truth`, for example DAPO-Math-17k.
 gsm8k: a worked solution with the answer after ####. aime, plain: text and answer. Any column of
-prompts may hold chat messages."""
+prompts may hold chat messages. messages, sharegpt: chats that may end with the assistant's turn,
+whose final answer is the answer unless there is a column `answer`; taken where no other fits."""
+_CHATS = ("messages", "sharegpt")
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
+"""ShareGPT's `from` that is not the role's own name."""
 
 
 class Question(NamedTuple):
@@ -53,8 +67,13 @@ class Question(NamedTuple):
     prompt: str
     """The text, or the last message's."""
     answer: str
+    """Empty: there is none."""
     earlier: tuple[Message, ...] = ()
     """The messages before it."""
+
+
+class NoAnswer(DataError):
+    """A row's answer is missing or cannot be read."""
 
 
 def choose_shape(
@@ -64,6 +83,7 @@ def choose_shape(
     name: str | None = None,
     prompt_column: str | None = None,
     answer_column: str | None = None,
+    needs_answers: bool = True,
 ) -> Shape:
     """Choose the shape of a file: plain if its columns are given, else by name, else what fits.
 
@@ -71,7 +91,9 @@ def choose_shape(
         columns: of the file.
         where: the file, for messages.
         name: key of SHAPES.
-        prompt_column, answer_column: given together, spelled as in the file.
+        prompt_column, answer_column: given together, spelled as in the file; the first alone unless
+            needs_answers.
+        needs_answers: a file without a column of answers has no shape.
 
     Returns:
         The shape, its columns spelled as in the file; those of SHAPES match regardless of case.
@@ -81,13 +103,16 @@ def choose_shape(
     """
     present = ", ".join(columns) or "none"
     if prompt_column or answer_column:
-        if prompt_column is None or answer_column is None:
-            raise DataError("--prompt-column and --answer-column belong together; give both")
+        if prompt_column is None or (answer_column is None and needs_answers):
+            raise DataError(
+                "--prompt-column and --answer-column belong together; give both, or "
+                "--without-answers"
+            )
         for option, column in (
             ("--prompt-column", prompt_column),
             ("--answer-column", answer_column),
         ):
-            if column not in columns:
+            if column is not None and column not in columns:
                 raise DataError(
                     f"{where} has no column {column!r}; give {option} as one of those it has: "
                     f"{present}"
@@ -95,14 +120,10 @@ def choose_shape(
         return Shape("plain", prompt_column, answer_column)
     # An exact match wins over one that differs in case, and of several such the first wins.
     spelled = {c.lower(): c for c in reversed(columns)} | {c: c for c in columns}
-    fitting = {
-        shape.name: Shape(shape.name, spelled[shape.prompt_column], spelled[shape.answer_column])
-        for shape in SHAPES.values()
-        if shape.prompt_column in spelled and shape.answer_column in spelled
-    }
+    fitting = _fitting(spelled, name, needs_answers=needs_answers)
     if name is not None and name not in fitting:
         raise DataError(
-            f"{where}: shape {name} needs the columns {' and '.join(SHAPES[name][1:])}, it has "
+            f"{where}: shape {name} needs the columns {' and '.join(SHAPES[name].columns)}, it has "
             f"{present}; give another --shape, or --prompt-column and --answer-column"
         )
     if name is not None or len(fitting) == 1:
@@ -111,42 +132,106 @@ def choose_shape(
         raise DataError(
             f"{where} could have the shape {' or '.join(fitting)}: it has {present}; give --shape"
         )
-    known = "; ".join(f"{s.name}: {s.prompt_column}, {s.answer_column}" for s in SHAPES.values())
+    known = "; ".join(f"{s.name}: {', '.join(s.columns)}" for s in SHAPES.values())
     raise DataError(
         f"{where}: its columns fit no known shape ({known}), it has {present}; give "
-        "--prompt-column and --answer-column"
+        "--prompt-column and --answer-column, or --without-answers where there are none"
     )
 
 
-def read_problem(shape: Shape, row: Mapping[str, Any], where: str) -> Question:
+def _fitting(
+    spelled: Mapping[str, str], name: str | None, *, needs_answers: bool
+) -> dict[str, Shape]:
+    """Return the shapes that fit columns, by lower case; several only where none is the best."""
+    found = {
+        shape.name: Shape(shape.name, spelled[shape.prompt_column], spelled[shape.answer_column])
+        for shape in SHAPES.values()
+        if shape.answer_column is not None and all(c in spelled for c in shape.columns)
+    }
+    chats = {
+        chat: Shape(chat, spelled[SHAPES[chat].prompt_column], spelled.get("answer"))
+        for chat in _CHATS
+        if SHAPES[chat].prompt_column in spelled
+    }
+    if name in chats:
+        return chats
+    if found or chats or needs_answers:
+        return found or chats
+    # The same column of prompts may be that of several shapes.
+    prompts = {s.prompt_column: s.name for s in SHAPES.values() if s.prompt_column in spelled}
+    return {name: Shape("plain", spelled[column], None) for column, name in prompts.items()}
+
+
+def read_problem(
+    shape: Shape, row: Mapping[str, Any], where: str, *, needs_answers: bool = True
+) -> Question:
     """Return the problem and answer of a row, unchanged; `where` names file and row in errors.
 
     Raises:
-        DataError: a value is missing or has the wrong type.
+        DataError: a value is missing or has the wrong type; NoAnswer where it is the answer's.
     """
-    for column in shape[1:]:
+    for column in shape.columns:
         if column not in row:
             raise DataError(
                 f"{where} has no column {column!r}, which the file's other rows have: it has "
                 f"{', '.join(row) or 'none'}; correct or remove the row"
             )
-    prompt, answer = row[shape.prompt_column], row[shape.answer_column]
+    prompt, response = row[shape.prompt_column], None
     earlier: list[Message] = []
     if isinstance(prompt, list):
-        *earlier, last = read_messages(prompt, shape.prompt_column, where)
+        turns = list(map(_of_sharegpt, prompt)) if shape.name == "sharegpt" else prompt
+        if shape.name in _CHATS and turns and _role(turns[-1]) == "assistant":
+            *turns, response = turns
+        *earlier, last = read_messages(turns, shape.prompt_column, where)
         prompt = last["content"]
     problem = prompt_text(prompt, shape.prompt_column, where)
-    if shape.name == "verl":
-        answer = _ground_truth(answer, shape.answer_column, where)
-    if shape.name == "gsm8k":
-        answer = _after_mark(answer, shape, where)
-    text = answer_text(answer, shape.answer_column, where)
-    if not text:
-        raise DataError(
-            f"{where}: {shape.answer_column}={shown(answer)} must be a number or a text; correct "
-            "or remove the row"
+    try:
+        answer = _answer(shape, row, response, where)
+    except DataError as error:
+        raise NoAnswer(f"{error}, or leave such rows out with --skip-unusable") from None
+    if needs_answers and not answer:
+        column = shape.answer_column or shape.prompt_column
+        raise NoAnswer(
+            f"{where}: {column}={shown(row[column])} has no answer; correct or remove the row, or "
+            "accept such rows with --without-answers, for a verifier that needs none, or leave "
+            "them out with --skip-unusable"
         )
-    return Question(problem, text, tuple(earlier))
+    return Question(problem, answer, tuple(earlier))
+
+
+def _answer(shape: Shape, row: Mapping[str, Any], response: Any, where: str) -> str:
+    """Return a row's answer, or nothing; response: the last turn of the assistant, if any."""
+    if shape.answer_column is None:
+        return "" if response is None else _final_answer(response, shape.prompt_column, where)
+    value = row[shape.answer_column]
+    if shape.name == "verl":
+        value = _ground_truth(value, shape.answer_column, where)
+    if shape.name == "gsm8k" and value not in (None, ""):
+        value = _after_mark(value, shape, where)
+    return answer_text(value, shape.answer_column, where)
+
+
+def _final_answer(response: Any, column: str, where: str) -> str:
+    """Return the marked answer of an assistant's turn, or the turn itself where it is no prose."""
+    text = answer_text(response.get("content"), column, where)
+    found = final_answer(text)
+    if found is None and (len(text) > MAX_ANSWER_CHARACTERS or is_prose(text)):
+        raise DataError(
+            f"{where}: the last message of {column}, {shown(text)}, has no final answer behind "
+            "\\boxed, 'Answer:' or ####; name a column with --prompt-column and --answer-column"
+        )
+    return found or text
+
+
+def _of_sharegpt(turn: Any) -> Any:
+    """Return a turn with the names of a chat message."""
+    if not isinstance(turn, dict) or "from" not in turn:
+        return turn
+    return {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
+
+
+def _role(turn: Any) -> Any:
+    return turn.get("role") if isinstance(turn, dict) else None
 
 
 def strip_instructions(prompt: str) -> str:

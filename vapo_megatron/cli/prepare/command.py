@@ -10,9 +10,12 @@ format is detected from the columns:
   gsm8k    question, answer (after ####)                                    GSM8K
   aime     problem, answer                                                  AIME
   plain    prompt, answer
+  messages messages; the answer is the last turn's, or a column answer        chats
+  sharegpt conversations of from and value, the same                          ShareGPT
 
 Prompts are texts or chat messages. Duplicate problems are kept once. Problems whose duplicates
-disagree on the answer, and those with too many tokens, are dropped and counted.
+disagree on the answer, and those with too many tokens, are dropped and counted. Other columns stay.
+The first prompt is printed as its tokens read.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from pathlib import Path
 
 from vapo_megatron.cli.command import Parser, run
 from vapo_megatron.cli.prepare.columns import SHAPES, choose_shape
-from vapo_megatron.cli.prepare.prepare import TEMPLATES, prepare
+from vapo_megatron.cli.prepare.prepare import prepare
+from vapo_megatron.cli.prepare.rows import ALL
+from vapo_megatron.cli.prepare.summary import TEMPLATES
 from vapo_megatron.config import RolloutConfig
 from vapo_megatron.config.missing import missing_model
 from vapo_megatron.errors import DataError
@@ -56,8 +61,11 @@ def _prepare(options: argparse.Namespace) -> str:
                 name=options.shape,
                 prompt_column=options.prompt_column,
                 answer_column=options.answer_column,
+                needs_answers=not options.without_answers,
             ),
-            drop_unparsable=options.drop_unparsable,
+            skip_unusable=options.skip_unusable,
+            needs_answers=not options.without_answers,
+            dropped=options.drop_columns,
             overwrite=options.overwrite,
         )
     return f"{summary.describe()}\n{options.out}"
@@ -81,15 +89,22 @@ def _parser() -> Parser:
     prompts.add_argument(
         "--template", choices=TEMPLATES, default="answer",
         help="answer (default): for base models, text that asks for a last line 'Answer: ...'; "
-        "chat: the same in the tokenizer's chat template; none: prompts as they are",
+        "chat: the same in the tokenizer's chat template; none: prompts as they are, for those "
+        "that are complete: already in a chat template, or for a model without one",
     )  # fmt: skip
     prompts.add_argument(
         "--max-prompt-tokens", type=int, default=RolloutConfig().max_prompt_tokens, metavar="N",
         help="drop problems with longer prompts (default: %(default)s)",
     )  # fmt: skip
-    prompts.add_argument(
-        "--drop-unparsable", action="store_true",
-        help="drop problems whose answer the verifier cannot read; default: an error",
+    answers = parser.add_argument_group("answers")
+    answers.add_argument(
+        "--skip-unusable", "--drop-unparsable", action="store_true",
+        help="leave out and count rows whose answer is missing or refused by the verifier; "
+        "default: an error",
+    )  # fmt: skip
+    answers.add_argument(
+        "--without-answers", action="store_true",
+        help="accept rows without an answer, for verifiers that need none; it is null there",
     )  # fmt: skip
     columns = parser.add_argument_group("columns (default: detected)")
     choice = columns.add_mutually_exclusive_group()
@@ -98,4 +113,8 @@ def _parser() -> Parser:
         "--prompt-column", metavar="NAME", help="column to take as it is; with --answer-column"
     )
     columns.add_argument("--answer-column", metavar="NAME", help="with --prompt-column")
+    columns.add_argument(
+        "--drop-columns", nargs="+", default=(), metavar="NAME",
+        help=f"other columns to leave out, or {ALL}; default: all are kept",
+    )  # fmt: skip
     return parser

@@ -6,71 +6,41 @@ Rows are streamed; memory holds each distinct problem once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.cli.prepare.columns import (
     ANSWER_PREFIX,
     ANSWER_SUFFIX,
+    NoAnswer,
+    Shape,
     choose_shape,
     read_problem,
     strip_instructions,
 )
 from vapo_megatron.cli.prepare.rows import Choose, count_rows, find_file, read_rows
+from vapo_megatron.cli.prepare.summary import Summary, Template
 from vapo_megatron.data.chat import Message
+from vapo_megatron.data.columns import storable_array
+from vapo_megatron.data.ground_truths import members
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.data.storage import replacing
 from vapo_megatron.errors import DataError
+from vapo_megatron.reward.hybrid import is_prose
 from vapo_megatron.rollout.tokenizer import ChatTemplate
 
 if TYPE_CHECKING:
     from vapo_megatron.reward.verifier import RunningVerifier
 
-Template = Literal["answer", "chat", "none"]
-TEMPLATES: tuple[Template, ...] = get_args(Template)
 METADATA_KEY = b"vapo_megatron.prepare"
 """Key of the summary, as JSON, in the parquet file's metadata."""
 _CHUNK = 1000
 """Problems between two updates of the progress bar."""
-
-
-@dataclasses.dataclass
-class Summary:
-    """Counts of rows read, and of problems dropped and written."""
-
-    files: list[dict[str, Any]]
-    """file, shape and rows of each input."""
-    template: Template
-    max_prompt_tokens: int
-    rows: int = 0
-    duplicates: int = 0
-    """Rows that repeat an earlier problem."""
-    conflicting: int = 0
-    """Problems whose rows disagree on the answer."""
-    unparsable: int = 0
-    """Problems whose answer the verifier cannot read."""
-    too_long: int = 0
-    """Problems of more than max_prompt_tokens."""
-    written: int = 0
-    longest_prompt_tokens: int = 0
-
-    def describe(self) -> str:
-        """Return a text for the terminal."""
-        lines = [f"{f['file']}: shape {f['shape']}, {f['rows']:,} rows" for f in self.files]
-        lines += [
-            f"{self.rows:10,} rows",
-            f"{self.duplicates:10,} of them repeat a problem",
-            f"{self.conflicting:10,} problems left out: their rows have different answers",
-            f"{self.unparsable:10,} problems left out: the verifier cannot read their answer",
-            f"{self.too_long:10,} problems left out: over {self.max_prompt_tokens:,} prompt tokens",
-            f"{self.written:10,} problems written, template {self.template}, the longest of "
-            f"{self.longest_prompt_tokens:,} tokens",
-        ]
-        return "\n".join(lines)
 
 
 @dataclasses.dataclass
@@ -82,11 +52,18 @@ class _Kept:
     """The text, or the last message's; its instructions are gone unless the template keeps them."""
     answer: str
     earlier: tuple[Message, ...]
+    others: dict[str, Any]
+    """The row's other columns."""
     other_answers: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def problem(self) -> Problem:
         return Problem(self.prompt, self.answer)
+
+    @property
+    def is_for_math(self) -> bool:
+        """Whether the answer is there, and the row names no other verifier."""
+        return bool(self.answer) and self.others.get("verifier") in (None, "math")
 
 
 def prepare(
@@ -98,10 +75,12 @@ def prepare(
     template: Template = "answer",
     max_prompt_tokens: int = 2048,
     choose: Choose = choose_shape,
-    drop_unparsable: bool = False,
+    skip_unusable: bool = False,
+    needs_answers: bool = True,
+    dropped: Collection[str] = (),
     overwrite: bool = False,
 ) -> Summary:
-    """Write a parquet file with the columns `prompt` and `answer`.
+    """Write a parquet file with the columns `prompt` and `answer`, and the rows' other columns.
 
     Args:
         sources: files or hub ids, see rows.find_file; deduplicated across all of them.
@@ -114,7 +93,9 @@ def prepare(
             then uses the chat template too.
         max_prompt_tokens: problems with longer prompts are dropped.
         choose: chooses each file's shape.
-        drop_unparsable: drop problems whose answer the verifier cannot parse, instead of an error.
+        skip_unusable: leave out rows whose answer is missing or refused, instead of an error.
+        needs_answers: refuse rows without an answer; they are written with null.
+        dropped: other columns that are not written; ALL: none is.
         overwrite: replace out.
 
     Raises:
@@ -128,19 +109,32 @@ def prepare(
         raise DataError(f"--out={out} exists; give another file, or --overwrite")
     render = make_template(template, tokenizer)
     summary = Summary([], template, max_prompt_tokens)
-    kept = _read([find_file(source) for source in sources], template, choose, summary)
-    kept = _readable(kept, verifier, drop_unparsable, summary)
+    read = functools.partial(
+        _rows, [find_file(source) for source in sources], choose, dropped, summary
+    )
+    kept = _distinct(read, template, summary, needs_answers=needs_answers, skip=skip_unusable)
+    kept = _readable(kept, verifier, skip_unusable, summary)
     kept = _unanimous(kept, verifier, summary)
-    problems = list(_rendered(kept, render, tokenizer.encode, summary))
-    if not problems:
+    if template != "none":
+        _check_not_rendered(kept, tokenizer)
+    kept = list(_rendered(kept, render, tokenizer.encode, summary))
+    if not kept:
         raise DataError(
             f"nothing is left to write: of {summary.rows - summary.duplicates:,} problems "
-            f"{summary.conflicting:,} have rows with different answers, {summary.unparsable:,} an "
-            f"answer that the verifier cannot read, {summary.too_long:,} more than "
+            f"{summary.conflicting:,} have rows with different answers, {summary.unusable:,} an "
+            f"answer that the verifier cannot use, {summary.too_long:,} more than "
             f"{max_prompt_tokens:,} prompt tokens; give other --data, or raise --max-prompt-tokens"
         )
-    summary.written = len(problems)
-    _write(out, problems, summary)
+    summary.written = len(kept)
+    summary.without_answer = sum(not k.answer for k in kept)
+    prose = [k for k in kept if k.is_for_math and is_prose(k.answer)]
+    if prose:
+        summary.prose, first = len(prose), prose[0]
+        summary.prose_example = f"{first.where}: {first.answer!r:.80}"
+    # Decoded from the ids, so that what the tokenizer adds or changes is seen.
+    shown = tokenizer.decode(tokenizer.encode(kept[0].prompt), clean_up_tokenization_spaces=False)
+    summary.first_prompt = shown if len(shown) <= 800 else f"{shown[:500]} [...] {shown[-250:]}"
+    _write(out, kept, summary)
     return summary
 
 
@@ -178,34 +172,61 @@ def make_template(name: Template, tokenizer: Any) -> Callable[..., str]:
         try:
             as_chat([{"role": "user", "content": "1 + 1"}])
         except DataError as error:
-            raise DataError(f"--template=chat: {error}; give --template answer") from None
+            raise DataError(
+                f"--template=chat: {error}; give --template answer, or --template none for prompts "
+                "that are complete as they are"
+            ) from None
     return render
 
 
-def _read(
-    paths: Sequence[Path], template: Template, choose: Choose, summary: Summary
-) -> list[_Kept]:
-    """Return the first row of each problem, in order, with the other answers that it has."""
-    first: dict[bytes, _Kept] = {}
+def _rows(
+    paths: Sequence[Path], choose: Choose, dropped: Collection[str], summary: Summary
+) -> Iterator[tuple[Shape, str, dict[str, Any]]]:
+    """Yield (shape, where, row) of all files, and count them."""
     for path in paths:
-        shape, rows = read_rows(path, choose)
+        shape, rows = read_rows(path, choose, dropped)
         count, total = 0, count_rows(path)
         with ProgressBar(f"rows of {path.name}") as bar:
             for count, (where, row) in enumerate(rows, start=1):
-                problem = read_problem(shape, row, where)
-                bare = strip_instructions(problem.prompt)
-                prompt = problem.prompt if template == "none" else bare
-                new = _Kept(where, prompt, problem.answer, problem.earlier)
-                known = first.setdefault(_key(bare, problem.earlier), new)
-                if known.answer != new.answer:
-                    known.other_answers.add(new.answer)
+                yield shape, where, row
                 if count % _CHUNK == 0 or count == total:
                     bar.show(count, total)
         if not count:
             raise DataError(f"data file {path} holds no rows; give a file with at least one")
         summary.files.append({"file": str(path), "shape": shape.name, "rows": count})
         summary.rows += count
-    summary.duplicates = summary.rows - len(first)
+
+
+def _distinct(
+    rows: Callable[[], Iterator[tuple[Shape, str, dict[str, Any]]]],
+    template: Template,
+    summary: Summary,
+    *,
+    needs_answers: bool,
+    skip: bool,
+) -> list[_Kept]:
+    """Return the first row of each problem, in order, with the other answers that it has."""
+    first: dict[bytes, _Kept] = {}
+    for shape, where, row in rows():
+        is_for_other = row.get("verifier") not in (None, "math")
+        try:
+            problem = read_problem(
+                shape, row, where, needs_answers=needs_answers and not is_for_other
+            )
+        except NoAnswer as error:
+            if not skip:
+                raise
+            summary.unusable += 1
+            summary.unusable_example = summary.unusable_example or str(error)
+            continue
+        bare = strip_instructions(problem.prompt)
+        prompt = problem.prompt if template == "none" else bare
+        others = {k: v for k, v in row.items() if k not in (*shape.columns, "prompt", "answer")}
+        new = _Kept(where, prompt, problem.answer, problem.earlier, others)
+        known = first.setdefault(_key(bare, problem.earlier), new)
+        if known.answer != new.answer:
+            known.other_answers.add(new.answer)
+    summary.duplicates = summary.rows - len(first) - summary.unusable
     return list(first.values())
 
 
@@ -217,29 +238,50 @@ def _key(problem: str, earlier: Sequence[Message]) -> bytes:
 
 
 def _readable(
-    kept: list[_Kept], verifier: RunningVerifier, drop: bool, summary: Summary
+    kept: list[_Kept], verifier: RunningVerifier, skip: bool, summary: Summary
 ) -> list[_Kept]:
-    """Drop problems whose answer the verifier cannot parse; an error unless `drop`."""
-    bad: set[int] = set()
+    """Drop problems whose answer the verifier refuses; an error unless `skip`."""
+    bad: dict[int, str] = {}
     for start, part in _chunks("answers read", kept):
-        bad |= {start + i for i in verifier.unusable([k.problem for k in part])}
-    if bad and not drop:
-        named = ", ".join(f"{kept[i].where}: {kept[i].answer[:60]!r}" for i in sorted(bad)[:5])
+        asked = [i for i, k in enumerate(part, start) if k.is_for_math]
+        found = verifier.unusable([kept[i].problem for i in asked])
+        bad |= {asked[i]: reason for i, reason in found.items()}
+    named = [f"{kept[i].where} {bad[i]}" for i in sorted(bad)[:5]]
+    if bad and not skip:
         raise DataError(
-            f"the verifier cannot read {len(bad)} of {len(kept)} answers ({named}); correct the "
-            "rows, or leave them out with --drop-unparsable"
+            f"the verifier cannot use {len(bad)} of {len(kept)} answers ({'; '.join(named)}); "
+            "correct the rows, or leave them out with --skip-unusable"
         )
-    summary.unparsable = len(bad)
-    return [k for i, k in enumerate(kept) if i not in bad]
+    summary.unusable += len(bad)
+    summary.unusable_example = summary.unusable_example or "".join(named[:1])
+    good = [k for i, k in enumerate(kept) if i not in bad]
+    for k in good:
+        if k.is_for_math and len(found_in := members(k.answer)) == 1:
+            k.answer = found_in[0]
+    return good
 
 
 def _unanimous(kept: list[_Kept], verifier: RunningVerifier, summary: Summary) -> list[_Kept]:
     """Drop problems whose rows have answers of different value."""
-    pairs = [(k, other) for k in kept for other in sorted(k.other_answers)]
+    others = [(k, other) for k in kept for other in sorted(k.other_answers)]
+    conflicting = {id(k) for k, _ in others if not k.is_for_math}
+    pairs = [(k, other) for k, other in others if k.is_for_math]
     equal = verifier.same_answers([(k.problem, k.answer, other) for k, other in pairs])
-    conflicting = {id(k) for (k, _), is_equal in zip(pairs, equal) if not is_equal}
+    conflicting |= {id(k) for (k, _), is_equal in zip(pairs, equal) if not is_equal}
     summary.conflicting = len(conflicting)
     return [k for k in kept if id(k) not in conflicting]
+
+
+def _check_not_rendered(kept: Sequence[_Kept], tokenizer: Any) -> None:
+    """Refuse prompts of which most have special tokens: they are in a chat template already."""
+    special = [token for token in tokenizer.all_special_tokens if len(token) > 2]
+    found = [(k, t) for k in kept if (t := next((t for t in special if t in k.prompt), None))]
+    if found and len(found) * 2 > len(kept):
+        k, token = found[0]
+        raise DataError(
+            f"{len(found)} of {len(kept)} prompts have special tokens of the tokenizer, such as "
+            f"{token!r} in {k.where}: they are complete as they are; give --template none"
+        )
 
 
 def _rendered(
@@ -247,8 +289,8 @@ def _rendered(
     render: Callable[..., str],
     encode: Callable[[str], Sequence[int]],
     summary: Summary,
-) -> Iterator[Problem]:
-    """Yield the problems in the template, without those that are too long."""
+) -> Iterator[_Kept]:
+    """Yield the problems with their prompts in the template, without those that are too long."""
     for _, part in _chunks("prompts", kept):
         for k in part:
             try:
@@ -265,7 +307,7 @@ def _rendered(
                 summary.too_long += 1
                 continue
             summary.longest_prompt_tokens = max(summary.longest_prompt_tokens, length)
-            yield Problem(prompt, k.answer)
+            yield dataclasses.replace(k, prompt=prompt)
 
 
 def _chunks(title: str, kept: list[_Kept]) -> Iterator[tuple[int, list[_Kept]]]:
@@ -276,15 +318,24 @@ def _chunks(title: str, kept: list[_Kept]) -> Iterator[tuple[int, list[_Kept]]]:
             bar.show(start + len(part), len(kept))
 
 
-def _write(out: Path, problems: Sequence[Problem], summary: Summary) -> None:
+def _write(out: Path, kept: Sequence[_Kept], summary: Summary) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    table = pyarrow.table(
-        {"prompt": [p.prompt for p in problems], "answer": [p.answer for p in problems]}
-    )
+    columns: dict[str, Any] = {
+        "prompt": pyarrow.array([k.prompt for k in kept], pyarrow.string()),
+        "answer": pyarrow.array([k.answer or None for k in kept], pyarrow.string()),
+    }
+    places = [k.where for k in kept]
+    for name in dict.fromkeys(name for k in kept for name in k.others):
+        try:
+            values = [k.others.get(name) for k in kept]
+            columns[name] = storable_array(name, values, places, "--data")
+        except DataError as error:
+            raise DataError(f"{error}, or leave it out with --drop-columns {name}") from None
+    summary.columns = list(columns)[2:]
     about = json.dumps(dataclasses.asdict(summary)).encode()
-    table = table.replace_schema_metadata({METADATA_KEY: about})
+    table = pyarrow.table(columns).replace_schema_metadata({METADATA_KEY: about})
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as file:
         pyarrow.parquet.write_table(table, file)

@@ -6,7 +6,7 @@ import csv
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from vapo_megatron.cli.prepare.columns import Shape
 from vapo_megatron.data.problems import jsonl_rows, parquet_file, parquet_rows
 from vapo_megatron.errors import DataError
 
+ALL = "all"
+"""In place of the names of all columns."""
 ENDINGS = (".jsonl", ".csv", ".parquet")
 _HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<file>[\w./ -]+))?")
 
@@ -89,10 +91,15 @@ def count_rows(path: Path) -> int:
         return sum(block.count(b"\n") for block in iter(lambda: text.read(1 << 20), b""))
 
 
-def read_rows(path: Path, choose: Choose) -> tuple[Shape, Iterator[Row]]:
+def read_rows(
+    path: Path, choose: Choose, dropped: Collection[str] = ()
+) -> tuple[Shape, Iterator[Row]]:
     """Return a file's shape and an iterator over its rows, which are read in batches.
 
-    Of a parquet file only the shape's columns are read.
+    Args:
+        path: the file.
+        choose: chooses its shape.
+        dropped: columns beside the shape's that are not read; ALL: none is.
 
     Raises:
         DataError: here or while iterating; names the file and the line or row.
@@ -100,17 +107,26 @@ def read_rows(path: Path, choose: Choose) -> tuple[Shape, Iterator[Row]]:
     if path.suffix == ".parquet":
         with parquet_file(path) as file:
             shape = choose(file.schema_arrow.names, str(path))
-        return shape, _parquet(path, shape)
+            names = [n for n in file.schema_arrow.names if _is_read(n, shape, dropped)]
+        return shape, _parquet(path, names)
     rows = _jsonl(path) if path.suffix == ".jsonl" else _csv(path)
     first = next(rows, None)
     if first is None:
         raise DataError(f"data file {path} holds no rows; give a file with at least one")
-    return choose(list(first[1]), str(path)), itertools.chain([first], rows)
+    shape = choose(list(first[1]), str(path))
+    return shape, (
+        (where, {name: v for name, v in row.items() if _is_read(name, shape, dropped)})
+        for where, row in itertools.chain([first], rows)
+    )
 
 
-def _parquet(path: Path, shape: Shape) -> Iterator[Row]:
+def _is_read(name: str, shape: Shape, dropped: Collection[str]) -> bool:
+    return name in shape.columns or not (ALL in dropped or name in dropped)
+
+
+def _parquet(path: Path, names: Sequence[str]) -> Iterator[Row]:
     with parquet_file(path) as file:
-        for number, row in parquet_rows(file, shape[1:]):
+        for number, row in parquet_rows(file, names):
             yield f"{path}, row {number}", row
 
 

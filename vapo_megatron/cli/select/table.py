@@ -12,6 +12,7 @@ from typing import Any
 
 from vapo_megatron.cli.select.rules import Measured
 from vapo_megatron.config import DataConfig
+from vapo_megatron.data.columns import storable_array
 from vapo_megatron.data.problems import Problem, jsonl_rows, parquet_file
 from vapo_megatron.data.storage import replacing
 from vapo_megatron.errors import DataError
@@ -65,7 +66,10 @@ def source_table(data: Path, columns: DataConfig, problems: Sequence[Problem]) -
         column += [None] * (len(lines) - len(column))
     if columns.answer_column is not None:
         values[columns.answer_column] = [problem.answer for problem in problems]
-    return pyarrow.table({name: _array(data, lines, name, of) for name, of in values.items()})
+    places = [f"line {line}" for line in lines]
+    return pyarrow.table(
+        {name: storable_array(name, of, places, str(data)) for name, of in values.items()}
+    )
 
 
 def write_selection(
@@ -108,56 +112,3 @@ def write_selection(
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as target:
         pyarrow.parquet.write_table(table, target)
-
-
-def _array(data: Path, lines: Sequence[int], name: str, values: Sequence[Any]) -> Any:
-    """Return a column's pyarrow array.
-
-    Raises:
-        DataError: names the first line that does not fit, and one that it does not fit to.
-    """
-    try:
-        return _storable(name, values)
-    except _refusals():
-        pass
-    fits, fails = 0, len(values)  # How many of the first values fit, and how many do not.
-    while fails - fits > 1:
-        middle = (fits + fails) // 2
-        try:
-            _storable(name, values[:middle])
-            fits = middle
-        except _refusals():
-            fails = middle
-    where = f"line {lines[fits]}"
-    try:
-        own = _storable(name, [values[fits]]).type
-    except _refusals() as error:
-        raise DataError(
-            f"{data}, {where}: column {name!r} cannot be stored in a parquet file "
-            f"({' '.join(str(error).split())}); correct it there"
-        ) from None
-    others = _storable(name, values[:fits]).type
-    first = next(line for line, value in zip(lines, values) if value is not None)
-    raise DataError(
-        f"{data}: column {name!r} is {str(others):.80} in line {first} and {str(own):.80} in "
-        f"{where}, but a column of a parquet file has one type; make all its values one, such as "
-        "text"
-    )
-
-
-def _storable(name: str, values: Sequence[Any]) -> Any:
-    """Return a pyarrow array that can be written; raises one of _refusals."""
-    import pyarrow
-    import pyarrow.parquet
-
-    array = pyarrow.array(values)
-    # Not all that is an array can be written, such as objects without fields.
-    pyarrow.parquet.write_table(pyarrow.table({name: array[:0]}), pyarrow.BufferOutputStream())
-    return array
-
-
-def _refusals() -> tuple[type[Exception], ...]:
-    """Return what pyarrow raises for values that it cannot store."""
-    import pyarrow
-
-    return (pyarrow.ArrowException, TypeError, ValueError, OverflowError)
