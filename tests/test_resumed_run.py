@@ -20,6 +20,7 @@ from tests.sealed import seal
 from tests.test_other_layouts import rows, source
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
+from vapo_megatron.run.output import RunOutput
 
 SAVED_AT, STEPS = 2, 4
 
@@ -73,18 +74,21 @@ def fit(hf, run_dir, port, seeds):
         random.seed(seed)
         return phase(trainer, name)
 
+    notes = []
     with (
+        mock.patch.object(RunOutput, "note", lambda output, text: notes.append(text)),
         mock.patch.object(VapoTrainer, "_source", lambda t, *_: sampler(t.config, t.ranks, told)),
         mock.patch.object(VapoTrainer, "phase", disturbed),
         VapoTrainer(settings) as trainer,
     ):
         trainer.fit()
-    return told
+    return told, notes
 
 
 def test_versions_go_on_and_random_states_do_not_matter(workers, tmp_path):
     hf, whole, cut = write_tiny_hf(tmp_path / "hf", **MODEL), tmp_path / "whole", tmp_path / "cut"
-    (told,) = workers.run(1, fit, hf, whole, free_port(), 0)
+    ((told, notes),) = workers.run(1, fit, hf, whole, free_port(), 0)
+    assert not any("changed" in note for note in notes)
     later = [
         ("step 3", 1), ("published", 2), ("step 4", 2), ("published", 3), ("evaluated", 3),
     ]  # fmt: skip
@@ -98,7 +102,12 @@ def test_versions_go_on_and_random_states_do_not_matter(workers, tmp_path):
     # Checkpoints had one of each rank once.
     torch.save(torch.get_rng_state(), saved / "rng_0000.pt")
     seal(saved)
-    assert workers.run(1, fit, hf, cut, free_port(), 1_000_000)[0] == [("published", 1), *later]
+    ((told, notes),) = workers.run(1, fit, hf, cut, free_port(), 1_000_000)
+    assert told == [("published", 1), *later]
+    assert notes[:2] == [
+        f"resumed {cut} after step {SAVED_AT}",
+        f"changed since {saved}: logging.run_dir: {whole} -> {cut}",
+    ]
     assert rows(cut) == rows(whole) and len(rows(cut)) == STEPS + 1
     states = [run / f"checkpoints/step_{STEPS:06d}/state.json" for run in (whole, cut)]
     of_whole, of_cut = (json.loads(path.read_text()) for path in states)

@@ -43,6 +43,8 @@ class VapoTrainer(StepTrainer):
         """Steps done at the latest checkpoint."""
         self._unevaluated: dict[str, float] | None = None
         """Metrics of the last step if the run was stopped before its evaluation finished."""
+        self._changed: list[str] = []
+        """Settings that the checkpoint was made with, and today's."""
         self.is_interrupted = False
         """SIGINT has stopped the run before its last step."""
 
@@ -55,6 +57,8 @@ class VapoTrainer(StepTrainer):
         with self.output.opened(start, is_unevaluated=self._unevaluated is not None), writer:
             if self.source.note:
                 self.output.note(self.source.note)
+            for line in self._changed:
+                self.output.note(f"changed since {self._start.own}: {line}")
             self._take_snapshot(start)
             self.early_stop.announce = self.output.note
             try:
@@ -176,6 +180,7 @@ class VapoTrainer(StepTrainer):
         for role, skipped in state.get("skipped_in_a_row", {}).items():
             self._models[role].skipped_in_a_row = skipped
         self._unevaluated = state.get("unevaluated")
+        self._changed = checkpoint.changed_settings(state, self.config)
         self._saved = done
         return done
 

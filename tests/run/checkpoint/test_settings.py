@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import yaml
 
 from tests.run.checkpoint.test_writer import limited, meet_without_files, settings
 from tests.sealed import seal
@@ -100,3 +101,48 @@ def test_a_critic_comes_with_its_own_updates(tmp_path):
     assert find_critic(tmp_path) == (directory / "critic", 16)
     first = tmp_path / "checkpoints/step_000001"
     assert find_critic(first) == (first / "critic", 8)
+
+
+def config_of(run_dir, **sections):
+    from vapo_megatron.config import VapoConfig
+
+    return VapoConfig.model_validate({**sections, "logging": {"run_dir": str(run_dir)}})
+
+
+def test_what_has_changed_since_a_checkpoint_is_named(tmp_path):
+    from vapo_megatron.run.checkpoint.load import changed_settings
+
+    one = {"path": "one.jsonl", "weight": 1.0}
+    old = config_of(
+        tmp_path, algorithm={"group_size": 8}, data={"sources": {"one": one, "gone": one}}
+    )
+    new = config_of(
+        tmp_path,
+        seed=7,
+        model={"hf_path": "other"},
+        algorithm={"group_size": 16, "policy_steps": 9},
+        optimizer={"actor_learning_rate": 1e-5},
+        data={"sources": {"one": {**one, "weight": 2.0}}},
+    )
+    expected = {
+        "seed: 0 -> 7",
+        "model.hf_path: null -> other",
+        "algorithm.group_size: 8 -> 16",
+        f"algorithm.policy_steps: {old.algorithm.policy_steps} -> 9",
+        "optimizer.actor_learning_rate: 1e-06 -> 1e-05",
+        "data.sources.one.weight: 1.0 -> 2.0",
+    }
+    state = json.loads(json.dumps({"config": old.model_dump(mode="json")}))
+    found = changed_settings(state, new)
+    (gone,) = (line for line in found if "gone" in line)
+    assert gone.startswith('data.sources.gone: {"') and gone.endswith("} -> unset")
+    assert set(found) - {gone} == expected
+    assert changed_settings(state, old) == []
+    # An older version's checkpoint has no configuration, and knew fewer fields.
+    assert changed_settings({}, new) == []
+    del state["config"]["optimizer"]["actor_learning_rate"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(state["config"], sort_keys=False))
+    expected.remove("optimizer.actor_learning_rate: 1e-06 -> 1e-05")
+    assert set(changed_settings({}, new)) == expected | {gone}
+    (tmp_path / "config.yaml").write_text("{")
+    assert changed_settings({}, new) == []

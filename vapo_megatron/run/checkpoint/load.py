@@ -7,7 +7,7 @@ executes no code from a checkpoint.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.storage import writing
-from vapo_megatron.errors import CheckpointError, tell
+from vapo_megatron.errors import CheckpointError, DataError, tell
 from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.parallel.sharded_state import load_sharded
 from vapo_megatron.roles.model import TrainedModel
 from vapo_megatron.run.checkpoint import files as checkpoint_files
+from vapo_megatron.run.directory import read_config
 
 
 class Start(NamedTuple):
@@ -94,6 +95,38 @@ def load_run(directory: Path, models: Mapping[str, TrainedModel]) -> tuple[int, 
             load_sharded(model.model, model.optimizer, directory / role)
         model.num_updates = held[role]
     return content["step"], content["run"]
+
+
+def changed_settings(state: Mapping[str, Any], config: VapoConfig) -> list[str]:
+    """Return "section.field: old -> new" of each field that differs from the checkpoint's.
+
+    A checkpoint without its configuration is compared with the run directory's config.yaml, which
+    the run is about to replace. Fields that an older version did not know are left out.
+
+    Args:
+        state: from load_run.
+        config: today's.
+    """
+    before = state.get("config")
+    if before is None:
+        try:
+            before = read_config(Path(config.logging.run_dir, "config.yaml"))
+        except DataError:  # Nothing else needs it.
+            before = {}
+    return list(_differences(before, config.model_dump(mode="json"), ""))
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    is_named = prefix.count(".") > 1  # In a table of the user's names, as data.sources.
+    for name in dict.fromkeys([*now, *before]) if is_named else now:
+        if name not in before and not is_named:
+            continue
+        old, new = before.get(name, "unset"), now.get(name, "unset")
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new, f"{prefix}{name}.")
+        elif old != new:
+            shown = " -> ".join(v if isinstance(v, str) else json.dumps(v) for v in (old, new))
+            yield f"{prefix}{name}: {shown}"
 
 
 def find_critic(path: Path) -> tuple[Path, int]:
