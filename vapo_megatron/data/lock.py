@@ -27,7 +27,7 @@ _QUIET_SECONDS = 1.0
 """How long to wait before saying so: ranks that check at once disturb each other only briefly."""
 _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL)
 _AS_WRITER, _AS_READER = fcntl.LOCK_EX, fcntl.LOCK_SH
 
 
