@@ -71,7 +71,7 @@ def test_an_error_stands_last_below_the_live_display(given, tmp_path):
     slow = ["reward.verifier=slow_reward:Slow", "reward.timeout_seconds=0.2"]
     code, shown = on_a_terminal(given, tmp_path / "run", *slow)
     display, line = shown.rsplit("\n", 1)
-    assert code == 2 and "log.txt" in display.rstrip().splitlines()[-1]
+    assert code == 2 and "all other output: " in display.rstrip().splitlines()[-1]
     assert re.match(
         r"error: 0 verdicts failed and 32 timed out, of 32: .*; the first: the verifier "
         r"slow_reward:Slow on row \d+ \(from 0\) of .*/train\.jsonl: more than 0\.2 seconds; .*"
