@@ -28,7 +28,7 @@ from tests.sealed import seal
 from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
 from tests.workers import free_port
 from tools import convert_hf_to_megatron, evaluate
-from vapo_megatron.cli import preflight, train
+from vapo_megatron.cli import preflight
 from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.cli.train import main
 from vapo_megatron.config import ParallelConfig, load_config
@@ -79,12 +79,6 @@ def place(good, tmp_path):
 def no_progress(monkeypatch):
     """A slow machine has nothing else to say either."""
     monkeypatch.setattr(preflight, "ProgressBar", partial(ProgressBar, after_seconds=3600))
-
-
-@pytest.fixture(autouse=True)
-def as_a_new_process(monkeypatch):
-    """A process that has reported an error ends at the next one, and pytest with it."""
-    monkeypatch.setattr(train, "has_reported", threading.Event())
 
 
 def append(name, text):

@@ -20,10 +20,13 @@ ONE = ["parallel.world_size=1", "parallel.tensor_model_parallel_size=1"]
 CONTROL_C = b"\x03"
 SLOW = """
 import time
+from vapo_megatron.reward.verifier import Verdict
 
 class Slow:
     def score(self, responses, problems):
-        time.sleep(60)
+        if "made up" not in responses[0]:  # As it is tried out with before the run.
+            time.sleep(60)
+        return [Verdict("wrong")]
 """
 
 

@@ -129,6 +129,7 @@ def _dry_run(config: VapoConfig, replay: Path | None) -> None:
 
 def _train(config: VapoConfig, replay: Path | None) -> int:
     """Train, or sample for those who do; return the exit code."""
+    has_reported.clear()
     check_processes(config)
     inputs = check_rank(config, replay)
     if is_first_rank():
