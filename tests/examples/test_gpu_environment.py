@@ -33,7 +33,7 @@ def declared():
     tree = ast.parse((ROOT / "setup.py").read_text())
     values = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.List):
             values[node.targets[0].id] = ast.literal_eval(node.value)
         elif isinstance(node, ast.keyword) and node.arg == "extras_require":
             values["extras"] = ast.literal_eval(node.value)
