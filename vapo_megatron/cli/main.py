@@ -22,8 +22,10 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "init": Command("init", "Write a small configuration for a model at hand."),
     "train": Command("launch", "Train a model, on one GPU or many nodes."),
     "evaluate": Command("evaluate.command", "Measure avg@k, pass@k and majority@k of a model."),
+    "sample": Command("sample", "Print a few responses of a model."),
     "plan": Command("plan", "Find layouts that fit a cluster; no GPU needed."),
     "convert": Command("convert", "Convert weights between Hugging Face and megatron-core."),
     "prepare": Command("prepare.command", "Make a data file of prompts and answers."),

@@ -309,7 +309,7 @@ def _sample(
         wanted = {p.index for p in problems}
         if not (problems := [p for p in evaluation.dataset.problems if p.index in wanted]):
             return
-        engine = _engine(evaluation, config)
+        engine = build_engine(evaluation, config)
         stack.callback(engine.shutdown)
         bar = stack.enter_context(ProgressBar("responses", after_seconds=0.0))
         part = stack.enter_context(part_of(out, engine.replica).open("ab"))
@@ -337,7 +337,7 @@ def _sample(
     assert total == len(problems), f"{total} of {len(problems)} problems were written"
 
 
-def _engine(evaluation: Evaluation, config: VapoConfig) -> Any:
+def build_engine(evaluation: Evaluation, config: VapoConfig) -> Any:
     """Build vLLM with the directory's weights; each rank reads all and keeps its shard."""
     # Imported late, so that mistakes are reported before megatron-core and vLLM load.
     from vapo_megatron.parallel.offload import is_on

@@ -1,0 +1,114 @@
+"""vapo sample: what is asked of the engine, and what is printed.
+
+vLLM is a stand-in that answers 7. Not exercised: several processes.
+"""
+
+import contextlib
+import io
+import json
+import os
+from array import array
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
+from tests.weights.tiny_hf import write_tiny_hf
+from tests.workers import free_port
+from vapo_megatron.cli.main import main
+from vapo_megatron.data.batch import Rollout
+
+VOCAB = 64
+
+
+class Engine:
+    """Answers 7 to the last prompt, and is cut off at the others."""
+
+    def __init__(self, asked):
+        self.asked = asked
+
+    def generate(self, prompts, group_size, step, settings, version):
+        self.asked.append((group_size, settings.temperature, settings.max_response_tokens))
+        ids = array("i", [3, VOCAB - 2])
+        return [
+            Rollout(p, i % group_size, i, ids, array("f", [-1.0, -1.0]), p != prompts[-1], version)
+            for i, p in enumerate(prompts)
+        ]
+
+    def shutdown(self):
+        self.asked.append("shut down")
+
+
+def run(arguments, port):
+    """(exit code, what is printed on each stream, what the engine was asked); a worker's."""
+    from vapo_megatron.cli.evaluate import checkpoint
+
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    asked, out, err = [], io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(checkpoint, "build_engine", lambda *_: Engine(asked)),
+        contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
+    ):  # fmt: skip
+        code = main(["sample", *arguments])
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    return code, out.getvalue(), err.getvalue(), asked
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("sample")
+    hf = write_tiny_hf(tmp / "hf", num_layers=1, heads=1, kv_heads=1, hidden=32, vocab=VOCAB)
+    write_tiny_tokenizer(hf, VOCAB, last=ANSWERS)
+    rows = [{"prompt": f"w{i + 3}", "answer": str(i)} for i in range(3)]
+    (tmp / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp
+
+
+def test_problems_of_a_file(workers, place):
+    given = ["--checkpoint", f"{place}/hf", "--data", f"{place}/rows.jsonl", "--problems", "2"]
+    given += ["--samples", "2", "--temperature", "0.5", "rollout.max_response_tokens=9"]
+    ((code, out, err, asked),) = workers.run(1, run, given, free_port())
+    assert (code, err, asked) == (0, "", [(2, 0.5, 9), "shut down"])
+    assert out.splitlines() == [
+        "=== prompt (answer: 0)", "w3",
+        "--- sample 1, 2 tokens, cut off", "w3Answer: 7",
+        "--- sample 2, 2 tokens, cut off", "w3Answer: 7",
+        "=== prompt (answer: 1)", "w4",
+        "--- sample 1, 2 tokens, ended", "w3Answer: 7",
+        "--- sample 2, 2 tokens, ended", "w3Answer: 7",
+    ]  # fmt: skip
+
+
+def test_a_prompt_is_a_users_message_where_there_is_a_template(workers, place):
+    tokenizer = place / "hf/tokenizer_config.json"
+    before = json.loads(tokenizer.read_text())
+    template = "{% for m in messages %}w9 {{ m.content }} w8{% endfor %}"
+    tokenizer.write_text(json.dumps({**before, "chat_template": template}))
+    given = ["--checkpoint", f"{place}/hf", "--prompt", "w3 w4", "--samples", "1"]
+    try:
+        outs = [
+            workers.run(1, run, [*given, *more], free_port())[0][:3] for more in ([], ["--plain"])
+        ]
+    finally:
+        tokenizer.write_text(json.dumps(before))
+    answer = "--- sample 1, 2 tokens, ended\nw3Answer: 7\n"
+    assert outs == [
+        (0, f"=== prompt\nw9 w3 w4 w8\n{answer}", ""), (0, f"=== prompt\nw3 w4\n{answer}", "")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "give --prompt TEXT, or --data FILE"),
+        (["--prompt", "a", "--data", "b"], "give --prompt TEXT, or --data FILE"),
+        (["--prompt", "a", "--samples", "0"], "--samples=0 must be at least 1"),
+        (["--prompt", "a"], "--checkpoint=nowhere"),
+    ],
+)
+def test_mistakes_in_the_options(given, message, capsys):
+    assert main(["sample", "--checkpoint", "nowhere", *given]) == 2
+    assert message in capsys.readouterr().err
