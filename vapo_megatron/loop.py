@@ -11,6 +11,7 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import CHECKPOINT, EXPORT
 from vapo_megatron.errors import INTERRUPTED, Stopped, report
 from vapo_megatron.parallel.reduce import any_rank
+from vapo_megatron.planning.disk import check_disk
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.run.checkpoint import load as checkpoint
 from vapo_megatron.run.checkpoint.writer import CheckpointWriter
@@ -55,10 +56,8 @@ class VapoTrainer(StepTrainer):
         writer = CheckpointWriter(self._checkpoints, config.checkpoint)
         stopped = ""
         with self.output.opened(start, is_unevaluated=self._unevaluated is not None), writer:
-            if self.source.note:
-                self.output.note(self.source.note)
-            for line in self._changed:
-                self.output.note(f"changed since {self._start.own}: {line}")
+            for line in self._notes():
+                self.output.note(line)
             self._take_snapshot(start)
             self.early_stop.announce = self.output.note
             try:
@@ -72,6 +71,12 @@ class VapoTrainer(StepTrainer):
             report(stopped, INTERRUPTED)
         elif stopped and self.ranks.rank == 0:
             print(stopped, flush=True)
+
+    def _notes(self) -> list[str]:
+        """Return what the user should know before the first step; only the main rank shows it."""
+        notes = [self.source.note] if self.source.note else []
+        notes += [f"changed since {self._start.own}: {line}" for line in self._changed]
+        return notes + (check_disk(self.config, self.shape) if self.ranks.rank == 0 else [])
 
     def _run(self, done: int, writer: CheckpointWriter) -> None:
         """Run the steps after the first `done` ones.

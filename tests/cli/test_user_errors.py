@@ -500,6 +500,21 @@ def test_one_process_tells_a_mistake(mistake, before_torchrun, capsys):
     assert error.startswith("error: ") and error.count("\n") == 1 and words in error
 
 
+def test_a_disk_without_room_for_a_checkpoint(place, before_torchrun, monkeypatch, capsys):
+    """A dry run and a start refuse it; a dry run also warns of what is kept."""
+    arguments = ["--config", str(place / "config.yaml")]
+    usage = types.SimpleNamespace(total=10**9, free=10**5)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    for started in (lambda: main([*arguments, "--dry-run"]), lambda: before_torchrun(arguments)):
+        assert started() == 2
+        told = capsys.readouterr()
+        assert told.out == "" and told.err.count("\n") == 1
+        assert told.err.startswith("error: a checkpoint takes 0.00") and "0.0001 GB are" in told.err
+    usage.free = 10**7
+    assert main([*arguments, "--dry-run"]) == 0
+    assert "\n# warning: the run keeps up to 3 checkpoints of 0.00" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", OF_VERIFIER)
 def test_a_dry_run_tells_what_the_verifier_finds(name, place, capsys):
     overrides, words = make(name, place)

@@ -42,13 +42,19 @@ def check_run(config: VapoConfig, replay: Path | None, *, all_answers: bool = Fa
         all_answers: see check_answers; a dry run looks at all, a launch leaves that to its ranks.
 
     Returns:
-        How many rows of each file each verifier judges; empty for a replay or unless all_answers.
+        What to tell: a warning if the disk will be full, and unless it is a replay or not
+        all_answers, how many rows of each file each verifier judges.
 
     Raises:
         UserError: the first thing that is wrong: what, where, and the remedy.
     """
+    from vapo_megatron.planning.disk import check_disk
+
     inputs = check_rank(config, replay)
-    return [] if replay is not None else check_answers(config, inputs, all_answers=all_answers)
+    room = check_disk(config, inputs.shape)
+    if replay is not None:
+        return room
+    return room + check_answers(config, inputs, all_answers=all_answers)
 
 
 def check_rank(config: VapoConfig, replay: Path | None) -> Inputs:
@@ -88,6 +94,8 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
     Raises:
         UserError: the first thing that is wrong: what, where, and the remedy.
     """
+    from vapo_megatron.planning.disk import check_disk
+
     check_wandb(config.logging.wandb_project)
     require_paths(config, replay)
     check_not_in_use(Path(config.logging.run_dir))
@@ -120,6 +128,7 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
         check_dump(replay, config.algorithm, config.rollout, shape, steps)
     _check_weights(config, shape)
     _check_checkpoint(config, shape)
+    check_disk(config, shape)
     return inputs
 
 

@@ -43,6 +43,7 @@ from vapo_megatron.planning.model_bytes import (
     Layout,
     StateBytes,
     fp8_weight_bytes,
+    num_parameters,
     role_shape,
     sampler_weight_bytes,
     state_bytes,
@@ -262,12 +263,28 @@ def checkpoint_bytes(shape: ModelShape, config: VapoConfig) -> int:
     """
     layout = Layout(shape, config)
     padding = (layout.vocabulary_rows * layout.tp_size - shape.vocab_size) * shape.hidden_size
-    elements = 0
-    if "actor" in config.algorithm.trained_roles:
-        elements += parameter_count(shape) + padding * (1 if shape.tied else 2)
-    if "critic" in config.algorithm.trained_roles:
-        elements += parameter_count(shape, value_head=True) + padding
-    return elements * (DTYPE_BYTES[config.model.dtype] + optimizer_checkpoint_bytes(config))
+    num_bytes = 0
+    for role in config.algorithm.trained_roles:
+        is_critic = role == "critic"
+        elements = parameter_count(shape, value_head=is_critic)
+        elements += padding * (1 if is_critic or shape.tied else 2)
+        every, trained = (
+            sum(
+                num_parameters(shape, config, role, pp_rank=pp_rank, trained=only)
+                for pp_rank in range(layout.pp_size)
+            )
+            for only in (False, True)
+        )
+        num_bytes += elements * DTYPE_BYTES[config.model.dtype]
+        num_bytes += elements * trained // every * optimizer_checkpoint_bytes(config)
+    return num_bytes
+
+
+def export_bytes(shape: ModelShape, config: VapoConfig) -> int:
+    """Size on disk of a run's export; 0: it makes none."""
+    if not config.checkpoint.hf_export or "actor" not in config.algorithm.trained_roles:
+        return 0
+    return parameter_count(shape) * DTYPE_BYTES[config.model.dtype]
 
 
 def optimizer_checkpoint_bytes(config: VapoConfig) -> int:

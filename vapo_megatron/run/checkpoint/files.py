@@ -226,8 +226,13 @@ def delete_unkept(root: Path, step: int, *, keep_last: int, keep_every: int) -> 
 
 def delete_unfinished(root: Path) -> None:
     """Delete the leftovers of a run that died while writing or deleting a checkpoint."""
-    for path in [*root.glob("step_*.partial"), *root.glob("step_*.old")]:
+    for path in unfinished(root):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def unfinished(root: Path) -> list[Path]:
+    """Return the directories that delete_unfinished deletes."""
+    return [*root.glob("step_*.partial"), *root.glob("step_*.old")]
 
 
 def _unused_name(directory: Path) -> Path:
