@@ -26,6 +26,7 @@ from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import Rollout
+from vapo_megatron.models import sampled
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel.health.early_stop import EarlyStop
 from vapo_megatron.rollout.inputs import read_inputs
@@ -319,7 +320,9 @@ def reads(hf, tmp, port):
     sys.addaudithook(note)
     made = mock.patch.object(Tokenizer, "__init__", autospec=True, side_effect=Tokenizer.__init__)
     encode = mock.patch.object(Tokenizer, "encode", autospec=True, side_effect=Tokenizer.encode)
-    with stand_ins(), made as made, encode as encode:
+    # vLLM itself is not there to refuse the model's heads.
+    heads = mock.patch.object(sampled, "CPU_HEAD_DIMS", (MODEL["hidden"] // MODEL["heads"],))
+    with stand_ins(), heads, made as made, encode as encode:
         code = main(["--config", str(tmp / "config.yaml")])
     counting.clear()
     encoded = [call.args[1] for call in encode.call_args_list]
@@ -334,5 +337,5 @@ def test_a_rank_reads_everything_once(workers, inputs):
     assert (code, tokenizers) == (0, 1)
     problems = [f"w{i + 3}" for i in range(PROBLEMS)]
     assert encoded == problems + problems[:HELD_OUT]
-    # The model's sizes, then its stop tokens.
-    assert counts == {"config": 2, "train": 1, "test": 1}
+    # The model's sizes, what vLLM makes of it, then its stop tokens.
+    assert counts == {"config": 3, "train": 1, "test": 1}
