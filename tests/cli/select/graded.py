@@ -4,10 +4,8 @@ from vapo_megatron.reward.verifier import Verdict
 
 
 class Graded:
-    """Correct from .5 on; what is no number fails."""
+    """Correct from .5 on; what is no number fails, but for the response that tries it out."""
 
     def score(self, responses, problems):
-        return [
-            Verdict("correct" if float(text) >= 0.5 else "wrong", score=float(text))
-            for text in responses
-        ]
+        scores = [0.0 if "made up" in text else float(text) for text in responses]
+        return [Verdict("correct" if score >= 0.5 else "wrong", score=score) for score in scores]
