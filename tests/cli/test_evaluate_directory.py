@@ -16,7 +16,7 @@ from vapo_megatron.cli.evaluate.checkpoint import check, evaluation_config
 from vapo_megatron.cli.evaluate.directory import find_hf_directory
 from vapo_megatron.config import load_config
 from vapo_megatron.errors import CheckpointError, ConfigError, DataError
-from vapo_megatron.weights.hf_directory import note_step
+from vapo_megatron.weights.hf_directory import note_export
 
 
 def directory(path, *files):
@@ -35,7 +35,7 @@ def run_dir(tmp_path):
         directory(run_dir / "checkpoints" / step, "actor/.metadata", "critic/.metadata")
     (run_dir / "checkpoints/latest").write_text("step_000143")
     (run_dir / "config.yaml").write_text(load_config([], ["model.hf_path=models/base"]).to_yaml())
-    note_step(directory(run_dir / "hf_export", "config.json"), 2)
+    note_export(directory(run_dir / "hf_export", "config.json"), 2, [])
     return run_dir
 
 
@@ -67,7 +67,7 @@ def test_an_export_that_is_older_than_the_latest_checkpoint_is_refused(run_dir):
 def test_an_export_of_the_latest_step_or_of_an_unknown_one_is_taken(run_dir, step):
     export = run_dir / "hf_export"
     (export / "export.json").unlink()
-    note_step(export, step)
+    note_export(export, step, [])
     assert find_hf_directory(run_dir) == export
 
 
@@ -116,7 +116,7 @@ def test_a_directory_that_is_none(tmp_path):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A model of 64 positions."""
-    hf = write_tiny_hf(tmp_path_factory.mktemp("limits") / "hf", num_layers=1, vocab=64)
+    hf = write_tiny_hf(tmp_path_factory.mktemp("limits") / "hf", num_layers=1, hidden=128, vocab=64)
     write_tiny_tokenizer(hf)
     config = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))

@@ -18,7 +18,7 @@ from tests.workers import free_port
 from vapo_megatron.cli.evaluate import checkpoint as module
 from vapo_megatron.cli.evaluate import command
 from vapo_megatron.rollout.evaluation.statistics import estimates, problem_values
-from vapo_megatron.weights.hf_directory import note_step
+from vapo_megatron.weights.hf_directory import note_export
 
 SEED, NUM_PROBLEMS = 20, 7
 """With which the intervals are others than with seed 0."""
@@ -66,7 +66,7 @@ def evaluate(hf, data, out, port, tp_size, overrides=()):
         return verifier(*arguments)
 
     with (
-        mock.patch.object(module, "_engine", lambda *_: OneSampler(tp_size)),
+        mock.patch.object(module, "build_engine", lambda *_: OneSampler(tp_size)),
         mock.patch.object(module, "decode_responses", lambda _, responses: decode(responses)),
         mock.patch.object(running, "MathVerifier", noted),
     ):
@@ -157,7 +157,7 @@ def test_each_verifier_has_statistics_of_its_own(workers, tmp_path, monkeypatch,
     )
     monkeypatch.setattr(module, "evaluate_checkpoint", lambda *_: found)
     monkeypatch.setenv("COLUMNS", "100")
-    note_step(paths[0], 143)
+    note_export(paths[0], 143, [])
     given = ["--checkpoint", str(paths[0]), "--data", str(paths[1]), "--out", str(out), *OVERRIDES]
     assert command.main(given) == 0
     told = capsys.readouterr().out
@@ -199,3 +199,17 @@ def test_every_ground_truth_is_checked_on_one_rank(workers, tmp_path, tp_size):
     paths = written(tmp_path, ["1", "2", "3", "??"])
     told = workers.run(2, evaluate, *paths, tmp_path / "out.jsonl", free_port(), tp_size)
     assert told[0] == told[1] and "row 3 (from 0) has the answer '??'" in told[0]
+
+
+def test_rows_that_are_refused_can_be_left_out(workers, tmp_path):
+    """Then summed up again by a run that finds all the others there."""
+    paths, out = written(tmp_path, ["0", "???", "2", True]), tmp_path / "out.jsonl"
+    one = ["reward.num_workers=1"]
+    told = workers.run(2, evaluate, *paths, out, free_port(), 2, one)[0]
+    assert "line 4: answer=True must" in told and "or set data.skip_unusable=true" in told
+    for _ in range(2):
+        skipping = [*one, "data.skip_unusable=true"]
+        assert workers.run(2, evaluate, *paths, out, free_port(), 2, skipping)[0] == [(1, 47.0)]
+        header, *lines = map(json.loads, out.read_text().splitlines())
+        assert [line["prompt_index"] for line in lines] == [0, 2] and header["num_problems"] == 4
+        assert json.loads(out.with_suffix(".json").read_text())["left_out"] == 2

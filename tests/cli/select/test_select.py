@@ -97,7 +97,7 @@ def run_select(arguments, port, batches, passes):
     told = []
     with (
         mock.patch.dict(os.environ, under_torchrun),
-        mock.patch.object(checkpoint, "_engine", lambda *_: Sampler(rank, size, batches)),
+        mock.patch.object(checkpoint, "build_engine", lambda *_: Sampler(rank, size, batches)),
         mock.patch.object(checkpoint, "decode_responses", decode),
         mock.patch.object(reward_scores, "_judge", limited),
         mock.patch.object(shared, "report", lambda line, *_: told.append(line)),
