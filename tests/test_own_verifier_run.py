@@ -15,8 +15,8 @@ from tests.dumped import MODEL, NUM_RESPONSES, config
 from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
 from tests.test_sampling_wiring import SAMPLES, lines, stand_ins
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.workers import free_port
-from vapo_megatron.errors import DataError
+from vapo_megatron import VapoConfig
+from vapo_megatron.errors import ConfigError, DataError
 from vapo_megatron.reward.verifier import Verdict
 
 ROWS = [
@@ -66,12 +66,18 @@ def settings(tmp, name):
     )  # fmt: skip
 
 
-def fit(tmp, name, port):
-    """(rows, the groups of each step), or what the user is told; a worker's function."""
-    from vapo_megatron.loop import VapoTrainer
+def fit(tmp, name):
+    """(rows, the groups of each step), or what the user is told; a worker's function.
+
+    As in a program that torchrun has not started.
+    """
+    from vapo_megatron import VapoTrainer
 
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(variable, None)
+    with pytest.raises(ConfigError, match="world_size=2 must be the number of processes started"):
+        VapoTrainer(VapoConfig(parallel={"world_size": 2}))
     with stand_ins():
         try:
             with VapoTrainer(settings(tmp, name), verifier=near("Answer: ")) as trainer:
@@ -102,7 +108,7 @@ def expected(group, response):
 
 
 def test_a_run_is_judged_by_the_object_that_it_is_given(workers, place):
-    ((rows, steps),) = workers.run(1, fit, place, "train", free_port())
+    ((rows, steps),) = workers.run(1, fit, place, "train")
     assert len(rows) == 1 + len(steps) == 3
     for row, groups in zip(rows[1:], steps, strict=True):
         found, by_hand = [], []
@@ -133,6 +139,6 @@ def test_a_run_is_judged_by_the_object_that_it_is_given(workers, place):
 
 
 def test_its_check_refuses_a_row_before_anything_is_sampled(workers, place):
-    (told,) = workers.run(1, fit, place, "refused", free_port())
+    (told,) = workers.run(1, fit, place, "refused")
     assert "refused.jsonl: row 4 (from 0) is refused by the verifier given to VapoTrainer" in told
     assert "has no column tolerance" in told and not (place / "run_refused/metrics.jsonl").exists()

@@ -33,6 +33,7 @@ from vapo_megatron.errors import ConfigError, Stopped
 from vapo_megatron.models.hf_config import read_model_shape, read_reward_shape
 from vapo_megatron.models.partition import cut_of
 from vapo_megatron.parallel import backend, groups
+from vapo_megatron.parallel.environment import check_processes
 from vapo_megatron.parallel.exchange import exchange, gather_summary
 from vapo_megatron.parallel.health.early_stop import EarlyStop
 from vapo_megatron.parallel.health.watchdog import Watchdog
@@ -108,9 +109,14 @@ class StepTrainer:
             config: from load_config.
             replay: run directory whose dumped responses to train on; None: sample.
             inputs: from read_inputs; None: read them here.
-            verifier: an instance or a class with the method of reward.verifier.Verifier, in place
-                of reward.verifier; pickled for the processes that judge.
+            verifier: a function, or an instance or a class with the method of
+                reward.verifier.Verifier, in place of reward.verifier; pickled for the processes
+                that judge.
+
+        Raises:
+            UserError: what is wrong with the configuration, the files or the number of processes.
         """
+        check_processes(config.parallel.world_size, config.rollout.num_processes)
         self.config = config
         self.run_dir = Path(config.logging.run_dir)
         torch.manual_seed(config.seed)

@@ -16,8 +16,6 @@ from vapo_megatron.errors import INTERRUPTED, ConfigError, UserError, report
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from vapo_megatron.config import VapoConfig
-
 
 class Parser(argparse.ArgumentParser):
     """Prints descriptions as they are written; a wrong option is a ConfigError."""
@@ -104,27 +102,6 @@ def under_torchrun() -> bool:
 def is_first_rank() -> bool:
     """Is this rank 0, or the only process?"""
     return not under_torchrun() or os.environ.get("RANK", "0") == "0"
-
-
-def check_processes(config: VapoConfig) -> None:
-    """Check the number of processes; without torchrun, set the environment of a single one.
-
-    Raises:
-        ConfigError: parallel.world_size is not the number of processes started.
-    """
-    started, wanted = int(os.environ.get("WORLD_SIZE", "1")), config.num_processes
-    if started != wanted:
-        apart = config.rollout.num_processes
-        sampling = f" + rollout.num_processes={apart}" if apart else ""
-        raise ConfigError(
-            f"parallel.world_size={config.parallel.world_size}{sampling} must be the number of "
-            f"processes started, {started}; set parallel.world_size={max(started - apart, 1)} or "
-            "torchrun's --nproc-per-node and --nnodes"
-        )
-    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
 
 
 class ProgressBar:

@@ -16,11 +16,12 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from vapo_megatron.cli.command import Parser, check_processes, is_first_rank, run, under_torchrun
+from vapo_megatron.cli.command import Parser, is_first_rank, run, under_torchrun
 from vapo_megatron.cli.preflight import require_paths
 from vapo_megatron.cli.torchrun import execute, torchrun_command
 from vapo_megatron.config import load_config
 from vapo_megatron.errors import ConfigError
+from vapo_megatron.parallel.environment import check_processes
 
 COLLECT = """Write the gradients of one layout.
 
@@ -61,7 +62,7 @@ def _collect(options: argparse.Namespace, worker: Sequence[str]) -> int:
         command = torchrun_command(os.environ, config.parallel.world_size, worker)
         check(config, options.replay, options.step)
         execute(command)
-    check_processes(config)
+    check_processes(config.parallel.world_size, config.rollout.num_processes)
     collect_gradients(config, options.replay, options.step, options.out)
     if is_first_rank():
         print(describe_gradients(options.out), flush=True)

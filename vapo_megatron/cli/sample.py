@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vapo_megatron.cli.command import Parser, check_processes, run, under_torchrun
+from vapo_megatron.cli.command import Parser, run, under_torchrun
 from vapo_megatron.cli.evaluate.command import become_torchrun, num_processes
 from vapo_megatron.errors import ConfigError
 
@@ -93,9 +93,10 @@ def _rollouts(
     from vapo_megatron.algorithm.group_sampling import repeat_for_group
     from vapo_megatron.cli.evaluate import checkpoint
     from vapo_megatron.parallel import backend
+    from vapo_megatron.parallel.environment import check_processes
     from vapo_megatron.rollout.evaluation.judging import sampling_settings
 
-    check_processes(config)
+    check_processes(config.parallel.world_size, config.rollout.num_processes)
     backend.initialize_distributed(config.parallel.timeout_seconds)
     samples = config.evaluation.samples
     settings = sampling_settings(config.evaluation, config.rollout.max_response_tokens)

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from vapo_megatron.cli.command import Parser, check_processes, is_first_rank
+from vapo_megatron.cli.command import Parser, is_first_rank
 from vapo_megatron.cli.preflight import (
     check_published,
     check_rank,
@@ -30,6 +30,7 @@ from vapo_megatron.cli.torchrun import execute, torchrun_command
 from vapo_megatron.config import VapoConfig, describe_fields, load_config, recipe_names
 from vapo_megatron.errors import INTERRUPTED, ConfigError, UserError, has_reported, report
 from vapo_megatron.parallel import libraries
+from vapo_megatron.parallel.environment import check_processes
 from vapo_megatron.parallel.health import early_stop
 from vapo_megatron.parallel.health.processes import end_now
 
@@ -94,7 +95,7 @@ def _parser(program: str) -> Parser:
     configuration.add_argument(
         "--config", action="append", default=[], metavar="FILE",
         help="YAML file, or a recipe by its name: " + ", ".join(recipe_names()) + "; may be "
-        "repeated, later ones win",
+        "repeated, later ones win; scripts of examples/ bring their own",
     )  # fmt: skip
     configuration.add_argument(
         "overrides", nargs="*", metavar="section.field=value",
@@ -130,7 +131,7 @@ def _dry_run(config: VapoConfig, replay: Path | None) -> None:
 def _train(config: VapoConfig, replay: Path | None) -> int:
     """Train, or sample for those who do; return the exit code."""
     has_reported.clear()
-    check_processes(config)
+    check_processes(config.parallel.world_size, config.rollout.num_processes)
     inputs = check_rank(config, replay)
     if is_first_rank():
         libraries.report()

@@ -1,13 +1,15 @@
-"""Environment variables that CUDA and NCCL read when they start, set unless the user has set them.
+"""Environment variables of a process: torchrun's, and those that CUDA and NCCL read at their start.
 
-`vapo_megatron.parallel` sets them when it is imported: in the launcher and in every worker, however
-it was started.
+`vapo_megatron.parallel` sets the latter when it is imported, unless the user has set them: in the
+launcher and in every worker, however it was started.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+from vapo_megatron.errors import ConfigError
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 NVLS = "NCCL_NVLS_ENABLE"
@@ -28,6 +30,30 @@ def set_defaults() -> None:
     for name, default in DEFAULTS.items():
         if value(name) is None:
             os.environ[name] = default
+
+
+def check_processes(world_size: int, num_samplers: int = 0) -> None:
+    """Check the number of processes; without torchrun, set the environment of a single one.
+
+    Args:
+        world_size: parallel.world_size.
+        num_samplers: rollout.num_processes.
+
+    Raises:
+        ConfigError: their sum is not the number of processes started.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != world_size + num_samplers:
+        sampling = f" + rollout.num_processes={num_samplers}" if num_samplers else ""
+        raise ConfigError(
+            f"parallel.world_size={world_size}{sampling} must be the number of "
+            f"processes started, {started}; set parallel.world_size="
+            f"{max(started - num_samplers, 1)} or torchrun's --nproc-per-node and --nnodes"
+        )
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, default in defaults.items():
+        os.environ.setdefault(name, default)
+    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
 
 
 def value(name: str) -> str | None:

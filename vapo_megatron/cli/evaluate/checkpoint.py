@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from vapo_megatron.cli.command import ProgressBar, check_processes
+from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.cli.evaluate.directory import find_hf_directory, is_run_directory
 from vapo_megatron.config import RolloutConfig, VapoConfig, check_together, read_config
 from vapo_megatron.data.batch import Prompt
@@ -29,6 +29,7 @@ from vapo_megatron.errors import ConfigError, DataError, UserError, tell
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.models.sampled import check_sampled
 from vapo_megatron.parallel import backend
+from vapo_megatron.parallel.environment import check_processes
 from vapo_megatron.parallel.reduce import any_rank, gather_objects, sum_over_world
 from vapo_megatron.reward.scoring import FAILED, check_failures, failure, start_verifiers
 from vapo_megatron.rollout.evaluation.judging import (
@@ -224,7 +225,7 @@ def sample_missing(
         UserError: on every rank; VerdictsFailed where the verdicts of a batch failed, which is not
             written, and finish's own on rank 0.
     """
-    check_processes(config)
+    check_processes(config.parallel.world_size, config.rollout.num_processes)
     backend.initialize_distributed(config.parallel.timeout_seconds)
     with contextlib.ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
