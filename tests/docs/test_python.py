@@ -1,7 +1,7 @@
 """docs/python.md's program and its arithmetic, and docs/limits.md's refusals.
 
-The program trains nothing here: a stand-in takes the trainer's place (tests/test_own_verifier_run.py
-has a run).
+Not exercised: that the program trains; a stand-in takes the trainer's place, whose run is in
+tests/test_own_verifier_run.py.
 """
 
 import inspect

@@ -8,11 +8,15 @@ import time
 import pytest
 
 from vapo_megatron.cli.preflight import check_inputs
-from vapo_megatron.config import VapoConfig
+from vapo_megatron.config import LoggingConfig, VapoConfig
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.run.metrics import MetricsWriter
+from vapo_megatron.run.wandb_run import check_wandb
 
 BLOCK, HEADER = 32768, 7
+LOGGING = LoggingConfig(
+    wandb_project="vapo", wandb_name="first try", wandb_group="seeds", wandb_tags=["a", "b"]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +43,7 @@ def records(file):
 
 
 def logged(run_dir):
-    """[(run id, project, config, rows, exit status)] of each process, in order."""
+    """[(run id, how it is called, config, rows, exit status)] of each process, in order."""
     import wandb
 
     wandb.teardown()  # Its service writes files on its own time.
@@ -56,7 +60,8 @@ def logged(run_dir):
         rows = [{n: v for n, v in row.items() if not n.startswith("_")} for row in rows]
         status = [r.exit.exit_code for r in of_file if r.WhichOneof("record_type") == "exit"]
         started = (run.start_time.seconds, run.start_time.nanos)
-        found.append((started, (run.run_id, run.project, config, rows, status)))
+        called = (run.project, run.display_name, run.run_group, list(run.tags))
+        found.append((started, (run.run_id, called, config, rows, status)))
     return [what for _, what in sorted(found, key=lambda one: one[0])]
 
 
@@ -64,7 +69,7 @@ def test_a_resume_continues_the_same_run(tmp_path):
     (tmp_path / "config.yaml").write_text("model: {dtype: bfloat16}\n")
 
     def writer(resume_step):
-        return MetricsWriter(tmp_path, False, resume_step, wandb_project="vapo")
+        return MetricsWriter(tmp_path, False, resume_step, logging=LOGGING)
 
     with writer(0) as first:
         for step in range(3):
@@ -77,7 +82,8 @@ def test_a_resume_continues_the_same_run(tmp_path):
         another.write(0, {"reward/mean": 5.0})
 
     first, resumed, another = logged(tmp_path)
-    assert first[1] == "vapo" and first[2]["model"] == {"dtype": "bfloat16"}
+    assert first[1] == ("vapo", "first try", "seeds", ["a", "b"]) == resumed[1]
+    assert first[2]["model"] == {"dtype": "bfloat16"}
     assert first[3] == [{"step": step, "reward/mean": step} for step in range(3)]
     assert first[0] == resumed[0] != another[0], "from scratch is a run of its own"
     assert resumed[3] == [{"step": 2, "reward/mean": 9}]
@@ -91,3 +97,9 @@ def test_a_missing_package_is_told_before_the_run(monkeypatch):
         ConfigError, match="^logging.wandb_project=vapo needs the package wandb; pip"
     ):
         check_inputs(config, None)
+
+
+def test_a_name_without_a_project_is_told():
+    for name, value in (("wandb_name", "a"), ("wandb_group", "a"), ("wandb_tags", ["a"])):
+        with pytest.raises(ConfigError, match=f"^logging.{name}=.* needs logging.wandb_project"):
+            check_wandb(LoggingConfig(**{name: value}))

@@ -96,7 +96,7 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
     """
     from vapo_megatron.planning.disk import check_disk
 
-    check_wandb(config.logging.wandb_project)
+    check_wandb(config.logging)
     require_paths(config, replay)
     check_not_in_use(Path(config.logging.run_dir))
     shape = read_model_shape(str(config.model.hf_path))

@@ -229,6 +229,11 @@ class LoggingConfig(Section):
     wandb_project: str | None = _field(
         None, "Weights & Biases project to log metrics to; null: off."
     )
+    wandb_name: str | None = _field(
+        None, "The run's name there; null: the name of run_dir, without what is above it."
+    )
+    wandb_group: str | None = _field(None, "Its group there, such as of several seeds.")
+    wandb_tags: list[str] = _field([], "Its tags there.")
     rollout_groups: int = _field(2, "Groups of responses written as JSONL per step.", ge=0)
     dump_steps: int = _field(
         0, "Number of latest steps whose responses are dumped for --replay; 0: none.", ge=0

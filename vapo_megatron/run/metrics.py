@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vapo_megatron.config import LoggingConfig
 from vapo_megatron.config.metrics import describe
 from vapo_megatron.config.phases import Span
 from vapo_megatron.data.storage import append, replace_file, to_line, writing
@@ -37,7 +38,7 @@ class MetricsWriter:
         tensorboard: bool = True,
         resume_step: int = 0,
         is_unevaluated: bool = False,
-        wandb_project: str | None = None,
+        logging: LoggingConfig | None = None,
     ):
         """Open the run's files and drop everything of steps >= resume_step from them.
 
@@ -46,7 +47,7 @@ class MetricsWriter:
             tensorboard: also write events, to run_dir/tensorboard.
             resume_step: first step that will be written; 0 for a run from scratch.
             is_unevaluated: the last step's evaluation was interrupted; rewrite its row.
-            wandb_project: also log rows to this W&B project.
+            logging: its wandb_project gets the rows too; None: no project.
 
         Raises:
             DataError: a line of a file is invalid.
@@ -77,9 +78,9 @@ class MetricsWriter:
 
                 self._events = SummaryWriter(str(self._events_dir), purge_step=first_row)
         self._wandb = None
-        if wandb_project is not None:
+        if logging is not None and logging.wandb_project is not None:
             config = read_config(self.run_dir / "config.yaml")
-            self._wandb = WandbRun(self.run_dir, wandb_project, config, resumes=resume_step > 0)
+            self._wandb = WandbRun(self.run_dir, logging, config, resumes=resume_step > 0)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Write one step's row and return it.

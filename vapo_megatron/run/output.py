@@ -62,9 +62,7 @@ class RunOutput:
                     stack.enter_context(lock_run(run_dir))
                 replace_file(run_dir / "config.yaml", self._config.to_yaml())
                 first = start + 1 if start else 0
-                writer = MetricsWriter(
-                    run_dir, log.tensorboard, first, is_unevaluated, log.wandb_project
-                )
+                writer = MetricsWriter(run_dir, log.tensorboard, first, is_unevaluated, log)
                 self._writer = stack.enter_context(writer)
             self._progress = stack.enter_context(
                 Progress(

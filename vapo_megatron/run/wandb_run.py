@@ -12,14 +12,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vapo_megatron.config import LoggingConfig
 from vapo_megatron.data.storage import replace_file
 from vapo_megatron.errors import ConfigError, UserError
 
 ID_FILE = "wandb_run_id"
 
 
-def check_wandb(project: str | None) -> None:
-    """Raise a ConfigError if wandb is not installed, without importing it."""
+def check_wandb(logging: LoggingConfig) -> None:
+    """Raise a ConfigError if wandb is not installed, or told more than whether it is wanted.
+
+    Does not import it.
+    """
+    project = logging.wandb_project
+    for name in ("wandb_name", "wandb_group", "wandb_tags"):
+        if project is None and (value := getattr(logging, name)):
+            raise ConfigError(
+                f"logging.{name}={value} needs logging.wandb_project, which is null; set it, or "
+                f"leave {name} out"
+            )
     if project is not None and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"logging.wandb_project={project} needs the package wandb; pip install wandb, or "
@@ -31,14 +42,14 @@ class WandbRun:
     """The W&B run of a run directory."""
 
     def __init__(
-        self, run_dir: Path, project: str, config: Mapping[str, Any], *, resumes: bool
+        self, run_dir: Path, logging: LoggingConfig, config: Mapping[str, Any], *, resumes: bool
     ) -> None:
         """Continue the W&B run of a resumed run directory, or start one.
 
         Raises:
             UserError: W&B cannot be used: not installed, not logged in, no network.
         """
-        check_wandb(project)
+        check_wandb(logging)
         import wandb
 
         id_file = run_dir / ID_FILE
@@ -46,9 +57,11 @@ class WandbRun:
             replace_file(id_file, secrets.token_hex(4) + "\n")
         try:
             self._run = wandb.init(
-                project=project,
+                project=logging.wandb_project,
                 id=id_file.read_text().strip(),
-                name=run_dir.name,
+                name=logging.wandb_name or run_dir.name,
+                group=logging.wandb_group,
+                tags=logging.wandb_tags or None,
                 resume="allow",
                 dir=str(run_dir),
                 config=dict(config),
@@ -57,8 +70,9 @@ class WandbRun:
             )
         except wandb.errors.Error as error:
             raise UserError(
-                f"logging.wandb_project={project}: {' '.join(str(error).split())}; run `wandb "
-                "login`, set WANDB_MODE=offline, or unset it"
+                f"logging.wandb_project={logging.wandb_project}: "
+                f"{' '.join(str(error).split())}; run `wandb login`, set WANDB_MODE=offline, or "
+                "unset it"
             ) from None
         # W&B's own step counter never goes back, but a resume rewrites rows after its checkpoint.
         self._run.define_metric("*", step_metric="step")
