@@ -30,7 +30,7 @@ _PROMPT_TOKENS = 1024
 """Where no data says how long prompts are."""
 
 _TEMPLATE = """\
-# Written by `vapo init` for {name} ({billions:.2g}e9 parameters)
+# Written by `vapo init` for {name} ({count:,} parameters)
 # on {machine}: small, to see it run. Fields left out have their defaults, the paper's where it
 # gives one; `vapo train --help` lists all. `--config grpo` after this file trains with GRPO.
 #
@@ -149,7 +149,7 @@ def configuration(model: Path, data: Path | None, gpus: int | None, out: Path) -
         parallel, rollout = _layout(shape, VapoConfig.model_validate(base), min(bytes_of_gpu))
     machine = f"{len(bytes_of_gpu)} GPUs" if bytes_of_gpu else "a CPU"
     return _TEMPLATE.format(
-        name=model.name, billions=parameter_count(shape) / 1e9, machine=machine, out=out,
+        name=model.name, count=parameter_count(shape), machine=machine, out=out,
         hf_path=_value(str(model)), dtype="bfloat16" if bytes_of_gpu else "float32",
         parallel=_fields(parallel), rollout=_fields(rollout),
         train_path=_value(None if data is None else str(data)), prompt_column=_value(column),
