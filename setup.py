@@ -14,6 +14,8 @@ RUNTIME = [
     # The first with varlen_attn(enable_gqa=...) among those that the supported vLLM pins.
     "torch>=2.13",
     "pydantic>=2",
+    # pydantic takes TypedDict from it before Python 3.12.
+    "typing_extensions",
     "pyyaml",
     "numpy",
     "safetensors",

@@ -41,6 +41,8 @@ ALLOWED = {
     "vapo_megatron/reward/worker.py": {"pickle.loads"},
     # A verifier that the user's own program passed to VapoTrainer, in such a message.
     "vapo_megatron/reward/isolated.py": {"pickle.loads"},
+    # Between the ranks of one run, as torch.distributed's own gather_object.
+    "vapo_megatron/parallel/store.py": {"pickle.loads"},
     # The examples' own trainers, as `python SCRIPT` would; the tables name them, not a user.
     "examples/tiny/forked.py": {"runpy.run_path"},
     # Programs and tests, in a process that can do nothing else (test_hostile_programs.py).
