@@ -231,6 +231,7 @@ def test_a_checkpoint_says_under_which_settings_it_was_made(straight, inputs):
         read_model_shape(hf), str(hf), settings.data, settings.rollout, settings.evaluation, seed=0
     ).stop_token_ids
     assert stop and state["stop_token_ids"] == list(stop)
+    assert state["date"] is None, "no prompt is a chat"
 
 
 def test_no_two_steps_share_a_seed_and_all_evaluations_do(straight):

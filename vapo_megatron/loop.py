@@ -198,6 +198,7 @@ class VapoTrainer(StepTrainer):
             "skipped_in_a_row": {r: m.skipped_in_a_row for r, m in self._models.items()},
             "config": self.config.model_dump(mode="json"),
             "stop_token_ids": list(self.source.stop_token_ids),
+            "date": self.source.date,
         }
 
     @property

@@ -318,6 +318,7 @@ class StepTrainer:
         inputs = inputs or read_inputs(
             self.shape, hf_path, c.data, c.rollout, c.evaluation, seed=c.seed
         )
+        inputs = inputs.agreed()
         if self.sides is not None:
             if verifier is not None or self.sides.is_sampler:
                 raise ConfigError(

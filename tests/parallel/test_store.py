@@ -51,6 +51,15 @@ def test_who_comes_alone_is_told():
         store.unused_part(shared, 1, 3, 0.2)
 
 
+def test_the_first_value_is_everyones(monkeypatch):
+    parts = meet(dist.HashStore(), 3)
+    answers = []
+    for part, value in zip(parts, ("2024-02-29", "2024-03-01", "2024-02-29"), strict=True):
+        monkeypatch.setattr(store, "own_connection", lambda part=part: part)
+        answers.append(store.agree("date", value))
+    assert answers == ["2024-02-29"] * 3 and store.agree("other", "x") == "x"
+
+
 def exchange(sizes):
     """What the first rank receives from all, twice; what it does when one sends nothing."""
     rank, box, stop = dist.get_rank(), store.Mailbox(), threading.Event()

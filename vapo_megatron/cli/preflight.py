@@ -49,8 +49,11 @@ def check_run(config: VapoConfig, replay: Path | None, *, all_answers: bool = Fa
         UserError: the first thing that is wrong: what, where, and the remedy.
     """
     from vapo_megatron.planning.disk import check_disk
+    from vapo_megatron.rollout.input_warnings import tell_warnings
 
     inputs = check_rank(config, replay)
+    if all_answers:  # A run's first rank says it once the processes have started.
+        tell_warnings(inputs)
     room = check_disk(config, inputs.shape)
     if replay is not None:
         return room
@@ -110,12 +113,14 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
     inputs = Inputs(shape)
     if replay is None:
         hf_path = str(config.model.hf_path)
+        state = _own_state(config)
+        date = None if state is None else state["run"].get("date")
         with ProgressBar("prompts") as bar:
             inputs = read_inputs(
                 shape, hf_path, config.data, config.rollout, config.evaluation,
-                seed=config.seed, on_progress=bar.show,
+                seed=config.seed, on_progress=bar.show, date=date,
             )  # fmt: skip
-        if inputs.dataset is not None and (state := _own_state(config)) is not None:
+        if inputs.dataset is not None and state is not None:
             inputs.dataset.check_state(state["run"]["data"])
         check_reward_model(config, inputs)
     else:
@@ -362,7 +367,6 @@ def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
 
 
 def _own_checkpoints(config: VapoConfig) -> list[Path]:
-    """Return the checkpoints to resume from, best first."""
     from vapo_megatron.run.checkpoint.files import candidates, resumes
 
     root = Path(config.logging.run_dir, "checkpoints")

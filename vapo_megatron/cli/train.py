@@ -134,7 +134,10 @@ def _train(config: VapoConfig, replay: Path | None) -> int:
     check_processes(config.parallel.world_size, config.rollout.num_processes)
     inputs = check_rank(config, replay)
     if is_first_rank():
+        from vapo_megatron.rollout.input_warnings import tell_warnings
+
         libraries.report()
+        tell_warnings(inputs)
     try:
         # Heavy imports come after the checks, so that a mistake is reported at once.
         if config.rollout.is_apart and int(os.environ["RANK"]) >= config.parallel.world_size:

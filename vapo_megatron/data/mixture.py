@@ -44,6 +44,11 @@ class Mixture:
         """All files, for messages."""
         return ", ".join(part.path for part in self._parts.values())
 
+    @property
+    def begun_twice(self) -> int:
+        """See PromptDataset."""
+        return sum(part.begun_twice for part in self._parts.values())
+
     @functools.cached_property
     def rows(self) -> Sequence[Problem]:
         """Every problem as it was read, source by source in the files' order."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vapo_megatron.data.chat import Render, encodable, read_messages
+from vapo_megatron.data.chat import Render, encodable, read_prompt
 from vapo_megatron.data.columns import own_digits
 from vapo_megatron.data.ground_truths import answer_text
 from vapo_megatron.errors import DataError
@@ -91,9 +91,9 @@ def load_problems(
         for where, row in _rows(path, columns):
             critic_prompt = None
             if critic_prompt_column is not None:
-                value = row[critic_prompt_column]
-                critic_prompt = _prompt(value, critic_prompt_column, where, render)
-            prompt, answer = _prompt(row.pop(prompt_column), prompt_column, where, render), ""
+                critic_prompt = _prompt(row, critic_prompt_column, where, render)
+            prompt, answer = _prompt(row, prompt_column, where, render), ""
+            del row[prompt_column]
             if answer_column is not None:
                 try:
                     answer = answer_text(row.pop(answer_column), answer_column, where)
@@ -206,12 +206,14 @@ def _check_columns(columns: Mapping[str, str], present: Iterable[str], where: st
             )
 
 
-def _prompt(value: Any, column: str, where: str, render: Render | None) -> str:
-    if render is None or not isinstance(value, list):
-        return prompt_text(value, column, where)
-    messages = read_messages(value, column, where)
+def _prompt(row: Mapping[str, Any], column: str, where: str, render: Render | None) -> str:
+    if render is None and isinstance(row[column], list):
+        return prompt_text(row[column], column, where)
+    messages, options = read_prompt(row, column, where)
+    if messages is None or render is None:
+        return prompt_text(row[column] if messages is None else messages, column, where)
     try:
-        return render(messages)
+        return render(messages, **options)
     except DataError as error:
         raise DataError(
             f"{where}: {column} has chat messages, but {error}; correct or remove the row, use the "

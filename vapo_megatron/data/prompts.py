@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from vapo_megatron.data.batch import Prompt
 from vapo_megatron.data.order import seeded_permutation
@@ -34,6 +34,8 @@ class PromptDataset:
         first_index: `Prompt.index` of the first problem.
         shuffle: draw a new order in each epoch; otherwise the file's order.
         max_prompt_tokens: longest prompt allowed.
+        begin: the token that a prompt begins with, once, or none; None: what tokenizing adds to an
+            empty text.
         on_progress: called with (tokenized, all) problems.
         left_out: see leave_out.
 
@@ -52,6 +54,7 @@ class PromptDataset:
         max_prompt_tokens: int,
         source: str | None = None,
         first_index: int = 0,
+        begin: Sequence[int] | None = None,
         on_progress: OnProgress | None = None,
         left_out: Mapping[int, str] | None = None,
     ) -> None:
@@ -63,6 +66,9 @@ class PromptDataset:
         self._first_index = first_index
         self._shuffle = shuffle
         self._fingerprint = _fingerprint(self._rows)
+        self._begin = begin
+        self.begun_twice = 0
+        """Prompts, the critic's own too, that began with more than one begin token."""
         self._token_ids: list[array.array[int]] = []
         self._critic_token_ids: list[array.array[int] | None] = []
         for index, problem in enumerate(self._rows):
@@ -85,6 +91,12 @@ class PromptDataset:
     ) -> array.array[int]:
         # 4 bytes a token; a tuple of Python integers would take ten times as much.
         token_ids = array.array("i", tokenize(text))
+        if token_ids[:1] == token_ids[1:2]:
+            if self._begin is None:
+                self._begin = tokenize("")
+            begun_once = without_second_begin(token_ids, array.array("i", self._begin))
+            self.begun_twice += len(begun_once) < len(token_ids)
+            token_ids = begun_once
         where = f"{self.path}: problem {index} (from 0)"
         if not token_ids:
             raise DataError(f"{where} has no tokens: {text!r}; remove it")
@@ -219,6 +231,16 @@ class PromptDataset:
             index + self._first_index, row.prompt, token_ids, row.answer, row.metadata, row.source,
             None if of_critic is None else tuple(of_critic),
         )  # fmt: skip
+
+
+T = TypeVar("T", list[int], "array.array[int]")
+
+
+def without_second_begin(token_ids: T, begin: T) -> T:
+    """Return a prompt that begins once: texts of a chat template often have the begin token."""
+    while begin and token_ids[:2] == begin + begin:
+        token_ids = token_ids[1:]
+    return token_ids
 
 
 def refuse_replay(state: Mapping[str, Any]) -> None:

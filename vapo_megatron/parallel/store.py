@@ -35,6 +35,11 @@ def own_connection() -> dist.Store:
     return _current.clone()  # type: ignore[attr-defined]
 
 
+def agree(name: str, value: str) -> str:
+    """Return the value that the first process to ask has; own_connection's store keeps it."""
+    return own_connection().compare_set(f"agreed/{name}", "", value).decode()
+
+
 def unused_part(
     store: dist.Store, rank: int, world_size: int, timeout_seconds: float
 ) -> dist.Store:

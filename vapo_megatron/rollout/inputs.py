@@ -17,6 +17,8 @@ from vapo_megatron.data.mixture import Mixture, TrainingPrompts
 from vapo_megatron.data.problems import load_problems
 from vapo_megatron.data.prompts import OnProgress, PromptDataset
 from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.parallel import store
+from vapo_megatron.rollout.special_tokens import begin_of
 from vapo_megatron.rollout.tokenizer import ChatTemplate, check_tokenizer, load_tokenizer
 
 
@@ -34,6 +36,20 @@ class Inputs(NamedTuple):
     """Evaluation prompts; None: no evaluation."""
     skip_unusable: bool = False
     """data.skip_unusable, for the rows that a verifier refuses."""
+    date: str | None = None
+    """What chat templates have written, in ISO form; None: no template asked for the date."""
+    again: Callable[..., Inputs] | None = None
+    """Reads the same with another `date`."""
+
+    def agreed(self) -> Inputs:
+        """Return these inputs with the date that the first process to ask has, after store.join.
+
+        Processes that start around midnight have read different prompts.
+        """
+        if self.date is None or self.again is None:
+            return self
+        date = store.agree("date", self.date)
+        return self if date == self.date else self.again(date=date)
 
 
 def read_inputs(
@@ -45,6 +61,7 @@ def read_inputs(
     *,
     seed: int,
     on_progress: OnProgress | None = None,
+    date: str | None = None,
 ) -> Inputs:
     """Load the tokenizer; read and tokenize all problems.
 
@@ -53,6 +70,7 @@ def read_inputs(
         data, rollout, evaluation: the files, their columns, the stop tokens and the length limit.
         seed: of the order of the training prompts.
         on_progress: called with (tokenized, all) prompts of each file.
+        date: for chat templates that write it; None: today.
 
     Raises:
         ConfigError: the tokenizer does not load or is not the model's; see rollout/tokenizer.py.
@@ -60,9 +78,10 @@ def read_inputs(
     """
     tokenizer = load_tokenizer(hf_path)
     stop = check_tokenizer(hf_path, tokenizer, rollout.stop_token_ids, shape.vocab_size)
+    template = ChatTemplate(tokenizer, date)
 
     read = functools.partial(
-        read_prompts, tokenizer=tokenizer, seed=seed, on_progress=on_progress,
+        read_prompts, tokenizer=tokenizer, template=template, seed=seed, on_progress=on_progress,
         max_prompt_tokens=rollout.max_prompt_tokens, skip_unusable=data.skip_unusable,
     )  # fmt: skip
     dataset = _training_prompts(data, read)
@@ -73,7 +92,12 @@ def read_inputs(
         held_out = Mixture(parts, lambda steps: dict.fromkeys(files, 1.0))
     elif evaluation.path is not None:
         held_out = read(evaluation.path, data, shuffle=False)
-    return Inputs(shape, tokenizer, stop, dataset, held_out, data.skip_unusable)
+    again = functools.partial(
+        read_inputs, shape, hf_path, data, rollout, evaluation, seed=seed, on_progress=on_progress
+    )
+    return Inputs(
+        shape, tokenizer, stop, dataset, held_out, data.skip_unusable, template.date, again
+    )
 
 
 def _training_prompts(data: DataConfig, read: Callable[..., PromptDataset]) -> TrainingPrompts:
@@ -113,6 +137,7 @@ def read_prompts(
     verifier: str | None = None,
     critic_prompt_column: str | None = None,
     skip_unusable: bool = False,
+    template: ChatTemplate | None = None,
     **of_dataset: Any,
 ) -> PromptDataset:
     """Read a file's problems and tokenize its prompts; chat messages are templated.
@@ -122,6 +147,7 @@ def read_prompts(
         columns: has prompt_column and answer_column.
         tokenizer: transformers'.
         skip_unusable: leave out rows whose answer cannot be read.
+        template: of the tokenizer; None: it writes today's date.
         of_dataset: see PromptDataset.
 
     Raises:
@@ -131,8 +157,9 @@ def read_prompts(
     problems = load_problems(
         path, columns.prompt_column, columns.answer_column, section=section,
         critic_prompt_column=critic_prompt_column, source=source, verifier=verifier,
-        render=ChatTemplate(tokenizer), unreadable=unreadable,
+        render=template or ChatTemplate(tokenizer), unreadable=unreadable,
     )  # fmt: skip
     return PromptDataset(
-        problems, tokenizer.encode, path=path, source=source, left_out=unreadable, **of_dataset
-    )
+        problems, tokenizer.encode, path=path, source=source, begin=begin_of(tokenizer),
+        left_out=unreadable, **of_dataset,
+    )  # fmt: skip

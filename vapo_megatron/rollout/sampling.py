@@ -74,7 +74,7 @@ class Sampling(RolloutSource):
         """
         self._rollout, self._algorithm, self._reward = rollout, algorithm, reward
         self._evaluation, self._logging = evaluation, logging
-        self.stop_token_ids = inputs.stop_token_ids
+        self.stop_token_ids, self.date = inputs.stop_token_ids, inputs.date
         self.decode = functools.lru_cache(65536)(
             functools.partial(inputs.tokenizer.decode, clean_up_tokenization_spaces=False)
         )

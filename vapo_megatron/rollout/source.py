@@ -47,6 +47,8 @@ class RolloutSource(abc.ABC):
     """None: there is no tokenizer, on any rank."""
     stop_token_ids: Sequence[int] = ()
     """Ids that end a response; none are known where there is no tokenizer."""
+    date: str | None = None
+    """See Inputs."""
     labels: Labels = NO_LABELS
     """Of the problems of the last step's prompts, at least; the same on every rank."""
     group: ProcessGroup | None = None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
+import inspect
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vapo_megatron.data.chat import Message
 from vapo_megatron.errors import ConfigError, DataError
+from vapo_megatron.rollout.special_tokens import check_nothing_behind
 
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _NAME_EOS = ("generation_config.json", "config.json")
@@ -28,7 +31,7 @@ def load_tokenizer(hf_path: str | Path) -> Any:
 
     Raises:
         ConfigError: no such directory, no vocabulary in it (transformers would build an empty one),
-            or ids that differ from those of its sentencepiece model.
+            ids that differ from those of its sentencepiece model, or a token behind every text.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -54,6 +57,7 @@ def load_tokenizer(hf_path: str | Path) -> Any:
         ) from error
     if (directory / "tokenizer.model").is_file():
         _check_sentencepiece(tokenizer, directory / "tokenizer.model")
+    check_nothing_behind(hf_path, tokenizer)
     return tokenizer
 
 
@@ -201,28 +205,95 @@ class ChatTemplate:
     A prompt is encoded with the tokenizer's special tokens, so a begin token that the template
     writes too is left out of the text.
 
+    Args:
+        tokenizer: transformers'.
+        date: what a template that asks for the time is told, in ISO form; None: today.
+
     Raises:
         DataError: when called, without a remedy. The tokenizer has no chat template, it refuses the
-            messages, or its text would be encoded to other ids.
+            messages or does not write a part of them, or its text would be encoded to other ids.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, date: str | None = None) -> None:
         self._tokenizer = tokenizer
+        day = datetime.date.today() if date is None else datetime.date.fromisoformat(date)
+        self._now = datetime.datetime.combine(day, datetime.time())
+        self.date: str | None = None
+        """What was told to the template, in ISO form; None: it has not asked."""
 
-    def __call__(self, messages: Sequence[Message]) -> str:
-        """Return the prompt's text; see ChatTemplate."""
+    def __call__(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt's text.
+
+        Args:
+            messages: see read_messages.
+            tools, variables: of the row, see template_options.
+        """
         begin = self._begin
-        return self._written(messages).removeprefix(begin)
+        variables = variables or {}
+        self._check_variables(variables, tools)
+        options = {**variables, **({"tools": list(tools)} if tools else {})}
+        text = self._written(messages, **options)
+        if tools and text == self._written(messages, **variables):
+            raise DataError("the tokenizer's chat template does not write the row's tools")
+        for i, message in enumerate(messages):
+            if message["role"] == "tool" or "tool_calls" in message:
+                self._check_shown(text, messages, i, options)
+        return text.removeprefix(begin)
 
-    def _written(self, messages: Sequence[Message]) -> str:
+    def _check_variables(self, variables: Mapping[str, Any], tools: Sequence[Any]) -> None:
+        """Refuse variables that the template does not have or that are not the row's to set."""
+        if not variables:
+            return
+        source = self._tokenizer.get_chat_template(tools=list(tools) or None)
+        taken = {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "messages"}
+        taken |= {"strftime_now", "raise_exception", *self._tokenizer.special_tokens_map}
+        for name in variables:
+            if name in taken:
+                raise DataError(
+                    f"its chat_template_kwargs sets {name}, which is not a row's to set"
+                )
+            if not re.search(rf"\b{re.escape(name)}\b", source):
+                raise DataError(
+                    f"its chat_template_kwargs has {name}, which the tokenizer's chat template "
+                    "does not use"
+                )
+
+    def _check_shown(
+        self, text: str, messages: Sequence[Message], i: int, options: Mapping[str, Any]
+    ) -> None:
+        """Refuse a template that writes the same without a message's calls or a tool's answer."""
+        what, other = "the tool_calls", {**messages[i], "content": f"{messages[i]['content']} 1"}
+        if messages[i]["role"] == "tool":
+            what = "the tool's answer"
+        else:
+            other = {name: v for name, v in messages[i].items() if name != "tool_calls"}
+        try:
+            without = self._written([*messages[:i], other, *messages[i + 1 :]], **options)
+        except DataError:
+            return
+        if without == text:
+            raise DataError(f"the tokenizer's chat template does not write {what} of message {i}")
+
+    def _written(self, messages: Sequence[Message], **options: Any) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
+                list(messages), tokenize=False, add_generation_prompt=True,
+                strftime_now=self._strftime, **options,
+            )  # fmt: skip
         except Exception as error:  # jinja2's, and whatever a template's calls raise.
             why = " ".join(str(error).split()) or type(error).__name__
             raise DataError(f"the tokenizer's chat template refuses them: {why}") from None
         return text
+
+    def _strftime(self, form: str) -> str:
+        """Take the place of transformers' clock: a run has one date, at midnight."""
+        self.date = self._now.date().isoformat()
+        return self._now.strftime(form)
 
     @functools.cached_property
     def _begin(self) -> str:

@@ -356,6 +356,27 @@ SYSTEM = {"role": "system", "content": "s"}
 TURNS = [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]
 
 
+def test_tools_are_in_the_text_and_no_longer_in_a_column(make, tmp_path, tokenizer, monkeypatch):
+    """Messages may be texts; rows that differ in their tools are two problems."""
+    user = [{"role": "user", "content": "w5"}]
+    rows = [
+        {"prompt": json.dumps(user), "answer": 1, "tools": tools, "level": "w"}
+        for tools in ([{"name": "w6"}], '[{"name": "w7"}]', [{"name": "w6"}], None)
+    ]
+    file = jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(DataError, match="line 1: the prompt has tools or .*give --template chat"):
+        make(file)
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools[0].name if tools else 'w8' }} w9")
+    summary, problems = make(file, template="chat")
+    assert [p.prompt for p in problems] == ["w6 w9", "w7 w9", "w8 w9"] and summary.duplicates == 1
+    assert [dict(p.metadata) for p in problems] == [{"level": "w"}] * 3
+    _, problems = make(file, template="none")
+    assert [p.prompt for p in problems] == ["w6 w9", "w7 w9", "w5"]
+    answered = [*user, {"role": "assistant", "content": "w4"}, {"role": "tool", "content": "w3"}]
+    with pytest.raises(DataError, match="prompt ends with a tool's answer, .*without vapo prepare"):
+        make(jsonl(tmp_path / "b.jsonl", [{"prompt": answered, "answer": 1}]))
+
+
 def test_messages_before_the_problem_stay_before_it(make, tmp_path, tokenizer, monkeypatch):
     """A message of the user alone is its text; others need a chat template."""
     alone = [{"role": "user", "content": "w5"}]

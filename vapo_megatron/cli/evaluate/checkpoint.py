@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from vapo_megatron.cli.command import ProgressBar
-from vapo_megatron.cli.evaluate.directory import find_hf_directory, is_run_directory
+from vapo_megatron.cli.evaluate.directory import date_of_run, find_hf_directory, is_run_directory
 from vapo_megatron.config import RolloutConfig, VapoConfig, check_together, read_config
 from vapo_megatron.data.batch import Prompt
 from vapo_megatron.data.prompts import PromptDataset
@@ -42,6 +42,7 @@ from vapo_megatron.rollout.evaluation.samples_file import (
     collect,
     line_values,
     lock_file,
+    noted_date,
     part_of,
     verdict_settings,
     weights_digest,
@@ -49,7 +50,12 @@ from vapo_megatron.rollout.evaluation.samples_file import (
 from vapo_megatron.rollout.evaluation.statistics import Estimate, estimates
 from vapo_megatron.rollout.inputs import Inputs, read_prompts
 from vapo_megatron.rollout.requests import max_model_len, with_own_limits
-from vapo_megatron.rollout.tokenizer import check_tokenizer, decode_responses, load_tokenizer
+from vapo_megatron.rollout.tokenizer import (
+    ChatTemplate,
+    check_tokenizer,
+    decode_responses,
+    load_tokenizer,
+)
 from vapo_megatron.weights.hf_directory import exported_step
 from vapo_megatron.weights.hf_reader import HfReader
 
@@ -111,25 +117,27 @@ class Evaluation(NamedTuple):
     """The configuration's, with_own_limits of the data and the model."""
 
 
-def check(checkpoint: Path, data: Path, config: VapoConfig) -> Evaluation:
+def check(checkpoint: Path, data: Path, config: VapoConfig, out: Path | None = None) -> Evaluation:
     """Check the files in one process; neither vLLM nor a process group is needed.
 
     Args:
         checkpoint: HF or run directory.
         data: problems, in the columns that config.data names.
         config: from evaluation_config.
+        out: the samples file, whose prompts keep their date; None: there is none.
 
     Raises:
         UserError: the first thing that is wrong: what, where, and the remedy.
     """
     hf_path = find_hf_directory(checkpoint)
     tokenizer = load_tokenizer(hf_path)
+    template = ChatTemplate(tokenizer, noted_date(out) or date_of_run(checkpoint))
     is_limited = "max_prompt_tokens" in config.rollout.model_fields_set
     with ProgressBar("prompts") as bar:
         dataset = read_prompts(
             str(data), config.data, tokenizer, seed=config.seed, shuffle=False,
             max_prompt_tokens=config.rollout.max_prompt_tokens if is_limited else sys.maxsize,
-            on_progress=bar.show, skip_unusable=config.data.skip_unusable,
+            on_progress=bar.show, skip_unusable=config.data.skip_unusable, template=template,
         )  # fmt: skip
     shape = read_model_shape(hf_path, "--checkpoint")
     check_sampled(hf_path, shape, "--checkpoint")
@@ -141,9 +149,9 @@ def check(checkpoint: Path, data: Path, config: VapoConfig) -> Evaluation:
     # vLLM would refuse these too, but late.
     sampling_settings(config.evaluation, rollout.max_response_tokens)
     max_model_len(shape, rollout)
-    step = exported_step(hf_path)
+    known = {"step": exported_step(hf_path), "date": template.date}
     header = {
-        "checkpoint": str(checkpoint), **({} if step is None else {"step": step}),
+        "checkpoint": str(checkpoint), **{k: v for k, v in known.items() if v is not None},
         "weights": weights_digest(hf_path), "data": str(data),
         "problems": dataset.state_dict()["fingerprint"][:16], "num_problems": len(dataset),
         **config.evaluation.model_dump(include={"samples", "temperature", "top_p", "top_k"}),
@@ -152,7 +160,7 @@ def check(checkpoint: Path, data: Path, config: VapoConfig) -> Evaluation:
         "dtype": config.rollout.dtype or config.model.dtype,
         **verdict_settings(config.reward, dataset.rows),
     }  # fmt: skip
-    inputs = Inputs(shape, tokenizer, stop_token_ids, held_out=dataset)
+    inputs = Inputs(shape, tokenizer, stop_token_ids, held_out=dataset, date=template.date)
     return Evaluation(hf_path, inputs, dataset, header, rollout)
 
 
@@ -165,12 +173,12 @@ class Summary(NamedTuple):
 
 
 def check_out(out: Path, evaluation: Evaluation) -> None:
-    """Refuse a samples file of another evaluation, or one that is being written.
+    """Refuse the samples of another evaluation; begin those of dated prompts, for all processes.
 
     Raises:
-        DataError: names the file and what differs.
+        DataError: names the file and what differs, or says that it is being written.
     """
-    if out.exists():
+    if out.exists() or evaluation.inputs.date is not None:
         with lock_file(out):
             collect(out, evaluation.header)
 

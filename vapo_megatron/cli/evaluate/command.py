@@ -63,6 +63,7 @@ def _evaluate(options: argparse.Namespace, worker: Sequence[str]) -> Path | None
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # These load torch, so they come after the options are checked.
     from vapo_megatron.cli.evaluate import checkpoint
+    from vapo_megatron.rollout.input_warnings import tell_warnings
 
     given = {name: getattr(options, name) for name in ("samples", "temperature", "top_p", "top_k")}
     flags = [f"evaluation.{name}={value}" for name, value in given.items() if value is not None]
@@ -70,7 +71,9 @@ def _evaluate(options: argparse.Namespace, worker: Sequence[str]) -> Path | None
         options.checkpoint, [*options.overrides, *flags], num_processes(options.nproc)
     )
     out = options.out or default_out(options.checkpoint, options.data)
-    evaluation = checkpoint.check(options.checkpoint, options.data, config)
+    evaluation = checkpoint.check(options.checkpoint, options.data, config, out)
+    if not under_torchrun():
+        tell_warnings(evaluation.inputs)
     if config.parallel.world_size > 1 and not under_torchrun():
         checkpoint.check_out(out, evaluation)
         become_torchrun(config.parallel.world_size, worker)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
 from vapo_megatron.config.missing import missing_model
 from vapo_megatron.errors import CheckpointError
-from vapo_megatron.run.checkpoint.files import candidates
+from vapo_megatron.run.checkpoint.files import STATE, candidates
 from vapo_megatron.run.directory import read_config
 from vapo_megatron.weights.hf_directory import exported_step
 
@@ -70,6 +71,22 @@ def _export_of_run(run_dir: Path) -> Path:
                 f"--overwrite, or evaluate step {step} with --checkpoint {export}"
             )
     return export
+
+
+def date_of_run(checkpoint: Path) -> str | None:
+    """Return the date in the prompts of the run that a directory is or is exported into, or None.
+
+    Templates that ask for the date have been told it since the run's first day.
+    """
+    for place in (checkpoint, *checkpoint.absolute().parents[:2]):
+        if is_run_directory(place):
+            for step in candidates(place / "checkpoints"):
+                try:
+                    date = json.loads((step / STATE).read_bytes())["run"]["date"]
+                    return date if date is None else str(date)
+                except (OSError, ValueError, KeyError, TypeError):
+                    continue
+    return None
 
 
 def _sharded(checkpoint: Path) -> Path | None:

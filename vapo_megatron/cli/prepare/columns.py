@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vapo_megatron.data.chat import Message, read_messages
+from vapo_megatron.data.chat import (
+    Message,
+    from_text,
+    read_messages,
+    refuse_options,
+    template_options,
+)
 from vapo_megatron.data.ground_truths import answer_text, shown
 from vapo_megatron.data.problems import prompt_text
 from vapo_megatron.errors import DataError
@@ -176,7 +182,7 @@ def read_problem(
                 f"{where} has no column {column!r}, which the file's other rows have: it has "
                 f"{', '.join(row) or 'none'}; correct or remove the row"
             )
-    prompt, response = row[shape.prompt_column], None
+    prompt, response = from_text(row[shape.prompt_column], shape.prompt_column, where), None
     earlier: list[Message] = []
     if isinstance(prompt, list):
         turns = list(map(_of_sharegpt, prompt)) if shape.name == "sharegpt" else prompt
@@ -184,6 +190,13 @@ def read_problem(
             *turns, response = turns
         *earlier, last = read_messages(turns, shape.prompt_column, where)
         prompt = last["content"]
+        if last["role"] != "user":
+            raise DataError(
+                f"{where}: {shape.prompt_column} ends with a tool's answer, and a problem is the "
+                "user's message; train on the file as it is, without vapo prepare"
+            )
+    else:
+        refuse_options(template_options(row, where), shape.prompt_column, where)
     problem = prompt_text(prompt, shape.prompt_column, where)
     try:
         answer = _answer(shape, row, response, where)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +25,15 @@ from vapo_megatron.cli.prepare.columns import (
 )
 from vapo_megatron.cli.prepare.rows import Choose, count_rows, find_file, read_rows
 from vapo_megatron.cli.prepare.summary import Summary, Template
-from vapo_megatron.data.chat import Message
+from vapo_megatron.data.chat import OPTION_COLUMNS, Message, template_options
 from vapo_megatron.data.columns import storable_array
 from vapo_megatron.data.ground_truths import members
 from vapo_megatron.data.problems import Problem
+from vapo_megatron.data.prompts import without_second_begin
 from vapo_megatron.data.storage import replacing
 from vapo_megatron.errors import DataError
 from vapo_megatron.reward.hybrid import is_prose
+from vapo_megatron.rollout.special_tokens import begin_of
 from vapo_megatron.rollout.tokenizer import ChatTemplate
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ class _Kept:
     """The text, or the last message's; its instructions are gone unless the template keeps them."""
     answer: str
     earlier: tuple[Message, ...]
+    options: dict[str, Any]
+    """For the chat template, see template_options; the prompt that is written has them."""
     others: dict[str, Any]
     """The row's other columns."""
     other_answers: set[str] = dataclasses.field(default_factory=set)
@@ -117,7 +121,7 @@ def prepare(
     kept = _unanimous(kept, verifier, summary)
     if template != "none":
         _check_not_rendered(kept, tokenizer)
-    kept = list(_rendered(kept, render, tokenizer.encode, summary))
+    kept = list(_rendered(kept, render, tokenizer.encode, begin_of(tokenizer), summary))
     if not kept:
         raise DataError(
             f"nothing is left to write: of {summary.rows - summary.duplicates:,} problems "
@@ -131,9 +135,7 @@ def prepare(
     if prose:
         summary.prose, first = len(prose), prose[0]
         summary.prose_example = f"{first.where}: {first.answer!r:.80}"
-    # Decoded from the ids, so that what the tokenizer adds or changes is seen.
-    shown = tokenizer.decode(tokenizer.encode(kept[0].prompt), clean_up_tokenization_spaces=False)
-    summary.first_prompt = shown if len(shown) <= 800 else f"{shown[:500]} [...] {shown[-250:]}"
+    summary.first_prompt = _as_read(tokenizer, kept[0].prompt)
     _write(out, kept, summary)
     return summary
 
@@ -149,23 +151,22 @@ def make_template(name: Template, tokenizer: Any) -> Callable[..., str]:
     """
     as_chat = ChatTemplate(tokenizer)
 
-    def render(problem: str, earlier: Sequence[Message] = ()) -> str:
-        if name == "none" and not earlier:
+    def render(problem: str, earlier: Sequence[Message] = (), **options: Any) -> str:
+        what = "messages before the problem" if earlier else "tools or chat_template_kwargs"
+        if name == "none" and not (earlier or options):
             return problem
-        if name == "answer" and earlier:
+        if name == "answer" and (earlier or options):
             raise DataError(
-                "has messages before the problem, for which --template answer has no place; give "
-                "--template chat"
+                f"has {what}, for which --template answer has no place; give --template chat"
             )
         text = problem if name == "none" else f"{ANSWER_PREFIX}{problem}{ANSWER_SUFFIX}"
         if name == "answer":
             return f"{text}\n"
         try:
-            return as_chat([*earlier, {"role": "user", "content": text}])
+            return as_chat([*earlier, {"role": "user", "content": text}], **options)
         except DataError as error:
             raise DataError(
-                f"has messages before the problem, but {error}; remove the row, or give another "
-                "--tokenizer"
+                f"has {what}, but {error}; remove the row, or give another --tokenizer"
             ) from None
 
     if name == "chat":
@@ -221,19 +222,22 @@ def _distinct(
             continue
         bare = strip_instructions(problem.prompt)
         prompt = problem.prompt if template == "none" else bare
-        others = {k: v for k, v in row.items() if k not in (*shape.columns, "prompt", "answer")}
-        new = _Kept(where, prompt, problem.answer, problem.earlier, others)
-        known = first.setdefault(_key(bare, problem.earlier), new)
+        options = template_options(row, where)
+        used = {*shape.columns, "prompt", "answer", *OPTION_COLUMNS}
+        others = {k: v for k, v in row.items() if k not in used}
+        new = _Kept(where, prompt, problem.answer, problem.earlier, options, others)
+        known = first.setdefault(_key(bare, problem.earlier, options), new)
         if known.answer != new.answer:
             known.other_answers.add(new.answer)
     summary.duplicates = summary.rows - len(first) - summary.unusable
     return list(first.values())
 
 
-def _key(problem: str, earlier: Sequence[Message]) -> bytes:
-    """Hash a problem and the messages before it, ignoring differences in whitespace."""
-    said = [("user", problem), *((m["role"], m["content"]) for m in earlier)]
-    text = json.dumps([(role, " ".join(content.split())) for role, content in said])
+def _key(problem: str, earlier: Sequence[Message], options: Mapping[str, Any]) -> bytes:
+    """Hash all that makes a prompt, ignoring differences in the messages' whitespace."""
+    said = [{"role": "user", "content": problem}, *earlier]
+    said = [{**message, "content": " ".join(message["content"].split())} for message in said]
+    text = json.dumps([said, dict(options)], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
@@ -287,17 +291,18 @@ def _check_not_rendered(kept: Sequence[_Kept], tokenizer: Any) -> None:
 def _rendered(
     kept: list[_Kept],
     render: Callable[..., str],
-    encode: Callable[[str], Sequence[int]],
+    encode: Callable[[str], list[int]],
+    begin: list[int],
     summary: Summary,
 ) -> Iterator[_Kept]:
     """Yield the problems with their prompts in the template, without those that are too long."""
     for _, part in _chunks("prompts", kept):
         for k in part:
             try:
-                prompt = render(k.prompt, k.earlier)
+                prompt = render(k.prompt, k.earlier, **k.options)
             except DataError as error:
                 raise DataError(f"{k.where}: the prompt {error}") from None
-            length = len(encode(prompt))
+            length = len(without_second_begin(encode(prompt), begin))
             if not length:
                 raise DataError(
                     f"{k.where}: the tokenizer makes no token of {prompt[:60]!r}; remove the row, "
@@ -308,6 +313,13 @@ def _rendered(
                 continue
             summary.longest_prompt_tokens = max(summary.longest_prompt_tokens, length)
             yield dataclasses.replace(k, prompt=prompt)
+
+
+def _as_read(tokenizer: Any, prompt: str) -> str:
+    """Decode a prompt's ids, so that what the tokenizer adds or changes is seen; cut if long."""
+    ids = without_second_begin(tokenizer.encode(prompt), begin_of(tokenizer))
+    shown: str = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    return shown if len(shown) <= 800 else f"{shown[:500]} [...] {shown[-250:]}"
 
 
 def _chunks(title: str, kept: list[_Kept]) -> Iterator[tuple[int, list[_Kept]]]:

@@ -66,6 +66,7 @@ def _select(options: argparse.Namespace, worker: Sequence[str]) -> str | None:
     # These load torch, so they come after the options are checked.
     from vapo_megatron.cli.evaluate.checkpoint import evaluation_config
     from vapo_megatron.cli.select import select
+    from vapo_megatron.rollout.input_warnings import tell_warnings
 
     sampling = [
         f"evaluation.samples={options.samples}", f"evaluation.temperature={options.temperature}",
@@ -76,6 +77,7 @@ def _select(options: argparse.Namespace, worker: Sequence[str]) -> str | None:
     )
     job = select.prepare(options.checkpoint, options.data, config, rules, options.out)
     if not under_torchrun():
+        tell_warnings(job.evaluation.inputs)
         if select.is_sampled(job):
             return select.select_from_samples(job)
         if config.parallel.world_size > 1:

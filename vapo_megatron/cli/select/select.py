@@ -44,12 +44,17 @@ class Job(NamedTuple):
     @property
     def samples(self) -> Path:
         """The file of all responses."""
-        return self.out.with_suffix(".samples.jsonl")
+        return samples_of(self.out)
 
     @property
     def problems(self) -> list[Prompt]:
         """What is sampled."""
         return [p for p in self.evaluation.dataset.problems if p.index not in self.duplicates]
+
+
+def samples_of(out: Path) -> Path:
+    """Return the file of all responses beside a selection."""
+    return out.with_suffix(".samples.jsonl")
 
 
 def prepare(checkpoint: Path, data: Path, config: VapoConfig, rules: Rules, out: Path) -> Job:
@@ -58,7 +63,7 @@ def prepare(checkpoint: Path, data: Path, config: VapoConfig, rules: Rules, out:
     Raises:
         UserError: the first thing that is wrong: what, where, and the remedy.
     """
-    evaluation = check(checkpoint, data, config)
+    evaluation = check(checkpoint, data, config, samples_of(out))
     reward_scores.check(evaluation, config.model_copy(update={"rollout": evaluation.rollout}))
     rows = evaluation.dataset.rows
     if rules.within is not None and not any(rules.within in row.metadata for row in rows):
@@ -79,12 +84,12 @@ def prepare(checkpoint: Path, data: Path, config: VapoConfig, rules: Rules, out:
 
 
 def is_sampled(job: Job) -> bool:
-    """Return whether no response or score is missing; for one process at a time.
+    """Return whether no response or score is missing; for one process at a time; see check_out.
 
     Raises:
         DataError: the file is of other samples, or is being written.
     """
-    if not job.samples.exists():
+    if not job.samples.exists() and job.evaluation.inputs.date is None:
         return False
     with lock_file(job.samples):
         is_done = collect(job.samples, job.evaluation.header, reward_scores.is_judged)

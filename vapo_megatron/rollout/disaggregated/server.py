@@ -112,6 +112,7 @@ class Server:
         sides = backend.initialize_distributed(parallel.timeout_seconds, rollout.num_processes)
         assert sides is not None and sides.is_sampler, "the last processes sample"
         self._sides: Sides = sides
+        inputs = inputs.agreed()
         self._plan = functools.partial(
             plan_of, algorithm=algorithm, parallel=parallel,
             hidden_size=inputs.shape.hidden_size, seed=seed,

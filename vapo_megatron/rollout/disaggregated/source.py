@@ -71,7 +71,7 @@ class RemoteSampling(RolloutSource):
         self._sides, self._waiting = sides, waiting
         self._dataset = self.prompts = inputs.dataset
         self.group, self.shown_rank = sides.group, sides.num_trainers
-        self.stop_token_ids = inputs.stop_token_ids
+        self.stop_token_ids, self.date = inputs.stop_token_ids, inputs.date
         self.decode = functools.lru_cache(65536)(
             functools.partial(inputs.tokenizer.decode, clean_up_tokenization_spaces=False)
         )

@@ -11,6 +11,7 @@ the end, and when an evaluation resumes, possibly with another number of replica
 from __future__ import annotations
 
 import contextlib
+import datetime
 import glob
 import hashlib
 import json
@@ -44,6 +45,18 @@ _Found = tuple[Path, int, Any]
 def line_values(line: Mapping[str, Any]) -> dict[str, float]:
     """Return problem_values of a line's responses."""
     return problem_values(line["responses"])
+
+
+def noted_date(out: Path | None) -> str | None:
+    """Return the date in the prompts of a file's header; None: there is no such file or date."""
+    if out is None:
+        return None
+    try:
+        with out.open("rb") as file:
+            date = json.loads(file.readline())["date"]
+        return datetime.date.fromisoformat(date).isoformat()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def lock_file(out: Path) -> contextlib.AbstractContextManager[None]:

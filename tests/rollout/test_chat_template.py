@@ -1,0 +1,86 @@
+"""Chat templates that write tools, a row's variables and the date, or do not.
+
+Not exercised: templates of published models, which the network has.
+"""
+
+import datetime
+
+import pytest
+
+from tests.rollout.chat_tokenizer import CHATML, write_chat_tokenizer
+from vapo_megatron.errors import DataError
+from vapo_megatron.rollout.tokenizer import ChatTemplate, load_tokenizer
+
+USER = {"role": "user", "content": "1 + 1 = ?"}
+CALL = {"name": "add", "arguments": {"a": 1}}
+CALLED = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]},
+          {"role": "tool", "content": "2"}]  # fmt: skip
+TOOL = {"name": "add", "parameters": {}}
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}{{ c | tojson }}{% endfor %}{% endfor %}"
+    "{% if not (enable_thinking | default(true)) %}<think></think>{% endif %}"
+)
+# As Llama 3.2 and Granite have it, and Llama 3.1, whose constant stands for templates of its time.
+DATED = (
+    "{% if not date_string is defined %}{% if strftime_now is defined %}"
+    "{% set date_string = strftime_now('%d %b %Y') %}{% else %}{% set date_string = '1 Jul 2024' %}"
+    "{% endif %}{% endif %}{{ 'Today: ' + date_string + '\n' }}"
+)
+UNDATED = "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
+
+
+def template_of(path, template, date=None):
+    return ChatTemplate(load_tokenizer(write_chat_tokenizer(path, template=template)), date)
+
+
+def test_tools_calls_and_variables_are_written(tmp_path):
+    template = template_of(tmp_path, WITH_TOOLS)
+    assert template([USER], tools=[TOOL]) == '[{"name": "add", "parameters": {}}]1 + 1 = ?'
+    assert template(CALLED) == '1 + 1 = ?{"name": "add", "arguments": {"a": 1}}2'
+    assert template([USER], variables={"enable_thinking": False}).endswith("<think></think>")
+    assert template([USER], variables={"enable_thinking": True}) == template([USER])
+    assert template.date is None
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "message"),
+    [
+        (CHATML, ([USER], [TOOL]), "chat template does not write the row's tools"),
+        (CHATML + "{# tools #}", ([USER], [TOOL]), "does not write the row's tools"),
+        (CHATML, (CALLED,), "does not write the tool_calls of message 1"),
+        (
+            WITH_TOOLS.replace("{{ m['content'] }}", "{{ m['content'] if m['role'] == 'user' }}"),
+            (CALLED,), "does not write the tool's answer of message 2",
+        ),
+        (CHATML, ([USER], (), {"thinking": 1}), "has thinking, which the .* template does not use"),
+        (CHATML, ([USER], (), {"tokenize": True}), "sets tokenize, which is not a row's to set"),
+        (CHATML, ([USER], (), {"messages": []}), "sets messages, which is not a row's to set"),
+        (DATED, ([USER], (), {"strftime_now": "x"}), "sets strftime_now, which is not a row's"),
+        (CHATML, ([USER], (), {"eos_token": "x"}), "sets eos_token, which is not a row's to set"),
+    ],
+)  # fmt: skip
+def test_what_a_template_does_not_write_is_named(tmp_path, template, row, message):
+    with pytest.raises(DataError, match=message):
+        template_of(tmp_path, template)(*row)
+
+
+def test_a_date_is_told_and_kept(tmp_path):
+    template = template_of(tmp_path, DATED + CHATML, "2024-02-29")
+    assert template.date is None
+    assert template([USER]).startswith("Today: 29 Feb 2024\n") and template.date == "2024-02-29"
+    today = template_of(tmp_path, DATED + CHATML)
+    today([USER])
+    assert datetime.date.fromisoformat(today.date) <= datetime.date.today()
+
+
+def test_the_time_of_day_is_midnight(tmp_path):
+    template = template_of(tmp_path, "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}", "2024-02-29")
+    assert template([USER]) == "2024-02-29 00:00:00.000000"
+
+
+def test_a_constant_date_and_a_rows_own_are_no_clock(tmp_path):
+    template = template_of(tmp_path, UNDATED + "{{ date_string }}", "2024-02-29")
+    assert template([USER]) == "26 Jul 2024"
+    assert template([USER], variables={"date_string": "1 Jan 2020"}) == "1 Jan 2020"
+    assert template.date is None
