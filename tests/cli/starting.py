@@ -30,7 +30,10 @@ def make_stand_in(directory):
     """Make a torchrun that prints what it was started with; return its PYTHONPATH."""
     (directory / "stand_in").mkdir()
     (directory / "stand_in/sitecustomize.py").write_text(
-        "import json, os, signal, sys\n"
+        "import json, os, shutil, signal, sys\n"
+        "from types import SimpleNamespace\n"
+        # A disk of unknown size: none here has room for a large model's checkpoint.
+        "shutil.disk_usage = lambda path: SimpleNamespace(total=0, free=0)\n"
         "if 'vapo_megatron.cli.torchrun' in sys.orig_argv:\n"
         "    print(json.dumps({'arguments': sys.orig_argv[3:], 'environment': dict(os.environ),\n"
         "        'blocks': list(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, [])))}),\n"

@@ -269,6 +269,8 @@ def before_torchrun(monkeypatch):
     for name in ("LOCAL_RANK", "NNODES", "NODE_RANK", "NPROC_PER_NODE", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "execv", stop)
+    unknown = SimpleNamespace(total=0, free=0)  # None here has room for a large model's checkpoint.
+    monkeypatch.setattr("shutil.disk_usage", lambda path: unknown)
 
 
 @pytest.mark.parametrize("size", ["7b", "0.5b"])

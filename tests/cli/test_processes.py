@@ -21,7 +21,7 @@ from vapo_megatron.cli.main import main
 @pytest.fixture
 def place(tmp_path):
     """A model and a data file."""
-    write_tiny_hf(tmp_path / "model", num_layers=1, vocab=64)
+    write_tiny_hf(tmp_path / "model", num_layers=1, hidden=128, vocab=64)
     write_tiny_tokenizer(tmp_path / "model")
     (tmp_path / "data.jsonl").write_text('{"prompt": "w3 w4", "answer": 2}\n')
     return tmp_path

@@ -28,6 +28,10 @@ from vapo_megatron.parallel.health import early_stop
 rank = int(os.environ["RANK"])
 launcher = os.getppid()
 early_stop.block_signals()
+# They begin together, however long one takes to start.
+open(f"{__file__}.{rank}", "w").close()
+while not os.path.exists(f"{__file__}.{1 - rank}"):
+    time.sleep(0.01)
 
 def mistake():
     report("error: a.jsonl, line 3 is wrong", 2)

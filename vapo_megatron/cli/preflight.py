@@ -5,13 +5,12 @@ Loads torch if the model's files exist, but never megatron-core or vLLM.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vapo_megatron.cli.command import ProgressBar
+from vapo_megatron.cli.resumed import check_checkpoint, own_checkpoints, own_state
 from vapo_megatron.config.missing import hub_id, missing_data, missing_model
 from vapo_megatron.data.lock import check_not_in_use
 from vapo_megatron.errors import CheckpointError, ConfigError
@@ -113,7 +112,7 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
     inputs = Inputs(shape)
     if replay is None:
         hf_path = str(config.model.hf_path)
-        state = _own_state(config)
+        state = own_state(config)
         date = None if state is None else state["run"].get("date")
         with ProgressBar("prompts") as bar:
             inputs = read_inputs(
@@ -127,12 +126,12 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
         from vapo_megatron.rollout.replay import check_dump
 
         # Of the checkpoint to resume from, damaged or not.
-        found = _own_checkpoints(config)
+        found = own_checkpoints(config)
         steps_done = int(found[0].name.split("_")[1]) if found else 0
         steps = range(steps_done, config.algorithm.num_steps)
         check_dump(replay, config.algorithm, config.rollout, shape, steps)
     _check_weights(config, shape)
-    _check_checkpoint(config, shape)
+    check_checkpoint(config, shape)
     check_disk(config, shape)
     return inputs
 
@@ -316,83 +315,3 @@ def _check_files(role: str, field: str, path: str, shape: ModelShape) -> None:
         check_weights(Path(path), shape, role)
     except CheckpointError as error:
         raise CheckpointError(f"{field}={path}: {error}") from None
-
-
-def _check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
-    """Check the checkpoint to resume from, or whose critic to take; check_inputs has its data.
-
-    A damaged checkpoint is passed over: loading reports it and falls back to an older one.
-    """
-    from vapo_megatron.run.checkpoint.files import (
-        CRITIC_REMEDY,
-        candidates,
-        check_optimizer,
-        check_roles,
-        check_value_range,
-    )
-    from vapo_megatron.weights.convert.sharded_files import ShardedReader
-    from vapo_megatron.weights.convert.to_hf import check_tensors
-
-    run_dir, path = config.logging.run_dir, config.model.critic_checkpoint
-    field, remedy = f"logging.run_dir={run_dir}", "logging.run_dir"
-    roles = config.algorithm.trained_roles
-    found = _own_checkpoints(config)
-    with_optimizer, other = True, "start another run with logging.run_dir"
-    if (state := _own_state(config)) is not None:
-        check_roles(found[0], state["num_updates"], roles)
-        check_value_range(state, config.algorithm, field=f"{field} ({found[0].name})")
-    if not found and path is not None:
-        field, remedy, roles = f"model.critic_checkpoint={path}", "critic_checkpoint", ("critic",)
-        with_optimizer, other = config.model.critic_checkpoint_optimizer, CRITIC_REMEDY
-        found = candidates(Path(path, "checkpoints")) or [Path(path)]
-        if not any((directory / "critic").is_dir() for directory in found):
-            raise CheckpointError(
-                f"{field} holds no critic; set it to a run directory whose run had one, or to one "
-                "of its checkpoints/step_*"
-            )
-        if (state := _state(found)) is not None:
-            check_value_range(state, config.algorithm, field=field)
-    for role in roles:
-        if not found or not _is_intact(found[0], f"{role}/.metadata"):
-            continue
-        try:
-            check_tensors(ShardedReader(found[0] / role), shape, role)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{field}: {error}; set model.hf_path to the model that it was trained from, or "
-                f"another {remedy}"
-            ) from None
-        if with_optimizer:
-            check_optimizer(found[0] / role, role, config, field=field, remedy=other)
-
-
-def _own_checkpoints(config: VapoConfig) -> list[Path]:
-    from vapo_megatron.run.checkpoint.files import candidates, resumes
-
-    root = Path(config.logging.run_dir, "checkpoints")
-    return candidates(root) if resumes(config.checkpoint.resume) else []
-
-
-def _own_state(config: VapoConfig) -> dict[str, Any] | None:
-    """Return the state of the checkpoint to resume from; None: there is none, or it is damaged."""
-    return _state(_own_checkpoints(config))
-
-
-def _state(found: Sequence[Path]) -> dict[str, Any] | None:
-    """Return the state of the first checkpoint; None: there is none, or it is damaged."""
-    from vapo_megatron.run.checkpoint.files import STATE
-
-    if not found or not _is_intact(found[0], STATE):
-        return None
-    return json.loads((found[0] / STATE).read_text())
-
-
-def _is_intact(directory: Path, name: str) -> bool:
-    """Compare a small file of a checkpoint with its checksum."""
-    from vapo_megatron.data.storage import sha256_of
-    from vapo_megatron.run.checkpoint.files import read_sums
-
-    try:
-        return read_sums(directory).get(name) == sha256_of(directory / name)
-    except (ValueError, OSError):
-        return False

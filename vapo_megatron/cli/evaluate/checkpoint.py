@@ -7,7 +7,6 @@ vLLM replica. The first rank of each replica writes its samples, and rank 0 merg
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import sys
 from collections import Counter
@@ -47,7 +46,7 @@ from vapo_megatron.rollout.evaluation.samples_file import (
     verdict_settings,
     weights_digest,
 )
-from vapo_megatron.rollout.evaluation.statistics import Estimate, estimates
+from vapo_megatron.rollout.evaluation.statistics import Estimate, as_json, estimates
 from vapo_megatron.rollout.inputs import Inputs, read_prompts
 from vapo_megatron.rollout.requests import max_model_len, with_own_limits
 from vapo_megatron.rollout.tokenizer import (
@@ -385,15 +384,11 @@ def _sum_up(out: Path, evaluation: Evaluation, config: VapoConfig) -> Summary:
             name: (len(values), estimates(values, seed)) for name, values in sorted(groups.items())
         }
     left_out = len(evaluation.dataset.left_out)
-    written = {**header, "left_out": left_out, "statistics": _as_json(whole)}
+    written = {**header, "left_out": left_out, "statistics": as_json(whole)}
     if by_verifier:
         written["by_verifier"] = {
-            name: {"num_problems": count, "statistics": _as_json(statistics)}
+            name: {"num_problems": count, "statistics": as_json(statistics)}
             for name, (count, statistics) in by_verifier.items()
         }
     replace_file(out.with_suffix(".json"), json.dumps(written, indent=1) + "\n")
     return Summary(whole, by_verifier)
-
-
-def _as_json(statistics: dict[str, Estimate]) -> dict[str, dict[str, float | None]]:
-    return {name: dataclasses.asdict(estimate) for name, estimate in statistics.items()}

@@ -165,3 +165,8 @@ def _resampled_means(values: np.ndarray, seed: int) -> np.ndarray:
         for done in range(0, RESAMPLES, block)
     ]
     return np.concatenate(drawn)
+
+
+def as_json(statistics: dict[str, Estimate]) -> dict[str, dict[str, float | None]]:
+    """Return JSON values."""
+    return {name: dataclasses.asdict(estimate) for name, estimate in statistics.items()}
