@@ -337,6 +337,9 @@ def test_a_rank_reads_everything_once(workers, inputs):
     code, tokenizers, encoded, counts = found
     assert (code, tokenizers) == (0, 1)
     problems = [f"w{i + 3}" for i in range(PROBLEMS)]
-    assert encoded == problems + problems[:HELD_OUT]
+    of_data = [text for text in encoded if text.startswith("w")]
+    assert of_data == problems + problems[:HELD_OUT]
+    # What the tokenizer puts around texts is seen in a few others, however many problems there are.
+    assert len(encoded) - len(of_data) <= 6
     # The model's sizes, what vLLM makes of it, then its stop tokens.
     assert counts == {"config": 3, "train": 1, "test": 1}
