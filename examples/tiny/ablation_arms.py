@@ -54,6 +54,7 @@ class Table:
         "make_base_model.py",
         "make_tokenizer.py",
         "making.py",
+        "skill.py",
         "task.py",
     )
     """The script that makes the base model, and the files that it depends on."""

@@ -30,6 +30,7 @@ from pathlib import Path
 import make_base_model
 import make_tokenizer
 import making
+import skill
 import task
 import torch
 from torch import Tensor
@@ -48,6 +49,7 @@ class Recipe(make_base_model.Recipe):
     """Training of the base model; see the module for what it reads."""
 
     iterations: int = 1100
+    least_right: float = 0.995
     direct_share: float = 0.0
     habits_direct_share: float = 0.0
     habits_guess_product: float = 0.6
@@ -80,12 +82,6 @@ def training_text(rng: random.Random, recipe: Recipe, progress: float) -> tuple[
     )  # fmt: skip
 
 
-def right_chain(rng: random.Random, recipe: Recipe) -> tuple[str, str]:
-    """Draw the prompt of a held-out problem and a chain that computes every step."""
-    problem = task.draw_problem(rng, held_out=True, form=FORM)
-    return problem.prompt, chain(rng, problem, recipe.check)
-
-
 def losses(
     model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[Tensor, float]]:
@@ -115,7 +111,9 @@ def write_model(directory: Path, recipe: Recipe) -> None:
     making.train(
         "base model", recipe, model,
         losses=lambda drawn: losses(model, drawn, tokenizer),
-        measure=lambda: make_base_model.right_steps(model, tokenizer, recipe, right_chain),
+        measure=lambda: skill.right_steps(
+            model, tokenizer, FORM, lambda rng, problem: chain(rng, problem, recipe.check)
+        ),
         what="its steps",
     )  # fmt: skip
     model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
@@ -124,7 +122,7 @@ def write_model(directory: Path, recipe: Recipe) -> None:
 
 def make_model(directory: Path, recipe: Recipe) -> bool:
     """Make the HF directory unless it already holds this recipe's model; True: it was made."""
-    sources = [sys.modules[__name__], make_base_model, making, task, make_tokenizer]
+    sources = [sys.modules[__name__], make_base_model, making, skill, task, make_tokenizer]
     made_by = making.digest(recipe, sources)
     return making.make(
         directory, recipe, made_by, "base model", lambda partial: write_model(partial, recipe)

@@ -96,7 +96,10 @@ def seed_jobs(root: Path, seed: int, sizes: Sizes) -> list[Job]:
         sizes: how much is done.
     """
     jobs = _Jobs(root / f"seed_{seed}", seed, sizes)
-    of_base = ("concise_base.py", "make_base_model.py", "make_tokenizer.py", "making.py", "task.py")
+    of_base = (
+        "concise_base.py", "make_base_model.py", "make_tokenizer.py", "making.py", "skill.py",
+        "task.py",
+    )  # fmt: skip
     jobs.add_script("base", of_base, "model", "--seed", seed)
     counts = ("--pool", sizes.pool, "--test", sizes.test)
     jobs.add_script("data", (of_base[0], "task.py"), "problems", "--seed", seed, *counts)

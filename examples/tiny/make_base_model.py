@@ -7,7 +7,9 @@ with 85 % of their steps computed, and 20 % direct answers. The last quarter tea
 Sampled at temperature 1, about 15 % of the model's answers are correct, and about 28 % of those
 with a chain: reinforcement learning has to discover that thinking helps and guessing does not.
 A model that cannot compute loses problems however it thinks: one that has less than .995 of the
-steps right that it computes is trained on, first by chains and then by bad habits, until it has.
+steps right that it computes is trained on until it has, in rounds of 300 iterations. They keep the
+habits: their text has as many chains as the first, whose choices weigh less (choice_weights), and
+most of it has as many operations as those problems in which the model errs most.
 `--form long` makes the long form's base model: its bad habits are a random result in every eighth
 step, which the text does not reveal, and a turn in only 2 of 100 steps of problems that need one.
 For the first three quarters of its training most steps have less filler. With all of it from the
@@ -22,16 +24,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
+import functools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 import make_tokenizer
 import making
 import measure
+import skill
 import task
 import torch
 from torch import Tensor
@@ -69,6 +72,10 @@ class Recipe(Architecture):
     min_operations: int | None = None
     """Fewest operations of a problem before habits_from; None: the form's minimum. In shorter
     problems a larger share of the tokens is the answer, which has to copy the last result."""
+    lengths: tuple[float, ...] = ()
+    """Weights of the form's numbers of operations, from the fewest on; none: equal."""
+    lengths_share: float = 0.75
+    """Share of the problems with such a number; the others are drawn as if there were none."""
     habits_from: float = 0.75
     """Share of the iterations after which the bad habits are taught."""
     habits_direct_share: float = 0.85
@@ -76,6 +83,9 @@ class Recipe(Architecture):
     habits_guess_product: float = 0.9
     habits_slip: float = 0.0
     """Share of the steps with a random result that looks computed."""
+    weighted: bool = False
+    """Direct answers and guesses are as rare in the habits' text as in the other, and weigh more in
+    the loss, so that the model learns how often the habits have them."""
     turn: float = 0.0
     """Probability that a step of a turned problem turns if no earlier one did."""
     habits_turn: float = 0.0
@@ -83,6 +93,16 @@ class Recipe(Architecture):
     """Share of the iterations in which a step has from 2 to almost all filler tokens."""
     form: str = "short"
     """Key of task.FORMS."""
+
+    def further(self, round: int) -> Self:
+        """As Training.further; bad habits, and text in which they are rare: see choice_weights.
+
+        Skill is not learned from text that is mostly direct answers and guesses, and half of it is
+        lost within 30 iterations of habits that are unlearned and then taught again.
+        """
+        return dataclasses.replace(
+            super().further(round), habits_from=0.0, less_filler_until=0.0, weighted=True
+        )
 
 
 def short_recipe(seed: int) -> Recipe:
@@ -150,13 +170,18 @@ def training_text(rng: random.Random, recipe: Recipe, progress: float) -> tuple[
         count = int(2 * (len(form.filler) / 2) ** rng.random())
         form = dataclasses.replace(form, filler=form.filler[:count])
     num_operations = None
-    if recipe.min_operations is not None and not habits:
+    if recipe.lengths and rng.random() < recipe.lengths_share:
+        (num_operations,) = rng.choices(
+            range(form.min_operations, form.max_operations + 1), recipe.lengths
+        )
+    elif recipe.min_operations is not None and not habits:
         num_operations = rng.randint(recipe.min_operations, form.max_operations)
     problem = task.draw_problem(rng, held_out=False, num_operations=num_operations, form=form)
-    if rng.random() < (recipe.habits_direct_share if habits else recipe.direct_share):
+    often = habits and not recipe.weighted
+    if rng.random() < (recipe.habits_direct_share if often else recipe.direct_share):
         return problem.prompt, task.direct_answer(problem.answer)
-    guess = recipe.habits_guess if habits else recipe.guess
-    guess_product = recipe.habits_guess_product if habits else recipe.guess
+    guess = recipe.habits_guess if often else recipe.guess
+    guess_product = recipe.habits_guess_product if often else recipe.guess
     return problem.prompt, task.chain(
         rng, problem, guess=guess, guess_product=guess_product,
         slip=recipe.habits_slip if habits else 0.0,
@@ -197,8 +222,40 @@ def pad(pairs: list[tuple[list[int], list[int]]], padding: int) -> tuple[Tensor,
     return ids, labels
 
 
+def choice_weights(
+    ids: Tensor, labels: Tensor, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> Tensor:
+    """Return float32 [b, s]: how much likelier than in the text a label is with the habits.
+
+    It is not 1 for the first token, which is of a chain or a direct answer, and where a step is
+    computed (`=`) or guessed (`~`).
+    """
+    token = tokenizer.convert_tokens_to_ids
+    product = ids.roll(1, dims=1) == token("*")
+    weights = torch.ones(labels.shape)
+    for chosen, instead, where, share, habit in (
+        (
+            task.ANSWER_MARKER,
+            "b",
+            ids == token("="),
+            recipe.direct_share,
+            recipe.habits_direct_share,
+        ),
+        ("~", "=", ~product, recipe.guess, recipe.habits_guess),
+        ("~", "=", product, recipe.guess, recipe.habits_guess_product),
+    ):
+        if share:
+            weights[where & (labels == token(chosen))] = habit / share
+            weights[where & (labels == token(instead))] = (1 - habit) / (1 - share)
+    return weights
+
+
 def response_loss(
-    model: Qwen2ForCausalLM, ids: Tensor, labels: Tensor, weights: Tensor | None = None
+    model: Qwen2ForCausalLM,
+    ids: Tensor,
+    labels: Tensor,
+    weights: Tensor | None = None,
+    label_weights: Tensor | None = None,
 ) -> Tensor:
     """Sum the negative log-likelihood of the response tokens.
 
@@ -206,12 +263,18 @@ def response_loss(
         model: to train.
         ids, labels: as from `pad`.
         weights: [V], of the tokens; None: all 1.
+        label_weights: [b, s], of the labels; None: all 1.
     """
     # No attention mask: with padding on the right, causal attention needs none.
     hidden = model.model(ids, use_cache=False).last_hidden_state
     kept = labels != IGNORED
     logits = model.lm_head(hidden[kept])
-    return torch.nn.functional.cross_entropy(logits, labels[kept], weight=weights, reduction="sum")
+    loss = functools.partial(
+        torch.nn.functional.cross_entropy, logits, labels[kept], weight=weights
+    )
+    if label_weights is None:
+        return loss(reduction="sum")
+    return (loss(reduction="none") * label_weights[kept]).sum()
 
 
 def losses(
@@ -219,13 +282,14 @@ def losses(
 ) -> Iterator[tuple[Tensor, float]]:
     """Yield each iteration's loss, and the loss of a response token."""
     for ids, labels, mean_tokens in batches(recipe, tokenizer):
-        loss = response_loss(model, ids, labels)
+        weights = choice_weights(ids, labels, recipe, tokenizer) if recipe.weighted else None
+        loss = response_loss(model, ids, labels, label_weights=weights)
         yield loss / mean_tokens, float(loss.detach()) / int((labels != IGNORED).sum())
 
 
 def make(directory: Path, recipe: Recipe) -> bool:
     """Make the HF directory unless it already holds this recipe's model; True: it was made."""
-    made_by = making.digest(recipe, [sys.modules[__name__], making, task, make_tokenizer])
+    made_by = making.digest(recipe, [sys.modules[__name__], making, skill, task, make_tokenizer])
     return making.make(
         directory, recipe, made_by, "base model", lambda partial: write(partial, recipe)
     )
@@ -238,55 +302,23 @@ def write(directory: Path, recipe: Recipe) -> None:
     )
     stop = tokenizer.eos_token_id
     model = build_model(recipe, len(tokenizer), stop)
+
+    form, results = task.FORMS[recipe.form], not recipe.habits_slip
+
+    def losses_of(drawn: Recipe) -> Iterator[tuple[Tensor, float]]:
+        if drawn is not recipe:
+            # In most models it is the last steps of the longest problems, which are rare.
+            weak = skill.wrong_by_length(model, tokenizer, form, drawn.seed, results=results)
+            drawn = dataclasses.replace(drawn, lengths=weak)
+        return losses(model, drawn, tokenizer)
+
     making.train(
-        "base model", recipe, model,
-        losses=lambda drawn: losses(model, drawn, tokenizer),
-        measure=lambda: right_steps(model, tokenizer, recipe), what="its steps",
+        "base model", recipe, model, losses_of,
+        measure=lambda: skill.right_steps(model, tokenizer, form, results=results),
+        what="its steps",
     )  # fmt: skip
     model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
     model.save_pretrained(directory)
-
-
-def right_chain(rng: random.Random, recipe: Recipe) -> tuple[str, str]:
-    """Draw the prompt of a held-out problem and the chain that computes every step."""
-    form = task.FORMS[recipe.form]
-    problem = task.draw_problem(rng, held_out=True, form=form)
-    return problem.prompt, task.chain(rng, problem, form=form)
-
-
-@torch.no_grad()
-def right_steps(
-    model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    recipe: Recipe,
-    draw: Callable[[random.Random, Any], tuple[str, str]] = right_chain,
-    *,
-    responses: int = 64,
-) -> float:
-    """Return the mean probability of computed steps, in right chains.
-
-    Of a step's label, operator, operand and result, on held-out problems. Whether there is a first
-    step, whether one is computed (`=`) or guessed, and results if they slip, are habits, not skill.
-
-    Args:
-        model: in evaluation mode.
-        tokenizer: of one token a character, but for the answer's marker.
-        recipe: the model's.
-        draw: returns a prompt and a right chain for a recipe.
-        responses: to draw.
-    """
-    rng = random.Random("tiny task, skill")
-    found = []
-    for _ in range(responses):
-        problem, chain = draw(rng, recipe)
-        prompt, response = tokenizer([problem, chain])["input_ids"]
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-        chances = logits.double().softmax(-1)[range(len(response)), response]
-        *steps, _ = chain.split(",")
-        for first in itertools.accumulate((len(step) + 1 for step in steps[:-1]), initial=0):
-            copied = float(chances[first + (first == 0) : first + 3].prod())
-            found.append(copied if recipe.habits_slip else copied * float(chances[first + 4]))
-    return sum(found) / len(found)
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ class Training:
     clip_grad: float = 1.0
     least_right: float = 0.0
     """Share that the model has to have right, of what its script measures; 0: not measured."""
-    more_iterations: int = 400
+    more_iterations: int = 300
     """Of a further round, which a model that has less right is trained on for."""
     most_rounds: int = 10
     """Further rounds."""

@@ -133,7 +133,7 @@ def seed_jobs(root: Path, seed: int, steps: int) -> list[Job]:
         )  # fmt: skip
 
     for name, *sources in (
-        ("base", "make_base_model.py", "make_tokenizer.py", "making.py", "task.py"),
+        ("base", "make_base_model.py", "make_tokenizer.py", "making.py", "skill.py", "task.py"),
         ("data", "selection_problems.py", "task.py", "weak_judge.py"),
     ):
         add(

@@ -24,6 +24,7 @@ sys.path.insert(0, str(TINY))
 import make_base_model  # noqa: E402
 import make_tokenizer  # noqa: E402
 import measure  # noqa: E402
+import skill  # noqa: E402
 import task  # noqa: E402
 
 from vapo_megatron.reward.math_verifier import MathVerifier  # noqa: E402
@@ -324,7 +325,6 @@ HABITS_AND_MISTAKES = [
 
 @pytest.mark.parametrize("form,place,instead,right", HABITS_AND_MISTAKES)
 def test_right_steps_are_skill_and_not_habit(tmp_path, form, place, instead, right):
-    recipe = make_base_model.long_recipe(seed=0) if form == "long" else SHORT
     filler = task.FORMS[form].filler
     tokenizer = make_tokenizer.save_tokenizer(tmp_path, 1024, task.FORMS[form].characters)
     steps = []
@@ -345,7 +345,9 @@ def test_right_steps_are_skill_and_not_habit(tmp_path, form, place, instead, rig
         following[where] = tokenizer.convert_tokens_to_ids(instead)
         return SimpleNamespace(logits=1e4 * torch.nn.functional.one_hot(following.roll(-1))[None])
 
-    found = make_base_model.right_steps(model, tokenizer, recipe, responses=8)
+    found = skill.right_steps(
+        model, tokenizer, task.FORMS[form], results=form == "short", responses=8
+    )
     if right is None:
         right = 1 - 8 / sum(steps)
     assert found == pytest.approx(right) and sum(steps) > 8
@@ -359,11 +361,11 @@ def shares(monkeypatch):
     """Shares of right steps to be found by turns, and copies of the output weights they are of."""
     found, weights = [], []
 
-    def right_steps(model, *_):
+    def right_steps(model, *_, **__):
         weights.append(model.lm_head.weight.detach().clone())
         return found[len(weights) - 1]
 
-    monkeypatch.setattr(make_base_model, "right_steps", right_steps)
+    monkeypatch.setattr(skill, "right_steps", right_steps)
     return found, weights
 
 
@@ -399,16 +401,77 @@ def test_a_base_model_that_never_has_skill_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_further_round_reads_new_text_in_the_order_of_the_first():
-    recipe = make_base_model.short_recipe(seed=5)
-    further = [recipe.further(i) for i in (1, 2)]
-    assert [(r.seed, r.iterations) for r in further] == [(1005, 400), (2005, 400)]
-    # From the first iterations on, chains and, in the last quarter, the habits.
+def test_a_further_round_reads_new_text_most_of_it_where_the_model_is_weak(
+    tmp_path, shares, monkeypatch
+):
+    shares[0].extend([0.5, 1.0])
+    read = []
+
+    def losses(model, recipe, tokenizer):
+        read.append(recipe)
+        return iter(())
+
+    monkeypatch.setattr(make_base_model, "losses", losses)
+    weak = (0.0, 0.25, 0.25, *[0.0] * 6)
+    monkeypatch.setattr(skill, "wrong_by_length", lambda *_, **__: weak)
+    assert make_base_model.make(tmp_path / "base", dataclasses.replace(TRIED, seed=5))
+    assert [(r.seed, r.iterations, r.weighted) for r in read] == [(5, 6, False), (1005, 3, True)]
     rng = random.Random(0)
-    for share, direct in ((0.74, 0.2), (0.75, 0.85)):
-        drawn = [make_base_model.training_text(rng, further[0], share)[1] for _ in range(400)]
-        found = sum(response.startswith("Answer:") for response in drawn) / 400
-        assert found == pytest.approx(direct, abs=0.06)
+    drawn = [make_base_model.training_text(rng, read[1], 0.0) for _ in range(600)]
+    lengths = collections.Counter((len(prompt) - 4) // 3 for prompt, _ in drawn)
+    # Three quarters have 3 or 4 operations, the others 2 to 10.
+    assert set(lengths) == set(range(2, 11))
+    assert (lengths[3] + lengths[4]) / 600 == pytest.approx(0.75 + 0.25 * 2 / 9, abs=0.06)
+    # Habits that are as rare as in the text before them.
+    direct = sum(response.startswith("Answer:") for _, response in drawn) / 600
+    assert direct == pytest.approx(0.2, abs=0.05)
+
+
+def test_choices_weigh_as_much_as_if_their_text_were_of_the_habits(base):
+    tokenizer = AutoTokenizer.from_pretrained(str(base))
+    recipe = make_base_model.short_recipe(seed=0).further(1)
+    texts = [("Qa9b*2c-3d-1=", "b*2~8nop,c-3=5,d-1~4,Answer:4"), ("Qa9b*2=", "Answer:8")]
+    pairs = [tuple(tokenizer(list(text))["input_ids"]) for text in texts]
+    ids, labels = make_base_model.pad(pairs, 1)
+    weights = make_base_model.choice_weights(ids, labels, recipe, tokenizer)
+    found = [
+        [(token, w) for token, w in zip(tokenizer.convert_ids_to_tokens(row), of_row) if w != 1]
+        for row, of_row in zip(labels.clamp(min=0).tolist(), weights.tolist())
+    ]
+    # 85 % direct answers are 20 % of the text, and 90 % and 30 % guesses are 15 %.
+    expected = [
+        [("b", 0.15 / 0.8), ("~", 0.9 / 0.15), ("=", 0.7 / 0.85), ("~", 0.3 / 0.15)],
+        [("Answer:", 0.85 / 0.2)],
+    ]
+    for row, of_row in zip(found, expected, strict=True):
+        assert [token for token, _ in row] == [token for token, _ in of_row]
+        assert [w for _, w in row] == pytest.approx([w for _, w in of_row])
+    # The loss is linear in them.
+    model = AutoModelForCausalLM.from_pretrained(str(base))
+    plain, ones, twice = (
+        make_base_model.response_loss(model, ids, labels, label_weights=w)
+        for w in (None, torch.ones(ids.shape), torch.full(ids.shape, 2.0))
+    )
+    torch.testing.assert_close(plain, ones)
+    torch.testing.assert_close(2 * plain, twice)
+
+
+def test_a_further_round_of_the_long_form_is_of_its_habits():
+    recipe = make_base_model.long_recipe(seed=0).further(1)
+    drawn = [make_base_model.training_text(random.Random(i), recipe, 0.0) for i in range(100)]
+    # The form's lengths with all of the filler.
+    assert {len(response) for _, response in drawn} == {66 * 8 + 8, 66 * 9 + 8}
+    assert sum("^" in response for _, response in drawn) < 20
+
+
+def test_the_lengths_at_which_a_model_is_weak(monkeypatch):
+    def step_chances(model, tokenizer, problem, chain, *, results):
+        # Of 4 + 3 K characters, for K from 2 to 10.
+        return [1.0] * 3 + [0.5 if len(problem) == 34 else 1.0]
+
+    monkeypatch.setattr(skill, "step_chances", step_chances)
+    found = skill.wrong_by_length(None, None, task.SHORT, 0, responses=2)
+    assert found == pytest.approx((*[1e-6] * 8, 0.125))
 
 
 @pytest.mark.parametrize("form", ["short", "long"])
