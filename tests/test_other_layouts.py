@@ -52,7 +52,7 @@ def source(settings, place):
         def __init__(self):
             problems = [Problem(str(i), str(i)) for i in range(7)]
             self.data = PromptDataset(
-                problems, lambda text: [int(text), 5],
+                problems, lambda text: [int(text), 5] if text else [],
                 path="", seed=settings.seed, shuffle=True, max_prompt_tokens=2,
             )  # fmt: skip
             self.state_dict, self.load_state_dict = self.data.state_dict, self.data.load_state_dict
