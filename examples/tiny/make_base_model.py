@@ -108,8 +108,8 @@ class Recipe(Architecture):
 def short_recipe(seed: int) -> Recipe:
     """Return the short form's recipe.
 
-    Of ten first models four have .973 to .9949 of their steps right, and each seed passes by
-    its third. At a learning rate of 4e-3 four of 13 first ones did not, and one seed never did.
+    Of 30 models 16 have .955 to .9948 of their steps right after the first round, on a processor
+    with AMX.
     """
     return Recipe(seed=seed, learning_rate=2.5e-3, least_right=0.995)
 
