@@ -26,6 +26,7 @@ import string
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import make_base_model
 import making
@@ -67,7 +68,13 @@ class Recipe(make_base_model.Recipe):
     """Questions show two answers."""
     held_out: int = 1000
     """Held-out questions in the report."""
+    least_right: float = 0.99
+    """Of the held-out questions."""
     templates: tuple[str, str] = (JUDGE_TEMPLATE, PAIRWISE_TEMPLATE)
+
+    def further(self, round: int) -> Self:
+        """As Training.further; equality is known by then."""
+        return dataclasses.replace(super().further(round), direct_until=0.0)
 
 
 def pairwise_recipe(seed: int) -> Recipe:

@@ -14,8 +14,9 @@ which is not tied to the reward. `report` measures this. A reward model trained 
 reward of whole chains only has no such bias, and a critic that starts from it works from the first
 step.
 
-In this time two layers learn only that guesses make a chain wrong. They cannot check the base
-model's many direct answers and score them all as wrong, which most of them are.
+One that is right about less than .9 of constructed chains is trained on. In this time two layers
+learn only that guesses make a chain wrong. They cannot check the base model's many direct answers
+and score them all as wrong, which most of them are.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class Recipe(making.Training):
     """Each other chain's share of guessed steps is uniform between these two."""
     held_out: int = 512
     """Held-out responses of each kind in the report."""
+    least_right: float = 0.9
+    """Of the held-out constructed chains, as the mean over right and wrong ones."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,9 @@ from tests.e2e.test_run import TINY as TINY_CONFIG  # noqa: E402
 from vapo_megatron.cli.train import main  # noqa: E402
 from vapo_megatron.rollout.dump import read_file, read_headers  # noqa: E402
 
-SHORT = Recipe(sampled=16, held_out=8, iterations=5, batch_size=4, batches_per_pool=2)
+SHORT = Recipe(
+    sampled=16, held_out=8, iterations=5, batch_size=4, batches_per_pool=2, least_right=0.0
+)
 
 
 @pytest.fixture(scope="module")

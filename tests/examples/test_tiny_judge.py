@@ -18,7 +18,7 @@ import make_judge
 import task
 from make_judge import Recipe
 
-SHORT = Recipe(iterations=2, batch_size=4, batches_per_pool=2, held_out=8)
+SHORT = Recipe(iterations=2, batch_size=4, batches_per_pool=2, held_out=8, least_right=0.0)
 
 
 @pytest.mark.parametrize(
@@ -90,3 +90,13 @@ def test_same_seed_same_bytes(tmp_path):
         (tmp_path / name / "model.safetensors").read_bytes() for name in ("judge", "again", "other")
     ]
     assert read[0] == read[1] != read[2]
+
+
+def test_a_judge_that_is_often_wrong_is_trained_on(tmp_path, capsys):
+    recipe = dataclasses.replace(SHORT, least_right=0.99, more_iterations=2, most_rounds=2)
+    with pytest.raises(SystemExit, match=r"after 6 iterations the judge has 0.\d+ of held-out que"):
+        make_judge.make(tmp_path / "judge", recipe)
+    assert capsys.readouterr().out.count("training on for 2 iterations") == 2
+    assert not (tmp_path / "judge").exists()
+    # Equality of two digits is known by then: every round but the first has chains from its start.
+    assert recipe.further(1).direct_until == 0.0 < recipe.direct_until
