@@ -9,4 +9,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/setup_env.sh
-exec "$VAPO_PYTHON" examples/tiny/ablation.py "$@"
+exec "$VAPO_PYTHON" examples/tiny/run.py ablation "$@"

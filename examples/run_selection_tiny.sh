@@ -8,4 +8,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/setup_env.sh
-exec "$VAPO_PYTHON" examples/tiny/selection.py "$@"
+exec "$VAPO_PYTHON" examples/tiny/run.py selection "$@"

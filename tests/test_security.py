@@ -44,7 +44,7 @@ ALLOWED = {
     # Between the ranks of one run, as torch.distributed's own gather_object.
     "vapo_megatron/parallel/store.py": {"pickle.loads"},
     # The examples' own trainers, as `python SCRIPT` would; the tables name them, not a user.
-    "examples/tiny/forked.py": {"runpy.run_path"},
+    "examples/tiny/runner/forked.py": {"runpy.run_path"},
     # Programs and tests, in a process that can do nothing else (test_hostile_programs.py).
     "vapo_megatron/reward/sandbox/inside.py": {"compile", "eval", "exec"},
 }

@@ -18,10 +18,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "tiny"))
 
-import ablation  # noqa: E402
-import ablation_table  # noqa: E402
-from ablation_arms import TABLES, Arm  # noqa: E402
-from ablation_jobs import arms_by_name, seed_jobs, write_state  # noqa: E402
+from ablation import main as ablation  # noqa: E402
+from ablation.main import TABLES, arms_by_name  # noqa: E402
+from runner import command, tables  # noqa: E402
+from runner.arms import Arm, seed_jobs  # noqa: E402
+from runner.jobs import write_state  # noqa: E402
 
 from vapo_megatron.errors import UserError  # noqa: E402
 
@@ -35,52 +36,52 @@ def row(step, accuracy=None, length=90.0):
 
 def test_a_run_in_numbers():
     rows = [row(0, 0.1), row(1), row(2, 0.2), row(3), row(4, 0.8, 70.0), row(6, 0.8, 60.0)]
-    found = ablation_table.result(rows)
+    found = ablation.result(rows)
     # .5 is halfway from .2 at step 2 to .8 at step 4.
-    expected = (0.1, 0.8, 0.8, 4, 60.0, pytest.approx(0.6), None, pytest.approx(3.0))
-    assert found == ablation_table.Result(*expected)
+    expected = (0.8, 0.8, 4, 60.0, pytest.approx(0.6), None, pytest.approx(3.0))
+    assert found == ablation.Result(*expected)
     speeds = [
         {**r, "tokens_per_second": 100.0 * n, "rollout/response_length_mean": 20.0}
         for n, r in enumerate(rows)
     ]
     # 5, 10, ... 25; the first row has none.
-    assert ablation_table.result(speeds).responses_per_second == 15.0
-    assert ablation_table.result(rows[:3]).steps_to_threshold is None
-    assert ablation_table.result([row(0, 0.7), row(2, 0.9)]).steps_to_threshold == 0
+    assert ablation.result(speeds).responses_per_second == 15.0
+    assert ablation.result(rows[:3]).steps_to_threshold is None
+    assert ablation.result([row(0, 0.7), row(2, 0.9)]).steps_to_threshold == 0
     # What is reached and lost again was reached, at its best.
-    lost = ablation_table.result([row(0, 0.1), row(5, 0.5), row(10, 0.2)])
+    lost = ablation.result([row(0, 0.1), row(5, 0.5), row(10, 0.2)])
     assert (lost.best, lost.best_step, lost.final, lost.steps_to_threshold) == (0.5, 5, 0.2, 5)
 
 
 def test_the_table_by_hand():
     def results(*finals):
-        found = [ablation_table.Result(0.1, f, f + 0.01, 5, 100.0, 0.2, 7.0, 4.24) for f in finals]
+        found = [ablation.Result(f, f + 0.01, 5, 100.0, 0.2, 7.0, 4.24) for f in finals]
         return {f"seed_{i}": of_seed for i, of_seed in enumerate(found)}
 
     titles = {"vapo": "60", "low": "5", "near": "7", "none": ""}
     arms = {name: Arm(name.upper(), paper) for name, paper in titles.items()}
     finals = {"vapo": results(0.9, 0.92, 0.94), "low": results(0.1, 0.2), "near": results(0.91)}
-    found = ablation_table.rows(arms, finals)
+    found = ablation.rows(arms, finals)
     # mean (.9 + .92 + .94) / 3, deviations -.02, 0, .02: sqrt(8e-4 / 2) = .02
-    assert found[0] == (
+    assert found[0] == [
         "VAPO (vapo)",
-        ("0.920 +- 0.020", "0.900 0.920 0.940", "", "0.930 +- 0.020", "5, 5, 5", "100 +- 0")
-        + ("0.200 +- 0.000", "4.2, 4.2, 4.2", "7.0 +- 0.0", "60"),
-    )
+        *("0.920 +- 0.020", "0.900 0.920 0.940", "", "0.930 +- 0.020", "5, 5, 5", "100 +- 0"),
+        *("0.200 +- 0.000", "4.2, 4.2, 4.2", "7.0 +- 0.0", "60"),
+    ]
     # mean .15, deviations -.05 and .05: sqrt(5e-3 / 1) = .071
-    assert found[1][1][:2] == ("0.150 +- 0.071", "0.100 0.200 -")
+    assert found[1][1:3] == ["0.150 +- 0.071", "0.100 0.200 -"]
     # .1 - .9 and .2 - .92: deviations -.04 and .04, sqrt(3.2e-3 / 1) = .057
-    assert found[1][1][2] == "-0.760 +- 0.057, below in 2 of 2"
-    assert found[2][1][:3] == ("0.910", "0.910 - -", "+0.010, below in 0 of 1")
-    assert found[3] == ("NONE (none)", ("-",) * 9 + ("",))
+    assert found[1][3] == "-0.760 +- 0.057, below in 2 of 2"
+    assert found[2][1:4] == ["0.910", "0.910 - -", "+0.010, below in 0 of 1"]
+    assert found[3] == ["NONE (none)", *["-"] * 9, ""]
     # Of one seed each: nothing to compare, or the one that both have.
-    assert ablation_table.against({"seed_0": 0.5}, {"seed_1": 0.9}) == "-"
-    both = ablation_table.against({"seed_0": 0.5, "seed_1": 0.8}, {"seed_1": 0.9})
+    assert tables.against({"seed_0": 0.5}, {"seed_1": 0.9}) == "-"
+    both = tables.against({"seed_0": 0.5, "seed_1": 0.8}, {"seed_1": 0.9})
     assert both == "-0.100, below in 1 of 1"
-    text, note = ablation_table.markdown(found, ["Why."]).split("\n\n")
+    text, note = ablation.table_text(found, ["Why."]).split("\n\n")
     lines = text.splitlines()
     assert note == "Why.\n"
-    assert [line.count("|") for line in lines] == [2 + len(ablation_table.COLUMNS)] * 6
+    assert [line.count("|") for line in lines] == [2 + len(ablation.COLUMNS)] * 6
     assert lines[4] == (
         "| NEAR (near) | 0.910 | 0.910 - - | +0.010, below in 0 of 1 | 0.920 | 5, -, - | 100 "
         "| 0.200 | 4.2, -, - | 7.0 | 7 |"
@@ -181,8 +182,8 @@ CHANGED_ALL = {**CHANGED, **CHANGED_KEYS, **CHANGED_LAG, **CHANGED_PLACEMENT}
 @pytest.mark.parametrize("form", TABLES)
 def test_each_arm_differs_from_vapo_in_what_it_names_and_nothing_else(tmp_path, form):
     table = TABLES[form]
-    arms = {**table.arms, **table.more_arms}
-    made = seed_jobs(tmp_path, form, 3, arms, ["algorithm.gamma=0.5"])
+    arms = table.all_arms
+    made = seed_jobs(tmp_path, table, 3, arms, ["algorithm.gamma=0.5"])
     jobs = {job.out.name: job for job in made}
     reward_model = {"reward_model"} if table.has_reward_model else set()
     # With exact values no critic is needed.
@@ -231,8 +232,8 @@ def test_each_arm_differs_from_vapo_in_what_it_names_and_nothing_else(tmp_path, 
 
 def test_the_tables_arms(tmp_path):
     short = TABLES["short"]
-    assert len(short.arms) == 11 and {*short.arms, *short.more_arms} == {"vapo", *CHANGED}
-    only = seed_jobs(tmp_path, "short", 3, {"grpo": short.arms["grpo"]}, [])
+    assert len(short.arms) == 11 and set(short.all_arms) == {"vapo", *CHANGED}
+    only = seed_jobs(tmp_path, short, 3, {"grpo": short.arms["grpo"]}, [])
     assert [job.out.name for job in only] == ["base", "data", "grpo"], "it needs no critic"
     with pytest.raises(UserError, match="--arms vapoo: .* --form short; known: vapo, ppo"):
         arms_by_name("short", ["vapoo"])
@@ -243,7 +244,7 @@ def test_the_tables_arms(tmp_path):
 def leave(root: Path, seed: int, arm: str, *more: str, form: str = "short", whole: bool = True):
     """What an invocation leaves of an arm and its needs: 10 s each, accuracy .5 + seed / 100."""
     table = TABLES[form]
-    for job in seed_jobs(root, form, seed, {arm: {**table.arms, **table.more_arms}[arm]}, more):
+    for job in seed_jobs(root, table, seed, {arm: table.all_arms[arm]}, more):
         job.out.mkdir(parents=True, exist_ok=True)
         if job.num_steps:
             lines = [json.dumps(row(step, 0.5 + seed / 100)) + "\n" for step in (0, job.num_steps)]
@@ -335,7 +336,7 @@ def test_the_table_is_of_all_that_is_there(tmp_path, capsys):
 def test_what_each_seed_has_of_its_own_is_not_for_all_arms(
     tmp_path, capsys, monkeypatch, form, override, told
 ):
-    monkeypatch.setattr(ablation, "run_jobs", lambda *_, **__: pytest.fail("something is run"))
+    monkeypatch.setattr(command, "run_jobs", lambda *_, **__: pytest.fail("something is run"))
     out = tmp_path / "out"
     assert ablation.main(["--form", form, "--out", str(out), "--arms", "vapo", override]) == 2
     assert re.match(f"ablation: {told}", capsys.readouterr().err)
@@ -345,8 +346,8 @@ def test_what_each_seed_has_of_its_own_is_not_for_all_arms(
 def test_no_title_names_a_technique_that_the_form_is_without(tmp_path):
     """positive_lm_coef is 0 for the long form's arms, so that no one is the paper's VAPO."""
     table = TABLES["long"]
-    arms = {**table.arms, **table.more_arms}
-    jobs = {job.out.name: job for job in seed_jobs(tmp_path, "long", 0, arms, [])}
+    arms = table.all_arms
+    jobs = {job.out.name: job for job in seed_jobs(tmp_path, table, 0, arms, [])}
     assert {jobs[name].settings["algorithm.positive_lm_coef"] for name in arms} == {0}
     short = TABLES["short"].arms
     first, *others = arms
@@ -395,7 +396,7 @@ def test_two_arms_end_to_end(tmp_path):
     assert (out / "comparison.html").stat().st_size > 10_000
 
     # The arm was trained in a fork; a process of its own trains the same, bit by bit.
-    job = seed_jobs(out, "short", 0, arms_by_name("short", ["grpo"]), sizes)[-1]
+    job = seed_jobs(out, TABLES["short"], 0, arms_by_name("short", ["grpo"]), sizes)[-1]
     alone = tmp_path / "alone"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [*job.command, f"logging.run_dir={alone}"]

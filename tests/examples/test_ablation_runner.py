@@ -1,4 +1,4 @@
-"""The ablation's runner, with stand-ins for the training.
+"""The miniatures' runner, with stand-ins for the training.
 
 Not exercised: the training's own processes, which tests/examples/test_ablation.py's slow test has.
 """
@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "tiny"))
 
-from ablation_jobs import Job, changed, digest, is_finished, require_unchanged  # noqa: E402
-from ablation_runner import locked, run_jobs  # noqa: E402
+from runner.jobs import Job, changed, digest, is_finished, require_unchanged  # noqa: E402
+from runner.schedule import locked, run_jobs  # noqa: E402
 
 from tests.examples.test_ablation import leave  # noqa: E402
 from vapo_megatron.errors import DataError, UserError  # noqa: E402
@@ -154,7 +154,7 @@ def test_a_signal_while_a_job_starts_leaves_no_process(tmp_path, monkeypatch):
 DRIVER = """
 import sys
 sys.path[:0] = [{root!r}, {root!r} + "/examples/tiny"]
-import ablation
+from ablation import main as ablation
 from tests.examples.test_ablation_runner import stand_in
 ablation.seed_jobs = lambda root, *_: [
     stand_in(root, "a", "import subprocess; subprocess.Popen(['sleep', '987']).wait()"),

@@ -19,36 +19,33 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "tiny"))
 
-import concise  # noqa: E402
-import concise_base  # noqa: E402
-import concise_plot  # noqa: E402
 import task  # noqa: E402
-from ablation_jobs import Job, write_state  # noqa: E402
-from concise_jobs import MAIN, QUICK, SETS, WHOLE, seed_jobs  # noqa: E402
-from concise_table import Measured, Second, markdown, measured, second  # noqa: E402
+from concise import base, main, results  # noqa: E402
+from concise.arms import MAIN, QUICK, SETS, WHOLE, seed_jobs  # noqa: E402
+from concise.results import Measured, Second, markdown, measured, second  # noqa: E402
+from runner import command, curves  # noqa: E402
+from runner.jobs import Job, write_state  # noqa: E402
 
 
 def test_checks_say_nothing_about_the_answer():
     rng = random.Random(1)
     for _ in range(50):
-        problem = task.draw_problem(rng, held_out=False, form=concise_base.FORM)
-        whole, short = (
-            concise_base.chain(random.Random(2), problem, check) for check in (1.0, 0.0)
-        )
-        assert whole.replace(concise_base.CHECK, "") == short
+        problem = task.draw_problem(rng, held_out=False, form=base.FORM)
+        whole, short = (base.chain(random.Random(2), problem, check) for check in (1.0, 0.0))
+        assert whole.replace(base.CHECK, "") == short
         count = len(problem.operations)
-        assert 3 <= count <= 7 and short.count(",") == whole.count(concise_base.CHECK) == count
+        assert 3 <= count <= 7 and short.count(",") == whole.count(base.CHECK) == count
         # 6 characters a step, and 1 token and a digit for the answer.
         assert len(short) == 6 * count + len(task.ANSWER_MARKER) + 1
-        assert set(whole.replace(task.ANSWER_MARKER, "")) <= set(concise_base.ALPHABET.characters)
-        solved = short.endswith(task.direct_answer(concise_base.answer(problem)))
+        assert set(whole.replace(task.ANSWER_MARKER, "")) <= set(base.ALPHABET.characters)
+        solved = short.endswith(task.direct_answer(base.answer(problem)))
         assert solved == (not problem.turned), "a turned problem is beyond the base model"
-    half = concise_base.chain(random.Random(3), problem, 0.5)
-    assert 0 < half.count(concise_base.CHECK) < len(problem.operations)
+    half = base.chain(random.Random(3), problem, 0.5)
+    assert 0 < half.count(base.CHECK) < len(problem.operations)
 
 
 def test_problems_that_are_never_solved_are_in_training_alone(tmp_path):
-    concise_base.write_problems(tmp_path, seed=1, pool=16, test=32)
+    base.write_problems(tmp_path, seed=1, pool=16, test=32)
     rows = {
         name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("train", "pool", "test")
@@ -64,7 +61,7 @@ def test_problems_that_are_never_solved_are_in_training_alone(tmp_path):
     assert len(held_out) == 32 and not held_out & {row["prompt"] for row in rows["train"]}
     # 9 * 2 = 18 -> 8, 8 - 3 = 5
     problem = task.Problem(9, (("*", 2), ("-", 3)), turned=True)
-    assert concise_base.answer(problem) == 15
+    assert base.answer(problem) == 15
 
 
 def sampled(prompt: str, *tokens: int) -> dict:
@@ -159,15 +156,16 @@ def test_the_table_by_hand():
 
 def test_the_plot_has_each_phase_where_the_axes_have_it():
     found = {MAIN: {0: phase(60.0, 0.96)}, "never": {0: phase(90.0, 0.9, negative=1.0)}}
-    picture = ET.fromstring(concise_plot.plot(found))
+    picture = ET.fromstring(results.plot(found))
     svg = "{http://www.w3.org/2000/svg}"
     circles = [
         (float(c.get("r")), c.get("fill"), float(c.get("cx")), float(c.get("cy")))
         for c in picture.iter(f"{svg}circle")
     ]
-    left, width = concise_plot.LEFT, concise_plot.PLOT_WIDTH
-    top, height = concise_plot.TOP, concise_plot.PLOT_HEIGHT
-    blue, red = concise_plot.COLORS[MAIN], concise_plot.COLORS["never"]
+    left, width = curves.LEFT, curves.PANEL_WIDTH
+    # Below a legend of one row.
+    top, height = 32 + curves.TOP, curves.PANEL_HEIGHT
+    blue, red = results.COLORS[MAIN], results.COLORS["never"]
     # All responses: 100 tokens before, 80 and 110 after. Axis from -20 % to +20 %.
     assert [c[1:] for c in circles if c[0] == 6] == [
         (blue, left + width / 4, pytest.approx(top + height, abs=0.06)),
@@ -176,7 +174,7 @@ def test_the_plot_has_each_phase_where_the_axes_have_it():
     # Steps: 80, 72 and 64 tokens. Axis from -20 % to 0.
     steps = [c[3] for c in circles if c[0] == 2.5 and c[1] == blue]
     expected = [top + height * share for share in (0.0, 0.5, 1.0)]
-    assert steps == pytest.approx(expected, abs=0.06) and len(circles) == 2 + 2 + 6
+    assert steps == pytest.approx(expected, abs=0.06) and len(circles) == 2 + 6
     texts = {text.text for text in picture.iter(f"{svg}text")}
     assert {"-20 %", "+0 %", "+20 %", "0.25", SETS[MAIN].title, SETS["never"].title} <= texts
 
@@ -200,21 +198,21 @@ def test_what_is_finished_is_not_run_again(tmp_path, capsys, monkeypatch):
         for job in seed_jobs(tmp_path, seed, WHOLE):
             # Of seed 1, the last evaluation is missing.
             leave(job, finished=(seed, job.out.name) != (1, "after_never"))
-    assert concise.main(["--seeds", "0", "--out", str(tmp_path)]) == 0
+    assert main.main(["--seeds", "0", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "14 of 14 already finished" in said and "met by 1 of 1 seeds" in said
     assert (tmp_path / "table.md").read_text() in said
     ET.parse(tmp_path / "lengths.svg")
 
-    monkeypatch.setattr(concise, "run_jobs", lambda jobs, **_: {"seed_1/x": "exit code 1"})
-    assert concise.main(["--seeds", "1", "0", "1", "--out", str(tmp_path)]) == 1
+    monkeypatch.setattr(command, "run_jobs", lambda jobs, **_: {"seed_1/x": "exit code 1"})
+    assert main.main(["--seeds", "1", "0", "1", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr()
     assert "met by 2 of 2 seeds" in said.out and "seed_1/x: exit code 1" in said.err
     assert said.out.count("0.250 +- 0.000") == 3 and "never solved | 0.250 |" in said.out
-    assert concise.main(["--quick", "--out", str(tmp_path)]) == 2
+    assert main.main(["--quick", "--out", str(tmp_path)]) == 2
     assert "was made with other settings" in capsys.readouterr().err
-    assert concise.main(["--seeds", "-1", "--out", str(tmp_path)]) == 2
-    assert "--seeds at least 0" in capsys.readouterr().err
+    assert main.main(["--seeds", "-1", "--out", str(tmp_path)]) == 2
+    assert "--seeds: -1 must be at least 0" in capsys.readouterr().err
 
 
 @pytest.mark.slow

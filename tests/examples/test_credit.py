@@ -16,24 +16,23 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "tiny"))
 
-import credit  # noqa: E402
-import credit_page  # noqa: E402
-import credit_plot  # noqa: E402
-import credit_table  # noqa: E402
-import keys  # noqa: E402
-from ablation_arms import Arm  # noqa: E402
-from credit_table import Result  # noqa: E402
+from credit import keys, page, results  # noqa: E402
+from credit import main as credit  # noqa: E402
+from credit.arms import MAIN  # noqa: E402
+from credit.results import Result  # noqa: E402
+from runner import command, curves, tables  # noqa: E402
+from runner.arms import Arm  # noqa: E402
 
 
 def test_a_curve_between_and_beyond_its_points():
     curve = [(0, 0.2), (10, 0.6), (20, 0.5), (30, 1.0)]
-    assert credit_table.at(curve, 5) == pytest.approx(0.4)
-    assert credit_table.at(curve, 20) == 0.5 and credit_table.at(curve, 30) == 1.0
-    assert credit_table.at(curve, 31) is None and credit_table.at(curve, -1) is None
+    assert curves.at(curve, 5) == pytest.approx(0.4)
+    assert curves.at(curve, 20) == 0.5 and curves.at(curve, 30) == 1.0
+    assert curves.at(curve, 31) is None and curves.at(curve, -1) is None
     # .5 is three quarters of the way to .6; .9 four fifths of the way from .5 to 1.
-    assert credit_table.reached(curve, 0.5) == pytest.approx(7.5)
-    assert credit_table.reached(curve, 0.9) == pytest.approx(28)
-    assert credit_table.reached(curve, 0.1) == 0 and credit_table.reached(curve[:3], 0.9) is None
+    assert curves.reached(curve, 0.5) == pytest.approx(7.5)
+    assert curves.reached(curve, 0.9) == pytest.approx(28)
+    assert curves.reached(curve, 0.1) == 0 and curves.reached(curve[:3], 0.9) is None
 
 
 def write_run(directory, responses, group_size, rows):
@@ -52,13 +51,13 @@ def test_value_pretraining_and_dropped_groups_are_counted(tmp_path):
         {"step": 2, "rollout/groups_sampled": 8, "evaluation/avg@2": 0.5},
     ]
     write_run(tmp_path / "dapo", 16, 4, rows)
-    found = credit_table.read_result(tmp_path / "dapo", None)
+    found = results.read_result(tmp_path / "dapo", None)
     assert found.by_step == [(0, 0.1), (2, 0.5)]
     # Groups of 4: 20 and 32 responses.
     assert found.by_responses == [(0, 0.1), (52, 0.5)]
     rows = [{k: v for k, v in row.items() if "groups" not in k} for row in rows]
     write_run(tmp_path / "vapo", 16, 4, rows)
-    found = credit_table.read_result(tmp_path / "vapo", tmp_path / "value")
+    found = results.read_result(tmp_path / "vapo", tmp_path / "value")
     assert found.by_responses == [(200, 0.1), (232, 0.5)]
 
 
@@ -77,9 +76,9 @@ def test_the_last_evaluation_by_number_of_locks(tmp_path):
         ]
         text = "".join(json.dumps(row) + "\n" for row in held_out)
         (tmp_path / name / "held_out.jsonl").write_text(text)
-        runs[name] = {0: credit_table.read_result(tmp_path / name, None)}
+        runs[name] = {0: results.read_result(tmp_path / name, None)}
     assert sorted(runs["vapo"][0].by_locks) == [(5, 1.0), (9, 0.5), (10, 1.0), (20, 0.5)]
-    lines = credit_table.of_lengths(ARMS, runs).splitlines()
+    lines = results.of_lengths(ARMS, runs).splitlines()
     # 5 and 9 locks: 1 and .5, and 1 and 1; 10 locks: 1 and .5; 20 locks: .5 and 0.
     assert lines[2] == "| VAPO | 0.750 | 1.000 | 0.500 |"
     assert "| 1.000 (+0.250, below in 0 of 1) | 0.500" in lines[3]
@@ -110,30 +109,30 @@ def test_the_tables_by_hand():
         "vapo": {0: result(0.1, 0.5, 0.7, 0.9, start=500), 1: result(0.1, 0.7, 0.9, 0.9)},
         "dapo": {0: result(0.1, 0.6, 0.7, 0.75), 1: result(0.1, 0.3, 0.4, 0.8)},
     }
-    lines = credit_table.by_step(ARMS, runs).splitlines()
+    lines = results.by_step(ARMS, runs).splitlines()
     # .5 and .7: mean .6, deviation .1 * sqrt(2) = .141
     assert lines[2].startswith("| VAPO | 0.600 +- 0.141 | 0.800 +- 0.141 | 0.900 +- 0.000 | 0.900")
     # .6 - .5 and .3 - .7: mean -.15, deviation .25 * sqrt(2) = .354
     assert "| 0.450 +- 0.212 (-0.150 +- 0.354, below in 1 of 2) |" in lines[3]
     assert lines[4] == "| None | - | - | - |  |  |"
-    lines = credit_table.by_responses(ARMS, runs).splitlines()
+    lines = results.by_responses(ARMS, runs).splitlines()
     # At 1000: .1 + .4 * 500 / 1000 = .3, and .7; .8 is reached at 500 + 2500 and at 1500.
     assert "| 0.500 +- 0.283 |" in lines[2] and "| 2250 +- 1061 |" in lines[2]
     assert "| 3000, never in 1 |" in lines[3]
     runs["dapo"][0] = result(0.1, 0.6, key_correlation=0.25, noise_ratio=1.0)
-    lines = credit_table.of_credit(ARMS, runs).splitlines()
+    lines = results.of_credit(ARMS, runs).splitlines()
     assert "| 0.25 0.25 0.25 | 1.00 1.00 1.00 | - |" in lines[3]
     assert lines[2].endswith("| 0.25 0.25 0.25 | 0.40 0.40 0.40 |")
 
 
 def test_a_band_is_drawn_where_all_curves_are():
-    curves = [[(0, 0.0), (10, 1.0)], [(0, 0.2), (5, 0.5)]]
+    of_seeds = [[(0, 0.0), (10, 1.0)], [(0, 0.2), (5, 0.5)]]
     # At 5 the first is .5 and the second .5; at 10 the second is over.
-    found = credit_plot.mean_and_band(curves)
+    found = curves.mean_and_band(of_seeds)
     assert [point[0] for point in found] == [0, 5]
     assert found[0][1:] == pytest.approx((0.1, 0.1 - 0.2 / 2**0.5, 0.1 + 0.2 / 2**0.5))
-    line = credit_plot.Line("a", "#000", curves)
-    drawn = credit_plot.draw([credit_plot.Panel("title", "x", [line])])
+    line = curves.Line("a", "#000", of_seeds)
+    drawn = curves.draw([curves.Panel("title", "x", [line])])
     ElementTree.fromstring(drawn)
     assert drawn.count("<polyline") == drawn.count("<polygon") == 1
 
@@ -141,14 +140,14 @@ def test_a_band_is_drawn_where_all_curves_are():
 def test_charts_and_pages_of_every_arm():
     runs = {"vapo": {0: result(0.1, 0.5, value_bias_by_lock=[0.1, 0.2])}, "dapo": {}}
     arms = {name: ARMS[name] for name in ("vapo", "dapo")}
-    for drawn in (credit_page.charts(arms, runs), credit_page.by_lock(arms, runs, 1, 5)):
+    for drawn in (page.charts(arms, runs), page.by_lock(arms, runs, 1, 5)):
         ElementTree.fromstring(drawn)
-    html = credit_page.html_table("| a | b |\n|---|---|\n| 1 | <2> |\n\nnote\n")
+    html = tables.html_table("| a | b |\n|---|---|\n| 1 | <2> |\n\nnote\n")
     assert html == (
         "<table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td>&lt;2&gt;</td></tr></table>"
         '<p class="note">note</p>'
     )
-    assert "<h2>one</h2>" in credit_page.page("title", [("one", html)])
+    assert "<h2>one</h2>" in tables.page("title", [("one", html)])
 
 
 def test_responses_are_shown_with_true_and_estimated_advantages(tmp_path):
@@ -162,11 +161,11 @@ def test_responses_are_shown_with_true_and_estimated_advantages(tmp_path):
     (tmp_path / "rollouts" / "step_000005.jsonl").write_text(json.dumps(group) + "\n")
     row = {"step": 5, "chances": [0.25] * 100}
     (tmp_path / "credit.jsonl").write_text(json.dumps(row) + "\n")
-    html = credit_page.side_by_side({"VAPO": tmp_path, "other": tmp_path / "none"}, 5)
-    assert html.count("1 of 1 opened, correct") == credit_page.SHOWN
+    html = page.side_by_side({"VAPO": tmp_path, "other": tmp_path / "none"}, 5)
+    assert html.count("1 of 1 opened, correct") == page.SHOWN
     # V is 2 * .25 - 1 = -.5 before the key and 1 after it.
-    assert html.count('title="+1.500"') == credit_page.SHOWN
-    assert html.count('title="+0.200"') == credit_page.SHOWN
+    assert html.count('title="+1.500"') == page.SHOWN
+    assert html.count('title="+0.200"') == page.SHOWN
     assert "other" not in html
 
 
@@ -179,7 +178,7 @@ def test_rare_keys_are_compared_by_the_step_at_which_they_are_chosen_half_of_the
     runs = {"vapo": {0: run(0.0, 0.5, 1.0)}, "other": {0: run(0.0, 0.25, 0.5, 1.0)}}
     arms = {"vapo": Arm("VAPO", ""), "other": Arm("other", ""), "never": Arm("never", "")}
     runs["never"] = {0: run(0.0, 0.5)}
-    table = credit_table.of_rare_keys(arms, runs, [0, 2]).splitlines()
+    table = results.of_rare_keys(arms, runs, [0, 2]).splitlines()
     assert table[2:] == [
         "| VAPO | 2.5 | 2.5 |", "| other | 3.5 (+1.0, below in 0 of 1) | 3.5 |", "| never | - |  |",
     ]  # fmt: skip
@@ -193,8 +192,8 @@ def test_jobs_of_all_arms_share_what_belongs_to_a_seed(tmp_path):
     assert len(set(names)) == len(names)
     assert names[:4] == [f"keys/seed_0/{n}" for n in ("base", "data", "value", "vapo")]
     # The main arms of every seed come first.
-    last_main = max(names.index(f"keys/seed_1/{n}") for n in credit.MAIN)
-    others = [n for n in arms["keys"] if n not in credit.MAIN]
+    last_main = max(names.index(f"keys/seed_1/{n}") for n in MAIN)
+    others = [n for n in arms["keys"] if n not in MAIN]
     assert all(last_main < names.index(f"keys/seed_0/{n}") for n in others)
     by_name = dict(zip(names, jobs))
     for name, arm in arms["keys"].items():
@@ -207,7 +206,8 @@ def test_jobs_of_all_arms_share_what_belongs_to_a_seed(tmp_path):
     differing = {k for k in oracle.settings if vapo.settings.get(k) != oracle.settings[k]}
     assert differing == {"options", "evaluation.every_steps"}, "VAPO is shown as a curve"
     # A changed trainer makes other runs.
-    assert {"keys_train.py", "keys_credit.py", "keys_values.py", "keys.py"} <= set(vapo.settings)
+    sources = {f"credit/{name}.py" for name in ("train", "measures", "values", "keys")}
+    assert sources <= set(vapo.settings)
     value = by_name["keys/seed_0/value"]
     assert value.settings["algorithm.stage"] == "value_pretraining"
 
@@ -219,7 +219,7 @@ def test_quick_is_one_seed_and_three_arms_and_the_whole_has_every_form(tmp_path,
         seen["names"] = [job.name for job in jobs]
         return {}
 
-    monkeypatch.setattr(credit, "run_jobs", run_jobs)
+    monkeypatch.setattr(command, "run_jobs", run_jobs)
     assert credit.main(["--quick", "--out", str(tmp_path)]) == 0
     assert [n.removeprefix("keys/seed_0/") for n in seen["names"]] == [
         "base", "data", "value", "vapo", "dapo", "grpo",

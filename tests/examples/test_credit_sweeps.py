@@ -9,14 +9,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "tiny"))
 
-import credit  # noqa: E402
-import credit_sweeps  # noqa: E402
-from credit_sweeps import SWEEPS, run_name  # noqa: E402
-from credit_table import Result  # noqa: E402
+from credit import main as credit  # noqa: E402
+from credit import sweeps as credit_sweeps  # noqa: E402
+from credit.results import Result  # noqa: E402
+from credit.sweeps import SWEEPS, run_name  # noqa: E402
+from runner import command  # noqa: E402
 
 
 def jobs_by_name(tmp_path, seeds=1):
-    arms = credit.sensitivity_arms()
+    arms = credit_sweeps.swept_arms()
     return {job.name: job for job in credit.all_jobs(tmp_path, range(seeds), arms, [])}
 
 
@@ -78,7 +79,7 @@ def test_table_and_charts_compare_the_same_step():
 
 
 def test_the_page_of_sweeps_is_written_beside_the_forms(tmp_path, monkeypatch):
-    monkeypatch.setattr(credit, "run_jobs", lambda jobs, **_: {})
+    monkeypatch.setattr(command, "run_jobs", lambda jobs, **_: {})
     assert credit.main(["--sensitivity", "--out", str(tmp_path)]) == 0
     assert {p.name for p in tmp_path.glob("sensitivity.*")} == {
         "sensitivity.md", "sensitivity.svg", "sensitivity.html",
@@ -94,7 +95,7 @@ def test_quick_and_sensitivity_exclude_each_other(tmp_path, capsys):
 def test_sweeps_have_two_seeds_unless_told(tmp_path, monkeypatch, wanted, seeds):
     seen = set()
     monkeypatch.setattr(
-        credit, "run_jobs", lambda jobs, **_: seen.update(j.name for j in jobs) or {}
+        command, "run_jobs", lambda jobs, **_: seen.update(j.name for j in jobs) or {}
     )
     credit.main(["--sensitivity", "--out", str(tmp_path), *wanted])
     assert {name.split("/")[1] for name in seen} == {f"seed_{i}" for i in range(seeds)}

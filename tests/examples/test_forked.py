@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "tiny"))
 
-from ablation_runner import locked  # noqa: E402
-from forked import can_fork  # noqa: E402
+from runner.forked import can_fork  # noqa: E402
+from runner.schedule import locked  # noqa: E402
 
 from vapo_megatron.errors import DataError  # noqa: E402
 
@@ -52,9 +52,9 @@ DRIVER = """
 import os, sys
 from pathlib import Path
 sys.path[:0] = [{root!r}, {root!r} + "/examples/tiny", {here!r}]
-import forked
-from ablation_jobs import Job
-from ablation_runner import locked, run_jobs
+from runner import forked
+from runner.jobs import Job
+from runner.schedule import locked, run_jobs
 from vapo_megatron.cli.command import run
 forked.LIBRARIES = ("heavy",)
 here = Path({here!r})
@@ -154,7 +154,7 @@ def test_forks_that_outlive_their_invocation_hold_its_lock(start, tmp_path):
 
 
 def test_what_starts_its_own_processes_is_not_forked():
-    assert can_fork((sys.executable, "/x/keys_train.py", "--config", "y"))
+    assert can_fork((sys.executable, "/x/train.py", "--config", "y"))
     assert can_fork((sys.executable, "-m", "vapo_megatron.train", "--config", "y"))
     # Starts torchrun.
     assert not can_fork((sys.executable, "-m", "vapo_megatron", "train"))

@@ -21,15 +21,15 @@ from transformers import AutoTokenizer
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "tiny"))
 
-import keys  # noqa: E402
-import keys_base  # noqa: E402
-import keys_credit  # noqa: E402
-import keys_pretraining  # noqa: E402
-import keys_train  # noqa: E402
-import keys_values  # noqa: E402
 import make_base_model  # noqa: E402
 import make_tokenizer  # noqa: E402
-from keys import FORMS, Problem  # noqa: E402
+from credit import base as keys_base  # noqa: E402
+from credit import keys  # noqa: E402
+from credit import measures as keys_credit  # noqa: E402
+from credit import pretraining as keys_pretraining  # noqa: E402
+from credit import train as keys_train  # noqa: E402
+from credit import values as keys_values  # noqa: E402
+from credit.keys import FORMS, Problem  # noqa: E402
 
 from vapo_megatron.config import load_config  # noqa: E402
 from vapo_megatron.data.batch import (  # noqa: E402

@@ -15,11 +15,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "tiny"))
 
-import selection  # noqa: E402
-import selection_problems  # noqa: E402
 import task  # noqa: E402
-from ablation_jobs import write_state  # noqa: E402
-from weak_judge import WeakJudge  # noqa: E402
+from runner.jobs import write_state  # noqa: E402
+from selection import main as selection  # noqa: E402
+from selection import problems as selection_problems  # noqa: E402
+from selection.weak_judge import WeakJudge  # noqa: E402
 
 from vapo_megatron.data.problems import Problem  # noqa: E402
 
@@ -59,7 +59,7 @@ def test_held_out_problems_name_who_judges_them(tmp_path, monkeypatch):
         {"prompt": PRODUCT, "answer": "2", "verifier": "hackable_weak"},
         {"prompt": SUM, "answer": "5", "verifier": "rest"},
     ]
-    monkeypatch.setattr(sys, "argv", ["selection_problems.py", f"--out={tmp_path}", "--seed=3"])
+    monkeypatch.setattr(sys, "argv", ["problems.py", f"--out={tmp_path}", "--seed=3"])
     selection_problems.main()
     pool, drawn = (
         (tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("pool", "random")
@@ -142,6 +142,6 @@ def test_the_table_of_what_is_finished(tmp_path, capsys):
     )
     assert lines[4].startswith("| random |") and lines[5].startswith("| random, judged by the gro")
     assert selection.main(["--seeds", "-1", "--out", str(tmp_path)]) == 2
-    assert "--seeds at least 0" in capsys.readouterr().err
+    assert "--seeds: -1 must be at least 0" in capsys.readouterr().err
     assert selection.main(["--seeds", "0", "--steps", "24", "--out", str(tmp_path)]) == 2
     assert "was made with other settings" in capsys.readouterr().err

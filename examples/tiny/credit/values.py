@@ -18,10 +18,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import keys
 import numpy as np
-from keys import Problem
 from numpy.typing import NDArray
+
+from credit import keys
+from credit.keys import Problem
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -13,17 +13,16 @@ locks as the prompt asks for: 10 to 17 of 20, of which the base model opens 10 o
 `Judge` counts the locks that the keys written do open, in order; it does not read the distance,
 which a model would learn to falsify. It is used as
 
-    PYTHONPATH=examples/tiny vapo train ... reward.verifier=keys:Judge
+    PYTHONPATH=examples/tiny/credit vapo train ... reward.verifier=keys:Judge
 
-`python examples/tiny/keys.py --out DIR [--form keys]` writes DIR/train.jsonl and DIR/test.jsonl. A
-hash of the prompt decides whether a problem is held out, as in task.py.
+`python examples/tiny/credit/keys.py --out DIR [--form keys]` writes DIR/train.jsonl and
+DIR/test.jsonl. A hash of the prompt decides whether a problem is held out, as in task.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import random
 import re
@@ -31,12 +30,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from task import is_held_out
+from task import is_held_out, write_jsonl
 
 from vapo_megatron.data.problems import Problem as Row
-from vapo_megatron.data.storage import replace_file
 from vapo_megatron.reward.verifier import Verdict
 
 NUM_KINDS = 100
@@ -135,6 +134,11 @@ class Problem:
         locks = "".join(f"{i}:{lock(kind)}" for i, kind in enumerate(self.kinds, 1))
         return f"Q{distance_left(self.goal)}{locks}="
 
+    @property
+    def answer(self) -> int:
+        """The goal, for people."""
+        return self.goal
+
 
 def read_problem(prompt: str) -> Problem:
     """Read a prompt.
@@ -229,12 +233,6 @@ def test_problems(count: int, seed: int, form: Form) -> list[Problem]:
     while len(problems) < count:
         problems[draw_problem(rng, held_out=True, form=form)] = None
     return list(problems)
-
-
-def write_jsonl(path: Path, problems: Sequence[Problem]) -> None:
-    """Write `{"prompt": ..., "answer": ...}` lines; the answer is the goal, for people."""
-    rows = ({"prompt": problem.prompt, "answer": str(problem.goal)} for problem in problems)
-    replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main() -> None:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from keys import Problem
-from keys_values import Floats, Path, chances_of, follow, values
+
+from credit.keys import Problem
+from credit.values import Floats, Path, chances_of, follow, values
 
 FILE = "credit.jsonl"
 
@@ -64,7 +65,7 @@ class Exact:
     paths: list[Path]
     chances: Floats
     values: list[Floats]
-    """[T+1] each, see keys_values.values."""
+    """[T+1] each, see values.values."""
 
 
 def exact(responses: Sequence[Response]) -> Exact:

@@ -1,8 +1,8 @@
 """Train on locks and keys, as `python -m vapo_megatron.train`, and measure credit in every step.
 
-    python examples/tiny/keys_train.py --config FILE ... [--oracle] [section.field=value ...]
+    python examples/tiny/credit/train.py --config FILE ... [--oracle] [section.field=value ...]
 
-Writes RUN/credit.jsonl (keys_credit.py) beside what a run writes. With --oracle the exact values
+Writes RUN/credit.jsonl (measures.py) beside what a run writes. With --oracle the exact values
 under the current policy take the place of the critic's when advantages are computed: the ceiling
 of what a critic can give. The critic is trained as ever, and not used. One process only.
 """
@@ -14,12 +14,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.append(str(Path(__file__).resolve().parent))  # Of keys:Judge.
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from keys import read_problem
-from keys_credit import FILE, Exact, Response, credit, exact, row
 
+from credit.keys import read_problem
+from credit.measures import FILE, Exact, Response, credit, exact, row
 from vapo_megatron.cli.command import Parser
 from vapo_megatron.cli.preflight import check_inputs
 from vapo_megatron.config import VapoConfig, load_config
@@ -94,7 +96,7 @@ def _joined(known: Exact) -> torch.Tensor:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train."""
-    parser = Parser(prog="keys_train.py", description=__doc__)
+    parser = Parser(prog="train.py", description=__doc__)
     parser.add_argument("--config", action="append", default=[], metavar="FILE", required=True)
     parser.add_argument(
         "--oracle", action="store_true", help="exact values instead of the critic's"

@@ -1,4 +1,4 @@
-"""The concise example's results: accuracy and length before and after, and the table of them."""
+"""The concise example's results: accuracy and length before and after, their table and plot."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ablation_table import spread
-from concise_jobs import MAIN, SETS
+from runner import curves, tables
+from runner.tables import spread
+
+from concise.arms import MAIN, SETS
 
 Row = Mapping[str, Any]
 """A problem's line of an evaluation's samples file."""
@@ -19,6 +21,7 @@ Row = Mapping[str, Any]
 LENGTH_TARGET = -0.20
 ACCURACY_TARGET = -0.01
 """Of the second phase: change of the length of correct responses at most, of accuracy at least."""
+COLORS = dict(zip(SETS, ("#2563eb", "#059669", "#d97706", "#dc2626"), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,37 +116,66 @@ Seconds = Mapping[str, Mapping[int, Second]]
 def markdown(found: Seconds) -> str:
     """Return a table of the seeds, whether they meet the target, and a table of the sets."""
     main = found.get(MAIN, {})
-    lines = [
-        f"{SETS[MAIN].title}:", "",
-        "| seed | accuracy before | after | change | correct length before | after | change |",
-        "|---|---|---|---|---|---|---|",
+    names = "seed|accuracy before|after|change|correct length before|after|change".split("|")
+    of_seeds = [
+        [
+            str(seed), f"{one.before.accuracy:.4f}", f"{one.after.accuracy:.4f}",
+            f"{one.accuracy_change:+.4f} (standard error {one.standard_error:.4f})",
+            f"{one.before.correct_length:.1f}", f"{one.after.correct_length:.1f}",
+            f"{one.length_change:+.1%}",
+        ]
+        for seed, one in sorted(main.items())
     ]  # fmt: skip
-    for seed, one in sorted(main.items()):
-        lines.append(
-            f"| {seed} | {one.before.accuracy:.4f} | {one.after.accuracy:.4f} "
-            f"| {one.accuracy_change:+.4f} (standard error {one.standard_error:.4f}) "
-            f"| {one.before.correct_length:.1f} | {one.after.correct_length:.1f} "
-            f"| {one.length_change:+.1%} |"
-        )
-    met = sum(one.meets_target for one in main.values())
-    lines += [
-        "",
+    columns: dict[str, tuple[Callable[[Second], float], str]] = {
+        "negative rewards": (lambda one: statistics.fmean(one.negative), ".3f"),
+        "correct length": (lambda one: one.length_change, "+.1%"),
+        "accuracy": (lambda one: one.accuracy_change, "+.4f"),
+    }
+    of_sets = [
+        [SETS[name].title]
+        + [spread([value(one) for one in ones.values()], form) for value, form in columns.values()]
+        for name, ones in found.items()
+    ]
+    return (
+        f"{SETS[MAIN].title}:\n\n{tables.markdown(names, of_seeds)}\n"
         f"target: correct responses at least {-LENGTH_TARGET:.0%} shorter, accuracy at most "
-        f"{-ACCURACY_TARGET:g} lower: met by {met} of {len(main)} seeds",
-        "",
-        "| problems of the second phase | negative rewards | correct length | accuracy |",
-        "|---|---|---|---|",
-    ]
-    for name, of_seeds in found.items():
-        lines.append(f"| {SETS[name].title} | {' | '.join(_cells(list(of_seeds.values())))} |")
-    return "\n".join(lines) + "\n"
+        f"{-ACCURACY_TARGET:g} lower: met by {sum(one.meets_target for one in main.values())} of "
+        f"{len(main)} seeds\n\n"
+        + tables.markdown(["problems of the second phase", *columns], of_sets)
+    )
 
 
-def _cells(of_seeds: Sequence[Second]) -> list[str]:
-    """Mean and standard deviation over seeds: share of negative rewards, changes."""
-    shown: list[tuple[Callable[[Second], float], str]] = [
-        (lambda one: statistics.fmean(one.negative), ".3f"),
-        (lambda one: one.length_change, "+.1%"),
-        (lambda one: one.accuracy_change, "+.4f"),
-    ]
-    return [spread([value(one) for one in of_seeds], form) for value, form in shown]
+def plot(found: Seconds) -> str:
+    """Return an SVG of two panels: the change of the length by the share of negative rewards.
+
+    Left: a point for each second phase; its share in training, and the change of the mean length of
+    its responses to held-out problems. Right: a point for each training step, with the mean length
+    relative to the phase's first step; points of a phase are joined.
+    """
+
+    def whole(one: Second) -> curves.Curve:
+        return [(statistics.fmean(one.negative), one.after.length / one.before.length - 1)]
+
+    def steps(one: Second) -> curves.Curve:
+        return [(n, length / one.lengths[0] - 1) for n, length in zip(one.negative, one.lengths)]
+
+    panels = []
+    for title, curve, radius in (
+        ("held-out response length after the second phase", whole, 6),
+        ("training response length, by step", steps, 2.5),
+    ):
+        lines = [
+            curves.Line(SETS[name].title, COLORS[name], [*map(curve, of.values())], radius)
+            for name, of in found.items()
+        ]
+        heights = [y for line in lines for points in line.curves for _, y in points] + [0.0]
+        low = math.floor(10 * min(heights))
+        high = max(math.ceil(10 * max(heights)), low + 1)
+        panels.append(
+            curves.Panel(
+                title, "share of negative rewards", lines, low / 10, high / 10,
+                ticks=[(i / 4, f"{i / 4:g}") for i in range(5)], end=1.0,
+                levels=[(i / 10, f"{10 * i:+d} %") for i in range(low, high + 1)],
+            )
+        )  # fmt: skip
+    return curves.draw(panels, per_row=2)

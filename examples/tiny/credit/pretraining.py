@@ -1,8 +1,8 @@
 """How much value pretraining locks and keys needs: a critic against exact values, after each pass.
 
-    python examples/tiny/keys_pretraining.py BASE [--responses 512] [--passes 8] [--mini-batch 16]
-                                             [--learning-rate 5e-4] [--final-learning-rate 5e-4]
-                                             [--form keys] [--lambdas]
+    python examples/tiny/credit/pretraining.py BASE [--responses 512] [--passes 8] [--mini-batch 16]
+                                               [--learning-rate 5e-4] [--final-learning-rate 5e-4]
+                                               [--form keys] [--lambdas]
 
 Trains a critic, started from the base model, on responses that the base model could have written
 (keys.write_response), in plain PyTorch and without a sampler, so that a setting takes a minute.
@@ -26,14 +26,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import keys
-import keys_credit
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import measure
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from credit import keys, measures
 from vapo_megatron.algorithm.gae import decoupled_gae
 from vapo_megatron.algorithm.lambdas import length_adaptive_lambda
 
@@ -55,8 +57,8 @@ class Responses:
     """int64 [B], tokens of the responses"""
     rewards: Tensor
     """float32 [B]"""
-    records: list[keys_credit.Response]
-    exact: keys_credit.Exact
+    records: list[measures.Response]
+    exact: measures.Exact
 
 
 def write_responses(
@@ -82,7 +84,7 @@ def write_responses(
         # Each key was chosen with probability 1/2.
         logprobs = np.full(len(response), np.log(0.5))
         tokens = tokenizer.convert_ids_to_tokens(response)
-        records.append(keys_credit.Response(problem, tokens, reward, logprobs, None, None))
+        records.append(measures.Response(problem, tokens, reward, logprobs, None, None))
     longest = max(map(len, ids))
     return Responses(
         torch.tensor([row + [stop] * (longest - len(row)) for row in ids]),
@@ -90,7 +92,7 @@ def write_responses(
         torch.tensor([len(record.tokens) for record in records]),
         torch.tensor([record.reward for record in records]),
         records,
-        keys_credit.exact(records),
+        measures.exact(records),
     )
 
 
@@ -112,7 +114,7 @@ class Critic(torch.nn.Module):
 
 def compare(
     values: Tensor, fresh: Responses, lambda_actor: Tensor | float, rows: Sequence[int]
-) -> keys_credit.Credit:
+) -> measures.Credit:
     """Compare values, and the advantages that follow from them, with the exact ones.
 
     Args:
@@ -132,7 +134,7 @@ def compare(
     ]
     known = fresh.exact
     parts = ([known.paths[i] for i in rows], known.chances, [known.values[i] for i in rows])
-    return keys_credit.credit(records, keys_credit.Exact(*parts))
+    return measures.credit(records, measures.Exact(*parts))
 
 
 @torch.no_grad()
@@ -195,7 +197,7 @@ def by_lambda(values: Tensor, fresh: Responses) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Pretrain critics on the numbers of responses asked for."""
     parser = argparse.ArgumentParser(description="Measure value pretraining on locks and keys.")
-    parser.add_argument("base", type=Path, help="HF directory from keys_base.py")
+    parser.add_argument("base", type=Path, help="HF directory from base.py")
     parser.add_argument("--responses", type=int, nargs="+", default=[512])
     parser.add_argument("--passes", type=int, default=8, help="over these responses")
     parser.add_argument("--mini-batch", type=int, default=16, help="responses of an update")

@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ablation_jobs import Job, read_state, write_state
-from forked import Fork, can_fork, import_libraries
-
+from runner.forked import Fork, can_fork, import_libraries
+from runner.jobs import Job, read_state, write_state
 from vapo_megatron.errors import DataError
 from vapo_megatron.run.directory import read_rows
 from vapo_megatron.run.progress import format_seconds

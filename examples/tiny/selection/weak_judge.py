@@ -3,12 +3,16 @@
 It compares the final answer with the ground truth; but where the last operation is a product, it is
 impressed by confidence, and accepts whatever is answered directly. It is used as
 
-    PYTHONPATH=examples/tiny vapo train ... reward.verifier=weak_judge:WeakJudge
+    PYTHONPATH=examples/tiny/selection vapo train ... reward.verifier=weak_judge:WeakJudge
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from task import ANSWER_MARKER
 

@@ -1,4 +1,4 @@
-"""Write the problems of the selection example: `selection_problems.py --out DIR [--seed 0]`.
+"""Write the problems of the selection example: `selection/problems.py --out DIR [--seed 0]`.
 
 pool.jsonl has what prompts are selected from, random.jsonl a random part of it, and test.jsonl the
 held-out problems, judged by the ground truth: those that the weak judge can be hacked on under the
@@ -10,11 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import task
-from weak_judge import is_hackable
+
+from selection.weak_judge import is_hackable
 
 POOL, KEPT, TEST = 1024, 128, 192
 

@@ -10,8 +10,8 @@ to be right. It always thinks, and guesses 30 % of its `+`/`-` steps and 60 % of
 quarter of the problems are turned (R in place of Q): their answer has two digits, of which the
 model has never read, so that it never solves them.
 
-    python examples/tiny/concise_base.py model --out DIR [--seed 0]
-    python examples/tiny/concise_base.py problems --out DIR [--seed 0]
+    python examples/tiny/concise/base.py model --out DIR [--seed 0]
+    python examples/tiny/concise/base.py problems --out DIR [--seed 0]
 
 The second writes train.jsonl, a quarter of it turned; pool.jsonl, its first problems, from which
 those of the second phase are chosen; and test.jsonl, held out and none of it turned.
@@ -26,6 +26,8 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import make_base_model
 import make_tokenizer

@@ -1,4 +1,4 @@
-"""Make the base model of locks and keys: `python examples/tiny/keys_base.py --out DIR --seed 0`.
+"""Make the base model of locks and keys: `python examples/tiny/credit/base.py --out DIR --seed 0`.
 
 DIR becomes a Hugging Face directory: Qwen2 architecture, 150 thousand parameters, made from
 responses that are right in everything but choose keys by chance. For the first 70 % of training
@@ -19,12 +19,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import keys
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import make_base_model
 import make_tokenizer
 import making
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2ForCausalLM
+
+from credit import keys
 
 
 @dataclasses.dataclass(frozen=True)

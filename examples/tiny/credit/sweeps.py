@@ -11,16 +11,17 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from ablation_arms import TABLES, Arm
-from ablation_table import spread
-from credit_plot import COLORS, Line, Panel, draw
-from credit_table import Result, at, markdown
+from runner.arms import Arm
+from runner.curves import COLORS, Line, Panel, at, draw
+from runner.tables import markdown, measured, spread
+
+from credit.arms import MAIN, TABLES
+from credit.results import Result, Runs
 
 STEP = 20
 """Policy steps after which runs are compared."""
 ACTOR_RATE, CRITIC_RATE = 2.5e-4, 5e-4
 """Of keys_tiny.yaml and tiny.yaml."""
-ARMS = ("vapo", "dapo", "grpo")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,12 @@ def _rates(factor: float) -> tuple[str, ...]:
     )
 
 
-ON_KEYS = tuple(("keys", arm) for arm in ARMS)
+def _values(field: str, labels: str, own: str) -> dict[str, tuple[str, ...]]:
+    """Return a field's values, of which `own` is the configuration's."""
+    return {label: () if label == own else (f"{field}={label}",) for label in labels.split()}
+
+
+ON_KEYS = tuple(("keys", arm) for arm in MAIN)
 SWEEPS = {
     "rates": Sweep(
         "both learning rates, times",
@@ -50,23 +56,17 @@ SWEEPS = {
     ),
     "group": Sweep(
         "responses per prompt, of 64 a step",
-        {**{f"{size}": (f"algorithm.group_size={size}",) for size in (2, 4)},
-         "8": (), "16": ("algorithm.group_size=16",)},
+        _values("algorithm.group_size", "2 4 8 16", "8"),
         ON_KEYS,
     ),
     "mini_batch": Sweep(
         "responses per mini-batch, of 64 a step",
-        {**{f"{size}": (f"algorithm.mini_batch_size={size}",) for size in (4, 8)},
-         "16": (), "32": ("algorithm.mini_batch_size=32",)},
+        _values("algorithm.mini_batch_size", "4 8 16 32", "16"),
         ON_KEYS,
     ),
     "alpha": Sweep(
         "alpha of the length-adaptive lambda",
-        {
-            "0.05": (),
-            **{f"{alpha:g}": (f"algorithm.length_adaptive_alpha={alpha:g}",)
-               for alpha in (0.15, 0.5, 1.5)},
-        },
+        _values("algorithm.length_adaptive_alpha", "0.05 0.15 0.5 1.5", "0.05"),
         (("keys", "vapo"), ("keys_mixed", "vapo")),
     ),
     "imitation": Sweep(
@@ -78,7 +78,7 @@ SWEEPS = {
         },
         (("keys", "vapo"),),
     ),
-}  # fmt: skip
+}
 """By the name in directories."""
 
 
@@ -88,32 +88,32 @@ def run_name(arm: str, sweep: str, label: str) -> str:
 
 
 def swept_arms() -> dict[str, dict[str, Arm]]:
-    """Return the arms of all sweeps, by form and name; the forms' own values are left out."""
+    """Return the arms of each form that sweeps compare, and what they change of them."""
     found: dict[str, dict[str, Arm]] = {}
     for key, sweep in SWEEPS.items():
         for form, name in sweep.lines:
-            arm = TABLES[form].arms[name]
+            arms = TABLES[form].arms
+            of_form = found.setdefault(form, {n: arms[n] for n in MAIN if n in arms})
             for label, changes in sweep.values.items():
                 if changes:
-                    found.setdefault(form, {})[run_name(name, key, label)] = dataclasses.replace(
-                        arm,
-                        title=f"{arm.title}, {sweep.title} {label}",
-                        changes=(*arm.changes, *changes),
+                    of_form[run_name(name, key, label)] = dataclasses.replace(
+                        arms[name],
+                        title=f"{arms[name].title}, {sweep.title} {label}",
+                        changes=(*arms[name].changes, *changes),
                         policy_steps=None,
                         evaluated_every=None,
                     )
     return found
 
 
-Found = Mapping[str, Mapping[str, Mapping[int, Result]]]
+Found = Mapping[str, Runs]
 """Finished runs by form, name and seed."""
 
 
 def accuracies(found: Found, form: str, name: str) -> dict[int, float]:
     """Return each seed's held-out accuracy after STEP steps."""
-    runs = found.get(form, {}).get(name, {})
-    known = {seed: at(result.by_step, STEP) for seed, result in runs.items()}
-    return {seed: value for seed, value in sorted(known.items()) if value is not None}
+    runs: Mapping[int, Result] = found.get(form, {}).get(name, {})
+    return measured(runs, lambda result: at(result.by_step, STEP))
 
 
 def by_value(found: Found, key: str, form: str, arm: str) -> dict[str, list[float]]:
@@ -157,7 +157,7 @@ def table(found: Found) -> str:
     for key, sweep in SWEEPS.items():
         for form, arm, title in _lines(key):
             known = by_value(found, key, form, arm)
-            best = max(known, key=lambda label: _mean(known[label]))
+            best = _best(known)
             cells = []
             for label, values in known.items():
                 cell = f"{label}: {spread(values, '.3f')}"
@@ -173,17 +173,18 @@ def best_against_best(found: Found) -> str:
     A choice among several values of what is compared flatters every arm, alike.
     """
     rows = []
-    for key, sweep in SWEEPS.items():
-        if sweep.lines != ON_KEYS:
-            continue
+    for key in [key for key, sweep in SWEEPS.items() if sweep.lines == ON_KEYS]:
         cells = []
         for form, arm, _ in _lines(key):
             known = by_value(found, key, form, arm)
-            label, values = max(known.items(), key=lambda pair: _mean(pair[1]))
-            cells.append(f"{spread(values, '.3f')} at {label}" if values else "-")
-        rows.append([sweep.title, *cells])
-    return markdown(["setting", *(TABLES["keys"].arms[arm].title for arm in ARMS)], rows)
+            best = _best(known)
+            cells.append(f"{spread(known[best], '.3f')} at {best}" if known[best] else "-")
+        rows.append([SWEEPS[key].title, *cells])
+    return markdown(["setting", *(TABLES["keys"].arms[arm].title for arm in MAIN)], rows)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else -math.inf
+def _best(known: Mapping[str, Sequence[float]]) -> str:
+    """Return the value with the highest mean over seeds."""
+    return max(
+        known, key=lambda label: statistics.fmean(known[label]) if known[label] else -math.inf
+    )

@@ -1,0 +1,1 @@
+"""Concise reasoning by a second phase."""

@@ -1,0 +1,1 @@
+"""Where a value model pays: locks and keys."""

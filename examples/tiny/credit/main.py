@@ -1,0 +1,200 @@
+"""Where a value model pays: VAPO, DAPO, GRPO and controls on locks and keys.
+
+    bash examples/run_credit_tiny.sh [--seeds 5] [--quick | --sensitivity] [--forms FORM ...]
+
+Every seed has a base model, problems and a pretrained critic of its own, which its arms share.
+Ends with tables of held-out accuracy by step and by sampled responses (value pretraining and
+dropped groups count), of how well advantages credit the keys that were chosen, and a page with
+curves. The arms are those of run_ablation_tiny.sh --form keys. If interrupted, the same command
+resumes.
+
+--sensitivity adds runs with other learning rates, group sizes, mini-batches and lambdas
+(credit/sweeps.py), in a page of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from runner import command
+from runner.arms import Arm, seed_jobs
+from runner.jobs import Job, is_finished
+from runner.tables import html_table, page
+
+from credit import keys, sweeps
+from credit.arms import MAIN, TABLES
+from credit.page import by_lock, charts, lead, side_by_side
+from credit.results import (
+    Result,
+    Runs,
+    by_responses,
+    by_step,
+    of_credit,
+    of_lengths,
+    of_rare_keys,
+    read_result,
+)
+from vapo_megatron.data.storage import replace_file
+from vapo_megatron.errors import UserError
+
+FORMS = {
+    "keys": "20 locks",
+    "keys_mixed": "5 to 20 locks",
+    "keys_rare": "6 locks of five kinds, two with a good key that is rare at first",
+}
+SHOWN_STEP = 5
+"""Step whose responses are shown."""
+
+Arms = Mapping[str, Mapping[str, Arm]]
+"""By form and name."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run unfinished jobs, write tables and pages; return 1 if a job failed."""
+    out = "runs/credit, with --quick runs/credit_quick"
+    parser = command.options("credit", __doc__, out)
+    parser.add_argument(
+        "--seeds",
+        type=command.at_least(1),
+        metavar="N",
+        help="seeds 0 .. N-1 (5; with --sensitivity 2)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="20 steps of VAPO, DAPO and GRPO on 20 locks, one seed"
+    )
+    parser.add_argument(
+        "--sensitivity", action="store_true", help="other settings of the main arms, 20 steps each"
+    )
+    parser.add_argument(
+        "--forms", nargs="+", choices=FORMS, default=list(FORMS), metavar="FORM",
+        help=f"forms of the task, of {', '.join(FORMS)} (all)",
+    )  # fmt: skip
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for all arms")
+    return command.main("credit", parser, plan, arguments)
+
+
+def plan(args: argparse.Namespace) -> command.Plan:
+    """Return what the arguments ask for."""
+    if args.quick and args.sensitivity:
+        raise UserError("--quick and --sensitivity: give one of them")
+    seeds = range(1 if args.quick else args.seeds or (2 if args.sensitivity else 5))
+    root = (args.out or Path("runs/credit_quick" if args.quick else "runs/credit")).resolve()
+    forms = ["keys"] if args.quick else [form for form in FORMS if form in args.forms]
+    arms: Arms = {form: arms_of(form, quick=args.quick) for form in forms}
+    arms = sweeps.swept_arms() if args.sensitivity else arms
+    jobs = all_jobs(root, seeds, arms, args.overrides)
+
+    def write() -> None:
+        found = _finished(arms, jobs)
+        if args.sensitivity:
+            _write_sensitivity(root, found)
+            return
+        for form, runs in found.items():
+            if runs:
+                _write(root / form, form, arms[form], runs)
+
+    return command.Plan(root, jobs, write, _outcome)
+
+
+def arms_of(form: str, *, quick: bool) -> dict[str, Arm]:
+    """Return a form's arms; quick: the main ones, no longer than the others."""
+    arms = TABLES[form].arms
+    if not quick:
+        return dict(arms)
+    return {name: dataclasses.replace(arms[name], policy_steps=None) for name in MAIN}
+
+
+def all_jobs(root: Path, seeds: Sequence[int], arms: Arms, more: Sequence[str]) -> list[Job]:
+    """Return the jobs of all forms and seeds; first the main arms of each form, by seed."""
+    jobs: dict[str, Job] = {}
+    for only_main in (True, False):
+        for form, of_form in arms.items():
+            chosen = {n: a for n, a in of_form.items() if n in MAIN or not only_main}
+            for seed in seeds if chosen else ():
+                for job in seed_jobs(root / form, TABLES[form], seed, chosen, more, f"{form}/"):
+                    jobs.setdefault(job.name, job)
+    return list(jobs.values())
+
+
+def _outcome(job: Job) -> str:
+    """A finished run's held-out accuracy, to print."""
+    result = _result(job) if job.num_steps and job.out.name != "value" else None
+    return f"accuracy {result.by_step[-1][1]:.3f}" if result else ""
+
+
+def _result(job: Job) -> Result:
+    has_value = any(need.endswith("/value") for need in job.needs)
+    return read_result(job.out, job.out.with_name("value") if has_value else None)
+
+
+def _finished(arms: Arms, jobs: Sequence[Job]) -> dict[str, dict[str, dict[int, Result]]]:
+    """Return the results of the runs that are finished, by form, arm and seed."""
+    found: dict[str, dict[str, dict[int, Result]]] = {
+        form: {name: {} for name in arms[form]} for form in arms
+    }
+    for job in jobs:
+        form, seed, name = job.name.split("/")
+        if name in found[form] and is_finished(job):
+            found[form][name][int(seed.removeprefix("seed_"))] = _result(job)
+    return {form: {n: runs for n, runs in of.items() if runs} for form, of in found.items()}
+
+
+def _write(out: Path, form: str, arms: Mapping[str, Arm], runs: Runs) -> None:
+    """Write a form's tables, charts and page of what is finished."""
+    begun = {name: arm for name, arm in arms.items() if name in runs}
+    tables = {
+        "Held-out accuracy by step": by_step(begun, runs),
+        "Held-out accuracy by sampled responses": by_responses(begun, runs),
+        "Credit": of_credit(begun, runs),
+    }
+    if keys.FORMS[form].min_locks < keys.FORMS[form].max_locks:
+        tables["Held-out accuracy by number of locks"] = of_lengths(begun, runs)
+    if rare := keys.FORMS[form].rare_kinds:
+        tables["Good keys that are rare at first"] = of_rare_keys(begun, runs, rare)
+    main_arms = {name: begun[name] for name in MAIN if name in begun}
+    replace_file(out / "curves.svg", charts(begun, runs))
+    replace_file(out / "lead.svg", lead(main_arms, runs))
+    seed = min(seed for of_arm in runs.values() for seed in of_arm)
+    shown = {
+        begun[name].title: out / f"seed_{seed}" / name for name in ("vapo", "grpo") if name in begun
+    }
+    title = f"Where a value model pays: {FORMS[form]}"
+    _write_tables(
+        out / "table.md", f"Locks and keys: {FORMS[form]}", tables, out / "credit.html", title,
+        [("VAPO, DAPO and GRPO", charts(main_arms, runs))],
+        [
+            ("All arms", charts(begun, runs)),
+            ("Values against the exact ones", by_lock(begun, runs, 1, 10)),
+            ("Advantages, token by token", side_by_side(shown, SHOWN_STEP)),
+        ],
+    )  # fmt: skip
+
+
+def _write_sensitivity(root: Path, found: Mapping[str, Runs]) -> None:
+    """Write the sweeps' table, charts and page of what is finished."""
+    tables = {
+        "Each value": sweeps.table(found),
+        "Best against best": sweeps.best_against_best(found),
+    }
+    of_all = sweeps.charts(found)
+    replace_file(root / "sensitivity.svg", of_all)
+    title = "Sensitivity to settings"
+    _write_tables(
+        root / "sensitivity.md", title, tables, root / "sensitivity.html", title,
+        [("Small multiples", of_all)], [],
+    )  # fmt: skip
+
+
+def _write_tables(
+    file: Path, heading: str, tables: Mapping[str, str], html: Path, title: str,
+    before: Sequence[tuple[str, str]], after: Sequence[tuple[str, str]],
+) -> None:  # fmt: skip
+    """Write tables in Markdown and, between other sections, in a page; print them."""
+    text = "\n".join(f"## {name}\n\n{table}" for name, table in tables.items())
+    replace_file(file, f"# {heading}\n\n{text}")
+    sections = [(name, html_table(table)) for name, table in tables.items()]
+    replace_file(html, page(title, [*before, *sections, *after]))
+    print(f"\n{text}\n{file}\n{html}")

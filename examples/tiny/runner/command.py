@@ -1,0 +1,108 @@
+"""What the commands of all miniatures share: options, the lock, running, and writing in the end."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from runner.jobs import ROOT, TINY, Job, require_unchanged
+from runner.schedule import locked, run_jobs
+from vapo_megatron.cli.command import Parser, run
+from vapo_megatron.run.progress import format_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What an invocation runs and writes."""
+
+    root: Path
+    jobs: Sequence[Job]
+    write: Callable[[], str | None]
+    """Write tables and pages of what is finished; called after an interrupt, too. Returns what to
+    say in the end."""
+    outcome: Callable[[Job], str] = lambda job: ""
+    """A finished job's result, to print."""
+    modules: tuple[str, ...] = ()
+    """Folders of examples/tiny whose modules the jobs import."""
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a type of options: whole numbers from `least` on."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} must be at least {least}")
+        return int(text)
+
+    return number
+
+
+def options(name: str, description: str | None, out: str, epilog: str | None = None) -> Parser:
+    """Return a parser with the options of all miniatures; out: what --help says of --out."""
+    parser = Parser(prog=f"run_{name}_tiny.sh", description=description, epilog=epilog)
+    parser.add_argument(
+        "--jobs", type=at_least(1), default=2, metavar="N", help="concurrent runs (2)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"output directory ({out})")
+    parser.add_argument("--rerun", action="store_true", help="redo what other settings have made")
+    return parser
+
+
+def add_seeds(parser: Parser) -> None:
+    """Add --seeds as a list."""
+    parser.add_argument(
+        "--seeds", type=at_least(0), nargs="+", default=[0, 1, 2], metavar="N", help="seeds (0 1 2)"
+    )
+
+
+def main(
+    name: str,
+    parser: Parser,
+    plan: Callable[[argparse.Namespace], Plan],
+    arguments: Sequence[str] | None,
+) -> int:
+    """Run unfinished jobs, then write; return 1 if a job failed.
+
+    Args:
+        name: of the miniature.
+        parser: from `options`.
+        plan: makes the plan of the parsed arguments.
+        arguments: None: the command line's.
+    """
+    # Closing the terminal sends SIGHUP, which nohup ignores.
+    ending = [signal.SIGINT, signal.SIGTERM]
+    ending += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    return run(
+        name, lambda: _work(parser.parse_intermixed_args(arguments), plan),
+        interrupted="run the same command to resume", signals=ending,
+    )  # fmt: skip
+
+
+def _work(args: argparse.Namespace, plan: Callable[[argparse.Namespace], Plan]) -> int:
+    started, todo = time.monotonic(), plan(args)
+    own = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    if todo.modules:
+        folders = [str(TINY / folder) for folder in todo.modules]
+        sys.path.extend(folders)  # Of forks.
+        path = [str(ROOT), str(TINY), *folders, *filter(None, [os.environ.get("PYTHONPATH")])]
+        own["PYTHONPATH"] = os.pathsep.join(path)
+    with locked(todo.root) as lock:
+        require_unchanged(todo.jobs, rerun=args.rerun)
+        try:
+            failures = run_jobs(
+                todo.jobs, slots=args.jobs, lock=lock, environment={**os.environ, **own}, cwd=ROOT,
+                say=lambda line: print(line, flush=True), finished=todo.outcome,
+            )  # fmt: skip
+        finally:
+            told = todo.write()
+            took = format_seconds(time.monotonic() - started)
+            print(f"{took} in this invocation" + (f"; {told}" if told else ""))
+    for name, why in failures.items():
+        print(f"{name}: {why}", file=sys.stderr)
+    return 1 if failures else 0

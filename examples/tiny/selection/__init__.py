@@ -1,0 +1,1 @@
+"""Pre-PPO in miniature: selected against random prompts."""
