@@ -22,6 +22,7 @@ from tests.e2e.test_run import SMALL, TINY
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", "examples/README.md"]
 PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+PAGES += sorted(f"examples/{path.name}" for path in (ROOT / "examples").glob("[a-z]*.md"))
 MARKS = ("gpu", "network", "cluster")
 _INLINE = re.compile(r"bash \S+|python \S+\.py|vapo \w+ \S+")
 """Not the names of commands alone."""
