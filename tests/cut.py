@@ -9,7 +9,7 @@ def select(batch, responses: Sequence[int]):
 
     parts = [batch.narrow(i, 1) for i in responses]
     fields = {}
-    for name, whole in vars(batch).items():
+    for name, whole in batch.tensors.items():
         if name.endswith("cu_seqlens"):
             lengths = whole.diff()[list(responses)].int()
             fields[name] = torch.cat([whole[:1], lengths.cumsum(0, dtype=torch.int32)])

@@ -33,7 +33,7 @@ def _raise(error: Exception) -> None:
 def _meet_a_full_disk() -> None:
     with tempfile.TemporaryDirectory() as place, MetricsWriter(place, tensorboard=False) as writer:
         Path(place, PROBLEMS_FILE).symlink_to("/dev/full")
-        writer.write_problems(1, [0], [1], 1)
+        writer.write_problems(1, [0], [1], [1])
 
 
 FAULTS: dict[str, Callable[[], object]] = {

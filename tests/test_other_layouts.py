@@ -39,8 +39,8 @@ FEW = ("TP1", "DP2")
 def source(settings, place):
     """Sample nothing; stands where vLLM and the verifier would, a RolloutSource."""
     from vapo_megatron.algorithm.group_sampling import repeat_for_group
-    from vapo_megatron.data.batch import Rollout, ScoredRollout
     from vapo_megatron.data.prompts import Problem, PromptDataset
+    from vapo_megatron.data.rollout import Rollout, ScoredRollout
     from vapo_megatron.rollout.replay import Replay
     from vapo_megatron.rollout.requests import assign
 

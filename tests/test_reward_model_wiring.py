@@ -163,7 +163,7 @@ def test_rewards_and_advantages_are_of_the_scores(ranks, expected):
 
 
 def test_every_rank_and_every_record_knows_the_verdicts(ranks, expected):
-    from vapo_megatron.data.batch import STATUSES
+    from vapo_megatron.data.rollout import STATUSES
 
     for rank, (data, metrics, kept, shown) in enumerate(ranks):
         for summary in (data.summary, *(a for a in shown if a is not None)):

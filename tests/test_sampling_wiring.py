@@ -25,7 +25,7 @@ from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.batch import Rollout
+from vapo_megatron.data.rollout import Rollout
 from vapo_megatron.models import sampled
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel.health.early_stop import EarlyStop

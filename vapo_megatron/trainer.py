@@ -26,9 +26,10 @@ from vapo_megatron.config.phases import (
     SYNC,
     VALUES,
 )
-from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
+from vapo_megatron.data.batch import RolloutBatch, StepSummary
 from vapo_megatron.data.microbatch import Microbatch
 from vapo_megatron.data.packing import StepPlan, plan_of
+from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.errors import ConfigError, Stopped
 from vapo_megatron.models.hf_config import read_model_shape, read_reward_shape
 from vapo_megatron.models.partition import cut_of
@@ -212,7 +213,7 @@ class StepTrainer:
         self.output.rollouts(step, data.scored, summary, batch, entropy, self.source)
         metrics = step_metrics(summary, batch, entropy, config.algorithm, self.ranks)
         uses_scores = config.reward.from_score is not None
-        metrics |= reward_spread(summary, config.algorithm.group_size, uses_scores=uses_scores)
+        metrics |= reward_spread(summary, uses_scores=uses_scores)
         metrics |= metrics_by_label(summary, self.source.labels)
         return {**metrics, **data.metrics, **learned}
 

@@ -23,7 +23,8 @@ from keys_credit import FILE, Exact, Response, credit, exact, row
 from vapo_megatron.cli.command import Parser
 from vapo_megatron.cli.preflight import check_inputs
 from vapo_megatron.config import VapoConfig, load_config
-from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
+from vapo_megatron.data.batch import RolloutBatch, StepSummary
+from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.data.storage import replace_file, to_line
 from vapo_megatron.errors import ConfigError, UserError, tell
 from vapo_megatron.loop import VapoTrainer

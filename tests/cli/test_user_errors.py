@@ -33,9 +33,9 @@ from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.cli.train import main
 from vapo_megatron.config import ParallelConfig, load_config
 from vapo_megatron.data import lock
-from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
 from vapo_megatron.data.problems import load_problems
 from vapo_megatron.data.prompts import PromptDataset
+from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 from vapo_megatron.errors import DataError, UserError
 from vapo_megatron.rollout.dump import step_bytes
 from vapo_megatron.run.output import RunOutput

@@ -324,7 +324,9 @@ def batch_of(config):
     )
     statuses = torch.where(is_correct, 0, 1)
     zeros = torch.zeros_like(lengths)
-    summary = StepSummary(zeros + 1, lengths, statuses, truncated, rewards, zeros, zeros)
+    summary = StepSummary(
+        zeros + 1, lengths, statuses, truncated, rewards, zeros, torch.arange(len(LENGTHS)), zeros
+    )
     return summary, batch
 
 

@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.data.microbatch import Microbatch, make_microbatch
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.minibatches import FP8_MULTIPLE
@@ -199,11 +200,17 @@ def _packing(microbatch: Microbatch) -> PackedSeqParams:
 
 def _moved(data: Any, device: torch.device) -> Any:
     """Return a dataclass with its tensors, and those of the dataclasses in it, on the device."""
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
     changed = {}
     for field in dataclasses.fields(data):
         value = getattr(data, field.name)
         if isinstance(value, Tensor):
-            changed[field.name] = value.to(device, non_blocking=True)
+            changed[field.name] = move(value)
+        elif isinstance(value, RolloutBatch):
+            changed[field.name] = value.each(move)
         elif dataclasses.is_dataclass(value):
             changed[field.name] = _moved(value, device)
     return dataclasses.replace(data, **changed)

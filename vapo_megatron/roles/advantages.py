@@ -81,8 +81,9 @@ def with_advantages(
 ) -> RolloutBatch:
     """Return the batch with `advantages` [T] set, and with GAE also `returns` [T].
 
-    With GAE the whole reward is on a response's last token. Otherwise all tokens of a response
-    share its advantage relative to all responses of its group, masked ones included. Whitening uses
+    With GAE each reward is on its token, the verdict's on a response's last. Otherwise all tokens
+    of a response share the advantage of its rewards' sum relative to all responses of its group,
+    masked ones included. Whitening uses
     the mean and standard deviation over the trained tokens of all data-parallel ranks.
     """
     if algorithm.advantage_estimator == "gae":
@@ -119,18 +120,19 @@ def _from_values(batch: RolloutBatch, algorithm: AlgorithmConfig) -> RolloutBatc
 def _from_groups(
     summary: StepSummary, batch: RolloutBatch, algorithm: AlgorithmConfig
 ) -> RolloutBatch:
-    """Every rank has all rewards in sampling order, in which groups are contiguous."""
-    size, positions = algorithm.group_size, torch.arange(len(summary.rewards))
-    sums = group_sums(summary.rewards, positions // size, len(positions) // size)
-    of_responses = group_advantages(
-        batch.rewards, batch.positions // size, sums, algorithm.advantage_estimator
-    )
+    """Every rank has the rewards of all responses."""
+    rewards, groups = summary.total_rewards, summary.groups
+    sums = group_sums(rewards, groups, int(groups.max()) + 1)
+    own = batch.positions
+    estimator = algorithm.advantage_estimator
+    of_responses = group_advantages(rewards[own], groups[own], sums, estimator)
     return batch.replace(advantages=batch.per_token(of_responses))
 
 
 def token_rewards(batch: RolloutBatch) -> Tensor:
-    """Return float32 [T] with each response's reward on its last token."""
-    rewards = torch.zeros(int(batch.cu_seqlens[-1]))
+    """Return float32 [T]: the verdict's reward on the last token, and what was earned before it."""
+    earned = batch.token_rewards
+    rewards = torch.zeros(batch.num_tokens) if earned is None else earned.clone()
     some = batch.response_lengths > 0
-    rewards[batch.cu_seqlens[1:].long()[some] - 1] = batch.rewards[some]
+    rewards[batch.cu_seqlens[1:].long()[some] - 1] += batch.rewards[some]
     return rewards

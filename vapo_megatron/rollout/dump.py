@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import re
 import shutil
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from vapo_megatron.data.batch import STATUSES, Prompt, Rollout, ScoredRollout
+from vapo_megatron.data.columns import SAMPLED
+from vapo_megatron.data.rollout import STATUSES, Prompt, Rollout, ScoredRollout
 from vapo_megatron.data.storage import replace_directory, writing
 from vapo_megatron.errors import DataError
 
@@ -182,12 +184,14 @@ def step_bytes(
         first_position=rollouts[0].position,
         responses=len(rollouts),
         longest_sequence=max(
-            max(len(r.prompt.token_ids), len(r.prompt.critic_token_ids or ())) + len(r.token_ids)
+            max(len(r.prompt.token_ids), len(r.prompt.critic_token_ids or ()))
+            + len(r.token_ids)
+            + r.num_inserted
             for r in rollouts
         ),
         largest_token_id=max(
             int(arrays[name].max(initial=0))
-            for name in ("prompt_tokens", "critic_prompt_tokens", "tokens")
+            for name in ("prompt_tokens", "critic_prompt_tokens", "tokens", "inserted_tokens")
             if name in arrays
         ),
         crc32=_checksum(arrays),
@@ -251,6 +255,9 @@ def _pack(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
         **_joined("logprobs", (np.array(r.logprobs, np.float32) for r in rollouts)),
         **_joined("text", (_to_bytes(item.text) for item in scored)),
         **_segments(rollouts),
+        **_inserted(rollouts),
+        **_token_rewards(scored),
+        **_columns(rollouts),
         **_names("metrics", [item.metrics and json.dumps(item.metrics) for item in scored]),
     }
 
@@ -260,6 +267,35 @@ def _segments(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
     if not any(r.segments for r in rollouts):
         return {}
     return _joined("segments", (np.array(r.segments, np.int32).ravel() for r in rollouts))
+
+
+def _inserted(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+    """Nothing where others inserted nothing; else before which token, how many, and the tokens."""
+    if not any(r.inserted for r in rollouts):
+        return {}
+    parts = [[(before, len(ids)) for before, ids in r.inserted] for r in rollouts]
+    return {
+        **_joined("inserted_at", (np.array(part, np.int32).ravel() for part in parts)),
+        "inserted_tokens": np.concatenate(
+            [np.array(ids, np.int32) for r in rollouts for _, ids in r.inserted]
+        ),
+    }
+
+
+def _token_rewards(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
+    """Nothing where none was earned on the way; else token, reward, token, ..."""
+    if not any(item.token_rewards for item in scored):
+        return {}
+    parts = (np.array(item.token_rewards, np.float64).ravel() for item in scored)
+    return _joined("token_rewards", parts)
+
+
+def _columns(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+    """Return the other numbers per token, which all or none of a rank's responses have."""
+    names = rollouts[0].columns
+    return {
+        f"column_{n}": np.concatenate([np.array(r.columns[n]) for r in rollouts]) for n in names
+    }
 
 
 def _critic_prompts(prompts: Sequence[tuple[int, ...] | None]) -> dict[str, np.ndarray]:
@@ -320,6 +356,12 @@ def _unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
             of_critic,
         )
     )
+    bounds = arrays["tokens_lengths"].cumsum()[:-1]
+    columns = [dict[str, Any]() for _ in arrays["position"]]
+    for name in SAMPLED:
+        if f"column_{name}" in arrays:
+            for own, part in zip(columns, np.split(arrays[f"column_{name}"], bounds)):
+                own[name] = array(part.dtype.char, part.tobytes())
     rollouts = map(
         Rollout,
         [prompts[number] for number in arrays["prompt"].tolist()],
@@ -330,12 +372,31 @@ def _unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
         arrays["truncated"].tolist(),
         arrays["policy_version"].tolist(),
         segments,
+        _read_inserted(arrays, parts),
+        columns,
     )
     statuses = [STATUSES[number] for number in arrays["status"].tolist()]
     rewards = arrays["reward"].tolist()
     metrics = [{} if found is None else json.loads(found) for found in names("metrics", "position")]
+    earned: list[tuple[tuple[int, float], ...]] = [()] * len(rewards)
+    if "token_rewards" in arrays:
+        pairs = (part.reshape(-1, 2).tolist() for part in parts("token_rewards"))
+        earned = [tuple((int(token), reward) for token, reward in part) for part in pairs]
     scored = map(ScoredRollout, rollouts, texts("text"), statuses, rewards)
     return [
-        dataclasses.replace(item, metrics=found) if found else item
-        for item, found in zip(scored, metrics, strict=True)
+        dataclasses.replace(item, metrics=found, token_rewards=on_the_way)
+        for item, found, on_the_way in zip(scored, metrics, earned, strict=True)
     ]
+
+
+def _read_inserted(
+    arrays: Mapping[str, np.ndarray], parts: Callable[[str], list[np.ndarray]]
+) -> list[tuple[tuple[int, array[int]], ...]]:
+    """Undo _inserted."""
+    if "inserted_at" not in arrays:
+        return [()] * len(arrays["position"])
+    tokens, found = iter(arrays["inserted_tokens"].tolist()), []
+    for part in parts("inserted_at"):
+        pairs = part.reshape(-1, 2).tolist()
+        found.append(tuple((at, array("i", itertools.islice(tokens, n))) for at, n in pairs))
+    return found

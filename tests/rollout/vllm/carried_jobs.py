@@ -15,7 +15,7 @@ from tests.rollout.vllm.engine_jobs import (
     weights,
 )
 from tests.rollout.vllm.sleep_jobs import LONGER_THAN_A_BLOCK
-from vapo_megatron.data.batch import Rollout
+from vapo_megatron.data.rollout import Rollout
 from vapo_megatron.rollout.requests import request_seeds
 
 COUNT, AT_ONCE, CUT_AT, WHOLE = 12, 8, 9, 5

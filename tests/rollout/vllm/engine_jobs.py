@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.rollout.vllm.poisoned_sleep import poison_sleep
-from vapo_megatron.data.batch import Prompt
+from vapo_megatron.data.rollout import Prompt
 from vapo_megatron.errors import Stopped
 from vapo_megatron.rollout.requests import SamplingSettings
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.config import AlgorithmConfig
-from vapo_megatron.data.batch import Prompt, Rollout, RolloutBatch, ScoredRollout
+from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.data.packing import plan_step
+from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 from vapo_megatron.parallel.exchange import exchange, gather_summary
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.minibatches import filled_in, make_microbatches, make_mini_batches

@@ -33,8 +33,8 @@ from vapo_megatron.config import (
     TimeoutsConfig,
 )
 from vapo_megatron.config.phases import Span
-from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.data.packing import plan_of
+from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel import backend, store
 from vapo_megatron.parallel.exchange import exchange, gather_summary

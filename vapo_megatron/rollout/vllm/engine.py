@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.config import RolloutConfig
-from vapo_megatron.data.batch import Prompt, Rollout
+from vapo_megatron.data.rollout import Prompt, Rollout
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.sampled import check_sampled
 from vapo_megatron.parallel import store
