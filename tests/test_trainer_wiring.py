@@ -49,7 +49,7 @@ PER_TOKEN = (
     "loss_mask", "rollout_logprobs", "old_logprobs", "reference_logprobs", "values", "advantages",
     "returns", "policy_mask",
 )  # fmt: skip
-COUNTS = ("num_tokens", "num_positive_tokens", "num_policy_tokens", "num_policy_responses")
+COUNTS = ("tokens", "positive_tokens", "policy_tokens", "policy_responses")
 
 
 def alone(scored):
@@ -93,7 +93,7 @@ def as_lists(mini_batch):
             fields = {n: v if v is None else v.tolist() for n, v in fields.items()}
             fields |= {"tokens": one.tokens.tolist(), "is_correct": one.is_correct.item()}
             responses[position] = fields
-    return [float(getattr(mini_batch, name)) for name in COUNTS], responses
+    return [float(mini_batch.counts[name]) for name in COUNTS], responses
 
 
 def files_of(trainer):

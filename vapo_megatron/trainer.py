@@ -56,6 +56,7 @@ from vapo_megatron.roles.advantages import (
     with_behaviour,
     with_loss_mask,
     with_policy_mask,
+    with_positive_examples,
     with_verdicts,
 )
 from vapo_megatron.roles.critic import Critic
@@ -281,6 +282,7 @@ class StepTrainer:
 
         with self.phase(ADVANTAGES):
             batch = self.with_advantages(scored, summary, batch)
+            batch = with_positive_examples(batch, config.algorithm)
             filled = filled_in(microbatches, batch)
             mini_batches = make_mini_batches(filled, map(len, sizes), self.ranks)
             of_critic = filled if of_critic is microbatches else filled_in(of_critic, batch)

@@ -209,7 +209,7 @@ def _gradients(
     """(loss over all ranks, its finished gradients)."""
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import minibatches
-    from vapo_megatron.roles.advantages import with_policy_mask
+    from vapo_megatron.roles.advantages import with_policy_mask, with_positive_examples
     from vapo_megatron.weights.gather import full_gradients
 
     algorithm = settings._asdict()
@@ -219,6 +219,7 @@ def _gradients(
     tree = model.config.model_dump()
     model.config = VapoConfig.model_validate({**tree, "algorithm": algorithm})
     batch, _ = with_policy_mask(batch, model.config.algorithm, here)
+    batch = with_positive_examples(batch, model.config.algorithm)
     microbatches = _microbatches(batch, mine, model.config, here)
     (mini_batch,) = minibatches.make_mini_batches(microbatches, [len(mine)], here)
     metrics = model.compute_gradients(mini_batch)

@@ -87,8 +87,8 @@ def _learn(hf_path, layout, dtype, offload):
             make_microbatch(select(batch, part), multiple_of=layout.tp if layout.sp else 1)
             for part in layout.split[place.dp_rank]
         ],
-        one, one, one, one,
-    )  # fmt: skip
+        {"tokens": one},
+    )
 
     def head(output, microbatch):
         return values_of(output)[microbatch.predicting]

@@ -125,8 +125,8 @@ def test_a_step_by_hand():
     """16 responses of at most 31 + 300 tokens on 2 GPUs, one data-parallel rank."""
     sections = {**TP2, "rollout": {"max_prompt_tokens": PROMPT, "max_response_tokens": RESPONSE}}
     config = dumped.config("hf", **sections)
-    # Tokens, their padded copy and positions; then index, mask, place and 6 float32 numbers.
-    batch = 24 * 16 * 331 + (8 + 1 + 7 * 4) * 16 * 300
+    # Tokens, their padded copy and positions; then index, two masks, place and 6 float32 numbers.
+    batch = 24 * 16 * 331 + (8 + 2 + 7 * 4) * 16 * 300
     assert batch_bytes(config, 16 * 331, 16 * 300) == batch
     with mock.patch("vapo_megatron.planning.host_memory.VLLM_HOST_TOKEN_BYTES", 1):
         assert step_host_bytes(config, keeps_rollouts=False) == batch

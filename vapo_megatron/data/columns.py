@@ -61,6 +61,12 @@ PER_TOKEN = {
         sampled="token_rewards",
         held=lambda c: False,
     ),
+    "is_positive": Column("bool", "In the positive-example LM loss: of a correct response."),
+    "positive_weights": Column(
+        "float32",
+        "Weight in that loss; None: 1.",
+        held=lambda c: c.algorithm.positive_lm_weight == "advantage",
+    ),
     "old_logprobs": Column("float32", "From the trainer, before this step's updates."),
     "reference_logprobs": Column(
         "float32",

@@ -144,6 +144,11 @@ class ScoredRollout:
     """(response token, reward) of what was earned on the way; `reward` stands on the last token."""
 
     @property
+    def is_correct(self) -> bool:
+        """The verdict, independent of the reward."""
+        return self.status == "correct"
+
+    @property
     def total_reward(self) -> float:
         """The sum of all."""
         return self.reward + sum(reward for _, reward in self.token_rewards)

@@ -10,6 +10,7 @@ from vapo_megatron.algorithm.group_advantages import group_advantages, group_sum
 from vapo_megatron.algorithm.lambdas import resolve_lambdas
 from vapo_megatron.algorithm.overlong_filtering import without_truncated
 from vapo_megatron.algorithm.policy_loss import loss_count
+from vapo_megatron.algorithm.positive_lm_loss import imitation_weights
 from vapo_megatron.algorithm.sampler_correction import icepop_mask, truncated_importance_mask
 from vapo_megatron.algorithm.statistics import masked_sums, mean_and_std, whiten
 from vapo_megatron.config import AlgorithmConfig, RolloutConfig
@@ -67,6 +68,17 @@ def with_policy_mask(
         "rollout/sampler_ratio_mean": float(sums["sampler_ratio"]),
         "rollout/sampler_corrected_fraction": float(sums["sampler_corrected_fraction"]),
     }
+
+
+def with_positive_examples(batch: RolloutBatch, algorithm: AlgorithmConfig) -> RolloutBatch:
+    """Return the batch with the tokens that the LM loss imitates, all of the correct responses.
+
+    With algorithm.positive_lm_weight=advantage it needs `values` and `returns`.
+    """
+    batch = batch.replace(is_positive=batch.per_token(batch.is_correct))
+    if algorithm.positive_lm_weight == "advantage":
+        return batch.replace(positive_weights=imitation_weights(batch.returns, batch.values))
+    return batch
 
 
 def with_behaviour(batch: RolloutBatch, rollout: RolloutConfig) -> RolloutBatch:

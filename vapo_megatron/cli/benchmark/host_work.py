@@ -19,7 +19,12 @@ from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 from vapo_megatron.parallel.exchange import exchange, gather_summary
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.minibatches import filled_in, make_microbatches, make_mini_batches
-from vapo_megatron.roles.advantages import with_advantages, with_loss_mask, with_policy_mask
+from vapo_megatron.roles.advantages import (
+    with_advantages,
+    with_loss_mask,
+    with_policy_mask,
+    with_positive_examples,
+)
 from vapo_megatron.run.step_metrics import sampler_difference, step_metrics
 
 Result = TypeVar("Result")
@@ -129,6 +134,7 @@ def _measure(scored: list[ScoredRollout], ranks: Ranks) -> dict[str, Seconds]:
     batch = clock(
         "lambdas, GAE, whitening", lambda: with_advantages(summary, batch, algorithm, ranks)
     )
+    batch = clock("positive examples", lambda: with_positive_examples(batch, algorithm))
     mini_batches = clock(
         "mini-batches",
         lambda: make_mini_batches(filled_in(microbatches, batch), map(len, sizes), ranks),
