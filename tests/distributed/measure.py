@@ -22,6 +22,7 @@ from tests.distributed.problem import (
     LOSSES,
     ON_ONE_AXIS,
     OPTIMIZER,
+    SEQUENCES,
     TEMPERATURE,
     Problem,
 )
@@ -132,7 +133,7 @@ def measure(
         _largest(torch.cat([difference.flatten(), difference.new_zeros(1)]).max())[0],
         abs(norm - reference.grad_norm) / reference.grad_norm,
         _compared(updates, reference.updates),
-        [[sum(sum(LENGTHS[p]) for p in m) for m in rank] for rank in plan],
+        [[sum(SEQUENCES[p] for p in m) for m in rank] for rank in plan],
         correct,
     )
 
@@ -161,7 +162,7 @@ def _plan(layout: Layout) -> list[list[list[int]]]:
     from vapo_megatron.data.packing import attention_tokens, plan_step
 
     plan = plan_step(
-        [prompt + response for prompt, response in LENGTHS],
+        SEQUENCES,
         mini_batch_size=len(LENGTHS),
         dp_size=layout.dp,
         max_tokens_per_microbatch=layout.budget,
