@@ -282,8 +282,7 @@ class StepTrainer:
 
         with self.phase(ADVANTAGES):
             batch = self.with_advantages(scored, summary, batch)
-            batch = with_positive_examples(batch, config.algorithm)
-            filled = filled_in(microbatches, batch)
+            filled = filled_in(microbatches, with_positive_examples(batch, config.algorithm))
             mini_batches = make_mini_batches(filled, map(len, sizes), self.ranks)
             of_critic = filled if of_critic is microbatches else filled_in(of_critic, batch)
             critic_mini_batches = with_microbatches(mini_batches, of_critic)

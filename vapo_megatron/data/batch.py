@@ -37,6 +37,11 @@ def _told(
     return dataclasses.field(metadata=about, default=None)
 
 
+def _known() -> Any:
+    """Declare a field of StepSummary that no response says itself."""
+    return dataclasses.field()
+
+
 def _critic_prompt_length(scored: ScoredRollout) -> int:
     ids = scored.rollout.prompt.critic_token_ids
     return -1 if ids is None else len(ids)
@@ -67,7 +72,7 @@ class StepSummary:
     """Prompt.index"""
     firsts: Tensor = _told(torch.int64, lambda s: s.rollout.first)
     """Rollout.first: the same for all responses of a group"""
-    sources: Tensor
+    sources: Tensor = _known()
     """int64, the rank that sampled it and has its text"""
     critic_prompt_lengths: Tensor | None = _told(torch.int64, _critic_prompt_length, -1)
     """tokens; None: the critic is given the same prompts"""

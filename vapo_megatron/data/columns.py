@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from vapo_megatron.config import VapoConfig
+    from vapo_megatron.config import AlgorithmConfig
 
 
 class Column(NamedTuple):
@@ -22,7 +22,7 @@ class Column(NamedTuple):
     sampled: str = ""
     """Name in ScoredRollout.columns of the numbers that it arrives with; none: the trainer computes
     it. Numbers that no response of a step has do not travel."""
-    held: Callable[[VapoConfig], bool] = lambda config: True
+    held: Callable[[AlgorithmConfig], bool] = lambda algorithm: True
     """Which runs have it; None stands for a column that is not computed."""
 
     @property
@@ -53,36 +53,36 @@ PER_TOKEN = {
         "float32",
         "Weight in the policy loss, loss_mask times the correction for the sampler; None: "
         "loss_mask.",
-        held=lambda c: c.algorithm.sampler_correction != "none",
+        held=lambda a: a.sampler_correction != "none",
     ),
     "token_rewards": Column(
         "float32",
         "Rewards that were earned on the way, where there are any.",
         sampled="token_rewards",
-        held=lambda c: False,
+        held=lambda a: False,
     ),
     "is_positive": Column("bool", "In the positive-example LM loss: of a correct response."),
     "positive_weights": Column(
         "float32",
         "Weight in that loss; None: 1.",
-        held=lambda c: c.algorithm.positive_lm_weight == "advantage",
+        held=lambda a: a.positive_lm_weight == "advantage",
     ),
     "old_logprobs": Column("float32", "From the trainer, before this step's updates."),
     "reference_logprobs": Column(
         "float32",
         "From the frozen reference policy.",
-        held=lambda c: "reference" in c.algorithm.roles,
+        held=lambda a: "reference" in a.roles,
     ),
     "values": Column(
         "float32",
         "V of the state before each response token is emitted.",
-        held=lambda c: "critic" in c.algorithm.roles,
+        held=lambda a: "critic" in a.roles,
     ),
     "advantages": Column("float32", "Of the response tokens."),
     "returns": Column(
         "float32",
         "Regression targets of the critic.",
-        held=lambda c: "critic" in c.algorithm.roles,
+        held=lambda a: "critic" in a.roles,
     ),
 }
 """[T]"""

@@ -63,7 +63,9 @@ def gather_summary(
     order = held[:, 0].argsort()
     positions, *columns = held[order].unbind(1)
     _check_positions(positions.long().tolist(), num_responses)
-    read = {field.name: _read(column, field) for field, column in zip(_TOLD, columns)}
+    read: dict[str, Any] = {
+        field.name: _read(column, field) for field, column in zip(_TOLD, columns)
+    }
     if (of_critic := read["critic_prompt_lengths"]) is not None:
         read["critic_prompt_lengths"] = of_critic.where(of_critic >= 0, read["prompt_lengths"])
     return StepSummary(**read, sources=sources[order])

@@ -204,7 +204,7 @@ def _moved(data: Any, device: torch.device) -> Any:
     def move(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=True)
 
-    changed = {}
+    changed: dict[str, Any] = {}
     for field in dataclasses.fields(data):
         value = getattr(data, field.name)
         if isinstance(value, Tensor):

@@ -169,7 +169,7 @@ def batch_bytes(config: VapoConfig, tokens: int, response_tokens: int) -> int:
         per_token += 8 // cp_size  # the microbatch's tokens are padded or cut, and so a copy
     if cp_size > 1:
         index = 16 // cp_size + 8  # predicting and targets of this rank's tokens; outputs
-    held = sum(column.bytes for column in PER_TOKEN.values() if column.held(config))
+    held = sum(column.bytes for column in PER_TOKEN.values() if column.held(config.algorithm))
     per_response_token = index + 4 + held  # predicting; entropy
     found = per_token * tokens + per_response_token * response_tokens
     if config.data.has_critic_prompts:
