@@ -199,8 +199,6 @@ def placement_fields(options: argparse.Namespace) -> dict[str, object]:
         fields["rollout.lag"] = options.lag
     if options.carry_over is not None:
         fields["rollout.carry_over_groups"] = options.carry_over
-    if options.carried_cache is not None:
-        fields["rollout.carried_cache"] = options.carried_cache
     if options.max_lag is not None:
         fields["rollout.max_lag"] = options.max_lag
     if options.lag or options.carry_over:

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from vapo_megatron.config.help import explain_errors
-from vapo_megatron.config.peers import of_peers
+from vapo_megatron.config.peers import REMOVED, of_peers
 from vapo_megatron.config.rules import check_together
 from vapo_megatron.config.schema import VapoConfig
 from vapo_megatron.config.section import sections_by_name
@@ -178,6 +178,8 @@ def _refuse_unknown(section: type[BaseModel], key: str, value: Any, prefix: str)
     """Name the field that is meant: of this name, another trainer's, or the most similar one."""
     leaves = _leaves(value, f"{prefix}{key}")
     for path in leaves:
+        if path in REMOVED:
+            raise ConfigError(f"{path} is no longer a field: {REMOVED[path]}")
         hint = of_peers(path, least_parts=2) or _same_name(path) or of_peers(path)
         if hint is not None:
             raise ConfigError(f"unknown field {path}; {hint}")
