@@ -73,8 +73,8 @@ def train(
     hf: Path, dump: Path, run_dir: Path, sections: dict[str, Any], fault: Fault | None
 ) -> int:
     """Train on a dump; a command's function."""
-    from vapo_megatron.loop import VapoTrainer
     from vapo_megatron.parallel.health import early_stop
+    from vapo_megatron.training.loop import VapoTrainer
 
     early_stop.block_signals()
 

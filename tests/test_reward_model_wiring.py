@@ -76,8 +76,8 @@ def step(tmp, port, replay):
     """(a step's data, its metrics, what was kept, what was shown); a worker's function."""
     from unittest import mock
 
-    from vapo_megatron.loop import VapoTrainer
     from vapo_megatron.rollout.dump import write_step
+    from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

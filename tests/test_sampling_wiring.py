@@ -164,7 +164,7 @@ def stand_ins():
 
 def fit(hf, tmp, name, policy_steps, port):
     """Make the steps that the run of this name lacks; a worker's function."""
-    from vapo_megatron.loop import VapoTrainer
+    from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

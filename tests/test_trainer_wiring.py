@@ -117,7 +117,7 @@ def trained(hf, dumped, run_dir, port, algorithm, seed, behaviour):
 
     Before them, what the first policy says, and the files that the models are from.
     """
-    from vapo_megatron.loop import VapoTrainer
+    from vapo_megatron.training.loop import VapoTrainer
 
     world_size = dist.get_world_size()
     dist.destroy_process_group()
@@ -398,7 +398,7 @@ def test_every_step_and_seed_has_mini_batches_of_its_own(vapo, grpo):
 def refused(hf, dumped, run_dir, port):
     """What a rank says of a step whose verdicts failed."""
     from vapo_megatron.errors import UserError
-    from vapo_megatron.loop import VapoTrainer
+    from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -320,7 +320,9 @@ def test_rank_0_names_the_libraries_before_anything_is_built(rank, monkeypatch, 
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(train, "check_processes", lambda *_: None)
     monkeypatch.setattr(train, "check_rank", lambda config, replay: Inputs(None))
-    monkeypatch.setitem(sys.modules, "vapo_megatron.loop", SimpleNamespace(VapoTrainer=build))
+    monkeypatch.setitem(
+        sys.modules, "vapo_megatron.training.loop", SimpleNamespace(VapoTrainer=build)
+    )
     with pytest.raises(Started):
         train._train(VapoConfig(), None)
     printed = capsys.readouterr().out

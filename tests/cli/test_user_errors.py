@@ -463,7 +463,7 @@ def as_rank(monkeypatch, rank, place, world_size=2):
         raise AssertionError("the trainer was reached")
 
     trainer = types.SimpleNamespace(VapoTrainer=stop)
-    monkeypatch.setitem(sys.modules, "vapo_megatron.loop", trainer)
+    monkeypatch.setitem(sys.modules, "vapo_megatron.training.loop", trainer)
     own = place / f"attempt_0/{rank}"
     own.mkdir(parents=True)
     for name in ("RANK", "LOCAL_RANK"):

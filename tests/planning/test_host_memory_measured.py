@@ -75,7 +75,7 @@ def live_storages():
 
 def prepared(hf, root, run_dir, sections, port):
     """(predicted, real) bytes of a prepared step on this rank, all tensors that it brought."""
-    from vapo_megatron.loop import VapoTrainer
+    from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -212,7 +212,7 @@ def test_ranks_read_consecutive_files(root, hf, workers):
 
 def _plan(hf, root, sections, port):
     """[mini-batch][response] positions that this rank trains on in step 1, and its metrics."""
-    from vapo_megatron.loop import VapoTrainer
+    from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -30,7 +30,7 @@ from vapo_megatron.weights.mapping import hf_tensors
 
 if TYPE_CHECKING:
     from vapo_megatron.parallel.minibatches import MiniBatch
-    from vapo_megatron.trainer import StepTrainer
+    from vapo_megatron.training.step import StepTrainer
 
 ROLES = ("critic", "actor")
 
@@ -61,7 +61,7 @@ def collect_gradients(config: VapoConfig, replay: Path, step: int, out: Path) ->
     Raises:
         UserError: the dump, the paths or the number of processes do not fit.
     """
-    from vapo_megatron.trainer import StepTrainer
+    from vapo_megatron.training.step import StepTrainer
 
     changes: dict[str, dict[str, Any]] = {
         "algorithm": {"value_pretraining_steps": 0, "stage": "all"},

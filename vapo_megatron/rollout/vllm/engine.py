@@ -329,7 +329,7 @@ class RolloutEngine:
         held: dict[int, Rollout] = {}
 
         def more(room: int) -> list[Request]:
-            requests = []
+            requests = list[Request]()
             for begun, seed in take(room):
                 held[seed] = begun
                 tokens = (*begun.prompt.token_ids, *begun.token_ids)
