@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vapo_megatron.parallel.gradient_buffers import gradient_buffers
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.layout import Kind
 from vapo_megatron.weights.mapping import (
@@ -166,19 +167,19 @@ def full_gradients(
         (HF name, float32), stage by stage. A tied embedding's gradient is the sum over both uses, a
         frozen parameter's is 0.
     """
-    for chunk in chunks:
-        if chunk.ddp_config.use_distributed_optimizer:  # type: ignore[union-attr]
-            _complete_buckets(chunk, ranks)
+    for buffer in gradient_buffers(chunks):
+        if buffer.ddp_config.use_distributed_optimizer:
+            complete_buckets(buffer)
     gradients: Any = [_ChunkOfGradients(chunk) for chunk in chunks]
     yield from gather_hf_tensors(gradients, shape, ranks, role=role, bucket_bytes=bucket_bytes)
 
 
-def _complete_buckets(chunk: Any, ranks: Ranks) -> None:
-    """Gather the other replicas' shards of each bucket into it."""
-    for buffer in chunk.buffers:
-        for bucket in buffer.buckets:
-            own = bucket.grad_data.chunk(ranks.replica_size)[ranks.replica_rank]
-            dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks.replica_group)
+def complete_buckets(buffer: Any) -> None:
+    """Gather the other ranks' shards of each bucket into it."""
+    group = buffer.data_parallel_group
+    for bucket in buffer.buckets:
+        own = bucket.grad_data.chunk(group.size())[group.rank()]
+        dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
 
 class _ChunkOfGradients:
