@@ -25,7 +25,7 @@ from vapo_megatron.cli.command import Parser, run
 from vapo_megatron.cli.plan_options import add_plan, add_reshard
 from vapo_megatron.config import ParallelConfig, VapoConfig, load_config
 from vapo_megatron.errors import ConfigError, UserError
-from vapo_megatron.models.hf_config import ModelShape, check_layout, parameter_count
+from vapo_megatron.models.hf_config import ModelShape, check_layout
 from vapo_megatron.models.known import shape_of
 from vapo_megatron.planning import describe
 from vapo_megatron.planning.cluster import GB, GPUS, Cluster
@@ -36,6 +36,7 @@ from vapo_megatron.planning.workload import Workload, workload_of
 from vapo_megatron.weights.holders import layout_of
 from vapo_megatron.weights.reshard import cost
 from vapo_megatron.weights.reshard.planner import make_plan
+from vapo_megatron.weights.table import parameter_count
 
 RESHARD = """Compare the bytes and seconds of a weight sync with a gather of full tensors.
 

@@ -22,8 +22,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from vapo_megatron.config.phases import VALUE_ROLES, Role
+from vapo_megatron.config.phases import Role
 from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.weights.table import OUTPUT_LAYER, layer_rows, rows
 
 BF16_PEAK_FLOPS = {
     "A100": 312e12,
@@ -56,7 +57,10 @@ def forward_flops(
             actor are the response tokens. None: all positions.
     """
     outputs = sum(sequence_lengths) if num_outputs is None else num_outputs
-    layers = shape.num_layers * layer_forward_flops(shape, sequence_lengths)
+    in_layers = [row for row in rows(shape, role) if row.is_in_layer and row.is_matrix(shape)]
+    matrices = sum(row.elements(shape) * row.count(shape) for row in in_layers)
+    attention = shape.num_layers * _attention_flops(shape, sequence_lengths)
+    layers = 2 * matrices * sum(sequence_lengths) + attention
     return layers + output_forward_flops(shape, outputs, role=role)
 
 
@@ -71,18 +75,22 @@ def training_flops(
     return 3 * forward_flops(shape, sequence_lengths, role=role, num_outputs=num_outputs)
 
 
-def layer_forward_flops(shape: ModelShape, sequence_lengths: Sequence[int]) -> int:
+def layer_forward_flops(shape: ModelShape, sequence_lengths: Sequence[int], layer: int = 0) -> int:
     """Count one transformer layer's FLOPs in a forward pass over packed sequences."""
-    hidden, q_size = shape.hidden_size, shape.num_attention_heads * shape.head_dim
-    kv_size = shape.num_key_value_heads * shape.head_dim
-    matrices = hidden * (2 * q_size + 2 * kv_size) + 3 * hidden * shape.ffn_hidden_size
-    return 2 * matrices * sum(sequence_lengths) + 4 * q_size * causal_pairs(sequence_lengths)
+    in_layer = [row for row in layer_rows(shape, "actor", layer) if row.is_matrix(shape)]
+    products = 2 * sum(row.elements(shape) for row in in_layer) * sum(sequence_lengths)
+    return products + _attention_flops(shape, sequence_lengths)
+
+
+def _attention_flops(shape: ModelShape, sequence_lengths: Sequence[int]) -> int:
+    """Count one layer's products of queries with keys, and of their weights with values."""
+    return 4 * shape.num_attention_heads * shape.head_dim * causal_pairs(sequence_lengths)
 
 
 def output_forward_flops(shape: ModelShape, num_outputs: int, *, role: Role) -> int:
     """Count the FLOPs of the output projection or the value head at `num_outputs` positions."""
-    width = 1 if role in VALUE_ROLES else shape.vocab_size
-    return 2 * width * shape.hidden_size * num_outputs
+    (output,) = (row for row in rows(shape, role) if row.megatron == OUTPUT_LAYER)
+    return 2 * output.elements(shape) * num_outputs
 
 
 def causal_pairs(sequence_lengths: Sequence[int]) -> int:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.errors import CheckpointError
-from vapo_megatron.models.hf_config import parameter_count
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.ddp import unwrap, wait_for_parameters
@@ -37,7 +36,7 @@ from vapo_megatron.weights.hf_directory import (
 )
 from vapo_megatron.weights.holders import shard_axis, shard_dim
 from vapo_megatron.weights.parameters import LocalParameter, local_parameters
-from vapo_megatron.weights.table import VALUE_HEAD, VALUE_HEAD_BIAS
+from vapo_megatron.weights.table import VALUE_HEAD, VALUE_HEAD_BIAS, parameter_count
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape

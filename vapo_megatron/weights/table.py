@@ -26,6 +26,9 @@ VALUE_HEAD = "score.weight"
 VALUE_HEAD_BIAS = "score.bias"
 """Not in the table, because it is no parameter but a constant (models/value_head.py)."""
 
+OUTPUT_LAYER = ("output_layer.weight",)
+"""Megatron's name of the output projection and of a value head."""
+
 Shapes = tuple[tuple[int, ...], ...]
 Kind = Literal["vocabulary", "qkv", "gate_up", "row", "replicated"]
 Holder = Literal["dense"]
@@ -55,9 +58,19 @@ class Row:
         """Is it of attention, which a norm before it is not?"""
         return ".self_attention." in self.megatron[0]
 
+    def is_matrix(self, shape: ModelShape) -> bool:
+        """Has it two dimensions, so that inputs are multiplied with it?"""
+        return len(self.shapes(shape)[0]) == 2
+
     def elements(self, shape: ModelShape) -> int:
-        """Count the elements of its full HF tensors."""
+        """Count the elements of its full HF tensors, in one layer."""
         return sum(map(math.prod, self.shapes(shape)))
+
+    def count(self, shape: ModelShape) -> int:
+        """Count how often a model has it: in each of its layers, or once outside them."""
+        if not self.is_in_layer:
+            return 1
+        return sum(self.in_layer(shape, layer) for layer in range(shape.num_layers))
 
     @property
     def is_in_layer(self) -> bool:
@@ -111,11 +124,11 @@ TABLE: tuple[Row, ...] = (
         (_HF_LAYER + "mlp.down_proj.weight",), "row",
         lambda s: ((s.hidden_size, s.ffn_hidden_size),)),
     Row(("decoder.final_layernorm.weight",), ("model.norm.weight",), "replicated", _norm),
-    Row(("output_layer.weight",), (OUTPUT,), "vocabulary", _vocabulary,
-        when=lambda s, role: role == "actor" and not s.tied),
-    Row(("output_layer.weight",), (EMBEDDING,), "vocabulary", _vocabulary,
-        when=lambda s, role: role == "actor" and s.tied, is_copy=True),
-    Row(("output_layer.weight",), (VALUE_HEAD,), "replicated", lambda s: ((1, s.hidden_size),),
+    Row(OUTPUT_LAYER, (OUTPUT,), "vocabulary", _vocabulary,
+        when=lambda s, role: role not in VALUE_ROLES and not s.tied),
+    Row(OUTPUT_LAYER, (EMBEDDING,), "vocabulary", _vocabulary,
+        when=lambda s, role: role not in VALUE_ROLES and s.tied, is_copy=True),
+    Row(OUTPUT_LAYER, (VALUE_HEAD,), "replicated", lambda s: ((1, s.hidden_size),),
         when=lambda s, role: role in VALUE_ROLES),
 )  # fmt: skip
 
@@ -147,3 +160,12 @@ def hf_tensors(shape: ModelShape, role: str) -> dict[str, tuple[int, ...]]:
         for row, layer in rows_in_order(shape, role)
         for name, size in zip(row.hf, row.shapes(shape), strict=True)
     }
+
+
+def parameter_count(shape: ModelShape, *, value_head: bool = False) -> int:
+    """Count parameters as transformers does: a tied output projection once, no padding.
+
+    With value_head, count a critic, which has H value weights in place of the output projection.
+    """
+    own = [row for row in rows(shape, "critic" if value_head else "actor") if not row.is_copy]
+    return sum(row.elements(shape) * row.count(shape) for row in own)
