@@ -161,9 +161,9 @@ def chunk_parameters(
         sizes = []
     if trained and role == "critic" and config.algorithm.freeze_critic_attention:
         sizes = [(row, size) for row, size in sizes if not row.is_attention]
-    in_layers = [(row, size) for row, size in sizes if row.is_in_layer]
+    in_layers = [(row.layers(shape), size) for row, size in sizes if row.is_in_layer]
     chunks = [
-        [n for layer in range(*layers) for row, n in in_layers if row.in_layer(shape, layer)]
+        [size for layer in range(*layers) for having, size in in_layers if layer in having]
         for layers in place.layers[pp_rank]
     ]
     for row, size in sizes:

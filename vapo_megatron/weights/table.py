@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Literal
 
 from vapo_megatron.config.phases import VALUE_ROLES
@@ -47,7 +47,7 @@ class Row:
     """Shapes of the full HF tensors."""
     when: Callable[[ModelShape, str], bool] = lambda shape, role: True
     """Which models have it."""
-    in_layer: Callable[[ModelShape, int], bool] = lambda shape, layer: True
+    layers: Callable[[ModelShape], Collection[int]] = lambda shape: range(shape.num_layers)
     """Which layers have it, numbered from 0, if its names have `{}`."""
     holder: Holder = "dense"
     is_copy: bool = False
@@ -68,9 +68,7 @@ class Row:
 
     def count(self, shape: ModelShape) -> int:
         """Count how often a model has it: in each of its layers, or once outside them."""
-        if not self.is_in_layer:
-            return 1
-        return sum(self.in_layer(shape, layer) for layer in range(shape.num_layers))
+        return len(self.layers(shape)) if self.is_in_layer else 1
 
     @property
     def is_in_layer(self) -> bool:
@@ -140,7 +138,7 @@ def rows(shape: ModelShape, role: str) -> list[Row]:
 
 def layer_rows(shape: ModelShape, role: str, layer: int) -> tuple[Row, ...]:
     """Return the rows of one layer, numbered from 0 in the whole model."""
-    return tuple(row for row in rows(shape, role) if row.is_in_layer and row.in_layer(shape, layer))
+    return tuple(r for r in rows(shape, role) if r.is_in_layer and layer in r.layers(shape))
 
 
 def rows_in_order(shape: ModelShape, role: str) -> list[tuple[Row, int | None]]:
