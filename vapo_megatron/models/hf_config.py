@@ -83,7 +83,7 @@ class ModelShape:
     vocab_size: int
     norm_eps: float
     rope_theta: float
-    rope_scaling: dict[str, Any] | None
+    rope_scaling: dict[str, Any] | None = dataclasses.field(hash=False)
     """None, or rope_type (linear, llama3 or yarn) and that scaling's own parameters."""
     tied: bool
     """The output projection is the embedding."""

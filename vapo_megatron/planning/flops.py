@@ -19,6 +19,7 @@ Model FLOPs utilization is PaLM's as well: recomputation does not count.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -57,11 +58,9 @@ def forward_flops(
             actor are the response tokens. None: all positions.
     """
     outputs = sum(sequence_lengths) if num_outputs is None else num_outputs
-    in_layers = [row for row in rows(shape, role) if row.is_in_layer and row.is_matrix(shape)]
-    matrices = sum(row.elements(shape) * row.count(shape) for row in in_layers)
+    products = 2 * sum(_matrix_elements(shape)) * sum(sequence_lengths)
     attention = shape.num_layers * _attention_flops(shape, sequence_lengths)
-    layers = 2 * matrices * sum(sequence_lengths) + attention
-    return layers + output_forward_flops(shape, outputs, role=role)
+    return products + attention + output_forward_flops(shape, outputs, role=role)
 
 
 def training_flops(
@@ -77,9 +76,19 @@ def training_flops(
 
 def layer_forward_flops(shape: ModelShape, sequence_lengths: Sequence[int], layer: int = 0) -> int:
     """Count one transformer layer's FLOPs in a forward pass over packed sequences."""
-    in_layer = [row for row in layer_rows(shape, "actor", layer) if row.is_matrix(shape)]
-    products = 2 * sum(row.elements(shape) for row in in_layer) * sum(sequence_lengths)
+    products = 2 * _matrix_elements(shape)[layer] * sum(sequence_lengths)
     return products + _attention_flops(shape, sequence_lengths)
+
+
+@functools.lru_cache(maxsize=16)
+def _matrix_elements(shape: ModelShape) -> list[int]:
+    """Count the elements of each layer's matrices."""
+    return [
+        sum(
+            row.elements(shape) for row in layer_rows(shape, "actor", layer) if row.is_matrix(shape)
+        )
+        for layer in range(shape.num_layers)
+    ]
 
 
 def _attention_flops(shape: ModelShape, sequence_lengths: Sequence[int]) -> int:

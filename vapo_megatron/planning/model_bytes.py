@@ -29,7 +29,7 @@ from vapo_megatron.config.phases import Role
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape, check_layout, padded_vocab_size
 from vapo_megatron.models.known import shape_of
-from vapo_megatron.weights.holders import layout_of, shard_elements
+from vapo_megatron.weights.holders import TrainerLayout, layout_of, shard_elements
 from vapo_megatron.weights.reshard.vllm_layout import sampler_elements
 from vapo_megatron.weights.table import Row, rows
 
@@ -155,12 +155,22 @@ def chunk_parameters(
         One list per chunk, in the order of its module's parameters.
     """
     place = layout_of(shape, config.parallel, config.model.make_vocab_size_divisible_by)
-    table = sorted(rows(shape, role), key=_module_order)
-    sizes = [(row, shard_elements(row, shape, place.tp_size, place.vocab_rows)) for row in table]
     if trained and role not in config.algorithm.trained_roles:
-        sizes = []
-    if trained and role == "critic" and config.algorithm.freeze_critic_attention:
-        sizes = [(row, size) for row, size in sizes if not row.is_attention]
+        return [[] for _ in place.layers[pp_rank]]
+    is_frozen = trained and role == "critic" and config.algorithm.freeze_critic_attention
+    return [list(sizes) for sizes in _chunks(shape, role, place, pp_rank, not is_frozen)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _chunks(
+    shape: ModelShape, role: Role, place: TrainerLayout, pp_rank: int, with_attention: bool
+) -> list[list[int]]:
+    table = sorted(rows(shape, role), key=_module_order)
+    sizes = [
+        (row, shard_elements(row, shape, place.tp_size, place.vocab_rows))
+        for row in table
+        if with_attention or not row.is_attention
+    ]
     in_layers = [(row.layers(shape), size) for row, size in sizes if row.is_in_layer]
     chunks = [
         [size for layer in range(*layers) for having, size in in_layers if layer in having]
@@ -256,7 +266,11 @@ def sampler_weight_bytes(shape: ModelShape, config: VapoConfig) -> int:
     Like a trainer of one pipeline stage, except that the vocabulary is padded to a multiple of 64
     rows in total, every rank holds whole key-value heads, and a tied projection is never copied.
     """
-    tp_size = config.rollout.tensor_model_parallel_size
-    table = rows(shape, "actor")
-    elements = sum(sampler_elements(row, shape, tp_size) * row.count(shape) for row in table)
+    elements = _sampler_elements(shape, config.rollout.tensor_model_parallel_size)
     return elements * DTYPE_BYTES[config.rollout.dtype or config.model.dtype]
+
+
+@functools.lru_cache(maxsize=256)
+def _sampler_elements(shape: ModelShape, tp_size: int) -> int:
+    table = rows(shape, "actor")
+    return sum(sampler_elements(row, shape, tp_size) * row.count(shape) for row in table)
