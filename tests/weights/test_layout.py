@@ -178,6 +178,11 @@ def test_the_table_holds_every_parameter_once(shape, tied, qk_norm):
         sizes = hf_tensors(shape, role).values()
         count = sum(torch.Size(size).numel() for size in sizes)
         assert count == parameter_count(shape, value_head=role == "critic")
+        # 64 channels, 4 heads and 2 key-value heads of 16, 96 in between, 300 tokens, 4 layers.
+        layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64
+        layer += 2 * 16 if qk_norm else 64 + 2 * 32
+        output = 64 if role == "critic" else 0 if tied else 300 * 64
+        assert count == 300 * 64 + 4 * layer + 64 + output
 
 
 class _Layer(torch.nn.Module):
