@@ -30,7 +30,7 @@ from vapo_megatron.config import ConfigError, VapoConfig, load_config
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel.health.early_stop import SIGNALS
 from vapo_megatron.rollout.inputs import Inputs
-from vapo_megatron.weights.mapping import hf_tensors
+from vapo_megatron.weights.table import hf_tensors
 
 CONFIGS = ROOT / "examples/configs"
 BASE = CONFIGS / "qwen2.5_base.yaml"

@@ -48,7 +48,7 @@ def hf_path(tmp_path_factory):
 def _bits(model):
     """All tensors that training depends on, by name."""
     from vapo_megatron.parallel.optimizer import inner_optimizers
-    from vapo_megatron.weights.mapping import wait_for_parameters
+    from vapo_megatron.weights.ddp import wait_for_parameters
 
     found = {}
     with model.held("state"):

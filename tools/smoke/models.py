@@ -21,7 +21,7 @@ from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.minibatches import MiniBatch, make_microbatches, make_mini_batches
 from vapo_megatron.roles.actor import Actor
 from vapo_megatron.roles.critic import Critic
-from vapo_megatron.weights.mapping import hf_tensors
+from vapo_megatron.weights.table import hf_tensors
 
 
 def make_config(

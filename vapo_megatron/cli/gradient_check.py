@@ -26,7 +26,7 @@ from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.replay import check_dump
 from vapo_megatron.weights.gather import full_gradients
-from vapo_megatron.weights.mapping import hf_tensors
+from vapo_megatron.weights.table import hf_tensors
 
 if TYPE_CHECKING:
     from vapo_megatron.parallel.minibatches import MiniBatch

@@ -23,6 +23,7 @@ from torch import Tensor
 from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.data.microbatch import Microbatch, make_microbatch
 from vapo_megatron.parallel import backend, groups
+from vapo_megatron.parallel.gradient_buffers import gradient_buffers
 from vapo_megatron.parallel.minibatches import FP8_MULTIPLE
 from vapo_megatron.parallel.reduce import (
     broadcast_from_last_stage,
@@ -127,7 +128,7 @@ def _assert_nothing_divides(chunks: Sequence[Any]) -> None:
     """Check points 1, 4 and 5 of forward_backward's chain."""
     config = get_model_config(chunks[0])
     assert config.calculate_per_token_loss and config.finalize_model_grads_func is not None
-    factors = {buffer.gradient_scaling_factor for chunk in chunks for buffer in chunk.buffers}
+    factors = {buffer.gradient_scaling_factor for buffer in gradient_buffers(chunks)}
     assert factors <= {1.0}, f"gradients would be scaled by {factors}"
 
 

@@ -17,7 +17,7 @@ from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.data.packing import plan_step
 from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 from vapo_megatron.parallel.exchange import exchange, gather_summary
-from vapo_megatron.parallel.groups import Ranks
+from vapo_megatron.parallel.groups import AXES, Axis, Ranks
 from vapo_megatron.parallel.minibatches import filled_in, make_microbatches, make_mini_batches
 from vapo_megatron.roles.advantages import (
     with_advantages,
@@ -65,9 +65,8 @@ def measure(lengths: Tensor, seed: int) -> dict[str, Seconds]:
     try:
         world = dist.group.WORLD
         assert world is not None
-        # On each of the five axes.
-        alone = (1, 0, world)
-        ranks = Ranks(0, 1, *alone * 5, vpp_size=1, last_stage_rank=0)
+        alone = Axis(1, 0, world)
+        ranks = Ranks(0, 1, dict.fromkeys(AXES, alone), vpp_size=1, last_stage_rank=0)
         return _measure(_responses(lengths, seed), ranks)
     finally:
         dist.destroy_process_group()
