@@ -27,11 +27,11 @@ from vapo_megatron.data.batch import RolloutBatch, StepSummary
 from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.data.storage import replace_file, to_line
 from vapo_megatron.errors import ConfigError, UserError, tell
-from vapo_megatron.training.loop import VapoTrainer
 from vapo_megatron.parallel.environment import check_processes
 from vapo_megatron.parallel.health import early_stop
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.run.directory import read_rows
+from vapo_megatron.training.loop import VapoTrainer
 from vapo_megatron.training.step import StepData
 
 

@@ -186,8 +186,8 @@ def test_host_memory_of_a_node(shape):
     # They are the first replica's, too: 2 n of parameters and 12 n of optimizer state, not shared.
     assert found[:2] == (8 * 2 * 5 * n, 8 * 2 * 14 * n) == (85_840_199_680, 240_352_559_104)
     # 2048 of 8192 responses of 20480 tokens, with prompts of 2048; two vLLM replicas of 32.
-    batch = 24 * 2048 * 22528 + 33 * 2048 * 20480
-    assert found.step == 8 * batch + 2 * 12 * 256 * 20480 == 20_057_161_728
+    batch = 24 * 2048 * 22528 + 38 * 2048 * 20480
+    assert found.step == 8 * batch + 2 * 12 * 256 * 20480 == 21_734_883_328
     one = make_config(1, 1, 1, vllm_tp=1)
     small = known_shape("Qwen2.5-0.5B")
     assert host_bytes_per_node(small, one, gpus_per_node=8).offloaded == sum(

@@ -82,7 +82,7 @@ class StepSummary:
     """the verdicts' own, NaN where there is none; None: no verdict has one"""
     inserted_lengths: Tensor | None = _told(torch.int64, lambda s: s.rollout.num_inserted, 0)
     """tokens that others wrote between a response's own; None: there are none"""
-    earned: Tensor | None = _told(torch.float32, lambda s: s.total_reward - s.reward, 0)
+    earned: Tensor | None = _told(torch.float32, lambda s: s.earned, 0)
     """sums of ScoredRollout.token_rewards; None: there are none"""
     column_bits: Tensor | None = _told(torch.int64, _column_bits, 0)
     """which columns of SAMPLED it has, beside log-probabilities; None: no others"""

@@ -149,9 +149,14 @@ class ScoredRollout:
         return self.status == "correct"
 
     @property
+    def earned(self) -> float:
+        """The sum of token_rewards."""
+        return sum(reward for _, reward in self.token_rewards)
+
+    @property
     def total_reward(self) -> float:
         """The sum of all."""
-        return self.reward + sum(reward for _, reward in self.token_rewards)
+        return self.reward + self.earned
 
     @property
     def own_columns(self) -> tuple[str, ...]:
