@@ -77,3 +77,8 @@ def test_tokens_may_be_older_than_a_step_with_either():
     config = load_config([], CARRIES)
     assert config.rollout.is_stale and not config.colocated().rollout.is_stale
     assert load_config([], [*APART, "rollout.lag=1"]).rollout.is_stale
+
+
+def test_a_removed_field_is_accepted_where_it_changes_nothing():
+    """Every run's config.yaml by an earlier version names it."""
+    assert load_config([], ["rollout.carried_cache=recompute"]) == load_config([])

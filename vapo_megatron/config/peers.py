@@ -9,10 +9,13 @@ _GROUPS = "grpo divides by the group's standard deviation, dr_grpo does not"
 _MICRO = "in tokens: microbatches are packed"
 
 REMOVED = {
-    "rollout.carried_cache": "groups that go on are always recomputed with the new weights, which "
-    "costs a step less than half a percent; remove it",
+    "rollout.carried_cache": (
+        "recompute",
+        "groups that go on are always recomputed with the new weights, which costs a step less "
+        "than half a percent; remove it",
+    ),
 }
-"""Fields that earlier versions had, and what to do."""
+"""Fields that earlier versions had: the value that changes nothing, and what to do about others."""
 
 PEERS: dict[str, dict[str, str]] = {
     "TRL": {
