@@ -26,7 +26,6 @@ import string
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
 
 import make_base_model
 import making
@@ -56,9 +55,9 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 class Recipe(make_base_model.Recipe):
     """Model size, questions and training of the judge."""
 
-    iterations: int = 700
+    iterations: int = 800
     batch_size: int = 48
-    direct_until: float = 0.3
+    direct_until: float = 0.45
     """Share of the iterations in which no response has a chain: equality is learned on these."""
     short_until: float = 0.75
     """Share of the iterations up to which chains grow to their full length, from one operation:
@@ -75,10 +74,6 @@ class Recipe(make_base_model.Recipe):
     least_right: float = 0.99
     """Of the held-out questions."""
     templates: tuple[str, str] = (JUDGE_TEMPLATE, PAIRWISE_TEMPLATE)
-
-    def further(self, round: int) -> Self:
-        """As Training.further; equality is known by then, at any distance."""
-        return dataclasses.replace(super().further(round), direct_until=0.0, short_until=0.0)
 
     def most_operations(self, progress: float) -> int:
         """Return the most operations of a problem. progress: share of the iterations, in [0, 1)."""
