@@ -47,7 +47,7 @@ def _of_two_layers():
     from vapo_megatron.parallel import groups, schedule
     from vapo_megatron.parallel.gradient_buffers import gradient_buffers
     from vapo_megatron.parallel.optimizer import build_ddp
-    from vapo_megatron.weights.gather import complete_buckets
+    from vapo_megatron.weights.ddp import complete_gradients
 
     config = make_config(Layout(dp=2, distributed=True))
     ranks = groups.initialize(config.parallel)
@@ -63,8 +63,7 @@ def _of_two_layers():
     assert [dense] == chunks[0].buffers and [expert] == chunks[0].expert_parallel_buffers
     chunks[0](torch.full((1, 64), ranks.dp_rank + 1.0)).sum().backward()
     chunks[0].finish_grad_sync()
-    for buffer in (dense, expert):
-        complete_buckets(buffer)
+    complete_gradients(chunks)
     gradients = [layer.weight.main_grad.unique().tolist() for layer in layers]
     schedule._assert_nothing_divides(chunks)
     expert.gradient_scaling_factor = 0.5
