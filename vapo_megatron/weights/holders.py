@@ -9,6 +9,7 @@ fastest, then data parallel, then pipeline. Imports neither torch nor process gr
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -189,6 +190,7 @@ class TrainerLayout:
         return rank // (self.tp_size * self.dp_size)
 
 
+@functools.lru_cache(maxsize=256)
 def trainer_layout(
     shape: ModelShape,
     *,
