@@ -22,7 +22,7 @@ SUMMARY: pytest.StashKey[list] = pytest.StashKey()
 """Functions that return lines for the end of the run, whichever process ran their tests."""
 
 TESTS = Path(__file__).parent
-TRAINER, ENGINE = "vapo_megatron.loop", "tests.preloaded_engine"
+TRAINER, ENGINE = "vapo_megatron.training.loop", "tests.preloaded_engine"
 LONGEST = (
     "e2e/test_run.py",
     "distributed/test_matrix.py",

@@ -9,7 +9,7 @@ def select(batch, responses: Sequence[int]):
 
     parts = [batch.narrow(i, 1) for i in responses]
     fields = {}
-    for name, whole in vars(batch).items():
+    for name, whole in batch.tensors.items():
         if name.endswith("cu_seqlens"):
             lengths = whole.diff()[list(responses)].int()
             fields[name] = torch.cat([whole[:1], lengths.cumsum(0, dtype=torch.int32)])
@@ -24,5 +24,7 @@ def mini_batches(batch, plan: Sequence[Sequence[Sequence[int]]], ranks, *, multi
 
     microbatches = [microbatch for mini_batch in plan for microbatch in mini_batch]
     batch = select(batch, [i for microbatch in microbatches for i in microbatch])
+    if batch.is_positive is None:
+        batch = batch.replace(is_positive=batch.per_token(batch.is_correct))
     cut = make_microbatches(batch, map(len, microbatches), multiple_of=multiple_of)
     return make_mini_batches(cut, map(len, plan), ranks)

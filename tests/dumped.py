@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.batch import STATUSES, Prompt, Rollout, ScoredRollout
+from vapo_megatron.data.rollout import STATUSES, Prompt, Rollout, ScoredRollout
 from vapo_megatron.rollout.dump import held_steps, write_step
 
 MODEL = dict(num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)

@@ -33,7 +33,7 @@ def _raise(error: Exception) -> None:
 def _meet_a_full_disk() -> None:
     with tempfile.TemporaryDirectory() as place, MetricsWriter(place, tensorboard=False) as writer:
         Path(place, PROBLEMS_FILE).symlink_to("/dev/full")
-        writer.write_problems(1, [0], [1], 1)
+        writer.write_problems(1, [0], [1], [1])
 
 
 FAULTS: dict[str, Callable[[], object]] = {
@@ -73,8 +73,8 @@ def train(
     hf: Path, dump: Path, run_dir: Path, sections: dict[str, Any], fault: Fault | None
 ) -> int:
     """Train on a dump; a command's function."""
-    from vapo_megatron.loop import VapoTrainer
     from vapo_megatron.parallel.health import early_stop
+    from vapo_megatron.training.loop import VapoTrainer
 
     early_stop.block_signals()
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "vapo_megatron"
 
 ROOMS = (
-    "__main__", "train", "cli", "loop", "trainer", "planning", "run", "roles", "rollout",
+    "__main__", "train", "cli", "training", "planning", "run", "roles", "rollout",
     "weights", "models", "reward", "parallel", "data", "config", "algorithm", "errors",
 )  # fmt: skip
 """From the top floor to the ground: a room imports from itself and from those after it."""
@@ -85,8 +85,8 @@ def test_arrows_point_down():
 
 
 def test_an_upward_arrow_would_be_seen():
-    assert upward("vapo_megatron.algorithm.gae", "vapo_megatron.trainer")
-    assert not upward("vapo_megatron.trainer", "vapo_megatron.algorithm.gae")
+    assert upward("vapo_megatron.algorithm.gae", "vapo_megatron.training.step")
+    assert not upward("vapo_megatron.training.step", "vapo_megatron.algorithm.gae")
 
 
 def test_each_folder_says_its_one_sentence():

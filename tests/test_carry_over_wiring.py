@@ -44,9 +44,9 @@ class Engine(Counting):
 
 def fit(hf, tmp, name, extra, port):
     """Make the steps that the run of this name lacks; what ends it, or the dumped versions."""
-    from vapo_megatron.loop import VapoTrainer
     from vapo_megatron.rollout import sampling
     from vapo_megatron.rollout.dump import read_file
+    from vapo_megatron.training.loop import VapoTrainer
 
     with contextlib.suppress(ValueError):
         dist.destroy_process_group()

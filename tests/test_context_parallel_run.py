@@ -40,7 +40,7 @@ def paths(workers, tmp_path_factory):
 
 def fit(paths, run_dir, port, parallel, steps):
     """A whole run, in a world of the trainer's; a worker's function."""
-    from vapo_megatron.loop import VapoTrainer
+    from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

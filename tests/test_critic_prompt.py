@@ -44,7 +44,7 @@ def alone(trainer, prompts):
 
 def prepared(hf, dumped, run_dir, port, value_range):
     """What this rank computes of its step, and what each response alone gives; a worker's."""
-    from vapo_megatron.trainer import StepTrainer
+    from vapo_megatron.training.step import StepTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

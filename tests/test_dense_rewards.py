@@ -109,11 +109,11 @@ class Step(NamedTuple):
 
 def trained(hf, run_dir, threshold, port):
     """(steps, kept by dynamic sampling, verdicts); a worker's function."""
-    from vapo_megatron.loop import VapoTrainer
     from vapo_megatron.reward.verifiers import Verifiers
     from vapo_megatron.roles.actor import loss_settings
     from vapo_megatron.rollout.dynamic_sampling import sample_mixed_groups
     from vapo_megatron.rollout.source import RolloutSource
+    from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

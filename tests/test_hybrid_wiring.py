@@ -76,7 +76,7 @@ def settings_of(tmp, name, policy_steps=2):
 
 def fit(tmp, name, replay, port):
     """Rows of the run, and of each step the groups for people; a worker's function."""
-    from vapo_megatron.loop import VapoTrainer
+    from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

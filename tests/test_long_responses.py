@@ -29,6 +29,7 @@ def trained(hf, cp_size):
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.minibatches import filled_in, make_microbatches, make_mini_batches
     from vapo_megatron.roles.actor import Actor
+    from vapo_megatron.roles.advantages import with_positive_examples
     from vapo_megatron.weights.gather import full_gradients
 
     parallel = {"world_size": cp_size, "context_parallel_size": cp_size}
@@ -48,7 +49,8 @@ def trained(hf, cp_size):
     advantages = torch.randn(batch.rollout_logprobs.shape)
     peaks, old = [], [actor.compute_logprobs(microbatches)[0]]
     for step in range(2):
-        known = batch.replace(old_logprobs=old[-1], advantages=advantages)
+        known = with_positive_examples(batch, config.algorithm)
+        known = known.replace(old_logprobs=old[-1], advantages=advantages)
         mini_batches = make_mini_batches(filled_in(microbatches, known), [1], here)
         with Allocations() as allocated:
             actor.update(list(mini_batches))

@@ -39,8 +39,8 @@ FEW = ("TP1", "DP2")
 def source(settings, place):
     """Sample nothing; stands where vLLM and the verifier would, a RolloutSource."""
     from vapo_megatron.algorithm.group_sampling import repeat_for_group
-    from vapo_megatron.data.batch import Rollout, ScoredRollout
     from vapo_megatron.data.prompts import Problem, PromptDataset
+    from vapo_megatron.data.rollout import Rollout, ScoredRollout
     from vapo_megatron.rollout.replay import Replay
     from vapo_megatron.rollout.requests import assign
 
@@ -87,8 +87,8 @@ def reward_model(hf, directory):
 
 def fit(hf, run_dir, layout, sections, port, resumes=False):
     """Make the run's steps that are missing; a worker's function."""
-    from vapo_megatron.loop import VapoTrainer
     from vapo_megatron.roles import model as trained_model
+    from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

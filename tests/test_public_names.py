@@ -17,7 +17,7 @@ def test_the_configuration_is_there_without_torch_and_the_trainer_with_it():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[0] == (
-        "['vapo_megatron'] False vapo_megatron.loop VapoConfig"
+        "['vapo_megatron'] False vapo_megatron.training.loop VapoConfig"
     )  # fmt: skip
 
 

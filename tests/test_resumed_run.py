@@ -53,7 +53,7 @@ def sampler(settings, place, told):
 
 def fit(hf, run_dir, port, seeds):
     """Make the run's steps that are missing; every phase begins with other random states."""
-    from vapo_megatron.loop import VapoTrainer
+    from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -76,8 +76,8 @@ def step(tmp, port, replay):
     """(a step's data, its metrics, what was kept, what was shown); a worker's function."""
     from unittest import mock
 
-    from vapo_megatron.loop import VapoTrainer
     from vapo_megatron.rollout.dump import write_step
+    from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -163,7 +163,7 @@ def test_rewards_and_advantages_are_of_the_scores(ranks, expected):
 
 
 def test_every_rank_and_every_record_knows_the_verdicts(ranks, expected):
-    from vapo_megatron.data.batch import STATUSES
+    from vapo_megatron.data.rollout import STATUSES
 
     for rank, (data, metrics, kept, shown) in enumerate(ranks):
         for summary in (data.summary, *(a for a in shown if a is not None)):

@@ -25,7 +25,7 @@ from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.batch import Rollout
+from vapo_megatron.data.rollout import Rollout
 from vapo_megatron.models import sampled
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel.health.early_stop import EarlyStop
@@ -164,7 +164,7 @@ def stand_ins():
 
 def fit(hf, tmp, name, policy_steps, port):
     """Make the steps that the run of this name lacks; a worker's function."""
-    from vapo_megatron.loop import VapoTrainer
+    from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -105,7 +105,7 @@ def step(hf, dumped, run_dir, port, case, on_gpu):
     with gpu as seen:
         from vapo_megatron.models import build
         from vapo_megatron.parallel import backend, megatron_on_cpu
-        from vapo_megatron.trainer import StepTrainer
+        from vapo_megatron.training.step import StepTrainer
         from vapo_megatron.weights.gather import gather_hf_tensors
 
         build._can_compile = lambda: case.fuses
@@ -136,7 +136,7 @@ def on_gpus(tasks):
     with labelled_gpu():
         import torch._dynamo  # noqa: F401  as torch's optimizers do at their first step
 
-        import vapo_megatron.trainer  # noqa: F401
+        import vapo_megatron.training.step  # noqa: F401
     pool = WorkerPool("fork")
     try:
         return [pool.run(WORLD_SIZE, step, *task) for task in tasks]

@@ -49,7 +49,7 @@ def watched(trainer):
 
 def steps(hf, dumped, run_dir, port):
     """What was called in a step that the second rank has no time for, and in the same with time."""
-    from vapo_megatron.loop import VapoTrainer
+    from vapo_megatron.training.loop import VapoTrainer
 
     rank = dist.get_rank()
     dist.destroy_process_group()

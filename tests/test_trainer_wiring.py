@@ -49,7 +49,7 @@ PER_TOKEN = (
     "loss_mask", "rollout_logprobs", "old_logprobs", "reference_logprobs", "values", "advantages",
     "returns", "policy_mask",
 )  # fmt: skip
-COUNTS = ("num_tokens", "num_positive_tokens", "num_policy_tokens", "num_policy_responses")
+COUNTS = ("tokens", "positive_tokens", "policy_tokens", "policy_responses")
 
 
 def alone(scored):
@@ -93,7 +93,7 @@ def as_lists(mini_batch):
             fields = {n: v if v is None else v.tolist() for n, v in fields.items()}
             fields |= {"tokens": one.tokens.tolist(), "is_correct": one.is_correct.item()}
             responses[position] = fields
-    return [float(getattr(mini_batch, name)) for name in COUNTS], responses
+    return [float(mini_batch.counts[name]) for name in COUNTS], responses
 
 
 def files_of(trainer):
@@ -117,7 +117,7 @@ def trained(hf, dumped, run_dir, port, algorithm, seed, behaviour):
 
     Before them, what the first policy says, and the files that the models are from.
     """
-    from vapo_megatron.loop import VapoTrainer
+    from vapo_megatron.training.loop import VapoTrainer
 
     world_size = dist.get_world_size()
     dist.destroy_process_group()
@@ -398,7 +398,7 @@ def test_every_step_and_seed_has_mini_batches_of_its_own(vapo, grpo):
 def refused(hf, dumped, run_dir, port):
     """What a rank says of a step whose verdicts failed."""
     from vapo_megatron.errors import UserError
-    from vapo_megatron.loop import VapoTrainer
+    from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

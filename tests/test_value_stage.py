@@ -45,7 +45,7 @@ def fit(paths, run_dir, port, algorithm, sections):
 
     A worker's function, in a world of the trainer's.
     """
-    from vapo_megatron.loop import VapoTrainer
+    from vapo_megatron.training.loop import VapoTrainer
 
     size = dist.get_world_size()
     dist.destroy_process_group()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vapo_megatron.config import VapoConfig, load_config
-    from vapo_megatron.loop import VapoTrainer
+    from vapo_megatron.training.loop import VapoTrainer
 
 __version__ = "0.1.0"
 __all__ = ["VapoConfig", "VapoTrainer", "load_config"]
@@ -18,5 +18,5 @@ def __getattr__(name: str) -> Any:
 
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    room = "loop" if name == "VapoTrainer" else "config"
+    room = "training.loop" if name == "VapoTrainer" else "config"
     return getattr(importlib.import_module(f"{__name__}.{room}"), name)

@@ -30,7 +30,7 @@ from vapo_megatron.config import ConfigError, VapoConfig, load_config
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel.health.early_stop import SIGNALS
 from vapo_megatron.rollout.inputs import Inputs
-from vapo_megatron.weights.mapping import hf_tensors
+from vapo_megatron.weights.table import hf_tensors
 
 CONFIGS = ROOT / "examples/configs"
 BASE = CONFIGS / "qwen2.5_base.yaml"
@@ -320,7 +320,9 @@ def test_rank_0_names_the_libraries_before_anything_is_built(rank, monkeypatch, 
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(train, "check_processes", lambda *_: None)
     monkeypatch.setattr(train, "check_rank", lambda config, replay: Inputs(None))
-    monkeypatch.setitem(sys.modules, "vapo_megatron.loop", SimpleNamespace(VapoTrainer=build))
+    monkeypatch.setitem(
+        sys.modules, "vapo_megatron.training.loop", SimpleNamespace(VapoTrainer=build)
+    )
     with pytest.raises(Started):
         train._train(VapoConfig(), None)
     printed = capsys.readouterr().out

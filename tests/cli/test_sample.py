@@ -17,7 +17,7 @@ from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
 from vapo_megatron.cli.main import main
-from vapo_megatron.data.batch import Rollout
+from vapo_megatron.data.rollout import Rollout
 
 VOCAB = 64
 

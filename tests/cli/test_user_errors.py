@@ -33,9 +33,9 @@ from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.cli.train import main
 from vapo_megatron.config import ParallelConfig, load_config
 from vapo_megatron.data import lock
-from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
 from vapo_megatron.data.problems import load_problems
 from vapo_megatron.data.prompts import PromptDataset
+from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 from vapo_megatron.errors import DataError, UserError
 from vapo_megatron.rollout.dump import step_bytes
 from vapo_megatron.run.output import RunOutput
@@ -463,7 +463,7 @@ def as_rank(monkeypatch, rank, place, world_size=2):
         raise AssertionError("the trainer was reached")
 
     trainer = types.SimpleNamespace(VapoTrainer=stop)
-    monkeypatch.setitem(sys.modules, "vapo_megatron.loop", trainer)
+    monkeypatch.setitem(sys.modules, "vapo_megatron.training.loop", trainer)
     own = place / f"attempt_0/{rank}"
     own.mkdir(parents=True)
     for name in ("RANK", "LOCAL_RANK"):

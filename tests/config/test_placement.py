@@ -40,11 +40,9 @@ REFUSED = [
     ),
     (["rollout.max_lag=0"], "rollout.max_lag"),
     (
-        [*CARRIES, "rollout.carried_cache=keep"],
-        "carried_cache=keep needs rollout.carry_over_groups of at least 1, found 2, and "
-        "rollout.placement=disaggregated, found colocated, because colocated vLLM",
+        ["rollout.carried_cache=keep"],
+        "rollout.carried_cache is no longer a field: groups that go on are always recomputed",
     ),
-    ([*APART, "rollout.carried_cache=keep"], "at least 1, found 0, and rollout.placement=disagg"),
     (
         [*CARRIES, "rollout.shared_queue=true"],
         "shared_queue=true must not be combined with rollout.carry_over_groups=2, which cuts",
@@ -79,3 +77,8 @@ def test_tokens_may_be_older_than_a_step_with_either():
     config = load_config([], CARRIES)
     assert config.rollout.is_stale and not config.colocated().rollout.is_stale
     assert load_config([], [*APART, "rollout.lag=1"]).rollout.is_stale
+
+
+def test_a_removed_field_is_accepted_where_it_changes_nothing():
+    """Every run's config.yaml by an earlier version names it."""
+    assert load_config([], ["rollout.carried_cache=recompute"]) == load_config([])

@@ -87,10 +87,80 @@ def test_the_critics_prompts_take_the_place_of_the_others():
     assert seen.sequence_lengths.tolist() == [len(p) + r for p, r in zip(own, RESPONSES)]
     for name in (*PER_TOKEN, "cu_seqlens", "positions"):
         assert getattr(seen, name) is getattr(batch, name)
+    assert seen.prompt_lengths.tolist() == [1, 0, 2, 3]
     # Of the last response, two tokens behind a prompt of three.
     micro = make_microbatch(seen.narrow(3, 1))
     assert micro.predicting.tolist() == [2, 3] and micro.targets.tolist() == responses[3]
     assert batch.narrow(0, 2).critic_prompts is None, "only the whole batch has them"
+
+
+TURNS = (
+    # Prompt, action, observation, action; then a single turn; then an observation before it.
+    ([1, 2], [([], [3, 4]), ([50, 51, 52], [5, 6])]),
+    ([7], [([], [8])]),
+    ([9], [([60, 61], [10, 11, 12])]),
+)
+VALUE_TOKENS = [2, 3, 52, 5, 7, 61, 10, 11]
+"""Where each action token's value is read: that before it, also where others wrote it."""
+
+
+def two_turns():
+    tokens, places, sequences, responses = [], [], [], []
+    for prompt, turns in TURNS:
+        sequence = list(prompt)
+        before = len(places)
+        for observation, action in turns:
+            sequence += observation
+            places += range(len(sequence), len(sequence) + len(action))
+            sequence += action
+        tokens += sequence
+        sequences.append(len(sequence))
+        responses.append(len(places) - before)
+    return RolloutBatch(
+        tokens=torch.tensor(tokens),
+        sequence_cu_seqlens=bounds(sequences),
+        cu_seqlens=bounds(responses),
+        prompt_lengths=torch.tensor([len(prompt) for prompt, _ in TURNS]),
+        places=torch.tensor(places).int(),
+        rollout_logprobs=torch.zeros(len(places)),
+    )
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_what_others_wrote_is_no_target_and_a_value_is_read_behind_it(cp_size):
+    batch = two_turns()
+    actions = [t for _, turns in TURNS for _, action in turns for t in action]
+    parts = [make_microbatch(batch, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)]
+    read = torch.cat([part.tokens for part in parts])
+    assert read[parts[0].outputs].tolist() == VALUE_TOKENS
+    # Each rank's targets, put back where its predictions stand in the response.
+    targets = torch.zeros(len(actions), dtype=torch.long)
+    size = len(parts[0].tokens)
+    for rank, part in enumerate(parts):
+        targets[part.outputs // size == rank] = part.targets
+    assert targets.tolist() == actions
+    # Places count from a sequence's begin, and so stay what they are in a part of the batch.
+    (narrow,) = [make_microbatch(batch.narrow(1, 2))]
+    assert narrow.targets.tolist() == actions[4:]
+    picked = make_microbatch(batch.picked(torch.tensor([True, False, True])))
+    assert picked.targets.tolist() == actions[:4] + actions[5:]
+
+
+def test_the_critics_prompt_moves_all_that_follows():
+    own = [[900, 901, 902], [], [910]]
+    batch = two_turns().replace(
+        critic_prompts=torch.tensor(sum(own, [])), critic_prompt_lengths=torch.tensor([3, 0, 1])
+    )
+    seen = make_microbatch(batch.for_critic().narrow(0, 1))
+    assert seen.tokens.tolist() == [900, 901, 902, 3, 4, 50, 51, 52, 5, 6]
+    assert seen.tokens[seen.predicting].tolist() == [902, 3, 52, 5]
+
+
+def test_a_column_that_is_not_in_the_table_is_refused():
+    with pytest.raises(AssertionError, match="vaules"):
+        make_batch().replace(vaules=torch.zeros(9))
+    with pytest.raises(AttributeError, match="vaules"):
+        make_batch().vaules  # noqa: B018
 
 
 def test_narrowing_twice_is_narrowing_once():

@@ -22,10 +22,12 @@ from tests.distributed.problem import (
     LEARNING_RATE,
     LENGTHS,
     OPTIMIZER,
+    SEQUENCES,
     TEMPERATURE,
     ActorLoss,
     CriticLoss,
     Problem,
+    places,
 )
 from tests.models.float64 import load_float64
 
@@ -48,13 +50,10 @@ class Reference(NamedTuple):
 
 def hidden_states(model: Any, problem: Problem) -> Tensor:
     """float64 [T, H]: the model's output at the position before each response token."""
-    states, start = [], 0
-    for prompt, response in LENGTHS:
-        tokens = problem.tokens[start : start + prompt + response]
-        start += prompt + response
-        states.append(
-            model.model(tokens[None], use_cache=False).last_hidden_state[0, prompt - 1 : -1]
-        )
+    states = []
+    for i, tokens in enumerate(problem.tokens.split(SEQUENCES)):
+        hidden = model.model(tokens[None], use_cache=False).last_hidden_state[0]
+        states.append(hidden[[place - 1 for place in places(i)]])
     return torch.cat(states)
 
 

@@ -22,6 +22,7 @@ from tests.distributed.problem import (
     LOSSES,
     ON_ONE_AXIS,
     OPTIMIZER,
+    SEQUENCES,
     TEMPERATURE,
     Problem,
 )
@@ -132,7 +133,7 @@ def measure(
         _largest(torch.cat([difference.flatten(), difference.new_zeros(1)]).max())[0],
         abs(norm - reference.grad_norm) / reference.grad_norm,
         _compared(updates, reference.updates),
-        [[sum(sum(LENGTHS[p]) for p in m) for m in rank] for rank in plan],
+        [[sum(SEQUENCES[p] for p in m) for m in rank] for rank in plan],
         correct,
     )
 
@@ -161,7 +162,7 @@ def _plan(layout: Layout) -> list[list[list[int]]]:
     from vapo_megatron.data.packing import attention_tokens, plan_step
 
     plan = plan_step(
-        [prompt + response for prompt, response in LENGTHS],
+        SEQUENCES,
         mini_batch_size=len(LENGTHS),
         dp_size=layout.dp,
         max_tokens_per_microbatch=layout.budget,
@@ -209,7 +210,7 @@ def _gradients(
     """(loss over all ranks, its finished gradients)."""
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import minibatches
-    from vapo_megatron.roles.advantages import with_policy_mask
+    from vapo_megatron.roles.advantages import with_policy_mask, with_positive_examples
     from vapo_megatron.weights.gather import full_gradients
 
     algorithm = settings._asdict()
@@ -219,6 +220,7 @@ def _gradients(
     tree = model.config.model_dump()
     model.config = VapoConfig.model_validate({**tree, "algorithm": algorithm})
     batch, _ = with_policy_mask(batch, model.config.algorithm, here)
+    batch = with_positive_examples(batch, model.config.algorithm)
     microbatches = _microbatches(batch, mine, model.config, here)
     (mini_batch,) = minibatches.make_mini_batches(microbatches, [len(mine)], here)
     metrics = model.compute_gradients(mini_batch)

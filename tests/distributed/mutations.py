@@ -44,7 +44,7 @@ def _mean_of_means() -> Patches:
 
 
 class _OwnCounts:
-    """A mini-batch whose num_tokens is that of the microbatch at hand, times all of them.
+    """A mini-batch whose count of tokens is that of the microbatch at hand, times all of them.
 
     The schedule asks for one microbatch after the other, so the count follows.
     """
@@ -57,8 +57,8 @@ class _OwnCounts:
         return getattr(self._mini_batch, name)
 
     @property
-    def num_tokens(self):
-        return next(self._tokens) * self._means
+    def counts(self):
+        return {**self._mini_batch.counts, "tokens": next(self._tokens) * self._means}
 
 
 def _local_counts() -> Patches:

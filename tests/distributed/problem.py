@@ -1,9 +1,10 @@
 """What every layout is asked to compute: the same responses, losses and settings.
 
 Response lengths run from 1 (nothing after the first token) to 300, two are cut off by the length
-limit, two of twenty are correct. Advantages, returns and old values are random, so that a token at
-the wrong place shows; a few tokens are masked, and IcePop drops a fifth of them from the policy
-loss, among them two whole responses.
+limit, two of twenty are correct; four have several turns, between which others wrote tokens.
+Advantages, returns and old values are random, so that a token at the wrong place shows; a few
+tokens are masked, and IcePop drops a fifth of them from the policy loss, among them two whole
+responses.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ LENGTHS = (
     (3, 1), (12, 300), (7, 57), (2, 1), (9, 2), (5, 121), (17, 34), (4, 212), (8, 5), (6, 91),
     (1, 17), (11, 1), (3, 45), (2, 8), (20, 72), (5, 3), (14, 150), (6, 1), (9, 26), (4, 11),
 )  # fmt: skip
+INSERTED = {1: ((100, 23), (200, 7)), 5: ((1, 40),), 8: ((4, 1),), 13: ((0, 3),)}
+"""Response -> (before which of its tokens, how many tokens others wrote there)."""
 CORRECT = (2, 12)
 TRUNCATED = (1, 7)
 MASKED = (0, 40, 41, 360, 700)
@@ -29,6 +32,22 @@ MASKED = (0, 40, 41, 360, 700)
 VOCAB = 61
 TEMPERATURE = 0.8
 VALUE_CLIP = 0.3
+
+
+def places(response: int) -> list[int]:
+    """Where each of its tokens stands in its sequence."""
+    prompt, length = LENGTHS[response]
+    inserted = dict(INSERTED.get(response, ()))
+    found, place = [], prompt
+    for token in range(length):
+        place += inserted.get(token, 0)
+        found.append(place)
+        place += 1
+    return found
+
+
+SEQUENCES = [places(i)[-1] + 1 for i in range(len(LENGTHS))]
+"""Tokens of each: prompt, response and what was inserted."""
 
 
 class ActorLoss(NamedTuple):
@@ -113,11 +132,8 @@ class Problem(NamedTuple):
     @property
     def targets(self) -> Tensor:
         """int64 [T]"""
-        picked, start = [], 0
-        for prompt, response in LENGTHS:
-            picked.append(self.tokens[start + prompt : start + prompt + response])
-            start += prompt + response
-        return torch.cat(picked)
+        sequences = self.tokens.split(SEQUENCES)
+        return torch.cat([tokens[places(i)] for i, tokens in enumerate(sequences)])
 
     def batch(self, scale: float = 1.0, shift: float = 0.0) -> RolloutBatch:
         """All responses as the trainer holds them once advantages are known."""
@@ -130,8 +146,10 @@ class Problem(NamedTuple):
         truncated[list(TRUNCATED)] = True
         return RolloutBatch(
             tokens=self.tokens,
-            sequence_cu_seqlens=bounds(prompts + responses),
+            sequence_cu_seqlens=bounds(torch.tensor(SEQUENCES)),
             cu_seqlens=bounds(responses),
+            prompt_lengths=prompts,
+            places=torch.tensor(sum(map(places, range(len(LENGTHS))), [])).int(),
             positions=torch.arange(len(LENGTHS)),
             rewards=self.is_correct * 2.0 - 1,
             is_correct=self.is_correct,
@@ -156,14 +174,13 @@ def make_problem() -> Problem:
     See near and sampled.
     """
     generator = torch.Generator().manual_seed(11)
-    sequences = sum(prompt + response for prompt, response in LENGTHS)
     size = sum(response for _, response in LENGTHS)
     mask = torch.ones(size, dtype=torch.bool)
     mask[list(MASKED)] = False
     is_correct = torch.zeros(len(LENGTHS), dtype=torch.bool)
     is_correct[list(CORRECT)] = True
     return Problem(
-        tokens=torch.randint(VOCAB, (sequences,), generator=generator),
+        tokens=torch.randint(VOCAB, (sum(SEQUENCES),), generator=generator),
         is_correct=is_correct,
         mask=mask,
         advantages=torch.randn(size, generator=generator),

@@ -38,8 +38,8 @@ def train_and_answer(out: str, num_configs: str, *arguments: str) -> int:
     """
     from tests.rollout.vllm.poisoned_sleep import poison_sleep
     from vapo_megatron.config import load_config
-    from vapo_megatron.loop import VapoTrainer
     from vapo_megatron.rollout.requests import SamplingSettings
+    from vapo_megatron.training.loop import VapoTrainer
 
     hosts = watch_hosts()
     poison_sleep()

@@ -25,7 +25,7 @@ from tests.e2e.moments import KINDS, Moment, find, halves
 from vapo_megatron.cli.train import main
 from vapo_megatron.parallel.health import early_stop
 
-LOADED = ("vapo_megatron.trainer", "vapo_megatron.rollout.vllm.engine")
+LOADED = ("vapo_megatron.training.step", "vapo_megatron.rollout.vllm.engine")
 """What a run loads, in its order: the first brings megatron-core, the second vLLM."""
 
 

@@ -20,13 +20,11 @@ from vapo_megatron.rollout.in_flight import sampled_steps
 STEPS, SAVED_AT, EXTRA, MAX_LAG, LIMIT = 6, 2, 3, 2, 24
 CARRIES = [f"rollout.carry_over_groups={EXTRA}", f"rollout.max_lag={MAX_LAG}"]
 APART = ["rollout.placement=disaggregated", "rollout.num_processes=2"]
-KEPT = ["rollout.carried_cache=keep", "evaluation.every_steps=3"]
 # Options, processes, replicas, and how many steps the samplers are ahead.
 PLACEMENTS = {
     "colocated": ([], 1, 1, 0),
     "apart": (APART, 3, 2, 0),
-    "one step off": ([*APART, "rollout.lag=1"], 3, 2, 1),
-    "kept": ([*APART, "rollout.lag=1", *KEPT], 3, 2, 1),
+    "one step off": ([*APART, "rollout.lag=1", "evaluation.every_steps=3"], 3, 2, 1),
     "sharded, two steps off": (
         [*APART, "rollout.lag=2", "rollout.tensor_model_parallel_size=2"], 3, 1, 2,
     ),
@@ -118,7 +116,7 @@ def test_a_killed_run_goes_on_with_its_groups_bit_by_bit(launch, given, tmp_path
     # Replayed, its responses train the same model: old log-probabilities are computed anew.
     again = run_dir / "again"
     together = ["rollout.placement=colocated", "rollout.num_processes=0", "rollout.lag=0"]
-    together += ["rollout.carried_cache=recompute", "rollout.tensor_model_parallel_size=1"]
+    together += ["rollout.tensor_model_parallel_size=1"]
     ended(launch(main, [*command, *together, "--replay", str(run_dir), into(again)]))
     exports = [d / "hf_export/model.safetensors" for d in (run_dir, again)]
     assert exports[0].read_bytes() == exports[1].read_bytes()

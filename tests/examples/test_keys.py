@@ -32,14 +32,9 @@ from credit import values as keys_values  # noqa: E402
 from credit.keys import FORMS, Problem  # noqa: E402
 
 from vapo_megatron.config import load_config  # noqa: E402
-from vapo_megatron.data.batch import (  # noqa: E402
-    Prompt,
-    Rollout,
-    RolloutBatch,
-    ScoredRollout,
-    bounds,
-)
+from vapo_megatron.data.batch import RolloutBatch, bounds  # noqa: E402
 from vapo_megatron.data.problems import Problem as Row  # noqa: E402
+from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout  # noqa: E402
 
 THREE = Problem(2, (3, 55, 3))
 GOOD, BAD = "1:L03x03[1]!!#$%&,", "1:L03y03[2]!!#$%&,"

@@ -324,7 +324,8 @@ def batch_of(config):
     )
     statuses = torch.where(is_correct, 0, 1)
     zeros = torch.zeros_like(lengths)
-    summary = StepSummary(zeros + 1, lengths, statuses, truncated, rewards, zeros, zeros)
+    firsts = torch.tensor([0, 0, 0, 3, 3, 3])
+    summary = StepSummary(zeros + 1, lengths, statuses, truncated, rewards, zeros, firsts, zeros)
     return summary, batch
 
 
@@ -435,7 +436,7 @@ def test_no_two_recipes_compute_the_same():
 def trained(files, overrides, dumped, ports):
     """A whole run from a dump, then the gradients of its first step; a worker's function."""
     from vapo_megatron.cli.gradient_check import collect_gradients, describe_gradients
-    from vapo_megatron.loop import VapoTrainer
+    from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]))

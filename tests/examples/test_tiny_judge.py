@@ -98,5 +98,17 @@ def test_a_judge_that_is_often_wrong_is_trained_on(tmp_path, capsys):
         make_judge.make(tmp_path / "judge", recipe)
     assert capsys.readouterr().out.count("training on for 2 iterations") == 2
     assert not (tmp_path / "judge").exists()
-    # Equality of two digits is known by then: every round but the first has chains from its start.
-    assert recipe.further(1).direct_until == 0.0 < recipe.direct_until
+
+
+def test_chains_grow_from_one_operation():
+    recipe, longest = Recipe(), task.SHORT.max_operations
+    steps = [recipe.most_operations(at / 100) for at in range(100)]
+    assert steps[:45] == [1] * 45 and steps[75:] == [longest] * 25
+    assert steps == sorted(steps) and set(steps) == set(range(1, longest + 1))
+    rng = random.Random(0)
+    for most in (1, 3):
+        for _ in range(50):
+            (question,) = make_judge.draw_questions(
+                rng, recipe, held_out=False, direct=0.0, most_operations=most
+            )
+            assert question.text.count("nopqrstuvwx") <= most + 1

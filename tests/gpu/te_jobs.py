@@ -144,7 +144,8 @@ def described(shape, role, spec):
     from vapo_megatron.models.build import build_model
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.optimizer import build_ddp
-    from vapo_megatron.weights.mapping import hf_tensors, local_parameters
+    from vapo_megatron.weights.parameters import local_parameters
+    from vapo_megatron.weights.table import hf_tensors
 
     with layers(), configured(training, layer_spec=spec):
         config = training.make_config(training.Layout())

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from tools.smoke import attention, parity
 from tools.smoke.sizes import FULL, SMALL, AttentionCase
-from vapo_megatron.models.hf_config import parameter_count
 from vapo_megatron.planning import flops
+from vapo_megatron.weights.table import parameter_count
 
 GIB = 2**30
 

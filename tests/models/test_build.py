@@ -15,7 +15,8 @@ from tests.models.built import Layout, build, call, make_config, write_hf
 from tests.models.qwen25 import COUNTS, SHAPES, config_json
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.build import gather_hidden, output_weight, transformer_config
-from vapo_megatron.models.hf_config import parameter_count, read_model_shape
+from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.weights.table import parameter_count
 
 
 def count_on_meta(hf_paths, layout, roles=("actor", "critic")):

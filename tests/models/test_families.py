@@ -125,7 +125,7 @@ def measure(hf_paths, layout):
 
 def assert_same_on_all_ranks(model, gradients):
     """Compare this rank's gradient of a replicated weight; only the first rank's is gathered."""
-    from vapo_megatron.weights.mapping import local_parameters
+    from vapo_megatron.weights.parameters import local_parameters
 
     parameters = [p for chunk in model.chunks for p in chunk.parameters()]
     places = local_parameters(model.chunks, model.shape, "actor")

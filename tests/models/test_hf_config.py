@@ -24,12 +24,8 @@ from tests.models.built import write_hf
 from tests.models.qwen25 import COUNTS, SHAPES, config_json
 from vapo_megatron.config import ParallelConfig
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.models.hf_config import (
-    check_layout,
-    padded_vocab_size,
-    parameter_count,
-    read_model_shape,
-)
+from vapo_megatron.models.hf_config import check_layout, padded_vocab_size, read_model_shape
+from vapo_megatron.weights.table import parameter_count
 
 
 def shape_of(tmp_path, changes=None, family="qwen2"):

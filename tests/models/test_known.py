@@ -8,8 +8,9 @@ import pytest
 
 from tests.models import published, qwen25
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.models.hf_config import parameter_count, read_model_shape
+from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.models.known import KNOWN_MODELS, known_shape
+from vapo_megatron.weights.table import parameter_count
 
 COUNTS = {**{f"Qwen2.5-{name}": n for name, n in qwen25.COUNTS.items()}, **published.COUNTS}
 FIELDS = (

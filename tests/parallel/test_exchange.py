@@ -10,7 +10,7 @@ from array import array
 import pytest
 import torch
 
-from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
+from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 
 NUM = 11
 WANTED = {1: [[3, 0, 7, 10, 1, 2, 9, 8, 4, 6, 5]], 2: [[3, 0, 7, 10, 1], [2, 9, 8, 4, 6, 5]]}
@@ -116,6 +116,50 @@ def test_the_critics_prompts_travel_with_the_responses(workers):
         assert batch.critic_prompts.tolist() == [t for p in wanted for t in prompts[p]]
         tokens = [t for p in wanted for t in (*prompts[p], *rollout(p).rollout.token_ids)]
         assert batch.for_critic().tokens.tolist() == tokens
+
+
+def of_turns(position: int) -> ScoredRollout:
+    """Every third response has a second turn behind an observation of two tokens; one earns."""
+    item = rollout(position)
+    r = item.rollout
+    if position % 3 == 0:
+        observation = array("i", [-position - 1, -position - 2])
+        r = dataclasses.replace(r, inserted=((len(r.token_ids) - 1, observation),))
+    earned = ((0, 0.5),) if position == 4 else ()
+    return dataclasses.replace(item, rollout=r, token_rewards=earned)
+
+
+def run_turns(dp_size: int):
+    import torch.distributed as dist
+
+    from vapo_megatron.config import ParallelConfig
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.parallel.exchange import exchange, gather_summary
+
+    place = groups.initialize(ParallelConfig(world_size=dp_size))
+    local = [of_turns(p) for p in range(dist.get_rank(), NUM, dp_size)]
+    summary = gather_summary(local, NUM)
+    return place.dp_rank, summary, exchange(local, summary, WANTED[dp_size], place)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_turns_travel_with_their_places_and_rewards(workers, dp_size):
+    for dp_rank, summary, batch in workers.run(dp_size, run_turns, dp_size):
+        every = [of_turns(p) for p in range(NUM)]
+        assert summary.travelling == ["places", "logprobs", "token_rewards"]
+        assert summary.sequence_lengths == [len(s.rollout.sequence) for s in every]
+        assert summary.total_rewards.tolist() == [2.0 * p + 0.5 * (p == 4) for p in range(NUM)]
+        wanted = [every[p] for p in WANTED[dp_size][dp_rank]]
+        assert batch.tokens.tolist() == [t for s in wanted for t in s.rollout.sequence]
+        assert batch.places.tolist() == [t for s in wanted for t in s.rollout.places]
+        at = batch.places.long() + batch.per_token(batch.sequence_cu_seqlens[:-1].long())
+        sampled = [t for s in wanted for t in s.rollout.token_ids]
+        assert batch.tokens[at].tolist() == sampled, "an observation is no response token"
+        assert batch.rollout_logprobs.tolist() == [x for s in wanted for x in s.rollout.logprobs]
+        assert batch.token_rewards.tolist() == [
+            0.5 * (s.rollout.position == 4 and t == 0)
+            for s in wanted for t in range(len(s.rollout.token_ids))
+        ]  # fmt: skip
 
 
 def test_both(workers):

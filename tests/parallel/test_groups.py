@@ -89,6 +89,9 @@ def shared(fields):
     mine = groups.initialize(ParallelConfig(**fields))
     assert (mine.cp_size, mine.dp_size, mine.replica_size) == (2, 2, 4)
     assert mine.replica_rank == mine.cp_rank + mine.cp_size * mine.dp_rank
+    for name, axis in mine.axes.items():
+        assert axis == tuple(getattr(mine, f"{name}_{field}") for field in axis._fields)
+        assert (axis.size, axis.rank) == (axis.group.size(), axis.group.rank())
     of = {"cp": mine.cp_group, "dp": mine.dp_group, "replicas": mine.replica_group}
     return {
         "replica_rank": mine.replica_rank,

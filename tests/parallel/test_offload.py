@@ -48,7 +48,7 @@ def hf_path(tmp_path_factory):
 def _bits(model):
     """All tensors that training depends on, by name."""
     from vapo_megatron.parallel.optimizer import inner_optimizers
-    from vapo_megatron.weights.mapping import wait_for_parameters
+    from vapo_megatron.weights.ddp import wait_for_parameters
 
     found = {}
     with model.held("state"):
@@ -87,8 +87,8 @@ def _learn(hf_path, layout, dtype, offload):
             make_microbatch(select(batch, part), multiple_of=layout.tp if layout.sp else 1)
             for part in layout.split[place.dp_rank]
         ],
-        one, one, one, one,
-    )  # fmt: skip
+        {"tokens": one},
+    )
 
     def head(output, microbatch):
         return values_of(output)[microbatch.predicting]

@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.built import Layout, build, call, write_hf
 from tests.planning.shapes import small_shape
-from vapo_megatron.models.hf_config import parameter_count
 from vapo_megatron.models.known import known_shape
 from vapo_megatron.planning import flops
+from vapo_megatron.weights.table import parameter_count
 
 SHAPE = small_shape(hidden=4, layers=3, heads=2, kv_heads=1, head=2, ffn=5, vocab=7)
 

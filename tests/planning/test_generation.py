@@ -51,8 +51,8 @@ ONE_SECOND = Rank(1.0, 0.0, 0.0, 0.0, 0.0)
 """A step takes a second, whatever there is to do."""
 
 
-def carried(lengths, *, groups, extra, max_lag=9, group_size=1, batch=99, keeps=False):
-    sizes = Sizes(groups, extra, group_size, max_lag, 2, batch, keeps)
+def carried(lengths, *, groups, extra, max_lag=9, group_size=1, batch=99):
+    sizes = Sizes(groups, extra, group_size, max_lag, 2, batch)
     prefilled = []
 
     def prefill(sequences):
@@ -77,11 +77,6 @@ def test_a_step_ends_once_its_groups_are_whole_and_the_others_go_on():
     # Two at once, of 3 and 5 tokens: the longer one goes on with 3.
     _, prefilled = carried([3, 5], groups=1, extra=1, max_lag=9, batch=2)
     assert prefilled[:2] == [[2, 2], [2, 2 + 3]]
-    # Kept, it computes nothing; but each response of a group computes its own prompt.
-    _, prefilled = carried([3, 5], groups=1, extra=1, batch=2, keeps=True)
-    assert prefilled[:2] == [[2, 2], [2]]
-    _, prefilled = carried([5] * 8, groups=1, extra=1, group_size=2, batch=2, keeps=True)
-    assert prefilled[:2] == [[2, 2, 2, 2], [2, 2, 2, 2]]
     # Without extra ones every step waits for its longest.
     steps, _ = carried([1, 1, 1, 40], groups=4, extra=0)
     assert {step.seconds for step in steps} == {40.0}

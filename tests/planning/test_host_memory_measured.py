@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests import dumped
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
-from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
+from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 from vapo_megatron.planning.host_memory import batch_bytes, step_host_bytes
 from vapo_megatron.rollout.dump import write_step
 
@@ -75,7 +75,7 @@ def live_storages():
 
 def prepared(hf, root, run_dir, sections, port):
     """(predicted, real) bytes of a prepared step on this rank, all tensors that it brought."""
-    from vapo_megatron.loop import VapoTrainer
+    from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -125,8 +125,8 @@ def test_a_step_by_hand():
     """16 responses of at most 31 + 300 tokens on 2 GPUs, one data-parallel rank."""
     sections = {**TP2, "rollout": {"max_prompt_tokens": PROMPT, "max_response_tokens": RESPONSE}}
     config = dumped.config("hf", **sections)
-    # Tokens, their padded copy and positions; then index, mask and 6 float32 numbers.
-    batch = 24 * 16 * 331 + (8 + 1 + 6 * 4) * 16 * 300
+    # Tokens, their padded copy and positions; then index, two masks, place and 6 float32 numbers.
+    batch = 24 * 16 * 331 + (8 + 2 + 7 * 4) * 16 * 300
     assert batch_bytes(config, 16 * 331, 16 * 300) == batch
     with mock.patch("vapo_megatron.planning.host_memory.VLLM_HOST_TOKEN_BYTES", 1):
         assert step_host_bytes(config, keeps_rollouts=False) == batch

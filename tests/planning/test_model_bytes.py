@@ -9,7 +9,7 @@ import pytest
 from tests.planning.shapes import LAYER, VOCABULARY, make_config
 from vapo_megatron.models.known import known_shape
 from vapo_megatron.planning import model_bytes
-from vapo_megatron.weights import mapping
+from vapo_megatron.weights import holders, table
 from vapo_megatron.weights.reshard import shards, vllm_layout
 
 
@@ -99,13 +99,13 @@ def test_parameters_are_those_of_the_resharding_plan(name, tp, pp, vpp, role):
     # Pieces are without padding: each vocabulary's padding rows are added here.
     shape = known_shape(name)
     config = make_config(tp, pp, 1, vpp if vpp > 1 else None)
-    layout = shards.trainer_layout(shape, tp_size=tp, pp_size=pp, vpp_size=vpp, dp_size=1)
+    layout = holders.trainer_layout(shape, tp_size=tp, pp_size=pp, vpp_size=vpp, dp_size=1)
     padding = (layout.vocab_rows - shape.vocab_size) * shape.hidden_size
     for stage in range(pp):
         expected = 0
-        for row in mapping.rows(shape, role):
+        for row in table.rows(shape, role):
             inside = "{}" in row.hf[0]
-            if not inside and layout.stage_of(row) != stage or row.is_copy and pp == 1:
+            if not inside and layout.home(row)[0] != stage or row.is_copy and pp == 1:
                 continue
             times = sum(last - first for first, last in layout.layers[stage]) if inside else 1
             for tp_rank in range(tp):
@@ -123,7 +123,7 @@ def test_parameters_are_those_of_the_resharding_plan(name, tp, pp, vpp, role):
 def test_sampler_weights_are_those_of_the_resharding_plan(name, tp):
     shape = known_shape(name)
     expected = 0
-    for row in mapping.rows(shape, "actor"):
+    for row in table.rows(shape, "actor"):
         pieces = [p for r in range(tp) for p in vllm_layout.sampler_pieces(row, shape, tp, r)]
         times = shape.num_layers if "{}" in row.hf[0] else 1
         expected += times * sum(p.rows * p.columns for p in pieces)

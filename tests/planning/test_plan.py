@@ -361,7 +361,7 @@ def test_a_run_asks_its_gpu(monkeypatch, tmp_path, capsys, gigabytes, refused):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda rank: [Gpu][rank])
     trainer = types.SimpleNamespace(VapoTrainer=stop)
-    monkeypatch.setitem(sys.modules, "vapo_megatron.loop", trainer)
+    monkeypatch.setitem(sys.modules, "vapo_megatron.training.loop", trainer)
     # A CUDA build of torch would look at each GPU.
     monkeypatch.setattr(libraries, "_cudnn", lambda: None)
     # There are neither weights nor data.

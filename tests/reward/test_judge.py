@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from vapo_megatron.config import RewardConfig
-from vapo_megatron.data.batch import Prompt, Rollout
+from vapo_megatron.data.rollout import Prompt, Rollout
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.reward.judge import Judge, Pairwise
 from vapo_megatron.reward.scoring import LARGEST_BATCH, VerdictStream

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from vapo_megatron.config import RewardConfig, RolloutConfig
-from vapo_megatron.data.batch import Prompt, Rollout, StepSummary
+from vapo_megatron.data.batch import StepSummary
+from vapo_megatron.data.rollout import Prompt, Rollout
 from vapo_megatron.errors import ConfigError, Stopped
 from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.scoring import (
@@ -88,7 +89,7 @@ def test_what_the_reward_model_judges_has_no_verdict_until_its_score_is_there():
         prompt_lengths=torch.full((4,), 2), response_lengths=torch.tensor([4, 9, 4, 4]),
         statuses=torch.tensor([5, 5, 0, 5]), truncated=torch.tensor([False, True, False, False]),
         rewards=torch.tensor([math.nan, math.nan, 1, math.nan]),
-        prompt_indices=torch.zeros(4).long(), sources=torch.zeros(4).long(),
+        prompt_indices=torch.zeros(4).long(), firsts=torch.arange(4), sources=torch.zeros(4).long(),
     )  # fmt: skip
     with pytest.raises(AssertionError, match="has scored"):
         check_verdicts(summary, reward, scored, None)

@@ -209,13 +209,13 @@ def test_host_bytes_are_known_beforehand(workers, tmp_path, dtype, parallel):
 
 
 def refused(hf, run_dir, port, parallel):
-    from vapo_megatron.loop import VapoTrainer
     from vapo_megatron.parallel import groups
+    from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     settings, source = config(hf, host_memory_gb=1e-4, **parallel), Source()
-    built = mock.patch("vapo_megatron.trainer.Actor", side_effect=AssertionError("it is built"))
+    built = mock.patch("vapo_megatron.training.build.Actor", side_effect=AssertionError("built"))
     sampler = mock.patch.object(VapoTrainer, "_source", lambda *_: source)
     logging = settings.logging.model_copy(update={"run_dir": str(run_dir)})
     with built, sampler, pytest.raises(ConfigError) as error:
@@ -252,7 +252,7 @@ def test_a_node_without_the_memory_is_refused_before_the_models_are_built(
 
 def replayed(hf, dumped, run_dir, offload, steps, port, every_steps=1):
     """A whole run from a dump; a worker's function, in a world of the test's."""
-    from vapo_megatron.loop import VapoTrainer
+    from vapo_megatron.training.loop import VapoTrainer
 
     size = dist.get_world_size()
     dist.destroy_process_group()
@@ -313,7 +313,7 @@ def test_a_run_by_turns_is_the_run_without_bit_by_bit(workers, tmp_path):
 
 def test_the_last_checkpoint_is_waited_for_in_its_phase(monkeypatch):
     """That is, within its limit, and not that of what lies between the phases."""
-    from vapo_megatron.loop import VapoTrainer
+    from vapo_megatron.training.loop import VapoTrainer
 
     phases, seen = [], []
 
@@ -341,7 +341,7 @@ def test_the_last_checkpoint_is_waited_for_in_its_phase(monkeypatch):
     assert seen[2:] == [("wait", "checkpoint")]
     # At the end of a run of one rank, whose every second step is saved.
     del seen[:]
-    monkeypatch.setattr("vapo_megatron.loop.any_rank", lambda flag: flag)
+    monkeypatch.setattr("vapo_megatron.training.loop.any_rank", lambda flag: flag)
     trainer.config = VapoConfig.model_validate({"checkpoint": {"every_steps": 2}})
     trainer.early_stop.is_signalled, trainer._is_finished = bool, lambda done: done == 6
     trainer._write_row, writer.poll, writer.seconds = mock.Mock(), noted("poll"), None
@@ -353,15 +353,15 @@ def test_the_last_checkpoint_is_waited_for_in_its_phase(monkeypatch):
 
 def test_the_models_leave_before_vllm_is_closed(monkeypatch):
     """It wakes up for that, and an error may have ended a turn with a model on the device."""
-    from vapo_megatron import trainer
+    from vapo_megatron.training import build
 
     closed = []
     names = ("device_schedule", "source", "watchdog")
     parts = {n: SimpleNamespace(close=lambda n=n: closed.append(n)) for n in names}
     parts["watchdog"].fail, parts["watchdog"].reporting = closed.append, contextlib.nullcontext
     error = RuntimeError("it ended a turn")
-    monkeypatch.setattr(trainer.groups, "destroy", lambda: None)
-    monkeypatch.setattr(trainer.dist, "destroy_process_group", lambda: closed.append("world"))
+    monkeypatch.setattr(build.groups, "destroy", lambda: None)
+    monkeypatch.setattr(build.dist, "destroy_process_group", lambda: closed.append("world"))
     run = SimpleNamespace(**parts, sides=None)
-    trainer.StepTrainer.__exit__(run, RuntimeError, error, None)
+    build.Built.__exit__(run, RuntimeError, error, None)
     assert closed == [error, "device_schedule", "source", "world", "watchdog"]

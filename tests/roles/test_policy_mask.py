@@ -30,12 +30,7 @@ def on_rank(correction):
     batch, metrics = with_policy_mask(batch_of(share), algorithm, place)
     plan = [[[i] for i in range(len(share))]]
     (mini_batch,) = mini_batches(batch, plan, place)
-    counts = [
-        int(mini_batch.num_tokens),
-        int(mini_batch.num_positive_tokens),
-        int(mini_batch.num_policy_tokens),
-        int(mini_batch.num_policy_responses),
-    ]
+    counts = [int(count) for count in mini_batch.counts.values()]
     weights = None if batch.policy_mask is None else batch.policy_mask.tolist()
     return weights, metrics, counts
 

@@ -4,8 +4,6 @@ What a step makes of them is in tests/test_reward_model_wiring.py, when the mode
 in tests/roles/test_device_schedule.py. Not exercised: a GPU, bfloat16, virtual stages.
 """
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -21,7 +19,8 @@ PENDING = [True, False, False, True]
 def scores(path, parallel):
     """(all scores, those of what is pending, on every rank, how much went through the model)."""
     from vapo_megatron.config import VapoConfig
-    from vapo_megatron.data.batch import STATUSES, StepSummary
+    from vapo_megatron.data.batch import StepSummary
+    from vapo_megatron.data.rollout import STATUSES
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.models.partition import cut_of
     from vapo_megatron.parallel import groups
@@ -36,8 +35,8 @@ def scores(path, parallel):
     cut = cut_of(config.model, config.parallel, place)
     whole = batch()
     # The last sequence as a prompt alone.
-    empty = dataclasses.replace(
-        whole.narrow(3, 1), cu_seqlens=torch.tensor([0, 0]).int(),
+    empty = whole.narrow(3, 1).replace(
+        cu_seqlens=torch.tensor([0, 0]).int(), places=torch.empty(0).int(),
         **dict.fromkeys(("loss_mask", "rollout_logprobs"), torch.empty(0)),
         **dict.fromkeys(("reference_logprobs", "values", "advantages", "returns")),
     )  # fmt: skip
@@ -48,7 +47,7 @@ def scores(path, parallel):
     count = 4 // place.dp_size
     own = whole.narrow(place.dp_rank * count, count)
     statuses = torch.where(torch.tensor(PENDING), len(STATUSES), 0)
-    summary = StepSummary(*[statuses] * 4, torch.zeros(4), statuses, statuses)
+    summary = StepSummary(*[statuses] * 4, torch.zeros(4), *[statuses] * 3)
     seen, compute = [], model.compute_scores
 
     def watched(microbatches):

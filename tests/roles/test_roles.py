@@ -56,7 +56,7 @@ def update_once(hf, algorithm):
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.minibatches import make_microbatches
     from vapo_megatron.roles.actor import Actor
-    from vapo_megatron.roles.advantages import with_policy_mask
+    from vapo_megatron.roles.advantages import with_policy_mask, with_positive_examples
     from vapo_megatron.roles.critic import Critic
 
     config = VapoConfig.model_validate(
@@ -78,7 +78,9 @@ def update_once(hf, algorithm):
     values = critic.compute_values(microbatches)
     shift = torch.tensor([SHIFT[t % 3] for t in range(len(logprobs))])
     same, shifted = (
-        with_policy_mask(batch(old), config.algorithm, place)[0]
+        with_positive_examples(
+            with_policy_mask(batch(old), config.algorithm, place)[0], config.algorithm
+        )
         for old in (logprobs, logprobs - shift)
     )
     first = mini_batches(same, [plan], place)

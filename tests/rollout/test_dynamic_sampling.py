@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.dumped import MODEL, config
 from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron.data.batch import Rollout
+from vapo_megatron.data.rollout import Rollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.rollout.dump import held_steps
 from vapo_megatron.rollout.requests import assign, request_seeds

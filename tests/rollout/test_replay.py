@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,33 @@ def with_own_prompts(step):
         for prompt in [item.rollout.prompt]
         for own in [dataclasses.replace(prompt, critic_token_ids=OWN.get(prompt.index))]
     ]
+
+
+def with_turns(step):
+    """Every second response has two turns, a reward on the way and an observation at its begin."""
+    found = []
+    for item in rollouts(step):
+        r = item.rollout
+        half = len(r.token_ids) // 2
+        if r.position % 2 and half:
+            inserted = ((0, array("i", [7])), (half, array("i", [r.position, 59])))
+            r = dataclasses.replace(r, inserted=inserted)
+            item = dataclasses.replace(item, rollout=r, token_rewards=((half - 1, -0.25),))
+        found.append(item)
+    return found
+
+
+def dump_with_turns(root):
+    sizes = {"num_responses": NUM_RESPONSES, "group_size": GROUP_SIZE, "keep_last": 1}
+    write_step(root, 1, with_turns(1), **sizes)
+
+
+def test_turns_are_dumped(tmp_path, workers):
+    workers.run(1, dump_with_turns, tmp_path)
+    ((path, header),) = read_headers(tmp_path, 1)
+    assert read_file(path) == with_turns(1) != rollouts(1)
+    assert header.longest_sequence == max(len(s.rollout.sequence) for s in with_turns(1))
+    assert header.largest_token_id == 59
 
 
 OWN = {0: (59, 58, 57, 56, 55, 54), 2: (3,)}
@@ -184,7 +212,7 @@ def test_ranks_read_consecutive_files(root, hf, workers):
 
 def _plan(hf, root, sections, port):
     """[mini-batch][response] positions that this rank trains on in step 1, and its metrics."""
-    from vapo_megatron.loop import VapoTrainer
+    from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from vapo_megatron.config import RolloutConfig
-from vapo_megatron.data.batch import Prompt
+from vapo_megatron.data.rollout import Prompt
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.rollout.requests import (

@@ -19,7 +19,7 @@ from tests.rollout import test_dynamic_sampling
 from tests.rollout.test_dynamic_sampling import sampling
 from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron.data.batch import Rollout
+from vapo_megatron.data.rollout import Rollout
 from vapo_megatron.reward.verifier import Verdict
 
 HELD_OUT, SAMPLES = 3, 4

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.run.checkpoint.test_writer import limited
 from vapo_megatron.config.metrics import METRICS, accuracy_name, describe
 from vapo_megatron.config.phases import Span
-from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
+from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 from vapo_megatron.errors import DataError, UserError
 from vapo_megatron.run.directory import read_run
 from vapo_megatron.run.metrics import MetricsWriter
@@ -69,7 +69,7 @@ def test_rows_are_one_object_a_line_step_first_and_on_disk_at_once(tmp_path, mon
         '{"step": 0, "evaluation/avg@8": 0.25}\n{"step": 1, "reward/mean": 0.5, "critic/loss": 2}\n'
     )
     for held_out in (False, True):
-        writer.write_problems(1, [0], [1], 2, held_out=held_out)
+        writer.write_problems(1, [0], [1], [2], held_out=held_out)
     assert synced == ["metrics.jsonl", "metrics.jsonl", "problems.jsonl", "held_out.jsonl"]
     writer.close()
     writer.close()
@@ -120,7 +120,7 @@ def test_resume_drops_later_rows_and_rollouts(tmp_path):
 def test_a_row_that_waits_for_its_evaluation_is_written_once(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         for step in (0, 1, 2):
-            writer.write_problems(step, [step], [1], 1)
+            writer.write_problems(step, [step], [1], [1])
             writer.write(step, {"actor/loss": float(step)})
     # Resumed after step 2, whose row was written by a run that was killed before its next save.
     with MetricsWriter(tmp_path, False, 3, True) as writer:
@@ -180,7 +180,7 @@ def test_rollouts_are_written_for_people(tmp_path):
         ScoredRollout(right, "two \u00e9\n", "correct", 1.0),
         ScoredRollout(wrong, "three", "wrong", -1.0),
     ]
-    (group,) = group_records(scored, 2, {}, None)
+    (group,) = group_records(scored, {}, None)
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.write_rollouts(12, [group, group])
     text = (tmp_path / "rollouts" / "step_000012.jsonl").read_text()
@@ -205,8 +205,8 @@ def read_run_of_rollouts(run_dir):
 WRITES = {
     "metrics.jsonl": lambda writer: writer.write(1, {}),
     "tensorboard": lambda writer: writer.write(1, {"critic/loss": 0.5}),
-    "problems.jsonl": lambda writer: writer.write_problems(1, [0], [1], 1),
-    "held_out.jsonl": lambda writer: writer.write_problems(1, [0], [1], 1, held_out=True),
+    "problems.jsonl": lambda writer: writer.write_problems(1, [0], [1], [1]),
+    "held_out.jsonl": lambda writer: writer.write_problems(1, [0], [1], [1], held_out=True),
     "rollouts/step_000001.jsonl": lambda writer: writer.write_rollouts(1, [{"text": "x" * 99}]),
 }
 

@@ -61,7 +61,7 @@ def mini_batch_of(model, logprobs=None, **faulty):
 def bits(trained):
     """Everything that an update changes on this rank."""
     from vapo_megatron.parallel.optimizer import inner_optimizers
-    from vapo_megatron.weights.mapping import wait_for_parameters
+    from vapo_megatron.weights.ddp import wait_for_parameters
 
     wait_for_parameters(trained.chunks)
     found = [p.detach().clone() for chunk in trained.model for p in chunk.parameters()]

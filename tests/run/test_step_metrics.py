@@ -6,9 +6,10 @@ Does not exercise pipeline or tensor parallelism: their ranks hold the same batc
 import pytest
 import torch
 
-from vapo_megatron.data.batch import STATUSES, RolloutBatch, StepSummary
+from vapo_megatron.data.batch import RolloutBatch, StepSummary
 from vapo_megatron.data.labels import NO_LABELS, labels_of
 from vapo_megatron.data.problems import Problem
+from vapo_megatron.data.rollout import STATUSES
 from vapo_megatron.run.step_metrics import metrics_by_label, reward_spread
 
 LENGTHS = [2, 3, 1]
@@ -57,6 +58,7 @@ def on_rank(shares, algorithm, limit):
         truncated=torch.tensor([False, True, False]),
         rewards=torch.tensor(REWARDS),
         prompt_indices=torch.zeros(3, dtype=torch.long),
+        firsts=torch.arange(3),
         sources=torch.zeros(3, dtype=torch.long),
     )
     batch = with_advantages(summary, batch_of(shares[place.rank]), config, place)
@@ -124,8 +126,9 @@ def with_the_second_cut_off(algorithm):
     config = AlgorithmConfig(length_adaptive_alpha=1.0, **algorithm)
     truncated, zeros = torch.tensor([False, True, False]), torch.zeros(3).long()
     summary = StepSummary(
-        zeros + 1, torch.tensor(LENGTHS), zeros, truncated, torch.tensor(REWARDS), zeros, zeros
-    )
+        zeros + 1, torch.tensor(LENGTHS), zeros, truncated, torch.tensor(REWARDS), zeros,
+        torch.arange(3), zeros,
+    )  # fmt: skip
     batch = with_loss_mask(batch_of([0, 1, 2]).replace(truncated=truncated), config)
     batch = with_advantages(summary, batch, config, place)
     metrics = step_metrics(summary, batch, batch.values, config, place)
@@ -168,7 +171,8 @@ def test_metrics_by_name_count_every_response_once():
         truncated=torch.zeros(5).bool(),
         # The second is wrong and the third correct: accuracy is of verdicts, not of rewards.
         rewards=torch.tensor([1.0, 0.5, -0.5, -1, -0.25]),
-        prompt_indices=torch.tensor([4, 4, 1, 1, 7]), sources=torch.zeros(5).long(),
+        prompt_indices=torch.tensor([4, 4, 1, 1, 7]), firsts=torch.arange(5),
+        sources=torch.zeros(5).long(),
     )  # fmt: skip
     labels = labels_of([
         (1, Problem("", "", {"verifier": "code"}, "b")), (4, Problem("", source="a")),
@@ -219,17 +223,18 @@ def test_a_sampler_that_differs_stops_every_rank(workers):
         assert metrics["rollout/logprob_diff_high_fraction"] == 0
 
 
-def summary_of(rewards, statuses=None, scores=None):
-    count = len(rewards)
-    zeros = torch.zeros(count).long()
+def summary_of(rewards, sizes, statuses=None, scores=None):
+    """Groups of these sizes."""
+    zeros = torch.zeros(len(rewards)).long()
     statuses = zeros if statuses is None else torch.tensor(statuses)
-    given = zeros + 1, zeros + 1, statuses, zeros.bool(), torch.tensor(rewards), zeros, zeros
-    return StepSummary(*given, scores=None if scores is None else torch.tensor(scores))
+    firsts = torch.tensor([sum(sizes[:i]) for i, size in enumerate(sizes) for _ in range(size)])
+    given = zeros + 1, zeros + 1, statuses, zeros.bool(), torch.tensor(rewards), zeros, firsts
+    return StepSummary(*given, zeros, scores=None if scores is None else torch.tensor(scores))
 
 
 def test_the_spread_of_rewards_by_hand():
     # Groups (1, -1), (1, 1), (-1, -1), (1, 0): standard deviations 1, 0, 0, 1/2.
-    found = reward_spread(summary_of([1.0, -1, 1, 1, -1, -1, 1, 0]), 2, uses_scores=False)
+    found = reward_spread(summary_of([1.0, -1, 1, 1, -1, -1, 1, 0], [2] * 4), uses_scores=False)
     assert found == {
         # Mean 1/8, mean square 7/8.
         "reward/std": pytest.approx((7 / 8 - 1 / 64) ** 0.5),
@@ -237,9 +242,16 @@ def test_the_spread_of_rewards_by_hand():
         "reward/equal_groups_fraction": 0.5,
     }
     # Exactly 0, though float32's 0.1 has a mean that rounds.
-    equal = reward_spread(summary_of([0.1] * 6), 3, uses_scores=False)
+    equal = reward_spread(summary_of([0.1] * 6, [3, 3]), uses_scores=False)
     assert equal["reward/std"] == 0 and equal["reward/equal_groups_fraction"] == 1
-    assert reward_spread(summary_of([0.1, 0.2]), 1, uses_scores=False).keys() == {"reward/std"}
+    assert reward_spread(summary_of([0.1, 0.2], [1, 1]), uses_scores=False).keys() == {"reward/std"}
+
+
+def test_groups_of_different_size_have_their_own_spread():
+    # (1, -1, 1, -1), (1), (0.5, 0.5): 1, 0, 0.
+    found = reward_spread(summary_of([1.0, -1, 1, -1, 1, 0.5, 0.5], [4, 1, 2]), uses_scores=False)
+    assert found["reward/group_std_mean"] == pytest.approx(1 / 3)
+    assert found["reward/equal_groups_fraction"] == pytest.approx(2 / 3)
 
 
 def test_scores_that_rewards_do_not_show():
@@ -248,6 +260,8 @@ def test_scores_that_rewards_do_not_show():
     # has no score.
     given = [1.0, -1, -1, -1], [0, 1, 1, 2], [1.0, 0.0, 0.3, nan]
     unused = "reward/unused_score_fraction"
-    assert reward_spread(summary_of(*given), 2, uses_scores=False)[unused] == 0.25
-    assert unused not in reward_spread(summary_of(*given), 2, uses_scores=True)
-    assert unused not in reward_spread(summary_of(given[0]), 2, uses_scores=False)
+    assert (
+        reward_spread(summary_of(given[0], [2, 2], *given[1:]), uses_scores=False)[unused] == 0.25
+    )
+    assert unused not in reward_spread(summary_of(given[0], [2, 2], *given[1:]), uses_scores=True)
+    assert unused not in reward_spread(summary_of(given[0], [2, 2]), uses_scores=False)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vapo_megatron.data.batch import Prompt, Rollout, RolloutBatch, ScoredRollout, StepSummary
+from vapo_megatron.data.batch import RolloutBatch, StepSummary
+from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 from vapo_megatron.run.token_records import gather_shown, group_records, kept, token_pieces
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +48,7 @@ def gathered(tp_size: int, dp_size: int, has_critic: bool = True):
         loss_mask=empty, values=rows[0] if has_critic else None, advantages=rows[1],
     )  # fmt: skip
     everyone = torch.tensor([length(p) for p in range(NUM)])
-    summary = StepSummary(*[everyone] * 7)
+    summary = StepSummary(*[everyone] * 8)
     return gather_shown(batch, rows[2], SHOWN, summary, place)
 
 
@@ -123,15 +124,14 @@ def scored(position: int) -> ScoredRollout:
 def test_records_hold_the_tokens_where_they_are_known():
     group = [scored(2), scored(3)]
     tokens = {p: {"values": [0.5] * length(p)} for p in (2, 3)}
-    (record,) = group_records(group, 2, tokens, by_bytes)
+    (record,) = group_records(group, tokens, by_bytes)
     assert [r["tokens"] for r in record["responses"]] == [
         {"pieces": ["a"] * 2, "values": [0.5] * 2},
         {"pieces": ["a"] * 3, "values": [0.5] * 3},
     ]
-    (plain,) = group_records(group, 2, {}, None)
+    (plain,) = group_records(group, {}, None)
     assert not any("tokens" in response for response in plain["responses"])
-    assert len(group_records(group, 1, {}, None)) == 2
     # Other ranks sampled the rest of two groups: what is there stays with its own prompt.
     parts = [scored(p) for p in (2, 4, 5)]
-    prompts = [r["prompt_index"] for r in group_records(parts, 2, {}, None)]
+    prompts = [r["prompt_index"] for r in group_records(parts, {}, None)]
     assert prompts == [1, 2]

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 
 from tests.weights.loaded import FEW_HEADS, Layout, forward, load, widen
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron import loop
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import CheckpointError
+from vapo_megatron.training import loop
 from vapo_megatron.weights import export_hf as writer
 from vapo_megatron.weights.export_hf import export_hf
 

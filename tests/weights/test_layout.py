@@ -15,14 +15,10 @@ import torch
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.config import ParallelConfig
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.models.hf_config import (
-    ModelShape,
-    check_layout,
-    parameter_count,
-    read_model_shape,
-)
-from vapo_megatron.weights import layout
-from vapo_megatron.weights.mapping import TABLE, hf_tensors, local_parameters
+from vapo_megatron.models.hf_config import ModelShape, check_layout, read_model_shape
+from vapo_megatron.weights import holders, layout
+from vapo_megatron.weights.parameters import local_parameters
+from vapo_megatron.weights.table import TABLE, hf_tensors, parameter_count
 
 KINDS = ("vocabulary", "qkv", "gate_up", "row", "replicated")
 
@@ -62,7 +58,7 @@ def test_qkv_shards_are_chunks_of_the_interleaved_rows(num_groups, tp_size):
     full = [torch.arange(size) + 100 * i for i, size in enumerate(sizes)]
     whole = layout.merge_qkv(*full, num_groups=num_groups)
     for rank, expected in enumerate(FEW_HEADS[num_groups, tp_size]):
-        bounds = layout.part_bounds(
+        bounds = holders.part_bounds(
             "qkv", sizes, rank, tp_size, num_groups=num_groups, padded_rows=0
         )
         assert tuple(bounds) == expected
@@ -75,7 +71,7 @@ def test_gate_stands_before_up_on_each_rank():
     gate, up = torch.arange(4)[:, None], 10 + torch.arange(4)[:, None]
     shards = [
         layout.merge("gate_up", [gate[a:b], up[a:b]], num_groups=1, tp_size=2, num_rows=4)
-        for a, b in (layout.bounds(4, rank, 2) for rank in (0, 1))
+        for a, b in (holders.bounds(4, rank, 2) for rank in (0, 1))
     ]
     assert [s.flatten().tolist() for s in shards] == [[0, 1, 10, 11], [2, 3, 12, 13]]
 
@@ -84,7 +80,7 @@ def test_vocabulary_is_padded_with_zero_rows_at_its_end():
     # 5 rows padded to 8 over 4 ranks of 2: [0, 2) [2, 4) [4, 5) and an empty part.
     bounds = []
     for rank in range(4):
-        bounds += layout.part_bounds("vocabulary", [5], rank, 4, num_groups=1, padded_rows=8)
+        bounds += holders.part_bounds("vocabulary", [5], rank, 4, num_groups=1, padded_rows=8)
     assert bounds == [(0, 2), (2, 4), (4, 5), (5, 5)]
     rows = 1 + torch.arange(5.0)[:, None]
     shards = [
@@ -117,13 +113,15 @@ def check_join_undoes_merge(groups, kind, tp_size):
         "replicated": [(hidden,)],
     }[kind]
     full = [torch.randn(size) for size in sizes]
-    dim = layout.shard_dim(kind)
+    dim = holders.shard_dim(kind)
 
     def parts(rank):
         if dim is None:
             return full
         lengths = [tensor.shape[dim] for tensor in full]
-        bounds = layout.part_bounds(kind, lengths, rank, tp_size, num_groups=groups, padded_rows=24)
+        bounds = holders.part_bounds(
+            kind, lengths, rank, tp_size, num_groups=groups, padded_rows=24
+        )
         return [t.narrow(dim, a, b - a) for t, (a, b) in zip(full, bounds)]
 
     rows = 24 // tp_size
@@ -158,7 +156,7 @@ def test_every_layout_that_is_accepted_can_be_cut(shape):
         full = [torch.arange(n * head_dim) for n in (heads, groups, groups)]
         whole = layout.merge_qkv(*full, num_groups=groups)
         for rank in range(tp_size):
-            bounds = layout.part_bounds(
+            bounds = holders.part_bounds(
                 "qkv", [len(x) for x in full], rank, tp_size, num_groups=groups, padded_rows=0
             )
             parts = [x[a:b] for x, (a, b) in zip(full, bounds)]
@@ -169,7 +167,7 @@ def test_every_layout_that_is_accepted_can_be_cut(shape):
 
 def test_cutting_unevenly_is_an_assertion():
     with pytest.raises(AssertionError, match="3 is not a multiple"):
-        layout.bounds(3, 0, 2)
+        holders.bounds(3, 0, 2)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -180,6 +178,11 @@ def test_the_table_holds_every_parameter_once(shape, tied, qk_norm):
         sizes = hf_tensors(shape, role).values()
         count = sum(torch.Size(size).numel() for size in sizes)
         assert count == parameter_count(shape, value_head=role == "critic")
+        # 64 channels, 4 heads and 2 key-value heads of 16, 96 in between, 300 tokens, 4 layers.
+        layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64
+        layer += 2 * 16 if qk_norm else 64 + 2 * 32
+        output = 64 if role == "critic" else 0 if tied else 300 * 64
+        assert count == 300 * 64 + 4 * layer + 64 + output
 
 
 class _Layer(torch.nn.Module):

@@ -22,7 +22,7 @@ from vapo_megatron.parallel import groups
 from vapo_megatron.weights import hf_reader
 from vapo_megatron.weights.hf_reader import HfReader
 from vapo_megatron.weights.load_hf import check_hf_tensors, load_hf_weights
-from vapo_megatron.weights.mapping import local_parameters
+from vapo_megatron.weights.parameters import local_parameters
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -21,7 +21,7 @@ from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.minibatches import MiniBatch, make_microbatches, make_mini_batches
 from vapo_megatron.roles.actor import Actor
 from vapo_megatron.roles.critic import Critic
-from vapo_megatron.weights.mapping import hf_tensors
+from vapo_megatron.weights.table import hf_tensors
 
 
 def make_config(
@@ -93,6 +93,7 @@ def random_batch(lengths: Sequence[tuple[int, int]], vocab_size: int, seed: int)
         truncated=torch.zeros(num_responses, dtype=torch.bool),
         rollout_logprobs=torch.zeros(size),
         loss_mask=torch.ones(size, dtype=torch.bool),
+        is_positive=(torch.arange(num_responses) % 2 == 0).repeat_interleave(responses),
         advantages=torch.randn(size, generator=draw),
         returns=torch.randn(size, generator=draw),
     )

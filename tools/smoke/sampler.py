@@ -37,7 +37,7 @@ from tools.smoke.parity import cuts, output_error, rounding_bound
 from tools.smoke.report import Row, judged, skipped
 from tools.smoke.sizes import SamplerLoad, Sizes
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.batch import Prompt, Rollout
+from vapo_megatron.data.rollout import Prompt, Rollout
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel import groups
 from vapo_megatron.parallel.minibatches import packed_multiple

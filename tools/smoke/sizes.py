@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from vapo_megatron.models.hf_config import ModelShape, parameter_count
+from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.known import known_shape
+from vapo_megatron.weights.table import parameter_count
 
 STATE_BYTES = 22
 """Of each parameter while Adam steps in bfloat16: 2, main copy 4, gradient 4, moments 8, and 4

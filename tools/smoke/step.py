@@ -75,7 +75,7 @@ def step_config(load: StepLoad, directory: Path) -> VapoConfig:
 
 def run(config: VapoConfig, num_steps: int) -> list[dict[str, Any]]:
     """Return the metrics that each step writes; None for what is not finite."""
-    from vapo_megatron.trainer import StepTrainer
+    from vapo_megatron.training.step import StepTrainer
 
     with StepTrainer(config) as trainer, trainer.output.opened(0):
         for done in range(1, num_steps + 1):

@@ -23,12 +23,13 @@ from vapo_megatron.cli.benchmark.logprobs import Measurement, Settings, measure
 from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.data.packing import attention_tokens, plan_step
 from vapo_megatron.models.build import Role
-from vapo_megatron.models.hf_config import ModelShape, parameter_count
+from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.memory import PeakMemory
 from vapo_megatron.planning import flops
 from vapo_megatron.roles.actor import Actor
 from vapo_megatron.roles.critic import Critic
+from vapo_megatron.weights.table import parameter_count
 
 Result = TypeVar("Result")
 

@@ -29,10 +29,10 @@ class LossTokens(NamedTuple):
     """Bool, or float weights: tokens that are trained on."""
     policy_weights: Tensor
     """loss_mask times the sampler correction; for policy loss, KL and entropy."""
-    is_correct: Tensor
-    """Bool: token belongs to a correct response."""
+    is_positive: Tensor
+    """Bool: token is in the positive-example loss, of a correct response."""
     positive_weights: Tensor | None = None
-    """Of the tokens in the positive-example loss; None: all 1."""
+    """Of the tokens in that loss; None: all 1."""
 
 
 class LossCounts(NamedTuple):
@@ -43,7 +43,7 @@ class LossCounts(NamedTuple):
     policy_responses: Tensor
     """Responses with at least one such token."""
     positive_tokens: Tensor
-    """Tokens of correct responses whose loss_mask is not 0."""
+    """Tokens in the positive-example loss whose loss_mask is not 0."""
 
 
 class LossSettings(NamedTuple):
@@ -102,7 +102,7 @@ def actor_loss(
     nll = positive_lm_loss(
         logprobs,
         tokens.loss_mask,
-        tokens.is_correct,
+        tokens.is_positive,
         num_positive_tokens=counts.positive_tokens,
         weights=tokens.positive_weights,
     )

@@ -26,11 +26,11 @@ from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.replay import check_dump
 from vapo_megatron.weights.gather import full_gradients
-from vapo_megatron.weights.mapping import hf_tensors
+from vapo_megatron.weights.table import hf_tensors
 
 if TYPE_CHECKING:
     from vapo_megatron.parallel.minibatches import MiniBatch
-    from vapo_megatron.trainer import StepTrainer
+    from vapo_megatron.training.step import StepTrainer
 
 ROLES = ("critic", "actor")
 
@@ -61,7 +61,7 @@ def collect_gradients(config: VapoConfig, replay: Path, step: int, out: Path) ->
     Raises:
         UserError: the dump, the paths or the number of processes do not fit.
     """
-    from vapo_megatron.trainer import StepTrainer
+    from vapo_megatron.training.step import StepTrainer
 
     changes: dict[str, dict[str, Any]] = {
         "algorithm": {"value_pretraining_steps": 0, "stage": "all"},

@@ -22,8 +22,9 @@ from vapo_megatron.cli.command import Parser, run
 from vapo_megatron.config import DataConfig, RolloutConfig, VapoConfig, load_config
 from vapo_megatron.data.storage import replace_file
 from vapo_megatron.errors import ConfigError, UserError
-from vapo_megatron.models.hf_config import ModelShape, parameter_count, read_model_shape
+from vapo_megatron.models.hf_config import ModelShape, read_model_shape
 from vapo_megatron.rollout.requests import with_own_limits
+from vapo_megatron.weights.table import parameter_count
 
 _PROMPT_COLUMNS = ("prompt", "problem", "question")
 _PROMPT_TOKENS = 1024

@@ -25,7 +25,7 @@ from vapo_megatron.cli.command import Parser, run
 from vapo_megatron.cli.plan_options import add_plan, add_reshard
 from vapo_megatron.config import ParallelConfig, VapoConfig, load_config
 from vapo_megatron.errors import ConfigError, UserError
-from vapo_megatron.models.hf_config import ModelShape, check_layout, parameter_count
+from vapo_megatron.models.hf_config import ModelShape, check_layout
 from vapo_megatron.models.known import shape_of
 from vapo_megatron.planning import describe
 from vapo_megatron.planning.cluster import GB, GPUS, Cluster
@@ -33,6 +33,10 @@ from vapo_megatron.planning.plan import Plan, resharding_seconds
 from vapo_megatron.planning.ranking import Fixed, Ranking, rank
 from vapo_megatron.planning.splits import rank_splits
 from vapo_megatron.planning.workload import Workload, workload_of
+from vapo_megatron.weights.holders import layout_of
+from vapo_megatron.weights.reshard import cost
+from vapo_megatron.weights.reshard.planner import make_plan
+from vapo_megatron.weights.table import parameter_count
 
 RESHARD = """Compare the bytes and seconds of a weight sync with a gather of full tensors.
 
@@ -199,8 +203,6 @@ def placement_fields(options: argparse.Namespace) -> dict[str, object]:
         fields["rollout.lag"] = options.lag
     if options.carry_over is not None:
         fields["rollout.carry_over_groups"] = options.carry_over
-    if options.carried_cache is not None:
-        fields["rollout.carried_cache"] = options.carried_cache
     if options.max_lag is not None:
         fields["rollout.max_lag"] = options.max_lag
     if options.lag or options.carry_over:
@@ -225,14 +227,8 @@ def reshard(options: argparse.Namespace) -> str:
             f"--nodes={options.nodes} * --gpus-per-node={options.gpus_per_node} must be a multiple "
             f"of --tp={options.tp} * --pp={options.pp}; change one of them"
         )
-    # These load torch, so they come after the options are checked.
-    from vapo_megatron.weights.reshard import cost, shards
-    from vapo_megatron.weights.reshard.planner import make_plan
-
     dp_size = parallel.data_parallel_size
-    trainer = shards.trainer_layout(
-        shape, tp_size=options.tp, pp_size=options.pp, vpp_size=options.vpp, dp_size=dp_size
-    )
+    trainer = layout_of(shape, parallel)
     cluster = cost.Cluster(
         gpus_per_node=options.gpus_per_node,
         nvlink_gb_per_second=options.nvlink,

@@ -13,7 +13,6 @@ from vapo_megatron.planning.ranking import RECOMPUTE
 from vapo_megatron.planning.workload import SPREAD
 
 PLACEMENTS = ("colocated", "disaggregated")
-CACHES = ("recompute", "keep")
 SHARES = ("matmul", "attention", "memory", "decode", "nvlink", "network", "pcie")
 
 
@@ -196,9 +195,6 @@ def add_placement(group: argparse._ArgumentGroup) -> None:
         ("--carry-over", None, "groups in flight beyond a step's: rollout.carry_over_groups"),
         ("--max-lag", None, "steps after which a carried group is waited for (1)"),
     )  # fmt: skip
-    group.add_argument(
-        "--carried-cache", choices=CACHES, help="keys and values of carried groups (recompute)"
-    )
     what = "GPUs that only sample (default: the number with which a step is fastest)"
     add_values(group, positive, "S", ("--samplers", None, what))
 

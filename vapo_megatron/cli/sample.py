@@ -27,7 +27,7 @@ from vapo_megatron.errors import ConfigError
 if TYPE_CHECKING:
     from vapo_megatron.cli.evaluate.checkpoint import Evaluation
     from vapo_megatron.config import VapoConfig
-    from vapo_megatron.data.batch import Prompt, Rollout
+    from vapo_megatron.data.rollout import Prompt, Rollout
 
 
 def main(argv: Sequence[str] | None = None) -> int:

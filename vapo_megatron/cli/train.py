@@ -149,7 +149,7 @@ def _train(config: VapoConfig, replay: Path | None) -> int:
             with Server(inputs, needed.by_purpose, seed=config.seed, **sections) as sampler:
                 sampler.serve()
         else:
-            from vapo_megatron.loop import VapoTrainer
+            from vapo_megatron.training.loop import VapoTrainer
 
             with VapoTrainer(config, replay, inputs) as trainer:
                 trainer.fit()

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from vapo_megatron.config.help import explain_errors
-from vapo_megatron.config.peers import of_peers
+from vapo_megatron.config.peers import REMOVED, of_peers
 from vapo_megatron.config.rules import check_together
 from vapo_megatron.config.schema import VapoConfig
 from vapo_megatron.config.section import sections_by_name
@@ -52,6 +52,7 @@ def read_config(
         _merge(tree, _read_yaml(config_file(file)), str(file))
     for override in overrides:
         _merge(tree, _parse_override(override), f"override {override!r}")
+    _drop_removed(tree)
     _suggest_unknown(VapoConfig, tree, "")
     try:
         return VapoConfig.model_validate(tree)
@@ -158,6 +159,15 @@ def _copy(tree: dict[str, Any]) -> dict[str, Any]:
     return {k: _copy(v) if isinstance(v, dict) else v for k, v in tree.items()}
 
 
+def _drop_removed(tree: dict[str, Any]) -> None:
+    """Accept the configuration of a run by an earlier version, which names every field."""
+    for path, (neutral, _) in REMOVED.items():
+        section, field = path.split(".")
+        named = tree.get(section)
+        if isinstance(named, dict) and named.get(field) == neutral:
+            del named[field]
+
+
 def _suggest_unknown(section: type[BaseModel], tree: dict[str, Any], prefix: str) -> None:
     for key, value in tree.items():
         field = section.model_fields.get(key)
@@ -178,6 +188,8 @@ def _refuse_unknown(section: type[BaseModel], key: str, value: Any, prefix: str)
     """Name the field that is meant: of this name, another trainer's, or the most similar one."""
     leaves = _leaves(value, f"{prefix}{key}")
     for path in leaves:
+        if path in REMOVED:
+            raise ConfigError(f"{path} is no longer a field: {REMOVED[path][1]}")
         hint = of_peers(path, least_parts=2) or _same_name(path) or of_peers(path)
         if hint is not None:
             raise ConfigError(f"unknown field {path}; {hint}")

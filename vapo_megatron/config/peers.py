@@ -1,4 +1,4 @@
-"""What other trainers call our fields, for the message about an unknown field. Names only."""
+"""What fields were or are called elsewhere, for the message about an unknown one. Names only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ import re
 _PROMPTS = "which counts responses: prompts times algorithm.group_size"
 _GROUPS = "grpo divides by the group's standard deviation, dr_grpo does not"
 _MICRO = "in tokens: microbatches are packed"
+
+REMOVED = {
+    "rollout.carried_cache": (
+        "recompute",
+        "groups that go on are always recomputed with the new weights, which costs a step less "
+        "than half a percent; remove it",
+    ),
+}
+"""Fields that earlier versions had: the value that changes nothing, and what to do about others."""
 
 PEERS: dict[str, dict[str, str]] = {
     "TRL": {

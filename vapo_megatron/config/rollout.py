@@ -36,11 +36,6 @@ class RolloutConfig(Section):
         "the latest; that step waits for it. No token is more than lag + max_lag versions old.",
         ge=1,
     )
-    carried_cache: Literal["recompute", "keep"] = _field(
-        "recompute",
-        "Keys and values of a group that goes on: recomputed with the new weights, or kept as "
-        "older ones have computed them; keep needs placement=disaggregated.",
-    )
     behaviour: Literal["recomputed", "sampler"] = _field(
         "recomputed",
         "Old log-probabilities of the ratio: the trainer's before the update, or the sampler's.",

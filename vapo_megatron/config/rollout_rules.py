@@ -80,13 +80,6 @@ def shared_queue_rule(c: VapoConfig) -> str | None:
 def carry_over_rule(c: VapoConfig) -> str | None:
     """What goes together with groups that are in flight over several steps."""
     r, num_prompts = c.rollout, c.algorithm.num_prompts
-    if r.carried_cache == "keep" and not (r.is_apart and r.carry_over_groups):
-        return (
-            "rollout.carried_cache=keep needs rollout.carry_over_groups of at least 1, found "
-            f"{r.carry_over_groups}, and rollout.placement=disaggregated, found {r.placement}, "
-            "because colocated vLLM drops its cache while the trainer computes; set both, or "
-            "carried_cache=recompute"
-        )
     if r.carry_over_groups == 0:
         return None
     field = f"rollout.carry_over_groups={r.carry_over_groups}"

@@ -279,10 +279,7 @@ class VapoConfig(Section):
 
     def colocated(self) -> VapoConfig:
         """Return the same for work whose processes all do the same, such as an evaluation."""
-        apart = {
-            "placement": "colocated", "num_processes": 0, "lag": 0, "carry_over_groups": 0,
-            "carried_cache": "recompute",
-        }  # fmt: skip
+        apart = {"placement": "colocated", "num_processes": 0, "lag": 0, "carry_over_groups": 0}
         return self.model_copy(update={"rollout": self.rollout.model_copy(update=apart)})
 
     @property

@@ -2,153 +2,90 @@
 
 Shape legend, used by every docstring of the package:
     B  responses           (of this data-parallel rank, mini-batch or microbatch, as the text says)
-    T  response tokens     of the same B responses, concatenated
-    S  prompt + response tokens of the same B responses, packed as the model sees them
+    T  response tokens     of the same B responses, concatenated: what the policy sampled
+    S  all tokens          of the same B responses, packed as the model sees them: prompt, response
+                           tokens, and what others inserted between these
     S', T'  those of S and T that this context-parallel rank computes
-    P  prompts of a step   G  samples of one prompt (group size)
+    P  prompts of a step   G  samples of one prompt (group size)   N  responses of a step
     V  vocabulary          H  hidden size
 """
 
 from __future__ import annotations
 
 import dataclasses
-from array import array
-from collections.abc import Mapping
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vapo_megatron.data.problems import Problem
+from vapo_megatron.data.columns import PER_RESPONSE, PER_TOKEN, SAMPLED
+from vapo_megatron.data.rollout import PENDING, STATUSES, ScoredRollout
 
 
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """One problem of a data set."""
+def _told(
+    dtype: torch.dtype, read: Callable[[ScoredRollout], float], missing: float | None = None
+) -> Any:
+    """Declare a field of StepSummary: its dtype, and how it is read from a response.
 
-    index: int
-    """Row in the data set: identifies the problem over the whole run, and seeds its sampling."""
-    text: str
-    token_ids: tuple[int, ...]
-    answer: str
-    """Ground truth, as the verifier reads it."""
-    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
-    """The row's other columns."""
-    source: str | None = None
-    """See Problem."""
-    critic_token_ids: tuple[int, ...] | None = None
-    """What the critic is given in place of token_ids; None: those."""
-
-    @property
-    def problem(self) -> Problem:
-        """What the verifier is given."""
-        return Problem(self.text, self.answer, self.metadata, self.source)
+    missing: what stands for none; the field is None where no response has any.
+    """
+    about = {"dtype": dtype, "read": read, "missing": missing}
+    if missing is None:
+        return dataclasses.field(metadata=about)
+    return dataclasses.field(metadata=about, default=None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rollout:
-    """One sampled response."""
-
-    prompt: Prompt
-    sample: int
-    """Sample index within the prompt's group, 0..G-1."""
-    position: int
-    """Position in the step's repeated prompt list, 0..P*G-1: the same in every layout."""
-    token_ids: array[int]
-    """int32, typecode "i": the response, its stop token included."""
-    logprobs: array[float]
-    """float32, typecode "f", per response token: log-probability under the distribution that was
-    sampled from."""
-    truncated: bool
-    """True when a length limit ended the response, so that it has no stop token."""
-    policy_version: int
-    """Number of weight publications that the sampler had seen, at the last token."""
-    segments: tuple[tuple[int, int], ...] = ()
-    """(version, number of tokens) one after the other, where several versions sampled it."""
-
-    @classmethod
-    def begun(cls, prompt: Prompt, sample: int, position: int, version: int) -> Rollout:
-        """Return a response that has no tokens yet."""
-        return cls(prompt, sample, position, array("i"), array("f"), False, version)
-
-    @property
-    def versions(self) -> tuple[tuple[int, int], ...]:
-        """As segments, of any response."""
-        return self.segments or ((self.policy_version, len(self.token_ids)),)
-
-    def extended(
-        self, token_ids: array[int], logprobs: array[float], version: int, *, truncated: bool
-    ) -> Rollout:
-        """Return it with the tokens that a version has sampled after it."""
-        parts = [part for part in self.versions if part[1]]
-        if token_ids:
-            before = parts.pop()[1] if parts and parts[-1][0] == version else 0
-            parts.append((version, before + len(token_ids)))
-        return dataclasses.replace(
-            self,
-            token_ids=self.token_ids + token_ids,
-            logprobs=self.logprobs + logprobs,
-            truncated=truncated,
-            policy_version=parts[-1][0] if parts else version,
-            segments=tuple(parts) if len(parts) > 1 else (),
-        )
+def _known() -> Any:
+    """Declare a field of StepSummary that no response says itself."""
+    return dataclasses.field()
 
 
-STATUSES = ("correct", "wrong", "unparsable", "timed_out", "failed")
-"""The verifier's possible verdicts; dumps store their index."""
-PENDING = "pending"
-"""Status of a response that the reward model is still to score."""
+def _critic_prompt_length(scored: ScoredRollout) -> int:
+    ids = scored.rollout.prompt.critic_token_ids
+    return -1 if ids is None else len(ids)
 
 
-@dataclasses.dataclass(frozen=True)
-class ScoredRollout:
-    """A response, the verifier's verdict on it and its shaped reward."""
-
-    rollout: Rollout
-    text: str
-    """Of the response, without special tokens: what was judged."""
-    status: str
-    """One of STATUSES, or PENDING."""
-    reward: float
-    """NaN while the verdict is pending."""
-    score: float | None = None
-    """The verdict's own, before shaping."""
-    note: str = ""
-    """The verifier's explanation."""
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
-    """The verdict's own numbers."""
-
-    @property
-    def is_correct(self) -> bool:
-        """The verdict, independent of the reward."""
-        return self.status == "correct"
+def _column_bits(scored: ScoredRollout) -> int:
+    return sum(1 << list(SAMPLED).index(name) for name in scored.own_columns)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepSummary:
     """Lengths, verdict and reward of all of a step's responses, on every rank, by position.
 
-    All arrays are [P*G].
+    All arrays are [N].
     """
 
-    prompt_lengths: Tensor
-    """int64, tokens"""
-    response_lengths: Tensor
-    """int64, tokens"""
-    statuses: Tensor
-    """int64, index into STATUSES; their number where the verdict is pending"""
-    truncated: Tensor
-    """bool"""
-    rewards: Tensor
-    """float32"""
-    prompt_indices: Tensor
-    """int64, Prompt.index"""
-    sources: Tensor
+    prompt_lengths: Tensor = _told(torch.int64, lambda s: len(s.rollout.prompt.token_ids))
+    """tokens"""
+    response_lengths: Tensor = _told(torch.int64, lambda s: len(s.rollout.token_ids))
+    """tokens"""
+    statuses: Tensor = _told(torch.int64, lambda s: (*STATUSES, PENDING).index(s.status))
+    """index into STATUSES; their number where the verdict is pending"""
+    truncated: Tensor = _told(torch.bool, lambda s: s.rollout.truncated)
+    """Rollout.truncated"""
+    rewards: Tensor = _told(torch.float32, lambda s: s.reward)
+    """of the verdicts, shaped"""
+    prompt_indices: Tensor = _told(torch.int64, lambda s: s.rollout.prompt.index)
+    """Prompt.index"""
+    firsts: Tensor = _told(torch.int64, lambda s: s.rollout.first)
+    """Rollout.first: the same for all responses of a group"""
+    sources: Tensor = _known()
     """int64, the rank that sampled it and has its text"""
-    critic_prompt_lengths: Tensor | None = None
-    """int64, tokens; None: the critic is given the same prompts"""
-    scores: Tensor | None = None
-    """float32, the verdicts' own, NaN where there is none; None: no verdict has one"""
+    critic_prompt_lengths: Tensor | None = _told(torch.int64, _critic_prompt_length, -1)
+    """tokens; None: the critic is given the same prompts"""
+    scores: Tensor | None = _told(
+        torch.float32, lambda s: math.nan if s.score is None else s.score, math.nan
+    )
+    """the verdicts' own, NaN where there is none; None: no verdict has one"""
+    inserted_lengths: Tensor | None = _told(torch.int64, lambda s: s.rollout.num_inserted, 0)
+    """tokens that others wrote between a response's own; None: there are none"""
+    earned: Tensor | None = _told(torch.float32, lambda s: s.earned, 0)
+    """sums of ScoredRollout.token_rewards; None: there are none"""
+    column_bits: Tensor | None = _told(torch.int64, _column_bits, 0)
+    """which columns of SAMPLED it has, beside log-probabilities; None: no others"""
 
     @property
     def is_correct(self) -> Tensor:
@@ -161,61 +98,101 @@ class StepSummary:
         return self.statuses == len(STATUSES)
 
     @property
+    def groups(self) -> Tensor:
+        """int64: number of each response's group, 0..P-1, in order; groups may differ in size."""
+        return self.firsts.unique(return_inverse=True)[1]
+
+    @property
+    def total_rewards(self) -> Tensor:
+        """float32: of the verdict and of all that was earned on the way."""
+        return self.rewards if self.earned is None else self.rewards + self.earned
+
+    @property
+    def seen_lengths(self) -> Tensor:
+        """int64, tokens that the actor sees: prompt, response and inserted ones."""
+        lengths = self.prompt_lengths + self.response_lengths
+        return lengths if self.inserted_lengths is None else lengths + self.inserted_lengths
+
+    @property
     def sequence_lengths(self) -> list[int]:
-        """Prompt + response, in tokens; of two prompts the longer one, because both are packed."""
-        prompts = self.prompt_lengths
+        """As seen_lengths; of two prompts the longer one, because both are packed."""
+        lengths = self.seen_lengths
         if self.critic_prompt_lengths is not None:
-            prompts = prompts.maximum(self.critic_prompt_lengths)
-        return (prompts + self.response_lengths).tolist()
+            lengths = lengths + (self.critic_prompt_lengths - self.prompt_lengths).clamp(min=0)
+        return lengths.tolist()
+
+    @property
+    def travelling(self) -> list[str]:
+        """Names of SAMPLED that some response has: what exchange sends of every response."""
+        bits = 0 if self.column_bits is None else int(_any_bits(self.column_bits))
+        return [n for i, n in enumerate(SAMPLED) if n == "logprobs" or bits >> i & 1]
 
 
-@dataclasses.dataclass(frozen=True)
+def _any_bits(bits: Tensor) -> int:
+    found = 0
+    for some in bits.unique().tolist():
+        found |= some
+    return found
+
+
 class RolloutBatch:
     """Responses of one data-parallel rank, concatenated; the same on its model-parallel ranks.
 
-    Fields that are not computed yet are None; `replace` sets them.
+    Its columns are attributes: those of data/columns.py, where each is described. Columns that are
+    not computed yet are None; `replace` sets them.
     """
 
-    tokens: Tensor
-    """int64 [S]: prompt, response, prompt, response, ..."""
-    sequence_cu_seqlens: Tensor
-    """int32 [B+1]: bounds of prompt + response in S."""
-    cu_seqlens: Tensor
-    """int32 [B+1]: bounds of the responses in T."""
-    positions: Tensor
-    """int64 [B]: Rollout.position."""
-    rewards: Tensor
-    """float32 [B]: shaped reward of the whole response."""
-    is_correct: Tensor
-    """bool [B]: the verifier's verdict, untouched by reward shaping."""
-    truncated: Tensor
-    """bool [B]"""
-    rollout_logprobs: Tensor
-    """float32 [T]: from the sampler."""
-    loss_mask: Tensor
-    """bool or float32 [T]: True or a weight > 0 where a token is trained on."""
-    policy_mask: Tensor | None = None
-    """float32 [T]: weight of each token in the policy loss, loss_mask times the correction for the
-    sampler; None: loss_mask."""
-    old_logprobs: Tensor | None = None
-    """float32 [T]: from the trainer, before this step's updates."""
-    reference_logprobs: Tensor | None = None
-    """float32 [T]: from the frozen reference policy."""
-    values: Tensor | None = None
-    """float32 [T]: V of the state before each response token is emitted."""
-    advantages: Tensor | None = None
-    """float32 [T]"""
-    returns: Tensor | None = None
-    """float32 [T]: regression targets of the critic."""
-    critic_prompts: Tensor | None = None
-    """int64: the prompts that the critic is given, one after the other; None: those in tokens."""
-    critic_prompt_lengths: Tensor | None = None
-    """int64 [B], tokens."""
+    def __init__(
+        self,
+        tokens: Tensor,
+        sequence_cu_seqlens: Tensor,
+        cu_seqlens: Tensor,
+        critic_prompts: Tensor | None = None,
+        critic_prompt_lengths: Tensor | None = None,
+        **columns: Tensor | None,
+    ) -> None:
+        """Put a batch together.
+
+        Args:
+            tokens: int64 [S], one sequence after the other.
+            sequence_cu_seqlens: int32 [B+1], bounds of the sequences in S.
+            cu_seqlens: int32 [B+1], bounds of the responses in T.
+            critic_prompts: int64, the prompts that the critic is given, one after the other; None:
+                those in tokens.
+            critic_prompt_lengths: int64 [B], tokens.
+            columns: by name. Without `places` and `prompt_lengths` each response is the end of its
+                sequence.
+        """
+        self.tokens, self.sequence_cu_seqlens = tokens, sequence_cu_seqlens
+        self.cu_seqlens = cu_seqlens
+        self.critic_prompts, self.critic_prompt_lengths = critic_prompts, critic_prompt_lengths
+        unknown = columns.keys() - PER_RESPONSE.keys() - PER_TOKEN.keys()
+        assert not unknown, f"not in data/columns.py: {sorted(unknown)}"
+        self._columns = {name: column for name, column in columns.items() if column is not None}
+        if "prompt_lengths" not in self._columns:
+            self._columns["prompt_lengths"] = self.sequence_lengths - self.response_lengths
+        if "places" not in self._columns:
+            starts = (self.prompt_lengths - cu_seqlens[:-1]).repeat_interleave(
+                self.response_lengths
+            )
+            self._columns["places"] = (
+                torch.arange(len(starts), device=starts.device) + starts
+            ).int()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in PER_RESPONSE or name in PER_TOKEN:
+            return self._columns.get(name)
+        raise AttributeError(f"a RolloutBatch has no {name}: it is not in data/columns.py")
 
     @property
     def num_responses(self) -> int:
         """B."""
         return self.cu_seqlens.numel() - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """T, without reading from a device."""
+        return int(self.places.numel())
 
     @property
     def response_lengths(self) -> Tensor:
@@ -224,42 +201,58 @@ class RolloutBatch:
 
     @property
     def sequence_lengths(self) -> Tensor:
-        """int64 [B], prompt + response, in tokens."""
+        """int64 [B], prompt, response and inserted tokens."""
         return self.sequence_cu_seqlens.diff().long()
 
     @property
     def policy_weights(self) -> Tensor:
         """[T]: weights of the policy loss, of the entropy bonus and of the KL to the reference."""
-        return self.loss_mask if self.policy_mask is None else self.policy_mask
+        mask: Tensor = self.loss_mask if self.policy_mask is None else self.policy_mask
+        return mask
 
     @property
     def is_finite(self) -> bool:
-        """Whether all per-token fields are finite: log-probabilities, values, advantages."""
-        known = (getattr(self, name) for name in _PER_TOKEN)
-        return all(_all_finite(numbers) for numbers in known if numbers is not None)
+        """Whether all per-token columns are finite: log-probabilities, values, advantages."""
+        return all(_all_finite(c) for name, c in self._columns.items() if name in PER_TOKEN)
 
-    def replace(self, **fields: Tensor) -> RolloutBatch:
-        """Return the same batch with some fields set."""
-        return dataclasses.replace(self, **fields)
+    def replace(self, **changes: Tensor | None) -> RolloutBatch:
+        """Return the same batch with some columns set."""
+        return RolloutBatch(**{**self.tensors, **changes})  # type: ignore[arg-type]
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> RolloutBatch:
+        """Return the batch with every tensor changed, to another device for example."""
+        tensors = self.tensors.items()
+        return RolloutBatch(**{n: t if t is None else change(t) for n, t in tensors})  # type: ignore
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """Everything that it is made of, by name; see __init__."""
+        return {
+            "tokens": self.tokens,
+            "sequence_cu_seqlens": self.sequence_cu_seqlens,
+            "cu_seqlens": self.cu_seqlens,
+            "critic_prompts": self.critic_prompts,
+            "critic_prompt_lengths": self.critic_prompt_lengths,
+            **self._columns,
+        }
 
     def for_critic(self) -> RolloutBatch:
         """Return the same responses behind the prompts that the critic is given.
 
-        All [T] are the same; only S differs.
+        All [T] are the same but for places; S differs.
         """
-        prompts, lengths, responses = (
-            self.critic_prompts, self.critic_prompt_lengths, self.response_lengths
-        )  # fmt: skip
+        prompts, lengths = self.critic_prompts, self.critic_prompt_lengths
         assert prompts is not None and lengths is not None, "the critic has no prompts of its own"
-        is_prompt = _is_prompt(lengths, responses)
+        rest = self.sequence_lengths - self.prompt_lengths
+        is_prompt = _is_prompt(lengths, rest)
         tokens = self.tokens.new_empty(len(is_prompt))
         tokens[is_prompt] = prompts
-        old = _is_prompt(self.sequence_lengths - responses, responses)
-        tokens[~is_prompt] = self.tokens[~old]
-        return dataclasses.replace(
-            self,
+        tokens[~is_prompt] = self.tokens[~_is_prompt(self.prompt_lengths, rest)]
+        return self.replace(
             tokens=tokens,
-            sequence_cu_seqlens=bounds(lengths + responses),
+            sequence_cu_seqlens=bounds(lengths + rest),
+            places=self.places + self.per_token(lengths - self.prompt_lengths).int(),
+            prompt_lengths=lengths,
             critic_prompts=None,
             critic_prompt_lengths=None,
         )
@@ -273,34 +266,32 @@ class RolloutBatch:
         bounds, sequence_bounds = self.cu_seqlens, self.sequence_cu_seqlens
         in_t = slice(int(bounds[first]), int(bounds[end]))
         in_s = slice(int(sequence_bounds[first]), int(sequence_bounds[end]))
-        picked = {name: getattr(self, name)[first:end] for name in _PER_RESPONSE}
-        known = (name for name in _PER_TOKEN if getattr(self, name) is not None)
         return RolloutBatch(
             tokens=self.tokens[in_s],
             sequence_cu_seqlens=sequence_bounds[first : end + 1] - sequence_bounds[first],
             cu_seqlens=bounds[first : end + 1] - bounds[first],
-            **picked,
-            **{name: getattr(self, name)[in_t] for name in known},
+            **self._cut(slice(first, end), in_t),
         )
 
     def picked(self, chosen: Tensor) -> RolloutBatch:
         """Return the batch of the responses where chosen, bool [B], holds; a copy. As narrow."""
-        in_s = chosen.repeat_interleave(self.sequence_lengths)
-        in_t = self.per_token(chosen)
-        known = (name for name in _PER_TOKEN if getattr(self, name) is not None)
         return RolloutBatch(
-            tokens=self.tokens[in_s],
+            tokens=self.tokens[chosen.repeat_interleave(self.sequence_lengths)],
             sequence_cu_seqlens=bounds(self.sequence_lengths[chosen]),
             cu_seqlens=bounds(self.response_lengths[chosen]),
-            **{name: getattr(self, name)[chosen] for name in _PER_RESPONSE},
-            **{name: getattr(self, name)[in_t] for name in known},
+            **self._cut(chosen, self.per_token(chosen)),
         )
+
+    def _cut(self, in_b: Any, in_t: Any) -> dict[str, Tensor]:
+        """Index every column by response or by token."""
+        return {
+            name: column[in_b if name in PER_RESPONSE else in_t]
+            for name, column in self._columns.items()
+        }
 
     def per_token(self, per_response: Tensor) -> Tensor:
         """Spread [B] over the tokens of each response -> [T]."""
-        return per_response.repeat_interleave(
-            self.response_lengths, output_size=self.rollout_logprobs.numel()
-        )
+        return per_response.repeat_interleave(self.response_lengths, output_size=self.num_tokens)
 
 
 def bounds(lengths: Tensor) -> Tensor:
@@ -308,21 +299,14 @@ def bounds(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
 
 
-def _is_prompt(prompts: Tensor, responses: Tensor) -> Tensor:
+def _is_prompt(prompts: Tensor, others: Tensor) -> Tensor:
     """bool [S], from lengths [B] each."""
-    lengths = torch.stack([prompts, responses], 1).flatten()
+    lengths = torch.stack([prompts, others], 1).flatten()
     return torch.tensor([True, False]).repeat(len(prompts)).repeat_interleave(lengths)
 
 
 def _all_finite(numbers: Tensor) -> bool:
     """isfinite().all() in one pass without temporary tensors: NaN is both minimum and maximum."""
-    if numbers.dtype == torch.bool or numbers.numel() == 0:
+    if not numbers.is_floating_point() or numbers.numel() == 0:
         return True
     return bool(torch.stack(numbers.aminmax()).isfinite().all())
-
-
-_PER_RESPONSE = ("positions", "rewards", "is_correct", "truncated")
-_PER_TOKEN = (
-    "rollout_logprobs", "loss_mask", "policy_mask", "old_logprobs", "reference_logprobs", "values",
-    "advantages", "returns",
-)  # fmt: skip

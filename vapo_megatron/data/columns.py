@@ -1,125 +1,91 @@
-"""Columns of parquet files as Python values, and such values as columns."""
+"""The columns of a batch: what each response, and each of its tokens, has on its way to the losses.
+
+One row is all that a column needs to be sent to the rank that trains on it, cut into microbatches,
+written to a dump, checked for NaN and counted in the host memory that a run needs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
-from vapo_megatron.errors import DataError
-
-
-def own_digits(batch: Any) -> list[dict[str, Any]]:
-    """Return the rows of a pyarrow.RecordBatch, floats with the shortest digits of their type.
-
-    pyarrow widens: 0.1 of a column of float32 would become 0.10000000149011612.
-    """
-    rows: list[dict[str, Any]] = batch.to_pylist()
-    for field in batch.schema:
-        if not _has_short_floats(field.type):
-            continue
-        for row in rows:
-            row[field.name] = _shortened(row[field.name], field.type)
-    return rows
+if TYPE_CHECKING:
+    from vapo_megatron.config import AlgorithmConfig
 
 
-def _parts(kind: Any) -> dict[str | None, Any]:
-    """Return the types within a type, by the name of a struct's field."""
-    import pyarrow
-    from pyarrow import types
+class Column(NamedTuple):
+    """One tensor of a batch."""
 
-    if isinstance(kind, pyarrow.BaseExtensionType):
-        return {None: kind.storage_type}
-    if types.is_struct(kind):
-        return {field.name: field.type for field in kind}
-    if types.is_map(kind):
-        return {"key": kind.key_type, "value": kind.item_type}
-    if types.is_dictionary(kind) or hasattr(kind, "value_type"):
-        return {None: kind.value_type}
-    return {}
+    dtype: str
+    """As numpy and torch call it. A loss mask may also be float32: a weight above 0."""
+    about: str
+    sampled: str = ""
+    """Name in ScoredRollout.columns of the numbers that it arrives with; none: the trainer computes
+    it. Numbers that no response of a step has do not travel."""
+    held: Callable[[AlgorithmConfig], bool] = lambda algorithm: True
+    """Which runs have it; None stands for a column that is not computed."""
 
-
-def _has_short_floats(kind: Any) -> bool:
-    from pyarrow import types
-
-    if types.is_float16(kind) or types.is_float32(kind):
-        return True
-    return any(map(_has_short_floats, _parts(kind).values()))
+    @property
+    def bytes(self) -> int:
+        """Of one number."""
+        return 1 if self.dtype == "bool" else int(self.dtype[-2:]) // 8
 
 
-def _shortened(value: Any, kind: Any) -> Any:
-    import numpy
-    from pyarrow import types
+PER_RESPONSE = {
+    "positions": Column("int64", "Rollout.position."),
+    "prompt_lengths": Column("int64", "Tokens of the prompt."),
+    "rewards": Column("float32", "Shaped reward of the verdict; it stands on the last token."),
+    "is_correct": Column("bool", "The verifier's verdict, untouched by reward shaping."),
+    "truncated": Column("bool", "Rollout.truncated."),
+}
+"""[B]"""
 
-    if value is None:
-        return None
-    if types.is_float16(kind) or types.is_float32(kind):
-        short = numpy.float16 if types.is_float16(kind) else numpy.float32
-        return float(str(short(value)))
-    parts = _parts(kind)
-    if not any(map(_has_short_floats, parts.values())):
-        return value
-    if types.is_struct(kind):
-        return {name: _shortened(item, parts[name]) for name, item in value.items()}
-    if types.is_map(kind):
-        return [(_shortened(k, parts["key"]), _shortened(v, parts["value"])) for k, v in value]
-    if isinstance(value, list):
-        return [_shortened(item, parts[None]) for item in value]
-    return _shortened(value, parts[None])
+PER_TOKEN = {
+    "places": Column(
+        "int32",
+        "Where the token stands in its sequence, from 0: it is predicted, and its value is read, "
+        "one place before.",
+        sampled="places",
+    ),
+    "rollout_logprobs": Column("float32", "From the sampler.", sampled="logprobs"),
+    "loss_mask": Column("bool", "True, or a weight above 0, where a token is trained on."),
+    "policy_mask": Column(
+        "float32",
+        "Weight in the policy loss, loss_mask times the correction for the sampler; None: "
+        "loss_mask.",
+        held=lambda a: a.sampler_correction != "none",
+    ),
+    "token_rewards": Column(
+        "float32",
+        "Rewards that were earned on the way, where there are any.",
+        sampled="token_rewards",
+        held=lambda a: False,
+    ),
+    "is_positive": Column("bool", "In the positive-example LM loss: of a correct response."),
+    "positive_weights": Column(
+        "float32",
+        "Weight in that loss; None: 1.",
+        held=lambda a: a.positive_lm_weight == "advantage",
+    ),
+    "old_logprobs": Column("float32", "From the trainer, before this step's updates."),
+    "reference_logprobs": Column(
+        "float32",
+        "From the frozen reference policy.",
+        held=lambda a: "reference" in a.roles,
+    ),
+    "values": Column(
+        "float32",
+        "V of the state before each response token is emitted.",
+        held=lambda a: "critic" in a.roles,
+    ),
+    "advantages": Column("float32", "Of the response tokens."),
+    "returns": Column(
+        "float32",
+        "Regression targets of the critic.",
+        held=lambda a: "critic" in a.roles,
+    ),
+}
+"""[T]"""
 
-
-def storable_array(name: str, values: Sequence[Any], places: Sequence[str], data: str) -> Any:
-    """Return a column's pyarrow array, which a parquet file can hold.
-
-    Args:
-        name: the column's.
-        values: None: the row has none.
-        places: of each value, such as a line.
-        data: which has them.
-
-    Raises:
-        DataError: names the first place that does not fit, and one that it does not fit to.
-    """
-    try:
-        return _storable(name, values)
-    except _refusals():
-        pass
-    fits, fails = 0, len(values)  # How many of the first values fit, and how many do not.
-    while fails - fits > 1:
-        middle = (fits + fails) // 2
-        try:
-            _storable(name, values[:middle])
-            fits = middle
-        except _refusals():
-            fails = middle
-    try:
-        own = _storable(name, [values[fits]]).type
-    except _refusals() as error:
-        raise DataError(
-            f"{data}, {places[fits]}: column {name!r} cannot be stored in a parquet file "
-            f"({' '.join(str(error).split())}); correct it there"
-        ) from None
-    others = _storable(name, values[:fits]).type
-    first = next(place for place, value in zip(places, values) if value is not None)
-    raise DataError(
-        f"{data}: column {name!r} is {str(others):.80} in {first} and {str(own):.80} in "
-        f"{places[fits]}, but a column of a parquet file has one type; make all its values one, "
-        "such as text"
-    )
-
-
-def _storable(name: str, values: Sequence[Any]) -> Any:
-    """Return a pyarrow array that can be written; raises one of _refusals."""
-    import pyarrow
-    import pyarrow.parquet
-
-    array = pyarrow.array(values)
-    # Not all that is an array can be written, such as objects without fields.
-    pyarrow.parquet.write_table(pyarrow.table({name: array[:0]}), pyarrow.BufferOutputStream())
-    return array
-
-
-def _refusals() -> tuple[type[Exception], ...]:
-    """Return what pyarrow raises for values that it cannot store."""
-    import pyarrow
-
-    return (pyarrow.ArrowException, TypeError, ValueError, OverflowError)
+SAMPLED = {column.sampled: name for name, column in PER_TOKEN.items() if column.sampled}
+"""Name of a scored response's numbers per token -> their column."""

@@ -104,10 +104,7 @@ def make_microbatch(
         tokens = tokens.new_zeros(total).index_copy_(0, places, batch.tokens)
     position_ids = torch.arange(total, device=tokens.device)
     position_ids -= cu_model[:-1].long().repeat_interleave(lengths)
-    # A response ends where its sequence ends: token t is at sequence_end - response_end + t.
-    shift = starts + real - batch.cu_seqlens[1:].long()
-    num_tokens = int(batch.cu_seqlens[-1])
-    predicting = torch.arange(num_tokens, device=tokens.device) + batch.per_token(shift) - 1
+    predicting = batch.places + batch.per_token(starts) - 1
     cut = None
     if cp_size > 1:
         order = ranks_order(cu_model, total, cp_size, partition)

@@ -14,9 +14,9 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vapo_megatron.data.batch import Prompt
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.data.prompts import SOURCES, PromptDataset, refuse_replay
+from vapo_megatron.data.rollout import Prompt
 from vapo_megatron.errors import DataError
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from vapo_megatron.data.chat import Render, encodable, read_prompt
-from vapo_megatron.data.columns import own_digits
 from vapo_megatron.data.ground_truths import answer_text
+from vapo_megatron.data.parquet import own_digits
 from vapo_megatron.errors import DataError
 
 

@@ -7,9 +7,9 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from vapo_megatron.data.batch import Prompt
 from vapo_megatron.data.order import seeded_permutation
 from vapo_megatron.data.problems import Problem
+from vapo_megatron.data.rollout import Prompt
 from vapo_megatron.errors import DataError
 
 OnProgress = Callable[[int, int], None]

@@ -83,7 +83,7 @@ class ModelShape:
     vocab_size: int
     norm_eps: float
     rope_theta: float
-    rope_scaling: dict[str, Any] | None
+    rope_scaling: dict[str, Any] | None = dataclasses.field(hash=False)
     """None, or rope_type (linear, llama3 or yarn) and that scaling's own parameters."""
     tied: bool
     """The output projection is the embedding."""
@@ -259,23 +259,6 @@ def _rope(reader: _Reader) -> tuple[float, dict[str, Any] | None]:
     for key in sorted(_ROPE_KEYS[rope_type]):
         reader.positive(f"{rope_type} rope scaling's {key}", tree.get(key))
     return theta, {"rope_type": rope_type, **tree}
-
-
-def parameter_count(shape: ModelShape, *, value_head: bool = False) -> int:
-    """Count parameters as transformers does: a tied output projection once, no padding.
-
-    With value_head, count a critic, which has H value weights in place of the output projection.
-    """
-    hidden = shape.hidden_size
-    q_size = shape.num_attention_heads * shape.head_dim
-    kv_size = shape.num_key_value_heads * shape.head_dim
-    attention = hidden * (q_size + 2 * kv_size) + q_size * hidden
-    attention += (q_size + 2 * kv_size) if shape.qkv_bias else 0
-    attention += 2 * shape.head_dim if shape.qk_norm else 0
-    layer = attention + 3 * hidden * shape.ffn_hidden_size + 2 * hidden
-    vocabulary = shape.vocab_size * hidden
-    output = hidden if value_head else 0 if shape.tied else vocabulary
-    return vocabulary + shape.num_layers * layer + hidden + output
 
 
 def padded_vocab_size(shape: ModelShape, make_divisible_by: int, tp_size: int) -> int:

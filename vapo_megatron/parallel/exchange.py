@@ -11,8 +11,10 @@ part without receiving anything.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,20 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from vapo_megatron.data.batch import (
-    PENDING,
-    STATUSES,
-    RolloutBatch,
-    ScoredRollout,
-    StepSummary,
-    bounds,
-)
+from vapo_megatron.data.batch import RolloutBatch, StepSummary, bounds
+from vapo_megatron.data.columns import PER_TOKEN, SAMPLED
+from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import Ranks
 
-_COLUMNS = 9
-"""Position, prompt length, response length, status, truncated, reward, prompt index, length of the
-critic's prompt or -1."""
+_TOLD = [field for field in dataclasses.fields(StepSummary) if field.metadata]
+"""What a response's row says after its position."""
 _NO_TRAINER = -1
 """In place of a data-parallel rank."""
 
@@ -55,44 +51,34 @@ def gather_summary(
         RuntimeError: on every rank, when the sampler left out responses.
     """
     world_size = dist.get_world_size(group)
-    rows = torch.full((num_responses, _COLUMNS), -1.0, dtype=torch.float64)
-    for row, item in zip(rows, local):
-        r = item.rollout
-        lengths = (len(r.prompt.token_ids), len(r.token_ids))
-        row[:] = torch.tensor(
-            [
-                r.position,
-                *lengths,
-                (*STATUSES, PENDING).index(item.status),
-                r.truncated,
-                item.reward,
-                r.prompt.index,
-                -1 if r.prompt.critic_token_ids is None else len(r.prompt.critic_token_ids),
-                math.nan if item.score is None else item.score,
-            ],
-            dtype=torch.float64,
-        )
     counts = _all_gather(torch.tensor([len(local)]), group).flatten()
-    most = int(counts.max())
-    gathered = _all_gather(rows[:most], group)
+    # Numbers that are not there, on ranks with fewer rollouts than others, are not read.
+    rows = torch.full((int(counts.max()), 1 + len(_TOLD)), -1.0, dtype=torch.float64)
+    for row, item in zip(rows, local):
+        told = [field.metadata["read"](item) for field in _TOLD]
+        row[:] = torch.tensor([item.rollout.position, *told], dtype=torch.float64)
+    gathered = _all_gather(rows, group)
     held = torch.cat([gathered[r, : counts[r]] for r in range(world_size)])
     sources = torch.arange(world_size).repeat_interleave(counts)
     order = held[:, 0].argsort()
-    held, sources = held[order], sources[order]
-    _check_positions(held[:, 0].long().tolist(), num_responses)
-    prompts, of_critic = held[:, 1].long(), held[:, 7].long()
-    has_own = bool((of_critic >= 0).any())
-    return StepSummary(
-        prompt_lengths=prompts,
-        response_lengths=held[:, 2].long(),
-        statuses=held[:, 3].long(),
-        truncated=held[:, 4].bool(),
-        rewards=held[:, 5].float(),
-        prompt_indices=held[:, 6].long(),
-        sources=sources,
-        critic_prompt_lengths=torch.where(of_critic < 0, prompts, of_critic) if has_own else None,
-        scores=None if held[:, 8].isnan().all() else held[:, 8].float(),
-    )
+    positions, *columns = held[order].unbind(1)
+    _check_positions(positions.long().tolist(), num_responses)
+    read: dict[str, Any] = {
+        field.name: _read(column, field) for field, column in zip(_TOLD, columns)
+    }
+    if (of_critic := read["critic_prompt_lengths"]) is not None:
+        read["critic_prompt_lengths"] = of_critic.where(of_critic >= 0, read["prompt_lengths"])
+    return StepSummary(**read, sources=sources[order])
+
+
+def _read(column: Tensor, field: dataclasses.Field[Any]) -> Tensor | None:
+    """Return a column in its dtype; None where no response has what may be missing."""
+    missing = field.metadata["missing"]
+    if missing is not None:
+        has = ~column.isnan() if math.isnan(missing) else column != missing
+        if not has.any():
+            return None
+    return column.to(field.metadata["dtype"])
 
 
 def _check_positions(found: Sequence[int], num_responses: int) -> None:
@@ -128,12 +114,11 @@ def exchange(
     dp_rank = _NO_TRAINER if ranks is None else ranks.dp_rank
     own = () if ranks is None else wanted[ranks.dp_rank]
     dp_ranks = _all_gather(torch.tensor([dp_rank]), group).flatten().tolist()
-    sources = summary.sources.tolist()
-    sizes = (summary.prompt_lengths + 2 * summary.response_lengths).tolist()
+    sources, names = summary.sources.tolist(), summary.travelling
     of_critic = summary.critic_prompt_lengths
-    if of_critic is not None:
-        sizes = [size + length for size, length in zip(sizes, of_critic.tolist())]
-    mine = {item.rollout.position: _pack(item, of_critic is not None) for item in local}
+    lengths = summary.seen_lengths + len(names) * summary.response_lengths
+    sizes = (lengths if of_critic is None else lengths + of_critic).tolist()
+    mine = {item.rollout.position: _pack(item, names, of_critic is not None) for item in local}
     pieces: list[np.ndarray] = []
     send_sizes = []
     for dp_rank in dp_ranks:
@@ -152,14 +137,13 @@ def exchange(
     return _unpack(payload, summary, own)
 
 
-def _pack(item: ScoredRollout, with_critic_prompt: bool) -> np.ndarray:
-    """int32 [prompt + 2 * response (+ critic's prompt)]: ids, the log-probabilities' bits, ids."""
-    r = item.rollout
-    tokens = (np.array(ids, dtype=np.int32) for ids in (r.prompt.token_ids, r.token_ids))
-    parts = [*tokens, np.array(r.logprobs, dtype=np.float32).view(np.int32)]
+def _pack(item: ScoredRollout, names: Sequence[str], with_critic_prompt: bool) -> np.ndarray:
+    """int32 [sequence + columns * response (+ critic's prompt)]: ids, the columns' bits, ids."""
+    prompt = item.rollout.prompt
+    parts = [item.rollout.sequence, *(item.column(name).view(np.int32) for name in names)]
     if with_critic_prompt:
-        own = r.prompt.critic_token_ids
-        parts.append(np.array(r.prompt.token_ids if own is None else own, dtype=np.int32))
+        own = prompt.critic_token_ids
+        parts.append(np.array(prompt.token_ids if own is None else own, dtype=np.int32))
     return np.concatenate(parts)
 
 
@@ -167,27 +151,34 @@ def _unpack(
     payload: dict[int, Tensor], summary: StepSummary, wanted: Sequence[int]
 ) -> RolloutBatch:
     index = torch.tensor(wanted, dtype=torch.long)
-    lengths = summary.response_lengths[index]
-    sequence_lengths = summary.prompt_lengths[index] + lengths
-    empty = torch.empty(0, dtype=torch.int32)
-    ends = list(zip(wanted, sequence_lengths.tolist(), (sequence_lengths + lengths).tolist()))
-    tokens = [payload[p][:n] for p, n, _ in ends]
-    logprobs = [payload[p][n:end] for p, n, end in ends]
+    names, lengths = summary.travelling, summary.response_lengths[index]
+    seen = summary.seen_lengths[index]
+    parts: list[list[Tensor]] = [[torch.empty(0, dtype=torch.int32)] for _ in range(len(names) + 2)]
+    for position, sequence, response in zip(wanted, seen.tolist(), lengths.tolist()):
+        sizes = [sequence, *[response] * len(names)]
+        rest = len(payload[position]) - sum(sizes)
+        for held, part in zip(parts, payload[position].split([*sizes, rest])):
+            held.append(part)
+    tokens, *columns, critic_prompts = map(torch.cat, parts)
     of_critic: dict[str, Tensor] = {}
     if summary.critic_prompt_lengths is not None:
-        prompts = torch.cat([*(payload[p][end:] for p, _, end in ends), empty]).long()
-        of_critic = {"critic_prompts": prompts,
+        of_critic = {"critic_prompts": critic_prompts.long(),
                      "critic_prompt_lengths": summary.critic_prompt_lengths[index]}  # fmt: skip
+    arrived = {
+        SAMPLED[name]: bits.view(getattr(torch, PER_TOKEN[SAMPLED[name]].dtype))
+        for name, bits in zip(names, columns)
+    }
     return RolloutBatch(
-        tokens=torch.cat([*tokens, empty]).long(),
-        sequence_cu_seqlens=bounds(sequence_lengths),
+        tokens=tokens.long(),
+        sequence_cu_seqlens=bounds(seen),
         cu_seqlens=bounds(lengths),
         positions=index,
+        prompt_lengths=summary.prompt_lengths[index],
         rewards=summary.rewards[index],
         is_correct=summary.is_correct[index],
         truncated=summary.truncated[index],
-        rollout_logprobs=torch.cat([*logprobs, empty]).view(torch.float32),
         loss_mask=torch.ones(int(lengths.sum()), dtype=torch.bool),
+        **arrived,
         **of_critic,
     )
 

@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -23,34 +26,54 @@ from torch.distributed import ProcessGroup
 from vapo_megatron.config import ParallelConfig
 from vapo_megatron.errors import ConfigError
 
+AXES: dict[str, Callable[[], ProcessGroup]] = {
+    "tp": parallel_state.get_tensor_model_parallel_group,
+    "pp": parallel_state.get_pipeline_model_parallel_group,
+    "dp": parallel_state.get_data_parallel_group,
+    "cp": parallel_state.get_context_parallel_group,
+    "replica": partial(parallel_state.get_data_parallel_group, with_context_parallel=True),
+}
+"""Which of megatron-core's groups each axis is. On "replica", CP x DP, are the ranks with the same
+parameters, which reduce gradients and share the optimizer; replica_rank is cp_rank + cp_size *
+dp_rank."""
+
+
+class Axis(NamedTuple):
+    """Where a rank stands on one axis."""
+
+    size: int
+    rank: int
+    """In the group."""
+    group: ProcessGroup
+
+
+def _served(axis: str) -> tuple[int, int, ProcessGroup]:
+    """Return properties of Ranks that read an axis; typed as what they return."""
+
+    def read(field: str) -> Any:
+        return property(lambda ranks: getattr(ranks.axes[axis], field))
+
+    return read("size"), read("rank"), read("group")
+
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """Where this rank stands on each axis; tp_rank, pp_rank, ... are ranks in that group."""
+    """Where this rank stands on each axis."""
 
     rank: int
     world_size: int
-    tp_size: int
-    tp_rank: int
-    tp_group: ProcessGroup
-    pp_size: int
-    pp_rank: int
-    pp_group: ProcessGroup
-    dp_size: int
-    dp_rank: int
-    dp_group: ProcessGroup
-    cp_size: int
-    cp_rank: int
-    cp_group: ProcessGroup
-    replica_size: int
-    """Ranks with the same parameters, which reduce gradients and share the optimizer: CP x DP."""
-    replica_rank: int
-    """cp_rank + cp_size * dp_rank."""
-    replica_group: ProcessGroup
+    axes: Mapping[str, Axis]
+    """By the names in AXES."""
     vpp_size: int
     """Model chunks on each pipeline rank, 1 when the pipeline is not virtual."""
     last_stage_rank: int
     """Global rank of the member of pp_group that holds the last stage."""
+
+    tp_size, tp_rank, tp_group = _served("tp")
+    pp_size, pp_rank, pp_group = _served("pp")
+    dp_size, dp_rank, dp_group = _served("dp")
+    cp_size, cp_rank, cp_group = _served("cp")
+    replica_size, replica_rank, replica_group = _served("replica")
 
     @property
     def is_first_stage(self) -> bool:
@@ -93,31 +116,13 @@ def initialize(parallel: ParallelConfig, seed: int = 0) -> Ranks:
         distributed_timeout_minutes=math.ceil(parallel.timeout_seconds / 60),
     )
     model_parallel_cuda_manual_seed(seed)
-    tp_group = parallel_state.get_tensor_model_parallel_group()
-    pp_group = parallel_state.get_pipeline_model_parallel_group()
-    dp_group = parallel_state.get_data_parallel_group()
-    cp_group = parallel_state.get_context_parallel_group()
-    replica_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    found = {name: group() for name, group in AXES.items()}
     _current = Ranks(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        tp_size=tp_group.size(),
-        tp_rank=tp_group.rank(),
-        tp_group=tp_group,
-        pp_size=pp_group.size(),
-        pp_rank=pp_group.rank(),
-        pp_group=pp_group,
-        dp_size=dp_group.size(),
-        dp_rank=dp_group.rank(),
-        dp_group=dp_group,
-        cp_size=cp_group.size(),
-        cp_rank=cp_group.rank(),
-        cp_group=cp_group,
-        replica_size=replica_group.size(),
-        replica_rank=replica_group.rank(),
-        replica_group=replica_group,
+        axes={name: Axis(group.size(), group.rank(), group) for name, group in found.items()},
         vpp_size=vpp_size,
-        last_stage_rank=dist.get_process_group_ranks(pp_group)[-1],
+        last_stage_rank=dist.get_process_group_ranks(found["pp"])[-1],
     )
     return _current
 

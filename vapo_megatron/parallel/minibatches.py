@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,19 +27,23 @@ FP8_MULTIPLE = 16
 get_fp8_align_size)."""
 
 
+COUNTED: dict[str, tuple[Callable[[RolloutBatch], Tensor], str]] = {
+    "tokens": (lambda b: b.loss_mask, "token"),
+    "positive_tokens": (lambda b: b.loss_mask * b.is_positive, "token"),
+    "policy_tokens": (lambda b: b.policy_weights, "token"),
+    "policy_responses": (lambda b: b.policy_weights, "sample"),
+}
+"""Denominators of the losses: name -> ([T] weights, what of those that are not 0 is counted)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class MiniBatch:
-    """One optimizer update. Counts are over all its microbatches and all data-parallel ranks."""
+    """One optimizer update."""
 
     microbatches: Sequence[Microbatch]
-    num_tokens: Tensor
-    """0-d float32: tokens that loss_mask keeps."""
-    num_positive_tokens: Tensor
-    """0-d float32: tokens of correct responses that it keeps."""
-    num_policy_tokens: Tensor
-    """0-d float32: tokens with a weight in the policy loss (RolloutBatch.policy_weights)."""
-    num_policy_responses: Tensor
-    """0-d float32: responses with such a token."""
+    counts: Mapping[str, Tensor]
+    """0-d float32 each, by name in COUNTED: over all its microbatches and all data-parallel
+    ranks."""
 
 
 def packed_multiple(parallel: ParallelConfig, fp8: str | None) -> int:
@@ -78,7 +82,7 @@ def make_mini_batches(
     parts = [list(itertools.islice(rest, count)) for count in counts]
     tokens = torch.stack([torch.stack([_counts(m.batch) for m in part]).sum(0) for part in parts])
     tokens = sum_over_data_parallel(tokens.to(backend.device()), ranks).float()
-    return [MiniBatch(part, *count.unbind()) for part, count in zip(parts, tokens)]
+    return [MiniBatch(part, dict(zip(COUNTED, row))) for part, row in zip(parts, tokens)]
 
 
 def with_microbatches(
@@ -101,14 +105,6 @@ def _consecutive(batch: RolloutBatch, sizes: Iterable[int]) -> Iterator[RolloutB
 
 
 def _counts(batch: RolloutBatch) -> Tensor:
-    """float64 [4]: this rank's part of a MiniBatch's counts, in their order."""
-    mask, weights, bounds = batch.loss_mask, batch.policy_weights, batch.cu_seqlens
-    positive = mask * batch.per_token(batch.is_correct)
-    return torch.stack(
-        [
-            loss_count(mask, bounds, "token"),
-            loss_count(positive, bounds, "token"),
-            loss_count(weights, bounds, "token"),
-            loss_count(weights, bounds, "sample"),
-        ]
-    ).double()
+    """float64: this rank's part of each count in COUNTED."""
+    counts = [loss_count(of(batch), batch.cu_seqlens, what) for of, what in COUNTED.values()]
+    return torch.stack(counts).double()

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from vapo_megatron.config import OptimizerConfig, ParallelConfig
+from vapo_megatron.parallel.gradient_buffers import gradient_buffers
 
 
 def build_ddp(
@@ -173,9 +174,8 @@ def optimizer_step(optimizer: MegatronOptimizer) -> Tensor:
 
 def fill_gradients_with_nan(chunks: Sequence[DistributedDataParallel]) -> None:
     """Make the gradient's norm NaN on all ranks, so that all of them skip the update."""
-    for chunk in chunks:
-        for buffer in chunk.buffers:
-            buffer.grad_data.fill_(math.nan)
+    for buffer in gradient_buffers(chunks):
+        buffer.grad_data.fill_(math.nan)
 
 
 def gradients_are_finite(chunks: Sequence[DistributedDataParallel]) -> Tensor:
@@ -183,7 +183,7 @@ def gradients_are_finite(chunks: Sequence[DistributedDataParallel]) -> Tensor:
 
     The norm alone is not enough: it leaves out what is replicated on another tensor-parallel rank.
     """
-    sums = [buffer.grad_data.sum() for chunk in chunks for buffer in chunk.buffers]
+    sums = [buffer.grad_data.sum() for buffer in gradient_buffers(chunks)]
     return torch.stack(sums).isfinite().all()
 
 

@@ -20,8 +20,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.data.microbatch import Microbatch, make_microbatch
 from vapo_megatron.parallel import backend, groups
+from vapo_megatron.parallel.gradient_buffers import gradient_buffers
 from vapo_megatron.parallel.minibatches import FP8_MULTIPLE
 from vapo_megatron.parallel.reduce import (
     broadcast_from_last_stage,
@@ -126,7 +128,7 @@ def _assert_nothing_divides(chunks: Sequence[Any]) -> None:
     """Check points 1, 4 and 5 of forward_backward's chain."""
     config = get_model_config(chunks[0])
     assert config.calculate_per_token_loss and config.finalize_model_grads_func is not None
-    factors = {buffer.gradient_scaling_factor for chunk in chunks for buffer in chunk.buffers}
+    factors = {buffer.gradient_scaling_factor for buffer in gradient_buffers(chunks)}
     assert factors <= {1.0}, f"gradients would be scaled by {factors}"
 
 
@@ -199,11 +201,17 @@ def _packing(microbatch: Microbatch) -> PackedSeqParams:
 
 def _moved(data: Any, device: torch.device) -> Any:
     """Return a dataclass with its tensors, and those of the dataclasses in it, on the device."""
-    changed = {}
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    changed: dict[str, Any] = {}
     for field in dataclasses.fields(data):
         value = getattr(data, field.name)
         if isinstance(value, Tensor):
-            changed[field.name] = value.to(device, non_blocking=True)
+            changed[field.name] = move(value)
+        elif isinstance(value, RolloutBatch):
+            changed[field.name] = value.each(move)
         elif dataclasses.is_dataclass(value):
             changed[field.name] = _moved(value, device)
     return dataclasses.replace(data, **changed)

@@ -35,7 +35,6 @@ class Sizes(NamedTuple):
     max_lag: int
     prompt_tokens: int
     batch: int
-    keeps_cache: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -159,16 +158,9 @@ class _Enough:
 
 
 def _prefilled(flight: Sequence[_Group], sizes: Sizes) -> Iterator[int]:
-    """Yield the lengths that are computed: begun responses, and once the prompt of the others.
-
-    Where keys and values are kept, begun responses have theirs, and each other one computes its
-    prompt: there is no cache of prefixes.
-    """
+    """Yield the lengths that are computed: begun responses, and once the prompt of the others."""
     for group in flight:
         unbegun = int((group.sampled == 0).sum())
-        if sizes.keeps_cache:
-            yield from [sizes.prompt_tokens] * unbegun
-            continue
         begun = group.sampled[(group.sampled < group.lengths) & (group.sampled > 0)]
         yield from (sizes.prompt_tokens + int(count) for count in begun)
         if unbegun:

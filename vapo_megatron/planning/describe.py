@@ -9,7 +9,7 @@ import yaml
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.models.hf_config import ModelShape, parameter_count
+from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.known import shape_of
 from vapo_megatron.planning import flops, memory
 from vapo_megatron.planning.cluster import GB, Cluster
@@ -26,6 +26,7 @@ from vapo_megatron.planning.plan import (
 )
 from vapo_megatron.planning.ranking import Ranking, layout_name
 from vapo_megatron.planning.workload import Workload, workload_of
+from vapo_megatron.weights.table import parameter_count
 
 NOT_MODELLED = """\
 not modelled:

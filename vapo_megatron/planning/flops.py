@@ -19,11 +19,13 @@ Model FLOPs utilization is PaLM's as well: recomputation does not count.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
-from vapo_megatron.config.phases import VALUE_ROLES, Role
+from vapo_megatron.config.phases import Role
 from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.weights.table import OUTPUT_LAYER, layer_rows, rows
 
 BF16_PEAK_FLOPS = {
     "A100": 312e12,
@@ -56,8 +58,9 @@ def forward_flops(
             actor are the response tokens. None: all positions.
     """
     outputs = sum(sequence_lengths) if num_outputs is None else num_outputs
-    layers = shape.num_layers * layer_forward_flops(shape, sequence_lengths)
-    return layers + output_forward_flops(shape, outputs, role=role)
+    products = 2 * sum(_matrix_elements(shape)) * sum(sequence_lengths)
+    attention = shape.num_layers * _attention_flops(shape, sequence_lengths)
+    return products + attention + output_forward_flops(shape, outputs, role=role)
 
 
 def training_flops(
@@ -71,18 +74,32 @@ def training_flops(
     return 3 * forward_flops(shape, sequence_lengths, role=role, num_outputs=num_outputs)
 
 
-def layer_forward_flops(shape: ModelShape, sequence_lengths: Sequence[int]) -> int:
+def layer_forward_flops(shape: ModelShape, sequence_lengths: Sequence[int], layer: int = 0) -> int:
     """Count one transformer layer's FLOPs in a forward pass over packed sequences."""
-    hidden, q_size = shape.hidden_size, shape.num_attention_heads * shape.head_dim
-    kv_size = shape.num_key_value_heads * shape.head_dim
-    matrices = hidden * (2 * q_size + 2 * kv_size) + 3 * hidden * shape.ffn_hidden_size
-    return 2 * matrices * sum(sequence_lengths) + 4 * q_size * causal_pairs(sequence_lengths)
+    products = 2 * _matrix_elements(shape)[layer] * sum(sequence_lengths)
+    return products + _attention_flops(shape, sequence_lengths)
+
+
+@functools.lru_cache(maxsize=16)
+def _matrix_elements(shape: ModelShape) -> list[int]:
+    """Count the elements of each layer's matrices."""
+    return [
+        sum(
+            row.elements(shape) for row in layer_rows(shape, "actor", layer) if row.is_matrix(shape)
+        )
+        for layer in range(shape.num_layers)
+    ]
+
+
+def _attention_flops(shape: ModelShape, sequence_lengths: Sequence[int]) -> int:
+    """Count one layer's products of queries with keys, and of their weights with values."""
+    return 4 * shape.num_attention_heads * shape.head_dim * causal_pairs(sequence_lengths)
 
 
 def output_forward_flops(shape: ModelShape, num_outputs: int, *, role: Role) -> int:
     """Count the FLOPs of the output projection or the value head at `num_outputs` positions."""
-    width = 1 if role in VALUE_ROLES else shape.vocab_size
-    return 2 * width * shape.hidden_size * num_outputs
+    (output,) = (row for row in rows(shape, role) if row.megatron == OUTPUT_LAYER)
+    return 2 * output.elements(shape) * num_outputs
 
 
 def causal_pairs(sequence_lengths: Sequence[int]) -> int:

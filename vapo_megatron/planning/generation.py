@@ -82,7 +82,6 @@ def _carried(
         groups=-(-groups // replicas), extra=-(-rollout.carry_over_groups // replicas),
         group_size=workload.group_size, max_lag=rollout.max_lag,
         prompt_tokens=workload.prompt_tokens, batch=batch,
-        keeps_cache=rollout.carried_cache == "keep",
     )  # fmt: skip
     found = _carried_steps(shape, tp_size * cluster.rate("matmul"), rank, workload, replicas, sizes)
     seconds, prefilled, tail = (sum(of_steps) / len(found) for of_steps in zip(*found, strict=True))

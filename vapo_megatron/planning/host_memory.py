@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.data.columns import PER_TOKEN
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning.memory import offloads, optimizer_checkpoint_bytes
 from vapo_megatron.planning.model_bytes import (
@@ -155,24 +156,21 @@ def batch_bytes(config: VapoConfig, tokens: int, response_tokens: int) -> int:
     """Bytes of a data-parallel rank's batch and its microbatches in an actor's update.
 
     Microbatches are views of the batch, apart from what indexes their tokens; there is one set for
-    a whole step. See data/batch.py for the fields.
+    a whole step. See data/columns.py for the columns.
 
     Args:
         config: model, parallel, algorithm and data are used.
         tokens: S, prompts and responses.
         response_tokens: T.
     """
-    algorithm, cp_size = config.algorithm, config.parallel.context_parallel_size
+    cp_size = config.parallel.context_parallel_size
     per_token, index = 8 + 8 // cp_size, 8  # tokens, position_ids; predicting
     if config.parallel.sequence_parallel or cp_size > 1 or config.model.fp8:
         per_token += 8 // cp_size  # the microbatch's tokens are padded or cut, and so a copy
     if cp_size > 1:
         index = 16 // cp_size + 8  # predicting and targets of this rank's tokens; outputs
-    # predicting; rollout_logprobs, loss_mask, old_logprobs, entropy, advantages
-    per_response_token = index + 4 + 1 + 4 + 4 + 4
-    per_response_token += 4 * (algorithm.sampler_correction != "none")  # policy_mask
-    per_response_token += 4 * ("reference" in algorithm.roles)  # reference_logprobs
-    per_response_token += 8 * ("critic" in algorithm.roles)  # values, returns
+    held = sum(column.bytes for column in PER_TOKEN.values() if column.held(config.algorithm))
+    per_response_token = index + 4 + held  # predicting; entropy
     found = per_token * tokens + per_response_token * response_tokens
     if config.data.has_critic_prompts:
         # The critic's own packing, and its prompts, which may be as long as the others.

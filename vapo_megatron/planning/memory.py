@@ -36,7 +36,7 @@ from vapo_megatron.config.phases import (
     VALUES,
     Role,
 )
-from vapo_megatron.models.hf_config import ModelShape, parameter_count
+from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning.activations import Passes, microbatch_tokens
 from vapo_megatron.planning.model_bytes import (
     DTYPE_BYTES,
@@ -49,6 +49,7 @@ from vapo_megatron.planning.model_bytes import (
     state_bytes,
     widths,
 )
+from vapo_megatron.weights.table import parameter_count
 
 PHASES = (
     GENERATION, REWARD_SCORES, VALUES, LOGPROBS, REFERENCE_LOGPROBS,

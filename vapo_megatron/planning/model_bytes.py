@@ -25,10 +25,13 @@ import math
 from typing import NamedTuple
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.config.phases import VALUE_ROLES, Role
+from vapo_megatron.config.phases import Role
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape, check_layout, padded_vocab_size
 from vapo_megatron.models.known import shape_of
+from vapo_megatron.weights.holders import TrainerLayout, layout_of, shard_elements
+from vapo_megatron.weights.reshard.vllm_layout import sampler_elements
+from vapo_megatron.weights.table import Row, rows
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -38,8 +41,11 @@ PARAMETER_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128
 """_pad_end_of_bucket_if_needed of the same file."""
 
-SAMPLER_VOCAB_PADDING = 64
-"""DEFAULT_VOCAB_PADDING_SIZE of vLLM's vocab_parallel_embedding."""
+_MODULES = (
+    "embedding", "input_layernorm", "linear_proj", "self_attention", "pre_mlp_layernorm", "mlp.",
+    "final_layernorm", "output_layer",
+)  # fmt: skip
+"""Parts of parameters' names, in the order of the model's modules."""
 
 
 def role_shape(shape: ModelShape, config: VapoConfig, role: Role) -> ModelShape:
@@ -148,25 +154,42 @@ def chunk_parameters(
     Returns:
         One list per chunk, in the order of its module's parameters.
     """
-    layout = Layout(shape, config)
-    w, rows = layout.widths, layout.vocabulary_rows
+    place = layout_of(shape, config.parallel, config.model.make_vocab_size_divisible_by)
     if trained and role not in config.algorithm.trained_roles:
-        return [[] for _ in range(layout.vpp_size)]
-    attention = [w.hidden * w.query, w.projected * w.hidden]
-    attention += [w.projected] if shape.qkv_bias else []
-    attention += [w.head, w.head] if shape.qk_norm else []
-    if trained and role == "critic" and config.algorithm.freeze_critic_attention:
-        attention = []
-    layer = [w.hidden, *attention, w.hidden, 2 * w.ffn * w.hidden, w.ffn * w.hidden]
-    chunks = [layer * layout.layers_per_chunk for _ in range(layout.vpp_size)]
-    if pp_rank == 0:
-        chunks[0] = [rows * w.hidden, *chunks[0]]
-    if pp_rank == layout.pp_size - 1:
+        return [[] for _ in place.layers[pp_rank]]
+    is_frozen = trained and role == "critic" and config.algorithm.freeze_critic_attention
+    return [list(sizes) for sizes in _chunks(shape, role, place, pp_rank, not is_frozen)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _chunks(
+    shape: ModelShape, role: Role, place: TrainerLayout, pp_rank: int, with_attention: bool
+) -> list[list[int]]:
+    table = sorted(rows(shape, role), key=_module_order)
+    sizes = [
+        (row, shard_elements(row, shape, place.tp_size, place.vocab_rows))
+        for row in table
+        if with_attention or not row.is_attention
+    ]
+    in_layers = [(row.layers(shape), size) for row, size in sizes if row.is_in_layer]
+    chunks = [
+        [size for layer in range(*layers) for having, size in in_layers if layer in having]
+        for layers in place.layers[pp_rank]
+    ]
+    for row, size in sizes:
         # A tied output projection is the embedding itself on a single stage, otherwise a copy.
-        shares = role not in VALUE_ROLES and shape.tied and layout.pp_size == 1
-        output = w.hidden if role in VALUE_ROLES else rows * w.hidden
-        chunks[-1] = [*chunks[-1], w.hidden] + ([] if shares else [output])
+        if row.is_in_layer or row.is_copy and place.pp_size == 1:
+            continue
+        stage, chunk = place.home(row)
+        if stage == pp_rank:
+            chunks[chunk].insert(0 if row is table[0] else len(chunks[chunk]), size)
     return chunks
+
+
+def _module_order(row: Row) -> int:
+    """Sort as megatron-core registers parameters: attention's output projection comes first."""
+    name = row.megatron[0]
+    return next(i for i, part in enumerate(_MODULES) if part in name)
 
 
 def num_parameters(
@@ -227,9 +250,10 @@ def fp8_weight_bytes(shape: ModelShape, config: VapoConfig) -> int:
     """
     if config.model.fp8 is None:
         return 0
-    w = widths(shape, config.parallel.tensor_model_parallel_size)
-    rows = w.projected + w.query + 3 * w.ffn
-    return 2 * rows * w.hidden * shape.num_layers // config.parallel.pipeline_model_parallel_size
+    matrices = [row for row in rows(shape, "actor") if row.is_in_layer and row.is_matrix(shape)]
+    tp_size = config.parallel.tensor_model_parallel_size
+    elements = sum(shard_elements(row, shape, tp_size, 0) * row.count(shape) for row in matrices)
+    return 2 * elements // config.parallel.pipeline_model_parallel_size
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -242,12 +266,11 @@ def sampler_weight_bytes(shape: ModelShape, config: VapoConfig) -> int:
     Like a trainer of one pipeline stage, except that the vocabulary is padded to a multiple of 64
     rows in total, every rank holds whole key-value heads, and a tied projection is never copied.
     """
-    tp_size = config.rollout.tensor_model_parallel_size
-    w = widths(shape, tp_size)
-    qkv_rows = w.query + 2 * w.key
-    layer = 2 * w.hidden + qkv_rows * w.hidden + w.query * w.hidden + 3 * w.ffn * w.hidden
-    layer += qkv_rows if shape.qkv_bias else 0
-    layer += 2 * w.head if shape.qk_norm else 0
-    vocabulary = _round_up(shape.vocab_size, SAMPLER_VOCAB_PADDING) // tp_size * w.hidden
-    elements = shape.num_layers * layer + w.hidden + vocabulary * (1 if shape.tied else 2)
+    elements = _sampler_elements(shape, config.rollout.tensor_model_parallel_size)
     return elements * DTYPE_BYTES[config.rollout.dtype or config.model.dtype]
+
+
+@functools.lru_cache(maxsize=256)
+def _sampler_elements(shape: ModelShape, tp_size: int) -> int:
+    table = rows(shape, "actor")
+    return sum(sampler_elements(row, shape, tp_size) * row.count(shape) for row in table)

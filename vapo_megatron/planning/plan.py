@@ -28,6 +28,8 @@ from vapo_megatron.planning.roofline import (
 )
 from vapo_megatron.planning.schedule import Timeline, steady_state
 from vapo_megatron.planning.workload import Workload, response_lengths
+from vapo_megatron.weights.holders import layout_of
+from vapo_megatron.weights.reshard import cost, planner
 
 PUBLISHED_OVER_PREDICTED = (0.73, 1.63)
 """Least and most that published jobs took, as a multiple of what is predicted for them: the error
@@ -318,21 +320,12 @@ def model_flops(shape: ModelShape, workload: Workload) -> int:
 
 
 def resharding_seconds(shape: ModelShape, plan: Plan) -> float:
-    """Predict the weight sync from its actual plan, which takes seconds to make; imports torch."""
-    from vapo_megatron.weights.reshard import cost, shards
-    from vapo_megatron.weights.reshard.planner import make_plan as make_sync_plan
-
+    """Predict the weight sync from its actual plan, which takes seconds to make."""
     p, cluster = plan.config.parallel, plan.cluster
-    trainer = shards.trainer_layout(
-        shape,
-        tp_size=p.tensor_model_parallel_size,
-        pp_size=p.pipeline_model_parallel_size,
-        vpp_size=p.virtual_pipeline_model_parallel_size or 1,
-        dp_size=p.replica_size,
-    )
+    trainer = layout_of(shape, p)
     rollout, per_node = plan.config.rollout, cluster.gpus_per_node
     samplers = range(p.world_size, cluster.num_gpus) if plan.config.rollout.is_apart else None
-    sync_plan = make_sync_plan(
+    sync_plan = planner.make_plan(
         shape, trainer, rollout.tensor_model_parallel_size, gpus_per_node=per_node, relay=True,
         samplers=samplers,
     )  # fmt: skip

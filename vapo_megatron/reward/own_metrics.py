@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from vapo_megatron.config.metrics import emits, own_metric
-from vapo_megatron.data.batch import ScoredRollout
+from vapo_megatron.data.rollout import ScoredRollout
 
 Sums = Mapping[str, tuple[float, int]]
 """Name -> (sum, how many verdicts have it)."""

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from vapo_megatron.config import RewardConfig, RolloutConfig
-from vapo_megatron.data.batch import PENDING, STATUSES, Prompt, Rollout, ScoredRollout, StepSummary
+from vapo_megatron.data.batch import StepSummary
 from vapo_megatron.data.mixture import TrainingPrompts
 from vapo_megatron.data.problems import Problem
+from vapo_megatron.data.rollout import PENDING, STATUSES, Prompt, Rollout, ScoredRollout
 from vapo_megatron.errors import ConfigError, UserError, tell
 from vapo_megatron.parallel.reduce import any_rank, gather_objects
 from vapo_megatron.reward.reward_model import Pending, reward_model_verdict

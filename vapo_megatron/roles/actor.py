@@ -10,7 +10,6 @@ from torch import Tensor
 
 from vapo_megatron.algorithm.actor_loss import LossCounts, LossSettings, LossTokens, actor_loss
 from vapo_megatron.algorithm.agreement import RATIO_LIMITS, LogprobsDiffer, excess
-from vapo_megatron.algorithm.positive_lm_loss import imitation_weights
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.metrics import emits
 from vapo_megatron.data.microbatch import Microbatch
@@ -142,7 +141,7 @@ class Actor:
             loss_function = partial(self._loss, mini_batch)
             rate = learning_rate(self.trained.num_updates, self.config.optimizer, "actor")
             learned = self.trained.update(mini_batch, loss_function, rate)
-            if not mini_batch.num_positive_tokens:
+            if not mini_batch.counts["positive_tokens"]:
                 # Undefined, and a 0 would bias the mean over the updates.
                 del learned["positive_lm_loss"]
             updates.append(learned)
@@ -177,10 +176,6 @@ class Actor:
             with_entropy=algorithm.entropy_coef > 0,
         )
         assert algorithm.kl_coef == 0 or batch.reference_logprobs is not None
-        positive_weights = None
-        if algorithm.positive_lm_weight == "advantage":
-            assert batch.returns is not None and batch.values is not None
-            positive_weights = imitation_weights(batch.returns, batch.values)
         tokens = LossTokens(
             old_logprobs=batch.old_logprobs,
             rollout_logprobs=batch.rollout_logprobs,
@@ -189,14 +184,10 @@ class Actor:
             cu_seqlens=batch.cu_seqlens,
             loss_mask=batch.loss_mask,
             policy_weights=batch.policy_weights,
-            is_correct=batch.per_token(batch.is_correct),
-            positive_weights=positive_weights,
+            is_positive=batch.is_positive,
+            positive_weights=batch.positive_weights,
         )
-        counts = LossCounts(
-            policy_tokens=mini_batch.num_policy_tokens,
-            policy_responses=mini_batch.num_policy_responses,
-            positive_tokens=mini_batch.num_positive_tokens,
-        )
+        counts = LossCounts(*(mini_batch.counts[name] for name in LossCounts._fields))
         settings = loss_settings(self.config)
         return actor_loss(logprobs, entropy, tokens, counts, settings)
 

@@ -10,6 +10,7 @@ from vapo_megatron.algorithm.group_advantages import group_advantages, group_sum
 from vapo_megatron.algorithm.lambdas import resolve_lambdas
 from vapo_megatron.algorithm.overlong_filtering import without_truncated
 from vapo_megatron.algorithm.policy_loss import loss_count
+from vapo_megatron.algorithm.positive_lm_loss import imitation_weights
 from vapo_megatron.algorithm.sampler_correction import icepop_mask, truncated_importance_mask
 from vapo_megatron.algorithm.statistics import masked_sums, mean_and_std, whiten
 from vapo_megatron.config import AlgorithmConfig, RolloutConfig
@@ -69,6 +70,17 @@ def with_policy_mask(
     }
 
 
+def with_positive_examples(batch: RolloutBatch, algorithm: AlgorithmConfig) -> RolloutBatch:
+    """Return the batch with the tokens that the LM loss imitates, all of the correct responses.
+
+    With algorithm.positive_lm_weight=advantage it needs `values` and `returns`.
+    """
+    batch = batch.replace(is_positive=batch.per_token(batch.is_correct))
+    if algorithm.positive_lm_weight == "advantage":
+        return batch.replace(positive_weights=imitation_weights(batch.returns, batch.values))
+    return batch
+
+
 def with_behaviour(batch: RolloutBatch, rollout: RolloutConfig) -> RolloutBatch:
     """Let old_logprobs be those of the policy that the ratio is to; see rollout.behaviour."""
     if rollout.behaviour == "sampler":
@@ -81,8 +93,9 @@ def with_advantages(
 ) -> RolloutBatch:
     """Return the batch with `advantages` [T] set, and with GAE also `returns` [T].
 
-    With GAE the whole reward is on a response's last token. Otherwise all tokens of a response
-    share its advantage relative to all responses of its group, masked ones included. Whitening uses
+    With GAE each reward is on its token, the verdict's on a response's last. Otherwise all tokens
+    of a response share the advantage of its rewards' sum relative to all responses of its group,
+    masked ones included. Whitening uses
     the mean and standard deviation over the trained tokens of all data-parallel ranks.
     """
     if algorithm.advantage_estimator == "gae":
@@ -119,18 +132,19 @@ def _from_values(batch: RolloutBatch, algorithm: AlgorithmConfig) -> RolloutBatc
 def _from_groups(
     summary: StepSummary, batch: RolloutBatch, algorithm: AlgorithmConfig
 ) -> RolloutBatch:
-    """Every rank has all rewards in sampling order, in which groups are contiguous."""
-    size, positions = algorithm.group_size, torch.arange(len(summary.rewards))
-    sums = group_sums(summary.rewards, positions // size, len(positions) // size)
-    of_responses = group_advantages(
-        batch.rewards, batch.positions // size, sums, algorithm.advantage_estimator
-    )
+    """Every rank has the rewards of all responses."""
+    rewards, groups = summary.total_rewards, summary.groups
+    sums = group_sums(rewards, groups, int(groups.max()) + 1)
+    own = batch.positions
+    estimator = algorithm.advantage_estimator
+    of_responses = group_advantages(rewards[own], groups[own], sums, estimator)
     return batch.replace(advantages=batch.per_token(of_responses))
 
 
 def token_rewards(batch: RolloutBatch) -> Tensor:
-    """Return float32 [T] with each response's reward on its last token."""
-    rewards = torch.zeros(int(batch.cu_seqlens[-1]))
+    """Return float32 [T]: the verdict's reward on the last token, and what was earned before it."""
+    earned = batch.token_rewards
+    rewards = torch.zeros(batch.num_tokens) if earned is None else earned.clone()
     some = batch.response_lengths > 0
-    rewards[batch.cu_seqlens[1:].long()[some] - 1] = batch.rewards[some]
+    rewards[batch.cu_seqlens[1:].long()[some] - 1] += batch.rewards[some]
     return rewards

@@ -80,7 +80,7 @@ class Critic:
             self._values(output, microbatch),
             batch.returns,
             batch.loss_mask,
-            num_tokens=mini_batch.num_tokens,
+            num_tokens=mini_batch.counts["tokens"],
             old_values=batch.values,
             clip=self.config.algorithm.value_clip,
         )

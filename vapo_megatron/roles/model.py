@@ -30,8 +30,8 @@ from vapo_megatron.parallel.optimizer import (
 )
 from vapo_megatron.parallel.reduce import sum_over_context_parallel, sum_over_data_parallel
 from vapo_megatron.parallel.schedule import forward_backward
+from vapo_megatron.weights.ddp import wait_for_parameters
 from vapo_megatron.weights.load_hf import load_hf_weights
-from vapo_megatron.weights.mapping import wait_for_parameters
 
 LossFunction = Callable[[Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]]
 

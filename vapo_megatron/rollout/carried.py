@@ -19,8 +19,8 @@ import numpy as np
 from vapo_megatron.algorithm.group_sampling import repeat_for_group
 from vapo_megatron.config import AlgorithmConfig, RewardConfig, RolloutConfig
 from vapo_megatron.config.phases import GENERATION, REWARD
-from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
 from vapo_megatron.data.mixture import TrainingPrompts
+from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.reward.scoring import VerdictStream, score_rollouts
 from vapo_megatron.rollout.carry_over import Tally, num_begun, shares

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import re
 import shutil
 import zlib
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,9 +26,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from vapo_megatron.data.batch import STATUSES, Prompt, Rollout, ScoredRollout
+from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.data.storage import replace_directory, writing
 from vapo_megatron.errors import DataError
+from vapo_megatron.rollout.arrays import pack, unpack
 
 _FORMAT = "vapo_megatron rollouts 1"
 _STEP = re.compile(r"step_(\d{6,})")
@@ -145,7 +144,7 @@ def read_arrays(path: Path) -> tuple[list[ScoredRollout], dict[str, np.ndarray]]
         arrays = {name: file.get_tensor(name) for name in file.keys()}
         if _checksum(arrays) != header.crc32:
             raise ValueError("its checksum differs")
-    return _unpack(arrays), arrays
+    return unpack(arrays), arrays
 
 
 def read_array(path: Path, name: str) -> np.ndarray | None:
@@ -176,18 +175,20 @@ def step_bytes(
 
     more: other arrays to be written, by their names.
     """
-    arrays = _pack(scored) | dict(more or {})
+    arrays = pack(scored) | dict(more or {})
     rollouts = [item.rollout for item in scored]
     header = FileHeader(
         first_position=rollouts[0].position,
         responses=len(rollouts),
         longest_sequence=max(
-            max(len(r.prompt.token_ids), len(r.prompt.critic_token_ids or ())) + len(r.token_ids)
+            max(len(r.prompt.token_ids), len(r.prompt.critic_token_ids or ()))
+            + len(r.token_ids)
+            + r.num_inserted
             for r in rollouts
         ),
         largest_token_id=max(
             int(arrays[name].max(initial=0))
-            for name in ("prompt_tokens", "critic_prompt_tokens", "tokens")
+            for name in ("prompt_tokens", "critic_prompt_tokens", "tokens", "inserted_tokens")
             if name in arrays
         ),
         crc32=_checksum(arrays),
@@ -225,117 +226,3 @@ def _checksum(arrays: Mapping[str, np.ndarray]) -> int:
     for name in sorted(arrays):
         checksum = zlib.crc32(arrays[name].view(np.uint8).data, checksum)
     return checksum
-
-
-def _pack(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
-    """Return arrays with one entry per prompt or response, and concatenated ones with lengths."""
-    rollouts = [item.rollout for item in scored]
-    number: dict[Prompt, int] = {}
-    prompt = [number.setdefault(r.prompt, len(number)) for r in rollouts]
-    return {
-        "prompt_index": np.array([p.index for p in number], np.int64),
-        **_joined("prompt_tokens", (np.array(p.token_ids, np.int32) for p in number)),
-        **_joined("prompt_text", (_to_bytes(p.text) for p in number)),
-        **_joined("answer", (_to_bytes(p.answer) for p in number)),
-        **_critic_prompts([p.critic_token_ids for p in number]),
-        **_names("verifier", [p.problem.verifier for p in number]),
-        **_names("source", [p.source for p in number]),
-        "prompt": np.array(prompt, np.int32),
-        "sample": np.array([r.sample for r in rollouts], np.int32),
-        "position": np.array([r.position for r in rollouts], np.int32),
-        "policy_version": np.array([r.policy_version for r in rollouts], np.int32),
-        "truncated": np.array([r.truncated for r in rollouts], np.bool_),
-        "status": np.array([STATUSES.index(item.status) for item in scored], np.uint8),
-        "reward": np.array([item.reward for item in scored], np.float64),
-        **_joined("tokens", (np.array(r.token_ids, np.int32) for r in rollouts)),
-        **_joined("logprobs", (np.array(r.logprobs, np.float32) for r in rollouts)),
-        **_joined("text", (_to_bytes(item.text) for item in scored)),
-        **_segments(rollouts),
-        **_names("metrics", [item.metrics and json.dumps(item.metrics) for item in scored]),
-    }
-
-
-def _segments(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-    """Nothing where one version sampled each response; else version, tokens, version, ..."""
-    if not any(r.segments for r in rollouts):
-        return {}
-    return _joined("segments", (np.array(r.segments, np.int32).ravel() for r in rollouts))
-
-
-def _critic_prompts(prompts: Sequence[tuple[int, ...] | None]) -> dict[str, np.ndarray]:
-    """Nothing where no prompt has one for the critic; no tokens stand for none."""
-    if all(ids is None for ids in prompts):
-        return {}
-    return _joined("critic_prompt_tokens", (np.array(ids or (), np.int32) for ids in prompts))
-
-
-def _names(name: str, names: Sequence[Any]) -> dict[str, np.ndarray]:
-    """Nothing where none has a text, as in most runs; an empty text stands for none."""
-    if not any(names):
-        return {}
-    return _joined(name, (_to_bytes(each or "") for each in names))
-
-
-def _joined(name: str, parts: Iterator[np.ndarray]) -> dict[str, np.ndarray]:
-    arrays = list(parts)
-    lengths = np.array([len(a) for a in arrays], np.int64)
-    return {name: np.concatenate(arrays), f"{name}_lengths": lengths}
-
-
-def _to_bytes(text: str) -> np.ndarray:
-    """Encode as UTF-8; a lone surrogate, which JSON allows, survives the round trip."""
-    return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
-
-
-def _unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
-    def parts(name: str) -> list[np.ndarray]:
-        return np.split(arrays[name], arrays[f"{name}_lengths"].cumsum()[:-1])
-
-    def packed(name: str, typecode: str) -> list[array[Any]]:
-        return [array(typecode, part.tobytes()) for part in parts(name)]
-
-    def texts(name: str) -> list[str]:
-        return [part.tobytes().decode("utf-8", "surrogatepass") for part in parts(name)]
-
-    def names(name: str, beside: str = "prompt_index") -> list[str | None]:
-        if name not in arrays:
-            return [None] * len(arrays[beside])
-        return [found or None for found in texts(name)]
-
-    of_critic: list[tuple[int, ...] | None] = [None] * len(arrays["prompt_index"])
-    if "critic_prompt_tokens" in arrays:
-        of_critic = [tuple(part.tolist()) or None for part in parts("critic_prompt_tokens")]
-    segments: list[tuple[tuple[int, int], ...]] = [()] * len(arrays["position"])
-    if "segments" in arrays:
-        segments = [tuple(map(tuple, part.reshape(-1, 2).tolist())) for part in parts("segments")]
-    prompts = list(
-        map(
-            Prompt,
-            arrays["prompt_index"].tolist(),
-            texts("prompt_text"),
-            [tuple(part.tolist()) for part in parts("prompt_tokens")],
-            texts("answer"),
-            [{} if name is None else {"verifier": name} for name in names("verifier")],
-            names("source"),
-            of_critic,
-        )
-    )
-    rollouts = map(
-        Rollout,
-        [prompts[number] for number in arrays["prompt"].tolist()],
-        arrays["sample"].tolist(),
-        arrays["position"].tolist(),
-        packed("tokens", "i"),
-        packed("logprobs", "f"),
-        arrays["truncated"].tolist(),
-        arrays["policy_version"].tolist(),
-        segments,
-    )
-    statuses = [STATUSES[number] for number in arrays["status"].tolist()]
-    rewards = arrays["reward"].tolist()
-    metrics = [{} if found is None else json.loads(found) for found in names("metrics", "position")]
-    scored = map(ScoredRollout, rollouts, texts("text"), statuses, rewards)
-    return [
-        dataclasses.replace(item, metrics=found) if found else item
-        for item, found in zip(scored, metrics, strict=True)
-    ]

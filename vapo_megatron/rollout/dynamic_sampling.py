@@ -19,7 +19,7 @@ from vapo_megatron.algorithm.dynamic_sampling import next_round_size, select_gro
 from vapo_megatron.config import AlgorithmConfig, RewardConfig
 from vapo_megatron.config.metrics import emits
 from vapo_megatron.config.phases import REWARD
-from vapo_megatron.data.batch import ScoredRollout
+from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.parallel.reduce import max_over_world, sum_over_world
 from vapo_megatron.reward.shaping import base_reward
 from vapo_megatron.reward.verifier import Status, Verdict

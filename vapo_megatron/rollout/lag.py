@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from vapo_megatron.config.metrics import emits
-from vapo_megatron.data.batch import ScoredRollout
+from vapo_megatron.data.rollout import ScoredRollout
 
 
 def tokens_by_version(scored: Iterable[ScoredRollout]) -> Counter[int]:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from vapo_megatron.config import AlgorithmConfig, RolloutConfig
 from vapo_megatron.config.phases import REPLAY
-from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.data.labels import labels_of
 from vapo_megatron.data.problems import Problem
+from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.errors import DataError
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.reward.own_metrics import own_metrics, sums_of

@@ -16,7 +16,7 @@ from vapo_megatron.errors import ConfigError
 
 if typing.TYPE_CHECKING:
     from vapo_megatron.config import RolloutConfig
-    from vapo_megatron.data.batch import Prompt
+    from vapo_megatron.data.rollout import Prompt
     from vapo_megatron.models.hf_config import ModelShape
 
 SeedRole = Literal["train", "evaluation"]

@@ -22,8 +22,8 @@ from vapo_megatron.config import (
     RolloutConfig,
 )
 from vapo_megatron.config.phases import DUMP, EVALUATION, GENERATION, REWARD
-from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.data.labels import count_rows, labels_of
+from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import any_rank, gather_objects

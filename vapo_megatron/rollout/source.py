@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 
 from vapo_megatron.config import AlgorithmConfig
 from vapo_megatron.config.phases import Span
-from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.data.labels import NO_LABELS, Labels
 from vapo_megatron.data.mixture import TrainingPrompts
+from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.rollout.dump import write_step
 
 

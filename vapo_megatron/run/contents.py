@@ -23,6 +23,7 @@ _Number = Annotated[float, Field(allow_inf_nan=False)]
 LARGEST = 2**63
 """Whole numbers of a file are below it."""
 _Count = Annotated[int, Field(ge=0, lt=LARGEST)]
+_Size = Annotated[int, Field(ge=1, lt=LARGEST)]
 
 
 def _as_span(span: list[Any]) -> list[Any]:
@@ -41,7 +42,7 @@ class ProblemsRow(TypedDict):
     """A line of problems.jsonl or held_out.jsonl."""
 
     __pydantic_config__ = _Strict  # type: ignore[misc]
-    group_size: Annotated[int, Field(ge=1, lt=LARGEST)]
+    group_size: _Size | list[_Size]
     problems: list[_Count]
     correct: list[_Count]
 

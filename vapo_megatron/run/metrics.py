@@ -112,7 +112,7 @@ class MetricsWriter:
         step: int,
         problems: Sequence[int],
         correct: Sequence[int],
-        group_size: int,
+        sizes: Sequence[int],
         *,
         held_out: bool = False,
     ) -> None:
@@ -120,11 +120,12 @@ class MetricsWriter:
 
         Args:
             step: of the row.
-            problems, correct: one number per group.
-            group_size: responses per group.
+            problems, correct, sizes: one number per group; its size is that of its responses.
             held_out: the problems are an evaluation's.
         """
-        row = {"step": step, "group_size": group_size, "problems": list(problems)}
+        # One number where all groups have it, as in almost every run.
+        size = sizes[0] if len(set(sizes)) == 1 else list(sizes)
+        row = {"step": step, "group_size": size, "problems": list(problems)}
         path = self.run_dir / (HELD_OUT_FILE if held_out else PROBLEMS_FILE)
         with writing(path), path.open("ab") as file:
             append(file, [row | {"correct": list(correct)}])

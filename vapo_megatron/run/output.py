@@ -12,8 +12,9 @@ from vapo_megatron.algorithm.agreement import far_maximum
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import Span
 from vapo_megatron.config.techniques import algorithm_name
-from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
+from vapo_megatron.data.batch import RolloutBatch, StepSummary
 from vapo_megatron.data.lock import lock_run
+from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.data.storage import replace_file, writing
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import Ranks
@@ -138,8 +139,8 @@ class RunOutput:
     def evaluation(self, done: int, correct: Sequence[int]) -> None:
         """Write how many responses to each held-out problem were correct, if there are any."""
         if self._writer is not None and correct:
-            problems, samples = range(len(correct)), self._config.evaluation.samples
-            self._writer.write_problems(done, problems, correct, samples, held_out=True)
+            problems, sizes = range(len(correct)), [self._config.evaluation.samples] * len(correct)
+            self._writer.write_problems(done, problems, correct, sizes, held_out=True)
 
     def rollouts(
         self,
@@ -161,17 +162,19 @@ class RunOutput:
             source: of the responses.
         """
         decode = source.decode
-        size = self._config.algorithm.group_size
-        most = self._config.logging.rollout_groups * size
-        shown = (summary.sources == source.shown_rank).nonzero().flatten()[:most].tolist()
+        most, groups = self._config.logging.rollout_groups, summary.groups
+        of_rank = (summary.sources == source.shown_rank).nonzero().flatten()
+        numbers = groups[of_rank].unique_consecutive(return_inverse=True)[1]
+        shown = of_rank[numbers < most].tolist()
         tokens = {}
         if shown and decode is not None:
             tokens = gather_shown(batch, entropy, shown, summary, self._ranks)
         if self._writer is not None:
-            problems, correct = summary.prompt_indices[::size], summary.is_correct.view(-1, size)
-            self._writer.write_problems(step + 1, problems.tolist(), correct.sum(1).tolist(), size)
+            problems = summary.prompt_indices[summary.firsts.unique()].tolist()
+            correct = groups[summary.is_correct].bincount(minlength=len(problems)).tolist()
+            self._writer.write_problems(step + 1, problems, correct, groups.bincount().tolist())
             own = {s.rollout.position: s for s in source.shown(scored)}
-            records = group_records([own[p] for p in shown], size, tokens, decode)
+            records = group_records([own[p] for p in shown], tokens, decode)
             self._writer.write_rollouts(step + 1, records)
 
 

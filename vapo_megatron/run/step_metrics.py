@@ -17,8 +17,9 @@ from vapo_megatron.algorithm.statistics import (
 )
 from vapo_megatron.config import AlgorithmConfig
 from vapo_megatron.config.metrics import METRICS, emits, metric_by
-from vapo_megatron.data.batch import STATUSES, RolloutBatch, StepSummary
+from vapo_megatron.data.batch import RolloutBatch, StepSummary
 from vapo_megatron.data.labels import Labels
+from vapo_megatron.data.rollout import STATUSES
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import max_over_world, sum_over_data_parallel
 
@@ -124,7 +125,7 @@ def step_metrics(
     of_status = dict(zip(STATUSES, counts / len(lengths)))
     result = {
         "num_tokens": lengths.sum(),
-        "reward/mean": summary.rewards.mean(),
+        "reward/mean": summary.total_rewards.mean(),
         "reward/correct_fraction": of_status["correct"],
         "reward/unparsable_fraction": of_status["unparsable"],
         "reward/timed_out_fraction": of_status["timed_out"],
@@ -157,20 +158,22 @@ def step_metrics(
     "reward/equal_groups_fraction",
     "reward/unused_score_fraction",
 )
-def reward_spread(summary: StepSummary, group_size: int, *, uses_scores: bool) -> dict[str, float]:
+def reward_spread(summary: StepSummary, *, uses_scores: bool) -> dict[str, float]:
     """Say how far a step's rewards differ; nothing is communicated, the same on every rank.
 
     Args:
-        summary: of all ranks' responses.
-        group_size: responses per prompt; groups of 1 have no metrics of their own.
+        summary: of all ranks' responses. Where each group has one, there are no metrics of groups.
         uses_scores: reward.from_score is set.
     """
     # Exactly 0 where all are equal: a mean that is subtracted would round.
-    rewards = summary.rewards.double()
+    rewards = summary.total_rewards.double()
     result = {"reward/std": (rewards - rewards[0]).std(correction=0)}
-    if group_size > 1:
-        groups = rewards.view(-1, group_size)
-        of_groups = (groups - groups[:, :1]).std(1, correction=0)
+    sizes = summary.groups.bincount()
+    if sizes.max() > 1:
+        of_groups = torch.empty(len(sizes), dtype=rewards.dtype)
+        for size in sizes.unique().tolist():
+            groups = rewards[sizes[summary.groups] == size].view(-1, size)
+            of_groups[sizes == size] = (groups - groups[:, :1]).std(1, correction=0)
         result |= {
             "reward/group_std_mean": of_groups.mean(),
             "reward/equal_groups_fraction": (of_groups == 0).double().mean(),
@@ -197,7 +200,7 @@ def metrics_by_label(summary: StepSummary, labels: Labels) -> dict[str, float]:
     failed = [STATUSES.index(status) for status in ("failed", "timed_out")]
     columns = {
         "accuracy": summary.is_correct,
-        "reward_mean": summary.rewards,
+        "reward_mean": summary.total_rewards,
         "response_length_mean": summary.response_lengths,
         "failed_fraction": torch.isin(summary.statuses, torch.tensor(failed)),
     }

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
+from vapo_megatron.data.batch import RolloutBatch, StepSummary
+from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import sum_over_data_parallel
 from vapo_megatron.rollout.source import Decode
@@ -108,7 +109,6 @@ def token_pieces(token_ids: Sequence[int], decode: Decode) -> list[str]:
 
 def group_records(
     shown: Sequence[ScoredRollout],
-    group_size: int,
     tokens: Mapping[int, Mapping[str, Any]],
     decode: Decode | None,
 ) -> list[dict[str, Any]]:
@@ -116,12 +116,11 @@ def group_records(
 
     Args:
         shown: responses by position; a group may be incomplete.
-        group_size: G.
         tokens: from gather_shown.
         decode: as in token_pieces; None: no per-token data in the records.
     """
     records = []
-    for _, members in itertools.groupby(shown, lambda s: s.rollout.position // group_size):
+    for _, members in itertools.groupby(shown, lambda s: s.rollout.first):
         group = list(members)
         first = group[0].rollout
         record = {
@@ -144,7 +143,7 @@ def _response(
     record = {
         "sample": rollout.sample,
         "status": scored.status,
-        "reward": float(scored.reward),
+        "reward": float(scored.total_reward),
         **({} if scored.score is None else {"score": float(scored.score)}),
         **({"note": scored.note} if scored.note else {}),
         **({"metrics": dict(scored.metrics)} if scored.metrics else {}),

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.errors import CheckpointError
-from vapo_megatron.models.hf_config import parameter_count
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights import layout
+from vapo_megatron.weights.ddp import unwrap, wait_for_parameters
 from vapo_megatron.weights.hf_directory import (
     MAX_FILE_BYTES,
     TensorPlan,
@@ -34,14 +34,9 @@ from vapo_megatron.weights.hf_directory import (
     write_index,
     write_safetensors,
 )
-from vapo_megatron.weights.mapping import (
-    VALUE_HEAD,
-    VALUE_HEAD_BIAS,
-    LocalParameter,
-    local_parameters,
-    unwrap,
-    wait_for_parameters,
-)
+from vapo_megatron.weights.holders import shard_axis, shard_dim
+from vapo_megatron.weights.parameters import LocalParameter, local_parameters
+from vapo_megatron.weights.table import VALUE_HEAD, VALUE_HEAD_BIAS, parameter_count
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
@@ -194,11 +189,11 @@ def _gather(
     """Yield the full HF tensors of one parameter on tensor-parallel rank 0, nothing elsewhere."""
     shard, kind = parameter.data.contiguous(), parameter.row.kind
     shards = [shard]
-    if ranks.tp_size > 1 and layout.shard_dim(kind) is not None:
-        is_leader = ranks.tp_rank == 0
-        shards = [torch.empty_like(shard) for _ in range(ranks.tp_size)] if is_leader else []
-        dist.gather(shard, shards or None, group=ranks.tp_group, group_dst=0)
-    if ranks.tp_rank == 0:
+    axis = shard_axis(parameter.row, ranks)
+    if axis.size > 1 and shard_dim(kind) is not None:
+        shards = [torch.empty_like(shard) for _ in range(axis.size)] if axis.rank == 0 else []
+        dist.gather(shard, shards or None, group=axis.group, group_dst=0)
+    if axis.rank == 0:
         yield from layout.join(
             kind,
             shards,

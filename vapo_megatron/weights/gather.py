@@ -22,13 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.weights import layout
-from vapo_megatron.weights.layout import Kind
-from vapo_megatron.weights.mapping import (
-    hf_tensors,
-    local_parameters,
-    unwrap,
-    wait_for_parameters,
-)
+from vapo_megatron.weights.ddp import ChunkOfGradients, complete_gradients, wait_for_parameters
+from vapo_megatron.weights.holders import HOLDERS
+from vapo_megatron.weights.parameters import LocalParameter, local_parameters
+from vapo_megatron.weights.table import Kind, hf_tensors
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
@@ -45,6 +42,8 @@ class _Shard:
     kind: Kind
     shape: tuple[int, ...]
     dtype: torch.dtype
+    axis: str = "tp"
+    """Of the ranks that hold the other shards."""
 
     @property
     def num_elements(self) -> int:
@@ -76,7 +75,7 @@ def gather_hf_tensors(
     """
     wait_for_parameters(chunks)
     parameters = [p for p in local_parameters(chunks, shape, role) if not p.row.is_copy]
-    mine = [_Shard(p.hf_names, p.row.kind, tuple(p.data.shape), p.data.dtype) for p in parameters]
+    mine = [_described(p) for p in parameters]
     stages = _all_stages(mine, ranks)
     found = sorted(name for stage in stages for shard in stage for name in shard.hf_names)
     assert found == sorted(hf_tensors(shape, role)), "the stages do not add up to the model"
@@ -96,6 +95,12 @@ def gather_hf_tensors(
                 yield from zip(shard.hf_names, full, strict=True)
 
 
+def _described(parameter: LocalParameter) -> _Shard:
+    row, data = parameter.row, parameter.data
+    axis = HOLDERS[row.holder].shards
+    return _Shard(parameter.hf_names, row.kind, tuple(data.shape), data.dtype, axis)
+
+
 def _all_stages(mine: list[_Shard], ranks: Ranks) -> list[list[_Shard]]:
     """Return what every pipeline stage holds, in stage order."""
     if ranks.pp_size == 1:
@@ -106,11 +111,13 @@ def _all_stages(mine: list[_Shard], ranks: Ranks) -> list[list[_Shard]]:
 
 
 def _buckets(shards: list[_Shard], limit_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield [start, stop) of consecutive shards of one type that fit the limit together."""
+    """Yield [start, stop) of consecutive shards of one type and axis that fit the limit."""
     start = used = 0
     for i, shard in enumerate(shards):
         size = shard.num_elements * shard.dtype.itemsize
-        if i > start and (used + size > limit_bytes or shard.dtype != shards[start].dtype):
+        first = shards[start]
+        is_other = (shard.dtype, shard.axis) != (first.dtype, first.axis)
+        if i > start and (used + size > limit_bytes or is_other):
             yield start, i
             start, used = i, 0
         used += size
@@ -125,8 +132,9 @@ def _gather(
     ranks: Ranks,
     device: torch.device,
 ) -> list[list[Tensor]]:
-    """Return the bucket's shards per tensor-parallel rank; `local`: this rank's, on `stage`."""
-    if ranks.tp_size == ranks.pp_size == 1:
+    """Return the bucket's shards of each rank on their axis; `local`: this rank's, on `stage`."""
+    axis = ranks.axes[bucket[0].axis]
+    if axis.size == ranks.pp_size == 1:
         return [local]
     sizes = [s.num_elements for s in bucket]
     buffer = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=device)
@@ -135,12 +143,12 @@ def _gather(
     if ranks.pp_size > 1:
         dist.broadcast(buffer, group=ranks.pp_group, group_src=stage)
     everyone = buffer
-    if ranks.tp_size > 1:
-        everyone = buffer.new_empty(ranks.tp_size * buffer.numel())
-        dist.all_gather_into_tensor(everyone, buffer, group=ranks.tp_group)
+    if axis.size > 1:
+        everyone = buffer.new_empty(axis.size * buffer.numel())
+        dist.all_gather_into_tensor(everyone, buffer, group=axis.group)
     return [
         [flat.view(s.shape) for flat, s in zip(row.split(sizes), bucket, strict=True)]
-        for row in everyone.chunk(ranks.tp_size)
+        for row in everyone.chunk(axis.size)
     ]
 
 
@@ -166,31 +174,6 @@ def full_gradients(
         (HF name, float32), stage by stage. A tied embedding's gradient is the sum over both uses, a
         frozen parameter's is 0.
     """
-    for chunk in chunks:
-        if chunk.ddp_config.use_distributed_optimizer:  # type: ignore[union-attr]
-            _complete_buckets(chunk, ranks)
-    gradients: Any = [_ChunkOfGradients(chunk) for chunk in chunks]
+    complete_gradients(chunks)
+    gradients: Any = [ChunkOfGradients(chunk) for chunk in chunks]
     yield from gather_hf_tensors(gradients, shape, ranks, role=role, bucket_bytes=bucket_bytes)
-
-
-def _complete_buckets(chunk: Any, ranks: Ranks) -> None:
-    """Gather the other replicas' shards of each bucket into it."""
-    for buffer in chunk.buffers:
-        for bucket in buffer.buckets:
-            own = bucket.grad_data.chunk(ranks.replica_size)[ranks.replica_rank]
-            dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks.replica_group)
-
-
-class _ChunkOfGradients:
-    """A model chunk, as far as the name table reads it, with gradients in place of parameters."""
-
-    def __init__(self, chunk: torch.nn.Module) -> None:
-        self._model = unwrap(chunk)
-        self.decoder = self._model.decoder
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad:
-                yield name, parameter.main_grad  # type: ignore[attr-defined]
-            else:
-                yield name, torch.zeros_like(parameter, dtype=torch.float32)

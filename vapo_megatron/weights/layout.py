@@ -1,8 +1,8 @@
 """How a Megatron parameter is made of its HF tensors: pure functions on tensors.
 
-A tensor-parallel rank's shard consists of one part of each HF tensor: `part_bounds` says which rows
-or columns, and `merge` puts them together locally, so a rank reads from disk only what it keeps.
-`join` is the inverse, from the shards of all ranks.
+A tensor-parallel rank's shard consists of one part of each HF tensor: holders.part_bounds says
+which rows or columns, and `merge` puts them together locally, so a rank reads from disk only what
+it keeps. `join` is the inverse, from the shards of all ranks.
 
     kind         HF tensors         Megatron shard
     vocabulary   [V, H]             rows of the vocabulary padded with zero rows
@@ -18,12 +18,13 @@ is a piece of one key-value head's rows, which often holds no key or no value at
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Kind = Literal["vocabulary", "qkv", "gate_up", "row", "replicated"]
+from vapo_megatron.weights.holders import shard_dim
+from vapo_megatron.weights.table import Kind
 
 
 class RowRun(NamedTuple):
@@ -58,64 +59,6 @@ def row_runs(kind: Kind, sizes: Sequence[int], *, num_groups: int) -> list[RowRu
             runs.append(RowRun(start, tensor, group * count, count))
             start += count
     return runs
-
-
-def shard_dim(kind: Kind) -> int | None:
-    """Return the dimension along which tensor parallelism shards the HF tensors, or None."""
-    return {"vocabulary": 0, "qkv": 0, "gate_up": 0, "row": 1, "replicated": None}[kind]
-
-
-def bounds(size: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """Return [start, stop) of a rank's part of `size` elements, which tp_size divides."""
-    assert size % tp_size == 0, f"{size} is not a multiple of the tensor-parallel size {tp_size}"
-    part = size // tp_size
-    return tp_rank * part, (tp_rank + 1) * part
-
-
-def part_bounds(
-    kind: Kind,
-    sizes: Sequence[int],
-    tp_rank: int,
-    tp_size: int,
-    *,
-    num_groups: int,
-    padded_rows: int,
-) -> list[tuple[int, int]]:
-    """Return [start, stop) of a rank's part of each HF tensor along shard_dim(kind).
-
-    Args:
-        kind: see the module's docstring; not "replicated".
-        sizes: of the full HF tensors along that dimension.
-        tp_rank, tp_size: whose part.
-        num_groups: key-value heads of the model.
-        padded_rows: of a vocabulary with its padding, over all ranks. Padding is in no part.
-    """
-    if kind == "qkv":
-        return _qkv_bounds(sizes, tp_rank, tp_size, num_groups)
-    if kind == "vocabulary":
-        start, stop = bounds(padded_rows, tp_rank, tp_size)
-        return [(min(start, size), min(stop, size)) for size in sizes]
-    return [bounds(size, tp_rank, tp_size) for size in sizes]
-
-
-def _qkv_bounds(
-    sizes: Sequence[int], tp_rank: int, tp_size: int, num_groups: int
-) -> list[tuple[int, int]]:
-    """Find a rank's chunk of the interleaved rows in the query, the key and the value."""
-
-    def rows_before(row: int) -> list[int]:
-        """Count the rows of each HF tensor before an interleaved row."""
-        group, left = divmod(row, sum(sizes) // num_groups)
-        counts = []
-        for size in sizes:
-            in_group = size // num_groups
-            taken = min(left, in_group)
-            counts.append(group * in_group + taken)
-            left -= taken
-        return counts
-
-    start, stop = bounds(sum(sizes), tp_rank, tp_size)
-    return list(zip(rows_before(start), rows_before(stop), strict=True))
 
 
 def merge_qkv(query: Tensor, key: Tensor, value: Tensor, *, num_groups: int) -> Tensor:

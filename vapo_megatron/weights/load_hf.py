@@ -21,17 +21,11 @@ from vapo_megatron.errors import CheckpointError
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.convert.sharded_files import ShardedReader, is_distributed_checkpoint
 from vapo_megatron.weights.convert.to_hf import check_checkpoint
+from vapo_megatron.weights.ddp import unwrap
 from vapo_megatron.weights.hf_reader import DTYPES, HfReader, compare_tensors
-from vapo_megatron.weights.mapping import (
-    EMBEDDING,
-    OUTPUT,
-    VALUE_HEAD,
-    VALUE_HEAD_BIAS,
-    LocalParameter,
-    hf_tensors,
-    local_parameters,
-    unwrap,
-)
+from vapo_megatron.weights.holders import parts, shard_axis, shard_dim
+from vapo_megatron.weights.parameters import LocalParameter, local_parameters
+from vapo_megatron.weights.table import EMBEDDING, OUTPUT, VALUE_HEAD, VALUE_HEAD_BIAS, hf_tensors
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
@@ -139,7 +133,7 @@ def load_hf_weights(
             parameter.row.kind,
             list(_parts(reader, parameter, shape, ranks)),
             num_groups=shape.num_key_value_heads,
-            tp_size=ranks.tp_size,
+            tp_size=shard_axis(parameter.row, ranks).size,
             num_rows=parameter.data.shape[0],
         )
         assert shard.shape == parameter.data.shape, (
@@ -166,17 +160,11 @@ def _parts(
     reader: HfReader, parameter: LocalParameter, shape: ModelShape, ranks: Ranks
 ) -> Iterator[Tensor]:
     """Yield this rank's parts of the HF tensors of one parameter."""
-    dim = layout.shard_dim(parameter.row.kind)
+    row, axis = parameter.row, shard_axis(parameter.row, ranks)
+    dim = shard_dim(row.kind)
     if dim is None:
         yield from map(reader.read, parameter.hf_names)
         return
-    all_bounds = layout.part_bounds(
-        parameter.row.kind,
-        [size[dim] for size in parameter.row.shapes(shape)],
-        ranks.tp_rank,
-        ranks.tp_size,
-        num_groups=shape.num_key_value_heads,
-        padded_rows=parameter.data.shape[0] * ranks.tp_size,
-    )
-    for name, (start, stop) in zip(parameter.hf_names, all_bounds, strict=True):
+    held = parts(row, shape, axis.rank, axis.size, parameter.data.shape[0] * axis.size)
+    for name, (start, stop) in zip(parameter.hf_names, held, strict=True):
         yield reader.read(name, dim, start, stop)

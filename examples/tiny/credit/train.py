@@ -25,15 +25,16 @@ from credit.measures import FILE, Exact, Response, credit, exact, row
 from vapo_megatron.cli.command import Parser
 from vapo_megatron.cli.preflight import check_inputs
 from vapo_megatron.config import VapoConfig, load_config
-from vapo_megatron.data.batch import RolloutBatch, ScoredRollout, StepSummary
+from vapo_megatron.data.batch import RolloutBatch, StepSummary
+from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.data.storage import replace_file, to_line
 from vapo_megatron.errors import ConfigError, UserError, tell
-from vapo_megatron.loop import VapoTrainer
 from vapo_megatron.parallel.environment import check_processes
 from vapo_megatron.parallel.health import early_stop
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.run.directory import read_rows
-from vapo_megatron.trainer import StepData
+from vapo_megatron.training.loop import VapoTrainer
+from vapo_megatron.training.step import StepData
 
 
 class KeysTrainer(VapoTrainer):

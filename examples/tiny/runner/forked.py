@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 TRAINER = ("-m", "vapo_megatron.train")
-LIBRARIES = ("vapo_megatron.loop", "vapo_megatron.rollout.vllm.engine")
+LIBRARIES = ("vapo_megatron.training.loop", "vapo_megatron.rollout.vllm.engine")
 """Modules that import all that a run needs."""
 
 

@@ -23,8 +23,8 @@ from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
 from tests.workers import free_port
 from vapo_megatron.cli.select import command
 from vapo_megatron.cli.select.table import METADATA_KEY
-from vapo_megatron.data.batch import Rollout
 from vapo_megatron.data.problems import load_problems
+from vapo_megatron.data.rollout import Rollout
 
 SAMPLES = 4
 SCORES = [

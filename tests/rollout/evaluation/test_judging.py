@@ -11,9 +11,9 @@ from array import array
 import pytest
 
 from vapo_megatron.config import EvaluationConfig, RewardConfig, RolloutConfig
-from vapo_megatron.data.batch import Prompt, Rollout
 from vapo_megatron.data.labels import labels_of
 from vapo_megatron.data.problems import Problem
+from vapo_megatron.data.rollout import Prompt, Rollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.reward.math_verifier import MathVerifier
 

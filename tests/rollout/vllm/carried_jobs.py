@@ -15,14 +15,10 @@ from tests.rollout.vllm.engine_jobs import (
     weights,
 )
 from tests.rollout.vllm.sleep_jobs import LONGER_THAN_A_BLOCK
-from vapo_megatron.data.batch import Rollout
+from vapo_megatron.data.rollout import Rollout
 from vapo_megatron.rollout.requests import request_seeds
 
 COUNT, AT_ONCE, CUT_AT, WHOLE = 12, 8, 9, 5
-KEEPS = (
-    "rollout.placement=disaggregated", "rollout.num_processes=1", "rollout.carry_over_groups=1",
-    "rollout.carried_cache=keep",
-)  # fmt: skip
 
 
 def go_on(engine, begun, seeds, version, is_enough) -> tuple[list, list]:
@@ -72,49 +68,5 @@ def cut_and_gone_on(tmp: Path, first_path: Path, second_path: Path) -> dict[str,
     found["other weights"] = go_on(engine, cut, seeds, 4, lambda count: False)
     found["evaluation"] = engine.generate(ask, 1, 1, settings(0), 4)
     found["older version"] = error_of(go_on, engine, cut, seeds, 3, lambda count: False)
-    engine.shutdown()
-    return found
-
-
-def kept(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:
-    """World 1: responses that are cut, and go on with the keys and values that they have."""
-    engine = build_engine(
-        first_path,
-        config(tmp, 1, "parallel.world_size=1", f"rollout.max_num_sequences={AT_ONCE}", *KEEPS),
-    )
-    ask = prompts(COUNT, length=LONGER_THAN_A_BLOCK)
-    seeds = request_seeds(ask, 1, seed=SEED, step=1, role="train")
-    begun = [Rollout.begun(prompt, 0, at, 3) for at, prompt in enumerate(ask)]
-    asked: list[int] = []
-
-    def cut() -> list[Rollout]:
-        asked.clear()
-        tokens = lambda count: (asked.append(count), len(asked) > CUT_AT)[1]  # noqa: E731
-        return go_on(engine, begun, seeds, 3, tokens)[1]
-
-    def rest(version: int, begun: list[Rollout], seeds: list[int]) -> list[Rollout]:
-        whole, left = go_on(engine, begun, seeds, version, lambda count: False)
-        assert left == [] and not engine._llm.llm_engine.has_unfinished_requests()
-        return whole
-
-    engine.load_weights(weights(first_path), 3)
-    found: dict[str, Any] = {"plain": engine.generate(ask, 1, 1, settings(), 3)}
-    found["cut"] = cut()
-    found["same weights"] = rest(3, found["cut"], seeds)
-    found["without"] = error_of(rest, 3, cut()[1:], seeds)
-    engine.drop_running()
-
-    # Beside others that begin with the same prompts.
-    before = cut()
-    engine.load_weights(weights(second_path), 4)
-    more = request_seeds(ask, 1, seed=SEED, step=2, role="train")
-    others = [Rollout.begun(prompt, 0, COUNT + at, 4) for at, prompt in enumerate(ask)]
-    found["other weights"] = rest(4, [*before, *others], [*seeds, *more])
-    found["cached"] = cached_blocks(engine)
-
-    engine.load_weights(weights(first_path), 3)
-    before = cut()
-    found["evaluation"] = engine.generate(ask, 1, 1, settings(0), 3)
-    found["after evaluation"] = rest(3, before, seeds)
     engine.shutdown()
     return found

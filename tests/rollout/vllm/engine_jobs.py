@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.rollout.vllm.poisoned_sleep import poison_sleep
-from vapo_megatron.data.batch import Prompt
+from vapo_megatron.data.rollout import Prompt
 from vapo_megatron.errors import Stopped
 from vapo_megatron.rollout.requests import SamplingSettings
 
@@ -112,11 +112,16 @@ def odd_completions(tmp: Path) -> list:
     }
     engine = object.__new__(RolloutEngine)
     engine._max_response_tokens, engine._seed = MAX_RESPONSE, SEED
-    engine.stop_token_ids, engine._asleep, engine._running = (2,), set(), {}
+    engine.stop_token_ids, engine._asleep = (2,), set()
     engine.replica, engine.num_replicas, engine.policy_version = 0, 1, 7
-    engine._complete = lambda more, keep, *_, **__: [
-        keep(*c) for c in reversed(completions.items())
-    ]
+
+    def complete(more, keep, *_, **__):
+        seeds = [seed for seed, *_ in more(9)]
+        for position, completion in reversed(completions.items()):
+            keep(seeds[position], completion)
+        return {}
+
+    engine._complete = complete
     engine.keeps_rollouts, finished = True, []
     returned = engine.generate(prompts(3, 2), 2, 1, settings(), 7, on_finished=finished.append)
     return returned, [r.position for r in finished]

@@ -30,13 +30,6 @@ def test_a_cpu_has_neither():
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_keys_and_values_that_are_kept_are_lent_to_nobody(on_cpu):
-    plain, keeps = arguments(on_cpu), arguments(on_cpu, carried_cache="keep")
-    for name in ("enable_prefix_caching", "async_scheduling"):
-        assert plain[name] is None and keeps[name] is False
-
-
-@pytest.mark.parametrize("on_cpu", [True, False])
 def test_settings_win(on_cpu):
     found = arguments(on_cpu, kv_cache_bytes=77, enforce_eager=not on_cpu)
     assert found["kv_cache_memory_bytes"] == 77

@@ -34,15 +34,6 @@ def found(vllm_workers, models, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def kept(vllm_workers, models, tmp_path_factory):
-    tmp = tmp_path_factory.mktemp("kept")
-    (result,) = vllm_workers.run(
-        1, jobs.kept, tmp, models["first"], models["second"], timeout_seconds=280
-    )
-    return result
-
-
-@pytest.fixture(scope="module")
 def reference(models):
     return {name: Qwen2ForCausalLM.from_pretrained(path).eval() for name, path in models.items()}
 
@@ -112,43 +103,3 @@ def test_nothing_of_older_weights_is_left(found, reference):
     assert before > 0 and after == 0
     assert_greedy(reference["second"], found["evaluation"])
     assert found["older version"].startswith("RuntimeError: asked for policy version 3, but the")
-
-
-def test_what_is_kept_goes_on_as_if_it_had_not_been_cut(kept):
-    """Bit by bit: not even random numbers are drawn anew."""
-    plain = {r.position: r for r in kept["plain"]}
-    assert any(r.token_ids for r in kept["cut"]) and not all(r.token_ids for r in kept["cut"])
-    assert kept["same weights"] == [plain[r.position] for r in kept["same weights"]]
-    assert {r.position for r in kept["same weights"]} == {r.position for r in kept["cut"]}
-    assert kept["without"] == "AssertionError: a response that was cut does not go on"
-
-
-def test_kept_keys_and_values_are_those_of_older_weights_and_of_their_own_response(kept, reference):
-    cut = {r.position: r for r in kept["cut"]}
-    differences = []
-    for after in kept["other weights"]:
-        if (before := cut.get(after.position)) is None or not before.token_ids:
-            # Another response to the same prompt, which no older weights have seen.
-            assert after.versions == ((4, len(after.token_ids)),)
-            assert_logprobs(after, reference["second"], 0, None)
-            continue
-        count, total = len(before.token_ids), len(after.token_ids)
-        assert after.versions == ((3, count), (4, total - count))
-        assert after.token_ids[:count] == before.token_ids
-        assert after.logprobs[:count] == before.logprobs
-        expected = logits_of(reference["second"], after).log_softmax(-1)
-        expected = expected[torch.arange(total), list(after.token_ids)]
-        differences.append((torch.tensor(after.logprobs) - expected)[count:].abs().max())
-    assert differences and min(differences) > 1e-3, "they were computed anew"
-    assert kept["cached"] == 0
-
-
-def test_an_evaluation_drops_what_is_kept(kept, reference):
-    assert_greedy(reference["first"], kept["evaluation"])
-    cut = {r.position: r for r in kept["cut"]}
-    for after in kept["after evaluation"]:
-        count = len(cut[after.position].token_ids)
-        assert after.token_ids[:count] == cut[after.position].token_ids
-        assert_logprobs(after, reference["first"], 0, None)
-    # Its random numbers are others then, as they are without what is kept.
-    assert kept["after evaluation"] != kept["same weights"]

@@ -71,7 +71,7 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT, cp=1):
     )
     count = torch.tensor(30.0 * place.dp_size)
     part = make_microbatch(batch, cp_size=place.cp_size, cp_rank=place.cp_rank)
-    mini_batch = MiniBatch([part], count, count, count, count)
+    mini_batch = MiniBatch([part], {"tokens": count})
 
     def loss_function(output, microbatch):
         values = gather_tokens(values_of(output)[microbatch.predicting], microbatch, place)

@@ -63,9 +63,9 @@ def report(tmp_path_factory):
     hostile(run_dir, 20, ["third problem", "fourth problem"])
     with MetricsWriter(run_dir, tensorboard=False, resume_step=21) as writer:
         for step in range(1, 21):
-            writer.write_problems(step, [1, 2, 3 + step], [step % 5, 4, 0], 4)
+            writer.write_problems(step, [1, 2, 3 + step], [step % 5, 4, 0], [4] * 3)
         for step in (0, 10, 20):
-            writer.write_problems(step, range(2), [0, step // 10], 2, held_out=True)
+            writer.write_problems(step, range(2), [0, step // 10], [2] * 2, held_out=True)
     return build_report(run_dir)
 
 

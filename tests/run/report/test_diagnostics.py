@@ -152,9 +152,9 @@ def test_runs_without_tokens_have_no_plots(tmp_path):
 def test_pass_rates_of_problems(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.write(1, {})
-        writer.write_problems(1, [7, 8, 9, 9], [0, 4, 1, 3], 4)
-        writer.write_problems(2, [5, 8, 6, 9], [4, 0, 4, 2], 4)
-        writer.write_problems(3, [5, 8, 6, 9], [4, 0, 4, 2], 4)
+        writer.write_problems(1, [7, 8, 9, 9], [0, 4, 1, 3], [4] * 4)
+        writer.write_problems(2, [5, 8, 6, 9], [4, 0, 4, 2], [4] * 4)
+        writer.write_problems(3, [5, 8, 6, 9], [4, 0, 4, 2], [4] * 4)
     # What a resume at step 3 drops is written anew.
     MetricsWriter(tmp_path, tensorboard=False, resume_step=3).close()
     found = {p["title"]: p for p in plots(read_run(tmp_path))}
@@ -172,9 +172,9 @@ def test_pass_rates_of_problems(tmp_path):
 
 def test_pass_rates_of_held_out_problems(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
-        writer.write_problems(2, [7], [1], 4)
+        writer.write_problems(2, [7], [1], [4])
         for step, correct in ((0, [0, 2, 0]), (2, [2, 1, 0]), (4, [2, 2, 2])):
-            writer.write_problems(step, range(3), correct, 2, held_out=True)
+            writer.write_problems(step, range(3), correct, [2] * 3, held_out=True)
     MetricsWriter(tmp_path, tensorboard=False, resume_step=3).close()
     found = {p["title"]: p for p in plots(read_run(tmp_path))}
     shares = {s["label"]: s["points"] for s in found[MASTERED]["series"]}
@@ -191,7 +191,7 @@ def test_pass_rates_of_held_out_problems(tmp_path):
 def test_many_problems_and_steps_are_bounded(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         for step in range(1, 251):
-            writer.write_problems(step, range(200), [step % 5] * 200, 4)
+            writer.write_problems(step, range(200), [step % 5] * 200, [4] * 200)
     found = {p["title"]: p for p in plots(read_run(tmp_path))}
     none = found[LEFT]["series"][0]["points"]
     # Three steps at a time: 84 points, the first of steps 1 to 3, the second of 4, 5 and 6.

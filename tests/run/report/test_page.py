@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from vapo_megatron.config import VapoConfig, load_config
-from vapo_megatron.data.batch import Prompt, Rollout, ScoredRollout
+from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 from vapo_megatron.errors import DataError
 from vapo_megatron.run.metrics import MetricsWriter
 from vapo_megatron.run.report.html import escape, script_json
@@ -121,7 +121,7 @@ def _group(step: int, index: int, pretraining: int, rng: random.Random) -> dict:
         ids = tuple(range(len(text)))
         rollout = Rollout(prompt, sample, sample, ids, (0.0,) * len(ids), truncated, 0)
         scored.append(ScoredRollout(rollout, text, status, 1.0 if status == "correct" else -1.0))
-    return group_records(scored, 16, {}, None)[0]
+    return group_records(scored, {}, None)[0]
 
 
 class Page(HTMLParser):

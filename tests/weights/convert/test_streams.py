@@ -27,7 +27,7 @@ import torch
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.weights.hf_directory import TensorPlan, write_index, write_safetensors
 from vapo_megatron.weights.hf_reader import HfReader
-from vapo_megatron.weights.mapping import hf_tensors
+from vapo_megatron.weights.table import hf_tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).resolve().parents[3]

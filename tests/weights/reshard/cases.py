@@ -20,8 +20,8 @@ from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape, check_layout
 from vapo_megatron.models.known import known_shape
 from vapo_megatron.weights import layout
-from vapo_megatron.weights.mapping import Row, rows
-from vapo_megatron.weights.reshard.shards import TrainerLayout, trainer_layout
+from vapo_megatron.weights.holders import TrainerLayout, trainer_layout
+from vapo_megatron.weights.table import Row, rows
 
 MODELS = ("Qwen2.5-0.5B", "Qwen2.5-7B", "Qwen2.5-32B")
 

@@ -32,9 +32,9 @@ from tests.weights.reshard.cases import (
     trainer_layouts,
 )
 from vapo_megatron.models.known import known_shape
-from vapo_megatron.weights.mapping import EMBEDDING
 from vapo_megatron.weights.reshard.plan import SAMPLER, Block, Move, Plan, Slice
 from vapo_megatron.weights.reshard.planner import make_plan
+from vapo_megatron.weights.table import EMBEDDING
 
 SAME_RANK, SAME_NODE, ACROSS = range(3)
 

@@ -18,13 +18,13 @@ from tests.weights.reshard.cases import Symbols, symbols
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.known import known_shape
-from vapo_megatron.weights.mapping import rows
+from vapo_megatron.weights.holders import TrainerLayout, trainer_layout
 from vapo_megatron.weights.reshard.cost import Cluster, full_gather_cost, plan_cost
 from vapo_megatron.weights.reshard.plan import SAMPLER, Block, Layer, Move, Plan, Slice, Step
 from vapo_megatron.weights.reshard.planner import make_plan
-from vapo_megatron.weights.reshard.shards import TrainerLayout, trainer_layout
 from vapo_megatron.weights.reshard.steps import buckets, steps_of
 from vapo_megatron.weights.reshard.vllm_layout import check_sampler
+from vapo_megatron.weights.table import rows
 
 Parameters = dict[tuple[int, str], np.ndarray]
 
@@ -53,7 +53,7 @@ def world_of(shape: ModelShape, trainer: TrainerLayout, sampler_tp: int) -> Worl
         found = symbols(shape, row, trainer.tp_size, sampler_tp, trainer.vocab_rows)
         if "{}" not in row.hf[0]:
             is_embedding = row.megatron[0].startswith("embedding")
-            stage, chunk = (0, 0) if is_embedding else (last, trainer.last_chunk)
+            stage, chunk = (0, 0) if is_embedding else (last, len(trainer.layers[-1]) - 1)
             if not (row.is_copy and last == 0):
                 place(world, trainer, found, stage, chunk, row.megatron[0], None, 0)
             continue

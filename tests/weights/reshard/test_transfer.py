@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from tests.weights.loaded import Layout, load
 from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron.weights.holders import trainer_layout
 from vapo_megatron.weights.reshard.plan import SAMPLER, LiveWeight, Move, Slice, Step, Transfer
 from vapo_megatron.weights.reshard.planner import make_plan
-from vapo_megatron.weights.reshard.shards import trainer_layout
 from vapo_megatron.weights.reshard.steps import steps_of
 from vapo_megatron.weights.reshard.sync import all_weights
 from vapo_megatron.weights.reshard.transfer import execute

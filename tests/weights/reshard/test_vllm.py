@@ -25,7 +25,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tests.weights.reshard.cases import symbols
 from vapo_megatron.models.known import known_shape
-from vapo_megatron.weights.mapping import rows
+from vapo_megatron.weights.table import rows
 
 def parameter(size, **dims):
     found = Parameter(torch.full(size, -1.0), requires_grad=False)

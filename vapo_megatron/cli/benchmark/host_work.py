@@ -13,12 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.config import AlgorithmConfig
-from vapo_megatron.data.batch import Prompt, Rollout, RolloutBatch, ScoredRollout
+from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.data.packing import plan_step
+from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 from vapo_megatron.parallel.exchange import exchange, gather_summary
-from vapo_megatron.parallel.groups import Ranks
+from vapo_megatron.parallel.groups import AXES, Axis, Ranks
 from vapo_megatron.parallel.minibatches import filled_in, make_microbatches, make_mini_batches
-from vapo_megatron.roles.advantages import with_advantages, with_loss_mask, with_policy_mask
+from vapo_megatron.roles.advantages import (
+    with_advantages,
+    with_loss_mask,
+    with_policy_mask,
+    with_positive_examples,
+)
 from vapo_megatron.run.step_metrics import sampler_difference, step_metrics
 
 Result = TypeVar("Result")
@@ -59,9 +65,8 @@ def measure(lengths: Tensor, seed: int) -> dict[str, Seconds]:
     try:
         world = dist.group.WORLD
         assert world is not None
-        # On each of the five axes.
-        alone = (1, 0, world)
-        ranks = Ranks(0, 1, *alone * 5, vpp_size=1, last_stage_rank=0)
+        alone = Axis(1, 0, world)
+        ranks = Ranks(0, 1, dict.fromkeys(AXES, alone), vpp_size=1, last_stage_rank=0)
         return _measure(_responses(lengths, seed), ranks)
     finally:
         dist.destroy_process_group()
@@ -128,6 +133,7 @@ def _measure(scored: list[ScoredRollout], ranks: Ranks) -> dict[str, Seconds]:
     batch = clock(
         "lambdas, GAE, whitening", lambda: with_advantages(summary, batch, algorithm, ranks)
     )
+    batch = clock("positive examples", lambda: with_positive_examples(batch, algorithm))
     mini_batches = clock(
         "mini-batches",
         lambda: make_mini_batches(filled_in(microbatches, batch), map(len, sizes), ranks),

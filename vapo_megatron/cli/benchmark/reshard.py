@@ -29,7 +29,7 @@ from vapo_megatron.config import load_config
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.rollout.inputs import Inputs
-from vapo_megatron.weights.mapping import hf_tensors
+from vapo_megatron.weights.table import hf_tensors
 
 LAYOUTS = {
     # processes -> (TP and PP of the trainer, the rest is data parallel; TP of the sampler)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.cli.evaluate.directory import date_of_run, find_hf_directory, is_run_directory
 from vapo_megatron.config import RolloutConfig, VapoConfig, check_together, read_config
-from vapo_megatron.data.batch import Prompt
 from vapo_megatron.data.prompts import PromptDataset
+from vapo_megatron.data.rollout import Prompt
 from vapo_megatron.data.storage import append, replace_file
 from vapo_megatron.errors import ConfigError, DataError, UserError, tell
 from vapo_megatron.models.hf_config import read_model_shape

@@ -26,8 +26,8 @@ from vapo_megatron.cli.prepare.columns import (
 from vapo_megatron.cli.prepare.rows import Choose, count_rows, find_file, read_rows
 from vapo_megatron.cli.prepare.summary import Summary, Template
 from vapo_megatron.data.chat import OPTION_COLUMNS, Message, template_options
-from vapo_megatron.data.columns import storable_array
 from vapo_megatron.data.ground_truths import members
+from vapo_megatron.data.parquet import storable_array
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.data.prompts import without_second_begin
 from vapo_megatron.data.storage import replacing

@@ -22,8 +22,9 @@ from vapo_megatron.cli.evaluate.checkpoint import Evaluation
 from vapo_megatron.cli.preflight import check_reward_model
 from vapo_megatron.config import RewardConfig, VapoConfig
 from vapo_megatron.config.missing import missing_model
-from vapo_megatron.data.batch import PENDING, RolloutBatch, bounds
+from vapo_megatron.data.batch import RolloutBatch, bounds
 from vapo_megatron.data.microbatch import make_microbatch
+from vapo_megatron.data.rollout import PENDING
 from vapo_megatron.data.storage import append
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import read_reward_shape

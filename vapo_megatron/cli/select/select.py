@@ -19,7 +19,7 @@ from vapo_megatron.cli.select.page import write_selection_page
 from vapo_megatron.cli.select.rules import Rules, measure, select
 from vapo_megatron.cli.select.table import source_table, write_selection
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.batch import Prompt
+from vapo_megatron.data.rollout import Prompt
 from vapo_megatron.errors import ConfigError, DataError
 from vapo_megatron.rollout.evaluation.samples_file import (
     OF_PLACE,

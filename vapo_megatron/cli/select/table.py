@@ -12,7 +12,7 @@ from typing import Any
 
 from vapo_megatron.cli.select.rules import Measured
 from vapo_megatron.config import DataConfig
-from vapo_megatron.data.columns import storable_array
+from vapo_megatron.data.parquet import storable_array
 from vapo_megatron.data.problems import Problem, jsonl_rows, parquet_file
 from vapo_megatron.data.storage import replacing
 from vapo_megatron.errors import DataError

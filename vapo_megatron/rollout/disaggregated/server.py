@@ -33,8 +33,8 @@ from vapo_megatron.config import (
     TimeoutsConfig,
 )
 from vapo_megatron.config.phases import Span
-from vapo_megatron.data.batch import ScoredRollout
 from vapo_megatron.data.packing import plan_of
+from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel import backend, store
 from vapo_megatron.parallel.exchange import exchange, gather_summary
@@ -219,10 +219,7 @@ class Server:
                 return fields["step"] in self._finished
             case "save":
                 return all(step in self._finished for step in self._in_flight(fields["done"]))
-        # When an evaluation interrupts responses whose keys and values are kept must not depend on
-        # who is faster: it waits until the samplers are as far ahead as they may be.
-        keeps = self._rollout.carried_cache == "keep"
-        return is_idle and not (keeps and order.kind == "evaluate" and self._may_sample())
+        return is_idle
 
     def _in_flight(self, done: int) -> range:
         """Return the steps whose responses a checkpoint after `done` steps has.
@@ -315,8 +312,6 @@ class Server:
     def _save(self, number: int, directory: str, done: int) -> None:
         """Write what this sampler has in flight into a checkpoint after `done` steps."""
         steps = self._in_flight(done)
-        # A run that resumes here has none of their keys and values either.
-        self._engine.drop_running()
         # A replica may be at a later step already, or have made it.
         groups = self._sampling.group_files(steps.stop)
         files = itertools.chain((self._file(s) for s in steps if self._finished[s].scored), groups)

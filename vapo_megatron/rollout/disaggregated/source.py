@@ -24,7 +24,7 @@ import torch
 from vapo_megatron.config import AlgorithmConfig, LoggingConfig, ModelConfig, RolloutConfig
 from vapo_megatron.config.metrics import emits
 from vapo_megatron.config.phases import DUMP, EVALUATION, GENERATION
-from vapo_megatron.data.batch import ScoredRollout
+from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel import store
 from vapo_megatron.parallel.groups import Ranks

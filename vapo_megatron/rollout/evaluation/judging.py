@@ -17,8 +17,8 @@ import torch
 from vapo_megatron.algorithm.group_sampling import repeat_for_group
 from vapo_megatron.config import EvaluationConfig, RewardConfig, RolloutConfig
 from vapo_megatron.config.metrics import METRICS, emits, metric_by
-from vapo_megatron.data.batch import PENDING, Prompt, Rollout
 from vapo_megatron.data.labels import Labels
+from vapo_megatron.data.rollout import PENDING, Prompt, Rollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.reduce import sum_over_world
 from vapo_megatron.reward.reward_model import Pending

@@ -43,10 +43,6 @@ def engine_arguments(
         # After a chunk vLLM samples a token, drops it and rewinds the request's generator, which a
         # CPU generator does not support.
         "enable_chunked_prefill": False if on_cpu else None,
-        # What goes on with the keys and values of older weights must not lend them to others, and
-        # no token of older weights may be on its way when they change.
-        "enable_prefix_caching": False if rollout.carried_cache == "keep" else None,
-        "async_scheduling": False if rollout.carried_cache == "keep" else None,
         "enable_sleep_mode": offload and not on_cpu,
         # If None, vLLM takes its share of the GPU less the usage that it measures: the trainer may
         # not allocate anything before or meanwhile.

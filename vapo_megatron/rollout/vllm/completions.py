@@ -38,13 +38,13 @@ def request(
     )
 
 
-def sampled(completion: Any, first: int = 0) -> tuple[array[int], array[float]]:
-    """Return a completion's tokens, from one on, and their log-probabilities."""
+def sampled(completion: Any) -> tuple[array[int], array[float]]:
+    """Return a completion's tokens and their log-probabilities."""
     token_ids, flat = array("i", completion.token_ids), completion.logprobs
     assert flat.token_ids == list(completion.token_ids), (
         f"log-probabilities of {flat.token_ids} for {completion.token_ids}"
     )
-    return token_ids[first:], array("f", flat.logprobs[first:])
+    return token_ids, array("f", flat.logprobs)
 
 
 def unfinished(engine: Any) -> dict[str, Any]:

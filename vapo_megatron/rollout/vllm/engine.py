@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.config import RolloutConfig
-from vapo_megatron.data.batch import Prompt, Rollout
+from vapo_megatron.data.rollout import Prompt, Rollout
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.sampled import check_sampled
 from vapo_megatron.parallel import store
@@ -132,10 +132,6 @@ class RolloutEngine:
         unlink_shared_memory(run_name, self.replica * tp_size, tp_size)
         self._at_once = rollout.max_num_sequences
         self._store = store.own_connection() if rollout.shared_queue else None
-        self._keeps_cache = rollout.carried_cache == "keep"
-        self._running: dict[int, int] = {}
-        """Seeds of responses that are in vLLM between two calls of `go_on`, and how many tokens
-        each had when it was given to it."""
         self._closed = False
         self._asleep: set[str] = set()
 
@@ -221,8 +217,6 @@ class RolloutEngine:
             RuntimeError: the engine has other weights.
             Stopped: on all ranks of the replica: one of them has no time left.
         """
-        self._prepare(sampling, policy_version)
-        self.drop_running()
         seeds = request_seeds(
             prompts,
             group_size,
@@ -234,26 +228,22 @@ class RolloutEngine:
         unit = group_size if sampling.whole_groups or sampling.shared else 1
         queue = self._queue(len(prompts), unit, step, sampling)
 
-        def more(room: int) -> list[Request]:
+        def take(room: int) -> list[tuple[Rollout, int]]:
             return [
-                (p, prompts[p].token_ids, request(sampling, self.stop_token_ids, seeds[p]))
+                (Rollout.begun(prompts[p], p % group_size, p, policy_version), seeds[p])
                 for p in queue.take(room)
             ]
 
         rollouts: dict[int, Rollout] = {}
 
-        def keep(position: int, completion: Any) -> None:
-            # vLLM may have aborted it.
-            if self.keeps_rollouts and completion.finish_reason in ("length", "stop"):
-                sample = position % group_size
-                begun = Rollout.begun(prompts[position], sample, position, policy_version)
-                rollout = self._ended(begun, completion)
-                rollouts[position] = rollout
+        def ended(rollout: Rollout) -> None:
+            if self.keeps_rollouts:
+                rollouts[rollout.position] = rollout
                 if on_finished is not None:
                     on_finished(rollout)
 
         expected = len(prompts) // self.num_replicas
-        self._complete(more, keep, on_progress, has_time, expected=expected)
+        self._run(take, ended, sampling, policy_version, expected, on_progress, has_time)
         return [rollouts[p] for p in sorted(rollouts)]
 
     def _queue(
@@ -283,9 +273,8 @@ class RolloutEngine:
         """Sample on at responses that have begun, until it is enough; cut the others there.
 
         Args:
-            begun: this replica's, the same on all its ranks, with all that was cut. With
-                rollout.carried_cache=recompute the keys and values of their tokens are computed
-                anew, with keep only of those that `drop_running` has dropped.
+            begun: this replica's, the same on all its ranks. Keys and values of the tokens that
+                they have are computed with the engine's weights.
             seeds: of each one's first token.
             sampling, policy_version, on_progress, has_time: see generate.
             on_finished: called on every rank with each response that is whole.
@@ -298,47 +287,66 @@ class RolloutEngine:
             RuntimeError: the engine has other weights, or vLLM gave a response up.
             Stopped: see generate; what has been sampled is dropped.
         """
-        self._prepare(sampling, policy_version)
-        held = dict(zip(seeds, begun, strict=True))
-        assert len(held) == len(begun), "two responses have one seed"
-        assert self._running.keys() <= held.keys(), "a response that was cut does not go on"
-        running, self._running = self._running, {}
-        given = {seed: running.get(seed, len(r.token_ids)) for seed, r in held.items()}
-        requests = [
-            (
-                seed,
-                (*r.prompt.token_ids, *r.token_ids),
-                request(sampling, self.stop_token_ids, seed, len(r.token_ids)),
-            )
-            for seed, r in held.items()
-            if seed not in running
-        ]
+        assert len(set(seeds)) == len(begun), "two responses have one seed"
+        parts, finished = iter([list(zip(begun, seeds, strict=True))]), list[int]()
 
-        def keep(seed: int, completion: Any) -> None:
-            if completion.finish_reason not in ("length", "stop"):
-                raise RuntimeError(f"vLLM gave up a response: {completion.finish_reason}")
-            r = held.pop(seed)
-            on_finished(self._ended(r, completion, len(r.token_ids) - given[seed]))
+        def ended(rollout: Rollout) -> None:
+            finished.append(rollout.position)
+            on_finished(rollout)
 
         # All at once.
-        parts = iter([requests])
-        cut = self._complete(
-            lambda room: next(parts, []), keep, on_progress, has_time, is_enough,
-            expected=len(held), running=list(running), leaves=self._keeps_cache,
+        cut = self._run(
+            lambda room: next(parts, []), ended, sampling, policy_version, len(begun),
+            on_progress, has_time, is_enough,
         )  # fmt: skip
-        for seed, completion in cut.items():
-            r = held[seed]
-            more = sampled(completion, len(r.token_ids) - given[seed])
-            held[seed] = r.extended(*more, policy_version, truncated=False)
-        if self._keeps_cache:
-            self._running = {seed: given[seed] for seed in cut}
-        return list(held.values())
+        if lost := len(begun) - len(finished) - len(cut):
+            raise RuntimeError(f"vLLM gave up {lost} of {len(begun)} responses")
+        return cut
 
-    def drop_running(self) -> None:
-        """Drop the keys and values of all that is cut: they will be computed anew."""
-        if self._running:
-            self._llm.llm_engine.abort_request([str(seed) for seed in self._running])
-            self._running = {}
+    def _run(
+        self,
+        take: Callable[[int], Sequence[tuple[Rollout, int]]],
+        ended: Callable[[Rollout], None],
+        sampling: SamplingSettings,
+        policy_version: int,
+        expected: int,
+        on_progress: Callable[[int, int], None] | None,
+        has_time: Callable[[], bool] | None,
+        is_enough: Callable[[], bool] = lambda: False,
+    ) -> list[Rollout]:
+        """Sample at responses, new ones or begun ones, until there are no more or it is enough.
+
+        Args:
+            take: asked for responses, each with the seed of its first token, that there is room
+                for; see running.complete.
+            ended: called on every rank with each that is whole; not with those that vLLM aborted.
+            expected: number of responses, to show.
+
+        Returns:
+            Those that are cut, with what has been sampled of them.
+        """
+        self._prepare(sampling, policy_version)
+        held: dict[int, Rollout] = {}
+
+        def more(room: int) -> list[Request]:
+            requests = list[Request]()
+            for begun, seed in take(room):
+                held[seed] = begun
+                tokens = (*begun.prompt.token_ids, *begun.token_ids)
+                asked = request(sampling, self.stop_token_ids, seed, len(begun.token_ids))
+                requests.append((seed, tokens, asked))
+            return requests
+
+        def keep(seed: int, completion: Any) -> None:
+            begun = held.pop(seed)
+            if completion.finish_reason in ("length", "stop"):
+                ended(self._ended(begun, completion))
+
+        cut = self._complete(more, keep, on_progress, has_time, is_enough, expected=expected)
+        return [
+            held[seed].extended(*sampled(completion), policy_version, truncated=False)
+            for seed, completion in cut.items()
+        ]
 
     def _prepare(self, sampling: SamplingSettings, policy_version: int) -> None:
         """Check what is asked for, and allocate the KV cache. Raises RuntimeError: see generate."""
@@ -367,25 +375,19 @@ class RolloutEngine:
 
     def _forget_prefixes(self) -> None:
         """Drop cached keys and values, which belong to older weights."""
-        # Without a cache there is nothing to drop, and what is cut has its own.
-        if not self._keeps_cache and not self._llm.reset_prefix_cache():
+        if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM's prefix cache is in use between two calls of generate")
 
-    def _complete(self, *asked: Any, expected: int, **rest: Any) -> dict[int, Any]:
+    def _complete(self, *asked: Any, expected: int) -> dict[int, Any]:
         """Run requests with the engine's weights; see running.complete."""
         # A resumed run has no cached prefixes either, and must sample the same.
         self._forget_prefixes()
         with random_state_kept():
-            return complete(
-                self._llm.llm_engine, *asked, at_once=self._at_once, expected=expected, **rest
-            )
+            return complete(self._llm.llm_engine, *asked, at_once=self._at_once, expected=expected)
 
-    def _ended(self, begun: Rollout, completion: Any, first: int = 0) -> Rollout:
-        """Return a response that vLLM has finished, from what there was of it before.
-
-        first: of the completion's tokens, that there was not.
-        """
-        token_ids, logprobs = sampled(completion, first)
+    def _ended(self, begun: Rollout, completion: Any) -> Rollout:
+        """Return a response that vLLM has finished, from what there was of it before."""
+        token_ids, logprobs = sampled(completion)
         truncated = not token_ids or token_ids[-1] not in self.stop_token_ids
         assert not token_ids or completion.finish_reason == ("length" if truncated else "stop"), (
             f"a response ending in {token_ids[-1]} finished with {completion.finish_reason}"

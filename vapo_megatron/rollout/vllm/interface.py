@@ -67,7 +67,7 @@ TABLE = (
             "model", "skip_tokenizer_init", "load_format", "generation_config", "dtype",
             "hf_overrides", "seed", "tensor_parallel_size", "distributed_executor_backend",
             "enforce_eager", "max_model_len", "max_num_seqs", "enable_chunked_prefill",
-            "enable_prefix_caching", "async_scheduling", "enable_sleep_mode",
+            "enable_sleep_mode",
             "kv_cache_memory_bytes", "gpu_memory_utilization", "logprobs_mode",
         ),
     ),

@@ -33,8 +33,6 @@ def complete(
     *,
     at_once: int,
     expected: int,
-    running: Sequence[int] = (),
-    leaves: bool = False,
 ) -> dict[int, Any]:
     """Run requests; give `keep` each completion as it ends.
 
@@ -49,8 +47,6 @@ def complete(
         is_enough: asked after every token; the same on all ranks of the replica.
         at_once: responses that there is room for.
         expected: number of requests, to show.
-        running: numbers of requests that an earlier call has left.
-        leaves: those that are cut stay in the engine, with their keys and values.
 
     Returns:
         What there is of those that are cut because it is enough, by number.
@@ -58,8 +54,7 @@ def complete(
     Raises:
         Stopped: on all ranks of the replica: one of them has no time left.
     """
-    names = [str(number) for number in running]
-    finished = 0
+    names, finished = list[str](), 0
 
     def begin() -> None:
         for number, token_ids, parameters in more(at_once - (len(names) - finished)):
@@ -82,7 +77,7 @@ def complete(
                 if on_progress is not None:
                     on_progress(finished, max(expected, len(names)))
         cut = {int(name): completion for name, completion in unfinished(engine).items()}
-        if cut and not leaves:
+        if cut:
             engine.abort_request(names)
         return cut
     except BaseException:

@@ -35,7 +35,7 @@ from vapo_megatron.parallel.store import Mailbox
 from vapo_megatron.roles.model import TrainedModel
 from vapo_megatron.run.checkpoint import files as checkpoint_files
 from vapo_megatron.weights.convert.sharded_files import format_files, serialized, write_chunks
-from vapo_megatron.weights.mapping import wait_for_parameters
+from vapo_megatron.weights.ddp import wait_for_parameters
 
 Content: TypeAlias = bytes | list[tuple[MetadataIndex, Tensor]]
 """Of a file: its bytes, or chunks of tensors."""

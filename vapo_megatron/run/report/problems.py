@@ -35,9 +35,9 @@ def _shares(title: str, rows: Sequence[_Row]) -> dict[str, Any]:
     for start in range(0, len(rows), at_a_time):
         part = rows[start : start + at_a_time]
         kinds = [
-            "none correct" if n == 0 else "all" if n == row["group_size"] else "some"
+            "none correct" if n == 0 else "all" if n == size else "some"
             for row in part
-            for n in row["correct"]
+            for n, size in zip(row["correct"], _sizes(row))
         ]
         step = sum(row["step"] for row in part) / len(part)
         for kind, points in curves.items():
@@ -46,6 +46,12 @@ def _shares(title: str, rows: Sequence[_Row]) -> dict[str, Any]:
     series = [{"label": kind, "points": points} for kind, points in curves.items() if points]
     y = "share of problems by correct responses"
     return {"title": title, "x": "step", "y": y, "series": series, "low": 0, "high": 1}
+
+
+def _sizes(row: _Row) -> Sequence[int]:
+    """Responses to each problem: one number in the file where all have it."""
+    size = row["group_size"]
+    return [size] * len(row["problems"]) if isinstance(size, int) else size
 
 
 def _cells(title: str, visits: str, rows: Sequence[_Row]) -> dict[str, Any]:
@@ -61,10 +67,10 @@ def _visited(rows: Sequence[_Row]) -> list[tuple[int, list[_Visit]]]:
     """The problems that were met at two steps or more, the hardest first."""
     found: dict[int, dict[int, tuple[int, int]]] = {}
     for row in rows:
-        for index, correct in zip(row["problems"], row["correct"]):
+        for index, correct, size in zip(row["problems"], row["correct"], _sizes(row)):
             # A step may draw a problem more than once.
             right, of = found.setdefault(index, {}).get(row["step"], (0, 0))
-            found[index][row["step"]] = (right + correct, of + row["group_size"])
+            found[index][row["step"]] = (right + correct, of + size)
     again = [
         (index, [(step, right, of) for step, (right, of) in sorted(visits.items())])
         for index, visits in found.items()

@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vapo_megatron.weights.layout import Kind, RowRun, bounds, row_runs, shard_dim
-from vapo_megatron.weights.mapping import VALUE_HEAD_BIAS, Row, rows_in_order
+from vapo_megatron.weights.holders import bounds, shard_dim
+from vapo_megatron.weights.layout import RowRun, row_runs
+from vapo_megatron.weights.table import VALUE_HEAD_BIAS, Row, rows_in_order
 
 if TYPE_CHECKING:
-    from vapo_megatron.config import ParallelConfig
     from vapo_megatron.models.hf_config import ModelShape
 
 _BIAS_ROW = Row(("output_layer.bias",), (VALUE_HEAD_BIAS,), "replicated", lambda shape: ((1,),))
@@ -48,11 +48,11 @@ class ShardedTensor:
     """One layer's part of a checkpoint's tensor, or a tensor outside the layers."""
 
     key: str
+    row: Row
     layer: int | None
     num_layers: int
     hf_names: tuple[str, ...]
     hf_shapes: tuple[tuple[int, ...], ...]
-    kind: Kind
     num_rows: int
     """With the vocabulary's padding."""
     num_groups: int
@@ -66,7 +66,7 @@ class ShardedTensor:
     def runs(self) -> list[RowRun]:
         """Its rows' origin in the HF tensors."""
         sizes = [size[0] for size in self.hf_shapes]
-        return row_runs(self.kind, sizes, num_groups=self.num_groups)
+        return row_runs(self.row.kind, sizes, num_groups=self.num_groups)
 
     @property
     def global_shape(self) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class ShardedTensor:
 
     def boxes(self, tp_size: int) -> Iterator[Box]:
         """Yield what each rank writes; the first one writes what is replicated."""
-        dim, columns = shard_dim(self.kind), self.num_columns
+        dim, columns = shard_dim(self.row.kind), self.num_columns
         if dim is None:
             yield Box(0, 0, self.num_rows, 0, columns)
         for rank in range(0 if dim is None else tp_size):
@@ -89,7 +89,7 @@ class ShardedTensor:
                 start, stop = bounds(columns, rank, tp_size)
                 yield Box(rank, 0, self.num_rows, start, stop - start)
                 continue
-            halves = len(self.hf_shapes) if self.kind == "gate_up" else 1
+            halves = len(self.hf_shapes) if self.row.kind == "gate_up" else 1
             size = self.num_rows // halves
             for half in range(halves):
                 start, stop = bounds(size, rank, tp_size)
@@ -116,29 +116,16 @@ def sharded_tensors(
         tensors.append(
             ShardedTensor(
                 key=row.megatron[-1].replace("layers.{}.", "layers."),
+                row=row,
                 layer=layer,
                 num_layers=shape.num_layers,
                 hf_names=tuple(name.format(layer) for name in row.hf),
                 hf_shapes=shapes,
-                kind=row.kind,
                 num_rows=padded_vocab if row.kind == "vocabulary" else unpadded,
                 num_groups=shape.num_key_value_heads,
             )
         )
     return tensors
-
-
-def first_rank_of(tensor: ShardedTensor, parallel: ParallelConfig) -> int:
-    """Return the first rank of the pipeline stage that holds a tensor, with DP 1.
-
-    Chunks of layers take turns over stages.
-    """
-    pp_size = parallel.pipeline_model_parallel_size
-    stage = 0 if tensor.key.startswith("embedding.") else pp_size - 1
-    if tensor.layer is not None:
-        num_chunks = pp_size * (parallel.virtual_pipeline_model_parallel_size or 1)
-        stage = tensor.layer // (tensor.num_layers // num_chunks) % pp_size
-    return stage * parallel.tensor_model_parallel_size
 
 
 def is_of_model(key: str) -> bool:

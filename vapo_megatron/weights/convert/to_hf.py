@@ -37,7 +37,7 @@ from vapo_megatron.weights.hf_directory import (
     write_index,
 )
 from vapo_megatron.weights.hf_reader import DTYPES, compare_tensors
-from vapo_megatron.weights.mapping import EMBEDDING, OUTPUT, VALUE_HEAD_BIAS
+from vapo_megatron.weights.table import EMBEDDING, OUTPUT, VALUE_HEAD_BIAS
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape

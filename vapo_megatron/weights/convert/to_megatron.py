@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.errors import CheckpointError
-from vapo_megatron.models.hf_config import check_layout, padded_vocab_size, read_model_shape
+from vapo_megatron.models.hf_config import check_layout, read_model_shape
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights.convert.sharded_files import (
     Written,
@@ -31,15 +31,15 @@ from vapo_megatron.weights.convert.sharded_files import (
 from vapo_megatron.weights.convert.sharded_tensors import (
     EXTRA_STATES,
     ShardedTensor,
-    first_rank_of,
     sharded_tensors,
 )
 from vapo_megatron.weights.convert.team import OnProgress, Team
 from vapo_megatron.weights.copying import Blocks, row_blocks, write_exactly
 from vapo_megatron.weights.hf_directory import CONVERSION_FILE, atomic_directory, copy_settings
 from vapo_megatron.weights.hf_reader import DTYPES, HfReader
+from vapo_megatron.weights.holders import TrainerLayout, layout_of
 from vapo_megatron.weights.load_hf import check_hf_tensors, check_tied
-from vapo_megatron.weights.mapping import EMBEDDING, OUTPUT, VALUE_HEAD, VALUE_HEAD_BIAS
+from vapo_megatron.weights.table import EMBEDDING, OUTPUT, VALUE_HEAD, VALUE_HEAD_BIAS
 
 if TYPE_CHECKING:
     from vapo_megatron.config import ParallelConfig
@@ -82,13 +82,10 @@ def convert_to_megatron(
     reader = HfReader(hf)
     check_hf_tensors(reader, shape, role)
     present = set(reader.names())
-    tp_size = parallel.tensor_model_parallel_size
-    tensors = sharded_tensors(
-        shape,
-        role,
-        padded_vocab_size(shape, make_vocab_size_divisible_by, tp_size),
-        value_bias=role == "critic" and VALUE_HEAD_BIAS in present,
-    )
+    place = layout_of(shape, parallel, make_vocab_size_divisible_by)
+    place = dataclasses.replace(place, dp_size=1)  # each shard is written once
+    has_bias = role == "critic" and VALUE_HEAD_BIAS in present
+    tensors = sharded_tensors(shape, role, place.vocab_rows, value_bias=has_bias)
     dtypes = _dtypes(reader, tensors)
     tied_output = shape.tied and role == "actor" and OUTPUT in present
     if tied_output:
@@ -99,12 +96,12 @@ def convert_to_megatron(
     num_bytes = sum(t.num_rows * t.num_columns * dtypes[t.key].itemsize for t in tensors)
     with atomic_directory(out, hf, num_bytes, overwrite=overwrite) as unfinished:
         partial = unfinished.path
-        worker = _Worker(partial, reader, parallel, team, None if VALUE_HEAD in present else head)
+        worker = _Worker(partial, reader, place, team, None if VALUE_HEAD in present else head)
         written = unfinished.together(lambda: worker.write(tensors, dtypes))
         everything = list(itertools.chain(*gather_objects(written or [])))
 
         def finish() -> None:
-            finish_checkpoint(partial, [*_extra_states(partial, tensors, parallel), *everything])
+            finish_checkpoint(partial, [*_extra_states(partial, tensors, place), *everything])
             copy_settings(hf, partial, shape.family, role, None)
             content = {"producer": "vapo_megatron", "role": role, "tied_output": tied_output}
             (partial / CONVERSION_FILE).write_text(json.dumps(content, indent=1) + "\n")
@@ -145,7 +142,7 @@ class _Worker:
 
     directory: Path
     reader: HfReader
-    parallel: ParallelConfig
+    place: TrainerLayout
     team: Team
     new_head: Tensor | None
     rows: Blocks = dataclasses.field(default_factory=Blocks)
@@ -163,9 +160,9 @@ class _Worker:
 
     def _write_tensor(self, tensor: ShardedTensor, dtype: torch.dtype) -> list[Written]:
         written = []
-        first_rank = first_rank_of(tensor, self.parallel)
+        stage, _ = self.place.home(tensor.row, tensor.layer)
         of_rows = defaultdict(list)  # boxes that share rows: read them once
-        for box in tensor.boxes(self.parallel.tensor_model_parallel_size):
+        for box in tensor.boxes(self.place.tp_size):
             of_rows[box.first_row, box.num_rows].append(box)
         for (first_row, num_rows), boxes in of_rows.items():
             for start, count in row_blocks(num_rows, tensor.num_columns * dtype.itemsize):
@@ -174,7 +171,7 @@ class _Worker:
                     rows = self.rows.get((count, tensor.num_columns), dtype)
                     read_rows(tensor, row, rows, self.reader)
                 for box in boxes:
-                    with self._file(first_rank + box.tp_rank) as file:
+                    with self._file(self.place.rank(stage, 0, box.tp_rank)) as file:
                         chunk, place = append_chunk(
                             file,
                             tensor.key,
@@ -203,13 +200,14 @@ class _Worker:
 
 
 def _extra_states(
-    directory: Path, tensors: list[ShardedTensor], parallel: ParallelConfig
+    directory: Path, tensors: list[ShardedTensor], place: TrainerLayout
 ) -> list[Written]:
     """Write the empty extra states of every layer into its stage's first file."""
     written = []
-    ranks = {t.layer: first_rank_of(t, parallel) for t in tensors if t.layer is not None}
-    for layer, rank in ranks.items():
-        keys = [f"{key}/shard_{layer}_{len(ranks)}" for key in EXTRA_STATES]
+    stages = {t.layer: place.home(t.row, t.layer)[0] for t in tensors if t.layer is not None}
+    for layer, stage in stages.items():
+        rank = place.rank(stage, 0, 0)
+        keys = [f"{key}/shard_{layer}_{len(stages)}" for key in EXTRA_STATES]
         written += append_empty_objects(directory, f"__{rank}_0.distcp", keys)
     return written
 

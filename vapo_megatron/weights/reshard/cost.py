@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vapo_megatron.weights.mapping import rows
+from vapo_megatron.weights.holders import TrainerLayout
 from vapo_megatron.weights.reshard.plan import Plan
-from vapo_megatron.weights.reshard.shards import TrainerLayout, trainer_pieces
+from vapo_megatron.weights.reshard.shards import trainer_pieces
 from vapo_megatron.weights.reshard.steps import BUCKET_BYTES, buckets
+from vapo_megatron.weights.table import rows_in_order
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
@@ -122,21 +123,12 @@ def full_gather_cost(
 
 def _stage_bytes(shape: ModelShape, trainer: TrainerLayout, bytes_per_element: int) -> list[int]:
     """Sum each stage's shard of one tensor-parallel rank, with the vocabulary's padding."""
-    found = []
-    for stage, chunks in enumerate(trainer.layers):
-        num_layers = sum(stop - first for first, stop in chunks)
-        elements = 0
-        for row in rows(shape, "actor"):
-            if row.is_copy:
-                continue
-            # Shards are equal, and the first has no padding unless it is padding alone.
-            pieces = trainer_pieces(row, shape, trainer, tp_rank=0)
-            size = sum(piece.rows * piece.columns for piece in pieces)
-            if row.is_in_layer:
-                elements += num_layers * size
-            elif stage == trainer.stage_of(row):
-                elements += size
-        found.append(elements * bytes_per_element)
+    found = [0] * trainer.pp_size
+    for row, layer in rows_in_order(shape, "actor"):
+        # Shards are equal, and the first has no padding unless it is padding alone.
+        pieces = trainer_pieces(row, shape, trainer, tp_rank=0)
+        elements = sum(piece.rows * piece.columns for piece in pieces)
+        found[trainer.home(row, layer)[0]] += elements * bytes_per_element
     return found
 
 

@@ -10,7 +10,7 @@ possible on each, up to a matrix row. Slices are assigned in order, so that few 
 only between matrix rows.
 
 A plan is data, the same on every rank, computed from sizes alone: no process group, no GPU, no
-randomness. The layers of one pipeline stage are planned once and repeated.
+randomness. Layers of one pipeline stage that are alike are planned once and repeated.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from vapo_megatron.weights.mapping import EMBEDDING, Row, rows
+from vapo_megatron.weights.holders import TrainerLayout
 from vapo_megatron.weights.reshard.plan import SAMPLER, Block, Layer, Move, Plan, Slice
-from vapo_megatron.weights.reshard.shards import Piece, TrainerLayout, trainer_pieces
+from vapo_megatron.weights.reshard.shards import Piece, trainer_pieces
 from vapo_megatron.weights.reshard.vllm_layout import check_sampler, sampler_pieces
+from vapo_megatron.weights.table import Row, layer_rows, rows
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
@@ -44,7 +45,7 @@ def make_plan(
     """Plan a weight sync from the trainer's shards to the sampler's.
 
     Args:
-        trainer: see shards.trainer_layout; its ranks are the first.
+        trainer: see holders.trainer_layout; its ranks are the first.
         sampler_tp_size: consecutive ranks that form one vLLM replica.
         gpus_per_node: consecutive ranks that share a node.
         bytes_per_element: of the weights, to count bytes; moves count elements.
@@ -59,15 +60,15 @@ def make_plan(
     check_sampler(shape, sampler_tp_size, len(samplers))
     planner = _BlockPlanner(shape, trainer, sampler_tp_size, gpus_per_node, relay, samplers)
     table = rows(shape, "actor")
-    in_layer = [row for row in table if row.is_in_layer]
     blocks = []
     for stage, chunks in enumerate(trainer.layers):
-        layers = tuple(
-            Layer(first + i, chunk, i)
-            for chunk, (first, stop) in enumerate(chunks)
-            for i in range(stop - first)
-        )
-        blocks.append(planner.block(in_layer, {stage: (0, None)}, layers))
+        alike: dict[tuple[Row, ...], list[Layer]] = {}
+        for chunk, (first, stop) in enumerate(chunks):
+            for i, number in enumerate(range(first, stop)):
+                of_layer = layer_rows(shape, "actor", number)
+                alike.setdefault(of_layer, []).append(Layer(number, chunk, i))
+        for in_layer, layers in alike.items():
+            blocks.append(planner.block(in_layer, {stage: (0, None)}, tuple(layers)))
     outside: dict[tuple[tuple[int, Home], ...], list[Row]] = {}
     for row in table:
         if not row.is_in_layer and not row.is_copy:
@@ -82,8 +83,7 @@ def _homes(row: Row, table: list[Row], trainer: TrainerLayout) -> dict[int, Home
     """Find the stages that hold a row outside the layers, and where they keep it."""
     homes: dict[int, Home] = {}
     for home in [row, *(other for other in table if other.is_copy and other.hf == row.hf)]:
-        stage = trainer.stage_of(home)
-        chunk = 0 if home.hf == (EMBEDDING,) and not home.is_copy else trainer.last_chunk
+        stage, chunk = trainer.home(home)
         homes.setdefault(stage, (chunk, home.megatron[0] if home.is_copy else None))
     return homes
 
@@ -130,7 +130,7 @@ class _BlockPlanner:
         self._found: dict[tuple[int, int | None, tuple[int, ...]], _Candidates] = {}
 
     def block(
-        self, some: list[Row], homes: dict[int, Home], layers: tuple[Layer, ...] = ()
+        self, some: Sequence[Row], homes: dict[int, Home], layers: tuple[Layer, ...] = ()
     ) -> Block:
         """Plan some rows of the table for all destinations.
 
@@ -160,12 +160,11 @@ class _BlockPlanner:
                 total[:] = (t + len(layers) * x for t, x in zip(total, loads[near], strict=True))
         return Block(tuple(sorted(moves)), tuple(sorted(relays)), layers)
 
-    def _demands(self, some: list[Row]) -> list[_Demand]:
+    def _demands(self, some: Sequence[Row]) -> list[_Demand]:
         """List what each rank's sampler shard shares with each trainer shard."""
         by_tp_rank: list[list[_Demand]] = [[] for _ in range(self.sampler_tp_size)]
         for row in some:
-            tp_ranks = [None] if row.kind == "replicated" else range(self.trainer.tp_size)
-            for tp_rank in tp_ranks:
+            for tp_rank in self.trainer.slices(row):
                 held = trainer_pieces(row, self.shape, self.trainer, tp_rank or 0)
                 for sampler_tp_rank, found in enumerate(by_tp_rank):
                     wanted = sampler_pieces(row, self.shape, self.sampler_tp_size, sampler_tp_rank)
@@ -183,16 +182,11 @@ class _BlockPlanner:
 
     def _candidates(self, demand: _Demand, homes: dict[int, Home]) -> _Candidates:
         """Find the nearest ranks that hold a slice."""
-        trainer, tp_rank, stages = self.trainer, demand.tp_rank, tuple(homes)
+        tp_rank, stages = demand.tp_rank, tuple(homes)
         node = demand.rank // self.gpus_per_node
         found = self._found.get((node, tp_rank, stages))
         if found is None:
-            holders = tuple(
-                trainer.rank(stage, dp_rank, t)
-                for stage in stages
-                for dp_rank in range(trainer.dp_size)
-                for t in (range(trainer.tp_size) if tp_rank is None else (tp_rank,))
-            )
+            holders = self.trainer.holders(stages, tp_rank)
             near = tuple(holder for holder in holders if holder // self.gpus_per_node == node)
             found = _Candidates(bool(near), near or holders)
             self._found[node, tp_rank, stages] = found
@@ -273,7 +267,7 @@ class _BlockPlanner:
 
     def _move(self, demand: _Demand, source_rank: int, homes: dict[int, Home]) -> Move:
         """Build the move of a slice from one trainer rank."""
-        chunk, name = homes[source_rank // (self.trainer.tp_size * self.trainer.dp_size)]
+        chunk, name = homes[self.trainer.stage(source_rank)]
         source = demand.source
         if chunk or name:
             source = source._replace(chunk=chunk, parameter=name or source.parameter)

@@ -1,25 +1,20 @@
 """Which part of which HF tensor each trainer rank holds, as data.
 
 Everything is stated in the coordinates of the HF tensors, so that two layouts (the sampler's is in
-vllm_layout.py) meet there. A bias or a norm counts as one column. The name table (mapping.py) says
-which tensors make a parameter. Ranks are numbered tensor parallel fastest, then data parallel, then
-pipeline. Padding rows of a vocabulary are nobody's: they are in no piece.
+vllm_layout.py) meet there. A bias or a norm counts as one column. The name table (table.py) says
+which tensors make a parameter, holders.py who holds it. Padding rows of a vocabulary are nobody's:
+they are in no piece.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
-from vapo_megatron.models.hf_config import padded_vocab_size
-from vapo_megatron.weights import layout
-from vapo_megatron.weights.mapping import EMBEDDING, Row
+from vapo_megatron.weights.holders import TrainerLayout, parts, shard_dim
+from vapo_megatron.weights.table import Row
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
-
-LayerRange = tuple[int, int]
-"""[first, stop) of consecutive layers, numbered from 0 in the whole model."""
 
 Rectangle = tuple[int, int, int, int]
 """(row, column, rows, columns)."""
@@ -38,76 +33,6 @@ class Piece(NamedTuple):
     """Local name; `{}` stands for the layer."""
     local_row: int
     local_column: int
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainerLayout:
-    """Where megatron-core keeps the model's parameters."""
-
-    tp_size: int
-    dp_size: int
-    """Ranks with the same parameters, those of context parallelism among them."""
-    layers: tuple[tuple[LayerRange, ...], ...]
-    """layers[stage][chunk]; a stage has one chunk per virtual stage."""
-    vocab_rows: int
-    """Of the padded vocabulary, over all tensor-parallel ranks."""
-    transformer_engine: bool = False
-    """Which of the table's two names a parameter has."""
-
-    @property
-    def pp_size(self) -> int:
-        """Pipeline stages."""
-        return len(self.layers)
-
-    @property
-    def last_chunk(self) -> int:
-        """Index of a stage's last chunk: on the last stage it holds the output."""
-        return len(self.layers[0]) - 1
-
-    @property
-    def world_size(self) -> int:
-        """Ranks in all."""
-        return self.tp_size * self.dp_size * self.pp_size
-
-    def stage_of(self, row: Row) -> int:
-        """Return the stage that holds a row outside the layers (of a copy: the last has it)."""
-        return 0 if row.hf == (EMBEDDING,) and not row.is_copy else self.pp_size - 1
-
-    def rank(self, stage: int, dp_rank: int, tp_rank: int) -> int:
-        """Return the global rank."""
-        return tp_rank + self.tp_size * (dp_rank + self.dp_size * stage)
-
-
-def trainer_layout(
-    shape: ModelShape,
-    *,
-    tp_size: int,
-    pp_size: int,
-    vpp_size: int = 1,
-    dp_size: int,
-    make_vocab_size_divisible_by: int = 128,
-    transformer_engine: bool = False,
-) -> TrainerLayout:
-    """Describe megatron-core's placement: equal chunks, chunk v of all stages before chunk v + 1.
-
-    Args:
-        shape: of the model; hf_config.check_layout has accepted the sizes.
-        tp_size, pp_size, vpp_size, dp_size: ranks on each axis, and model chunks of each rank;
-            dp_size is CP x DP, the ranks with the same parameters.
-        make_vocab_size_divisible_by: model.make_vocab_size_divisible_by.
-        transformer_engine: layer_spec.uses_transformer_engine.
-    """
-    assert shape.num_layers % (pp_size * vpp_size) == 0, f"{shape.num_layers} layers do not divide"
-    assert vpp_size == 1 or pp_size > 1, "virtual stages need a pipeline"
-    size = shape.num_layers // (pp_size * vpp_size)
-    firsts = [[(v * pp_size + p) * size for v in range(vpp_size)] for p in range(pp_size)]
-    return TrainerLayout(
-        tp_size=tp_size,
-        dp_size=dp_size,
-        layers=tuple(tuple((first, first + size) for first in stage) for stage in firsts),
-        vocab_rows=padded_vocab_size(shape, make_vocab_size_divisible_by, tp_size),
-        transformer_engine=transformer_engine,
-    )
 
 
 def trainer_pieces(
@@ -131,20 +56,12 @@ def trainer_pieces(
 def rectangles(
     row: Row, shape: ModelShape, tp_rank: int, tp_size: int, vocab_rows: int
 ) -> list[Rectangle]:
-    """List a tensor-parallel rank's part of each HF tensor; see layout.part_bounds."""
-    sizes = matrix_sizes(row, shape)
-    dim = layout.shard_dim(row.kind)
+    """List a tensor-parallel rank's part of each HF tensor; see holders.parts."""
+    sizes, dim = matrix_sizes(row, shape), shard_dim(row.kind)
     if dim is None:
         return [(0, 0, *size) for size in sizes]
-    all_bounds = layout.part_bounds(
-        row.kind,
-        [size[dim] for size in sizes],
-        tp_rank,
-        tp_size,
-        num_groups=shape.num_key_value_heads,
-        padded_rows=vocab_rows,
-    )
-    return [cut_along(size, dim, *part) for size, part in zip(sizes, all_bounds, strict=True)]
+    held = parts(row, shape, tp_rank, tp_size, vocab_rows)
+    return [cut_along(size, dim, *part) for size, part in zip(sizes, held, strict=True)]
 
 
 def matrix_sizes(row: Row, shape: ModelShape) -> list[tuple[int, int]]:

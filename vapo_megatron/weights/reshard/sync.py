@@ -22,10 +22,11 @@ from torch import Tensor
 from vapo_megatron.config.metrics import emits
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.reduce import gather_objects
-from vapo_megatron.weights.mapping import local_parameters, unwrap, wait_for_parameters
+from vapo_megatron.weights.ddp import unwrap, wait_for_parameters
+from vapo_megatron.weights.holders import TrainerLayout, trainer_layout
+from vapo_megatron.weights.parameters import local_parameters
 from vapo_megatron.weights.reshard.plan import SAMPLER, LiveWeight, Plan, Step
 from vapo_megatron.weights.reshard.planner import make_plan
-from vapo_megatron.weights.reshard.shards import TrainerLayout, trainer_layout
 from vapo_megatron.weights.reshard.steps import steps_of
 from vapo_megatron.weights.reshard.transfer import Weights, execute
 from vapo_megatron.weights.reshard.verify import destination_problems, differences, source_problems
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
     from vapo_megatron.parallel.groups import Ranks
     from vapo_megatron.parallel.sides import Sides
-    from vapo_megatron.weights.mapping import LocalParameter
+    from vapo_megatron.weights.parameters import LocalParameter
 
 T = TypeVar("T")
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.weights import layout
-from vapo_megatron.weights.mapping import Row
+from vapo_megatron.weights.holders import bounds, shard_elements
 from vapo_megatron.weights.reshard.shards import (
     Piece,
     cut_along,
@@ -25,6 +24,7 @@ from vapo_megatron.weights.reshard.shards import (
     rectangles,
     stacked,
 )
+from vapo_megatron.weights.table import Row
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
@@ -72,11 +72,19 @@ def sampler_pieces(row: Row, shape: ModelShape, tp_size: int, tp_rank: int) -> l
         # Where ranks outnumber key-value heads, consecutive ranks hold the same one.
         parts = min(tp_size, shape.num_key_value_heads)
         part = tp_rank // (tp_size // parts)
-        cut = [cut_along(query, 0, *layout.bounds(query[0], tp_rank, tp_size))]
-        cut += [cut_along(size, 0, *layout.bounds(size[0], part, parts)) for size in others]
+        cut = [cut_along(query, 0, *bounds(query[0], tp_rank, tp_size))]
+        cut += [cut_along(size, 0, *bounds(size[0], part, parts)) for size in others]
         return stacked(row.hf, cut, row.hf[0].replace("q_proj", "qkv_proj"))
     cut = rectangles(row, shape, tp_rank, tp_size, _vocab_rows(shape))
     return stacked(row.hf, cut, row.hf[0].replace("gate_proj", "gate_up_proj"))
+
+
+def sampler_elements(row: Row, shape: ModelShape, tp_size: int) -> int:
+    """Count what each rank holds of a row, with the vocabulary's padding."""
+    if row.kind == "qkv":
+        pieces = sampler_pieces(row, shape, tp_size, 0)
+        return sum(piece.rows * piece.columns for piece in pieces)
+    return 0 if row.is_copy else shard_elements(row, shape, tp_size, _vocab_rows(shape))
 
 
 def _vocab_rows(shape: ModelShape) -> int:

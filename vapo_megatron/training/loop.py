@@ -16,7 +16,7 @@ from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.run.checkpoint import load as checkpoint
 from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 from vapo_megatron.run.report.page import build_report
-from vapo_megatron.trainer import StepTrainer
+from vapo_megatron.training.step import StepTrainer
 from vapo_megatron.weights.export_hf import export_hf
 
 

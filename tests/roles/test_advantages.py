@@ -1,0 +1,119 @@
+"""Advantages where groups differ in size and rewards stand before the last token, by hand.
+
+Not exercised: the equations themselves (tests/algorithm), what a step makes of one turn
+(tests/test_trainer_wiring.py).
+"""
+
+import pytest
+import torch
+
+from vapo_megatron.data.batch import RolloutBatch, StepSummary, bounds
+
+# Groups of three, one and two responses, of one token each.
+FIRSTS, REWARDS = [0, 0, 0, 3, 4, 4], [1.0, -1.0, 1.0, 1.0, 0.0, 1.0]
+SHARES = {1: [[0, 1, 2, 3, 4, 5]], 2: [[5, 1, 3], [4, 0, 2]]}
+
+
+def batch_of(positions, lengths, **columns):
+    lengths = torch.tensor(lengths)
+    total = int(lengths.sum())
+    return RolloutBatch(
+        tokens=torch.zeros(total + len(lengths)).long(),
+        sequence_cu_seqlens=bounds(lengths + 1),
+        cu_seqlens=bounds(lengths),
+        positions=torch.tensor(positions),
+        rollout_logprobs=torch.zeros(total),
+        loss_mask=torch.ones(total).bool(),
+        **columns,
+    )
+
+
+def summary_of(rewards, firsts, lengths, earned=None):
+    zeros, lengths = torch.zeros(len(rewards)).long(), torch.tensor(lengths)
+    given = zeros + 1, lengths, zeros, zeros.bool(), torch.tensor(rewards), zeros
+    return StepSummary(*given, torch.tensor(firsts), zeros, earned=earned)
+
+
+def of_groups(estimator, earned):
+    import torch.distributed as dist
+
+    from vapo_megatron.config import AlgorithmConfig, ParallelConfig
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.roles.advantages import with_advantages
+
+    ranks = groups.initialize(ParallelConfig(world_size=dist.get_world_size()))
+    own = SHARES[ranks.world_size][ranks.rank]
+    algorithm = AlgorithmConfig(advantage_estimator=estimator, positive_lm_coef=0.0)
+    summary = summary_of(REWARDS, FIRSTS, [1] * 6, earned)
+    batch = with_advantages(
+        summary, batch_of(own, [1] * 3 * (2 // ranks.world_size)), algorithm, ranks
+    )
+    return dict(zip(own, batch.advantages.tolist()))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_groups_of_different_size(workers, world_size):
+    # Means 1/3, 1, 1/2; sample standard deviations sqrt(4/3), none, sqrt(1/2).
+    wide, narrow = (4 / 3) ** 0.5, 0.5**0.5
+    expected = {
+        "dr_grpo": [2 / 3, -4 / 3, 2 / 3, 0, -0.5, 0.5],
+        "grpo": [2 / 3 / wide, -4 / 3 / wide, 2 / 3 / wide, 0, -0.5 / narrow, 0.5 / narrow],
+    }
+    for estimator, advantages in expected.items():
+        found = {}
+        for part in workers.run(world_size, of_groups, estimator, None):
+            found |= part
+        assert [found[p] for p in range(6)] == pytest.approx(advantages, abs=1e-5), estimator
+
+
+def test_a_group_compares_all_that_was_earned(workers):
+    # On the way the last response earned -1: its group has nothing to choose between.
+    earned = torch.tensor([0.0, 0, 0, 0, 0, -1])
+    ((found),) = workers.run(1, of_groups, "dr_grpo", earned)
+    assert [found[p] for p in (4, 5)] == [0, 0] and found[1] == pytest.approx(-4 / 3)
+
+
+def by_gae(values, token_rewards, reward, algorithm):
+    from vapo_megatron.config import AlgorithmConfig, ParallelConfig
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.roles.advantages import with_advantages
+
+    ranks = groups.initialize(ParallelConfig(world_size=1))
+    count = len(values)
+    columns = {"token_rewards": torch.tensor(token_rewards)} if any(token_rewards) else {}
+    batch = batch_of(
+        [0], [count], values=torch.tensor(values), rewards=torch.tensor([reward]), **columns
+    )
+    summary = summary_of([reward], [0], [count])
+    batch = with_advantages(summary, batch, AlgorithmConfig(**algorithm), ranks)
+    return batch.advantages.tolist(), batch.returns.tolist()
+
+
+@pytest.mark.parametrize(
+    ("given", "algorithm", "advantages", "returns"),
+    [
+        # lambda 0: r + V' / 2 - V, and the verdict's 10 beside the last token's own .3.
+        (
+            ([0.5, -0.2, 0.3], [0.1, 0.2, 0.3], 10.0),
+            {"gamma": 0.5, "lambda_actor": 0.0, "lambda_critic": 0.0},
+            [-0.5, 0.55, 10.0], [0.0, 0.35, 10.3],
+        ),
+        # gamma .9, lambda .5: the gap between two turns does not count.
+        (
+            ([0.0, 0.0], [0.0, 0.0], 2.0),
+            {"gamma": 0.9, "lambda_actor": 0.5, "lambda_critic": 1.0},
+            [0.9, 2.0], [1.8, 2.0],
+        ),
+        # Two turns of two tokens, the first earns -1; lambda 1: what is left to earn, less V.
+        (
+            ([0.25, 0.5, -0.5, 1.0], [0.0, -1.0, 0.0, 0.0], 1.0),
+            {"lambda_actor": 1.0, "lambda_critic": 1.0},
+            [-0.25, -0.5, 1.5, 0.0], [0.0, 0.0, 1.0, 1.0],
+        ),
+    ],
+)  # fmt: skip
+def test_rewards_of_turns_stand_where_they_were_earned(
+    workers, given, algorithm, advantages, returns
+):
+    ((found, targets),) = workers.run(1, by_gae, *given, algorithm)
+    assert found == pytest.approx(advantages) and targets == pytest.approx(returns)

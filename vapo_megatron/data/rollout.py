@@ -1,0 +1,181 @@
+"""A prompt, a response to it and the verdict on that, before they become tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from vapo_megatron.data.columns import PER_TOKEN, SAMPLED
+from vapo_megatron.data.problems import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One problem of a data set."""
+
+    index: int
+    """Row in the data set: identifies the problem over the whole run, and seeds its sampling."""
+    text: str
+    token_ids: tuple[int, ...]
+    answer: str
+    """Ground truth, as the verifier reads it."""
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    """The row's other columns."""
+    source: str | None = None
+    """See Problem."""
+    critic_token_ids: tuple[int, ...] | None = None
+    """What the critic is given in place of token_ids; None: those."""
+
+    @property
+    def problem(self) -> Problem:
+        """What the verifier is given."""
+        return Problem(self.text, self.answer, self.metadata, self.source)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """One sampled response."""
+
+    prompt: Prompt
+    sample: int
+    """Sample index within the prompt's group, 0..G-1."""
+    position: int
+    """Position in the step's repeated prompt list, 0..P*G-1: the same in every layout."""
+    token_ids: array[int]
+    """int32, typecode "i": the response, its stop token included."""
+    logprobs: array[float]
+    """float32, typecode "f", per response token: log-probability under the distribution that was
+    sampled from."""
+    truncated: bool
+    """True when a length limit ended the response, so that it has no stop token."""
+    policy_version: int
+    """Number of weight publications that the sampler had seen, at the last token."""
+    segments: tuple[tuple[int, int], ...] = ()
+    """(version, number of tokens) one after the other, where several versions sampled it."""
+    inserted: tuple[tuple[int, array[int]], ...] = ()
+    """(before, ids): what something else wrote before response token number `before`, in order."""
+    columns: Mapping[str, array[Any]] = dataclasses.field(default_factory=dict, hash=False)
+    """Other numbers per response token, by their name in data/columns.py's SAMPLED."""
+
+    @classmethod
+    def begun(cls, prompt: Prompt, sample: int, position: int, version: int) -> Rollout:
+        """Return a response that has no tokens yet."""
+        return cls(prompt, sample, position, array("i"), array("f"), False, version)
+
+    @property
+    def first(self) -> int:
+        """Position of its group's first response: groups stand together, of whatever size."""
+        return self.position - self.sample
+
+    @property
+    def num_inserted(self) -> int:
+        """Tokens that others wrote between its own."""
+        return sum(len(ids) for _, ids in self.inserted)
+
+    @property
+    def sequence(self) -> np.ndarray:
+        """int32 [S]: all that the model sees, prompt, response tokens and inserted ones."""
+        parts, done = [np.array(self.prompt.token_ids, np.int32)], 0
+        own = np.array(self.token_ids, np.int32)
+        for before, ids in self.inserted:
+            parts += [own[done:before], np.array(ids, np.int32)]
+            done = before
+        return np.concatenate([*parts, own[done:]])
+
+    @property
+    def places(self) -> np.ndarray:
+        """int32 [T]: where each response token stands in `sequence`."""
+        places = np.arange(len(self.token_ids), dtype=np.int32) + len(self.prompt.token_ids)
+        for before, ids in self.inserted:
+            places[before:] += len(ids)
+        return places
+
+    @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """As segments, of any response."""
+        return self.segments or ((self.policy_version, len(self.token_ids)),)
+
+    def extended(
+        self, token_ids: array[int], logprobs: array[float], version: int, *, truncated: bool
+    ) -> Rollout:
+        """Return it with the tokens that a version has sampled after it."""
+        parts = [part for part in self.versions if part[1]]
+        if token_ids:
+            before = parts.pop()[1] if parts and parts[-1][0] == version else 0
+            parts.append((version, before + len(token_ids)))
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids + token_ids,
+            logprobs=self.logprobs + logprobs,
+            truncated=truncated,
+            policy_version=parts[-1][0] if parts else version,
+            segments=tuple(parts) if len(parts) > 1 else (),
+        )
+
+
+STATUSES = ("correct", "wrong", "unparsable", "timed_out", "failed")
+"""The verifier's possible verdicts; dumps store their index."""
+PENDING = "pending"
+"""Status of a response that the reward model is still to score."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredRollout:
+    """A response, the verifier's verdict on it and its shaped reward."""
+
+    rollout: Rollout
+    text: str
+    """Of the response, without special tokens: what was judged."""
+    status: str
+    """One of STATUSES, or PENDING."""
+    reward: float
+    """NaN while the verdict is pending."""
+    score: float | None = None
+    """The verdict's own, before shaping."""
+    note: str = ""
+    """The verifier's explanation."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    """The verdict's own numbers."""
+    token_rewards: tuple[tuple[int, float], ...] = ()
+    """(response token, reward) of what was earned on the way; `reward` stands on the last token."""
+
+    @property
+    def is_correct(self) -> bool:
+        """The verdict, independent of the reward."""
+        return self.status == "correct"
+
+    @property
+    def earned(self) -> float:
+        """The sum of token_rewards."""
+        return sum(reward for _, reward in self.token_rewards)
+
+    @property
+    def total_reward(self) -> float:
+        """The sum of all."""
+        return self.reward + self.earned
+
+    @property
+    def own_columns(self) -> tuple[str, ...]:
+        """Names in SAMPLED of what it has beside log-probabilities, which every response has."""
+        return (
+            *self.rollout.columns,
+            *["places"] * bool(self.rollout.inserted),
+            *["token_rewards"] * bool(self.token_rewards),
+        )
+
+    def column(self, name: str) -> np.ndarray:
+        """Return [T] numbers by their name in SAMPLED; zeros where it has none of these."""
+        r, dtype = self.rollout, PER_TOKEN[SAMPLED[name]].dtype
+        if name == "places":
+            return r.places
+        if name in ("logprobs", *r.columns):
+            return np.array(r.logprobs if name == "logprobs" else r.columns[name], dtype)
+        numbers = np.zeros(len(r.token_ids), dtype)
+        if name == "token_rewards":
+            for token, reward in self.token_rewards:
+                numbers[token] += reward
+        return numbers

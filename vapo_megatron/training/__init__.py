@@ -1,0 +1,1 @@
+"""The training loop, one step of it, and what a run builds before its first."""

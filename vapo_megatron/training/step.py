@@ -1,0 +1,216 @@
+"""One training step as in the paper, `train_step`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from vapo_megatron.algorithm.value_pretraining import actor_is_trained
+from vapo_megatron.config.phases import (
+    ACTOR_UPDATE,
+    ADVANTAGES,
+    CRITIC_UPDATE,
+    EXCHANGE,
+    LOGPROBS,
+    REFERENCE_LOGPROBS,
+    REWARD_SCORES,
+    SYNC,
+    VALUES,
+)
+from vapo_megatron.data.batch import RolloutBatch, StepSummary
+from vapo_megatron.data.microbatch import Microbatch
+from vapo_megatron.data.packing import StepPlan, plan_of
+from vapo_megatron.data.rollout import ScoredRollout
+from vapo_megatron.errors import Stopped
+from vapo_megatron.models.partition import cut_of
+from vapo_megatron.parallel.exchange import exchange, gather_summary
+from vapo_megatron.parallel.minibatches import (
+    MiniBatch,
+    filled_in,
+    make_microbatches,
+    make_mini_batches,
+    with_microbatches,
+)
+from vapo_megatron.parallel.reduce import any_rank
+from vapo_megatron.reward.scoring import check_verdicts, with_scores
+from vapo_megatron.roles.advantages import (
+    with_advantages,
+    with_behaviour,
+    with_loss_mask,
+    with_policy_mask,
+    with_positive_examples,
+    with_verdicts,
+)
+from vapo_megatron.run.output import kept_if_skipped
+from vapo_megatron.run.step_metrics import (
+    metrics_by_label,
+    reward_spread,
+    sampler_difference,
+    step_metrics,
+)
+from vapo_megatron.training.build import Built
+
+
+class StepData(NamedTuple):
+    """A step's training data and its metrics before the updates."""
+
+    scored: list[ScoredRollout]
+    """Verified responses that this rank sampled."""
+    summary: StepSummary
+    """Of the responses of all ranks."""
+    batch: RolloutBatch
+    """Everything that this data-parallel rank trains on."""
+    entropy: Tensor
+    """float32 [T], in nats, of the policy before the update on the batch's response tokens."""
+    mini_batches: list[MiniBatch]
+    critic_mini_batches: list[MiniBatch]
+    """The same, behind the critic's prompts where it has its own."""
+    metrics: dict[str, float]
+
+
+class StepTrainer(Built):
+    """Runs training steps; all ranks call the same methods in the same order."""
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """Run one step of VAPO (arXiv 2504.05118) and return its metrics. step counts from 0."""
+        config = self.config
+        self.watchdog.step = step + 1
+        self.early_stop.begin()
+        data = self.prepare(step)
+
+        # Last chance to stop: a step cannot be undone once weights change.
+        if any_rank(not self.early_stop.has_time_to_finish()):
+            raise Stopped
+
+        # Update the critic, and after value pretraining also the actor.
+        dump = partial(self.source.dump, scored=data.scored, algorithm=config.algorithm)
+        with kept_if_skipped(self.run_dir, step + 1, dump, self.output.note) as learned:
+            if self.critic is not None:
+                with self.phase(CRITIC_UPDATE):
+                    learned |= self.critic.update(data.critic_mini_batches)
+            if self._trains_actor(step):
+                with self.phase(ACTOR_UPDATE):
+                    learned |= self.actor.update(data.mini_batches)
+        if self._trains_actor(step):
+            self.policy_version += 1
+            learned |= self._publish()
+
+        _, summary, batch, entropy, *_ = data
+        self.output.rollouts(step, data.scored, summary, batch, entropy, self.source)
+        metrics = step_metrics(summary, batch, entropy, config.algorithm, self.ranks)
+        uses_scores = config.reward.from_score is not None
+        metrics |= reward_spread(summary, uses_scores=uses_scores)
+        metrics |= metrics_by_label(summary, self.source.labels)
+        return {**metrics, **data.metrics, **learned}
+
+    def prepare(self, step: int) -> StepData:
+        """Everything before the updates: rollout, rewards, values, log-probabilities, advantages.
+
+        Raises:
+            Stopped: on every rank, once one of them has no time left.
+        """
+        config = self.config
+
+        # Sample a group of responses per prompt and verify them on the ranks that sampled them.
+        self._publish()
+        scored, metrics = self.source.rollouts(
+            step,
+            self.policy_version,
+            self.phase,
+            trains_actor=self._trains_actor(step),
+            has_time=self.early_stop.has_time_to_finish,
+        )
+        with self.phase(EXCHANGE):
+            summary, batch, plan = self._distribute(scored, step)
+            batch = with_loss_mask(batch, config.algorithm)
+        sizes = plan.microbatch_sizes(self.ranks.dp_rank)
+        of_rank = cut_of(config.model, config.parallel, self.ranks)
+
+        def cut(batch: RolloutBatch) -> list[Microbatch]:
+            return make_microbatches(batch, itertools.chain(*sizes), **of_rank)
+
+        microbatches = cut(batch)
+        of_critic = microbatches if batch.critic_prompts is None else cut(batch.for_critic())
+
+        # Score what the reward model judges; then every response has its verdict and reward.
+        if self.reward_model is not None:
+            with self.phase(REWARD_SCORES):
+                scores = self.reward_model.score_pending(summary, microbatches)
+                longest = config.rollout.max_response_tokens
+                summary, scored = with_scores(
+                    summary,
+                    scored,
+                    scores,
+                    config.reward,
+                    longest,
+                    self.source.labels.of["verifier"],
+                )
+                batch = with_verdicts(batch, summary)
+        self.source.keep(step, scored, self.phase)
+        check_verdicts(summary, config.reward, scored, self.source.prompts, self.source.group)
+
+        # V and log pi of the responses under the weights before the update.
+        if self.critic is not None:
+            with self.phase(VALUES):
+                batch = batch.replace(values=self.critic.compute_values(of_critic))
+        with self.phase(LOGPROBS):
+            old_logprobs, entropy = self.actor.compute_logprobs(microbatches)
+            batch = batch.replace(old_logprobs=old_logprobs)
+            limit, is_stale = config.rollout.max_logprob_difference, config.rollout.is_stale
+            difference = sampler_difference(batch, limit, self.ranks, is_stale=is_stale)
+            batch, of_mask = with_policy_mask(batch, config.algorithm, self.ranks)
+            batch = with_behaviour(batch, config.rollout)
+        if self.reference is not None and self._trains_actor(step):
+            with self.phase(REFERENCE_LOGPROBS):
+                logprobs = self.reference.compute_logprobs(microbatches)
+                batch = batch.replace(reference_logprobs=logprobs)
+
+        with self.phase(ADVANTAGES):
+            batch = self.with_advantages(scored, summary, batch)
+            filled = filled_in(microbatches, with_positive_examples(batch, config.algorithm))
+            mini_batches = make_mini_batches(filled, map(len, sizes), self.ranks)
+            of_critic = filled if of_critic is microbatches else filled_in(of_critic, batch)
+            critic_mini_batches = with_microbatches(mini_batches, of_critic)
+        metrics = {**metrics, **difference, **of_mask}
+        return StepData(scored, summary, batch, entropy, mini_batches, critic_mini_batches, metrics)
+
+    def with_advantages(
+        self, scored: Sequence[ScoredRollout], summary: StepSummary, batch: RolloutBatch
+    ) -> RolloutBatch:
+        """Decoupled, length-adaptive GAE; without a critic, group-relative advantages.
+
+        A subclass can put values of its own into the batch first, or look at what comes out.
+
+        Args:
+            scored: responses that this rank sampled.
+            summary: of the responses of all ranks.
+            batch: what this data-parallel rank trains on, with values and old_logprobs.
+        """
+        return with_advantages(summary, batch, self.config.algorithm, self.ranks)
+
+    def _trains_actor(self, step: int) -> bool:
+        return actor_is_trained(step, self.config.algorithm.value_pretraining_steps)
+
+    def _distribute(
+        self, scored: Sequence[ScoredRollout], step: int
+    ) -> tuple[StepSummary, RolloutBatch, StepPlan]:
+        """Plan the mini-batches from the lengths of all responses, then send each to its rank."""
+        config, group = self.config, self.source.group
+        summary = gather_summary(scored, config.algorithm.responses_per_step, group)
+        plan = plan_of(
+            summary.sequence_lengths, config.algorithm, config.parallel,
+            hidden_size=self.shape.hidden_size, seed=config.seed, step=step,
+        )  # fmt: skip
+        wanted = [plan.positions(dp_rank) for dp_rank in range(self.ranks.dp_size)]
+        return summary, exchange(scored, summary, wanted, self.ranks, group), plan
+
+    def _publish(self) -> dict[str, float]:
+        """Sync the actor's weights to vLLM unless it already has this version."""
+        if self.source.holds(self.policy_version):
+            return {}
+        with self.phase(SYNC):
+            return self.source.publish(self.actor.trained.chunks, self.policy_version)

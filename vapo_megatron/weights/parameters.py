@@ -1,0 +1,53 @@
+"""Matches this rank's parameters with the rows of the name table."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.weights.ddp import unwrap
+from vapo_megatron.weights.table import LAYER, Row, rows
+
+if TYPE_CHECKING:
+    from vapo_megatron.models.hf_config import ModelShape
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalParameter:
+    """A parameter of this rank, with its row of the table."""
+
+    name: str
+    """Within its model chunk."""
+    data: Tensor
+    """The model's own storage; bfloat16 where the optimizer keeps float32 main parameters."""
+    row: Row
+    hf_names: tuple[str, ...]
+    """With the layer's number in the whole model."""
+
+
+def local_parameters(
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, role: str
+) -> list[LocalParameter]:
+    """Match every parameter of this rank's model chunks with its row, in the model's order.
+
+    Layers are numbered by the model (`layer_number`, from 1), so that any pipeline layout works.
+    """
+    by_name = {name: row for row in rows(shape, role) for name in row.megatron}
+    found = []
+    for chunk in map(unwrap, chunks):
+        for name, parameter in chunk.named_parameters():
+            match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+            layer, key = 0, name
+            if match:
+                layer = chunk.decoder.layers[int(match[1])].layer_number - 1  # type: ignore
+                key = LAYER + match[2]
+            row = by_name.get(key)
+            assert row is not None, f"parameter {name} of the {role} is not in the name table"
+            hf_names = tuple(n.format(layer) for n in row.hf)
+            found.append(LocalParameter(name, parameter.data, row, hf_names))
+    return found

@@ -1,0 +1,169 @@
+"""The name table: every direction (HF -> Megatron, Megatron -> HF, sync into vLLM) reads it.
+
+A row says which HF tensors make one Megatron parameter, how (see layout.py), for which models, in
+which layers, and who holds it (see holders.py). Megatron names come in two versions: Transformer
+Engine fuses each layer norm into the projection after it. `{}` stands for the layer: numbered
+within the model chunk in Megatron names, within the whole model in HF names.
+
+Imports no torch, so that planning counts from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Literal
+
+from vapo_megatron.config.phases import VALUE_ROLES
+
+if TYPE_CHECKING:
+    from vapo_megatron.models.hf_config import ModelShape
+
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
+VALUE_HEAD = "score.weight"
+VALUE_HEAD_BIAS = "score.bias"
+"""Not in the table, because it is no parameter but a constant (models/value_head.py)."""
+
+OUTPUT_LAYER = ("output_layer.weight",)
+"""Megatron's name of the output projection and of a value head."""
+
+Shapes = tuple[tuple[int, ...], ...]
+Kind = Literal["vocabulary", "qkv", "gate_up", "row", "replicated"]
+Holder = Literal["dense"]
+"""A key of holders.HOLDERS."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    megatron: tuple[str, ...]
+    """Parameter names, one for each layer implementation."""
+    hf: tuple[str, ...]
+    kind: Kind
+    shapes: Callable[[ModelShape], Shapes]
+    """Shapes of the full HF tensors."""
+    when: Callable[[ModelShape, str], bool] = lambda shape, role: True
+    """Which models have it."""
+    layers: Callable[[ModelShape], Collection[int]] = lambda shape: range(shape.num_layers)
+    """Which layers have it, numbered from 0, if its names have `{}`."""
+    holder: Holder = "dense"
+    is_copy: bool = False
+    """A second copy of an HF tensor that another row owns: loaded, never exported."""
+
+    @property
+    def is_attention(self) -> bool:
+        """Is it of attention, which a norm before it is not?"""
+        return ".self_attention." in self.megatron[0]
+
+    def is_matrix(self, shape: ModelShape) -> bool:
+        """Has it two dimensions, so that inputs are multiplied with it?"""
+        return len(self.shapes(shape)[0]) == 2
+
+    def elements(self, shape: ModelShape) -> int:
+        """Count the elements of its full HF tensors, in one layer."""
+        return sum(map(math.prod, self.shapes(shape)))
+
+    def count(self, shape: ModelShape) -> int:
+        """Count how often a model has it: in each of its layers, or once outside them."""
+        return len(self.layers(shape)) if self.is_in_layer else 1
+
+    @property
+    def is_in_layer(self) -> bool:
+        """Do layers have it? Then `{}` in its names stands for the layer's number."""
+        return "{}" in self.hf[0]
+
+
+def _q(s: ModelShape) -> int:
+    return s.num_attention_heads * s.head_dim
+
+
+def _kv(s: ModelShape) -> int:
+    return s.num_key_value_heads * s.head_dim
+
+
+def _norm(s: ModelShape) -> Shapes:
+    return ((s.hidden_size,),)
+
+
+def _vocabulary(s: ModelShape) -> Shapes:
+    return ((s.vocab_size, s.hidden_size),)
+
+
+LAYER = "decoder.layers.{}."
+_HF_LAYER = "model.layers.{}."
+
+TABLE: tuple[Row, ...] = (
+    Row(("embedding.word_embeddings.weight",), (EMBEDDING,), "vocabulary", _vocabulary),
+    Row((LAYER + "input_layernorm.weight", LAYER + "self_attention.linear_qkv.layer_norm_weight"),
+        (_HF_LAYER + "input_layernorm.weight",), "replicated", _norm),
+    Row((LAYER + "self_attention.linear_qkv.weight",),
+        tuple(_HF_LAYER + f"self_attn.{x}_proj.weight" for x in "qkv"), "qkv",
+        lambda s: ((_q(s), s.hidden_size), (_kv(s), s.hidden_size), (_kv(s), s.hidden_size))),
+    Row((LAYER + "self_attention.linear_qkv.bias",),
+        tuple(_HF_LAYER + f"self_attn.{x}_proj.bias" for x in "qkv"), "qkv",
+        lambda s: ((_q(s),), (_kv(s),), (_kv(s),)), when=lambda s, role: s.qkv_bias),
+    Row((LAYER + "self_attention.q_layernorm.weight",),
+        (_HF_LAYER + "self_attn.q_norm.weight",), "replicated",
+        lambda s: ((s.head_dim,),), when=lambda s, role: s.qk_norm),
+    Row((LAYER + "self_attention.k_layernorm.weight",),
+        (_HF_LAYER + "self_attn.k_norm.weight",), "replicated",
+        lambda s: ((s.head_dim,),), when=lambda s, role: s.qk_norm),
+    Row((LAYER + "self_attention.linear_proj.weight",),
+        (_HF_LAYER + "self_attn.o_proj.weight",), "row", lambda s: ((s.hidden_size, _q(s)),)),
+    Row((LAYER + "pre_mlp_layernorm.weight", LAYER + "mlp.linear_fc1.layer_norm_weight"),
+        (_HF_LAYER + "post_attention_layernorm.weight",), "replicated", _norm),
+    Row((LAYER + "mlp.linear_fc1.weight",),
+        (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"), "gate_up",
+        lambda s: ((s.ffn_hidden_size, s.hidden_size),) * 2),
+    Row((LAYER + "mlp.linear_fc2.weight",),
+        (_HF_LAYER + "mlp.down_proj.weight",), "row",
+        lambda s: ((s.hidden_size, s.ffn_hidden_size),)),
+    Row(("decoder.final_layernorm.weight",), ("model.norm.weight",), "replicated", _norm),
+    Row(OUTPUT_LAYER, (OUTPUT,), "vocabulary", _vocabulary,
+        when=lambda s, role: role not in VALUE_ROLES and not s.tied),
+    Row(OUTPUT_LAYER, (EMBEDDING,), "vocabulary", _vocabulary,
+        when=lambda s, role: role not in VALUE_ROLES and s.tied, is_copy=True),
+    Row(OUTPUT_LAYER, (VALUE_HEAD,), "replicated", lambda s: ((1, s.hidden_size),),
+        when=lambda s, role: role in VALUE_ROLES),
+)  # fmt: skip
+
+
+def rows(shape: ModelShape, role: str) -> list[Row]:
+    """Return the table's rows for one model."""
+    return [row for row in TABLE if row.when(shape, role)]
+
+
+def layer_rows(shape: ModelShape, role: str, layer: int) -> tuple[Row, ...]:
+    """Return the rows of one layer, numbered from 0 in the whole model."""
+    return tuple(r for r in rows(shape, role) if r.is_in_layer and layer in r.layers(shape))
+
+
+def rows_in_order(shape: ModelShape, role: str) -> list[tuple[Row, int | None]]:
+    """Return (row, layer) in the order of the model's layers, without copies.
+
+    The layer is None outside the layers.
+    """
+    first, *last = ((r, None) for r in rows(shape, role) if not r.is_in_layer and not r.is_copy)
+    layers = [(r, n) for n in range(shape.num_layers) for r in layer_rows(shape, role, n)]
+    return [first, *layers, *last]
+
+
+def hf_tensors(shape: ModelShape, role: str) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of every HF tensor of the model, in the order of its layers."""
+    return {
+        name.format(layer): size
+        for row, layer in rows_in_order(shape, role)
+        for name, size in zip(row.hf, row.shapes(shape), strict=True)
+    }
+
+
+def parameter_count(shape: ModelShape, *, value_head: bool = False) -> int:
+    """Count parameters as transformers does: a tied output projection once, no padding.
+
+    With value_head, count a critic, which has H value weights in place of the output projection.
+    """
+    own = [row for row in rows(shape, "critic" if value_head else "actor") if not row.is_copy]
+    return sum(row.elements(shape) * row.count(shape) for row in own)
