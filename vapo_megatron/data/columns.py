@@ -20,8 +20,8 @@ class Column(NamedTuple):
     """As numpy and torch call it. A loss mask may also be float32: a weight above 0."""
     about: str
     sampled: str = ""
-    """Name in ScoredRollout.columns of the numbers that it arrives with; none: the trainer computes
-    it. Numbers that no response of a step has do not travel."""
+    """Name in ScoredRollout.columns of the numbers that it arrives with, in 4 bytes each; none: the
+    trainer computes it. Numbers that no response of a step has do not travel."""
     held: Callable[[AlgorithmConfig], bool] = lambda algorithm: True
     """Which runs have it; None stands for a column that is not computed."""
 

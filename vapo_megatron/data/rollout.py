@@ -103,6 +103,7 @@ class Rollout:
         self, token_ids: array[int], logprobs: array[float], version: int, *, truncated: bool
     ) -> Rollout:
         """Return it with the tokens that a version has sampled after it."""
+        assert not self.columns, "numbers per token of a response that goes on would be too few"
         parts = [part for part in self.versions if part[1]]
         if token_ids:
             before = parts.pop()[1] if parts and parts[-1][0] == version else 0

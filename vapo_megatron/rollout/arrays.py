@@ -5,7 +5,6 @@ What no response has is left out, so that an ordinary dump has no arrays for it.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from array import array
@@ -171,10 +170,10 @@ def unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
     if "token_rewards" in arrays:
         pairs = (part.reshape(-1, 2).tolist() for part in parts("token_rewards"))
         earned = [tuple((int(token), reward) for token, reward in part) for part in pairs]
-    scored = map(ScoredRollout, rollouts, texts("text"), statuses, rewards)
+    scored = zip(rollouts, texts("text"), statuses, rewards, metrics, earned, strict=True)
     return [
-        dataclasses.replace(item, metrics=found, token_rewards=on_the_way)
-        for item, found, on_the_way in zip(scored, metrics, earned, strict=True)
+        ScoredRollout(*verdict, metrics=numbers, token_rewards=on_the_way)
+        for *verdict, numbers, on_the_way in scored
     ]
 
 

@@ -168,11 +168,12 @@ def reward_spread(summary: StepSummary, *, uses_scores: bool) -> dict[str, float
     # Exactly 0 where all are equal: a mean that is subtracted would round.
     rewards = summary.total_rewards.double()
     result = {"reward/std": (rewards - rewards[0]).std(correction=0)}
-    sizes = summary.groups.bincount()
+    numbers = summary.groups
+    sizes = numbers.bincount()
     if sizes.max() > 1:
         of_groups = torch.empty(len(sizes), dtype=rewards.dtype)
         for size in sizes.unique().tolist():
-            groups = rewards[sizes[summary.groups] == size].view(-1, size)
+            groups = rewards[sizes[numbers] == size].view(-1, size)
             of_groups[sizes == size] = (groups - groups[:, :1]).std(1, correction=0)
         result |= {
             "reward/group_std_mean": of_groups.mean(),

@@ -332,9 +332,8 @@ class RolloutEngine:
             requests = list[Request]()
             for begun, seed in take(room):
                 held[seed] = begun
-                tokens = (*begun.prompt.token_ids, *begun.token_ids)
                 asked = request(sampling, self.stop_token_ids, seed, len(begun.token_ids))
-                requests.append((seed, tokens, asked))
+                requests.append((seed, begun.sequence.tolist(), asked))
             return requests
 
         def keep(seed: int, completion: Any) -> None:
