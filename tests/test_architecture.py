@@ -16,7 +16,7 @@ PACKAGE = ROOT / "vapo_megatron"
 
 ROOMS = (
     "__main__", "train", "cli", "training", "planning", "run", "roles", "rollout",
-    "weights", "models", "reward", "parallel", "data", "config", "algorithm", "errors",
+    "weights", "models", "reward", "parallel", "sandbox", "data", "config", "algorithm", "errors",
 )  # fmt: skip
 """From the top floor to the ground: a room imports from itself and from those after it."""
 
