@@ -30,7 +30,7 @@ from vapo_megatron.models.sampled import check_sampled
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.environment import check_processes
 from vapo_megatron.parallel.reduce import any_rank, gather_objects, sum_over_world
-from vapo_megatron.reward.scoring import FAILED, check_failures, failure, start_verifiers
+from vapo_megatron.reward.checks import FAILED, check_failures, failure, start_verifiers
 from vapo_megatron.rollout.evaluation.judging import (
     judge_problems,
     reward_mean,
