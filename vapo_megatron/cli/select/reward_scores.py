@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from vapo_megatron.cli.command import ProgressBar
-from vapo_megatron.cli.evaluate.checkpoint import Evaluation
 from vapo_megatron.cli.preflight import check_reward_model
+from vapo_megatron.cli.sampling.inputs import Evaluation
 from vapo_megatron.config import RewardConfig, VapoConfig
 from vapo_megatron.config.missing import missing_model
 from vapo_megatron.data.batch import RolloutBatch, bounds
