@@ -109,6 +109,11 @@ class Cluster:
         share: float = getattr(self, f"{of}_share")
         return peaks[of] * share
 
+    def at_peak(self) -> Cluster:
+        """Return the same with every peak reached."""
+        shares = [f.name for f in dataclasses.fields(self) if f.name.endswith("_share")]
+        return dataclasses.replace(self, **dict.fromkeys(shares, 1.0))
+
     def ring_bytes(self, size: int, stride: int = 1) -> float:
         """Bytes/s per direction and GPU in a ring of `size` ranks that are `stride` apart.
 

@@ -97,7 +97,7 @@ def gather_hf_tensors(
 
 def _described(parameter: LocalParameter) -> _Shard:
     row, data = parameter.row, parameter.data
-    axis = HOLDERS[row.holder].shards
+    axis = HOLDERS[row.holder]
     return _Shard(parameter.hf_names, row.kind, tuple(data.shape), data.dtype, axis)
 
 
