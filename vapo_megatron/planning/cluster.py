@@ -111,8 +111,9 @@ class Cluster:
 
     def at_peak(self) -> Cluster:
         """Return the same with every peak reached."""
-        shares = [f.name for f in dataclasses.fields(self) if f.name.endswith("_share")]
-        return dataclasses.replace(self, **dict.fromkeys(shares, 1.0))
+        names = [f.name for f in dataclasses.fields(self) if f.name.endswith("_share")]
+        shares: dict[str, Any] = dict.fromkeys(names, 1.0)
+        return dataclasses.replace(self, **shares)
 
     def ring_bytes(self, size: int, stride: int = 1) -> float:
         """Bytes/s per direction and GPU in a ring of `size` ranks that are `stride` apart.
