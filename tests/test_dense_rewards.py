@@ -77,7 +77,7 @@ def gradient(actor, mini_batch, loss):
         ratio = torch.tensor([RATIOS[t % len(RATIOS)] for n in lengths for t in range(n)])
         logprobs = (microbatch.batch.old_logprobs + ratio.log()).requires_grad_()
         with (
-            mock.patch(f"{of_actor}.policy_logprobs", lambda *_, x=logprobs, **__: (x, None)),
+            mock.patch(f"{of_actor}.Actor.logprobs", lambda *_, x=logprobs, **__: (x, None)),
             mock.patch(f"{of_actor}.loss_settings", lambda config: loss),
         ):
             actor._loss(mini_batch, None, microbatch)[0].backward()

@@ -64,7 +64,7 @@ def write(root, kinds):
 
 def fit(hf, dumped, run_dir, port, steps, every_steps, parallel, algorithm):
     """A run; what it was stopped by, and how many updates each role has had; a worker's."""
-    from vapo_megatron.roles.model import UpdatesSkipped
+    from vapo_megatron.roles.trained import UpdatesSkipped
     from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()

@@ -87,7 +87,7 @@ def reward_model(hf, directory):
 
 def fit(hf, run_dir, layout, sections, port, resumes=False):
     """Make the run's steps that are missing; a worker's function."""
-    from vapo_megatron.roles import model as trained_model
+    from vapo_megatron.roles import trained as trained_model
     from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()

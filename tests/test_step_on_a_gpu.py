@@ -116,12 +116,12 @@ def step(hf, dumped, run_dir, port, case, on_gpu):
             metrics = trainer.train_step(0)
             weights = {}
             for role in ("actor", "critic"):
-                trained = getattr(trainer, role).trained
-                with trained.held("parameters"):
-                    places = {p.device for chunk in trained.model for p in chunk.parameters()}
+                placed = getattr(trainer, role).placed
+                with placed.held("parameters"):
+                    places = {p.device for chunk in placed.model for p in chunk.parameters()}
                     assert places == {backend.device()}
                     for name, tensor in gather_hf_tensors(
-                        trained.chunks, trainer.shape, trainer.ranks, role=role
+                        placed.chunks, trainer.shape, trainer.ranks, role=role
                     ):
                         weights[role, name] = tensor.float().cpu().numpy()
     if seen is None:

@@ -27,9 +27,9 @@ def watched(trainer):
     """A list that grows with each call: (role, function, what of each role is on the device)."""
     seen = []
     models = {
-        "actor": trainer.actor.trained,
-        "critic": trainer.critic.trained,
-        "reference": trainer.reference.frozen,
+        "actor": trainer.actor.placed,
+        "critic": trainer.critic.placed,
+        "reference": trainer.reference.placed,
     }
 
     def watch(role, name):

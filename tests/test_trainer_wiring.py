@@ -105,7 +105,7 @@ def files_of(trainer):
             embedding = file.get_tensor("model.embed_tokens.weight")
         for role in trainer.config.algorithm.roles:
             part = getattr(trainer, role)
-            (model,) = part.frozen.model if role == "reference" else part.trained.model
+            (model,) = part.placed.model
             rows = model.state_dict()["embedding.word_embeddings.weight"][: len(embedding)]
             if torch.equal(rows, embedding):
                 found[role] = name

@@ -243,7 +243,7 @@ def _gradients(
     (mini_batch,) = minibatches.make_mini_batches(microbatches, [len(mine)], here)
     metrics = model.compute_gradients(mini_batch)
     shape = read_model_shape(tree["model"]["hf_path"])
-    named = full_gradients(model.trained.chunks, shape, here, role)
+    named = full_gradients(model.placed.chunks, shape, here, role)
     gradients = {name: gradient.clone() for name, gradient in named}
     return float(metrics["loss"]), gradients
 
@@ -256,10 +256,10 @@ def _update(model: Any, role: str, here: Any) -> tuple[float, dict[str, Tensor]]
 
     def full() -> dict[str, Tensor]:
         shape = read_model_shape(model.config.model.hf_path)
-        named = gather_hf_tensors(model.trained.chunks, shape, here, role=role)
+        named = gather_hf_tensors(model.placed.chunks, shape, here, role=role)
         return {name: tensor.double() for name, tensor in named}
 
     before = full()
-    set_learning_rate(model.trained.optimizer, LEARNING_RATE)
-    norm = float(optimizer_step(model.trained.optimizer))
+    set_learning_rate(model.placed.optimizer, LEARNING_RATE)
+    norm = float(optimizer_step(model.placed.optimizer))
     return norm, {name: after - before[name] for name, after in full().items()}

@@ -78,7 +78,7 @@ def sampler(sizes: Sizes, directory: Path) -> Iterator[Row]:
     actor = build_role("actor", shape, config)
     assert isinstance(actor, Actor)
     sync = WeightSync(shape, groups.current(), config.model, config.rollout, engine)
-    chunks = actor.trained.chunks
+    chunks = actor.placed.chunks
     sync.publish(chunks, 0)
     first, again = (sample(engine, load, 0) for _ in range(2))
     share = same_share(first, again)
