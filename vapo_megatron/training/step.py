@@ -46,6 +46,7 @@ from vapo_megatron.roles.advantages import (
     with_positive_examples,
     with_verdicts,
 )
+from vapo_megatron.rollout.source import StepRequest
 from vapo_megatron.run.output import kept_if_skipped
 from vapo_megatron.run.step_metrics import (
     metrics_by_label,
@@ -120,10 +121,10 @@ class StepTrainer(Built):
 
         # Sample a group of responses per prompt and verify them on the ranks that sampled them.
         self._publish()
+        trains_actor, has_time = self._trains_actor(step), self.early_stop.has_time_to_finish
         scored, metrics = self.source.rollouts(
-            step, self.policy_version, self.phase, trains_actor=self._trains_actor(step),
-            has_time=self.early_stop.has_time_to_finish,
-        )  # fmt: skip
+            StepRequest(step, self.policy_version, self.phase, trains_actor, has_time)
+        )
         with self.phase(EXCHANGE):
             summary, batch, plan = self._distribute(scored, step)
             batch = with_loss_mask(batch, config.algorithm)
