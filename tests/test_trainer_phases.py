@@ -26,9 +26,9 @@ def watched(trainer):
     """A list that grows with each call: (role, function, what of each role is on the device)."""
     seen = []
     models = {
-        "actor": trainer.actor.placed,
-        "critic": trainer.critic.placed,
-        "reference": trainer.reference.placed,
+        "actor": trainer.actor,
+        "critic": trainer.critic,
+        "reference": trainer.reference,
     }
 
     def watch(role, name):
