@@ -21,7 +21,6 @@ and score them all as wrong, which most of them are.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import json
@@ -129,21 +128,6 @@ def pad(batch: Sequence[Scored], padding: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, lengths - 1, torch.tensor([s.reward for s in batch])
 
 
-def batches(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, own: list[Scored]
-) -> Iterator[Sequence[Scored]]:
-    """Yield the responses of each iteration; several batches are sorted by length together."""
-    rng = random.Random(f"tiny reward model, {recipe.seed}")
-    for first, count in recipe.pools():
-        pool = [
-            rng.choice(own)
-            if rng.random() < recipe.sampled_share
-            else constructed(rng, recipe, tokenizer, held_out=False)
-            for _ in range(count)
-        ]
-        yield from recipe.batches(first, pool, lambda s: len(s.prompt) + len(s.response), rng)
-
-
 def build_model(base: Path, recipe: Recipe) -> Qwen2ForSequenceClassification:
     """Add a new head with one label to the base model, initialised from N(0, 1/H)."""
     model = Qwen2ForSequenceClassification.from_pretrained(
@@ -165,7 +149,17 @@ def losses(
     own: list[Scored],
 ) -> Iterator[tuple[Tensor, float]]:
     """Yield each iteration's binary cross-entropy, as a tensor and as a number to show."""
-    for batch in batches(recipe, tokenizer, own):
+    rng = random.Random(f"tiny reward model, {recipe.seed}")
+
+    def draw(_: float, count: int) -> list[Scored]:
+        return [
+            rng.choice(own)
+            if rng.random() < recipe.sampled_share
+            else constructed(rng, recipe, tokenizer, held_out=False)
+            for _ in range(count)
+        ]
+
+    for batch, _ in recipe.batches(rng, draw, lambda s: len(s.prompt) + len(s.response)):
         ids, last, rewards = pad(batch, padding=0)
         hidden = model.model(ids, use_cache=False).last_hidden_state
         scores = model.score(hidden[torch.arange(len(ids)), last])[:, 0]
@@ -256,10 +250,8 @@ def write(directory: Path, base: Path, recipe: Recipe) -> None:
 
 def main() -> None:
     """Make the reward model and print its report on held-out responses."""
-    parser = argparse.ArgumentParser(description="Make the tiny task's reward model.")
+    parser = making.options("Make the tiny task's reward model.")
     parser.add_argument("--base", type=Path, required=True, help="HF directory of the base model")
-    parser.add_argument("--out", type=Path, required=True, help="HF directory to make")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if wrong := measure.not_a_model(args.base):
         parser.error(f"--base {wrong}")
@@ -267,7 +259,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     made = make(args.out, args.base, Recipe(seed=args.seed))
-    print(f"reward model {'made in' if made else 'found in'} {args.out}")
+    making.tell("reward model", args.out, made=made)
     for name, of_responses in json.loads((args.out / "report.json").read_text()).items():
         numbers = "  ".join(f"{k} {v:.3f}" for k, v in of_responses.items())
         print(f"held out, {name}: {numbers}")
