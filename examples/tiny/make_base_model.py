@@ -172,7 +172,7 @@ def make(directory: Path, recipe: Recipe) -> bool:
             out, recipe.max_position_embeddings, form.characters
         ),
         draw=lambda *told: [training_text(*told)],
-        measure=lambda *model: skill.right_steps(*model, form, results=results),
+        measure=lambda model, tokenizer: skill.right_steps(model, tokenizer, form, results=results),
         weigh=choice_weights,
         further=further,
     )

@@ -26,7 +26,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import make_base_model
 import making
 import task
 import torch
@@ -48,7 +47,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe(make_base_model.Recipe):
+class Recipe(making.Architecture):
     """Model size, questions and training of the judge."""
 
     iterations: int = 800
@@ -243,7 +242,7 @@ def make(directory: Path, recipe: Recipe) -> bool:
         begin=share_digits,
         finish=report,
     )
-    sources = [sys.modules[__name__], make_base_model, making, task]
+    sources = [sys.modules[__name__], making, task]
     return making.make_from_text(directory, recipe, text, sources)
 
 

@@ -225,9 +225,9 @@ def make(directory: Path, base: Path, recipe: Recipe) -> bool:
     """Make the HF directory unless it already holds this recipe's model; True: it was made."""
     weights = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
     recipe = dataclasses.replace(recipe, base=weights)
-    made_by = making.digest(recipe, [sys.modules[__name__], making, measure, task])
+    sources = [sys.modules[__name__], making, measure, task]
     return making.make(
-        directory, recipe, made_by, "reward model", lambda partial: write(partial, base, recipe)
+        directory, recipe, sources, "reward model", lambda partial: write(partial, base, recipe)
     )
 
 

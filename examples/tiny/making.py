@@ -137,40 +137,6 @@ class Architecture(Training):
     embedding_std: float = 0.5
 
 
-class Display:
-    """One progress display for all rounds of a model's training."""
-
-    def __init__(self, kind: str) -> None:
-        """Kind: of model, to show."""
-        self.kind, self.before, self.total, self.loss = kind, 0, 0, math.nan
-        columns = BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}")
-        self._progress = Progress(kind, *columns, TimeRemainingColumn())
-        self._bar = self._progress.add_task("", total=None, loss=self.loss)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def add(self, iterations: int) -> None:
-        """Begin a round of so many iterations."""
-        self.before, self.total = self.total, self.total + iterations
-        self._started = time.monotonic()
-        self._progress.update(self._bar, total=self.total)
-
-    def show(self, done: int, loss: float) -> None:
-        """Show the round's iterations that are done, and the mean of the last losses."""
-        self.loss = loss if math.isnan(self.loss) else self.loss + 0.05 * (loss - self.loss)
-        completed = self.before + done
-        self._progress.update(self._bar, completed=completed, loss=self.loss)
-        if not self._progress.console.is_terminal and completed % 100 == 0:
-            left = (time.monotonic() - self._started) / done * (self.total - completed)
-            shown = f"{completed}/{self.total} loss {self.loss:.3f} {left:.0f} s left"
-            print(f"{self.kind} {shown}", flush=True)
-
-
 def train(
     kind: str,
     recipe: AnyTraining,
@@ -195,10 +161,24 @@ def train(
         SystemExit: it has too little right after the last round.
     """
     rounds = [recipe, *(recipe.further(i + 1) for i in range(recipe.most_rounds))]
-    with Display(kind) as display:
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}")
+    total, shown = 0, math.nan
+    with Progress(kind, *columns, TimeRemainingColumn()) as progress:
+        bar = progress.add_task("", total=None, loss=shown)
+
+        def show(done: int, loss: float) -> None:
+            nonlocal shown
+            shown = loss if math.isnan(shown) else shown + 0.05 * (loss - shown)
+            completed = total - drawn.iterations + done
+            progress.update(bar, completed=completed, loss=shown)
+            if not progress.console.is_terminal and completed % 100 == 0:
+                left = (time.monotonic() - started) / done * (total - completed)
+                print(f"{kind} {completed}/{total} loss {shown:.3f} {left:.0f} s left", flush=True)
+
         for drawn in rounds:
-            display.add(drawn.iterations)
-            drawn.train(model, losses(drawn), display.show)
+            total, started = total + drawn.iterations, time.monotonic()
+            progress.update(bar, total=total)
+            drawn.train(model, losses(drawn), show)
             model.eval()
             right = measure() if recipe.least_right else 1.0
             if right >= recipe.least_right:
@@ -207,7 +187,7 @@ def train(
             if drawn is not rounds[-1]:
                 print(f"{kind}: {found}: training on for {recipe.more_iterations} iterations")
     sys.exit(
-        f"--seed {recipe.seed}: after {display.total} iterations the {kind} has {found}; "
+        f"--seed {recipe.seed}: after {total} iterations the {kind} has {found}; "
         "give another --seed"
     )
 
@@ -372,7 +352,7 @@ def make_from_text(
         model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
         model.save_pretrained(partial)
 
-    return make(directory, recipe, digest(recipe, modules), text.kind, write)
+    return make(directory, recipe, modules, text.kind, write)
 
 
 def digest(recipe: object, modules: Sequence[ModuleType]) -> str:
@@ -383,21 +363,25 @@ def digest(recipe: object, modules: Sequence[ModuleType]) -> str:
 
 
 def make(
-    directory: Path, recipe: object, made_by: str, kind: str, write: Callable[[Path], None]
+    directory: Path,
+    recipe: object,
+    modules: Sequence[ModuleType],
+    kind: str,
+    write: Callable[[Path], None],
 ) -> bool:
     """Make an HF directory unless it already holds this recipe's model; True: it was made.
 
     Args:
         directory: created atomically.
         recipe: a dataclass, written to recipe.json.
-        made_by: digest of the recipe.
+        modules: see `digest`.
         kind: of model, for the error message.
         write: writes the model into a directory.
 
     Raises:
         SystemExit: the directory has other files.
     """
-    marker = directory / "recipe.json"
+    marker, made_by = directory / "recipe.json", digest(recipe, modules)
     if marker.exists() and json.loads(marker.read_text())["digest"] == made_by:
         return False
     if directory.exists() and not marker.exists() and any(directory.iterdir()):

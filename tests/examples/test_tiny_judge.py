@@ -42,12 +42,12 @@ def test_labels_of_a_judge():
     counts = collections.Counter()
     for (question,) in drawn(pairwise=False):
         found = re.search(
-            r"Problem: (.*)\n\nCorrect answer: (.*)\n\nResponse: (.*)\n\nReply", question.text
+            r"Problem: (.*)\n\nCorrect answer: (.*)\n\nResponse: (.*)\n\nReply", question[0]
         )
         prompt, answer, response = found.groups()
         assert task.is_held_out(prompt)
-        assert question.label == ("YES" if response.endswith(f"Answer:{answer}") else "NO")
-        counts[question.label] += 1
+        assert question[1] == ("YES" if response.endswith(f"Answer:{answer}") else "NO")
+        counts[question[1]] += 1
     # Half of the whole responses agree, and a fifth are odd.
     assert 0.35 < counts["YES"] / 500 < 0.55
 
@@ -56,12 +56,12 @@ def test_labels_of_a_pairwise_judge():
     counts = collections.Counter()
     for pair in drawn(pairwise=True):
         (first, truth), (again, response) = (
-            re.search(r"\n\nAnswer A: (.*)\n\nAnswer B: (.*)\n\nReply", question.text).groups()
+            re.search(r"\n\nAnswer A: (.*)\n\nAnswer B: (.*)\n\nReply", question[0]).groups()
             for question in pair
         )
         assert (first, truth) == (response, again) and truth in list("0123456789")
         agrees = response.endswith(f"Answer:{truth}")
-        assert [question.label for question in pair] == (["A", "B"] if agrees else ["B", "A"])
+        assert [question[1] for question in pair] == (["A", "B"] if agrees else ["B", "A"])
         counts[agrees] += 1
     assert 0.35 < counts[True] / 500 < 0.55
 
@@ -111,4 +111,4 @@ def test_chains_grow_from_one_operation():
             (question,) = make_judge.draw_questions(
                 rng, recipe, held_out=False, direct=0.0, most_operations=most
             )
-            assert question.text.count("nopqrstuvwx") <= most + 1
+            assert question[0].count("nopqrstuvwx") <= most + 1

@@ -90,8 +90,8 @@ def make_model(directory: Path, recipe: Recipe) -> bool:
             out, recipe.max_position_embeddings, ALPHABET.characters
         ),
         draw=lambda *told: [training_text(*told)],
-        measure=lambda *model: skill.right_steps(
-            *model, FORM, lambda rng, problem: chain(rng, problem, recipe.check)
+        measure=lambda model, tokenizer: skill.right_steps(
+            model, tokenizer, FORM, lambda rng, problem: chain(rng, problem, recipe.check)
         ),
     )
     sources = [sys.modules[__name__], make_base_model, making, skill, task, make_tokenizer]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import numpy as np
 from runner.arms import Arm
 from runner.curves import COLORS, Curve, Line, Panel, draw
+from runner.tables import Runs
 
 from credit import measures
 from credit.keys import read_problem
-from credit.results import Result, Runs
+from credit.results import Result
 from credit.values import Floats, follow, values
 from vapo_megatron.run.directory import read_rows, rollout_file
 from vapo_megatron.run.report.html import escape
@@ -31,19 +33,6 @@ def _lines(
         curves = [curve(result) for _, result in sorted(runs.get(name, {}).items())]
         found.append(Line(arm.title, COLORS[i % len(COLORS)], [c for c in curves if c]))
     return found
-
-
-def of_field(name: str) -> Callable[[Result], Curve]:
-    """Return what reads a field of credit.jsonl, or of metrics.jsonl, by step.
-
-    Undefined values are left out.
-    """
-
-    def curve(result: Result) -> Curve:
-        rows = result.rows if "/" in name else result.credit
-        return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-
-    return curve
 
 
 def lead(arms: Mapping[str, Arm], runs: Runs) -> str:
@@ -68,28 +57,26 @@ def charts(arms: Mapping[str, Arm], runs: Runs) -> str:
         ("explained variance", "critic/explained_variance", 0.0, 1.0),
         ("explained variance of the exact values", "best_explained_variance", 0.0, 1.0),
     ):
-        panels.append(Panel(title, "policy steps", _lines(arms, runs, of_field(field)), low, high))
+        lines = _lines(arms, runs, lambda run, field=field: run.of_field(field))
+        panels.append(Panel(title, "policy steps", lines, low, high))
     return draw(panels)
 
 
 def by_lock(arms: Mapping[str, Arm], runs: Runs, first: int, last: int) -> str:
     """Return the SVG of bias and spread of V by lock, means over some steps."""
 
-    def mean_of(field: str) -> Callable[[Result], Curve]:
-        def curve(result: Result) -> Curve:
-            found = [r[field] for r in result.credit if first <= r["step"] <= last and r[field]]
-            width = min(map(len, found), default=0)
-            mean = np.mean([each[:width] for each in found], axis=0) if found else []
-            return [(float(i + 1), float(v)) for i, v in enumerate(mean)]
-
-        return curve
+    def curve(result: Result, field: str) -> Curve:
+        found = [each for step, each in result.of_field(field) if first <= step <= last and each]
+        means = [statistics.fmean(of_lock) for of_lock in zip(*found)]
+        return [(float(i), mean) for i, mean in enumerate(means, 1)]
 
     panels = []
     for title, field, low, high in (
         (f"V less exact V, steps {first} to {last}", "value_bias_by_lock", -0.5, 0.5),
         ("its standard deviation", "value_spread_by_lock", 0.0, 1.0),
     ):
-        lines = [line for line in _lines(arms, runs, mean_of(field)) if line.curves]
+        lines = _lines(arms, runs, lambda run, field=field: curve(run, field))
+        lines = [line for line in lines if line.curves]
         panels.append(Panel(title, "lock", lines, low, high))
     return draw(panels)
 
