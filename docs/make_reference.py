@@ -1,4 +1,4 @@
-"""Writes tables of docs/configuration.md and docs/metrics.md, and docs/api.md, from the code.
+"""Writes what docs/ tells of the code: tables of four pages, docs/api.md, the picture of the rooms.
 
     python docs/make_reference.py
 
@@ -18,6 +18,7 @@ from typing import TypeGuard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from docs import features, rooms
 from vapo_megatron.config import describe_fields
 from vapo_megatron.config.metrics import METRICS
 
@@ -30,7 +31,7 @@ _FIELD = re.compile(r"  (?P<name>\S+?)=(?P<default>.*?)(?: \[(?P<symbol>.*)\])? 
 
 
 def main() -> None:
-    """Write both pages."""
+    """Write all pages."""
     for path, text in pages().items():
         path.write_text(text)
         print(path)
@@ -38,8 +39,15 @@ def main() -> None:
 
 def pages() -> dict[Path, str]:
     """Return each page as it should be."""
-    tables = {"configuration.md": configuration(), "metrics.md": metrics(), "api.md": api()}
-    return {DOCS / name: _replaced(DOCS / name, table) for name, table in tables.items()}
+    tables = {
+        "configuration.md": configuration(),
+        "metrics.md": metrics(),
+        "api.md": api(),
+        "limits.md": features.tables(),
+        "architecture.md": rooms.table(),
+    }
+    written = {DOCS / name: _replaced(DOCS / name, table) for name, table in tables.items()}
+    return {**written, rooms.PICTURE: rooms.drawn()}
 
 
 def configuration() -> str:

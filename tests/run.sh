@@ -13,6 +13,11 @@ export OMP_NUM_THREADS=1
 # Without bytecode on disk every process compiles the tests and translates megatron-core anew.
 unset PYTHONDONTWRITEBYTECODE
 # Not ".": a verifier of your own may lie beside these.
-"$VAPO_PYTHON" -m ruff check vapo_megatron tools examples tests setup.py
-[[ $# -gt 0 ]] || set -- -n 3 --dist loadfile --no-loadscope-reorder
-exec "$VAPO_PYTHON" -m pytest -q "$@"
+sources=(vapo_megatron tools examples tests docs setup.py)
+"$VAPO_PYTHON" -m ruff check "${sources[@]}"
+"$VAPO_PYTHON" -m ruff format --check --quiet "${sources[@]}"
+[[ $# -eq 0 ]] || exec "$VAPO_PYTHON" -m pytest -q "$@"
+# Types take most of a minute, in which the first tests wait for what they share.
+"$VAPO_PYTHON" -m mypy vapo_megatron & types=$!
+"$VAPO_PYTHON" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder || failed=$?
+wait "$types" && exit "${failed:-0}"

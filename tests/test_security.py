@@ -38,7 +38,7 @@ ALLOWED = {
     # megatron-core's own source, translated on import, and Python's kind of cache of that.
     "vapo_megatron/parallel/megatron_on_cpu.py": {"compile", "marshal.loads"},
     # A pipe that only the parent process writes to; what comes back from a worker is JSON.
-    "vapo_megatron/reward/worker.py": {"pickle.loads"},
+    "vapo_megatron/sandbox/worker.py": {"pickle.loads"},
     # A verifier that the user's own program passed to VapoTrainer, in such a message.
     "vapo_megatron/reward/isolated.py": {"pickle.loads"},
     # Between the ranks of one run, as torch.distributed's own gather_object.
@@ -46,7 +46,7 @@ ALLOWED = {
     # The examples' own trainers, as `python SCRIPT` would; the tables name them, not a user.
     "examples/tiny/runner/forked.py": {"runpy.run_path"},
     # Programs and tests, in a process that can do nothing else (test_hostile_programs.py).
-    "vapo_megatron/reward/sandbox/inside.py": {"compile", "eval", "exec"},
+    "vapo_megatron/sandbox/inside.py": {"compile", "eval", "exec"},
 }
 
 

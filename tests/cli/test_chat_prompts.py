@@ -17,7 +17,8 @@ from tests.rollout.chat_tokenizer import CHATML, SIZE, write_chat_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.cli import preflight, train
 from vapo_megatron.cli.command import ProgressBar
-from vapo_megatron.cli.evaluate import checkpoint
+from vapo_megatron.cli.sampling import inputs as sampling_inputs
+from vapo_megatron.cli.sampling import samples
 from vapo_megatron.cli.select import select
 from vapo_megatron.cli.select.rules import Rules
 from vapo_megatron.config import load_config
@@ -47,7 +48,7 @@ def good(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_progress(monkeypatch):
     """A slow machine has nothing else to say either."""
-    for module in (preflight, checkpoint):
+    for module in (preflight, sampling_inputs):
         monkeypatch.setattr(module, "ProgressBar", partial(ProgressBar, after_seconds=3600))
 
 
@@ -127,17 +128,18 @@ def test_evaluations_have_the_runs_date_or_their_own_first_day(good, tmp_path, d
     export = tmp_path / "run/hf_export"
     export.symlink_to(good / "model")
     out, data = tmp_path / "out.jsonl", good / "data.jsonl"
-    begun = checkpoint.check(good / "model", data, config, out)
+    begun = sampling_inputs.check(good / "model", data, config, out)
     assert begun.header["date"] == begun.inputs.date == FIRST
-    checkpoint.check_out(out, begun)
+    samples.check_out(out, begun)
     assert out.read_text() == to_line({"evaluation": 1, **begun.header}), "for all processes"
     day(LATER)
     for path in (tmp_path / "run", export):
-        assert checkpoint.check(path, data, config, tmp_path / "new").header["date"] == FIRST, path
-    assert checkpoint.check(good / "model", data, config).header["date"] == LATER
-    again = checkpoint.check(good / "model", data, config, out)
+        found = sampling_inputs.check(path, data, config, tmp_path / "new")
+        assert found.header["date"] == FIRST, path
+    assert sampling_inputs.check(good / "model", data, config).header["date"] == LATER
+    again = sampling_inputs.check(good / "model", data, config, out)
     assert again.header == begun.header
-    checkpoint.check_out(out, again)
+    samples.check_out(out, again)
 
 
 def test_a_selection_goes_on_with_its_first_day(good, tmp_path, day):
@@ -161,7 +163,7 @@ def test_a_template_without_a_date_changes_no_header(good, tmp_path, day):
     write_chat_tokenizer(hf)
     config = config_of(good, tmp_path / "run", f"model.hf_path={hf}")
     assert preflight.check_inputs(config, None).date is None
-    assert "date" not in checkpoint.check(hf, good / "data.jsonl", config).header
+    assert "date" not in sampling_inputs.check(hf, good / "data.jsonl", config).header
 
 
 @pytest.mark.parametrize("overrides", [[], ["rollout.stop_token_ids=[0,2]"]], ids=str)

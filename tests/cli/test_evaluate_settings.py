@@ -15,8 +15,9 @@ from tests.rollout.evaluation.test_judging import SAMPLES, Sampler, decode
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.workers import free_port
-from vapo_megatron.cli.evaluate import checkpoint as module
 from vapo_megatron.cli.evaluate import command
+from vapo_megatron.cli.evaluate import summary as summaries
+from vapo_megatron.cli.sampling import inputs, samples
 from vapo_megatron.rollout.evaluation.statistics import estimates, problem_values
 from vapo_megatron.weights.hf_directory import note_export
 
@@ -56,7 +57,7 @@ def evaluate(hf, data, out, port, tp_size, overrides=()):
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    config = module.evaluation_config(
+    config = inputs.evaluation_config(
         hf, [*OVERRIDES, f"rollout.tensor_model_parallel_size={tp_size}", *overrides], 2
     )
     verifiers, verifier = [], running.MathVerifier
@@ -66,12 +67,12 @@ def evaluate(hf, data, out, port, tp_size, overrides=()):
         return verifier(*arguments)
 
     with (
-        mock.patch.object(module, "build_engine", lambda *_: OneSampler(tp_size)),
-        mock.patch.object(module, "decode_responses", lambda _, responses: decode(responses)),
+        mock.patch.object(samples, "build_engine", lambda *_: OneSampler(tp_size)),
+        mock.patch.object(samples, "decode_responses", lambda _, responses: decode(responses)),
         mock.patch.object(running, "MathVerifier", noted),
     ):
         try:
-            module.evaluate_checkpoint(module.check(hf, data, config), config, out)
+            summaries.evaluate_checkpoint(inputs.check(hf, data, config), config, out)
         except UserError as error:
             return str(error)
     return verifiers
@@ -151,11 +152,11 @@ def test_each_verifier_has_statistics_of_its_own(workers, tmp_path, monkeypatch,
     assert right[3] < right[1] and 0 < right[0] < SAMPLES
 
     values = [problem_values(line["responses"]) for line in lines]
-    found = module.Summary(
+    found = summaries.Summary(
         estimates(values, 0),
         {"math": (2, estimates(values[:1], 0)), "x": (3, estimates(values, 0))},
     )
-    monkeypatch.setattr(module, "evaluate_checkpoint", lambda *_: found)
+    monkeypatch.setattr(summaries, "evaluate_checkpoint", lambda *_: found)
     monkeypatch.setenv("COLUMNS", "100")
     note_export(paths[0], 143, [])
     given = ["--checkpoint", str(paths[0]), "--data", str(paths[1]), "--out", str(out), *OVERRIDES]

@@ -42,13 +42,13 @@ class Engine:
 
 def run(arguments, port):
     """(exit code, what is printed on each stream, what the engine was asked); a worker's."""
-    from vapo_megatron.cli.evaluate import checkpoint
+    from vapo_megatron.cli.sampling import samples
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     asked, out, err = [], io.StringIO(), io.StringIO()
     with (
-        mock.patch.object(checkpoint, "build_engine", lambda *_: Engine(asked)),
+        mock.patch.object(samples, "build_engine", lambda *_: Engine(asked)),
         contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
     ):  # fmt: skip
         code = main(["sample", *arguments])

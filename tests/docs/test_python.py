@@ -1,4 +1,4 @@
-"""docs/python.md's program and its arithmetic, and docs/limits.md's refusals.
+"""The Python of docs/python.md and docs/architecture.md, and docs/limits.md's refusals.
 
 Not exercised: that the program trains; a stand-in takes the trainer's place, whose run is in
 tests/test_own_verifier_run.py.
@@ -23,6 +23,13 @@ PROGRAM, *EQUATIONS = re.findall(
 )
 ROWS = re.findall(r"^\| .* \| `([a-z_]+\..*)` \|$", (ROOT / "docs/limits.md").read_text(), re.M)
 LOSSES = ("policy", "imitation", "critic", "kl", "dis", "dppo")
+
+
+def test_the_life_of_a_response():
+    page = (ROOT / "docs/architecture.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    exec(block, {})
+    assert block.count("assert") == 5  # Each line of numbers is held.
 
 
 def test_the_program(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 import re
 
-from docs import make_reference
+from docs import features, make_reference, rooms
 from vapo_megatron.config import FileConfig, ScaleConfig, SourceConfig, VapoConfig
 from vapo_megatron.config.metrics import METRICS
 
@@ -38,3 +38,20 @@ def test_a_page_behind_the_code_is_seen(monkeypatch):
     monkeypatch.setitem(METRICS, "reward/new", METRICS["reward/mean"])
     (behind,) = [p for p, text in make_reference.pages().items() if p.read_text() != text]
     assert behind.name == "metrics.md"
+
+
+def test_the_matrix_of_features():
+    """By hand: a pair that is refused, one that is not; no feature is refused by itself."""
+    assert all(features.refusal(own) is None for own in features.FEATURES.values())
+    assert all(features.refusal(own) is None for own in features.PARALLELISM.values())
+    sampling, off, shared = (
+        features.FEATURES[name] for name in ("dynamic sampling", "one step off", "shared queue")
+    )
+    assert "disaggregated must not be combined" in features.refusal(sampling, off)
+    assert features.refusal(sampling, shared) is None
+
+
+def test_the_picture_of_the_rooms():
+    arrows = {"a": frozenset("bc"), "b": frozenset("c"), "c": frozenset(), "d": frozenset()}
+    assert rooms.floors(arrows) == [["c", "d"], ["b"], ["a"]]
+    assert rooms.needed(arrows) == [("a", "b"), ("b", "c")]

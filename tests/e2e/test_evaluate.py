@@ -159,7 +159,8 @@ def test_other_settings_do_not_go_on_with_a_file(straight):
 
 
 def test_a_run_directory_is_its_export_and_its_configuration(checkpoint, tmp_path):
-    from vapo_megatron.cli.evaluate.checkpoint import evaluation_config, find_hf_directory
+    from vapo_megatron.cli.sampling.directory import find_hf_directory
+    from vapo_megatron.cli.sampling.inputs import evaluation_config
 
     run_dir = tmp_path / "run"
     run_dir.mkdir()

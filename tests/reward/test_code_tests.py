@@ -9,8 +9,8 @@ import pytest
 
 from vapo_megatron.reward.code_outputs import same_text, same_value
 from vapo_megatron.reward.code_tests import AssertTest, CallTest, ScriptTest, read_tests
-from vapo_megatron.reward.sandbox.plain_values import decode, encode
 from vapo_megatron.reward.verifier import Problem
+from vapo_megatron.sandbox.plain_values import decode, encode
 
 TACO = {"inputs": ["1 2\n", ["3 4", "5"]], "outputs": ["3\n", ["12", "x"]]}
 CASES = [

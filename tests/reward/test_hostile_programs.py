@@ -28,9 +28,9 @@ from tests.reward.hostile_programs import (
     hostile_programs,
 )
 from vapo_megatron.reward.code_verifier import CodeVerifier
-from vapo_megatron.reward.sandbox import client
-from vapo_megatron.reward.sandbox.client import SandboxUnavailable
 from vapo_megatron.reward.verifier import Problem
+from vapo_megatron.sandbox import client
+from vapo_megatron.sandbox.client import SandboxUnavailable
 
 ANSWER = f"{MARK}7123456789"
 LIMIT_SECONDS = 0.5

@@ -101,7 +101,7 @@ def started(files, reward, tp_size, **options):
     from vapo_megatron.data.mixture import Mixture
     from vapo_megatron.data.problems import load_problems
     from vapo_megatron.data.prompts import PromptDataset
-    from vapo_megatron.reward.scoring import start_verifiers
+    from vapo_megatron.reward.checks import start_verifiers
 
     made = [
         PromptDataset(

@@ -15,14 +15,16 @@ from vapo_megatron.config import RewardConfig, RolloutConfig
 from vapo_megatron.data.batch import StepSummary
 from vapo_megatron.data.rollout import Prompt, Rollout
 from vapo_megatron.errors import ConfigError, Stopped
-from vapo_megatron.reward.math_verifier import MathVerifier
-from vapo_megatron.reward.scoring import (
-    LARGEST_BATCH,
+from vapo_megatron.reward.checks import (
     VerdictsFailed,
-    VerdictStream,
     check_failures,
     check_verdicts,
     check_whole_groups,
+)
+from vapo_megatron.reward.math_verifier import MathVerifier
+from vapo_megatron.reward.scoring import (
+    LARGEST_BATCH,
+    VerdictStream,
     score_rollouts,
     with_scores,
 )

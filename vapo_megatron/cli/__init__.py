@@ -1,1 +1,1 @@
-"""The command `vapo` and its subcommands."""
+"""What a user starts: the command `vapo`, and the checks before a run."""

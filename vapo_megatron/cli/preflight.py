@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from vapo_megatron.reward.verifiers import Verifiers
     from vapo_megatron.rollout.inputs import Inputs
 
-_CHUNK = 1000
-"""Problems between two updates of the progress bar."""
 _FIRST_ANSWERS = 200
 """Ground truths of each file that a launch reads: enough to find that none can be judged."""
 
@@ -137,7 +135,7 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
 
 
 def _try_out(verifiers: Verifiers, config: VapoConfig, inputs: Inputs) -> None:
-    from vapo_megatron.reward.scoring import check_whole_groups
+    from vapo_megatron.reward.checks import check_whole_groups
 
     verifiers.load()
     datasets = (d for d in (inputs.dataset, inputs.held_out) if d is not None)
@@ -163,6 +161,7 @@ def check_answers(config: VapoConfig, inputs: Inputs, *, all_answers: bool = Tru
         DataError: names the last such row of a file.
     """
     from vapo_megatron.data.labels import count_rows, labels_of
+    from vapo_megatron.reward.checks import examine
     from vapo_megatron.reward.usable import settle
     from vapo_megatron.reward.verifiers import (
         Verifiers,
@@ -179,15 +178,10 @@ def check_answers(config: VapoConfig, inputs: Inputs, *, all_answers: bool = Tru
         for (section, dataset), refusal in zip(given.items(), refusals, strict=True):
             if dataset is None:
                 continue
-            rows = dataset.rows if all_answers else dataset.rows[:_FIRST_ANSWERS]
-            bad, chosen = dict[int, str](), dict[int, str]()
+            rows = range(len(dataset.rows))
             with ProgressBar("ground truths") as bar:
-                for start in range(0, len(rows), _CHUNK):
-                    bar.show(start, len(rows))
-                    names, found = verifiers.examine(rows[start : start + _CHUNK], refusal)
-                    chosen |= {start + i: name for i, name in names.items()}
-                    bad |= {start + i: reason for i, reason in found.items()}
-                bar.show(len(rows), len(rows))
+                looked_at = rows if all_answers else rows[:_FIRST_ANSWERS]
+                chosen, bad = examine(verifiers, dataset, looked_at, refusal, bar.show)
             if all_answers:
                 dataset.assign(chosen)
             lines: list[str] = []

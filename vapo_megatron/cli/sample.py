@@ -12,59 +12,51 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vapo_megatron.cli.command import Parser, run, under_torchrun
-from vapo_megatron.cli.evaluate.command import become_torchrun, num_processes
+from vapo_megatron.cli.command import Parser, under_torchrun
+from vapo_megatron.cli.sampling.options import (
+    add_checkpoint,
+    add_sampling,
+    become_torchrun,
+    main_of,
+    num_processes,
+    sampling_overrides,
+)
 from vapo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vapo_megatron.cli.evaluate.checkpoint import Evaluation
+    from vapo_megatron.cli.sampling.inputs import Evaluation
     from vapo_megatron.config import VapoConfig
     from vapo_megatron.data.rollout import Prompt, Rollout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0; 2 for a user's mistake; 130 when interrupted."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-
-    def work() -> str | None:
-        options = _parser().parse_intermixed_args(arguments)
-        return _sample(options, ["-m", "vapo_megatron", "sample", *arguments])
-
-    return run("sample", work, interrupted="nothing was kept", signals=[signal.SIGINT])
+    return main_of("sample", _parser(), _sample, argv, interrupted="nothing was kept")
 
 
 def _sample(options: argparse.Namespace, worker: Sequence[str]) -> str | None:
     if (options.prompt is None) == (options.data is None):
         raise ConfigError("give --prompt TEXT, or --data FILE")
-    for name in ("samples", "problems"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name}={getattr(options, name)} must be at least 1")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Loads torch, so it comes after the options are checked.
-    from vapo_megatron.cli.evaluate import checkpoint
+    from vapo_megatron.cli.sampling import inputs
     from vapo_megatron.rollout.tokenizer import decode_responses
 
-    given = {name: getattr(options, name) for name in ("samples", "temperature", "top_p", "top_k")}
-    flags = [f"evaluation.{name}={value}" for name, value in given.items() if value is not None]
     columns = ["data.prompt_column=prompt"] if options.prompt is not None else []
     columns += ["data.answer_column=null"] if options.prompt is not None else []
-    config = checkpoint.evaluation_config(
-        options.checkpoint, [*options.overrides, *flags, *columns], num_processes(None)
+    config = inputs.evaluation_config(
+        options.checkpoint, [*sampling_overrides(options), *columns], num_processes(None)
     )
     with tempfile.TemporaryDirectory() as directory:
         data = options.data
         if data is None:
             data = Path(directory, "prompt.jsonl")
             data.write_text(_row(options.prompt, options.checkpoint, is_plain=options.plain))
-        evaluation = checkpoint.check(options.checkpoint, data, config)
+        evaluation = inputs.check(options.checkpoint, data, config)
     if config.parallel.world_size > 1 and not under_torchrun():
         become_torchrun(config.parallel.world_size, worker)
     config = config.model_copy(update={"rollout": evaluation.rollout})
@@ -76,7 +68,7 @@ def _sample(options: argparse.Namespace, worker: Sequence[str]) -> str | None:
 
 def _row(prompt: str, checkpoint: Path, *, is_plain: bool) -> str:
     """Return a data file's row: a chat message where the tokenizer has a template."""
-    from vapo_megatron.cli.evaluate.directory import find_hf_directory
+    from vapo_megatron.cli.sampling.directory import find_hf_directory
     from vapo_megatron.rollout.tokenizer import load_tokenizer
 
     is_chat = not is_plain and load_tokenizer(find_hf_directory(checkpoint)).chat_template
@@ -91,7 +83,7 @@ def _rollouts(
     import torch.distributed as dist
 
     from vapo_megatron.algorithm.group_sampling import repeat_for_group
-    from vapo_megatron.cli.evaluate import checkpoint
+    from vapo_megatron.cli.sampling.samples import VERSION, build_engine
     from vapo_megatron.parallel import backend
     from vapo_megatron.parallel.environment import check_processes
     from vapo_megatron.rollout.evaluation.judging import sampling_settings
@@ -101,10 +93,10 @@ def _rollouts(
     samples = config.evaluation.samples
     settings = sampling_settings(config.evaluation, config.rollout.max_response_tokens)
     try:
-        engine = checkpoint.build_engine(evaluation, config)
+        engine = build_engine(evaluation, config)
         try:
             asked = repeat_for_group(list(prompts), samples)
-            return engine.generate(asked, samples, 0, settings, checkpoint.VERSION)
+            return engine.generate(asked, samples, 0, settings, VERSION)
         finally:
             engine.shutdown()
     finally:
@@ -125,25 +117,12 @@ def _parser() -> Parser:
     usage = "vapo sample --checkpoint DIR (--prompt TEXT | --data FILE) [options] [field=value ...]"
     parser = Parser(prog="vapo sample", usage=usage, description=__doc__)
     what = parser.add_argument_group("what")
-    what.add_argument(
-        "--checkpoint", type=Path, required=True, metavar="DIR", help="HF or run directory"
-    )
+    add_checkpoint(what)
     what.add_argument("--prompt", metavar="TEXT", help="of a user")
     what.add_argument("--plain", action="store_true", help="give the prompt without a template")
     what.add_argument("--data", type=Path, metavar="FILE", help="JSONL or parquet, as to train on")
     what.add_argument(
         "--problems", type=int, default=1, metavar="N", help="the file's first N (default: 1)"
     )
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--samples", type=int, default=4, metavar="K", help="responses to each (default: 4)"
-    )
-    default = "(default: an evaluation's,"
-    sampling.add_argument("--temperature", type=float, metavar="T", help=f"{default} 1.0)")
-    sampling.add_argument("--top-p", type=float, metavar="P", help=f"{default} 0.7)")
-    sampling.add_argument("--top-k", type=int, metavar="K", help=f"{default} -1, off)")
-    sampling.add_argument(
-        "overrides", nargs="*", metavar="section.field=value",
-        help="such as seed=1 rollout.max_response_tokens=512 model.dtype=float32",
-    )  # fmt: skip
+    add_sampling(parser, samples=4)
     return parser

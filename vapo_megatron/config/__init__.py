@@ -1,4 +1,4 @@
-"""Fields, rules and technique names of a run's configuration."""
+"""Fields, rules, and the registries of techniques, phases and metrics."""
 
 from vapo_megatron.config.data import DataConfig, FileConfig, SourceConfig
 from vapo_megatron.config.help import describe_fields

@@ -1,1 +1,1 @@
-"""Batches, problems, packing, atomic storage."""
+"""Problems, responses, batches and their columns, packing, atomic storage."""

@@ -1,1 +1,1 @@
-"""Qwen2, Qwen3 and Llama on megatron-core. Only hf_config.py and known.py are free of torch."""
+"""Modules of megatron-core from a config.json: Qwen2, Qwen3 and Llama."""

@@ -1,4 +1,4 @@
-"""Everything built on megatron-core's parallelism; importing it prepares megatron-core."""
+"""Ranks: groups, schedules, collectives, optimizer, health; importing it prepares megatron-core."""
 
 from vapo_megatron.parallel import environment, megatron_on_cpu
 

@@ -1,1 +1,1 @@
-"""Plans of memory and time, by arithmetic alone: nothing here loads torch or needs a GPU."""
+"""Bytes and seconds before launch, by arithmetic alone: nothing here loads torch."""

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vapo_megatron.data.problems import Problem
-from vapo_megatron.reward.sandbox.inside import CANDIDATE
+from vapo_megatron.sandbox.inside import CANDIDATE
 
 COLUMNS = (
     "input_output", "public_test_cases", "private_test_cases", "test_cases", "tests", "test_list",

@@ -16,10 +16,10 @@ from vapo_megatron.errors import tell
 from vapo_megatron.reward.code_outputs import same_text, same_value
 from vapo_megatron.reward.code_tests import CallTest, ScriptTest, Test, read_tests
 from vapo_megatron.reward.fenced import last_block
-from vapo_megatron.reward.sandbox.client import WALL_FACTOR, Budget, Outcome, Sandbox
-from vapo_megatron.reward.sandbox.inside import PASSED
-from vapo_megatron.reward.sandbox.plain_values import MAX_INTEGER_DIGITS, decode
 from vapo_megatron.reward.verifier import Problem, Verdict
+from vapo_megatron.sandbox.client import WALL_FACTOR, Budget, Outcome, Sandbox
+from vapo_megatron.sandbox.inside import PASSED
+from vapo_megatron.sandbox.plain_values import MAX_INTEGER_DIGITS, decode
 
 LANGUAGES = ("python", "py", "python3")
 MODULES = ("numpy", "numpy.fft", "numpy.linalg", "numpy.polynomial", "numpy.random")

@@ -16,7 +16,8 @@ from typing import Any
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import ConfigError, tell
 from vapo_megatron.reward.functions import FunctionVerifier, WrongReturn, load
-from vapo_megatron.reward.pool import (
+from vapo_megatron.reward.verifier import Verdict
+from vapo_megatron.sandbox.pool import (
     DIED,
     OUT_OF_MEMORY,
     OVER_TIME,
@@ -24,7 +25,6 @@ from vapo_megatron.reward.pool import (
     Reply,
     WorkerPool,
 )
-from vapo_megatron.reward.verifier import Verdict
 
 
 class IsolatedVerifier:

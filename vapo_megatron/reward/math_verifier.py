@@ -18,8 +18,8 @@ from vapo_megatron.reward.extraction import (
     ground_truth,
     plain_integer,
 )
-from vapo_megatron.reward.pool import HandlerRefused, Reply, WorkerPool
 from vapo_megatron.reward.verifier import Status, Verdict
+from vapo_megatron.sandbox.pool import HandlerRefused, Reply, WorkerPool
 
 MEMORY_LIMIT_BYTES = 1 << 30
 """Address space of a worker, beyond its libraries: answers like 2^(10^9) would take all memory."""

@@ -1,1 +1,1 @@
-"""From prompts to judged responses."""
+"""From prompts to judged responses: vLLM, its processes, evaluation, replay."""

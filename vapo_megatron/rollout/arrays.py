@@ -172,8 +172,8 @@ def unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
         earned = [tuple((int(token), reward) for token, reward in part) for part in pairs]
     scored = zip(rollouts, texts("text"), statuses, rewards, metrics, earned, strict=True)
     return [
-        ScoredRollout(*verdict, metrics=numbers, token_rewards=on_the_way)
-        for *verdict, numbers, on_the_way in scored
+        ScoredRollout(rollout, text, status, reward, metrics=numbers, token_rewards=on_the_way)
+        for rollout, text, status, reward, numbers, on_the_way in scored
     ]
 
 

@@ -27,13 +27,9 @@ from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import any_rank, gather_objects
+from vapo_megatron.reward.checks import any_sees_groups, start_verifiers
 from vapo_megatron.reward.own_metrics import own_metrics, sums_of
-from vapo_megatron.reward.scoring import (
-    VerdictStream,
-    any_sees_groups,
-    score_rollouts,
-    start_verifiers,
-)
+from vapo_megatron.reward.scoring import VerdictStream, score_rollouts
 from vapo_megatron.reward.verifiers import default_name
 from vapo_megatron.rollout.carried import CarriedSampling, check_carried
 from vapo_megatron.rollout.dynamic_sampling import sample_mixed_groups

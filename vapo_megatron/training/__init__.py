@@ -1,1 +1,1 @@
-"""The training loop, one step of it, and what a run builds before its first."""
+"""The loop with saving and stopping, one step as the paper has it, and what a run builds."""

@@ -36,7 +36,8 @@ from vapo_megatron.parallel.minibatches import (
     with_microbatches,
 )
 from vapo_megatron.parallel.reduce import any_rank
-from vapo_megatron.reward.scoring import check_verdicts, with_scores
+from vapo_megatron.reward.checks import check_verdicts
+from vapo_megatron.reward.scoring import with_scores
 from vapo_megatron.roles.advantages import (
     with_advantages,
     with_behaviour,

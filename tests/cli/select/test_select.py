@@ -80,7 +80,7 @@ def run_select(arguments, port, batches, passes):
     batches, passes: how often the sampler and the reward model answer before they fail.
     """
     from vapo_megatron.cli import command as shared
-    from vapo_megatron.cli.evaluate import checkpoint
+    from vapo_megatron.cli.sampling import samples
     from vapo_megatron.cli.select import reward_scores
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -97,8 +97,8 @@ def run_select(arguments, port, batches, passes):
     told = []
     with (
         mock.patch.dict(os.environ, under_torchrun),
-        mock.patch.object(checkpoint, "build_engine", lambda *_: Sampler(rank, size, batches)),
-        mock.patch.object(checkpoint, "decode_responses", decode),
+        mock.patch.object(samples, "build_engine", lambda *_: Sampler(rank, size, batches)),
+        mock.patch.object(samples, "decode_responses", decode),
         mock.patch.object(reward_scores, "_judge", limited),
         mock.patch.object(shared, "report", lambda line, *_: told.append(line)),
     ):

@@ -14,18 +14,18 @@ on the same samples take seconds.
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vapo_megatron.cli.command import Parser, run, under_torchrun
-from vapo_megatron.cli.evaluate.command import (
-    add_process_options,
+from vapo_megatron.cli.command import Parser, under_torchrun
+from vapo_megatron.cli.sampling.options import (
+    add_checkpoint,
+    add_processes,
+    add_sampling,
     become_torchrun,
-    check_batch,
+    main_of,
     num_processes,
+    sampling_overrides,
 )
 from vapo_megatron.cli.select.rules import Rules
 from vapo_megatron.cli.select.table import check_out
@@ -36,23 +36,10 @@ SIMILARITY = 0.8
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0; 2 for a user's mistake; 130 when interrupted."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-
-    def work() -> str | None:
-        options = _parser().parse_intermixed_args(arguments)
-        return _select(options, ["-m", "vapo_megatron", "select", *arguments])
-
-    return run(
-        "select",
-        work,
-        interrupted="the same command resumes from here",
-        # torchrun ends workers with SIGTERM: they have nothing to report or clean up.
-        signals=[signal.SIGINT],
-    )
+    return main_of("select", _parser(), _select, argv)
 
 
 def _select(options: argparse.Namespace, worker: Sequence[str]) -> str | None:
-    check_batch(options.batch)
     rules = Rules(
         options.drop_duplicates,
         options.pass_rate and (options.pass_rate[0], options.pass_rate[1]),
@@ -61,19 +48,13 @@ def _select(options: argparse.Namespace, worker: Sequence[str]) -> str | None:
     )
     rules.check()
     check_out(options.out)
-    # The checkpoint is local, so do not ask the hub; read when transformers is loaded.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # These load torch, so they come after the options are checked.
-    from vapo_megatron.cli.evaluate.checkpoint import evaluation_config
+    from vapo_megatron.cli.sampling.inputs import evaluation_config
     from vapo_megatron.cli.select import select
     from vapo_megatron.rollout.input_warnings import tell_warnings
 
-    sampling = [
-        f"evaluation.samples={options.samples}", f"evaluation.temperature={options.temperature}",
-        f"evaluation.top_p={options.top_p}", "evaluation.top_k=-1",
-    ]  # fmt: skip
     config = evaluation_config(
-        options.checkpoint, [*options.overrides, *sampling], num_processes(options.nproc)
+        options.checkpoint, sampling_overrides(options), num_processes(options.nproc)
     )
     job = select.prepare(options.checkpoint, options.data, config, rules, options.out)
     if not under_torchrun():
@@ -92,9 +73,7 @@ def _parser() -> Parser:
     )
     parser = Parser(prog="vapo select", usage=usage, description=__doc__)
     files = parser.add_argument_group("files")
-    files.add_argument(
-        "--checkpoint", type=Path, required=True, metavar="DIR", help="HF or run directory"
-    )
+    add_checkpoint(files)
     files.add_argument(
         "--data", type=Path, required=True, metavar="FILE",
         help="JSONL or parquet with the columns data.prompt_column and data.answer_column",
@@ -119,15 +98,6 @@ def _parser() -> Parser:
         "--within", metavar="COLUMN",
         help="with --hardest: standardize within the values of this column instead",
     )  # fmt: skip
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--samples", type=int, default=8, metavar="K", help="per prompt (default: %(default)s)"
-    )
-    sampling.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="(default: %(default)s)"
-    )
-    sampling.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="(default: %(default)s)"
-    )
-    add_process_options(parser, sampling)
+    add_sampling(parser, samples=8, temperature=1.0, top_p=1.0, top_k=-1)
+    add_processes(parser)
     return parser

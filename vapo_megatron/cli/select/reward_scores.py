@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from vapo_megatron.cli.command import ProgressBar
-from vapo_megatron.cli.evaluate.checkpoint import Evaluation
 from vapo_megatron.cli.preflight import check_reward_model
+from vapo_megatron.cli.sampling.inputs import Evaluation
 from vapo_megatron.config import RewardConfig, VapoConfig
 from vapo_megatron.config.missing import missing_model
 from vapo_megatron.data.batch import RolloutBatch, bounds
@@ -29,8 +29,8 @@ from vapo_megatron.data.storage import append
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import read_reward_shape
 from vapo_megatron.parallel.reduce import gather_objects, sum_over_world
+from vapo_megatron.reward.checks import FAILED, check_failures, place
 from vapo_megatron.reward.reward_model import reward_model_verdict
-from vapo_megatron.reward.scoring import FAILED, check_failures, place
 from vapo_megatron.reward.shaping import scored_verdict
 from vapo_megatron.rollout.evaluation.samples_file import begin_parts, collect, part_of
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vapo_megatron.cli.evaluate.checkpoint import Evaluation, check, sample_missing
+from vapo_megatron.cli.sampling.inputs import Evaluation, check
+from vapo_megatron.cli.sampling.samples import sample_missing
 from vapo_megatron.cli.select import reward_scores
 from vapo_megatron.cli.select.duplicates import Duplicate, near_duplicates
 from vapo_megatron.cli.select.page import write_selection_page

@@ -21,8 +21,9 @@ from vapo_megatron.data.labels import Labels
 from vapo_megatron.data.rollout import PENDING, Prompt, Rollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel.reduce import sum_over_world
+from vapo_megatron.reward.checks import FAILED
 from vapo_megatron.reward.reward_model import Pending
-from vapo_megatron.reward.scoring import FAILED, Judged, VerdictStream
+from vapo_megatron.reward.scoring import Judged, VerdictStream
 from vapo_megatron.reward.shaping import base_reward
 from vapo_megatron.reward.verifier import RunningVerifier, Verdict
 from vapo_megatron.rollout.evaluation.statistics import means, problem_values, value_names

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from io import RawIOBase
 from typing import Any, TextIO
 
-from vapo_megatron.reward.sandbox.plain_values import decode, encode
+from vapo_megatron.sandbox.plain_values import decode, encode
 
 TEXT, INCOMING, OUTGOING, RESULT = 3, 4, 5, 6
 PASSED = b"passed"

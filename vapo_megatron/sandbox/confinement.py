@@ -10,7 +10,7 @@ import resource
 import signal
 from collections.abc import Sequence
 
-from vapo_megatron.reward.sandbox.system_calls import SystemCallFilter
+from vapo_megatron.sandbox.system_calls import SystemCallFilter
 
 MAX_THREADS = 64
 STACK_BYTES = 100 << 20

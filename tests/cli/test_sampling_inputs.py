@@ -12,8 +12,8 @@ import pytest
 
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron.cli.evaluate.checkpoint import check, evaluation_config
-from vapo_megatron.cli.evaluate.directory import find_hf_directory
+from vapo_megatron.cli.sampling.directory import find_hf_directory
+from vapo_megatron.cli.sampling.inputs import check, evaluation_config
 from vapo_megatron.config import load_config
 from vapo_megatron.errors import CheckpointError, ConfigError, DataError
 from vapo_megatron.weights.hf_directory import note_export

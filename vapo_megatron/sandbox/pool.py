@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import vapo_megatron
-from vapo_megatron.reward.worker import HEADER
+from vapo_megatron.sandbox.worker import HEADER
 
 START_LIMIT_SECONDS = 120.0
 """Longest wait for a worker's imports; a loaded machine takes many times the usual half second."""
@@ -266,7 +266,7 @@ class WorkerPool:
         if self._failed_starts >= MAX_FAILED_STARTS:
             self._failed_starts = 0
             raise RuntimeError(
-                f"the verifier's worker {' '.join(self._command)} did not start: exit code "
+                f"the worker {' '.join(self._command)} did not start: exit code "
                 f"{worker.process.returncode}, its error is above"
             )
 

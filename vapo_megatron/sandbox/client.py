@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from vapo_megatron.reward.sandbox.plain_values import MAX_INTEGER_DIGITS, encode
-from vapo_megatron.reward.sandbox.template import MESSAGE_BYTES
+from vapo_megatron.sandbox.plain_values import MAX_INTEGER_DIGITS, encode
+from vapo_megatron.sandbox.template import MESSAGE_BYTES
 
 START_SECONDS = 120.0
 WALL_FACTOR = 3

@@ -49,7 +49,7 @@ _pylong _strptime
 
 def main(number: int) -> None:
     """Serve until the socket closes."""
-    sys.path.insert(0, str(Path(__file__).parents[3]))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     with socket.socket(fileno=number) as worker:
         setup = json.loads(worker.recv(MESSAGE_BYTES))
         try:
@@ -79,8 +79,8 @@ def main(number: int) -> None:
 
 
 def _load(setup: dict[str, Any]) -> Any:
-    from vapo_megatron.reward.sandbox import inside  # noqa: F401
-    from vapo_megatron.reward.sandbox.confinement import Confinement
+    from vapo_megatron.sandbox import inside  # noqa: F401
+    from vapo_megatron.sandbox.confinement import Confinement
 
     for module in STANDARD_MODULES:
         # Which of them there are depends on how Python was built.
@@ -102,8 +102,8 @@ def _load(setup: dict[str, Any]) -> Any:
 
 
 def _fork(request: dict[str, Any], files: list[int], confinement: Any) -> int:
-    from vapo_megatron.reward.sandbox import inside
-    from vapo_megatron.reward.sandbox.confinement import Limits
+    from vapo_megatron.sandbox import inside
+    from vapo_megatron.sandbox.confinement import Limits
 
     process = os.fork()
     if process:

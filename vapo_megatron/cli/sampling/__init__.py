@@ -1,0 +1,1 @@
+"""What evaluate, select and sample share: a checkpoint, its prompts, and responses in a file."""

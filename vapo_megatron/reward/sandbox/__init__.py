@@ -1,1 +1,0 @@
-"""Runs programs that are not trusted, in processes that can compute and nothing else."""
