@@ -26,7 +26,6 @@ from typing import Self
 
 import make_tokenizer
 import making
-import measure
 import skill
 import task
 import torch
@@ -181,16 +180,13 @@ def make(directory: Path, recipe: Recipe) -> bool:
 
 
 def main() -> None:
-    """Make the base model and, if asked, sample it."""
+    """Make the base model."""
     parser = making.options("Make the tiny task's base model.")
     parser.add_argument("--form", choices=task.FORMS, default="short", help="of the task (short)")
-    parser.add_argument("--evaluate", action="store_true", help="sample it on held-out problems")
     args = parser.parse_args()
     torch.set_num_threads(1)
     recipe = long_recipe if args.form == "long" else short_recipe
     making.tell("base model", args.out, made=make(args.out, recipe(args.seed)))
-    if args.evaluate:
-        print(measure.measure(args.out, seed=args.seed, form=task.FORMS[args.form]))
 
 
 if __name__ == "__main__":

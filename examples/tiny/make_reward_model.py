@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import making
-import measure
+import sampling
 import task
 import torch
 from torch import Tensor
@@ -110,7 +110,7 @@ def sampled(
     model = AutoModelForCausalLM.from_pretrained(str(base), dtype=torch.float32).eval()
     prompts = tokenizer([p.prompt for p in problems])["input_ids"]
     stop = tokenizer.eos_token_id
-    responses = measure.sample(model, prompts, stop_token_id=stop, seed=seed)
+    responses = sampling.sample(model, prompts, stop_token_id=stop, seed=seed)
     found = []
     texts = tokenizer.batch_decode(responses)
     for problem, prompt, response, text in zip(problems, prompts, responses, texts, strict=True):
@@ -225,7 +225,7 @@ def make(directory: Path, base: Path, recipe: Recipe) -> bool:
     """Make the HF directory unless it already holds this recipe's model; True: it was made."""
     weights = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
     recipe = dataclasses.replace(recipe, base=weights)
-    sources = [sys.modules[__name__], making, measure, task]
+    sources = [sys.modules[__name__], making, sampling, task]
     return making.make(
         directory, recipe, sources, "reward model", lambda partial: write(partial, base, recipe)
     )
@@ -248,12 +248,23 @@ def write(directory: Path, base: Path, recipe: Recipe) -> None:
     (directory / "report.json").write_text(json.dumps(reports, indent=2) + "\n")
 
 
+def not_a_model(directory: Path) -> str | None:
+    """Return why a directory cannot be loaded as a model; None: it can."""
+    missing = [n for n in ("config.json", "model.safetensors") if not (directory / n).is_file()]
+    if not missing:
+        return None
+    return (
+        f"{directory} is not a Hugging Face model directory: it has no {' and no '.join(missing)}"
+        "; make_base_model.py --out creates one"
+    )
+
+
 def main() -> None:
     """Make the reward model and print its report on held-out responses."""
     parser = making.options("Make the tiny task's reward model.")
     parser.add_argument("--base", type=Path, required=True, help="HF directory of the base model")
     args = parser.parse_args()
-    if wrong := measure.not_a_model(args.base):
+    if wrong := not_a_model(args.base):
         parser.error(f"--base {wrong}")
     torch.set_num_threads(1)
     logging.set_verbosity_error()

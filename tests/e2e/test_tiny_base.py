@@ -24,7 +24,7 @@ sys.path.insert(0, str(TINY))
 import make_base_model  # noqa: E402
 import make_tokenizer  # noqa: E402
 import making  # noqa: E402
-import measure  # noqa: E402
+import sampling  # noqa: E402
 import skill  # noqa: E402
 import task  # noqa: E402
 
@@ -543,7 +543,7 @@ def test_sampler_agrees_with_transformers(base, monkeypatch):
         return ids
 
     monkeypatch.setattr(torch, "multinomial", stop_the_first_response_early)
-    cold = measure.sample(model, prompts, stop_token_id=1, seed=0, temperature=1e-6, max_tokens=40)
+    cold = sampling.sample(model, prompts, stop_token_id=1, seed=0, temperature=1e-6, max_tokens=40)
     assert calls[:6] == [3, 3, 3, 3, 3, 2]
     expected = [
         model.generate(torch.tensor([p]), do_sample=False, max_new_tokens=40)[0, len(p) :].tolist()
@@ -556,55 +556,12 @@ def test_sampler_stops_each_response_by_itself():
     config = make_base_model.Recipe(seed=4)
     model = making.build_model(config, vocab_size=42, stop_token_id=1).eval()
     # Even prompts: a model of random weights stops at random times.
-    responses = measure.sample(
+    responses = sampling.sample(
         model, [[5, 6], [7, 8, 9]] * 50, stop_token_id=1, seed=0, max_tokens=208
     )
     lengths = [len(r) for r in responses]
     assert len(set(lengths)) > 20
     assert all(1 not in r[:-1] for r in responses)
     assert all(r[-1] == 1 or len(r) == 208 for r in responses)
-    alone = measure.sample(model, [[5, 6]] * 50, stop_token_id=1, seed=0, max_tokens=208)
+    alone = sampling.sample(model, [[5, 6]] * 50, stop_token_id=1, seed=0, max_tokens=208)
     assert alone == responses[::2]
-
-
-def test_report_counts_what_was_sampled(base, monkeypatch):
-    problems = task.test_problems(4, seed=0)
-    tokenizer = AutoTokenizer.from_pretrained(str(base))
-    right = [task.direct_answer(p.answer) for p in problems]
-    wrong = [task.direct_answer((p.answer + 1) % 10) for p in problems]
-    chains = [task.chain(random.Random(0), p, guess=0.0, guess_product=0.0) for p in problems]
-    # Two samples of each problem; the last chain is cut off before its stop token.
-    written = [right[0], wrong[0], right[1], right[1], chains[2], chains[2], chains[3], chains[3]]
-    ids = [i + [1] for i in tokenizer(written)["input_ids"]]
-    ids[-1] = ids[-1][:-1]
-    monkeypatch.setattr(measure, "sample", lambda *_, **__: ids)
-    report = measure.measure(base, problems=4, samples=2)
-    assert report.accuracy == 6 / 8
-    assert report.direct == 4 / 8
-    assert report.direct_accuracy == 3 / 4
-    assert report.chain_accuracy == 3 / 4
-    assert report.unfinished == 1 / 8
-    assert report.mean_tokens == sum(map(len, ids)) / 8
-    assert report.turns == 0
-
-
-def test_report_counts_the_steps_up_to_a_turn(tmp_path, monkeypatch):
-    form = task.FORMS["long"]
-    recipe = make_base_model.long_recipe(seed=0)
-    recipe = dataclasses.replace(
-        recipe, iterations=1, batch_size=2, batches_per_pool=1, least_right=0.0
-    )
-    make_base_model.make(tmp_path / "base", recipe)
-    tokenizer = AutoTokenizer.from_pretrained(str(tmp_path / "base"))
-    problems = task.test_problems(20, seed=0, form=form)
-    turned = [p for p in problems if p.turned]
-    # The first one turns at once, the others never do.
-    written = [
-        task.chain(random.Random(0), p, turn=float(p == turned[0]), form=form) for p in problems
-    ]
-    ids = [i + [1] for i in tokenizer(written)["input_ids"]]
-    monkeypatch.setattr(measure, "sample", lambda *_, **__: ids)
-    report = measure.measure(tmp_path / "base", problems=20, samples=1, form=form)
-    assert report.turns == 1 / (1 + sum(len(p.operations) for p in turned[1:]))
-    assert report.accuracy == (20 - len(turned[1:])) / 20
-    assert report.unfinished == 0 and len(turned) > 5

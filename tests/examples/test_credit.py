@@ -121,23 +121,6 @@ def test_charts_and_pages_of_every_arm():
         ElementTree.fromstring(drawn)
 
 
-def test_responses_are_shown_with_true_and_estimated_advantages(tmp_path):
-    pieces = ["1:", "L03", "x03", "!", ",", "<|endoftext|>"]
-    response = {
-        "status": "correct", "reward": 1.0,
-        "tokens": {"pieces": pieces, "advantages": [0.0, 0.1, 0.2, 0.0, None, -0.1]},
-    }  # fmt: skip
-    group = {"prompt": "Q[1]1:L03=", "responses": [response] * 8}
-    write_lines(tmp_path / "rollouts" / "step_000005.jsonl", [group])
-    write_lines(tmp_path / "credit.jsonl", [{"step": 5, "chances": [0.25] * 100}])
-    html = page.side_by_side({"VAPO": tmp_path, "other": tmp_path / "none"}, 5)
-    assert html.count("1 of 1 opened, correct") == page.SHOWN
-    # V is 2 * .25 - 1 = -.5 before the key and 1 after it.
-    assert html.count('title="+1.500"') == page.SHOWN
-    assert html.count('title="+0.200"') == page.SHOWN
-    assert "other" not in html
-
-
 def test_rare_keys_are_compared_by_the_step_at_which_they_are_chosen_half_of_the_time():
     def run(*chances):
         credit = [{"step": s, "chances": [c, 0.9, c / 2]} for s, c in enumerate(chances, 1)]

@@ -345,3 +345,36 @@ def test_an_oracle_puts_exact_values_in_place_of_the_critics(tmp_path, tokenizer
         assert rows[1]["value_error"] == pytest.approx(
             float((exact - 0.125).square().mean().sqrt()), abs=1e-4
         )
+
+
+def test_a_run_of_one_process_starts_and_others_are_refused(tmp_path, monkeypatch, capsys):
+    seen = {}
+
+    class Trainer:
+        def __init__(self, config, inputs, *, oracle):
+            seen.update(seed=config.seed, problems=inputs, oracle=oracle)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def fit(self):
+            seen["fitted"] = True
+
+    monkeypatch.setattr(keys_train, "KeysTrainer", Trainer)
+    monkeypatch.setattr(keys_train, "check_inputs", lambda config, replay: "checked")
+    environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": 0, "MASTER_PORT": 0}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    configs = [ROOT / "examples/configs" / name for name in ("tiny.yaml", "keys_tiny.yaml")]
+    files = [part for file in configs for part in ("--config", str(file))]
+    assert keys_train.main([*files, "--oracle", "seed=7"]) == 0
+    assert seen == {"seed": 7, "problems": "checked", "oracle": True, "fitted": True}
+    for field, told in (
+        ("parallel.world_size=2", "parallel.world_size=2 must be 1"),
+        ("algorithm.advantage_estimator=grpo", "--oracle: this configuration has no critic"),
+    ):
+        assert keys_train.main([*files, "--oracle", field]) == 2
+        assert told in capsys.readouterr().err

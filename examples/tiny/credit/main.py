@@ -26,7 +26,7 @@ from runner.tables import Runs, html_table, page
 
 from credit import keys, sweeps
 from credit.arms import MAIN, TABLES
-from credit.page import by_lock, charts, lead, side_by_side
+from credit.page import by_lock, charts, lead
 from credit.results import Result, last, read_result, tables
 from vapo_megatron.data.storage import replace_file
 from vapo_megatron.errors import UserError
@@ -36,9 +36,6 @@ FORMS = {
     "keys_mixed": "5 to 20 locks",
     "keys_rare": "6 locks of five kinds, two with a good key that is rare at first",
 }
-SHOWN_STEP = 5
-"""Step whose responses are shown."""
-
 Arms = Mapping[str, Mapping[str, Arm]]
 """By form and name."""
 
@@ -132,10 +129,6 @@ def _write(out: Path, form: str, arms: Mapping[str, Arm], runs: Runs) -> None:
     main_arms = {name: begun[name] for name in MAIN if name in begun}
     replace_file(out / "curves.svg", charts(begun, runs))
     replace_file(out / "lead.svg", lead(main_arms, runs))
-    seed = min(seed for of_arm in runs.values() for seed in of_arm)
-    shown = {
-        begun[name].title: out / f"seed_{seed}" / name for name in ("vapo", "grpo") if name in begun
-    }
     title = f"Where a value model pays: {FORMS[form]}"
     _write_tables(
         out / "table.md", f"Locks and keys: {FORMS[form]}", tables(begun, runs, keys.FORMS[form]),
@@ -144,7 +137,6 @@ def _write(out: Path, form: str, arms: Mapping[str, Arm], runs: Runs) -> None:
         [
             ("All arms", charts(begun, runs)),
             ("Values against the exact ones", by_lock(begun, runs, 1, 10)),
-            ("Advantages, token by token", side_by_side(shown, SHOWN_STEP)),
         ],
     )  # fmt: skip
 

@@ -1,27 +1,15 @@
-"""The credit example's charts, and some responses' advantages, token by token."""
+"""The credit example's charts."""
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
 
-import numpy as np
 from runner.arms import Arm
 from runner.curves import COLORS, Curve, Line, Panel, draw
 from runner.tables import Runs
 
-from credit import measures
-from credit.keys import read_problem
 from credit.results import Result
-from credit.values import Floats, follow, values
-from vapo_megatron.run.directory import read_rows, rollout_file
-from vapo_megatron.run.report.html import escape
-
-SHOWN = 3
-"""Responses of a prompt."""
 
 
 def _lines(
@@ -79,58 +67,3 @@ def by_lock(arms: Mapping[str, Arm], runs: Runs, first: int, last: int) -> str:
         lines = [line for line in lines if line.curves]
         panels.append(Panel(title, "lock", lines, low, high))
     return draw(panels)
-
-
-def side_by_side(runs: Mapping[str, Path], step: int) -> str:
-    """Return HTML of one prompt's responses in several runs, with true and estimated advantages.
-
-    Args:
-        runs: run directories by title, of arms that saw the same prompt in this step.
-        step: from 1, as in metrics.jsonl.
-    """
-    columns = []
-    for title, run in runs.items():
-        file = rollout_file(run, step)
-        if not file.exists():
-            continue
-        (row,) = [row for row in read_rows(run / measures.FILE) if row["step"] == step]
-        group = json.loads(file.read_text().splitlines()[0])
-        chosen = _chosen(group["responses"])
-        chances = np.array(row["chances"])
-        shown = [_response(group["prompt"], response, chances) for response in chosen]
-        columns.append(f"<div><h3>{escape(title)}, step {step}</h3>{''.join(shown)}</div>")
-    return f'<div class="of">{"".join(columns)}</div>'
-
-
-def _chosen(responses: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return SHOWN responses, correct and wrong ones by turns."""
-    right = [r for r in responses if r["status"] == "correct"]
-    wrong = [r for r in responses if r["status"] != "correct"]
-    mixed = [r for pair in zip(right, wrong) for r in pair]
-    return [*mixed, *(r for r in responses if r not in mixed)][:SHOWN]
-
-
-def _response(prompt: str, response: Mapping[str, Any], chances: Floats) -> str:
-    problem, tokens = read_problem(prompt), response["tokens"]
-    pieces = tokens["pieces"]
-    path = follow(problem, pieces)
-    (exact,) = values([problem], [path], chances, [response["reward"]])
-    estimated = np.array([a or 0.0 for a in tokens["advantages"]])
-    lines = "".join(
-        f'<div class="tokens"><b>{name}</b>{_colored(pieces, numbers)}</div>'
-        for name, numbers in (("true", np.diff(exact)), ("estimated", estimated))
-    )
-    opened = f"{path.opened[-1]} of {problem.goal} opened, {escape(response['status'])}"
-    return f"<p>{opened}</p>{lines}"
-
-
-def _colored(pieces: Sequence[str], numbers: Floats) -> str:
-    """Color tokens by the sign and size of a number, relative to the largest."""
-    largest = float(np.abs(numbers).max()) or 1.0
-    parts = []
-    for piece, number in zip(pieces, numbers, strict=True):
-        share = abs(float(number)) / largest
-        color = "16,150,80" if number > 0 else "220,40,40"
-        style = f' style="background:rgba({color},{share:.2f})"' if share >= 0.02 else ""
-        parts.append(f'<span title="{number:+.3f}"{style}>{escape(piece)}</span>')
-    return "".join(parts)

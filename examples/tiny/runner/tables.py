@@ -22,9 +22,6 @@ STYLE = """
 body { font-family: sans-serif; color: #222; max-width: 1500px; margin: 24px auto; padding: 0 16px }
 table { border-collapse: collapse; font-size: 13px; margin: 12px 0 }
 th, td { border-bottom: 1px solid #ddd; padding: 4px 10px; text-align: left; vertical-align: top }
-.tokens { font: 12px/1.5 monospace; word-break: break-all; margin: 2px 0 2px 70px }
-.tokens b { font-weight: normal; float: left; margin-left: -70px; color: #666 }
-.of { display: grid; grid-template-columns: 1fr 1fr; gap: 24px }
 .note { color: #555; max-width: 900px }
 """
 
