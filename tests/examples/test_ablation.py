@@ -57,7 +57,7 @@ def test_a_run_in_numbers():
         "5",
         "0.200",
     )
-    assert lost["steps to 0.5"] == "5.0"
+    assert (lost["each seed"], lost["steps to 0.5"]) == ("0.200", "5.0")
 
 
 CHANGED = {

@@ -19,6 +19,7 @@ from credit.results import Result
 from credit.sweeps import SWEEPS, run_name
 from runner import command
 from runner.arms import Arm
+from runner.jobs import write_state
 
 
 def write_run(directory, responses, group_size, rows):
@@ -112,6 +113,9 @@ def test_the_tables_by_hand():
     lines = table("keys", "Credit", runs)
     assert "| 0.25 0.25 0.25 | 1.00 1.00 1.00 | - |" in lines[3]
     assert lines[2].endswith("| 0.25 0.25 0.25 | 0.40 0.40 0.40 |")
+    counted = Result([], [], [], [{"step": s, "copied": s, "good_keys": None} for s in range(9)])
+    assert results.mean_over(counted, "copied", 2, 5) == 3.5
+    assert results.mean_over(counted, "good_keys", 2, 5) is None
 
 
 def test_charts_and_pages_of_every_arm():
@@ -182,6 +186,14 @@ def test_quick_is_one_seed_and_three_arms_and_the_whole_has_every_form(tmp_path,
     assert credit.main(["--seeds", "0", "--out", str(tmp_path)]) == 2
     assert credit.main(["--seeds", "1", "--out", str(tmp_path)]) == 0
     assert {name.partition("/")[0] for name in seen["names"]} == set(credit.FORMS)
+    # A form's tables are of its own runs.
+    for job in credit.all_jobs(tmp_path, [0], {"keys": credit.arms_of("keys", quick=False)}, []):
+        if job.out.name in ("value", "vapo"):
+            write_run(job.out, 64, 8, [{"step": 0, "evaluation/avg@1": 0.25}])
+            write_state(job, finished=True, seconds=1.0)
+    assert credit.main(["--seeds", "1", "--out", str(tmp_path)]) == 0
+    assert [path.parent.name for path in tmp_path.glob("*/table.md")] == ["keys"]
+    assert "| VAPO | - | - | - | 0.250 | 60 |" in (tmp_path / "keys/table.md").read_text()
 
 
 def swept_jobs(tmp_path):

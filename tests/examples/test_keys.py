@@ -147,6 +147,32 @@ def test_such_a_base_model_is_trained_on_and_sharpened_once(tmp_path, monkeypatc
     assert load_file(tmp_path / "base/model.safetensors")["lm_head.weight"].equal(second)
 
 
+@pytest.mark.parametrize("place, share", [(0, 0.95), (1, 0.95), (2, 0.95), (3, 1.0), (None, 1.0)])
+def test_a_step_is_copied_if_label_lock_and_either_key_are(tokenizer, place, share):
+    """A model that is certain of a right response, but for a place of the first step of 20."""
+
+    def model(ids):
+        following = ids[0].roll(-1)
+        start = 3 + 2 * 20
+        if place is not None:
+            following[start + place - 1] = 1
+        if place is None:  # The other key is as good.
+            (key,) = tokenizer.convert_ids_to_tokens(ids[0, start + 2 : start + 3])
+            other = ("y" if key[0] == "x" else "x") + key[1:]
+            following[start + 1] = tokenizer.convert_tokens_to_ids(other)
+        hot = torch.nn.functional.one_hot(following, len(tokenizer))
+        return SimpleNamespace(logits=1e4 * hot[None])
+
+    found = keys_base.copied(model, tokenizer, FORMS["keys"], responses=2)
+    assert found == pytest.approx(share)
+
+
+def test_fillers_weigh_less(tokenizer):
+    labels = torch.tensor([tokenizer("1:L03x03[1]!,")["input_ids"] + [-100]])
+    weights = keys_base.weigh(labels, labels, keys_base.Recipe(filler_weight=0.25), tokenizer)
+    assert weights.tolist() == [[1, 1, 1, 1, 0.25, 1, 1]]
+
+
 def test_a_base_model_first_reads_short_problems():
     recipe, rng = keys_base.Recipe(), random.Random(0)
     for progress, lengths in ((0.69, range(1, 21)), (0.7, range(20, 21))):
