@@ -116,9 +116,9 @@ RUNS = (
         _TRAIN + "--config examples/configs/one_step_off.yaml",
         # One process that trains, of the two that tests start.
         (*TINY_RUN, "parallel.world_size=1", "parallel.tensor_model_parallel_size=1"),
-        shows="done: runs/tiny/apart",
+        shows="done: runs/tiny/one_step_off",
     ),
-    Run(_TRAIN + "rollout.carry_over_groups=2", TINY_RUN, shows="done: runs/tiny/carried"),
+    Run(_TRAIN + "rollout.carry_over_groups=2", TINY_RUN, shows="done: runs/tiny/partial"),
     Run("vapo gradients collect", TINY_RUN),
     Run("vapo gradients compare"),
     Run("vapo prepare", ("--max-prompt-tokens=256", "--overwrite"), shows=" problems written"),

@@ -105,7 +105,7 @@ class RunningVerifier(Protocol):
         """Return whether the two final answers are equal, for each pair that differs as text."""
 
     def forget(self) -> None:
-        """Forget verdicts: a new step judges again what was, perhaps, only too slow."""
+        """Clear cached verdicts, so that responses that timed out are judged again."""
 
     def close(self) -> None:
         """End its processes."""

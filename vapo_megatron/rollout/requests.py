@@ -80,7 +80,7 @@ def request_seed(
 
 
 def continued_seed(seed: int, num_tokens: int) -> int:
-    """Return the seed with which a cut response goes on after some tokens; its own before any."""
+    """Return the seed for resuming an interrupted response after some tokens; its own at 0."""
     if num_tokens == 0:
         return seed
     key = f"{seed}/{num_tokens}".encode()
