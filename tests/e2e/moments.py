@@ -74,7 +74,7 @@ KINDS = {
         _SAMPLES, (1, VALUE_STEPS), calls=(2, 8), counts=lambda phase, _: phase == "generation"
     ),
     "between two updates, value pretraining": Kind(
-        "vapo_megatron.roles.model:TrainedModel.update", (1, VALUE_STEPS), "after"
+        "vapo_megatron.roles.trained:TrainedModel.update", (1, VALUE_STEPS), "after"
     ),
     "generation": Kind(_SAMPLES, calls=(2, 8), counts=lambda phase, _: phase == "generation"),
     "generation, a further round": Kind(
@@ -86,7 +86,7 @@ KINDS = {
     "between critic's and actor's update": Kind("vapo_megatron.roles.actor:Actor.update"),
     # The critic has had two.
     "after an optimizer's step of the actor": Kind(
-        "vapo_megatron.roles.model:optimizer_step", when="after", calls=(3, 4)
+        "vapo_megatron.roles.trained:optimizer_step", when="after", calls=(3, 4)
     ),
     "sync, messages on their way": Kind(
         "vapo_megatron.weights.reshard.transfer:_post",

@@ -22,8 +22,9 @@ from vapo_megatron.planning.host_memory import (
     sampler_host_bytes,
     step_host_bytes,
 )
+from vapo_megatron.planning.misfits import check_fits, find_misfit
 from vapo_megatron.planning.model_bytes import sampler_weight_bytes
-from vapo_megatron.planning.plan import check_fits, make_plan, misfit, peak_memory
+from vapo_megatron.planning.plan import make_plan, peak_memory
 from vapo_megatron.planning.ranking import (
     Fixed,
     rank,
@@ -89,7 +90,9 @@ def test_what_does_not_fit_names_its_side():
     config = apart(make_config(offload=True), 64)
 
     def reason(config):
-        return misfit(SHAPE_32B, config, cluster, peak_memory(SHAPE_32B, config, LARGE))
+        phases = peak_memory(SHAPE_32B, config, LARGE)
+        misfit = find_misfit(SHAPE_32B, config, cluster, phases)
+        return misfit and misfit.reason
 
     assert reason(config) is None
     assert reason(with_sampler(config, gpu_memory_utilization=0.99)).startswith(
@@ -179,7 +182,8 @@ def test_host_memory_of_nodes():
     many = with_parallel(many, host_memory_gb=1000.0)
     found = host_bytes_per_node(SHAPE_32B, many, gpus_per_node=8)
     assert found.offloaded == 0 < found.staged
-    reason = misfit(SHAPE_32B, many, Cluster(num_gpus=160), {"sync": memory.PhaseMemory()})
+    nothing = {"sync": memory.PhaseMemory()}
+    reason = find_misfit(SHAPE_32B, many, Cluster(num_gpus=160), nothing).reason
     assert f"and 22 versions of the weights {found.staged / 1e9:.1f}, of a node's 1000.0" in reason
 
 
@@ -248,7 +252,7 @@ def test_the_best_split_is_the_best_of_all(searched):
             p, r = plan.config.parallel, plan.config.rollout
             assert p.world_size + r.num_processes == 8 and r.num_processes == samplers
             assert r.num_processes % r.tensor_model_parallel_size == 0
-            assert misfit(SMALL_SHAPE, plan.config, SMALL, plan.memory) is None
+            assert find_misfit(SMALL_SHAPE, plan.config, SMALL, plan.memory) is None
         if found.plans:
             every[samplers] = found.plans[0].step_seconds
     assert min(every.values()) == steps[0] and every[sampling[0]] == steps[0]

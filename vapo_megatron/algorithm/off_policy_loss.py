@@ -16,7 +16,7 @@ from vapo_megatron.algorithm.reduction import (
     keep,
     require_mask,
     require_wide,
-    trained_on,
+    token_means,
 )
 from vapo_megatron.algorithm.sampler_correction import LARGEST_LOG_RATIO
 
@@ -70,9 +70,10 @@ def dis_policy_loss(
         ratio = log_ratio.exp()
         below, above = ratio <= 1 - low, ratio >= 1 + high
         factor = torch.where(below | above, 0, ratio)
-    loss = _policy_gradient(factor, advantages, logprobs, loss_mask, num_tokens)
-    count = num_tokens if num_trained_tokens is None else num_trained_tokens
-    return loss, _metrics(log_ratio, below, above, loss_mask, count)
+    return _weighted_gradient(
+        factor, log_ratio, (below, above), advantages, logprobs, loss_mask,
+        num_tokens, num_trained_tokens,
+    )  # fmt: skip
 
 
 def dppo_tv_policy_loss(
@@ -129,9 +130,10 @@ def dppo_tv_policy_loss(
         below = (advantages <= 0) & (moved < -max_difference)
         above = (advantages > 0) & (moved > max_difference)
         factor = torch.where(below | above, 0, log_ratio.exp().clamp(max=ratio_cap))
-    loss = _policy_gradient(factor, advantages, logprobs, loss_mask, num_tokens)
-    count = num_tokens if num_trained_tokens is None else num_trained_tokens
-    return loss, _metrics(log_ratio, below, above, loss_mask, count)
+    return _weighted_gradient(
+        factor, log_ratio, (below, above), advantages, logprobs, loss_mask,
+        num_tokens, num_trained_tokens,
+    )  # fmt: skip
 
 
 def _require(
@@ -141,29 +143,28 @@ def _require(
     require_mask(loss_mask)
 
 
-def _policy_gradient(
+def _weighted_gradient(
     factor: Tensor,
+    log_ratio: Tensor,
+    dropped: tuple[Tensor, Tensor],
     advantages: Tensor,
     logprobs: Tensor,
     loss_mask: Tensor,
     num_tokens: int | Tensor,
-) -> Tensor:
+    num_trained_tokens: int | Tensor | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-factor * A * log pi of each token, with a factor without gradient, and both losses' metrics.
+
+    dropped: bool [T] twice, the tokens counted in clip_fraction_low and in clip_fraction_high.
+    """
     terms = factor * keep(advantages, loss_mask) * keep(logprobs, loss_mask)
-    return global_mean(-terms, loss_mask, num_tokens)
-
-
-@torch.no_grad()
-def _metrics(
-    log_ratio: Tensor, below: Tensor, above: Tensor, loss_mask: Tensor, count: int | Tensor
-) -> dict[str, Tensor]:
-    trained = trained_on(loss_mask)
+    loss = global_mean(-terms, loss_mask, num_tokens)
     held = log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    terms = {
+    below, above = dropped
+    metrics = {
         "approx_kl": held.expm1() - held,
         "clip_fraction_low": below,
         "clip_fraction_high": above,
     }
-    return {
-        name: global_mean(keep(x.to(log_ratio.dtype), trained), trained, count)
-        for name, x in terms.items()
-    }
+    count = num_tokens if num_trained_tokens is None else num_trained_tokens
+    return loss, token_means(metrics, loss_mask, count, log_ratio.dtype)

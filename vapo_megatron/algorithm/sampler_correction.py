@@ -7,13 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithm.reduction import (
-    global_mean,
-    keep,
-    require_mask,
-    require_wide,
-    trained_on,
-)
+from vapo_megatron.algorithm.reduction import keep, require_mask, require_wide, token_means
 
 # exp(-80) and exp(80) are within the range of float32.
 LARGEST_LOG_RATIO = 80.0
@@ -122,9 +116,5 @@ def _policy_mask(weights: Tensor, loss_mask: Tensor) -> Tensor:
 def _metrics(
     log_ratio: Tensor, corrected: Tensor, loss_mask: Tensor, num_tokens: int | Tensor
 ) -> dict[str, Tensor]:
-    present = trained_on(loss_mask)
     terms = {"sampler_ratio": log_ratio.exp(), "sampler_corrected_fraction": corrected}
-    return {
-        name: global_mean(keep(x.to(log_ratio.dtype), present), present, num_tokens)
-        for name, x in terms.items()
-    }
+    return token_means(terms, loss_mask, num_tokens, log_ratio.dtype)

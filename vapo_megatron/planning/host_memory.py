@@ -12,11 +12,12 @@ from typing import NamedTuple
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.columns import PER_TOKEN
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.planning.memory import offloads, optimizer_checkpoint_bytes
+from vapo_megatron.planning.memory import offloads
 from vapo_megatron.planning.model_bytes import (
     DTYPE_BYTES,
     Layout,
     num_parameters,
+    optimizer_checkpoint_bytes,
     role_shape,
     sampler_weight_bytes,
     state_bytes,

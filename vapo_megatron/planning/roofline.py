@@ -265,7 +265,7 @@ def _pipeline(
 
 
 def sync_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> float:
-    """Estimate the weight sync; weights/reshard/cost.py computes it from the actual plan.
+    """Estimate the weight sync; planning/reshard.py computes it from the actual plan.
 
     Each node receives the part of the model that its ranks do not hold, once, through all its
     adapters. Meanwhile each rank receives within the node what it is missing of its vLLM shard, and

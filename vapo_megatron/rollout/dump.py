@@ -51,6 +51,7 @@ class FileHeader:
     num_responses: int
     """Of the whole step."""
     group_size: int
+    """Responses of each group; 0: groups differ in size."""
 
 
 def write_step(

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from vapo_megatron.config.metrics import emits
 from vapo_megatron.parallel import backend
+from vapo_megatron.parallel.gradient_buffers import wait_for_parameters
 from vapo_megatron.parallel.reduce import gather_objects
-from vapo_megatron.weights.ddp import unwrap, wait_for_parameters
 from vapo_megatron.weights.holders import TrainerLayout, trainer_layout
-from vapo_megatron.weights.parameters import local_parameters
+from vapo_megatron.weights.parameters import local_parameters, unwrap
 from vapo_megatron.weights.reshard.plan import SAMPLER, LiveWeight, Plan, Step
 from vapo_megatron.weights.reshard.planner import make_plan
 from vapo_megatron.weights.reshard.steps import steps_of
