@@ -11,10 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "tiny"))
 
 import make_judge
+import making
 import task
 from make_judge import Recipe
 
@@ -112,3 +115,36 @@ def test_chains_grow_from_one_operation():
                 rng, recipe, held_out=False, direct=0.0, most_operations=most
             )
             assert question[0].count("nopqrstuvwx") <= most + 1
+
+
+def test_the_first_responses_are_direct_answers():
+    recipe, rng = Recipe(), random.Random(0)
+    chains = []
+    for progress in (0.44, 0.45):
+        drawn = [make_judge.training_questions(rng, recipe, progress)[0] for _ in range(100)]
+        chains.append(sum("nopqrstuvwx" in text for text, _ in drawn))
+    assert chains[0] == 0 < chains[1]
+
+
+def test_a_text_with_a_digit_begins_as_the_sum_of_its_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(making, "train", lambda *_: None)
+    assert make_judge.make(tmp_path / "judge", SHORT)
+    weight = load_file(tmp_path / "judge/model.safetensors")["model.embed_tokens.weight"]
+    ids = AutoTokenizer.from_pretrained(str(tmp_path / "judge")).convert_tokens_to_ids
+    parts = weight[ids(["Answer:", "7"])].sum(0) * 0.5**0.5
+    assert weight[ids("Answer:7")].equal(parts)
+
+
+def test_a_batch_has_items_of_similar_lengths():
+    recipe = making.Training(iterations=5, batch_size=3, batches_per_pool=2)
+    items = iter([4, 1, 6, 3, 2, 5, *range(20, 8, -1)])
+    told = []
+
+    def draw(progress, count):
+        told.append((progress, count))
+        return [next(items) for _ in range(count)]
+
+    found = list(recipe.batches(random.Random(0), draw, length=lambda item: item))
+    assert sorted(batch for batch, _ in found[:2]) == [[1, 2, 3], [4, 5, 6]]
+    assert len(found) == 5 and found[0][1] == [1, 2, 3, 4, 5, 6]
+    assert told == [(0.0, 6), (0.4, 6), (0.8, 6)]
