@@ -5,7 +5,6 @@ With vLLM it is in tests/e2e/test_evaluate.py.
 """
 
 import json
-import os
 from unittest import mock
 
 import pytest
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from tests.rollout.evaluation.test_judging import SAMPLES, Sampler, decode
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.workers import free_port
 from vapo_megatron.cli.evaluate import command
 from vapo_megatron.cli.evaluate import summary as summaries
 from vapo_megatron.cli.sampling import inputs, samples
@@ -39,13 +37,12 @@ class OneSampler(Sampler):
         super().__init__(0, 1, keeps_rollouts=dist.get_rank() % tp_size == 0)
 
 
-def evaluate(hf, data, out, port, tp_size, overrides=()):
+def evaluate(hf, data, out, tp_size, overrides=()):
     """What a rank is told, or the verifiers that it starts; a worker's function."""
     from vapo_megatron.errors import UserError
     from vapo_megatron.reward import verifiers as running
 
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     config = inputs.evaluation_config(
         hf, [*OVERRIDES, f"rollout.tensor_model_parallel_size={tp_size}", *overrides], 2
     )
@@ -79,7 +76,7 @@ def written(tmp_path, answers):
 
 def test_settings_reach_the_header_the_statistics_and_the_verifier(workers, tmp_path):
     paths, out = written(tmp_path, list(map(str, range(NUM_PROBLEMS)))), tmp_path / "out.jsonl"
-    first, second = workers.run(2, evaluate, *paths, out, free_port(), 2)
+    first, second = workers.run(2, evaluate, *paths, out, 2)
     assert first == [(3, 47.0)] and second == [], "one verifier for each sampler"
     header, *lines = map(json.loads, out.read_text().splitlines())
     expected = {
@@ -112,7 +109,7 @@ def test_each_verifier_has_statistics_of_its_own(workers, tmp_path, monkeypatch,
         tmp_path / "out.jsonl",
     )
     for _ in range(2):
-        workers.run(2, evaluate, *paths, out, free_port(), 2, HYBRID)
+        workers.run(2, evaluate, *paths, out, 2, HYBRID)
         lines = [json.loads(line) for line in out.read_text().splitlines()[1:]]
         judges = ["math", "strict", "math", "strict", "strict"]
         assert [line["verifier"] for line in lines] == judges
@@ -130,7 +127,7 @@ def test_each_verifier_has_statistics_of_its_own(workers, tmp_path, monkeypatch,
     # Where scores are rewards, they are one more statistic; math's right answers have the end of
     # the range.
     scored = tmp_path / "scored.jsonl"
-    workers.run(2, evaluate, *paths, scored, free_port(), 2, [*HYBRID, "reward.from_score=[0, 2]"])
+    workers.run(2, evaluate, *paths, scored, 2, [*HYBRID, "reward.from_score=[0, 2]"])
     summary = json.loads(scored.with_suffix(".json").read_text())
     of_math = [r for line in lines if line["verifier"] == "math" for r in line["responses"]]
     expected = sum(2 * (r["status"] == "correct") for r in of_math) / len(of_math)
@@ -161,7 +158,7 @@ def test_verdicts_of_another_verifier_are_not_resumed(workers, tmp_path):
     paths, out = written(tmp_path, ["0", "1"]), tmp_path / "out.jsonl"
 
     def told(*overrides):
-        return workers.run(2, evaluate, *paths, out, free_port(), 2, overrides)
+        return workers.run(2, evaluate, *paths, out, 2, overrides)
 
     assert told() == [[(3, 47.0)], []]
     kept = out.read_bytes()
@@ -187,7 +184,7 @@ def test_verdicts_of_another_verifier_are_not_resumed(workers, tmp_path):
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_every_ground_truth_is_checked_on_one_rank(workers, tmp_path, tp_size):
     paths = written(tmp_path, ["1", "2", "3", "??"])
-    told = workers.run(2, evaluate, *paths, tmp_path / "out.jsonl", free_port(), tp_size)
+    told = workers.run(2, evaluate, *paths, tmp_path / "out.jsonl", tp_size)
     assert told[0] == told[1] and "row 3 (from 0) has the answer '??'" in told[0]
 
 
@@ -195,11 +192,11 @@ def test_rows_that_are_refused_can_be_left_out(workers, tmp_path):
     """Then summed up again by a run that finds all the others there."""
     paths, out = written(tmp_path, ["0", "???", "2", True]), tmp_path / "out.jsonl"
     one = ["reward.num_workers=1"]
-    told = workers.run(2, evaluate, *paths, out, free_port(), 2, one)[0]
+    told = workers.run(2, evaluate, *paths, out, 2, one)[0]
     assert "line 4: answer=True must" in told and "or set data.skip_unusable=true" in told
     for _ in range(2):
         skipping = [*one, "data.skip_unusable=true"]
-        assert workers.run(2, evaluate, *paths, out, free_port(), 2, skipping)[0] == [(1, 47.0)]
+        assert workers.run(2, evaluate, *paths, out, 2, skipping)[0] == [(1, 47.0)]
         header, *lines = map(json.loads, out.read_text().splitlines())
         assert [line["prompt_index"] for line in lines] == [0, 2] and header["num_problems"] == 4
         assert json.loads(out.with_suffix(".json").read_text())["left_out"] == 2

@@ -3,8 +3,6 @@
 Gradients of every layout against one process are tests/distributed's subject. Not exercised: NCCL.
 """
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from tests.dumped import MODEL, config, dump
 from tests.parallel.training import Layout, Trained, make_config
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.workers import free_port
 from vapo_megatron.cli.gradients import main
 
 TWO_RANKS = (((0, 1, 2, 3), (5,)), ((6,), (4,)))
@@ -72,10 +69,9 @@ def test_gradients_of_shards_and_stages(workers, tmp_path):
                 assert error < 1e-5, f"{layout}: {name} differs by {error:.2e}"
 
 
-def _collect(port, *arguments):
+def _collect(*arguments):
     """The command on this rank, as under torchrun."""
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     return main(["collect", *map(str, arguments)])
 
 
@@ -91,7 +87,7 @@ def collect(workers, tmp_path_factory):
         out = root / f"out_{next(count)}"
         paths = ("--config", file, "--replay", root / "run", "--out", out)
         world = f"parallel.world_size={world_size}"
-        arguments = (free_port(), *paths, world, *overrides)
+        arguments = (*paths, world, *overrides)
         assert workers.run(world_size, _collect, *arguments) == [0] * world_size
         return out
 

@@ -6,7 +6,6 @@ vLLM is a stand-in that answers 7. Not exercised: several processes.
 import contextlib
 import io
 import json
-import os
 from unittest import mock
 
 import pytest
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.whole_run import Engine, answered
-from tests.workers import free_port
 from vapo_megatron.cli.main import main
 
 VOCAB = 64
@@ -40,12 +38,11 @@ class LastEngine(Engine):
         self.calls.append("shut down")
 
 
-def run(arguments, port):
+def run(arguments):
     """(exit code, what is printed on each stream, what the engine was asked); a worker's."""
     from vapo_megatron.cli.sampling import samples
 
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     asked, out, err = [], io.StringIO(), io.StringIO()
     with (
         mock.patch.object(samples, "build_engine", lambda *_: LastEngine(asked)),
@@ -70,7 +67,7 @@ def place(tmp_path_factory):
 def test_problems_of_a_file(workers, place):
     given = ["--checkpoint", f"{place}/hf", "--data", f"{place}/rows.jsonl", "--problems", "2"]
     given += ["--samples", "2", "--temperature", "0.5", "rollout.max_response_tokens=9"]
-    ((code, out, err, asked),) = workers.run(1, run, given, free_port())
+    ((code, out, err, asked),) = workers.run(1, run, given)
     assert (code, err, asked) == (0, "", [(2, 0.5, 9), "shut down"])
     assert out.splitlines() == [
         "=== prompt (answer: 0)", "w3",
@@ -89,9 +86,7 @@ def test_a_prompt_is_a_users_message_where_there_is_a_template(workers, place):
     tokenizer.write_text(json.dumps({**before, "chat_template": template}))
     given = ["--checkpoint", f"{place}/hf", "--prompt", "w3 w4", "--samples", "1"]
     try:
-        outs = [
-            workers.run(1, run, [*given, *more], free_port())[0][:3] for more in ([], ["--plain"])
-        ]
+        outs = [workers.run(1, run, [*given, *more])[0][:3] for more in ([], ["--plain"])]
     finally:
         tokenizer.write_text(json.dumps(before))
     answer = "--- sample 1, 2 tokens, ended\nw3Answer: 7\n"

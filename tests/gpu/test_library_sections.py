@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.workers import free_port
 from tools.smoke import nccl, step, te
 from tools.smoke.models import make_config, start_groups
 from tools.smoke.parity import reference as write_reference
@@ -97,26 +96,20 @@ def test_layouts_of_a_node():
     ]  # fmt: skip
 
 
-def _alone(port):
-    """Be a process of the tool, which starts torch.distributed itself."""
-    dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-
-
-def _nccl(directory, port):
-    _alone(port)
+def _nccl(directory):
+    dist.destroy_process_group()  # the tool starts torch.distributed itself
     rows = list(nccl.nccl(SMALL, directory))
     return rows, len(os.listdir("/proc/self/task"))
 
 
 def test_nccl_needs_two(workers):
-    (((row,), _),) = workers.run(1, _nccl, None, free_port())
+    (((row,), _),) = workers.run(1, _nccl, None)
     assert (row.verdict, row.measured) == ("skipped", "there is one GPU; this needs two")
 
 
 @pytest.mark.slow
 def test_nccl(vllm_workers, reference):
-    found = vllm_workers.run(2, _nccl, reference, free_port(), timeout_seconds=280)
+    found = vllm_workers.run(2, _nccl, reference, timeout_seconds=280)
     (rows, num_threads), (of_rank_1, _) = found
     assert of_rank_1 == [], "rank 0 has the rows"
     assert num_threads < 400, "the groups of former layouts are left"
@@ -226,13 +219,13 @@ def test_sampler_sees_weights_that_do_not_come_back(vllm_workers, tmp_path):
 # --- step ---
 
 
-def _step(directory, port):
-    _alone(port)
+def _step(directory):
+    dist.destroy_process_group()
     return list(step.step(SMALL, directory))
 
 
 def test_step(vllm_workers, tmp_path):
-    (rows,) = vllm_workers.run(1, _step, tmp_path, free_port(), timeout_seconds=280)
+    (rows,) = vllm_workers.run(1, _step, tmp_path, timeout_seconds=280)
     assert failed(rows) == []
     assert [row.case for row in rows] == [
         "actor's updates, step 1", "critic's updates, step 1",

@@ -4,33 +4,29 @@ Real gloo processes. Weights between the sides are in tests/weights/reshard/test
 in tests/e2e/test_disaggregated.py. Not exercised: NCCL.
 """
 
-import os
-
 import torch
 import torch.distributed as dist
 
 from tests.dumped import NUM_RESPONSES, config, rollouts
-from tests.workers import free_port
 
 TRAINERS, SAMPLERS = 2, 2
 
 
-def apart(port):
+def apart():
     """Leave the tests' own group and start anew, the last ranks as samplers; a worker's."""
     from vapo_megatron.parallel import backend
 
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     return backend.initialize_distributed(60, SAMPLERS)
 
 
-def worlds(port, path):
+def worlds(path):
     """What each process makes out, and what reaches it from the other side."""
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.exchange import exchange, gather_summary
     from vapo_megatron.parallel.reduce import any_rank, gather_objects, send_object
 
-    sides = apart(port)
+    sides = apart()
     own = torch.ones(1)
     dist.all_reduce(own)
     found = {
@@ -63,9 +59,9 @@ def worlds(port, path):
     return found
 
 
-def left_alone(port):
+def left_alone():
     """What torch says of a collective of both sides when the last sampler is gone; a worker's."""
-    sides = apart(port)
+    sides = apart()
     dist.barrier(group=sides.group)
     if sides.rank == TRAINERS + SAMPLERS - 1:
         sides.close()
@@ -78,13 +74,13 @@ def left_alone(port):
 
 
 def test_a_failed_collective_says_what_failed_it(workers):
-    *others, _ = workers.run(TRAINERS + SAMPLERS, left_alone, free_port())
+    *others, _ = workers.run(TRAINERS + SAMPLERS, left_alone)
     for said in others:
         assert said.startswith("RuntimeError: ") and "onnection" in said, said
 
 
 def test_each_side_is_a_world_and_one_group_joins_them(workers, tmp_path):
-    results = workers.run(TRAINERS + SAMPLERS, worlds, free_port(), tmp_path)
+    results = workers.run(TRAINERS + SAMPLERS, worlds, tmp_path)
     for rank, found in enumerate(results):
         is_sampler = rank >= TRAINERS
         assert found["side"] == (is_sampler, rank % 2, 2, 2)

@@ -6,7 +6,6 @@ are in tests/e2e/test_offload.py.
 
 import contextlib
 import json
-import os
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from tests.dumped import MODEL, dump
 from tests.dumped import config as of_replay
 from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
-from tests.workers import free_port
 from vapo_megatron.config import CheckpointConfig, VapoConfig
 from vapo_megatron.config.phases import PHASES
 from vapo_megatron.errors import ConfigError
@@ -209,12 +207,11 @@ def test_host_bytes_are_known_beforehand(workers, tmp_path, dtype, parallel):
         assert waiting.offloaded == copying.offloaded
 
 
-def refused(hf, run_dir, port, parallel):
+def refused(hf, run_dir, parallel):
     from vapo_megatron.parallel import groups
     from vapo_megatron.training.loop import VapoTrainer
 
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     settings, source = config(hf, host_memory_gb=1e-4, **parallel), Source()
     built = mock.patch("vapo_megatron.training.build.Actor", side_effect=AssertionError("built"))
     sampler = mock.patch.object(VapoTrainer, "_source", lambda *_: source)
@@ -237,7 +234,7 @@ def test_a_node_without_the_memory_is_refused_before_the_models_are_built(
     workers, tmp_path, parallel
 ):
     hf = written(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
-    size, given = parallel.get("world_size", 1), (hf, tmp_path / "run", free_port(), parallel)
+    size, given = parallel.get("world_size", 1), (hf, tmp_path / "run", parallel)
     messages, of_ranks = zip(*workers.run(size, refused, *given), strict=True)
     assert len(set(messages)) == 1 and len(set(of_ranks)) == size, "each holds something else"
     message, needed = messages[0], HostBytes(*map(sum, zip(*of_ranks)))
@@ -251,13 +248,12 @@ def test_a_node_without_the_memory_is_refused_before_the_models_are_built(
     assert message.endswith(f"or set {remedies} algorithm.responses_per_step")
 
 
-def replayed(hf, dumped, run_dir, offload, steps, port, every_steps=1):
+def replayed(hf, dumped, run_dir, offload, steps, every_steps=1):
     """A whole run from a dump; a worker's function, in a world of the test's."""
     from vapo_megatron.training.loop import VapoTrainer
 
     size = dist.get_world_size()
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     # The rates warm up over updates: a resumed run must know how many there were.
     settings = of_replay(
         hf,
@@ -291,10 +287,10 @@ def test_a_run_by_turns_is_the_run_without_bit_by_bit(workers, tmp_path):
     hf = write_tiny_hf(tmp_path / "model", **MODEL)
     workers.run(2, dump, tmp_path / "replay", [1, 2, 3], 2)
     paths = hf, tmp_path / "replay"
-    workers.run(2, replayed, *paths, tmp_path / "all", False, 2, free_port())
+    workers.run(2, replayed, *paths, tmp_path / "all", False, 2)
     # Stopped after two steps, and gone on from their checkpoint.
-    workers.run(2, replayed, *paths, tmp_path / "turns", True, 1, free_port())
-    workers.run(2, replayed, *paths, tmp_path / "turns", True, 2, free_port())
+    workers.run(2, replayed, *paths, tmp_path / "turns", True, 1)
+    workers.run(2, replayed, *paths, tmp_path / "turns", True, 2)
     expected, found = rows(tmp_path / "all"), rows(tmp_path / "turns")
     assert [row["step"] for row in expected] == [0, 1, 2, 3]
     assert found == expected and expected[-1]["actor/grad_norm"] > 0

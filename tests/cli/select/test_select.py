@@ -20,7 +20,6 @@ from tests.distributed.float64 import load_critic
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
 from tests.whole_run import Engine, answered
-from tests.workers import free_port
 from vapo_megatron.cli.select import command
 from vapo_megatron.cli.select.table import METADATA_KEY
 from vapo_megatron.data.problems import load_problems
@@ -64,7 +63,7 @@ def decode(_, responses):
     return [SCORES[ids[0] // SAMPLES][ids[0] % SAMPLES] for ids in responses]
 
 
-def run_select(arguments, port, batches, passes):
+def run_select(arguments, batches, passes):
     """(exit code, what is printed to people), of one rank; a worker's function.
 
     batches, passes: how often the sampler and the reward model answer before they fail.
@@ -75,7 +74,6 @@ def run_select(arguments, port, batches, passes):
 
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     left, judge = [None] * passes, reward_scores._judge
 
     def limited(*given):
@@ -124,7 +122,7 @@ def select(workers, place, tmp_path):
             "rollout.max_prompt_tokens=16", "rollout.max_response_tokens=24",
             "model.dtype=float32", *options,
         ]  # fmt: skip
-        results = workers.run(ranks, run_select, arguments, free_port(), batches, passes)
+        results = workers.run(ranks, run_select, arguments, batches, passes)
         code, told = results[0]
         return code, "".join(told)
 

@@ -16,7 +16,6 @@ import yaml
 
 from tests.run.checkpoint.test_writer import limited, meet_without_files, settings
 from tests.sealed import seal
-from tests.workers import free_port
 
 SLOW = 0.3
 """Seconds."""
@@ -37,12 +36,12 @@ def test_the_last_ones_and_one_of_so_many_are_kept(workers, tmp_path):
     assert workers.run(1, kept, tmp_path / "2", 1, 3) == [[3, 6, 7]]
 
 
-def told_of_the_second(root, port):
+def told_of_the_second(root):
     """What is said when a small checkpoint after a large one cannot be written."""
     from vapo_megatron.errors import CheckpointError
     from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
-    meet_without_files(port)
+    meet_without_files()
     with CheckpointWriter(root, settings()) as writer:
         writer.save(1, {}, {"much": "x" * 600_000})
         writer.wait()
@@ -53,7 +52,7 @@ def told_of_the_second(root, port):
 
 
 def test_the_bytes_that_are_told_are_those_of_one_checkpoint(workers, tmp_path):
-    (words,) = workers.run(1, told_of_the_second, tmp_path, free_port())
+    (words,) = workers.run(1, told_of_the_second, tmp_path)
     (size,) = re.findall(r"it takes (\S+) GB", words)
     assert 0 < float(size) < 1e-6
 

@@ -21,7 +21,6 @@ import torch
 
 from tests.sealed import seal
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.workers import free_port
 from vapo_megatron.run.checkpoint.writer import _describe
 
 
@@ -228,18 +227,17 @@ def limited(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def meet_without_files(port):
+def meet_without_files():
     """The workers' own group meets in a file, which a limit on files would meet too."""
     import torch.distributed as dist
 
     from vapo_megatron.parallel import backend
 
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     backend.initialize_distributed(60)
 
 
-def fill(root, hf, limit, port):
+def fill(root, hf, limit):
     """A checkpoint that fits, two that do not, what they say, and what is left then."""
     import torch.distributed as dist
 
@@ -247,7 +245,7 @@ def fill(root, hf, limit, port):
     from vapo_megatron.run.checkpoint.files import newest_whole
     from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
-    meet_without_files(port)
+    meet_without_files()
     with CheckpointWriter(root, settings()) as writer:
         writer.save(1, {}, {})
     messages, models = [], {"critic": critic_of_two(hf)}
@@ -268,7 +266,7 @@ def test_a_full_disk_is_told_in_a_line_and_the_checkpoint_before_it_is_left(work
     root, hf = tmp_path / "disk", write_tiny_hf(tmp_path / "hf", ffn=48, **SIZES)
     root.mkdir()
     with small_disk(root, 300 << 10) as is_limited:
-        found = workers.run(2, fill, root, hf, 300 << 10 if is_limited else None, free_port())
+        found = workers.run(2, fill, root, hf, 300 << 10 if is_limited else None)
     reason = os.strerror(errno.EFBIG if is_limited else errno.ENOSPC)
     for (of_second_rank, full), newest, left in found:
         assert f"step_000002 cannot be written: {os.strerror(errno.EFBIG)} (it" in of_second_rank

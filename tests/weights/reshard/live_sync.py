@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -251,14 +250,13 @@ def looked_up_afresh(tmp: Path, path: Path) -> str:
     return engine_jobs.error_of(sync.verify, loaded.chunks)
 
 
-def between_sides(tmp: Path, path: Path, layout: Layout, port: int) -> dict[str, Any]:
+def between_sides(tmp: Path, path: Path, layout: Layout) -> dict[str, Any]:
     """Publish from trainers to samplers that are processes of their own."""
     from vapo_megatron.parallel import backend
     from vapo_megatron.rollout.disaggregated.staging import Staging
 
     samplers = dist.get_world_size() - layout.world_size
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     sides = backend.initialize_distributed(60, samplers)
     config = _config(tmp)
     found: dict[str, Any] = {}

@@ -15,7 +15,6 @@ from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.loaded import Layout
 from tests.weights.reshard import live_sync as jobs
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.workers import free_port
 
 # vLLM on a CPU takes heads of 32. A vocabulary of 300 is padded to 320 there.
 UNTIED = {"hidden": 128, "heads": 4, "kv_heads": 2}
@@ -137,7 +136,7 @@ def expected_of(path, factor):
 )
 def test_samplers_of_their_own_receive_their_shard_once(workers, tmp_path, small, layout, samplers):
     size = layout.world_size + samplers
-    results = workers.run(size, jobs.between_sides, tmp_path, small, layout, free_port())
+    results = workers.run(size, jobs.between_sides, tmp_path, small, layout)
     trainers, received = results[: layout.world_size], results[layout.world_size :]
     for rank, found in enumerate(received, layout.world_size):
         assert found["untouched"], "a version that has arrived is not yet sampled with"
