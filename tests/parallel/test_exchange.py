@@ -9,8 +9,12 @@ from array import array
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from vapo_megatron.config import ParallelConfig
 from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
+from vapo_megatron.parallel import groups
+from vapo_megatron.parallel.exchange import exchange, gather_summary
 
 NUM = 11
 WANTED = {1: [[3, 0, 7, 10, 1, 2, 9, 8, 4, 6, 5]], 2: [[3, 0, 7, 10, 1], [2, 9, 8, 4, 6, 5]]}
@@ -46,10 +50,6 @@ def rollout(position: int, of_critic: bool = False) -> ScoredRollout:
 
 
 def run_exchange(tp_size: int, dp_size: int, of_critic: bool = False):
-    from vapo_megatron.config import ParallelConfig
-    from vapo_megatron.parallel import groups
-    from vapo_megatron.parallel.exchange import exchange, gather_summary
-
     place = groups.initialize(
         ParallelConfig(world_size=tp_size * dp_size, tensor_model_parallel_size=tp_size)
     )
@@ -130,12 +130,6 @@ def of_turns(position: int) -> ScoredRollout:
 
 
 def run_turns(dp_size: int):
-    import torch.distributed as dist
-
-    from vapo_megatron.config import ParallelConfig
-    from vapo_megatron.parallel import groups
-    from vapo_megatron.parallel.exchange import exchange, gather_summary
-
     place = groups.initialize(ParallelConfig(world_size=dp_size))
     local = [of_turns(p) for p in range(dist.get_rank(), NUM, dp_size)]
     summary = gather_summary(local, NUM)

@@ -6,16 +6,36 @@ freed.
 """
 
 import contextlib
+import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.cut import select
 from tests.parallel.training import ALL, Layout, critic_loss, make_batch, make_config
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron.config import VapoConfig
+from vapo_megatron.config import CheckpointConfig, VapoConfig
+from vapo_megatron.data.microbatch import make_microbatch
 from vapo_megatron.errors import ConfigError
+from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.models.value_head import values_of
+from vapo_megatron.parallel import groups
+from vapo_megatron.parallel.gradient_buffers import wait_for_parameters
 from vapo_megatron.parallel.memory import available_host_bytes
+from vapo_megatron.parallel.minibatches import MiniBatch
+from vapo_megatron.parallel.offload import (
+    ORDER,
+    check_host_memory,
+    expandable_segments,
+    find_storages,
+)
+from vapo_megatron.parallel.optimizer_state import inner_optimizers
+from vapo_megatron.parallel.schedule import forward_only
+from vapo_megatron.roles.critic import Critic
+from vapo_megatron.run.checkpoint.files import newest_whole
+from vapo_megatron.run.checkpoint.load import load_run
+from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
 BOTH = ((ALL[:4], ALL[4:]),)
 HALVES = ((ALL[:2], ALL[2:4]), (ALL[4:5], ALL[5:]))
@@ -47,9 +67,6 @@ def hf_path(tmp_path_factory):
 
 def _bits(model):
     """All tensors that training depends on, by name."""
-    from vapo_megatron.parallel.gradient_buffers import wait_for_parameters
-    from vapo_megatron.parallel.optimizer_state import inner_optimizers
-
     found = {}
     with model.placed.held("state"):
         wait_for_parameters(model.placed.chunks)
@@ -66,14 +83,6 @@ def _bits(model):
 
 def _learn(hf_path, layout, dtype, offload):
     """Two steps of a critic, values and an update; returns all results, and the model."""
-    from vapo_megatron.data.microbatch import make_microbatch
-    from vapo_megatron.models.hf_config import read_model_shape
-    from vapo_megatron.models.value_head import values_of
-    from vapo_megatron.parallel import groups
-    from vapo_megatron.parallel.minibatches import MiniBatch
-    from vapo_megatron.parallel.schedule import forward_only
-    from vapo_megatron.roles.critic import Critic
-
     torch.manual_seed(0)
     config = make_config(layout, model={"dtype": dtype})
     groups.destroy()
@@ -111,8 +120,6 @@ def _learn(hf_path, layout, dtype, offload):
 
 def _both(hf_path, layout, dtype):
     """Compare results with and without offload; return bytes on the device in each phase."""
-    from vapo_megatron.parallel.offload import ORDER, find_storages
-
     plain, _ = _learn(hf_path, layout, dtype, offload=False)
     turned, model = _learn(hf_path, layout, dtype, offload=True)
     assert len(plain) == len(turned) > 20
@@ -186,9 +193,6 @@ def test_what_is_away_cannot_be_used(hf_path, workers):
 
 def _replaced(hf_path):
     """An optimizer whose tensors are replaced, as torch's load_state_dict may do."""
-    from vapo_megatron.parallel.offload import find_storages
-    from vapo_megatron.parallel.optimizer_state import inner_optimizers
-
     _, model = _learn(hf_path, Layout(split=BOTH), "bfloat16", offload=True)
     with model.placed.held("state"):
         (inner,) = inner_optimizers(model.placed.optimizer)
@@ -208,11 +212,6 @@ def test_other_tensors_in_the_place_of_the_optimizers(hf_path, workers):
 
 def _checkpoint(hf_path, directory):
     """Saved and loaded while offloaded."""
-    from vapo_megatron.config import CheckpointConfig
-    from vapo_megatron.run.checkpoint.files import newest_whole
-    from vapo_megatron.run.checkpoint.load import load_run
-    from vapo_megatron.run.checkpoint.writer import CheckpointWriter
-
     layout = Layout(split=BOTH)
     _, model = _learn(hf_path, layout, "float32", offload=True)
     before = _bits(model)
@@ -234,12 +233,6 @@ def test_a_checkpoint_of_what_is_away(hf_path, workers, tmp_path):
 
 
 def _budget(needed, allowed, local_size):
-    import os
-
-    import torch.distributed as dist
-
-    from vapo_megatron.parallel.offload import check_host_memory
-
     os.environ["LOCAL_WORLD_SIZE"] = str(local_size)
     parallel = VapoConfig.model_validate({"parallel": {"host_memory_gb": allowed}}).parallel
     try:
@@ -295,8 +288,6 @@ def test_available_memory_is_the_least_of_the_kernels_and_the_groups(tmp_path):
 
 
 def test_the_allocators_other_options_stay(monkeypatch):
-    from vapo_megatron.parallel.offload import expandable_segments
-
     set_to = ["max_split_size_mb:64"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: set_to[-1])

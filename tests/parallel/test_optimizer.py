@@ -12,7 +12,13 @@ import torch
 from tests.parallel.training import ALL, LEARNING_RATE, Layout, Trained, make_config
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.parallel.optimizer import learning_rate
+from vapo_megatron.parallel import groups
+from vapo_megatron.parallel.optimizer import (
+    build_ddp,
+    learning_rate,
+    optimizer_step,
+    set_learning_rate,
+)
 
 
 def _config(**optimizer):
@@ -49,8 +55,6 @@ def hf_path(tmp_path_factory):
 
 
 def _start(hf_path, role="actor", **sections):
-    from vapo_megatron.parallel import groups
-
     config = make_config(Layout(), **sections)
     if groups._current is None:
         groups.initialize(config.parallel)
@@ -59,8 +63,6 @@ def _start(hf_path, role="actor", **sections):
 
 def _against_adamw(hf_path, role, clip_grad):
     """Largest difference to torch's AdamW in float64 after three updates, and the norms."""
-    from vapo_megatron.parallel.optimizer import optimizer_step, set_learning_rate
-
     decay = 0.3
     clips = {"actor_clip_grad": 1e-3, "critic_clip_grad": 1e-3, f"{role}_clip_grad": clip_grad}
     trained = _start(hf_path, role, optimizer={**clips, "weight_decay": decay})
@@ -121,8 +123,6 @@ def test_biases_and_norms_do_not_decay(hf_path, workers):
 
 def _not_finite(hf_path, dtype, gradient):
     """Norm of a step with such a gradient, and how far parameters went in it and in the next."""
-    from vapo_megatron.parallel.optimizer import optimizer_step
-
     trained = _start(hf_path, model={"dtype": dtype}, optimizer={"actor_learning_rate": 0.1})
     parameters = list(trained.chunks[0].parameters())
     norms, moved = [], []
@@ -150,8 +150,6 @@ def _bfloat16(hf_path, distributed):
 
     Returns for each [(weight, main parameter)] at these three times.
     """
-    from vapo_megatron.parallel.optimizer import optimizer_step, set_learning_rate
-
     trained = _start(
         hf_path,
         "critic",
@@ -219,9 +217,6 @@ class _Layer(torch.nn.Linear):
 def _gradients_of_a_layer():
     """DDP's gradient of 300 equal microbatches in bfloat16, and whether the layer was fused."""
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from vapo_megatron.parallel import groups
-    from vapo_megatron.parallel.optimizer import build_ddp
 
     config = make_config(Layout())
     if groups._current is None:

@@ -21,6 +21,10 @@ from tests.parallel.training import (
 )
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.data.microbatch import make_microbatch
+from vapo_megatron.models.build import transformer_config
+from vapo_megatron.parallel import groups
+from vapo_megatron.parallel.optimizer import build_ddp
+from vapo_megatron.parallel.schedule import forward_backward, forward_only
 
 PP2 = Layout(pp=2, split=((ALL[:3], ALL[3:]),))
 VIRTUAL = Layout(pp=2, vpp=2, split=((ALL,),))
@@ -33,16 +37,12 @@ def hf_path(tmp_path_factory):
 
 
 def _start(hf_path, layout, **sections):
-    from vapo_megatron.parallel import groups
-
     config = make_config(layout, **sections)
     groups.initialize(config.parallel)
     return Trained(hf_path, layout, "actor", config)
 
 
 def _one_process(hf_path):
-    from vapo_megatron.parallel.schedule import forward_backward, forward_only
-
     trained = _start(hf_path, Layout(split=((ALL[:3], (), ALL[3:]),)))
     chunks, microbatches = trained.chunks, trained.microbatches
     facts = {}
@@ -105,8 +105,6 @@ def test_one_process(hf_path, workers):
 
 
 def _pipeline(hf_path, layout, batched=None):
-    from vapo_megatron.parallel.schedule import forward_backward, forward_only
-
     trained = _start(hf_path, layout, parallel={"batch_p2p_comm": batched})
     last = trained.ranks.is_last_stage
     seen = []
@@ -139,8 +137,6 @@ def test_every_stage_gets_the_results(layout, batched, hf_path, workers):
 
 def _four_microbatches(hf_path, layout, batched):
     """Loss of four microbatches of 16 tokens: wrong sends would have the right size."""
-    from vapo_megatron.parallel.schedule import forward_backward
-
     trained = _start(hf_path, layout, parallel={"batch_p2p_comm": batched})
     batch = make_batch(trained.shape.vocab_size)
     parts = ((0, 2), (5, 6), (3,), (1, 4))  # 8 + 7, 8 + 7, 16, 11 + 5 tokens
@@ -158,9 +154,6 @@ def test_batched_sends_of_virtual_stages_are_wrong(hf_path, workers):
 
 
 def _without_per_token_loss(hf_path):
-    from vapo_megatron.models.build import transformer_config
-    from vapo_megatron.parallel.optimizer import build_ddp
-
     config = make_config(Layout())
     trained = _start(hf_path, Layout())
     settings = transformer_config(trained.shape, config.model, config.parallel)

@@ -16,6 +16,21 @@ from tests.cut import select
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.data.microbatch import make_microbatch
+from vapo_megatron.models.build import build_model, gather_hidden, output_weight
+from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.models.value_head import values_of
+from vapo_megatron.parallel import groups
+from vapo_megatron.parallel.logprobs import linear_logprobs
+from vapo_megatron.parallel.optimizer import (
+    build_ddp,
+    build_optimizer,
+    optimizer_step,
+    set_learning_rate,
+)
+from vapo_megatron.parallel.reduce import sum_over_data_parallel
+from vapo_megatron.parallel.schedule import forward_backward, forward_only
+from vapo_megatron.weights.gather import full_gradients, gather_hf_tensors
+from vapo_megatron.weights.load_hf import load_hf_weights
 
 # (prompt, response) tokens; the empty response is a prompt that no loss reads.
 LENGTHS = ((3, 5), (2, 9), (6, 1), (4, 12), (5, 0), (1, 7), (3, 4))
@@ -133,12 +148,6 @@ class Trained:
     """One role's model in this layout, as roles/trained.py builds it."""
 
     def __init__(self, hf_path: str, layout: Layout, role: str, config: VapoConfig) -> None:
-        from vapo_megatron.models.build import build_model
-        from vapo_megatron.models.hf_config import read_model_shape
-        from vapo_megatron.parallel import groups
-        from vapo_megatron.parallel.optimizer import build_ddp, build_optimizer
-        from vapo_megatron.weights.load_hf import load_hf_weights
-
         self.role, self.layout = role, layout
         self.ranks = groups.current()
         self.shape = read_model_shape(hf_path)
@@ -155,10 +164,6 @@ class Trained:
         ]
 
     def head(self, output, microbatch):
-        from vapo_megatron.models.build import gather_hidden, output_weight
-        from vapo_megatron.models.value_head import values_of
-        from vapo_megatron.parallel.logprobs import linear_logprobs
-
         if self.role == "critic":
             return values_of(output)[microbatch.predicting]
         hidden = gather_hidden(output, sequence_parallel=self.layout.sp)
@@ -182,31 +187,22 @@ class Trained:
         return loss, {"loss": loss.detach(), "tokens": batch.loss_mask.sum()}
 
     def forward_backward(self) -> dict[str, Tensor]:
-        from vapo_megatron.parallel.reduce import sum_over_data_parallel
-        from vapo_megatron.parallel.schedule import forward_backward
-
         metrics = forward_backward(self.chunks, self.microbatches, self.loss)
         return sum_over_data_parallel(metrics, self.ranks)
 
     def full_tensors(self) -> dict[str, Tensor]:
         """Parameters by HF name, in full."""
-        from vapo_megatron.weights.gather import gather_hf_tensors
-
         named = gather_hf_tensors(self.chunks, self.shape, self.ranks, role=self.role)
         return {name: tensor.clone() for name, tensor in named}
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Gradients by HF name, in full."""
-        from vapo_megatron.weights.gather import full_gradients
-
         named = full_gradients(self.chunks, self.shape, self.ranks, self.role)
         return {name: gradient.clone() for name, gradient in named}
 
 
 def run_layout(hf_paths: dict[str, str], layout: Layout, num_updates: int = 3) -> dict[str, Result]:
     """Make a few updates of each model, "critic" or any actor; a worker's function."""
-    from vapo_megatron.parallel import groups
-
     torch.manual_seed(dist.get_rank())
     config = make_config(layout)
     groups.initialize(config.parallel)
@@ -218,9 +214,6 @@ def run_layout(hf_paths: dict[str, str], layout: Layout, num_updates: int = 3) -
 
 
 def _train(trained: Trained, num_updates: int) -> Result:
-    from vapo_megatron.parallel.optimizer import optimizer_step, set_learning_rate
-    from vapo_megatron.parallel.schedule import forward_only
-
     outputs = torch.cat(forward_only(trained.chunks, trained.microbatches, trained.head))
     losses, norms, gradients, weights = [], [], {}, {}
     for update in range(num_updates):

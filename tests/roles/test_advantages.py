@@ -6,8 +6,12 @@ Not exercised: the equations themselves (tests/algorithm), what a step makes of 
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from vapo_megatron.config import AlgorithmConfig, ParallelConfig
 from vapo_megatron.data.batch import RolloutBatch, StepSummary, bounds
+from vapo_megatron.parallel import groups
+from vapo_megatron.roles.advantages import with_advantages
 
 # Groups of three, one and two responses, of one token each.
 FIRSTS, REWARDS = [0, 0, 0, 3, 4, 4], [1.0, -1.0, 1.0, 1.0, 0.0, 1.0]
@@ -35,12 +39,6 @@ def summary_of(rewards, firsts, lengths, earned=None):
 
 
 def of_groups(estimator, earned):
-    import torch.distributed as dist
-
-    from vapo_megatron.config import AlgorithmConfig, ParallelConfig
-    from vapo_megatron.parallel import groups
-    from vapo_megatron.roles.advantages import with_advantages
-
     ranks = groups.initialize(ParallelConfig(world_size=dist.get_world_size()))
     own = SHARES[ranks.world_size][ranks.rank]
     algorithm = AlgorithmConfig(advantage_estimator=estimator, positive_lm_coef=0.0)
@@ -74,10 +72,6 @@ def test_a_group_compares_all_that_was_earned(workers):
 
 
 def by_gae(values, token_rewards, reward, algorithm):
-    from vapo_megatron.config import AlgorithmConfig, ParallelConfig
-    from vapo_megatron.parallel import groups
-    from vapo_megatron.roles.advantages import with_advantages
-
     ranks = groups.initialize(ParallelConfig(world_size=1))
     count = len(values)
     columns = {"token_rewards": torch.tensor(token_rewards)} if any(token_rewards) else {}

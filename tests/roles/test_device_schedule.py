@@ -19,9 +19,16 @@ from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
 from vapo_megatron.config import CheckpointConfig, VapoConfig
 from vapo_megatron.config.phases import PHASES
 from vapo_megatron.errors import ConfigError
+from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.parallel import groups
 from vapo_megatron.planning.host_memory import HostBytes, host_bytes
+from vapo_megatron.roles.actor import Actor, Reference
+from vapo_megatron.roles.critic import Critic
 from vapo_megatron.roles.device_schedule import DeviceSchedule
+from vapo_megatron.roles.reward_model import RewardModel
 from vapo_megatron.run.checkpoint.writer import CheckpointWriter
+from vapo_megatron.training import build
+from vapo_megatron.training.loop import VapoTrainer
 
 ROLES = ("actor", "critic", "reference", "reward_model")
 
@@ -58,12 +65,6 @@ class Source:
 
 
 def built(hf, settings):
-    from vapo_megatron.models.hf_config import read_model_shape
-    from vapo_megatron.parallel import groups
-    from vapo_megatron.roles.actor import Actor, Reference
-    from vapo_megatron.roles.critic import Critic
-    from vapo_megatron.roles.reward_model import RewardModel
-
     place, shape = groups.initialize(settings.parallel), read_model_shape(hf)
     source = Source()
     turns = DeviceSchedule(source.leave_device, is_on=bool(settings.parallel.offload))
@@ -127,8 +128,6 @@ def test_without_offload_all_stay(workers, tmp_path):
 
 def predicted(hf, settings, place):
     """Bytes in this process's host memory where checkpoints are copied, and where they are not."""
-    from vapo_megatron.models.hf_config import read_model_shape
-
     where = {
         "pp_rank": place.pp_rank, "is_first_replica": place.dp_rank == 0, "keeps_rollouts": True,
     }  # fmt: skip
@@ -208,9 +207,6 @@ def test_host_bytes_are_known_beforehand(workers, tmp_path, dtype, parallel):
 
 
 def refused(hf, run_dir, parallel):
-    from vapo_megatron.parallel import groups
-    from vapo_megatron.training.loop import VapoTrainer
-
     dist.destroy_process_group()
     settings, source = config(hf, host_memory_gb=1e-4, **parallel), Source()
     built = mock.patch("vapo_megatron.training.build.Actor", side_effect=AssertionError("built"))
@@ -250,8 +246,6 @@ def test_a_node_without_the_memory_is_refused_before_the_models_are_built(
 
 def replayed(hf, dumped, run_dir, offload, steps, every_steps=1):
     """A whole run from a dump; a worker's function, in a world of the test's."""
-    from vapo_megatron.training.loop import VapoTrainer
-
     size = dist.get_world_size()
     dist.destroy_process_group()
     # The rates warm up over updates: a resumed run must know how many there were.
@@ -310,8 +304,6 @@ def test_a_run_by_turns_is_the_run_without_bit_by_bit(workers, tmp_path):
 
 def test_the_last_checkpoint_is_waited_for_in_its_phase(monkeypatch):
     """That is, within its limit, and not that of what lies between the phases."""
-    from vapo_megatron.training.loop import VapoTrainer
-
     phases, seen = [], []
 
     @contextlib.contextmanager
@@ -350,8 +342,6 @@ def test_the_last_checkpoint_is_waited_for_in_its_phase(monkeypatch):
 
 def test_the_models_leave_before_vllm_is_closed(monkeypatch):
     """It wakes up for that, and an error may have ended a turn with a model on the device."""
-    from vapo_megatron.training import build
-
     closed = []
     names = ("device_schedule", "source", "watchdog")
     parts = {n: SimpleNamespace(close=lambda n=n: closed.append(n)) for n in names}

@@ -10,6 +10,15 @@ import torch
 from tests.cut import mini_batches, select
 from tests.parallel.training import Layout, make_batch, make_config
 from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron.config import CheckpointConfig
+from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.parallel import groups
+from vapo_megatron.parallel.minibatches import packed_multiple
+from vapo_megatron.roles.critic import Critic
+from vapo_megatron.run.checkpoint.files import newest_whole
+from vapo_megatron.run.checkpoint.load import load_run
+from vapo_megatron.run.checkpoint.writer import CheckpointWriter
+from vapo_megatron.weights.gather import full_gradients
 
 CASES = {
     "TP2 SP float32": (Layout(tp=2, sp=True), "float32"),
@@ -19,10 +28,6 @@ UPDATES = 3
 
 
 def build(hf, layout, dtype, freeze):
-    from vapo_megatron.models.hf_config import read_model_shape
-    from vapo_megatron.parallel import groups
-    from vapo_megatron.roles.critic import Critic
-
     torch.manual_seed(0)
     config = make_config(
         layout,
@@ -35,8 +40,6 @@ def build(hf, layout, dtype, freeze):
 
 
 def mini_batch_of(critic):
-    from vapo_megatron.parallel.minibatches import packed_multiple
-
     data = make_batch(60)
     data = select(data, [[0, 1, 3], [2, 5, 6]][critic.ranks.dp_rank])
     (found,) = mini_batches(
@@ -54,9 +57,6 @@ def bits(critic):
 
 
 def gradients(critic):
-    from vapo_megatron.models.hf_config import read_model_shape
-    from vapo_megatron.weights.gather import full_gradients
-
     critic.compute_gradients(mini_batch_of(critic))
     shape = read_model_shape(critic.config.model.hf_path)
     named = full_gradients(critic.placed.chunks, shape, critic.ranks, "critic")
@@ -65,12 +65,6 @@ def gradients(critic):
 
 def learn(hf, root, layout, dtype):
     """Judged here, on every rank."""
-    from vapo_megatron.config import CheckpointConfig
-    from vapo_megatron.parallel import groups
-    from vapo_megatron.run.checkpoint.files import newest_whole
-    from vapo_megatron.run.checkpoint.load import load_run
-    from vapo_megatron.run.checkpoint.writer import CheckpointWriter
-
     groups.initialize(make_config(layout).parallel)
     whole, critic = (build(hf, layout, dtype, freeze) for freeze in (False, True))
     before, expected = bits(critic), gradients(whole)

@@ -12,6 +12,15 @@ import torch
 from tests import reference
 from tests.cut import mini_batches
 from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron.algorithm.agreement import LogprobsDiffer
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.data.batch import RolloutBatch
+from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.parallel import groups
+from vapo_megatron.parallel.minibatches import make_microbatches
+from vapo_megatron.roles.actor import Actor
+from vapo_megatron.roles.advantages import with_policy_mask, with_positive_examples
+from vapo_megatron.roles.critic import Critic
 
 LENGTHS = [3, 5, 2, 4]
 CORRECT = [True, False, False, True]
@@ -24,8 +33,6 @@ SHIFT = [0.25, -0.3, 0.05]
 
 
 def batch(old_logprobs=None):
-    from vapo_megatron.data.batch import RolloutBatch
-
     bounds = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()])
     generator = torch.Generator().manual_seed(5)
     num_tokens = int(bounds[-1])
@@ -51,14 +58,6 @@ def batch(old_logprobs=None):
 
 def update_once(hf, algorithm):
     """Losses of the first and second mini-batch's update, and what they were computed from."""
-    from vapo_megatron.config import VapoConfig
-    from vapo_megatron.models.hf_config import read_model_shape
-    from vapo_megatron.parallel import groups
-    from vapo_megatron.parallel.minibatches import make_microbatches
-    from vapo_megatron.roles.actor import Actor
-    from vapo_megatron.roles.advantages import with_policy_mask, with_positive_examples
-    from vapo_megatron.roles.critic import Critic
-
     config = VapoConfig.model_validate(
         {
             "model": {"hf_path": str(hf), "dtype": "float32", "value_head_init_std": 0.1},
@@ -230,12 +229,6 @@ def test_the_critics_values_have_a_range(workers, tmp_path):
 
 def changed_between(hf):
     """A logprob pass and an update that see different tokens."""
-    from vapo_megatron.algorithm.agreement import LogprobsDiffer
-    from vapo_megatron.config import VapoConfig
-    from vapo_megatron.models.hf_config import read_model_shape
-    from vapo_megatron.parallel import groups
-    from vapo_megatron.roles.actor import Actor
-
     config = VapoConfig.model_validate({"model": {"hf_path": str(hf), "dtype": "float32"}})
     place = groups.initialize(config.parallel)
     actor = Actor(read_model_shape(hf), config, place, str(hf))

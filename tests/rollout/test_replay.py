@@ -16,16 +16,19 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from safetensors.numpy import save_file
 
 from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES, config, dump, rollouts, write
 from tests.run.checkpoint.test_writer import limited
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.whole_run import trainer
+from vapo_megatron.cli.preflight import require_paths
 from vapo_megatron.errors import ConfigError, DataError, UserError
 from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.parallel import groups
 from vapo_megatron.reward.own_metrics import own_metrics, sums_of
 from vapo_megatron.rollout.dump import read_file, read_headers, write_step
-from vapo_megatron.rollout.replay import check_dump
+from vapo_megatron.rollout.replay import Replay, check_dump
 from vapo_megatron.rollout.source import StepRequest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,8 +172,6 @@ def damage(root, how):
 
 @pytest.mark.parametrize("how", ["cut", "empty", "flipped", "foreign", "another step's", "missing"])
 def test_a_damaged_dump_is_named(root, how):
-    from safetensors.numpy import save_file
-
     save_file({}, root.parent / "other.safetensors", metadata={"format": "pt"})
     damage(root, how)
     where = "step_000002" if how == "missing" else "rank_00001.safetensors"
@@ -181,9 +182,6 @@ def test_a_damaged_dump_is_named(root, how):
 
 def _replay(hf, root, sections, step):
     """What a user is told, or the positions that this rank reads; a worker's function."""
-    from vapo_megatron.parallel import groups
-    from vapo_megatron.rollout.replay import Replay
-
     replay = Replay(root, groups.initialize(config(hf, **sections).parallel), "math")
     try:
         scored, metrics = replay.rollouts(StepRequest(step, 0, contextlib.nullcontext))
@@ -344,8 +342,6 @@ def test_the_command_trains_without_vllm_and_resumes(root, hf, tmp_path):
 
 @pytest.mark.parametrize("which", ["", "replay", "skipped"])
 def test_a_replay_does_not_write_over_its_dump(root, hf, tmp_path, which):
-    from vapo_megatron.cli.preflight import require_paths
-
     own = config(hf, logging={"run_dir": str(root.parent)})
     (root.parent / "skipped").mkdir()
     with pytest.raises(ConfigError, match="written over"):
@@ -354,8 +350,6 @@ def test_a_replay_does_not_write_over_its_dump(root, hf, tmp_path, which):
 
 
 def test_paths_that_are_not_there():
-    from vapo_megatron.cli.preflight import require_paths
-
     with pytest.raises(ConfigError, match="data.train_path is required"):
         require_paths(config(ROOT), None)
     with pytest.raises(ConfigError, match="--replay=/nowhere"):

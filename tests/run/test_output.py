@@ -5,6 +5,8 @@ import io
 import time
 
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.parallel import groups
+from vapo_megatron.run.output import RunOutput
 
 START_UP = 0.5
 """Seconds."""
@@ -12,9 +14,6 @@ START_UP = 0.5
 
 def times_of_the_first_step(run_dir, start):
     """A step that takes no time, of a process that has needed time to load; a worker's function."""
-    from vapo_megatron.parallel import groups
-    from vapo_megatron.run.output import RunOutput
-
     logging = {"run_dir": str(run_dir), "tensorboard": False, "progress": "off"}
     config = VapoConfig(logging=logging)
     output = RunOutput(config, groups.initialize(config.parallel))
@@ -33,9 +32,6 @@ def test_a_steps_time_is_its_own_after_a_resume_too(workers, tmp_path):
 
 def lines_of_steps(run_dir, rows):
     """What is printed of steps with these metrics; a worker's function."""
-    from vapo_megatron.parallel import groups
-    from vapo_megatron.run.output import RunOutput
-
     logging = {"run_dir": str(run_dir), "tensorboard": False, "progress": "plain"}
     config = VapoConfig(logging=logging)
     output, told = RunOutput(config, groups.initialize(config.parallel)), io.StringIO()

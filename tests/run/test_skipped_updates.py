@@ -14,6 +14,14 @@ import torch.distributed as dist
 from tests.cut import mini_batches, select
 from tests.parallel.training import Layout, make_batch, make_config
 from tests.weights.tiny_hf import write_tiny_hf
+from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.parallel import groups
+from vapo_megatron.parallel.gradient_buffers import wait_for_parameters
+from vapo_megatron.parallel.optimizer_state import inner_optimizers
+from vapo_megatron.roles import trained as trained_model
+from vapo_megatron.roles.actor import Actor
+from vapo_megatron.roles.critic import Critic
+from vapo_megatron.roles.trained import UpdatesSkipped
 
 CASES = {
     "actor TP2": ("actor", Layout(tp=2), "float32"),
@@ -26,11 +34,6 @@ LIMIT = 6
 
 
 def build(hf, role, layout, dtype):
-    from vapo_megatron.models.hf_config import read_model_shape
-    from vapo_megatron.parallel import groups
-    from vapo_megatron.roles.actor import Actor
-    from vapo_megatron.roles.critic import Critic
-
     torch.manual_seed(0)
     config = make_config(
         layout,
@@ -60,9 +63,6 @@ def mini_batch_of(model, logprobs=None, **faulty):
 
 def bits(trained):
     """Everything that an update changes on this rank."""
-    from vapo_megatron.parallel.gradient_buffers import wait_for_parameters
-    from vapo_megatron.parallel.optimizer_state import inner_optimizers
-
     wait_for_parameters(trained.placed.chunks)
     found = [p.detach().clone() for chunk in trained.placed.model for p in chunk.parameters()]
     for inner in inner_optimizers(trained.placed.optimizer):
@@ -79,8 +79,6 @@ def same(a, b):
 
 def on_last_rank(model, fault):
     """Let the last rank alone compute a loss, or a gradient, that is not finite."""
-    from vapo_megatron.roles import trained as trained_model
-
     last = dist.get_rank() == dist.get_world_size() - 1
     if fault == "loss":
         honest = model._loss
@@ -113,9 +111,6 @@ def update(model, fault, good, bad):
 
 def judge(hf, role, layout, dtype):
     """Judged here, on every rank."""
-    from vapo_megatron.parallel import groups
-    from vapo_megatron.roles.trained import UpdatesSkipped
-
     groups.destroy()
     groups.initialize(make_config(layout).parallel)
     straight, model = (build(hf, role, layout, dtype) for _ in range(2))

@@ -7,6 +7,7 @@ the verifier are real. Not exercised: vLLM (tests/e2e/test_evaluate.py).
 import math
 
 import pytest
+import torch.distributed as dist
 
 from tests.whole_run import Engine, answered
 from vapo_megatron.config import EvaluationConfig, RewardConfig, RolloutConfig
@@ -15,6 +16,7 @@ from vapo_megatron.data.problems import Problem
 from vapo_megatron.data.rollout import Prompt
 from vapo_megatron.errors import Stopped
 from vapo_megatron.reward.math_verifier import MathVerifier
+from vapo_megatron.rollout.evaluation.judging import evaluate, judge_problems
 from vapo_megatron.rollout.requests import request_seed
 
 SAMPLES = 4
@@ -75,10 +77,6 @@ def forbidden(*_, **__):
 
 def judged_on(replicas_of, count, batch, reward=None):
     """Worker: judge_problems' batches and evaluate's numbers; replicas_of ranks form a replica."""
-    import torch.distributed as dist
-
-    from vapo_megatron.rollout.evaluation.judging import evaluate, judge_problems
-
     rank, size = dist.get_rank(), dist.get_world_size()
     is_first = rank % replicas_of == 0
     sampler = Sampler(rank // replicas_of, size // replicas_of, keeps_rollouts=is_first)
@@ -106,10 +104,6 @@ def judged_on(replicas_of, count, batch, reward=None):
 
 def stopped_on(out_of_time):
     """Worker: how an evaluation of two replicas ends of which one has no time after a batch."""
-    import torch.distributed as dist
-
-    from vapo_megatron.rollout.evaluation.judging import evaluate, judge_problems
-
     sampler = Sampler(dist.get_rank(), 2)
     has_time = lambda: dist.get_rank() != out_of_time or not sampler.sizes  # noqa: E731
     with MathVerifier(1, 60) as verifier, pytest.raises(Stopped):
@@ -217,8 +211,6 @@ class Broken(Sampler):
 
 
 def test_what_is_not_finite_has_no_accuracy():
-    from vapo_megatron.rollout.evaluation.judging import judge_problems
-
     judged = judge_problems(
         Broken(0, 1), None, problems(2), *SECTIONS, decode=decode, policy_version=0
     )

@@ -14,8 +14,12 @@ from unittest import mock
 import pytest
 import yaml
 
-from tests.run.checkpoint.test_writer import limited, meet_without_files, settings
+from tests.run.checkpoint.test_writer import limited, meet_without_files
 from tests.sealed import seal
+from vapo_megatron.config import CheckpointConfig, VapoConfig
+from vapo_megatron.errors import CheckpointError
+from vapo_megatron.run.checkpoint.load import changed_settings, find_critic
+from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
 SLOW = 0.3
 """Seconds."""
@@ -23,9 +27,9 @@ SLOW = 0.3
 
 def kept(root, keep_last, keep_every):
     """Make checkpoints 1 to 7; those that are left."""
-    from vapo_megatron.run.checkpoint.writer import CheckpointWriter
-
-    with CheckpointWriter(root, settings(keep_last=keep_last, keep_every=keep_every)) as writer:
+    with CheckpointWriter(
+        root, CheckpointConfig(keep_last=keep_last, keep_every=keep_every)
+    ) as writer:
         for step in range(1, 8):
             writer.save(step, {}, {})
     return sorted(int(path.name[5:]) for path in root.glob("step_*"))
@@ -38,11 +42,8 @@ def test_the_last_ones_and_one_of_so_many_are_kept(workers, tmp_path):
 
 def told_of_the_second(root):
     """What is said when a small checkpoint after a large one cannot be written."""
-    from vapo_megatron.errors import CheckpointError
-    from vapo_megatron.run.checkpoint.writer import CheckpointWriter
-
     meet_without_files()
-    with CheckpointWriter(root, settings()) as writer:
+    with CheckpointWriter(root, CheckpointConfig()) as writer:
         writer.save(1, {}, {"much": "x" * 600_000})
         writer.wait()
         with limited(10), pytest.raises(CheckpointError) as error:
@@ -59,8 +60,6 @@ def test_the_bytes_that_are_told_are_those_of_one_checkpoint(workers, tmp_path):
 
 def timed(root):
     """(seconds that the writer knows, seconds around it) of a slow copy, a slow disk, and both."""
-    from vapo_megatron.run.checkpoint.writer import CheckpointWriter
-
     placed = SimpleNamespace(held=lambda part: contextlib.nullcontext())
     model = SimpleNamespace(num_updates=0, placed=placed)
     found = []
@@ -73,7 +72,7 @@ def timed(root):
 
         with (
             mock.patch.object(CheckpointWriter, "_files_of", files_of),
-            CheckpointWriter(root, settings()) as writer,
+            CheckpointWriter(root, CheckpointConfig()) as writer,
         ):
             assert writer.seconds is None
             begun = time.monotonic()
@@ -91,8 +90,6 @@ def test_the_seconds_are_from_the_copy_to_the_disk(workers, tmp_path):
 
 
 def test_a_critic_comes_with_its_own_updates(tmp_path):
-    from vapo_megatron.run.checkpoint.load import find_critic
-
     for step, updates in {1: {"actor": 1, "critic": 8}, 2: {"actor": 3, "critic": 16}}.items():
         directory = tmp_path / f"checkpoints/step_{step:06d}"
         (directory / "critic").mkdir(parents=True)
@@ -104,14 +101,10 @@ def test_a_critic_comes_with_its_own_updates(tmp_path):
 
 
 def config_of(run_dir, **sections):
-    from vapo_megatron.config import VapoConfig
-
     return VapoConfig.model_validate({**sections, "logging": {"run_dir": str(run_dir)}})
 
 
 def test_what_has_changed_since_a_checkpoint_is_named(tmp_path):
-    from vapo_megatron.run.checkpoint.load import changed_settings
-
     one = {"path": "one.jsonl", "weight": 1.0}
     old = config_of(
         tmp_path, algorithm={"group_size": 8}, data={"sources": {"one": one, "gone": one}}

@@ -18,28 +18,28 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from tests.sealed import seal
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron.run.checkpoint.writer import _describe
-
-
-def settings(**fields):
-    from vapo_megatron.config import CheckpointConfig
-
-    return CheckpointConfig(**fields)
-
+from vapo_megatron.config import CheckpointConfig, VapoConfig
+from vapo_megatron.errors import CheckpointError
+from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.parallel import backend, groups
+from vapo_megatron.parallel.sharded_state import load_model_weights
+from vapo_megatron.roles.critic import Critic
+from vapo_megatron.run.checkpoint import files as checkpoint_files
+from vapo_megatron.run.checkpoint.files import RESTART_COUNTS, find_problems, newest_whole
+from vapo_megatron.run.checkpoint.load import find_start, load_run
+from vapo_megatron.run.checkpoint.writer import CheckpointWriter, _describe
 
 SIZES = dict(num_layers=1, hidden=32, heads=2, kv_heads=2, vocab=60)
 
 
 def critic_of_two(hf):
     """One that both ranks write their part of."""
-    from vapo_megatron.config import VapoConfig
-    from vapo_megatron.models.hf_config import read_model_shape
-    from vapo_megatron.parallel import groups
-    from vapo_megatron.roles.critic import Critic
-
     parallel = {"world_size": 2, "tensor_model_parallel_size": 2}
     config = VapoConfig.model_validate({"model": {"hf_path": str(hf)}, "parallel": parallel})
     place = groups.initialize(config.parallel)
@@ -55,12 +55,8 @@ def held_back(root):
 
     What is `latest` while it is held back, and soon after.
     """
-    import torch.distributed as dist
-
-    from vapo_megatron.run.checkpoint.writer import CheckpointWriter
-
     seen, late = [], threading.Event()
-    with CheckpointWriter(root, settings(keep_last=2)) as writer:
+    with CheckpointWriter(root, CheckpointConfig(keep_last=2)) as writer:
         for step in (1, 2):
             late.clear()
             if dist.get_rank() == 1:
@@ -82,14 +78,14 @@ def held_back(root):
     # An error ends the run while the second rank writes.
     late.clear()
     with contextlib.suppress(ZeroDivisionError):
-        with CheckpointWriter(root, settings(keep_last=1)) as writer:
+        with CheckpointWriter(root, CheckpointConfig(keep_last=1)) as writer:
             if dist.get_rank() == 1:
                 writer._thread.submit(late.wait, 1)
             writer.save(4, {}, {})
             raise ZeroDivisionError
     dist.barrier()
     seen.append(latest_of(root))
-    with CheckpointWriter(root, settings(asynchronous=False)) as writer:
+    with CheckpointWriter(root, CheckpointConfig(asynchronous=False)) as writer:
         writer.save(5, {}, {})
         dist.barrier()
         seen.append(latest_of(root))
@@ -107,13 +103,6 @@ def test_a_checkpoint_counts_as_soon_as_all_ranks_have_written_theirs(workers, t
 
 def starts(run_dir, restarted, *, resume=False, step=None):
     """What a run goes on from; saves a step then. One rank has been told that it is a restart."""
-    import torch.distributed as dist
-
-    from vapo_megatron.config import VapoConfig
-    from vapo_megatron.run.checkpoint.files import RESTART_COUNTS
-    from vapo_megatron.run.checkpoint.load import find_start
-    from vapo_megatron.run.checkpoint.writer import CheckpointWriter
-
     tree = {"logging": {"run_dir": str(run_dir)}, "checkpoint": {"resume": resume}}
     is_told = restarted and dist.get_rank() == 1
     with pytest.MonkeyPatch.context() as patch:
@@ -121,7 +110,7 @@ def starts(run_dir, restarted, *, resume=False, step=None):
         start = find_start(VapoConfig.model_validate(tree))
     dist.barrier()
     if step is not None:
-        with CheckpointWriter(run_dir / "checkpoints", settings(keep_last=1)) as writer:
+        with CheckpointWriter(run_dir / "checkpoints", CheckpointConfig(keep_last=1)) as writer:
             writer.save(step, {}, {})
     return start.own and start.own.name
 
@@ -142,13 +131,8 @@ def test_a_restart_goes_on_from_what_the_run_has_saved_alone(workers, tmp_path):
 
 def damaged_in_turn(root, hf):
     """What this rank finds, and what it would go on from, when a file is damaged; of each file."""
-    import torch.distributed as dist
-
-    from vapo_megatron.run.checkpoint.files import find_problems, newest_whole
-    from vapo_megatron.run.checkpoint.writer import CheckpointWriter
-
     critic = critic_of_two(hf)
-    with CheckpointWriter(root, settings(keep_last=2)) as writer:
+    with CheckpointWriter(root, CheckpointConfig(keep_last=2)) as writer:
         writer.save(1, {"critic": critic}, {})
         writer.save(2, {"critic": critic}, {})
     found = {}
@@ -176,9 +160,6 @@ def test_damage_that_one_rank_reads_is_known_to_all(workers, tmp_path):
 
 def slow_to_delete(root):
     """A checkpoint that is begun while old ones are still being deleted."""
-    from vapo_megatron.run.checkpoint import files as checkpoint_files
-    from vapo_megatron.run.checkpoint.writer import CheckpointWriter
-
     begun, over = threading.Event(), threading.Event()
 
     def delete_unkept(root, step, **kept):
@@ -188,7 +169,10 @@ def slow_to_delete(root):
         assert over.wait(60)
         old.rmdir()
 
-    with pytest.MonkeyPatch.context() as patch, CheckpointWriter(root, settings()) as writer:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        CheckpointWriter(root, CheckpointConfig()) as writer,
+    ):
         patch.setattr(checkpoint_files, "delete_unkept", delete_unkept)
         writer.save(1, {}, {})
         writer.wait()
@@ -229,24 +213,14 @@ def limited(num_bytes):
 
 def meet_without_files():
     """The workers' own group meets in a file, which a limit on files would meet too."""
-    import torch.distributed as dist
-
-    from vapo_megatron.parallel import backend
-
     dist.destroy_process_group()
     backend.initialize_distributed(60)
 
 
 def fill(root, hf, limit):
     """A checkpoint that fits, two that do not, what they say, and what is left then."""
-    import torch.distributed as dist
-
-    from vapo_megatron.errors import CheckpointError
-    from vapo_megatron.run.checkpoint.files import newest_whole
-    from vapo_megatron.run.checkpoint.writer import CheckpointWriter
-
     meet_without_files()
-    with CheckpointWriter(root, settings()) as writer:
+    with CheckpointWriter(root, CheckpointConfig()) as writer:
         writer.save(1, {}, {})
     messages, models = [], {"critic": critic_of_two(hf)}
     of_second_rank = 1000 if dist.get_rank() else None
@@ -255,7 +229,7 @@ def fill(root, hf, limit):
         ({}, {"much": "x" * 600_000}, limit),
     ):
         with limited(num_bytes), pytest.raises(CheckpointError) as error:
-            with CheckpointWriter(root, settings()) as writer:
+            with CheckpointWriter(root, CheckpointConfig()) as writer:
                 writer.save(2, roles, state)
         messages.append(str(error.value))
     dist.barrier()
@@ -304,9 +278,6 @@ NORM = "decoder.final_layernorm.weight"
 
 def evil_object(directory, path, name=NORM):
     """A tensor that is asked for becomes an object, which torch's loader would unpickle."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
-
     torch.save(Evil(path), directory / "evil")
     place = _StorageInfo("evil", 0, (directory / "evil").stat().st_size)
 
@@ -347,15 +318,6 @@ def load_others(hf, root, shape):
     """Save a critic, and try to load what is made of it, also where nobody has looked at it before;
     what loading says of each.
     """
-    from vapo_megatron.config import VapoConfig
-    from vapo_megatron.errors import CheckpointError
-    from vapo_megatron.models.hf_config import read_model_shape
-    from vapo_megatron.parallel import groups
-    from vapo_megatron.parallel.sharded_state import load_model_weights
-    from vapo_megatron.roles.critic import Critic
-    from vapo_megatron.run.checkpoint.files import newest_whole
-    from vapo_megatron.run.checkpoint.load import load_run
-    from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
     def build(hf, *, distributed=True):
         parallel = {"world_size": 1, "use_distributed_optimizer": distributed}
@@ -376,14 +338,14 @@ def load_others(hf, root, shape):
     found = {}
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     for step, (kind, (change, _)) in enumerate(HOSTILE.items(), start=1):
-        with CheckpointWriter(root, settings()) as writer:
+        with CheckpointWriter(root, CheckpointConfig()) as writer:
             writer.save(step, {"critic": model}, {})
         change(root / f"step_{step:06d}/critic", root / "executed")
         seal(root / f"step_{step:06d}")
         found[kind] = refusal(model)
         with contextlib.suppress(BaseException):
             load_model_weights(model.placed.model, root / f"step_{step:06d}/critic")
-    with CheckpointWriter(root, settings()) as writer:
+    with CheckpointWriter(root, CheckpointConfig()) as writer:
         writer.save(step + 1, {"critic": model}, {})
     assert load_run(newest_whole(root), {"critic": model}) == (step + 1, {})
     assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in os.environ
