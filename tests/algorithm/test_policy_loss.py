@@ -109,17 +109,6 @@ def test_wide_clips_are_the_policy_gradient():
     assert float(metrics["clip_fraction_low"]) == float(metrics["clip_fraction_high"]) == 0
 
 
-def test_at_ratio_1_the_gradient_is_minus_the_advantage():
-    _, old, advantages, mask = batch()
-    new = old.clone().requires_grad_()
-    loss, metrics = clipped_policy_loss(new, old, advantages, mask, **CLIPS, num_tokens=1)
-    loss.backward()
-    torch.testing.assert_close(new.grad, -advantages * mask, rtol=1e-15, atol=0)
-    assert all(float(value) == 0 for value in metrics.values())
-    differences = ratio_difference(new, old, mask, high=0.1, num_tokens=1)
-    assert all(float(value) == 0 for value in differences.values())
-
-
 def test_small_kl_keeps_its_digits_in_float32():
     # k3 at log ratio d is d^2/2 + d^3/6; at 1e-4, ratio - 1 - log(ratio) in float32 keeps no digit.
     new, old = torch.full((10,), 1e-4), torch.zeros(10)
@@ -128,75 +117,9 @@ def test_small_kl_keeps_its_digits_in_float32():
     assert float(metrics["approx_kl"]) == pytest.approx(5e-9, rel=0.01)
 
 
-@pytest.mark.parametrize("num_tokens", [160, torch.tensor(160), torch.tensor(160.0)])
-def test_microbatches_with_the_global_count_add_up(num_tokens):
-    new, old, advantages, mask = batch()
-    new.requires_grad_()
-    whole, whole_metrics = clipped_policy_loss(
-        new, old, advantages, mask, **CLIPS, num_tokens=num_tokens
-    )
-    (gradient,) = torch.autograd.grad(whole, new)
-    total, metrics = 0.0, dict.fromkeys(whole_metrics, 0.0)
-    pieces = torch.tensor([0, 1, 90, 90, 200])
-    for lo, hi in zip(pieces[:-1], pieces[1:]):
-        part = [x[lo:hi] for x in (new, old, advantages, mask)]
-        loss, parts = clipped_policy_loss(*part, **CLIPS, num_tokens=num_tokens)
-        total = total + loss
-        metrics = {name: metrics[name] + float(parts[name]) for name in metrics}
-    assert total.item() == pytest.approx(whole.item(), abs=1e-14)
-    torch.testing.assert_close(torch.autograd.grad(total, new)[0], gradient, rtol=0, atol=1e-15)
-    for name, value in whole_metrics.items():
-        assert metrics[name] == pytest.approx(float(value), abs=1e-14)
-
-
-def test_order_and_padding_do_not_matter():
-    tensors = batch()
-    loss, metrics = clipped_policy_loss(*tensors, **CLIPS, num_tokens=160)
-    order = torch.randperm(200)
-    padding = [torch.full((7,), math.nan, dtype=torch.float64)] * 2
-    padding += [torch.full((7,), math.inf, dtype=torch.float64), torch.zeros(7, dtype=torch.bool)]
-    padded = [torch.cat([x[order], p]) for x, p in zip(tensors, padding)]
-    padded[0].requires_grad_()
-    other, other_metrics = clipped_policy_loss(*padded, **CLIPS, num_tokens=160)
-    other.backward()
-    assert other.item() == pytest.approx(loss.item(), abs=1e-14)
-    assert torch.equal(padded[0].grad[-7:], torch.zeros(7, dtype=torch.float64))
-    assert bool(padded[0].grad.isfinite().all())
-    for name, value in metrics.items():
-        assert float(other_metrics[name]) == pytest.approx(float(value), abs=1e-14)
-    found, expected = (
-        ratio_difference(*some[:2], some[3], high=0.1, num_tokens=160) for some in (padded, tensors)
-    )
-    for name, value in expected.items():
-        assert float(found[name]) == pytest.approx(float(value), abs=1e-14)
-
-
-@pytest.mark.parametrize("count", [0, torch.tensor(0), torch.tensor(0.0)])
-@pytest.mark.parametrize("masked", ["all", "none", "no tokens"])
-def test_zero_count_is_exactly_zero_with_the_graph_intact(count, masked):
-    new, old, advantages, mask = batch(0 if masked == "no tokens" else 20)
-    mask = mask & (masked == "none")
-    parameter = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    loss, metrics = clipped_policy_loss(
-        new + parameter.sum(), old, advantages, mask, **CLIPS, num_tokens=count
-    )
-    loss.backward()
-    assert loss.item() == 0
-    assert torch.equal(parameter.grad, torch.zeros(3, dtype=torch.float64))
-    assert all(float(value) == 0 for value in metrics.values())
-
-
-def test_metrics_are_detached():
-    new, old, advantages, mask = batch()
-    _, metrics = clipped_policy_loss(
-        new.requires_grad_(), old, advantages, mask, **CLIPS, num_tokens=1
-    )
-    assert not any(value.requires_grad or value.ndim for value in metrics.values())
-
-
 def test_ratio_difference():
-    # Ratios 1.5, .25 and, of weight .5, 1.1 (masked out: 9), of 4 tokens in the whole mini-batch.
-    new = torch.tensor([1.5, 0.25, 1.1, 9.0]).log()
+    # Ratios 1.5, .25 and, of weight .5, 1.1 (NaN is masked out), of 4 tokens of a mini-batch.
+    new = torch.tensor([1.5, 0.25, 1.1, math.nan]).log()
     mask = torch.tensor([1.0, 1.0, 0.5, 0.0])
     found = ratio_difference(new, torch.zeros(4), mask, high=0.3, num_tokens=4)
     expected = {
@@ -314,16 +237,6 @@ def test_no_responses():
         weights = token_weights(empty, torch.zeros(1).int(), aggregation, max_response_tokens=1)
         assert weights.shape == (0,)
         assert int(loss_count(empty, torch.zeros(1).int(), aggregation)) == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64])
-@pytest.mark.parametrize("index", range(4))
-def test_narrow_dtypes_are_refused_by_name(dtype, index):
-    name = ["logprobs", "old_logprobs", "advantages", "loss_mask"][index]
-    tensors = list(batch(4))
-    tensors[index] = tensors[index].to(dtype)
-    with pytest.raises(ValueError, match=f"^{name}.dtype={dtype} must be"):
-        clipped_policy_loss(*tensors, **CLIPS, num_tokens=4)
 
 
 def test_bad_settings_are_refused():

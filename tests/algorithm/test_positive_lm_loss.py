@@ -3,8 +3,6 @@
 Not exercised: the verdicts (tests/reward) and the coefficient mu, which the actor applies.
 """
 
-import math
-
 import pytest
 import torch
 
@@ -48,55 +46,12 @@ def test_self_imitation_by_hand():
         imitation_weights(returns, values.bfloat16())
 
 
-def test_equals_the_loop_and_adds_up_over_microbatches():
+def test_equals_the_loop():
     logprobs = -torch.rand(50, dtype=torch.float64)
     weights = torch.rand(50, dtype=torch.float64) * (torch.rand(50) < 0.8)
     correct = torch.rand(50) < 0.5
     expected = reference.positive_lm_loss(
         logprobs.tolist(), weights.tolist(), correct.tolist(), count=19
     )
-    for count in (19, torch.tensor(19)):
-        loss = positive_lm_loss(logprobs, weights, correct, num_positive_tokens=count)
-        assert loss.item() == pytest.approx(expected, abs=1e-14)
-        parts = [
-            positive_lm_loss(logprobs[p], weights[p], correct[p], num_positive_tokens=count)
-            for p in (slice(0, 30), slice(30, 30), slice(30, 50))
-        ]
-        assert float(sum(parts)) == pytest.approx(expected, abs=1e-14)
-
-
-def test_wrong_responses_cannot_leak():
-    logprobs = torch.tensor([-math.inf, -2.0, math.nan], requires_grad=True)
-    loss = positive_lm_loss(
-        logprobs,
-        torch.tensor([True, True, False]),
-        torch.tensor([False, True, True]),
-        num_positive_tokens=1,
-    )
-    loss.backward()
-    assert loss.item() == 2.0
-    assert logprobs.grad.tolist() == [0.0, -1.0, 0.0]
-
-
-@pytest.mark.parametrize("count", [0, torch.tensor(0)])
-@pytest.mark.parametrize("num_tokens", [0, 4])
-def test_no_correct_response_gives_exactly_zero_with_the_graph_intact(count, num_tokens):
-    parameter = torch.ones(2, requires_grad=True)
-    loss = positive_lm_loss(
-        -torch.ones(num_tokens) * parameter.sum(),
-        torch.ones(num_tokens, dtype=torch.bool),
-        torch.zeros(num_tokens, dtype=torch.bool),
-        num_positive_tokens=count,
-    )
-    loss.backward()
-    assert loss.item() == 0
-    assert parameter.grad.tolist() == [0.0, 0.0]
-
-
-def test_refusals():
-    arguments = torch.zeros(2), torch.ones(2), torch.ones(2, dtype=torch.bool)
-    for index, name in enumerate(["logprobs", "loss_mask", "is_correct"]):
-        changed = list(arguments)
-        changed[index] = changed[index].bfloat16()
-        with pytest.raises(ValueError, match=f"{name}.dtype=torch.bfloat16"):
-            positive_lm_loss(*changed, num_positive_tokens=1)
+    loss = positive_lm_loss(logprobs, weights, correct, num_positive_tokens=19)
+    assert loss.item() == pytest.approx(expected, abs=1e-14)

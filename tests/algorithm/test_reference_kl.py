@@ -100,54 +100,9 @@ def test_an_impossible_token_is_not_hidden():
     assert loss.item() == math.inf and policy.grad.item() == 1
 
 
-def test_what_is_masked_out_does_not_matter():
-    policy, other, mask = batch()
-    loss, _ = reference_kl(policy, other, mask, num_tokens=80)
-    for bad in (math.nan, math.inf, -math.inf):
-        dirty = policy.masked_fill(~mask, bad).requires_grad_()
-        same, _ = reference_kl(dirty, other.masked_fill(~mask, bad), mask, num_tokens=80)
-        same.backward()
-        assert same.item() == loss.item()
-        assert bool((dirty.grad[~mask] == 0).all()) and bool(dirty.grad.isfinite().all())
-
-
-@pytest.mark.parametrize("count", [80, torch.tensor(80)])
-def test_microbatches_with_the_global_count_add_up(count):
-    policy, other, mask = batch()
-    other[3] += 50
-    whole, metrics = reference_kl(policy, other, mask, num_tokens=count)
-    parts = [
-        reference_kl(policy[part], other[part], mask[part], num_tokens=count)
-        for part in (slice(0, 1), slice(1, 1), slice(1, 100))
-    ]
-    assert sum(float(x) for x, _ in parts) == pytest.approx(whole.item(), rel=1e-14)
-    assert float(metrics["reference_kl_tangent_fraction"]) == bool(mask[3]) / 80
-    for name, value in metrics.items():
-        assert sum(float(m[name]) for _, m in parts) == pytest.approx(float(value), rel=1e-14)
-
-
-@pytest.mark.parametrize("num_tokens", [0, 5])
-def test_zero_count_is_exactly_zero_with_the_graph_intact(num_tokens):
-    parameter = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    policy, other, mask = batch(num_tokens)
-    loss, _ = reference_kl(policy * parameter.sum(), other, mask & False, num_tokens=0)
-    loss.backward()
-    assert loss.item() == 0
-    assert torch.equal(parameter.grad, torch.zeros(3, dtype=torch.float64))
-
-
 def test_no_gradient_passes_into_the_reference():
     policy, other, mask = batch(5)
     other.requires_grad_()
-    loss, metrics = reference_kl(policy.requires_grad_(), other, mask, num_tokens=5)
+    loss, _ = reference_kl(policy.requires_grad_(), other, mask, num_tokens=5)
     loss.backward()
     assert other.grad is None
-    assert not any(x.requires_grad or x.ndim for x in metrics.values())
-
-
-def test_narrow_dtypes_are_refused_by_name():
-    for index, name in enumerate(("logprobs", "reference_logprobs", "loss_mask")):
-        tensors = list(batch(4))
-        tensors[index] = tensors[index].bfloat16()
-        with pytest.raises(ValueError, match=f"^{name}.dtype=torch.bfloat16"):
-            reference_kl(*tensors, num_tokens=4)

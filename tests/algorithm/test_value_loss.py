@@ -77,47 +77,6 @@ def test_a_wide_clip_changes_nothing():
     assert plain.item() == pytest.approx(clipped.item(), abs=1e-14)
 
 
-def test_microbatches_with_the_global_count_add_up():
-    values, returns, mask, old = batch()
-    for count in (80, torch.tensor(80)):
-        whole, metrics = value_loss(values, returns, mask, num_tokens=count)
-        parts = [
-            value_loss(values[part], returns[part], mask[part], num_tokens=count)
-            for part in (slice(0, 1), slice(1, 1), slice(1, 70), slice(70, 100))
-        ]
-        assert sum(float(x) for x, _ in parts) == pytest.approx(whole.item(), abs=1e-14)
-        for name, value in metrics.items():
-            added = sum(float(m[name]) for _, m in parts)
-            assert added == pytest.approx(float(value), abs=1e-14)
-
-
-def test_what_is_masked_out_does_not_matter():
-    values, returns, mask, old = batch()
-    loss = value_loss(values, returns, mask, num_tokens=80, old_values=old, clip=0.3)[0]
-    dirty = [x.masked_fill(~mask, bad) for x, bad in
-             ((values, math.nan), (returns, math.inf), (old, -math.inf))]  # fmt: skip
-    dirty[0].requires_grad_()
-    other = value_loss(dirty[0], dirty[1], mask, num_tokens=80, old_values=dirty[2], clip=0.3)[0]
-    other.backward()
-    assert other.item() == pytest.approx(loss.item(), abs=1e-14)
-    assert bool((dirty[0].grad[~mask] == 0).all())
-    assert bool(dirty[0].grad.isfinite().all())
-
-
-@pytest.mark.parametrize("count", [0, torch.tensor(0)])
-@pytest.mark.parametrize("num_tokens", [0, 5])
-def test_zero_count_is_exactly_zero_with_the_graph_intact(count, num_tokens):
-    parameter = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    values, returns, mask, _ = batch(num_tokens)
-    loss, metrics = value_loss(
-        values * parameter.sum(), returns, torch.zeros_like(mask), num_tokens=count
-    )
-    loss.backward()
-    assert loss.item() == 0
-    assert torch.equal(parameter.grad, torch.zeros(3, dtype=torch.float64))
-    assert all(float(value) == 0 and not value.requires_grad for value in metrics.values())
-
-
 def test_bounded_values_golden_numbers():
     # tanh(log 2) = (2 - 1/2) / (2 + 1/2) = .6, tanh(log 3) = (3 - 1/3) / (3 + 1/3) = .8
     # V = 2 tanh: 1.2, -1.6, 0;  slopes 1 - .6^2 = .64, 1 - .8^2 = .36, 1
@@ -175,15 +134,6 @@ def test_refusals():
         ranged_values(torch.zeros(2, dtype=torch.bfloat16), 0.0, 1.0)
     with pytest.raises(ValueError, match="head.dtype=torch.bfloat16"):
         bounded_values(torch.zeros(2, dtype=torch.bfloat16), 1.0)
-    values, returns, mask, old = batch(4)
+    values, returns, mask, _ = batch(4)
     with pytest.raises(ValueError, match="clip=0.2 needs old_values"):
         value_loss(values, returns, mask, num_tokens=4, clip=0.2)
-    for dtype in (torch.bfloat16, torch.float16):
-        with pytest.raises(ValueError, match=f"values.dtype={dtype}"):
-            value_loss(values.to(dtype), returns, mask, num_tokens=4)
-        with pytest.raises(ValueError, match=f"returns.dtype={dtype}"):
-            value_loss(values, returns.to(dtype), mask, num_tokens=4)
-        with pytest.raises(ValueError, match=f"old_values.dtype={dtype}"):
-            value_loss(values, returns, mask, num_tokens=4, old_values=old.to(dtype), clip=1.0)
-        with pytest.raises(ValueError, match=f"loss_mask.dtype={dtype}"):
-            value_loss(values, returns, mask.to(dtype), num_tokens=4)

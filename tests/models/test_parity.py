@@ -176,8 +176,7 @@ def test_packed_equals_one_by_one(tmp_path, workers):
 SETTINGS = {
     "rope base": {"rope_theta": 500.0},
     "rope base, newer key": {
-        "rope_theta": None,
-        "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
+        "rope_theta": None, "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
     },
     "norm epsilon": {"rms_norm_eps": 1e-2},
     "linear rope": {"rope_scaling": {"type": "linear", "factor": 4.0}},
@@ -191,11 +190,7 @@ SETTINGS = {
         }
     },
     "yarn rope": {
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 32,
-        }
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
     },
     "yarn rope, newer key": {
         "rope_theta": None,
@@ -207,7 +202,7 @@ SETTINGS = {
         },
     },
     "head size": {},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETTINGS)

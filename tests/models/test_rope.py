@@ -21,30 +21,19 @@ from vapo_megatron.models.rope import Rotary, attention_factor, rope_frequencies
 SCALINGS = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 256,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     "yarn, all its settings": {
-        "rope_type": "yarn",
-        "factor": 8.0,
-        "original_max_position_embeddings": 128,
-        "beta_fast": 16,
-        "beta_slow": 2,
-        "truncate": False,
-        "mscale": 0.7,
-        "mscale_all_dim": 0.5,
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128,
+        "beta_fast": 16, "beta_slow": 2, "truncate": False, "mscale": 0.7, "mscale_all_dim": 0.5,
     },
     "yarn, its factor given": {
-        "rope_type": "yarn",
-        "factor": 8.0,
-        "original_max_position_embeddings": 128,
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128,
         "attention_factor": 1.3,
     },
-}
+}  # fmt: skip
 
 SHAPE = ModelShape(
     family="qwen2",

@@ -31,9 +31,7 @@ CASES = {
         r"s\. Then rank 0 \(.*\) in critic_update of step 2: RuntimeError: .*; stacks: ",
     ),
     "stopped": (
-        ("stopped", "generation", 2, 1),
-        {"generation_seconds": 4},
-        [1, None],
+        ("stopped", "generation", 2, 1), {"generation_seconds": 4}, [1, None],
         r"rank 1 \(.*\) in generation of step 2 is dead or stopped, silent for \d+ s; stacks: ",
     ),
     "hangs": (
@@ -53,9 +51,7 @@ CASES = {
         r"rank 1 \(.*\) in exchange at torch/distributed/\S+:\d+ \(all_reduce\); stacks: ",
     ),
     "hangs on a full disk": (
-        ("hangs", "exchange", 1, 0),
-        {"other_seconds": 4},
-        [1, 1],
+        ("hangs", "exchange", 1, 0), {"other_seconds": 4}, [1, 1],
         r"rank 0 \(.*\) in exchange of step 1 has made no progress for \d+ s, ",
     ),
     "holds the GIL": (
@@ -73,9 +69,7 @@ CASES = {
         r"(\. Then rank 0 .*)?; stacks: ",
     ),
     "fails": (
-        ("fails", "critic_update", 3, 1),
-        {},
-        [1, 1],
+        ("fails", "critic_update", 3, 1), {}, [1, 1],
         r"rank 1 \(.*\) in critic_update of step 3: RuntimeError: boom \\udcff; stacks: ",
     ),
     "has no room": (
@@ -86,12 +80,10 @@ CASES = {
         r"free some space and restart: a run resumes from its latest checkpoint$",
     ),
     "the store stops": (
-        ("stopped", "exchange", 1, 0),
-        {"silence_seconds": 6, "start_seconds": 20},
-        [None, 1],
+        ("stopped", "exchange", 1, 0), {"silence_seconds": 6, "start_seconds": 20}, [None, 1],
         r"rank 0, or torchrun on the first node, does not answer any more; this is rank 1 ",
     ),
-}
+}  # fmt: skip
 
 
 # Not faults.
