@@ -105,9 +105,11 @@ def test_far_apart(dtype, distance):
 @pytest.mark.parametrize("correct", [truncated_importance_mask, icepop_mask])
 def test_masked_tokens_do_not_matter(correct, bad):
     settings = {"cap": 2.0} if correct is truncated_importance_mask else RANGE
-    old, rollout = torch.tensor([-1.0, bad]), torch.tensor([-1.0, -1.0])
-    mask, metrics = correct(old, rollout, torch.tensor([True, False]), **settings, num_tokens=1)
-    assert mask.tolist() == [1, 0]
+    old = torch.tensor([-1.0, bad], requires_grad=True)
+    rollout, kept = torch.tensor([-1.0, -1.0]), torch.tensor([True, False])
+    mask, metrics = correct(old, rollout, kept, **settings, num_tokens=1)
+    assert mask.tolist() == [1, 0] and not mask.requires_grad
+    assert not any(x.requires_grad for x in metrics.values())
     assert [float(x) for x in metrics.values()] == [1, 0]
 
 
@@ -122,21 +124,9 @@ def test_microbatches_with_the_global_count_add_up(correct, num_tokens):
     assert torch.equal(torch.cat([mask for mask, _ in parts]), whole)
     for name, value in metrics.items():
         assert sum(float(m[name]) for _, m in parts) == pytest.approx(float(value), abs=1e-14)
-
-
-@pytest.mark.parametrize("correct", [tis, icepop])
-def test_no_tokens_count_nothing(correct):
+        assert value.ndim == 0
     mask, metrics = correct(RATIOS[:0], MASK[:0], num_tokens=0)
     assert mask.shape == (0,) and [float(x) for x in metrics.values()] == [0, 0]
-
-
-@pytest.mark.parametrize("correct", [truncated_importance_mask, icepop_mask])
-def test_no_gradient_passes(correct):
-    settings = {"cap": 2.0} if correct is truncated_importance_mask else RANGE
-    old = torch.zeros(5, requires_grad=True)
-    mask, metrics = correct(old, torch.zeros(5), MASK, **settings, num_tokens=4)
-    assert not mask.requires_grad
-    assert not any(x.requires_grad or x.ndim for x in metrics.values())
 
 
 def test_refusals():

@@ -69,6 +69,8 @@ RECIPE_32B = [
     ("algorithm.critic_updates_per_step", 1, "ours: VAPO is silent"),
     ("optimizer.actor_learning_rate", 1e-6, "VAPO"),
     ("optimizer.critic_learning_rate", 2e-6, "VAPO"),
+    ("optimizer.actor_clip_grad", 1.0, "ours: neither says"),
+    ("optimizer.critic_clip_grad", 1.0, "as the actor's"),
     ("optimizer.actor_warmup_updates", 320, "VAPO: then constant; DAPO: 20 rollouts of 16 updates"),
     ("optimizer.critic_warmup_updates", 320, "as the actor's"),
     ("rollout.max_prompt_tokens", 2048, "ours: neither says"),

@@ -32,21 +32,6 @@ def rejected(*overrides, path=()):
     return str(caught.value)
 
 
-def test_defaults_are_the_papers():
-    config = load_config([])
-    a, o = config.algorithm, config.optimizer
-    assert (a.responses_per_step, a.group_size, a.mini_batch_size) == (8192, 16, 512)
-    assert (a.lambda_critic, a.lambda_actor, a.length_adaptive_alpha) == (1.0, "adaptive", 0.05)
-    assert (a.clip_low, a.clip_high, a.positive_lm_coef) == (0.2, 0.28, 0.1)
-    assert (a.value_pretraining_steps, a.loss_aggregation, a.gamma) == (50, "token", 1.0)
-    assert (o.actor_learning_rate, o.critic_learning_rate) == (1e-6, 2e-6)
-    assert (o.actor_clip_grad, o.critic_clip_grad) == (1.0, 1.0)
-    assert (config.reward.correct, config.reward.incorrect) == (1.0, -1.0)
-    # 313 steps of 16 updates are the paper's 5,000.
-    assert a.policy_steps * (a.responses_per_step // a.mini_batch_size) == 5008
-    assert a.num_steps == 363
-
-
 def test_later_files_and_then_overrides_win(tmp_path):
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text("seed: 1\nalgorithm: {gamma: 0.9, clip_low: 0.1, clip_high: 0.3}\n")

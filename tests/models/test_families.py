@@ -32,6 +32,7 @@ MODELS = {
 }
 # With 2 key-value heads, ranks of TP 4 share them in pairs.
 LAYOUTS = [
+    Layout(),
     Layout(tp=2),
     Layout(tp=2, sp=True),
     Layout(pp=2),
