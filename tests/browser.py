@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import shutil
@@ -71,7 +70,7 @@ class Browser:
                 return answer["result"]
             self.events.append(answer)
 
-    def open(self, file: Path, width: int = 1400, height: int = 900, dark: bool = False) -> None:
+    def open(self, file: Path, width: int = 1400, height: int = 900) -> None:
         """Show a file, and forget what was heard before."""
         self.events.clear()
         phone = width < 600
@@ -79,7 +78,7 @@ class Browser:
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=phone,
         )  # fmt: skip
-        self.prefer(dark)
+        self.prefer(dark=False)
         self._send("Page.navigate", url=file.resolve().as_uri())
         deadline = time.monotonic() + 60
         while not any(e.get("method") == "Page.loadEventFired" for e in self.events):
@@ -165,16 +164,6 @@ class Browser:
             elif method == "Network.requestWillBeSent" and params["type"] != "Document":
                 found.append(f"request {params['request']['url']}")
         return found
-
-    def picture(self, file: Path, whole: bool = True) -> Path:
-        """Write a PNG of the page, or of what is in the window."""
-        options: dict[str, Any] = {"captureBeyondViewport": whole}
-        if whole:
-            size = self._send("Page.getLayoutMetrics")["cssContentSize"]
-            options["clip"] = {**size, "x": 0, "y": 0, "scale": 1}
-        shot = self._send("Page.captureScreenshot", format="png", **options)
-        file.write_bytes(base64.b64decode(shot["data"]))
-        return file
 
     def close(self) -> None:
         """End it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tests.planning.shapes import small_shape
+from tests.planning.shapes import changed, small_shape
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.planning.workload import Workload
@@ -49,5 +49,4 @@ TOKEN, PAIR, OUTPUT = 248e-12, 16e-12, 56e-12
 def config(world_size: int = 8, **parallel: Any) -> VapoConfig:
     """Microbatches of 8 tokens, everything on the GPU."""
     given = {"world_size": world_size, "max_tokens_per_microbatch": 8, "offload": False, **parallel}
-    base = VapoConfig()
-    return base.model_copy(update={"parallel": base.parallel.model_copy(update=given)})
+    return changed(VapoConfig(), parallel=given)

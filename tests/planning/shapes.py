@@ -59,6 +59,12 @@ def make_config(
     )
 
 
+def changed(config: VapoConfig, **sections: dict) -> VapoConfig:
+    """The configuration with other fields in these sections."""
+    made = {name: getattr(config, name).model_copy(update=f) for name, f in sections.items()}
+    return config.model_copy(update=made)
+
+
 # A layer of Qwen2.5-32B on one of 8 tensor-parallel ranks. Query 40 * 128 = 5120, key 8 * 128 =
 # 1024, projected (5120 + 2 * 1024) / 8 = 896 rows; feed-forward 27648 / 8 = 3456.
 #   5120 * 640 + 896 * 5120 + 896 + 2 * 5120 + 3 * 3456 * 5120

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.planning.shapes import make_config
+from tests.planning.shapes import changed, make_config
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.known import known_shape
 from vapo_megatron.planning.disk import check_disk, most_at_once
@@ -32,12 +32,8 @@ def told(tmp_path, monkeypatch):
 
         monkeypatch.setattr(shutil, "disk_usage", disk_usage)
         config = make_config(algorithm={"value_pretraining_steps": 0, "policy_steps": steps})
-        config = config.model_copy(
-            update={
-                "logging": config.logging.model_copy(update={"run_dir": str(tmp_path / "run")}),
-                "checkpoint": config.checkpoint.model_copy(update=checkpoint),
-            }
-        )
+        logging = {"run_dir": str(tmp_path / "run")}
+        config = changed(config, logging=logging, checkpoint=checkpoint)
         try:
             return check_disk(config, SHAPE)
         except ConfigError as error:

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from tests.planning.by_hand import ROUND, SHAPE, config
+from tests.planning.shapes import changed
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.known import known_shape
 from vapo_megatron.planning import roofline
@@ -34,9 +35,7 @@ def test_sync_by_hand(nvlink, network, wires):
         network_gb_per_second=network,
     )
     c = config(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    c = c.model_copy(
-        update={"rollout": c.rollout.model_copy(update={"tensor_model_parallel_size": 2})}
-    )
+    c = changed(c, rollout={"tensor_model_parallel_size": 2})
     # Then the shard is read and written.
     assert roofline.sync_seconds(shape, c, cluster) == pytest.approx((wires + 2352) * 1e-9)
 
@@ -56,23 +55,15 @@ def test_sync_is_about_what_its_messages_take():
     assert plan.sync_seconds == pytest.approx(resharding_seconds(shape, plan), rel=0.15)
 
 
-LARGE = VapoConfig().model_copy(
-    update={
-        "parallel": VapoConfig().parallel.model_copy(
-            update={
-                "world_size": 32,
-                "tensor_model_parallel_size": 4,
-                "pipeline_model_parallel_size": 4,
-                "sequence_parallel": True,
-                "offload": True,
-            }
-        ),
-        "rollout": VapoConfig().rollout.model_copy(update={"tensor_model_parallel_size": 4}),
-        "algorithm": VapoConfig().algorithm.model_copy(
-            update={"responses_per_step": 128, "mini_batch_size": 32}
-        ),
-    }
-)
+LARGE = changed(
+    VapoConfig(),
+    parallel={
+        "world_size": 32, "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 4,
+        "sequence_parallel": True, "offload": True,
+    },
+    rollout={"tensor_model_parallel_size": 4},
+    algorithm={"responses_per_step": 128, "mini_batch_size": 32},
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.planning.shapes import LAYER, VOCABULARY, make_config
+from tests.planning.shapes import LAYER, VOCABULARY, changed, make_config
 from vapo_megatron.models.known import known_shape
 from vapo_megatron.parallel import score_chunks
 from vapo_megatron.planning import activations, memory, model_bytes, plan
@@ -120,9 +120,7 @@ def test_without_a_critic_there_is_half_of_it(shape):
     n = 16 * LAYER + VOCABULARY
     group = {"advantage_estimator": "grpo", "value_pretraining_steps": 0}
     for offload in (True, False):
-        config = make_config(offload=offload)
-        algorithm = config.algorithm.model_copy(update=group)
-        config = config.model_copy(update={"algorithm": algorithm})
+        config = changed(make_config(offload=offload), algorithm=group)
         phases = memory.phase_memory(shape, config, gpu_bytes=GPU_BYTES, pp_rank=0)
         assert set(phases) == {"generation", "logprobs", "actor_update", "sync"}
         update = phases["actor_update"]
@@ -200,9 +198,8 @@ def test_host_memory_of_a_node(shape):
 
 def test_host_memory_of_a_checkpoint_by_layout(shape):
     def held(*sizes, asynchronous=True, **fields):
-        config = make_config(*sizes, **fields)
-        checkpoint = config.checkpoint.model_copy(update={"asynchronous": asynchronous})
-        config = config.model_copy(update={"checkpoint": checkpoint})
+        checkpoint = {"asynchronous": asynchronous}
+        config = changed(make_config(*sizes, **fields), checkpoint=checkpoint)
         return host_bytes_per_node(shape, config, gpus_per_node=8).checkpoint
 
     # TP 8: a node is one replica's, and the first one's is the fullest.

@@ -12,6 +12,7 @@ import types
 import pytest
 import yaml
 
+from tests.planning.shapes import changed
 from tests.planning.test_ranking import base
 from vapo_megatron.cli import preflight, train
 from vapo_megatron.config import VapoConfig, load_config
@@ -49,9 +50,17 @@ SMALL_BASE = base(8, responses_per_step=256, mini_batch_size=64)
 RECIPE = ["examples/configs/qwen2.5_base.yaml", "examples/configs/qwen2.5_32b.yaml"]
 
 
+def ranked(fixed=Fixed(), cluster=SMALL):  # noqa: B008
+    return rank(SMALL_SHAPE, SMALL_BASE, cluster, workload_of(SMALL_BASE), fixed)
+
+
+def planned(config, workload=None, cluster=SMALL):
+    return make_plan(SMALL_SHAPE, config, cluster, workload or workload_of(config))
+
+
 @pytest.fixture(scope="module")
 def ranking():
-    return rank(SMALL_SHAPE, SMALL_BASE, SMALL, workload_of(SMALL_BASE), Fixed())
+    return ranked()
 
 
 def test_the_fastest_first_and_all_fit(ranking):
@@ -98,14 +107,14 @@ def test_the_best_of_a_layout_is_the_best_of_all_its_variants(ranking):
 
 def test_more_memory_is_never_slower(ranking):
     larger = dataclasses.replace(SMALL, gpu_bytes=141 * 10**9)
-    after = rank(SMALL_SHAPE, SMALL_BASE, larger, workload_of(SMALL_BASE), Fixed())
+    after = ranked(cluster=larger)
     assert after.plans[0].step_seconds <= ranking.plans[0].step_seconds
     assert len(after.plans) >= len(ranking.plans) and len(after.rejected) <= len(ranking.rejected)
 
 
 def test_chosen_chunks_refuse_layouts_without_a_pipeline_and_search_the_others():
     fixed = Fixed(tp=2, vpp=2, recompute="full")
-    found = rank(SMALL_SHAPE, SMALL_BASE, SMALL, workload_of(SMALL_BASE), fixed)
+    found = ranked(fixed)
     layouts = {
         (p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size)
         for p in (plan.config.parallel for plan in found.plans)
@@ -118,7 +127,7 @@ def test_chosen_chunks_refuse_layouts_without_a_pipeline_and_search_the_others()
 
 def test_what_does_not_fit_says_why():
     little = dataclasses.replace(SMALL, gpu_bytes=20 * 10**9)
-    found = rank(SMALL_SHAPE, SMALL_BASE, little, workload_of(SMALL_BASE), Fixed(tp=1))
+    found = ranked(Fixed(tp=1), little)
     assert not found.plans
     assert found.rejected["TP 1 x PP 1"].split(" needs ")[0] in memory.PHASES
     assert "GB of 20.0 (gradients 30.5; parameters 15.2" in found.rejected["TP 1 x PP 1"]
@@ -135,11 +144,8 @@ def test_the_first_or_the_last_stage_is_the_fullest(tp_size, pp_size, vpp_size, 
         "virtual_pipeline_model_parallel_size": vpp_size,
         "offload": offload,
     }
-    config = base(32)
-    config = config.model_copy(update={"parallel": config.parallel.model_copy(update=fields)})
     for recompute in ("none", "full"):
-        parallel = config.parallel.model_copy(update={"recompute": recompute})
-        one = config.model_copy(update={"parallel": parallel})
+        one = with_parallel(base(32), **fields, recompute=recompute)
         found = peak_memory(shape, one, SMALL.gpu_bytes)
         everywhere = [
             memory.phase_memory(shape, one, gpu_bytes=SMALL.gpu_bytes, pp_rank=stage)
@@ -150,8 +156,7 @@ def test_the_first_or_the_last_stage_is_the_fullest(tp_size, pp_size, vpp_size, 
 
 
 def with_reward_model(config, name):
-    model = config.model.model_copy(update={"reward_hf_path": name})
-    return config.model_copy(update={"model": model})
+    return changed(config, model={"reward_hf_path": name})
 
 
 def test_a_reward_model_limits_the_layouts():
@@ -175,24 +180,22 @@ def test_a_critic_costs_its_phases():
     workload = workload_of(SMALL_BASE)
     config = with_parallel(SMALL_BASE, offload=True)
     group = {"advantage_estimator": "grpo", "value_pretraining_steps": 0}
-    algorithm = config.algorithm.model_copy(update=group)
-    critic_free = config.model_copy(update={"algorithm": algorithm})
+    critic_free = changed(config, algorithm=group)
     alone = workload_of(critic_free)
-    both = make_plan(SMALL_SHAPE, config, SMALL, workload)
-    one = make_plan(SMALL_SHAPE, critic_free, SMALL, alone)
+    both = planned(config, workload)
+    one = planned(critic_free, alone)
     assert set(both.seconds) - set(one.seconds) == {"values", "critic_update"}
     assert set(one.memory) == {"generation", "logprobs", "actor_update", "sync"}
     assert one.training.offload_seconds == pytest.approx(both.training.offload_seconds / 2, rel=0.1)
-    algorithm = algorithm.model_copy(update={"kl_coef": 0.1})
-    referring = critic_free.model_copy(update={"algorithm": algorithm})
-    two = make_plan(SMALL_SHAPE, referring, SMALL, workload_of(referring))
+    referring = changed(critic_free, algorithm={"kl_coef": 0.1})
+    two = planned(referring)
     assert set(two.seconds) - set(one.seconds) == {"reference_logprobs"}
     assert two.seconds["reference_logprobs"] == two.seconds["logprobs"] == one.seconds["logprobs"]
     scored = with_reward_model(critic_free, "Qwen2.5-7B")
-    two = make_plan(SMALL_SHAPE, scored, SMALL, alone)
+    two = planned(scored, alone)
     assert set(two.seconds) - set(one.seconds) == {"reward_scores"}
     assert two.seconds["reward_scores"] == both.seconds["values"]
-    smaller = make_plan(SMALL_SHAPE, with_reward_model(scored, "Qwen2.5-1.5B"), SMALL, alone)
+    smaller = planned(with_reward_model(scored, "Qwen2.5-1.5B"), alone)
     assert smaller.seconds["reward_scores"] < 0.3 * two.seconds["reward_scores"]
     passes = dataclasses.replace(workload, critic_updates_per_step=3)
     once, thrice, actor = (model_flops(SMALL_SHAPE, w) for w in (workload, passes, alone))
@@ -210,39 +213,28 @@ def test_copies_to_hosts_by_hand():
     cluster = dataclasses.replace(
         Cluster(num_gpus=1, gpus_per_node=1), pcie_gb_per_second=1.0, pcie_share=1.0
     )
-    plan = make_plan(SMALL_SHAPE, config, cluster, workload_of(config))
+    plan = planned(config, cluster=cluster)
     assert plan.training.offload_seconds == pytest.approx(30 * (7.615 + 7.071), rel=0.001)
     # A reference policy's parameters come, as the actor's do for its scores.
-    algorithm = config.algorithm.model_copy(update={"kl_coef": 0.1})
-    third = config.model_copy(update={"algorithm": algorithm})
-    more = make_plan(SMALL_SHAPE, third, cluster, workload_of(third))
+    third = changed(config, algorithm={"kl_coef": 0.1})
+    more = planned(third, cluster=cluster)
     more_seconds = more.training.offload_seconds - plan.training.offload_seconds
     assert more_seconds == pytest.approx(2 * 7.615, rel=0.001)
-    scored = make_plan(
-        SMALL_SHAPE, with_reward_model(config, "Qwen2.5-7B"), cluster, workload_of(config)
-    )
+    scored = planned(with_reward_model(config, "Qwen2.5-7B"), cluster=cluster)
     more_seconds = scored.training.offload_seconds - plan.training.offload_seconds
     assert more_seconds == pytest.approx(2 * 7.071, rel=0.001), "no output projection"
-    resident = make_plan(
-        SMALL_SHAPE, with_parallel(config, offload=False), cluster, workload_of(config)
-    )
+    resident = planned(with_parallel(config, offload=False), cluster=cluster)
     assert resident.training.offload_seconds == 0
     # Two stages: the actor's last has a norm more than its first, 3584; the critic's first is the
     # fullest, and has the embedding, 545e6, and half of 6.53e9.
-    config = config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(
-                update={"world_size": 2, "pipeline_model_parallel_size": 2}
-            )
-        }
-    )
-    plan = make_plan(SMALL_SHAPE, config, cluster, workload_of(config))
+    config = with_parallel(config, world_size=2, pipeline_model_parallel_size=2)
+    plan = planned(config, cluster=cluster)
     assert plan.training.offload_seconds == pytest.approx(30 * 2 * (0.545 + 3.263), rel=0.001)
 
 
 def test_tokens_per_second_both_ways():
     workload = workload_of(SMALL_BASE, mean_response_tokens=1000, prompt_tokens=200)
-    plan = make_plan(SMALL_SHAPE, with_parallel(SMALL_BASE, offload=True), SMALL, workload)
+    plan = planned(with_parallel(SMALL_BASE, offload=True), workload)
     responses = plan.response_tokens_per_second * plan.step_seconds * 8
     assert responses == pytest.approx(256 * 1000, rel=1e-3)
     assert plan.total_tokens_per_second * plan.step_seconds * 8 - responses == pytest.approx(51200)
@@ -393,7 +385,7 @@ def test_columns_never_run_into_each_other(ranking, slower):
     """However large a number is: two blanks before it."""
     cluster = dataclasses.replace(SMALL, peak_tflops=989 / slower, gpu_bytes=80 * 10**12)
     fixed = Fixed(tp=2, pp=2, vllm_tp=1, recompute="full", vpp=1, offload=True)
-    slow = rank(SMALL_SHAPE, SMALL_BASE, cluster, workload_of(SMALL_BASE), fixed)
+    slow = ranked(fixed, cluster)
     (plan,) = slow.plans
     head, line = describe_ranking(slow, top=1).splitlines()[:2]
     row = dict(zip(*(re.split(r"\s{2,}", x.strip()) for x in (head, line)), strict=True))

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from tests.planning.shapes import small_shape
+from tests.planning.shapes import changed, small_shape
 from vapo_megatron.cli import plan_options
 from vapo_megatron.config import load_config
 from vapo_megatron.errors import ConfigError
@@ -16,8 +16,7 @@ from vapo_megatron.planning.ranking import Fixed
 
 def base(world_size=128, **algorithm):
     config = load_config([], [f"algorithm.{name}={value}" for name, value in algorithm.items()])
-    parallel = config.parallel.model_copy(update={"world_size": world_size})
-    return config.model_copy(update={"parallel": parallel})
+    return changed(config, parallel={"world_size": world_size})
 
 
 def layouts(shape, config, fixed=Fixed(), gpus_per_node=8):  # noqa: B008
@@ -113,9 +112,7 @@ def test_no_chunks_without_a_pipeline_or_layers_for_them():
 
 def test_no_chunks_with_batched_sends():
     shape = known_shape("Qwen2.5-32B")
-    config = base()
-    parallel = config.parallel.model_copy(update={"batch_p2p_comm": True})
-    config = config.model_copy(update={"parallel": parallel})
+    config = changed(base(), parallel={"batch_p2p_comm": True})
     found, _ = ranking.trainer_layouts(shape, config, Fixed(tp=8, pp=4), 8)
     chunks = [
         v.parallel.virtual_pipeline_model_parallel_size

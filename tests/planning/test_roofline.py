@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 
 from tests.planning.by_hand import FAST_MEMORY, OUTPUT, PAIR, ROUND, SHAPE, TOKEN, WORKLOAD, config
+from tests.planning.shapes import changed
 from vapo_megatron.planning import roofline
 
 
@@ -188,8 +189,7 @@ def test_an_updates_memory_by_hand():
     assert phase.seconds == pytest.approx(passes + 8 * 10 * held * 1e-9 + phase.between_seconds)
     # A frozen attention, q, k, v and output of 4 x 4 with 12 biases, has nothing to update.
     base = config(1)
-    algorithm = base.algorithm.model_copy(update={"freeze_critic_attention": True})
-    frozen = base.model_copy(update={"algorithm": algorithm})
+    frozen = changed(base, algorithm={"freeze_critic_attention": True})
     part = roofline.update(SHAPE, frozen, slow, WORKLOAD, "critic")
     assert part.between_seconds == pytest.approx(2 * 46 * (held - 4 * 76) * 1e-9)
     # Of two ranks each owns half: the same work in half of the passes, and 42 / 2 + 4 bytes.

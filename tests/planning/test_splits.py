@@ -231,9 +231,13 @@ def test_a_plan_by_turns_and_side_by_side():
     assert beside.response_tokens_per_second == pytest.approx(tokens)
 
 
+def ranked(fixed=Fixed(), cluster=SMALL, config=apart(SMALL_BASE, 1)):  # noqa: B008
+    return rank_splits(SMALL_SHAPE, config, cluster, workload_of(SMALL_BASE), fixed)
+
+
 @pytest.fixture(scope="module")
 def searched():
-    return rank_splits(SMALL_SHAPE, apart(SMALL_BASE, 1), SMALL, workload_of(SMALL_BASE), Fixed())
+    return ranked()
 
 
 def test_the_best_split_is_the_best_of_all(searched):
@@ -244,10 +248,7 @@ def test_the_best_split_is_the_best_of_all(searched):
     assert len(set(sampling)) == len(sampling) < 7
     every = {}
     for samplers in range(1, 8):
-        found = rank_splits(
-            SMALL_SHAPE, apart(SMALL_BASE, 1), SMALL, workload_of(SMALL_BASE),
-            Fixed(samplers=samplers),
-        )  # fmt: skip
+        found = ranked(Fixed(samplers=samplers))
         for plan in found.plans:
             p, r = plan.config.parallel, plan.config.rollout
             assert p.world_size + r.num_processes == 8 and r.num_processes == samplers
@@ -273,12 +274,11 @@ def test_whole_nodes_sample():
 
 
 def test_a_chosen_size_of_vllm_leaves_splits_out():
-    workload = workload_of(SMALL_BASE)
     fixed = Fixed(vllm_tp=4, tp=4, recompute="full", offload=True)
-    found = rank_splits(SMALL_SHAPE, apart(SMALL_BASE, 1), SMALL, workload, fixed)
+    found = ranked(fixed)
     assert [plan.config.rollout.num_processes for plan in found.plans] == [4]
     with pytest.raises(ConfigError, match="size=16 must divide rollout.num_processes=1 and"):
-        rank_splits(SMALL_SHAPE, apart(SMALL_BASE, 1), SMALL, workload, fixed._replace(vllm_tp=16))
+        ranked(fixed._replace(vllm_tp=16))
 
 
 def test_the_samplers_share_is_theirs_alone():
@@ -292,19 +292,15 @@ def test_the_samplers_share_is_theirs_alone():
 
 def test_little_memory_says_which_side():
     little = dataclasses.replace(SMALL, gpu_bytes=20 * 10**9)
-    found = rank_splits(
-        SMALL_SHAPE, apart(SMALL_BASE, 1), little, workload_of(SMALL_BASE), Fixed(samplers=4)
-    )
+    found = ranked(Fixed(samplers=4), little)
     assert not found.plans
     name, closest = found.closest
     assert name.startswith("4 samplers, TP ") and " on a trainer's GPU needs " in closest.reason
     less = dataclasses.replace(SMALL, gpu_bytes=6 * 10**9)
-    found = rank_splits(
-        SMALL_SHAPE, apart(SMALL_BASE, 1), less, workload_of(SMALL_BASE), Fixed(samplers=4)
-    )
+    found = ranked(Fixed(samplers=4), less)
     assert "on a sampler's GPU" in found.misfits["4 samplers"].reason
     hosts = with_parallel(apart(SMALL_BASE, 1), host_memory_gb=10.0)
-    found = rank_splits(SMALL_SHAPE, hosts, SMALL, workload_of(SMALL_BASE), Fixed(samplers=4))
+    found = ranked(Fixed(samplers=4), config=hosts)
     assert "a node of samplers needs" in found.misfits["4 samplers"].reason
 
 
