@@ -13,7 +13,9 @@ import subprocess
 
 import pytest
 
+from tests.examples.test_recipes import CHANGES
 from tests.examples.tiny import ROOT, done, leave, start
+from vapo_megatron.config import AlgorithmConfig
 from vapo_megatron.errors import UserError
 
 # isort: split
@@ -60,13 +62,18 @@ def test_a_run_in_numbers():
     assert (lost["each seed"], lost["steps to 0.5"]) == ("0.200", "5.0")
 
 
+NO_VALUES, NO_CRITIC = {"model.critic_checkpoint": None}, {"model.critic_hf_path": None}
+
+
+def of_recipe(name):
+    """What a recipe says of the algorithm, but for the values' pretraining, which is the arms'."""
+    fields = AlgorithmConfig.model_fields.keys() - {"value_pretraining_steps"}
+    return {f"algorithm.{field}": v for field, v in CHANGES[name].items() if field in fields}
+
+
 CHANGED = {
-    "ppo": {
-        "model.critic_checkpoint": None, "algorithm.lambda_critic": "same_as_actor",
-        "algorithm.lambda_actor": 0.95, "algorithm.group_size": 1, "algorithm.clip_high": 0.2,
-        "algorithm.loss_aggregation": "sample", "algorithm.positive_lm_coef": 0.0,
-    },
-    "no_value_pretraining": {"model.critic_checkpoint": None},
+    "ppo": {**NO_VALUES, **of_recipe("ppo")},
+    "no_value_pretraining": NO_VALUES,
     "no_decoupled_gae": {"algorithm.lambda_critic": "same_as_actor"},
     "no_decoupled_gae_95": {"algorithm.lambda_critic": 0.95, "algorithm.lambda_actor": 0.95},
     "no_length_adaptive": {"algorithm.lambda_actor": 0.95},
@@ -74,28 +81,11 @@ CHANGED = {
     "no_token_level": {"algorithm.loss_aggregation": "sample"},
     "no_positive_lm": {"algorithm.positive_lm_coef": 0.0},
     "no_group_sampling": {"algorithm.group_size": 1},
-    "grpo": {
-        "model.critic_checkpoint": None, "model.critic_hf_path": None,
-        "algorithm.advantage_estimator": "grpo", "algorithm.clip_high": 0.2,
-        "algorithm.loss_aggregation": "sample", "algorithm.positive_lm_coef": 0.0,
-    },
-    "dapo": {
-        "model.critic_checkpoint": None, "model.critic_hf_path": None,
-        "algorithm.advantage_estimator": "grpo", "algorithm.dynamic_sampling": True,
-        "algorithm.overlong_filtering": True, "algorithm.positive_lm_coef": 0.0,
-    },
-    "sao": {
-        "model.critic_checkpoint_optimizer": False, "algorithm.group_size": 1,
-        "algorithm.length_adaptive_alpha": 1.5, "algorithm.policy_loss": "dis",
-        "algorithm.positive_lm_coef": 0.0, "algorithm.critic_updates_per_step": 2,
-        "algorithm.freeze_critic_attention": True,
-    },
+    "grpo": {**NO_VALUES, **NO_CRITIC, **of_recipe("grpo")},
+    "dapo": {**NO_VALUES, **NO_CRITIC, **of_recipe("dapo")},
+    "sao": {"model.critic_checkpoint_optimizer": False, **of_recipe("sao")},
     "bpco": {
-        "model.critic_checkpoint": None, "model.critic_hf_path": None,
-        "algorithm.value_pretraining_steps": 6, "algorithm.group_size": 1,
-        "algorithm.length_adaptive_alpha": 0.4, "algorithm.policy_loss": "dppo_tv",
-        "algorithm.loss_aggregation": "sample", "algorithm.positive_lm_coef": 0.0,
-        "algorithm.value_range": [-1.0, 1.0],
+        **NO_VALUES, **NO_CRITIC, "algorithm.value_pretraining_steps": 6, **of_recipe("bpco")
     },
 }  # fmt: skip
 WITH_LM = {"algorithm.positive_lm_coef": 0.1}

@@ -101,17 +101,17 @@ def a_gpu(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-def passes(dtype, with_entropy, device="cpu"):
-    """Outputs and gradients of 50 tokens, of logits up to 60, in chunks of 16 rows."""
+def passes(dtype, with_entropy, device="cpu", *, rows=50, width=416, size=24, scale=3):
+    """Outputs and gradients in float64 of logits up to 60, in chunks of a third of the rows."""
     generator = torch.Generator().manual_seed(5)
-    hidden = torch.randn(50, 24, generator=generator).bfloat16().to(device, dtype)
-    weight = (3 * torch.randn(416, 24, generator=generator)).bfloat16().to(device, dtype)
-    targets = torch.randint(400, (50,), generator=generator).to(device)
-    upstream = torch.randn(2, 50, generator=generator).to(device)
+    hidden = torch.randn(rows, size, generator=generator).bfloat16().to(device, dtype)
+    weight = (scale * torch.randn(width, size, generator=generator)).bfloat16().to(device, dtype)
+    targets = torch.randint(width - 16, (rows,), generator=generator).to(device)
+    upstream = torch.randn(2, rows, generator=generator).to(device)
     hidden.requires_grad_(), weight.requires_grad_()
     outputs = linear_logprobs(
         hidden, weight, targets, None,
-        vocab_size=400, temperature=0.7, with_entropy=with_entropy, chunk_size=16,
+        vocab_size=width - 16, temperature=0.7, with_entropy=with_entropy, chunk_size=rows // 3,
     )  # fmt: skip
     outputs = [x for x in outputs if x is not None]
     sum((u * x).sum() for u, x in zip(upstream, outputs)).backward()

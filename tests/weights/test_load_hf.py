@@ -11,8 +11,9 @@ import re
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from tests.weights.convert.converted import rewrite
 from tests.weights.loaded import Layout, all_parameters, forward, load, make_config
 from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
 from vapo_megatron.errors import CheckpointError
@@ -139,12 +140,6 @@ def _hidden(path, layout, ids):
 # What is refused
 
 
-def _rewrite(path, change):
-    tensors = load_file(path / FILE)
-    change(tensors)
-    save_file(tensors, path / FILE, metadata={"format": "pt"})
-
-
 def _problem(path, role="actor"):
     with pytest.raises(CheckpointError) as error:
         check_hf_tensors(HfReader(path), read_model_shape(path), role)
@@ -163,7 +158,7 @@ def test_missing_unknown_misshapen_and_mistyped_tensors_are_named(tmp_path):
         tensors[V0] = torch.zeros(64, 64)
         tensors["lm_head.weight"] = torch.zeros(300, 64, dtype=torch.int64)
 
-    _rewrite(path, change)
+    rewrite(path, change)
     problem = _problem(path)
     assert "model.norm.weight is missing (expected shape [64])" in problem
     assert "model.layers.9.mlp.up_proj.weight is unknown" in problem
@@ -192,13 +187,13 @@ def test_a_query_norm_over_all_heads_is_refused(tmp_path):
     """Some families normalise all heads together; Qwen3 each head of 16 alone."""
     path = write_tiny_hf(tmp_path, family="qwen3")
     name = "model.layers.1.self_attn.q_norm.weight"
-    _rewrite(path, lambda t: t.update({name: torch.ones(64)}))
+    rewrite(path, lambda t: t.update({name: torch.ones(64)}))
     assert f"{name}: expected shape [16], found [64]" in _problem(path)
 
 
 def test_a_reward_model_is_no_actor(tmp_path):
     path = write_tiny_hf(tmp_path)
-    _rewrite(path, lambda t: t.update({"score.weight": torch.zeros(1, 64)}))
+    rewrite(path, lambda t: t.update({"score.weight": torch.zeros(1, 64)}))
     assert "score.weight is unknown" in _problem(path)
 
 
@@ -220,7 +215,7 @@ def test_nothing_is_copied_before_everything_fits(workers, tmp_path):
     good = write_tiny_hf(tmp_path / "good")
     bad = write_tiny_hf(tmp_path / "bad")
     # The last tensor of the file: everything before it would have been copied.
-    _rewrite(bad, lambda t: t.update({"lm_head.weight": torch.zeros(299, 64)}))
+    rewrite(bad, lambda t: t.update({"lm_head.weight": torch.zeros(299, 64)}))
     ((problem, same),) = workers.run(1, _try_load, str(bad), str(good))
     assert "lm_head.weight: expected shape [300, 64], found [299, 64]" in problem
     assert same
@@ -228,13 +223,13 @@ def test_nothing_is_copied_before_everything_fits(workers, tmp_path):
 
 def test_a_tied_model_whose_output_differs_is_refused(workers, tmp_path):
     path = write_tiny_hf(tmp_path, tied=True)
-    _rewrite(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    rewrite(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     ((problem, _),) = workers.run(1, _try_load, str(path), str(path))
     assert problem is None
-    _rewrite(path, lambda t: t["lm_head.weight"][299, 63].add_(1))
+    rewrite(path, lambda t: t["lm_head.weight"][299, 63].add_(1))
     ((problem, same),) = workers.run(1, _try_load, str(path), str(path))
     assert "tie_word_embeddings=true, but lm_head.weight differs" in problem and same
-    _rewrite(path, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].bfloat16()}))
+    rewrite(path, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].bfloat16()}))
     ((problem, same),) = workers.run(1, _try_load, str(path), str(path))
     assert "expected [300, 64] F32 as model.embed_tokens.weight, found [300, 64] BF16" in problem
     assert same
@@ -327,7 +322,7 @@ def test_a_critic_from_a_reward_model_takes_its_head(workers, tmp_path):
         del tensors["lm_head.weight"]
         tensors.update({"score.weight": head, "score.bias": torch.zeros(1)})
 
-    _rewrite(path, change)
+    rewrite(path, change)
     (got,) = workers.run(1, _critic, str(path), None, 0.0)
     assert torch.equal(got["output_layer.weight"], head)
     assert got["output_layer.weight"].dtype == torch.float32
@@ -343,5 +338,5 @@ def test_a_reward_model_needs_its_label(tmp_path):
 
 def test_heads_with_more_labels_are_refused(tmp_path):
     path = write_tiny_hf(tmp_path)
-    _rewrite(path, lambda t: t.update({"score.weight": torch.zeros(2, 64)}))
+    rewrite(path, lambda t: t.update({"score.weight": torch.zeros(2, 64)}))
     assert "score.weight: expected shape [1, 64], found [2, 64]" in _problem(path, "critic")
