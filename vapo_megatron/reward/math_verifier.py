@@ -14,9 +14,11 @@ from vapo_megatron.errors import DataError
 from vapo_megatron.reward.extraction import (
     MAX_ANSWER_CHARACTERS,
     can_be_given,
+    clean,
     final_answer,
     ground_truth,
     plain_integer,
+    with_unit,
 )
 from vapo_megatron.reward.verifier import Status, Verdict
 from vapo_megatron.sandbox.pool import HandlerRefused, Reply, WorkerPool
@@ -110,7 +112,7 @@ class MathVerifier:
                 f"{len(answers)} ground truths cannot be used); correct or remove the row"
             )
         golds = [self._known_answers.get(answer) for answer in answers]
-        found = [final_answer(response) for response in responses]
+        found = [final_answer(response, with_unit) for response in responses]
         decided = [_decide(answer, gold) for answer, gold in zip(found, golds)]
         undecided = [pair for pair, status in zip(zip(found, golds), decided) if status is None]
         judged = self._judged  # Another thread may call `forget`.
@@ -118,7 +120,7 @@ class MathVerifier:
         replies = self._ask([{"gold": gold, "answer": answer} for answer, gold in pairs])
         judged.update(zip(pairs, map(_status, replies)))
         return [
-            Verdict(status or judged[answer, gold], answer=None if _is_too_long(answer) else answer)
+            Verdict(status or judged[answer, gold], answer=_shown(answer))
             for answer, gold, status in zip(found, golds, decided)
         ]
 
@@ -193,14 +195,14 @@ def _gold(answer: str) -> tuple[str, str]:
         return "", "has no ground truth"
     shown = f"has the answer {answer!r:.80}, which"
     try:
-        gold = ground_truth(answer)
+        gold = ground_truth(answer, with_unit)
     except ValueError as error:
         return "", f"{shown} {error}"
     if answer in _MISSING:
         return "", f"{shown} stands for a missing value"
     if not 0 < len(gold) <= MAX_ANSWER_CHARACTERS:
         return "", f"{shown} is empty or over {MAX_ANSWER_CHARACTERS} characters"
-    if not can_be_given(gold):
+    if not can_be_given(gold, with_unit):
         return "", f"{shown} no response can give as its marked answer"
     return gold, ""
 
@@ -224,6 +226,11 @@ def _status(reply: Reply) -> Status:
         return "timed_out"
     assert reply["status"] in ("correct", "wrong", "unparsable"), f"a worker answered {reply}"
     return reply["status"]
+
+
+def _shown(answer: str | None) -> str | None:
+    """Return an answer as verdicts have it: without its unit, so that equal ones are counted as one."""
+    return None if answer is None or _is_too_long(answer) else clean(answer)
 
 
 def _is_too_long(answer: str | None) -> bool:
