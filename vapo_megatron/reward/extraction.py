@@ -36,11 +36,14 @@ _BETWEEN_BOXES = re.compile(
 _NAME_BEFORE = re.compile(r"(?<![A-Za-z\\])([A-Za-z](?:_\w)?)\s*=\s*$")
 MAX_BOXES = 32
 _SENTENCE = re.compile(
-    r"(?:[A-Z][a-z']*|the|there|it|this|we) (?:.{0,300}[\w$)}\]] )?(?:is|are|was|equals|equal to|be):? (?P<value>.+)",
+    r"(?:[A-Z][a-z']*|the|there|it|this|we|so|thus|hence|then) (?:.{0,300}[\w$)}\]] )?"
+    r"(?:is|are|was|be|equals?|equal to|has|have|gets?|gives?|obtain|find):? (?P<value>.+)",
     re.DOTALL,
 )
-_SAYS = re.compile(r" (?:is|are|equals|not|n't) |[=;]")
-_SPACES_AT_END = re.compile(r"(?:\\(?:[,;:! ]|q?quad|thinspace)|~|\s|(?<!\\)\\$)+$")
+_SAYS = re.compile(r"\b(?:is|are|was|equals?|not|has|have|gets?|gives?)(?= )|n't|[=;]")
+_REASON = re.compile(r"(?:[,;]? \(?|[,;.] ?)(?:because|since)\b.*")
+_EMPHASIS = re.compile(r"(?<!\S)\*\*(?=\S)|(?<=\S)\*\*(?=[\s.,;:]|$)")
+_SPACES_AT_END = re.compile(r"(?:\\(?:[,;:! ]|q?quad|e[nm]space|thinspace|\\)|~|\s|(?<!\\)\\$)+$")
 _NEXT_SENTENCE = re.compile(r"\.\s+(?=[A-Z])")
 _DISPLAY = {"$$": "$$", "\\[": "\\]"}
 _MATH = re.compile(r"(?<!\\)\$\$?([^$]+)(?<!\\)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
@@ -119,7 +122,7 @@ def with_unit(answer: str) -> str:
     if len(answer) > MAX_ANSWER_CHARACTERS:
         return answer
     answer = _INTRODUCTION.sub("", " ".join(answer.split()), count=1).replace("\u2212", "-")
-    answer = _said(answer)
+    answer = _said(_EMPHASIS.sub("", _REASON.sub("", answer)))
     formulas = list(_MATH.finditer(answer))
     if len(formulas) == 1:
         before, behind = answer[: formulas[0].start()], answer[formulas[0].end() :]

@@ -77,19 +77,28 @@ def _close(gold: Any, answer: Any, *has_points: bool) -> bool:
     if not any(has_points):
         return False
     difference, size = abs(gold - answer), max(abs(gold), abs(answer))
+    if difference * 10**4 > size:
+        return False
+    places = [_places(n.denominator) if isinstance(n, Fraction) else None for n in (gold, answer)]
+    if None not in places:
+        shorter = min(places)
+        return shorter >= 6 and 2 * difference * 10**shorter <= 1
     if size < 1 and difference * 10**6 <= size:
         return True
-    ends = all(isinstance(n, Fraction) and _ends(n.denominator) for n in (gold, answer))
-    if difference * 10**4 > size or ends and size < 1:
-        return False
     return bool(_six_places(gold) == _six_places(answer))
 
 
-def _ends(denominator: int) -> bool:
+def _places(denominator: int) -> int | None:
+    """Return how many decimals a fraction has; None: endlessly many."""
+    count = 0
+    while denominator % 10 == 0:
+        denominator //= 10
+        count += 1
     for prime in (2, 5):
         while denominator % prime == 0:
             denominator //= prime
-    return denominator == 1
+            count += 1
+    return count if denominator == 1 else None
 
 
 def _six_places(value: Any) -> Any:
@@ -112,6 +121,8 @@ def _measured(gold: Value, answer: Value) -> bool:
                 return True
             if one is gold or not isinstance(other, Number):
                 return False
+    if any(isinstance(one, Number) and one.is_percent for one in (gold, answer)):
+        return False
     units = [one.unit if isinstance(one, Measured) else None for one in (gold, answer)]
     values = [one.value if isinstance(one, Measured) else one for one in (gold, answer)]
     if isinstance(gold, Measured) and isinstance(answer, Expression) and _has_symbols(answer):
@@ -227,7 +238,7 @@ def _relations(gold: Value, answer: Value) -> bool:
     if not isinstance(gold, Relation):
         assert isinstance(answer, Relation)
         if set(answer.operators) <= {"="} and not (isinstance(gold, Items | Either) and gold_has_names(gold)):
-            constants = [one for one in answer.sides[:-1] if isinstance(one, Number)]
+            constants = [one for one in answer.sides[:-1] if _is_constant(one)]
             last = answer.sides[-1]
             return equal(gold, last) and all(equal(last, one) for one in constants)
         if answer.operators == (r"\in",):
@@ -259,6 +270,14 @@ def _relations(gold: Value, answer: Value) -> bool:
         if ratio is not None and (ratio > 0 or first[0] == r"\ne"):
             return True
     return _same_sets(gold, answer)
+
+
+def _is_constant(value: Any) -> bool:
+    from sympy import Integral, Limit, Product, Sum
+
+    if isinstance(value, Expression):
+        return value.value.is_number is True and not value.value.has(Integral, Limit, Product, Sum)
+    return isinstance(value, Number)
 
 
 def gold_has_names(gold: Items | Either) -> bool:
@@ -540,7 +559,7 @@ def _identical(first: Any, second: Any) -> bool:
             continue
         two = _at(second, point)
         same = two is not None and _within(one, two)
-        if not one.imag:
+        if not one.imag and _is_real_inside(first, point):
             if not same:
                 return False
             real.append(same)
@@ -549,6 +568,14 @@ def _identical(first: Any, second: Any) -> bool:
     if real or other:
         return all(real or other)
     return bool(simplify(first - second) == 0)
+
+
+def _is_real_inside(value: Any, point: dict[Any, Any]) -> bool:
+    """Return whether the roots and logarithms in an expression are real too."""
+    from sympy import Pow, log
+
+    parts = [p for p in value.atoms(Pow, log) if not (p.is_Pow and p.exp.is_Integer)]
+    return all(here is not None and not here.imag for here in (_at(p, point) for p in parts))
 
 
 def _constant_of_integration(first: Any, second: Any) -> dict[Any, Any] | None:

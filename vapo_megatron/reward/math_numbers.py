@@ -52,8 +52,8 @@ _REPEATING = re.compile(
     r"([+-]?)\s*(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*\{\s*(\d+)\s*\}|\((\d+)\))(\s*\\%)?"
 )
 _BASED = re.compile(
-    r"\(?\s*(?:\\text\{\s*)?([0-9A-Z]+)(?:\s*\})?\s*\)?\s*_\s*"
-    r"(?:(\d)|\{\s*(\d{1,2})\s*\}|\{?\s*\\text\{\s*([a-z]+)\s*\}\s*\}?|\{\s*([a-z]+)\s*\})"
+    r"\(?\s*(?:\\text\{\s*)?([0-9A-Za-z]+)(?:\s*\})?\s*\)?\s*_\s*"
+    r"(?:(\d)|\{\s*\(?(\d{1,2})\)?\s*\}|\{?\s*\\text\{\s*([a-z]+)\s*\}\s*\}?|\{\s*([a-z]+)\s*\})"
 )
 _BASES = dict(
     zip(
@@ -118,7 +118,7 @@ def based_number(text: str) -> BasedNumber | None:
     base = int(match[2] or match[3]) if word is None else _BASES.get(word, 0)
     if not 2 <= base <= 36 or any(int(digit, 36) >= base for digit in match[1]):
         return BasedNumber(match[1], base) if match[1].isdigit() and base else None
-    return BasedNumber(match[1].lstrip("0") or "0", base)
+    return BasedNumber(match[1].upper().lstrip("0") or "0", base)
 
 
 # Units ------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ _MULTIPLIERS = {
     "thousandth": Fraction(1, 1000),
 }  # fmt: skip
 _NO_UNIT = re.compile(
-    r"\b(?:and|or|not|nor|than|plus|minus|times|over|mod|choose|factorial|squared|cubed|hundred"
+    r"\b(?:and|or|not|nor|than|plus|minus|times(?=\s*\S)|over|mod|choose|factorial|squared|cubed|hundred"
     r"|thousand|million|billion|trillion|dozen|raised|divided|multiplied|percent|percentage|sqrt|sin"
     r"|cos|tan|log|ln|exp|more|less|least|most|to|if|when|base|is|are|pi|infty)s?\b|n't|=|\d",
     re.IGNORECASE,
@@ -206,6 +206,8 @@ def quantity(text: str) -> Quantity | None:
         names = {"C": "celsius", "F": "fahrenheit", None: "deg"}
         head = text[: circle.start()].strip()
         return Quantity(head, Unit(((names[circle[1]], 1),)), Fraction(1), True) if head else None
+    if "\\Omega" in text or "\\cdot" in text:
+        text = re.sub(r"(?<=[A-Za-z])\s*\\cdot\s*(?=[A-Za-z])", "*", text.replace("\\Omega", "Ω"))
     match = _PLAIN_TAIL.fullmatch(text)
     if match is None or "\\" in match["tail"]:
         return None
@@ -335,6 +337,6 @@ def words(text: str) -> str | None:
         ):
             return None
     bare = " ".join(bare.split()).strip(" .,")
-    if bare.isupper() and len(bare) <= 4:
+    if bare.isupper() and len(bare) <= 4 and bare not in ("NO", "YES", "TRUE", "EVEN", "NONE"):
         return bare
     return bare.lower().removesuffix("s") if len(bare) > 3 else bare.lower()

@@ -91,6 +91,7 @@ Value: TypeAlias = (
 MAX_PARTS = 64
 _SEPARATOR = re.compile(r"[,;]|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\(?:lor|vee|land|wedge)(?![A-Za-z])")
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
+_CLOCK = re.compile(r"\d{1,2}:[0-5]\d")
 _OPERATOR = re.compile(
     r"[=<>]|\\(?:le|ge|ne|approx|simeq|equiv|cong|in|notin|subset|subseteq|to|rightarrow)(?![A-Za-z])"
 )
@@ -103,7 +104,7 @@ _MODULO = re.compile(
 )
 _NAME = re.compile(
     r"[A-Za-z]+(?:_(?:\w|\{[^{}]*\}))?'*(?:\^\{-1\})?(?:\([A-Za-z0-9, ]*\))?|\\text\{[^{}]*\}(?:_\w)?"
-    r"|\\[a-z]+(?:_\w)?|m?\\angle\s*[A-Za-z]+|\\overline\{[A-Z]+\}|\\frac\{d\w\}\{d\w\}|[A-Za-z]*\[[A-Z]+\]|\|[A-Za-z]+\|"
+    r"|\\[a-z]+(?:_\w)?|m?\\angle\s*[A-Za-z]+|\\det\s*[A-Z]|\\overline\{[A-Z]+\}|\\frac\{d\w\}\{d\w\}|[A-Za-z]*\[[A-Z]+\]|\|[A-Za-z]+\|"
     r"|\(\s*[a-z](?:\s*,\s*[a-z])+\s*\)"
 )
 _CASES = re.compile(r"\\begin\{(cases|aligned|array|gathered)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
@@ -126,8 +127,8 @@ def _parse(text: str) -> Value:
         raise Unparsable("empty")
     if (found := number(text)) is not None:
         return found
-    if (word := words(text)) is not None:
-        return Word(word)
+    if text == "\\ldots" or (word := words(text)) is not None:
+        return Word(text if text == "\\ldots" else word)
     if text.startswith("\\begin{") and (block := _CASES.fullmatch(text)):
         rows = [row.replace("&", " ").strip(" ,;") for row in block[2].split("\\\\")]
         return _items("", "", [row for row in rows if row])
@@ -246,6 +247,11 @@ def _related(operators: list[str], sides: list[str]) -> Value:
         if not sides[0] and len(sides) == 2:  # "= 5"
             return _parse(sides[1])
         raise Unparsable("an operator without a side")
+    if sides[0][0] == "(" and len(sides) == 2 and operators == ["="] and _NAME.fullmatch(sides[0]):
+        names, values = re.findall("[a-z]", sides[0]), _parse(sides[1])  # (x, y) = (1, 2)
+        if isinstance(values, Items) and len(values.values) == len(names):
+            pairs = [Relation(("=",), (_Name(n), v), n) for n, v in zip(names, values.values)]
+            return Items("", "", tuple(pairs))
     name = re.sub(r"\s|[{}]", "", sides[0]) if _NAME.fullmatch(sides[0]) else None
     parsed = [_Name(sides[0]) if name else _parse(sides[0]), *map(_parse, sides[1:])]
     return Relation(tuple(operators), tuple(parsed), name)
@@ -345,7 +351,7 @@ def _of_one(text: str) -> Value:
     if (based := based_number(text)) is not None:
         return based
     if (measured := quantity(text)) is not None:
-        value = _parse(measured.head)
+        value = Word(measured.head) if _CLOCK.fullmatch(measured.head) else _parse(measured.head)
         if measured.factor != 1:
             if not isinstance(value, Number):
                 raise Unparsable("a multiple of no number")
@@ -353,6 +359,8 @@ def _of_one(text: str) -> Value:
         if measured.unit is None or not (measured.unit.powers or measured.unit.noun):
             return value
         return Measured(value, measured.unit, None if measured.is_explicit else text)
+    if _CLOCK.fullmatch(text) and text.endswith("00"):
+        return Word(text)
     return expression(text)
 
 
@@ -387,4 +395,10 @@ def expression(text: str) -> Expression:
     swaps = {one: Rational(str(one)) for one in floats}
     if any(str(symbol) == "i" for symbol in found.free_symbols):
         swaps |= {symbol: I for symbol in found.free_symbols if str(symbol) == "i"}
+    if "\\sqrt[" in text:  # The odd root of a negative number is the real one.
+        found = found.replace(
+            lambda e: e.is_Pow and e.exp.is_Rational and e.exp.p == 1 and e.exp.q % 2 == 1
+            and e.exp.q > 1 and e.base.is_number and e.base.is_negative,
+            lambda e: -((-e.base) ** e.exp),
+        )  # fmt: skip
     return Expression(found.xreplace(swaps) if swaps else found, bool(floats))

@@ -66,6 +66,7 @@ _COMMANDS = (
     (re.compile(r"\\degree(?![A-Za-z])"), r"^\\circ "),
     (re.compile(r"\\infin(?![A-Za-z])"), r"\\infty "),
     (re.compile(r"\*\*"), "^"),
+    (re.compile(r"(?<=\d) \. ?(?=\d|\\overline)"), "."),
     (re.compile(r"\{\s*,\s*\}|,\\!"), ","),
 )
 _FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp"
@@ -78,7 +79,8 @@ _PLAIN = re.compile(
 _PERCENT = re.compile(r"\s*(?:\\%|%|\\text\{\s*(?:percent|percentage|pct)\s*\}|\b(?:percent(?:age)?|pct)\b)")
 _JOINED = re.compile(r"\\text\{\s*,?\s*(and|or)\s*,?\s*\}")
 _IN_DEGREES = re.compile(
-    r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)?)\s*[({]?\s*(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?\s*[)}]?"
+    r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)?)\s*(?P<open>[({])?\s*(\d+(?:\.\d+)?)\s*\^\s*"
+    r"(?:\{\s*\\circ\s*\}|\\circ)\s*(?(open)[)}])"
 )
 
 
@@ -98,7 +100,7 @@ def plain(text: str) -> str:
     for pattern, replacement in _COMMANDS:
         text = pattern.sub(replacement, text)
     if "\\circ" in text:
-        text = _IN_DEGREES.sub(r"\1(\\frac{\2\\pi}{180})", text)
+        text = _IN_DEGREES.sub(r"\1(\\frac{\3\\pi}{180})", text)
     text = "".join(part if part.startswith("\\text{") else _named(part) for part in _IN_TEXT.split(text))
     return _PERCENT.sub(r"\\%", text).strip(" ").rstrip(",;.:").strip(" ")
 
