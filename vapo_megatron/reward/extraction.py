@@ -1,7 +1,8 @@
 r"""Extracts the final answer from a response, in time linear in its length for any input.
 
-Only the last of `\boxed{X}`, `Answer: X` and `#### X` counts; boxes that only a comma, "and" or "or"
-separates are one list. A marker followed by nothing, and a box that is never closed, do not count.
+Only the last of `\boxed{X}`, `Answer: X` and `#### X` counts; boxes that only a comma, "and" or
+"or" separates are one list. A marker followed by nothing, and a box that is never closed, do not
+count as answers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MARKER = re.compile(
 )
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _LEADING = re.compile(r"[\s*_`]*")
-# What separates boxes of one list, with the name of the second: `$\\boxed{1}$ and $y = \\boxed{2}$`.
+# What separates boxes of one list, with the second's name: `$\\boxed{1}$ and $y = \\boxed{2}$`.
 _BETWEEN_BOXES = re.compile(
     r"[\s$.*]*(?:,?\s*(?:\\text\{)?\s*(?:and|or)\b\s*\}?|[,;&]|\\(?:quad|qquad|;|,))"
     r"[\s$*]*(?:([A-Za-z](?:_\w)?)\s*=\s*)?"

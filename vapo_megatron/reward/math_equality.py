@@ -1,17 +1,19 @@
-r"""Whether two values of math_parser are equal: exactly, or as decimals to six places.
+r"""Whether two values of math_parser are equal.
 
-Not symmetric: the first is the ground truth, which says what is wanted. Nothing is equal because its
-difference is small: numbers are compared in proportion to their size.
+Not symmetric: the first is the ground truth, which says what is wanted.
 """
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import Any
 
+from vapo_megatron.reward.math_identity import (
+    as_expression,
+    close,
+    constant_ratio,
+    expressions_equal,
+)
 from vapo_megatron.reward.math_numbers import BasedNumber, Number, units_agree
 from vapo_megatron.reward.math_parser import (
     Builder,
@@ -28,8 +30,6 @@ from vapo_megatron.reward.math_parser import (
     side,
 )
 
-DIGITS = 50
-"""Of the numbers that identities are tried with."""
 _FLIPPED = {"<": ">", r"\le": r"\ge"}
 
 
@@ -50,7 +50,9 @@ def equal(gold: Value, answer: Value) -> bool:
         return type(gold) is type(answer) and gold == answer
     if isinstance(gold, Items | Either) or isinstance(answer, Items | Either):
         return _collections(gold, answer)
-    return _expressions(_sympy(gold), _sympy(answer))
+    if _is_set(gold) or _is_set(answer):
+        return _is_set(gold) and _is_set(answer) and _same_sets(gold, answer)
+    return expressions_equal(as_expression(gold), as_expression(answer))
 
 
 # Numbers ----------------------------------------------------------------------------------------
@@ -58,51 +60,13 @@ def equal(gold: Value, answer: Value) -> bool:
 
 def _numbers(gold: Number, answer: Number) -> bool:
     if gold.is_percent == answer.is_percent:
-        return _close(gold.value, answer.value, gold.has_point, answer.has_point)
+        return close(gold.value, answer.value, gold.has_point, answer.has_point)
     # 9 % may be given as 9 and as 0.09.
     whole = all(n.value.denominator == 1 and not n.has_point for n in (gold, answer))
     if whole and gold.value == answer.value:
         return True
     first, second = (n.value / 100 if n.is_percent else n.value for n in (gold, answer))
-    return _close(first, second, gold.has_point, answer.has_point)
-
-
-def _close(gold: Any, answer: Any, *has_points: bool) -> bool:
-    """Return whether two numbers are equal; where one is a decimal, to six places.
-
-    Decimals that end are taken at their word beyond a millionth of them.
-    """
-    if gold == answer:
-        return True
-    if not any(has_points):
-        return False
-    difference, size = abs(gold - answer), max(abs(gold), abs(answer))
-    if difference * 10**4 > size:
-        return False
-    places = [_places(n.denominator) if isinstance(n, Fraction) else None for n in (gold, answer)]
-    if None not in places:
-        shorter = min(places)
-        return shorter >= 6 and 2 * difference * 10**shorter <= 1
-    if size < 1 and difference * 10**6 <= size:
-        return True
-    return bool(_six_places(gold) == _six_places(answer))
-
-
-def _places(denominator: int) -> int | None:
-    """Return how many decimals a fraction has; None: endlessly many."""
-    count = 0
-    while denominator % 10 == 0:
-        denominator //= 10
-        count += 1
-    for prime in (2, 5):
-        while denominator % prime == 0:
-            denominator //= prime
-            count += 1
-    return count if denominator == 1 else None
-
-
-def _six_places(value: Any) -> Any:
-    return round(value * 10**6) if isinstance(value, Fraction) else round(float(value.real) * 1e6)
+    return close(first, second, gold.has_point, answer.has_point)
 
 
 # Units, remainders -----------------------------------------------------------------------------
@@ -136,13 +100,14 @@ def _has_symbols(value: Expression) -> bool:
 
 
 def _residues(gold: Value, answer: Value) -> bool:
-    moduli = [one.modulus if isinstance(one, Residue) else None for one in (gold, answer)]
+    if isinstance(gold, Residue) and isinstance(answer, Residue):
+        if gold.modulus != answer.modulus:
+            return False
+        if isinstance(gold.value, Number) and isinstance(answer.value, Number):
+            difference = gold.value.value - answer.value.value
+            return bool(difference % gold.modulus.value == 0)
     values = [one.value if isinstance(one, Residue) else one for one in (gold, answer)]
-    if None not in moduli and moduli[0] != moduli[1]:
-        return False
-    if None not in moduli and all(isinstance(value, Number) for value in values):
-        return (values[0].value - values[1].value) % moduli[0].value == 0
-    return equal(*values)
+    return equal(values[0], values[1])
 
 
 # Lists, tuples, sets ---------------------------------------------------------------------------
@@ -150,39 +115,49 @@ def _residues(gold: Value, answer: Value) -> bool:
 
 def _collections(gold: Value, answer: Value) -> bool:
     if isinstance(gold, Items) and isinstance(answer, Items):
-        names = _assigned(gold), _assigned(answer)
-        if names[0] is not None and names[1] is not None:
-            first, second = names
-            return first.keys() == second.keys() and all(equal(first[k], second[k]) for k in first)
-        if gold.left in ("", "{"):
-            if names[0] is not None and not any(isinstance(v, Relation) for v in answer.values):
-                return _in_order([names[0][k] for k in sorted(names[0])], answer.values)
-            if gold.left == "{" and answer.left == "[" or _is_half_open(answer):
-                return False
-            return _in_any_order(gold.values, answer.values)
-        if names[1] is not None:
-            return _in_order(gold.values, [names[1][k] for k in sorted(names[1])])
-        if len(gold.values) == 2:
-            brackets = (answer.left, answer.right)
-            if answer.left in ("", "{") and (gold.left, gold.right) != ("(", ")"):
-                return False
-            if answer.left not in ("", "{") and brackets != (gold.left, gold.right):
-                return False
-        return _in_order(gold.values, answer.values)
+        return _item_lists(gold, answer)
     if isinstance(gold, Either) and isinstance(answer, Either):
         if _in_any_order(gold.parts, answer.parts):
             return True
-    for one, other in ((gold, answer), (answer, gold)):
-        # A list or set of one.
-        if isinstance(one, Items) and one.left in ("", "{") and isinstance(other, Number | Expression):
-            if one.values and not _is_set(other):
-                found = _distinct(one.values)
-                return len(found) == 1 and equal(*((found[0], other) if one is gold else (other, found[0])))
+    # A list or set of one.
+    if isinstance(gold, Items) and _is_single(answer):
+        found = _distinct(gold.values) if gold.left in ("", "{") else []
+        return len(found) == 1 and equal(found[0], answer)
+    if isinstance(answer, Items) and _is_single(gold):
+        found = _distinct(answer.values) if answer.left in ("", "{") else []
+        return len(found) == 1 and equal(gold, found[0])
     return _same_sets(gold, answer)
 
 
+def _is_single(value: Value) -> bool:
+    return isinstance(value, Number | Expression) and not _is_set(value)
+
+
+def _item_lists(gold: Items, answer: Items) -> bool:
+    wanted, given = _assigned(gold), _assigned(answer)
+    if wanted is not None and given is not None:
+        return wanted.keys() == given.keys() and all(equal(wanted[k], given[k]) for k in wanted)
+    if gold.left in ("", "{"):
+        if wanted is not None and not any(isinstance(v, Relation) for v in answer.values):
+            return _in_order([wanted[k] for k in sorted(wanted)], answer.values)
+        return not _is_half_open(answer) and _in_any_order(gold.values, answer.values)
+    if given is not None:
+        return _in_order(gold.values, [given[k] for k in sorted(given)])
+    if len(gold.values) == 2:
+        brackets = (gold.left, gold.right)
+        if answer.left in ("", "{") and brackets != ("(", ")"):
+            return False
+        if answer.left not in ("", "{") and (answer.left, answer.right) != brackets:
+            return False
+    return _in_order(gold.values, answer.values)
+
+
 def _is_half_open(value: Items) -> bool:
-    return len(value.values) == 2 and (value.left, value.right) in (("[", ")"), ("(", "]"), ("[", "]"))
+    return len(value.values) == 2 and (value.left, value.right) in (
+        ("[", ")"),
+        ("(", "]"),
+        ("[", "]"),
+    )
 
 
 def _is_set(value: Value) -> bool:
@@ -237,7 +212,9 @@ def _distinct(values: Sequence[Value]) -> list[Value]:
 def _relations(gold: Value, answer: Value) -> bool:
     if not isinstance(gold, Relation):
         assert isinstance(answer, Relation)
-        if set(answer.operators) <= {"="} and not (isinstance(gold, Items | Either) and gold_has_names(gold)):
+        if set(answer.operators) <= {"="} and not (
+            isinstance(gold, Items | Either) and gold_has_names(gold)
+        ):
             constants = [one for one in answer.sides[:-1] if _is_constant(one)]
             last = answer.sides[-1]
             return equal(gold, last) and all(equal(last, one) for one in constants)
@@ -266,7 +243,7 @@ def _relations(gold: Value, answer: Value) -> bool:
         first, second = _oriented(gold), _oriented(answer)
         if first is None or second is None or first[0] != second[0]:
             return _same_sets(gold, answer)
-        ratio = _constant_ratio(first[1], second[1])
+        ratio = constant_ratio(first[1], second[1])
         if ratio is not None and (ratio > 0 or first[0] == r"\ne"):
             return True
     return _same_sets(gold, answer)
@@ -303,19 +280,28 @@ def _equations(gold: Relation, answer: Relation) -> bool:
     if len(gold.sides) == len(answer.sides) and _in_order(_sides(gold), _sides(answer)):
         return True
     if len(gold.sides) != 2 or len(answer.sides) != 2:
-        return gold.name is None and answer.name is None and equal(gold.sides[-1], answer.sides[-1]) and equal(
-            gold.sides[0], answer.sides[0]
+        return (
+            gold.name is None
+            and answer.name is None
+            and equal(gold.sides[-1], answer.sides[-1])
+            and equal(gold.sides[0], answer.sides[0])
         )
     try:
-        first, second = (_sympy(s[0]).value - _sympy(s[1]).value for s in map(_sides, (gold, answer)))
+        first, second = map(_difference, (gold, answer))
     except (Unparsable, TypeError, AttributeError):
         return False
-    if _constant_ratio(first, second) is not None:
+    if constant_ratio(first, second) is not None:
         return True
     symbols = first.free_symbols
     if len(symbols) != 1 or symbols != second.free_symbols:
         return False
     return _roots(first) is not None and _roots(first) == _roots(second)
+
+
+def _difference(relation: Relation) -> Any:
+    """Return the first side minus the last."""
+    sides = [as_expression(one).value for one in _sides(relation)]
+    return sides[0] - sides[-1]
 
 
 def _roots(difference: Any) -> Any:
@@ -331,13 +317,13 @@ def _solutions(gold: Relation, answer: Items) -> bool:
     if not all(isinstance(v, Relation) and v.name and len(v.name) == 1 for v in answer.values):
         return False
     try:
-        left, right = (_sympy(one).value for one in (_sides(gold)[0], _sides(gold)[-1]))
+        difference = _difference(gold)
     except (Unparsable, TypeError):
         return False
-    symbols = {str(symbol) for symbol in (left - right).free_symbols}
+    symbols = {str(symbol) for symbol in difference.free_symbols}
     if symbols != {v.name for v in answer.values}:
         return False
-    roots = _roots((left - right).doit())
+    roots = _roots(difference.doit())
     return roots is not None and _in_any_order(
         [Expression(root) for root in roots], [v.sides[-1] for v in answer.values]
     )
@@ -347,35 +333,11 @@ def _oriented(relation: Relation) -> tuple[str, Any] | None:
     """Return (operator, difference) of an inequality as `difference > 0`."""
     operator = relation.operators[0]
     try:
-        left, right = (_sympy(one).value for one in _sides(relation))
-        difference = left - right
+        difference = _difference(relation)
     except (Unparsable, TypeError, AttributeError):
         return None
     flipped = _FLIPPED.get(operator)
     return (flipped, -difference) if flipped else (operator, difference)
-
-
-def _constant_ratio(first: Any, second: Any) -> Any:
-    """Return first / second if it is a number other than 0 everywhere, else None."""
-    import mpmath
-
-    if not first.free_symbols or first.free_symbols != second.free_symbols:
-        return None
-    ratio = None
-    for point in _points(first.free_symbols)[:4]:
-        above, below = _at(first, point), _at(second, point)
-        if above is None or below is None:
-            continue
-        if not above or not below:
-            return None
-        with mpmath.workdps(DIGITS):
-            here = above / below
-        if ratio is not None and not _within(ratio, here):
-            return None
-        ratio = here
-    if ratio is None or ratio.imag:
-        return None
-    return ratio.real
 
 
 def _same_sets(gold: Value, answer: Value) -> bool:
@@ -393,7 +355,13 @@ def _same_sets(gold: Value, answer: Value) -> bool:
 
 
 def _variable(value: Value) -> str | None:
-    parts = value.parts if isinstance(value, Either) else value.values if isinstance(value, Items) else ()
+    parts = (
+        value.parts
+        if isinstance(value, Either)
+        else value.values
+        if isinstance(value, Items)
+        else ()
+    )
     if parts and all(isinstance(part, Relation) for part in parts):
         names = set(map(_variable, parts))
         return names.pop() if len(names) == 1 else None
@@ -402,7 +370,7 @@ def _variable(value: Value) -> str | None:
     symbols = set()
     for one in value.sides if value.operators != (r"\in",) else value.sides[:1]:
         try:
-            symbols |= {str(symbol) for symbol in _sympy(side(one)).value.free_symbols}
+            symbols |= {str(symbol) for symbol in as_expression(side(one)).value.free_symbols}
         except (Unparsable, TypeError, AttributeError):
             return None
     return min(symbols) if len(symbols) == 1 else None
@@ -419,17 +387,24 @@ def _set(value: Value) -> Any:
         return None if any(part is None for part in parts) else Union(*parts)
     if isinstance(value, Items):
         if value.values and all(isinstance(v, Relation) for v in value.values):
-            if "=" in {one for v in value.values for one in v.operators} or _variable(value) is None:
+            if (
+                "=" in {one for v in value.values for one in v.operators}
+                or _variable(value) is None
+            ):
                 return None
             parts = [_set(one) for one in value.values]
             return None if any(part is None for part in parts) else Intersection(*parts)
         try:
-            ends = [_sympy(one).value.doit() for one in value.values]
+            ends = [as_expression(one).value.doit() for one in value.values]
         except (Unparsable, TypeError, AttributeError):
             return None
         if value.left == "{":
             return FiniteSet(*ends)
-        if value.left in ("(", "[") and len(ends) == 2 and all(end.is_extended_real for end in ends):
+        if (
+            value.left in ("(", "[")
+            and len(ends) == 2
+            and all(end.is_extended_real for end in ends)
+        ):
             return Interval(*ends, value.left == "(", value.right == ")")
         return None
     if not isinstance(value, Relation):
@@ -440,7 +415,7 @@ def _set(value: Value) -> Any:
         return None
     found = Reals
     for operator, left, right in zip(value.operators, value.sides, value.sides[1:]):
-        one = _region(operator, *(_sympy(side(s)).value.doit() for s in (left, right)))
+        one = _region(operator, *(as_expression(side(s)).value.doit() for s in (left, right)))
         if one is None:
             return None
         found = found.intersect(one)
@@ -470,167 +445,3 @@ def _region(operator: str, left: Any, right: Any) -> Any:
     if relation is None or len(symbols) != 1 or relation in (True, False):
         return None
     return solve_univariate_inequality(relation, next(iter(symbols)), relational=False)
-
-
-# Expressions -----------------------------------------------------------------------------------
-
-
-def _sympy(value: Value) -> Expression:
-    from sympy import Rational
-
-    if isinstance(value, Expression):
-        return value
-    if isinstance(value, Number):
-        exact = value.value / 100 if value.is_percent else value.value
-        return Expression(Rational(exact.numerator, exact.denominator), value.has_point)
-    raise Unparsable("no expression")
-
-
-def _expressions(gold: Expression, answer: Expression) -> bool:
-    from sympy import MatrixBase, Set, Symbol, nan, zoo
-
-    first, second = gold.value, answer.value
-    if isinstance(first, MatrixBase) or isinstance(second, MatrixBase):
-        return _matrices(gold, answer)
-    names = _letter(first), _letter(second)
-    if all(names):
-        return names[0].casefold() == names[1].casefold()
-    if isinstance(first, Symbol) and isinstance(second, Symbol):
-        return str(first) == str(second)
-    if isinstance(first, Set) or isinstance(second, Set):
-        return isinstance(first, Set) and isinstance(second, Set) and _same_sets(gold, answer)
-    first, second = first.doit(), second.doit()
-    if first.has(nan, zoo) or second.has(nan, zoo):
-        return False
-    if first == second:
-        return True
-    if not first.free_symbols and not second.free_symbols:
-        if first.is_Rational and second.is_Rational:
-            numbers = [Fraction(int(one.p), int(one.q)) for one in (first, second)]
-            return _close(*numbers, gold.has_point, answer.has_point)
-        if first.is_number and second.is_number:
-            values = [_at(one, {}) for one in (first, second)]
-            if None in values:
-                return False
-            return _within(*values) or _close(*values, gold.has_point, answer.has_point)
-    return _identical(first, second)
-
-
-def _letter(value: Any) -> str:
-    """Return the letter that is all of an expression, or "" ."""
-    name = {"E": "e", "I": "i"}.get(str(value)) if value.is_number else str(value)
-    return name if name is not None and len(name) == 1 and name.isalpha() else ""
-
-
-def _matrices(gold: Expression, answer: Expression) -> bool:
-    from sympy import MatrixBase, MatrixExpr
-
-    found = [
-        one.value.doit() if isinstance(one.value, MatrixBase | MatrixExpr) else None
-        for one in (gold, answer)
-    ]
-    if not all(isinstance(one, MatrixBase) for one in found) or found[0].shape != found[1].shape:
-        return False
-    cells = zip(found[0].flat(), found[1].flat())
-    return all(
-        _expressions(Expression(a, gold.has_point), Expression(b, answer.has_point))
-        for a, b in cells
-    )
-
-
-def _identical(first: Any, second: Any) -> bool:
-    """Return whether two expressions are equal where the first is real, else everywhere."""
-    from sympy import Dummy, simplify
-    from sympy.core.function import AppliedUndef
-
-    if symbol := _constant_of_integration(first, second):
-        second = second.xreplace(symbol)
-    undefined = first.atoms(AppliedUndef) | second.atoms(AppliedUndef)
-    if undefined:
-        swaps = {one: Dummy(real=True) for one in sorted(undefined, key=str)}
-        first, second = first.xreplace(swaps), second.xreplace(swaps)
-    symbols = first.free_symbols | second.free_symbols
-    if first.is_polynomial(*symbols) and second.is_polynomial(*symbols):
-        return bool((first - second).expand() == 0)
-    real, other = [], []
-    for point in _points(symbols):
-        one = _at(first, point)
-        if one is None:
-            continue
-        two = _at(second, point)
-        same = two is not None and _within(one, two)
-        if not one.imag and _is_real_inside(first, point):
-            if not same:
-                return False
-            real.append(same)
-        elif two is not None:
-            other.append(same)
-    if real or other:
-        return all(real or other)
-    return bool(simplify(first - second) == 0)
-
-
-def _is_real_inside(value: Any, point: dict[Any, Any]) -> bool:
-    """Return whether the roots and logarithms in an expression are real too."""
-    from sympy import Pow, log
-
-    parts = [p for p in value.atoms(Pow, log) if not (p.is_Pow and p.exp.is_Integer)]
-    return all(here is not None and not here.imag for here in (_at(p, point) for p in parts))
-
-
-def _constant_of_integration(first: Any, second: Any) -> dict[Any, Any] | None:
-    """Return how to write the second's + c as the first's + C, if that is what the letters are."""
-    found = []
-    for one, other in ((first, second), (second, first)):
-        mine = [s for s in one.free_symbols if str(s) in ("C", "c", "K", "k")]
-        if len(mine) != 1 or mine[0] in other.free_symbols or (one - mine[0]).has(mine[0]):
-            return None
-        found.append(mine[0])
-    same_letter = str(found[0]).lower() == str(found[1]).lower()
-    return {found[1]: found[0]} if same_letter and str(found[0]) in "Cc" else None
-
-
-def _points(symbols: Any) -> list[dict[Any, Any]]:
-    """Return the points, the same in every run, where expressions are compared."""
-    from sympy import Rational
-
-    draw = random.Random(0)
-    ordered = sorted(symbols, key=str)
-    ranges = ((20, 90), (110, 400), (-90, -20), (-400, -110), (-300, 300), (900, 3000))
-    points = []
-    for low, high in ranges:
-        points.append({s: Rational(draw.randint(low, high) * 7 + 3, 701) for s in ordered})
-    return points
-
-
-def _at(value: Any, point: dict[Any, Any]) -> Any:
-    """Return an expression's value at a point with DIGITS digits, or None: it has none."""
-    import mpmath
-
-    here = value.xreplace(point) if point else value
-    if not here.is_number:
-        return None
-    found = here.evalf(DIGITS, chop=False, maxn=400)
-    parts = []
-    with mpmath.workdps(DIGITS + 10):
-        for part in found.as_real_imag():
-            if not (part.is_Float or part.is_Rational):
-                return None
-            # A few bits are what is left of a difference that is 0.
-            is_nothing = part.is_Float and part._prec < 20
-            parts.append(mpmath.mpf(0) if is_nothing else _mpf(part))
-        return mpmath.mpc(*parts)
-
-
-def _mpf(part: Any) -> Any:
-    import mpmath
-
-    return mpmath.mpf(part._mpf_) if part.is_Float else mpmath.mpf(int(part.p)) / int(part.q)
-
-
-def _within(first: Any, second: Any) -> bool:
-    """Return whether two numbers of DIGITS digits are the same."""
-    import mpmath
-
-    with mpmath.workdps(DIGITS + 10):
-        return bool(abs(first - second) <= mpmath.mpf(10) ** -30 * max(abs(first), abs(second)))

@@ -100,7 +100,9 @@ def _signed(sign: str, value: Fraction, has_point: bool, percent: str | None) ->
     return Number(-value if sign == "-" else value, has_point, bool(percent))
 
 
-def _mixed(sign: str, whole: str | None, above: str, below: str, percent: str | None) -> Number | None:
+def _mixed(
+    sign: str, whole: str | None, above: str, below: str, percent: str | None
+) -> Number | None:
     negative = (above[0] == "-") != (below[0] == "-")
     numerator, denominator = _value(above.lstrip("+-")), _value(below.lstrip("+-"))
     if not denominator or (whole and (negative or numerator >= denominator)):
@@ -124,9 +126,11 @@ def based_number(text: str) -> BasedNumber | None:
 # Units ------------------------------------------------------------------------------------------
 
 _ALIASES = """
-m meter metre|cm centimeter centimetre|mm millimeter millimetre|km kilometer kilometre|in inch inche
+m meter metre|cm centimeter centimetre|mm millimeter millimetre|km kilometer kilometre
+in inch inche
 ft foot feet|yd yard|mi mile|nm nanometer|g gram gm|kg kilogram kilo|mg milligram|lb pound lbs
-oz ounce|ton tonne|s sec second|min minute mins|h hr hour hrs|day|week wk|month|year yr|ms millisecond
+oz ounce|ton tonne|s sec second|min minute mins|h hr hour hrs|day|week wk|month|year yr
+ms millisecond
 L liter litre|mL ml milliliter millilitre|gal gallon|qt quart|pt pint|cup|mph|kph kmh kmph
 $ dollar USD buck|¢ cent penny pennies|€ euro EUR|£ GBP|¥ yuan yen RMB CNY ￥|₹ rupee Rs
 deg degree °|rad radian|celsius|fahrenheit|N newton|J joule|kJ kilojoule|W watt|kW kilowatt|V volt
@@ -146,7 +150,7 @@ _POWERS_BEFORE = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _POWERS_BEHIND = {"squared": 2, "cubed": 3}
 _LONE_LETTERS = set("msghNJWVL")
 """Of the units of one letter those that need no \\text, if a space is before them."""
-_MULTIPLIERS = {
+_MULTIPLIERS: dict[str, int | Fraction] = {
     "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
     "dozen": 12, "half": Fraction(1, 2), "halve": Fraction(1, 2), "third": Fraction(1, 3),
     "quarter": Fraction(1, 4), "fourth": Fraction(1, 4), "fifth": Fraction(1, 5),
@@ -294,8 +298,8 @@ def _unit_name(word: str) -> str | None:
 def units_agree(gold: Unit | None, answer: Unit | None) -> bool:
     """Return whether an answer's unit can stand where the ground truth has this one.
 
-    One of the two may be left out, but for a.m. and p.m. A noun that is counted need not be the same
-    word for word, if one contains the other.
+    One of the two may be left out, but for a.m. and p.m. Of two nouns that are counted one may
+    contain the other.
     """
     names = {name for unit in (gold, answer) if unit for name, _ in unit.powers}
     if gold is None or answer is None:
@@ -332,8 +336,14 @@ def words(text: str) -> str | None:
     longest = max(re.findall(r"[^\W\d_]+", bare), key=len, default="")
     if not is_text and longest.isascii():
         letters = set(longest.lower())
-        if longest.lower() != "no" and not (longest.isupper() and len(longest) > 2) and (
-            len(longest) < 3 or not letters & set("aeiou") or any(letters <= v for v in _VARIABLES)
+        if (
+            longest.lower() != "no"
+            and not (longest.isupper() and len(longest) > 2)
+            and (
+                len(longest) < 3
+                or not letters & set("aeiou")
+                or any(letters <= v for v in _VARIABLES)
+            )
         ):
             return None
     bare = " ".join(bare.split()).strip(" .,")

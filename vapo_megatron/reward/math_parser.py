@@ -1,4 +1,4 @@
-r"""Takes a formula apart: lists, tuples, sets, relations, units; the rest is math-verify's to parse.
+r"""Takes a formula apart: lists, tuples, sets, relations, units; math-verify parses the rest.
 
 The parser of math-verify reads expressions alone. Its normalization drops letters at the end as
 units, its verdicts small numbers, and it accepts a part where the whole cannot be parsed, so what
@@ -37,6 +37,8 @@ class Expression(NamedTuple):
 
 
 class Word(NamedTuple):
+    """A text that is compared as it is."""
+
     text: str
 
 
@@ -63,7 +65,7 @@ class Either(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """`sides[0] operators[0] sides[1] operators[1] ...`; the name is the first side, of `name = ...`."""
+    """`sides[0] operators[0] sides[1] ...`; the name is that on the left of `name = ...`."""
 
     operators: tuple[str, ...]
     sides: tuple[Any, ...]
@@ -85,11 +87,22 @@ class Residue(NamedTuple):
 
 
 Value: TypeAlias = (
-    Number | BasedNumber | Expression | Word | Measured | Items | Either | Relation | Builder | Residue
+    Number
+    | BasedNumber
+    | Expression
+    | Word
+    | Measured
+    | Items
+    | Either
+    | Relation
+    | Builder
+    | Residue
 )
 
 MAX_PARTS = 64
-_SEPARATOR = re.compile(r"[,;]|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\(?:lor|vee|land|wedge)(?![A-Za-z])")
+_SEPARATOR = re.compile(
+    r"[,;]|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\(?:lor|vee|land|wedge)(?![A-Za-z])"
+)
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 _CLOCK = re.compile(r"\d{1,2}:[0-5]\d")
 _OPERATOR = re.compile(
@@ -103,11 +116,15 @@ _MODULO = re.compile(
     r"|\\text\{\s*\(?\s*mod\s*\}?\s*([^(){}]+)\s*\}?\)?"
 )
 _NAME = re.compile(
-    r"[A-Za-z]+(?:_(?:\w|\{[^{}]*\}))?'*(?:\^\{-1\})?(?:\([A-Za-z0-9, ]*\))?|\\text\{[^{}]*\}(?:_\w)?"
-    r"|\\[a-z]+(?:_\w)?|m?\\angle\s*[A-Za-z]+|\\det\s*[A-Z]|\\overline\{[A-Z]+\}|\\frac\{d\w\}\{d\w\}|[A-Za-z]*\[[A-Z]+\]|\|[A-Za-z]+\|"
+    r"[A-Za-z]+(?:_(?:\w|\{[^{}]*\}))?'*(?:\^\{-1\})?(?:\([A-Za-z0-9, ]*\))?"
+    r"|\\text\{[^{}]*\}(?:_\w)?"
+    r"|\\[a-z]+(?:_\w)?|m?\\angle\s*[A-Za-z]+|\\det\s*[A-Z]"
+    r"|\\overline\{[A-Z]+\}|\\frac\{d\w\}\{d\w\}|[A-Za-z]*\[[A-Z]+\]|\|[A-Za-z]+\|"
     r"|\(\s*[a-z](?:\s*,\s*[a-z])+\s*\)"
 )
-_CASES = re.compile(r"\\begin\{(cases|aligned|array|gathered)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_CASES = re.compile(
+    r"\\begin\{(cases|aligned|array|gathered)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL
+)
 _BAR = re.compile(r"\\mid(?![A-Za-z])|\\vert(?![A-Za-z])|\||:")
 _I = re.compile(r"\\[A-Za-z]+|I")
 
@@ -127,8 +144,9 @@ def _parse(text: str) -> Value:
         raise Unparsable("empty")
     if (found := number(text)) is not None:
         return found
-    if text == "\\ldots" or (word := words(text)) is not None:
-        return Word(text if text == "\\ldots" else word)
+    word = text if text == "\\ldots" else words(text)
+    if word is not None:
+        return Word(word)
     if text.startswith("\\begin{") and (block := _CASES.fullmatch(text)):
         rows = [row.replace("&", " ").strip(" ,;") for row in block[2].split("\\\\")]
         return _items("", "", [row for row in rows if row])

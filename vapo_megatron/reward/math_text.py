@@ -26,7 +26,7 @@ _SYMBOLS = {
     "℃": r"^\circ C", "℉": r"^\circ F", "°": r"^\circ ", "˚": r"^\circ ", "º": r"^\circ ",
     "∘": r"^\circ ", "。": ".", "、": ",", "「": "", "」": "", "“": '"', "”": '"', "’": "'",
     "‘": "'", "∛": "\\sqrt[3]", "∜": "\\sqrt[4]", "√": "\\sqrt", "…": r"\ldots ", "″": "''",
-    "′": "'", "\u200b": "", "\ufeff": "", "〈": "(", "〉": ")", "⟨": "(", "⟩": ")",
+    "′": "'", "〈": "(", "〉": ")", "⟨": "(", "⟩": ")",
 }  # fmt: skip
 _SYMBOLS |= {letter: f"\\{name} " for letter, name in _GREEK.items()}
 _RAISED = re.compile(f"[{re.escape(''.join(_SUPERSCRIPTS))}]+")
@@ -70,13 +70,13 @@ _COMMANDS = (
     (re.compile(r"\{\s*,\s*\}|,\\!"), ","),
 )
 _FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp"
-_NAMES = (
-    "pi|theta|alpha|beta|gamma|delta|lambda|sigma|omega|infinity|infty"
-)
+_NAMES = "pi|theta|alpha|beta|gamma|delta|lambda|sigma|omega|infinity|infty"
 _PLAIN = re.compile(
     rf"(?<![A-Za-z\\])(?:({_FUNCTIONS})(?=[\W\d_]|[a-z](?![a-z]))|({_NAMES})(?![A-Za-z])|(sqrt)(?=\s*[(\d{{]))"
 )
-_PERCENT = re.compile(r"\s*(?:\\%|%|\\text\{\s*(?:percent|percentage|pct)\s*\}|\b(?:percent(?:age)?|pct)\b)")
+_PERCENT = re.compile(
+    r"\s*(?:\\%|%|\\text\{\s*(?:percent|percentage|pct)\s*\}|\b(?:percent(?:age)?|pct)\b)"
+)
 _JOINED = re.compile(r"\\text\{\s*,?\s*(and|or)\s*,?\s*\}")
 _IN_DEGREES = re.compile(
     r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)?)\s*(?P<open>[({])?\s*(\d+(?:\.\d+)?)\s*\^\s*"
@@ -101,7 +101,9 @@ def plain(text: str) -> str:
         text = pattern.sub(replacement, text)
     if "\\circ" in text:
         text = _IN_DEGREES.sub(r"\1(\\frac{\3\\pi}{180})", text)
-    text = "".join(part if part.startswith("\\text{") else _named(part) for part in _IN_TEXT.split(text))
+    text = "".join(
+        part if part.startswith("\\text{") else _named(part) for part in _IN_TEXT.split(text)
+    )
     return _PERCENT.sub(r"\\%", text).strip(" ").rstrip(",;.:").strip(" ")
 
 
@@ -131,7 +133,7 @@ def _rooted(text: str) -> str:
             inner, end = text[start + 1 : end], end + 1
         else:
             inner = match[2]
-        text = f"{text[:match.start()]}\\sqrt{match[1] or ''}{{{inner}}}{text[end:]}"
+        text = f"{text[: match.start()]}\\sqrt{match[1] or ''}{{{inner}}}{text[end:]}"
     return text
 
 

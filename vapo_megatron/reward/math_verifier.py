@@ -141,7 +141,7 @@ class MathVerifier:
         unparsable = set(self.unparsable_answers([first for _, first, _ in pairs]))
         asked = [i for i in range(len(pairs)) if i not in unparsable]
         verdicts = self.score(
-            [f"\\boxed{{{ground_truth(pairs[i][2])}}}" for i in asked],
+            [f"\\boxed{{{ground_truth(pairs[i][2], with_unit)}}}" for i in asked],
             [pairs[i][1] for i in asked],
         )
         equal = {i for i, verdict in zip(asked, verdicts) if verdict.is_correct}
@@ -229,7 +229,7 @@ def _status(reply: Reply) -> Status:
 
 
 def _shown(answer: str | None) -> str | None:
-    """Return an answer as verdicts have it: without its unit, so that equal ones are counted as one."""
+    """Return an answer as verdicts have it: without its unit, so that votes count it as one."""
     return None if answer is None or _is_too_long(answer) else clean(answer)
 
 
