@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vapo_megatron.reward.math_expression import Expression, Unparsable, expression
 from vapo_megatron.reward.math_identity import (
     as_expression,
     close,
@@ -18,17 +19,15 @@ from vapo_megatron.reward.math_numbers import BasedNumber, Number, units_agree
 from vapo_megatron.reward.math_parser import (
     Builder,
     Either,
-    Expression,
     Items,
     Measured,
     Relation,
     Residue,
-    Unparsable,
     Value,
     Word,
-    expression,
     side,
 )
+from vapo_megatron.reward.math_regions import is_set, same_sets
 
 _FLIPPED = {"<": ">", r"\le": r"\ge"}
 
@@ -50,8 +49,8 @@ def equal(gold: Value, answer: Value) -> bool:
         return type(gold) is type(answer) and gold == answer
     if isinstance(gold, Items | Either) or isinstance(answer, Items | Either):
         return _collections(gold, answer)
-    if _is_set(gold) or _is_set(answer):
-        return _is_set(gold) and _is_set(answer) and _same_sets(gold, answer)
+    if is_set(gold) or is_set(answer):
+        return is_set(gold) and is_set(answer) and same_sets(gold, answer)
     return expressions_equal(as_expression(gold), as_expression(answer))
 
 
@@ -126,11 +125,11 @@ def _collections(gold: Value, answer: Value) -> bool:
     if isinstance(answer, Items) and _is_single(gold):
         found = _distinct(answer.values) if answer.left in ("", "{") else []
         return len(found) == 1 and equal(gold, found[0])
-    return _same_sets(gold, answer)
+    return same_sets(gold, answer)
 
 
 def _is_single(value: Value) -> bool:
-    return isinstance(value, Number | Expression) and not _is_set(value)
+    return isinstance(value, Number | Expression) and not is_set(value)
 
 
 def _item_lists(gold: Items, answer: Items) -> bool:
@@ -158,12 +157,6 @@ def _is_half_open(value: Items) -> bool:
         ("(", "]"),
         ("[", "]"),
     )
-
-
-def _is_set(value: Value) -> bool:
-    from sympy import Set
-
-    return isinstance(value, Expression) and isinstance(value.value, Set)
 
 
 def _assigned(items: Items) -> dict[str, Any] | None:
@@ -219,34 +212,34 @@ def _relations(gold: Value, answer: Value) -> bool:
             last = answer.sides[-1]
             return equal(gold, last) and all(equal(last, one) for one in constants)
         if answer.operators == (r"\in",):
-            if isinstance(gold, Number | Expression) and not _is_set(gold):
+            if isinstance(gold, Number | Expression) and not is_set(gold):
                 return False
             return equal(gold, answer.sides[1])
-        return _same_sets(gold, answer)
+        return same_sets(gold, answer)
     if not isinstance(answer, Relation):
         if gold.name and set(gold.operators) <= {"="}:
             return equal(gold.sides[-1], answer)
         if gold.name and gold.operators == (r"\in",):
-            return equal(gold.sides[1], answer) or _same_sets(gold, answer)
+            return equal(gold.sides[1], answer) or same_sets(gold, answer)
         if isinstance(answer, Items) and answer.left == "" and set(gold.operators) == {"="}:
             return _solutions(gold, answer)
-        return _same_sets(gold, answer)
+        return same_sets(gold, answer)
     if set(gold.operators) == set(answer.operators) == {"="}:
         return _equations(gold, answer)
     if r"\in" in gold.operators + answer.operators:
         if gold.operators == answer.operators and _same_name(gold, answer):
             return equal(gold.sides[1], answer.sides[1])
-        return _same_sets(gold, answer)
+        return same_sets(gold, answer)
     if gold.operators == answer.operators and _in_order(_sides(gold), _sides(answer)):
         return True
     if len(gold.operators) == len(answer.operators) == 1:
         first, second = _oriented(gold), _oriented(answer)
         if first is None or second is None or first[0] != second[0]:
-            return _same_sets(gold, answer)
+            return same_sets(gold, answer)
         ratio = constant_ratio(first[1], second[1])
         if ratio is not None and (ratio > 0 or first[0] == r"\ne"):
             return True
-    return _same_sets(gold, answer)
+    return same_sets(gold, answer)
 
 
 def _is_constant(value: Any) -> bool:
@@ -338,110 +331,3 @@ def _oriented(relation: Relation) -> tuple[str, Any] | None:
         return None
     flipped = _FLIPPED.get(operator)
     return (flipped, -difference) if flipped else (operator, difference)
-
-
-def _same_sets(gold: Value, answer: Value) -> bool:
-    """Return whether two regions are the same set of real numbers."""
-    variables = {symbol for one in (gold, answer) if (symbol := _variable(one)) is not None}
-    if len(variables) > 1:
-        return False
-    found = [_set(one) for one in (gold, answer)]
-    if any(one is None for one in found):
-        return False
-    if found[0] == found[1]:
-        return True
-    difference = found[0].symmetric_difference(found[1])
-    return bool(difference.is_empty)
-
-
-def _variable(value: Value) -> str | None:
-    parts = (
-        value.parts
-        if isinstance(value, Either)
-        else value.values
-        if isinstance(value, Items)
-        else ()
-    )
-    if parts and all(isinstance(part, Relation) for part in parts):
-        names = set(map(_variable, parts))
-        return names.pop() if len(names) == 1 else None
-    if not isinstance(value, Relation):
-        return None
-    symbols = set()
-    for one in value.sides if value.operators != (r"\in",) else value.sides[:1]:
-        try:
-            symbols |= {str(symbol) for symbol in as_expression(side(one)).value.free_symbols}
-        except (Unparsable, TypeError, AttributeError):
-            return None
-    return min(symbols) if len(symbols) == 1 else None
-
-
-def _set(value: Value) -> Any:
-    """Return a region of the real line as sympy's set, or None."""
-    from sympy import FiniteSet, Intersection, Interval, Reals, Set, Union
-
-    if isinstance(value, Expression):
-        return value.value if isinstance(value.value, Set) else None
-    if isinstance(value, Either):
-        parts = [_set(part) for part in value.parts]
-        return None if any(part is None for part in parts) else Union(*parts)
-    if isinstance(value, Items):
-        if value.values and all(isinstance(v, Relation) for v in value.values):
-            if (
-                "=" in {one for v in value.values for one in v.operators}
-                or _variable(value) is None
-            ):
-                return None
-            parts = [_set(one) for one in value.values]
-            return None if any(part is None for part in parts) else Intersection(*parts)
-        try:
-            ends = [as_expression(one).value.doit() for one in value.values]
-        except (Unparsable, TypeError, AttributeError):
-            return None
-        if value.left == "{":
-            return FiniteSet(*ends)
-        if (
-            value.left in ("(", "[")
-            and len(ends) == 2
-            and all(end.is_extended_real for end in ends)
-        ):
-            return Interval(*ends, value.left == "(", value.right == ")")
-        return None
-    if not isinstance(value, Relation):
-        return None
-    if value.operators == (r"\in",):
-        return _set(value.sides[1])
-    if _variable(value) is None:
-        return None
-    found = Reals
-    for operator, left, right in zip(value.operators, value.sides, value.sides[1:]):
-        one = _region(operator, *(as_expression(side(s)).value.doit() for s in (left, right)))
-        if one is None:
-            return None
-        found = found.intersect(one)
-    return found
-
-
-def _region(operator: str, left: Any, right: Any) -> Any:
-    """Return where an inequality in one letter holds."""
-    from sympy import FiniteSet, Interval, Reals, Symbol, oo, solve_univariate_inequality
-
-    if isinstance(right, Symbol) and not left.free_symbols:
-        operator = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}.get(operator, operator)
-        left, right = right, left
-    if isinstance(left, Symbol) and right.is_extended_real and not right.free_symbols:
-        regions = {
-            "<": lambda: Interval.open(-oo, right),
-            ">": lambda: Interval.open(right, oo),
-            r"\le": lambda: Interval(-oo, right),
-            r"\ge": lambda: Interval(right, oo),
-            r"\ne": lambda: Reals - FiniteSet(right),
-            "=": lambda: FiniteSet(right),
-        }
-        return regions[operator]() if operator in regions else None
-    kinds = {"<": left < right, ">": left > right, r"\le": left <= right, r"\ge": left >= right}
-    relation = kinds.get(operator)
-    symbols = (left - right).free_symbols
-    if relation is None or len(symbols) != 1 or relation in (True, False):
-        return None
-    return solve_univariate_inequality(relation, next(iter(symbols)), relational=False)

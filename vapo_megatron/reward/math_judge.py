@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from vapo_megatron.reward.math_equality import equal
-from vapo_megatron.reward.math_parser import Unparsable, Value, parse
+from vapo_megatron.reward.math_expression import Unparsable
+from vapo_megatron.reward.math_parser import Value, parse
 
 
 def make_handler() -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:

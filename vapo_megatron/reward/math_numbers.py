@@ -132,9 +132,10 @@ ft foot feet|yd yard|mi mile|nm nanometer|g gram gm|kg kilogram kilo|mg milligra
 oz ounce|ton tonne|s sec second|min minute mins|h hr hour hrs|day|week wk|month|year yr
 ms millisecond
 L liter litre|mL ml milliliter millilitre|gal gallon|qt quart|pt pint|cup|mph|kph kmh kmph
-$ dollar USD buck|¢ cent penny pennies|€ euro EUR|£ GBP|¥ yuan yen RMB CNY ￥|₹ rupee Rs
-deg degree °|rad radian|celsius|fahrenheit|N newton|J joule|kJ kilojoule|W watt|kW kilowatt|V volt
-A ampere amp|Hz hertz|Pa pascal|kPa|K kelvin|mol mole|kWh|ohm Ω|acre|hectare ha|dm decimeter
+$ dollar USD buck|\u00a2 cent penny pennies|\u20ac euro EUR|\u00a3 GBP
+\u00a5 yuan yen RMB CNY \uffe5|\u20b9 rupee Rs|deg degree \u00b0
+rad radian|celsius|fahrenheit|N newton|J joule|kJ kilojoule|W watt|kW kilowatt|V volt
+A ampere amp|Hz hertz|Pa pascal|kPa|K kelvin|mol mole|kWh|ohm \u03a9|acre|hectare ha|dm decimeter
 unit|am|pm|dB|eV|cal calorie|kcal|rpm|mil|knot|C|F|bit|byte|KB|MB|GB
 """
 _UNITS = {
@@ -143,7 +144,7 @@ _UNITS = {
     for alias in names.split()
 }
 _UNITS |= {"mph": "mph", "inches": "in", "centuries": "century", "century": "century"}
-_CURRENCY = "$€£¥¢₹￥"
+_CURRENCY = "$\u20ac\u00a3\u00a5\u00a2\u20b9\uffe5"
 _BINDING = {"am", "pm"}
 """Without these, the number says something else."""
 _POWERS_BEFORE = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
@@ -167,9 +168,11 @@ _NO_UNIT = re.compile(
 _TEXT_TAIL = re.compile(r"(?:\\text\{[^{}]*\}|\^\s*(?:\{\s*-?\d\s*\}|\d)|\\cdot|[\s/.*()])+")
 _CIRCLE_TAIL = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:\\text\{\s*)?([CF])?(?:\s*\})?$")
 _PLAIN_TAIL = re.compile(
-    r"(?P<head>.*[\d})\]])(?P<space>\s*)(?P<tail>[A-Za-z°µΩ€£¥¢₹￥][A-Za-z/^{}\d\s*.()°µΩ-]*)"
+    r"(?P<head>.*[\d})\]])(?P<space>\s*)(?P<tail>[A-Za-z\u00b0\u00b5\u03a9\u20ac\u00a3\u00a5\u00a2\u20b9\uffe5][A-Za-z/^{}\d\s*.()\u00b0\u00b5\u03a9-]*)"
 )
-_TOKEN = re.compile(r"[A-Za-z°µΩ$€£¥¢₹￥]+|\^\s*\{?\s*-?\d\s*\}?|[/*]|\S")
+_TOKEN = re.compile(
+    r"[A-Za-z\u00b0\u00b5\u03a9$\u20ac\u00a3\u00a5\u00a2\u20b9\uffe5]+|\^\s*\{?\s*-?\d\s*\}?|[/*]|\S"
+)
 _HALF_DAY = re.compile(r"\b([AaPp])\.?\s?[Mm]\b\.?")
 
 
@@ -211,7 +214,9 @@ def quantity(text: str) -> Quantity | None:
         head = text[: circle.start()].strip()
         return Quantity(head, Unit(((names[circle[1]], 1),)), Fraction(1), True) if head else None
     if "\\Omega" in text or "\\cdot" in text:
-        text = re.sub(r"(?<=[A-Za-z])\s*\\cdot\s*(?=[A-Za-z])", "*", text.replace("\\Omega", "Ω"))
+        text = re.sub(
+            r"(?<=[A-Za-z])\s*\\cdot\s*(?=[A-Za-z])", "*", text.replace("\\Omega", "\u03a9")
+        )
     match = _PLAIN_TAIL.fullmatch(text)
     if match is None or "\\" in match["tail"]:
         return None
@@ -313,7 +318,7 @@ def units_agree(gold: Unit | None, answer: Unit | None) -> bool:
 
 # Words ------------------------------------------------------------------------------------------
 
-_WORDS = re.compile(r"[A-Za-z][A-Za-z'’ .,/-]*|[^\x00-\x7f]+")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z'\u2019 .,/-]*|[^\x00-\x7f]+")
 _VARIABLES = (set("abcd"), set("xyzwuv"), set("abcxyz"))
 _CONSTANTS = {"ei", "ie", "pi"}
 

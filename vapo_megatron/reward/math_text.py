@@ -6,32 +6,10 @@ Nothing here decides what is equal. Imports neither torch nor anything else of t
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Iterator
 
-_SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ", "0123456789+-()ni"))
-_SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋ₐₙ", "0123456789+-an"))
-_GREEK = {
-    "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "epsilon", "θ": "theta",
-    "λ": "lambda", "μ": "mu", "π": "pi", "ρ": "rho", "σ": "sigma", "τ": "tau", "φ": "phi",
-    "ω": "omega", "Δ": "Delta", "Ω": "Omega", "Φ": "Phi", "Σ": "Sigma",
-}  # fmt: skip
-_SYMBOLS = {
-    "\u2212": "-", "\u2013": "-", "\u2014": "-", "\u2010": "-", "\u2011": "-", "\u2012": "-",
-    "×": r"\times ", "÷": "/", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "∗": "*",
-    "⁄": "/", "∕": "/", "±": r"\pm ", "∓": r"\mp ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",
-    "⩽": r"\le ", "⩾": r"\ge ", "≈": r"\approx ", "≡": r"\equiv ", "∞": r"\infty ",
-    "∈": r"\in ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
-    "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}",
-    "℃": r"^\circ C", "℉": r"^\circ F", "°": r"^\circ ", "˚": r"^\circ ", "º": r"^\circ ",
-    "∘": r"^\circ ", "。": ".", "、": ",", "「": "", "」": "", "“": '"', "”": '"', "’": "'",
-    "‘": "'", "∛": "\\sqrt[3]", "∜": "\\sqrt[4]", "√": "\\sqrt", "…": r"\ldots ", "″": "''",
-    "′": "'", "〈": "(", "〉": ")", "⟨": "(", "⟩": ")",
-}  # fmt: skip
-_SYMBOLS |= {letter: f"\\{name} " for letter, name in _GREEK.items()}
-_RAISED = re.compile(f"[{re.escape(''.join(_SUPERSCRIPTS))}]+")
-_LOWERED = re.compile(f"[{re.escape(''.join(_SUBSCRIPTS))}]+")
-_VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
+from vapo_megatron.reward.math_unicode import in_ascii
+
 _ROOT = re.compile(r"\\sqrt(\[\d\])?\s*(\d+(?:\.\d+)?|[A-Za-z]|\()")
 
 _TEXT = r"\\text\{[^{}]*\}"
@@ -91,7 +69,7 @@ def plain(text: str) -> str:
     currency signs and words of other languages.
     """
     if not text.isascii():
-        text = _ascii(text)
+        text = _rooted(in_ascii(text))
     if "\\" in text or "{" in text:
         text = _LAYOUT.sub("", text)
         text = _UPRIGHT.sub(_upright, text)
@@ -105,21 +83,6 @@ def plain(text: str) -> str:
         part if part.startswith("\\text{") else _named(part) for part in _IN_TEXT.split(text)
     )
     return _PERCENT.sub(r"\\%", text).strip(" ").rstrip(",;.:").strip(" ")
-
-
-def _ascii(text: str) -> str:
-    text = _RAISED.sub(lambda m: "^{" + "".join(map(_SUPERSCRIPTS.__getitem__, m[0])) + "}", text)
-    text = _LOWERED.sub(lambda m: "_{" + "".join(map(_SUBSCRIPTS.__getitem__, m[0])) + "}", text)
-    text = _VULGAR.sub(_vulgar, text)
-    text = "".join(_SYMBOLS.get(character, character) for character in text)
-    text = unicodedata.normalize("NFKC", text)
-    text = "".join(_SYMBOLS.get(character, character) for character in text)
-    return _rooted(text)
-
-
-def _vulgar(match: re.Match[str]) -> str:
-    above, _, below = unicodedata.normalize("NFKC", match[0]).partition("\u2044")
-    return f" \\frac{{{above}}}{{{below}}}" if below else match[0]
 
 
 def _rooted(text: str) -> str:
