@@ -1,4 +1,4 @@
-"""Judges final answers with math-verify, in processes that are killed when a computation hangs.
+"""Judges final answers as mathematics, in processes that are killed when a computation hangs.
 
 The parent extracts the final answer and decides what needs no mathematics: no answer, equal texts,
 plain integers. The rest goes to worker processes, each distinct (answer, ground truth) once until
@@ -33,7 +33,6 @@ _TOO_SLOW = "has an answer that takes too long to parse"
 _REFUSED = {
     "timed_out": _TOO_SLOW,
     "bad_gold": "has the answer {}, which the verifier cannot parse",
-    "unparsable": "has the answer {}, which the verifier cannot parse in a response",
     "wrong": "has the answer {}, which is judged wrong when a response gives it",
 }
 """Of a ground truth that is its own response's answer, by the worker's status."""
