@@ -94,6 +94,11 @@ _SEPARATOR = re.compile(
     r"[,;]|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\(?:lor|vee|land|wedge)(?![A-Za-z])"
 )
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
+# Names of points and statements, not products of letters.
+_AS_IT_IS = re.compile(
+    r"\\ldots|m?\\(?:angle|triangle|odot|square|arc)(?![A-Za-z])\s*[A-Z]+"
+    r"|[A-Za-z\s]+\\(?:parallel|perp)(?![A-Za-z])[A-Za-z\s]+"
+)
 _CLOCK = re.compile(r"\d{1,2}:[0-5]\d")
 _OPERATOR = re.compile(
     r"[=<>]|\\(?:le|ge|ne|approx|simeq|equiv|cong|in|notin|subset|subseteq|to|rightarrow)(?![A-Za-z])"
@@ -133,7 +138,7 @@ def _parse(text: str) -> Value:
         raise Unparsable("empty")
     if (found := number(text)) is not None:
         return found
-    word = text if text == "\\ldots" else words(text)
+    word = "".join(text.split()) if _AS_IT_IS.fullmatch(text) else words(text)
     if word is not None:
         return Word(word)
     if text.startswith("\\begin{") and (block := _CASES.fullmatch(text)):
