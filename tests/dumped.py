@@ -52,20 +52,17 @@ def rollouts(step: int = 1) -> list[ScoredRollout]:
     return scored
 
 
+def write(root: Path, scored: list[ScoredRollout], step: int = 1, keep_last: int = 99) -> None:
+    """Write a step of NUM_RESPONSES in groups of GROUP_SIZE; a worker's function."""
+    sizes = {"num_responses": NUM_RESPONSES, "group_size": GROUP_SIZE}
+    write_step(root, step, scored, **sizes, keep_last=keep_last)
+
+
 def dump(root: Path, steps: list[int], num_ranks: int, keep_last: int = 9) -> list[int]:
     """Write steps; every rank of the first num_ranks has consecutive responses; a worker's."""
     for step in steps:
-        mine = rollouts(step)
-        size = NUM_RESPONSES // num_ranks
-        rank = dist.get_rank()
-        write_step(
-            root,
-            step,
-            mine[rank * size : (rank + 1) * size],
-            num_responses=NUM_RESPONSES,
-            group_size=GROUP_SIZE,
-            keep_last=keep_last,
-        )
+        size, rank = NUM_RESPONSES // num_ranks, dist.get_rank()
+        write(root, rollouts(step)[rank * size : (rank + 1) * size], step, keep_last)
     return held_steps(root)
 
 

@@ -5,15 +5,11 @@ reference and sampler correction. Gradients are the subject of tests/distributed
 sampler (tests/e2e), a GPU.
 """
 
-import json
-import os
-
 import pytest
-import torch.distributed as dist
 
-from tests.dumped import MODEL, config, dump
+from tests.dumped import MODEL, dump
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.workers import free_port
+from tests.whole_run import measured, settings, trainer
 
 ALGORITHM = {"kl_coef": 0.1, "sampler_correction": "tis", "mini_batch_size": 8, "policy_steps": 2}
 RATES = {
@@ -38,30 +34,23 @@ def paths(workers, tmp_path_factory):
     return write_tiny_hf(root / "hf", **MODEL), root / "dumped"
 
 
-def fit(paths, run_dir, port, parallel, steps):
+def fit(paths, run_dir, parallel, steps):
     """A whole run, in a world of the trainer's; a worker's function."""
-    from vapo_megatron.training.loop import VapoTrainer
-
-    dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     tree = {
         "algorithm": {**ALGORITHM, "policy_steps": steps},
-        "logging": {"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
         "checkpoint": {"every_steps": 1},
         "parallel": parallel,
         "optimizer": RATES,
     }
-    with VapoTrainer(config(paths[0], **tree), paths[1]) as trainer:
-        trainer.fit()
+    with trainer(settings(paths[0], run_dir, **tree), paths[1]) as made:
+        made.fit()
 
 
 def run(workers, paths, run_dir, parallel, steps=2):
     """The rows of a run's metrics, without its times and memory."""
     size = parallel.get("world_size", 1)
-    workers.run(size, fit, paths, run_dir, free_port(), parallel, steps)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    left_out = ("second", "memory", "checkpoint")
-    return [{n: v for n, v in r.items() if not any(o in n for o in left_out)} for r in rows]
+    workers.run(size, fit, paths, run_dir, parallel, steps)
+    return measured(run_dir)
 
 
 @pytest.fixture(scope="module")

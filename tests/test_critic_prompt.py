@@ -6,17 +6,14 @@ How the prompts get there is in tests/rollout/test_inputs.py, test_replay.py and
 tests/parallel/test_exchange.py. Not exercised: the sampler, which only ever sees the other prompts.
 """
 
-import os
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests import reference
-from tests.dumped import MODEL, NUM_RESPONSES, config
-from tests.rollout.test_replay import OWN, dump_with_own_prompts, with_own_prompts
+from tests.dumped import MODEL, NUM_RESPONSES, write
+from tests.rollout.test_replay import OWN, with_own_prompts
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.workers import free_port
+from tests.whole_run import settings, trainer
 
 
 def alone(trainer, prompts):
@@ -42,30 +39,26 @@ def alone(trainer, prompts):
     return found
 
 
-def prepared(hf, dumped, run_dir, port, value_range):
+def prepared(hf, dumped, run_dir, value_range):
     """What this rank computes of its step, and what each response alone gives; a worker's."""
-    from vapo_megatron.training.step import StepTrainer
-
-    dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    settings = config(
+    given_settings = settings(
         hf,
+        run_dir,
         parallel={"world_size": 2, "max_tokens_per_microbatch": 36, "offload": False},
         algorithm={"value_range": value_range},
         rollout={"max_prompt_tokens": 6},
-        logging={"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
     )
-    with StepTrainer(settings, dumped) as trainer:
-        kept, given, prepare = [], {}, trainer.prepare
-        trainer.prepare = lambda step: kept.append(prepare(step)) or kept[0]
+    with trainer(given_settings, dumped, of="StepTrainer") as made:
+        kept, given, prepare = [], {}, made.prepare
+        made.prepare = lambda step: kept.append(prepare(step)) or kept[0]
         for role in ("actor", "critic"):
-            getattr(trainer, role).update = lambda parts, role=role: (
+            getattr(made, role).update = lambda parts, role=role: (
                 given.setdefault(role, list(parts)) and {}
             )
-        trainer.train_step(0)
+        made.train_step(0)
         batch, losses, tokens = kept[0].batch, [], []
         for mini_batch in given["critic"]:
-            losses.append(float(trainer.critic.compute_gradients(mini_batch)["loss"]))
+            losses.append(float(made.critic.compute_gradients(mini_batch)["loss"]))
             tokens += [int(m.model_cu_seqlens[-1]) for m in mini_batch.microbatches]
         fields = {
             int(p): [getattr(batch.narrow(i, 1), name).tolist()
@@ -80,14 +73,14 @@ def prepared(hf, dumped, run_dir, port, value_range):
             [p for m in mini_batch.microbatches for p in m.batch.positions.tolist()]
             for mini_batch in given["critic"]
         ]
-        return fields, losses, places, same, tokens, alone(trainer, OWN), alone(trainer, {})
+        return fields, losses, places, same, tokens, alone(made, OWN), alone(made, {})
 
 
 @pytest.mark.parametrize("value_range", [None, [-3.0, 3.0]])
 def test_values_and_loss_are_of_the_critics_prompts(workers, tmp_path, value_range):
     hf = write_tiny_hf(tmp_path / "hf", **MODEL)
-    workers.run(1, dump_with_own_prompts, tmp_path / "replay")
-    results = workers.run(2, prepared, hf, tmp_path, tmp_path / "run", free_port(), value_range)
+    workers.run(1, write, tmp_path / "replay", with_own_prompts(1))
+    results = workers.run(2, prepared, hf, tmp_path, tmp_path / "run", value_range)
     fields = {p: found for result in results for p, found in result[0].items()}
     assert sorted(fields) == list(range(NUM_RESPONSES))
     own, plain = results[0][-2:]

@@ -8,19 +8,17 @@ several ranks (tests/reward/test_hybrid.py, tests/test_reward_model_wiring.py), 
 """
 
 import json
-import os
 from statistics import fmean
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.distributed.float64 import load_critic
-from tests.dumped import MODEL, NUM_RESPONSES, config
+from tests.dumped import MODEL, NUM_RESPONSES
 from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
-from tests.test_sampling_wiring import SAMPLES, lines, stand_ins
+from tests.test_sampling_wiring import SAMPLES, stand_ins
 from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
-from tests.workers import free_port
+from tests.whole_run import lines, settings, trainer
 from vapo_megatron.cli.train import main
 from vapo_megatron.models import sampled
 
@@ -47,8 +45,9 @@ JUDGES = {"w3": "math", "w4": "math", "w5": "judge", "w6": "judge", "w7": "taste
 
 
 def settings_of(tmp, name, policy_steps=2):
-    return config(
+    return settings(
         tmp / "hf",
+        tmp / name,
         model={"reward_hf_path": str(tmp / "reward")},
         algorithm={"policy_steps": policy_steps},
         rollout={"max_logprob_difference": None},
@@ -67,23 +66,16 @@ def settings_of(tmp, name, policy_steps=2):
         },
         reward=REWARD,
         checkpoint={"hf_export": False},
-        logging={
-            "run_dir": str(tmp / name), "tensorboard": False, "progress": "off",
-            "rollout_groups": 9, "dump_steps": policy_steps,
-        },
+        logging={"rollout_groups": 9, "dump_steps": policy_steps},
     )  # fmt: skip
 
 
-def fit(tmp, name, replay, port):
+def fit(tmp, name, replay):
     """Rows of the run, and of each step the groups for people; a worker's function."""
-    from vapo_megatron.training.loop import VapoTrainer
-
-    dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     noted = []
-    with stand_ins(), VapoTrainer(settings_of(tmp, name), replay) as trainer:
-        trainer.output.note = noted.append
-        trainer.fit()
+    with stand_ins(), trainer(settings_of(tmp, name), replay) as made:
+        made.output.note = noted.append
+        made.fit()
     files = sorted((tmp / name).glob("rollouts/*.jsonl"))
     return lines(tmp / name / "metrics.jsonl"), [lines(file) for file in files], noted
 
@@ -108,7 +100,7 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(workers, place):
     """(rows, the groups of each step, what was printed)."""
-    (done,) = workers.run(1, fit, place, "run", None, free_port())
+    (done,) = workers.run(1, fit, place, "run", None)
     return done
 
 
@@ -189,7 +181,7 @@ def test_rows_tell_verifiers_and_sources_apart(run):
 
 def test_a_replay_tells_them_apart_too(run, workers, place):
     rows, steps, _ = run
-    ((again, replayed, _),) = workers.run(1, fit, place, "again", place / "run", free_port())
+    ((again, replayed, _),) = workers.run(1, fit, place, "again", place / "run")
     for row, same in zip(rows[1:], again[1:], strict=True):
         by_name = {name: value for name, value in row.items() if name.startswith("reward/")}
         assert len(by_name) > 30

@@ -57,7 +57,7 @@ def trained(hf, cp_size):
         peaks.append(allocated.peak)
         old.append(actor.compute_logprobs(microbatches)[0])
         if step == 0:
-            named = full_gradients(actor.trained.chunks, shape, here, "actor")
+            named = full_gradients(actor.placed.chunks, shape, here, "actor")
             gradients = {name: gradient.clone() for name, gradient in named}
     return max(peaks), [float((advantages * (new - old[0])).sum()) for new in old[1:]], gradients
 

@@ -7,23 +7,19 @@ Not exercised: vLLM, whose responses are never empty.
 """
 
 import dataclasses
-import json
 import math
-import os
 import shutil
 from array import array
 
 import pytest
-import torch.distributed as dist
 
-from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES, config, rollouts
+from tests.dumped import MODEL, NUM_RESPONSES, rollouts, write
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.workers import free_port
-from vapo_megatron.rollout.dump import held_steps, read_file, read_headers, write_step
+from tests.whole_run import measured, settings, trainer
+from vapo_megatron.rollout.dump import held_steps, read_file, read_headers
 
 TP2 = {"world_size": 2, "tensor_model_parallel_size": 2}
 DP2 = {"world_size": 2}
-VARYING = ("time/", "tokens_per_second", "memory/")
 
 
 def odd(kind):
@@ -55,35 +51,31 @@ def odd(kind):
     return found
 
 
-def write(root, kinds):
+def write_kinds(root, kinds):
     """A worker's function."""
-    sizes = {"num_responses": NUM_RESPONSES, "group_size": GROUP_SIZE}
     for step, kind in enumerate(kinds, 1):
-        write_step(root, step, odd(kind), keep_last=99, **sizes)
+        write(root, odd(kind), step)
 
 
-def fit(hf, dumped, run_dir, port, steps, every_steps, parallel, algorithm):
+def fit(hf, dumped, run_dir, steps, every_steps, parallel, algorithm):
     """A run; what it was stopped by, and how many updates each role has had; a worker's."""
-    from vapo_megatron.roles.model import UpdatesSkipped
-    from vapo_megatron.training.loop import VapoTrainer
+    from vapo_megatron.roles.trained import UpdatesSkipped
 
-    dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    settings = config(
+    given = settings(
         hf,
+        run_dir,
         algorithm={"policy_steps": steps, **algorithm},
         parallel=parallel,
         # What is not finite is no difference that stops a run.
         rollout={"max_logprob_difference": 1e4},
         checkpoint={"every_steps": every_steps, "keep_last": 99, "hf_export": False},
-        logging={"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
     )
-    with VapoTrainer(settings, dumped) as trainer:
+    with trainer(given, dumped) as made:
         try:
-            trainer.fit()
+            made.fit()
         except UpdatesSkipped as error:
             return str(error), {}
-        return "", {role: model.num_updates for role, model in trainer._models.items()}
+        return "", {role: model.num_updates for role, model in made._models.items()}
 
 
 @pytest.fixture
@@ -93,15 +85,13 @@ def run(workers, tmp_path):
 
     def of(name, dumped, steps, parallel=TP2, every_steps=1, **algorithm):
         if isinstance(dumped, list):
-            workers.run(1, write, tmp_path / name / "given", dumped)
+            workers.run(1, write_kinds, tmp_path / name / "given", dumped)
             dumped = tmp_path / name / "given"
         root = tmp_path / name
-        given = (hf, dumped, root, free_port(), steps, every_steps, parallel, algorithm)
+        given = (hf, dumped, root, steps, every_steps, parallel, algorithm)
         first, second = workers.run(2, fit, *given)
         assert first == second, "every rank sees the same"
-        lines = map(json.loads, (root / "metrics.jsonl").read_text().splitlines())
-        rows = [{k: v for k, v in row.items() if not k.startswith(VARYING)} for row in lines]
-        return root, [row for row in rows if row["step"]], *first
+        return root, [row for row in measured(root) if row["step"]], *first
 
     return of
 

@@ -8,23 +8,24 @@ and after it every parameter and every moment of Adam, read by torch itself from
 saves. Not exercised: bfloat16 (tests/run/checkpoint/test_load.py), vLLM and a GPU.
 """
 
-import json
-import os
 import random
 import shutil
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES, config
+from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.workers import free_port
+from tests.whole_run import Given, lines, settings, trainer
+from vapo_megatron.algorithm.group_sampling import repeat_for_group
+from vapo_megatron.data.prompts import Problem, PromptDataset
+from vapo_megatron.data.rollout import Rollout, ScoredRollout
+from vapo_megatron.rollout.requests import assign
 
 SAVED_AT, STEPS = 3, 5
 TOLERANCE = 1e-6
@@ -36,42 +37,31 @@ LAYOUTS = {
 FEW = ("TP1", "DP2")
 
 
-def source(settings, place):
-    """Sample nothing; stands where vLLM and the verifier would, a RolloutSource."""
-    from vapo_megatron.algorithm.group_sampling import repeat_for_group
-    from vapo_megatron.data.prompts import Problem, PromptDataset
-    from vapo_megatron.data.rollout import Rollout, ScoredRollout
-    from vapo_megatron.rollout.replay import Replay
-    from vapo_megatron.rollout.requests import assign
+class Drawn(Given):
+    """Responses to a data set's next prompts, drawn by prompt and sample alone, of a trainer."""
 
-    class Drawn(Replay):
-        """Responses to the data set's next prompts, drawn by prompt and sample alone."""
+    def __init__(self, trainer):
+        super().__init__(self.draw)
+        self.ranks, problems = trainer.ranks, [Problem(str(i), str(i)) for i in range(7)]
+        self.data = PromptDataset(
+            problems, lambda text: [int(text), 5] if text else [],
+            path="", seed=trainer.config.seed, shuffle=True, max_prompt_tokens=2,
+        )  # fmt: skip
+        self.state_dict, self.load_state_dict = self.data.state_dict, self.data.load_state_dict
 
-        note, decode = "", None
+    def draw(self, asked):
+        prompts = repeat_for_group(self.data.next(NUM_RESPONSES // GROUP_SIZE), GROUP_SIZE)
+        mine = assign(len(prompts), self.ranks.world_size)[self.ranks.rank]
+        return [self.response(prompts[p], p, asked.policy_version) for p in mine]
 
-        def __init__(self):
-            problems = [Problem(str(i), str(i)) for i in range(7)]
-            self.data = PromptDataset(
-                problems, lambda text: [int(text), 5] if text else [],
-                path="", seed=settings.seed, shuffle=True, max_prompt_tokens=2,
-            )  # fmt: skip
-            self.state_dict, self.load_state_dict = self.data.state_dict, self.data.load_state_dict
-
-        def rollouts(self, step, policy_version, phase, **_):
-            prompts = repeat_for_group(self.data.next(NUM_RESPONSES // GROUP_SIZE), GROUP_SIZE)
-            mine = assign(len(prompts), place.world_size)[place.rank]
-            return [self.response(prompts[p], p, policy_version) for p in mine], {}
-
-        def response(self, prompt, position, version):
-            draw = random.Random(prompt.index * GROUP_SIZE + position % GROUP_SIZE)
-            tokens = tuple(draw.randrange(60) for _ in range(draw.randint(1, 12)))
-            logprobs = tuple(-draw.randint(2000, 9000) / 1024 for _ in tokens)
-            sample = position % GROUP_SIZE
-            rollout = Rollout(prompt, sample, position, tokens, logprobs, False, version)
-            status = draw.choice(["correct", "wrong"])
-            return ScoredRollout(rollout, "", status, 1.0 if status == "correct" else -1.0)
-
-    return Drawn()
+    def response(self, prompt, position, version):
+        draw = random.Random(prompt.index * GROUP_SIZE + position % GROUP_SIZE)
+        tokens = tuple(draw.randrange(60) for _ in range(draw.randint(1, 12)))
+        logprobs = tuple(-draw.randint(2000, 9000) / 1024 for _ in tokens)
+        sample = position % GROUP_SIZE
+        rollout = Rollout(prompt, sample, position, tokens, logprobs, False, version)
+        status = draw.choice(["correct", "wrong"])
+        return ScoredRollout(rollout, "", status, 1.0 if status == "correct" else -1.0)
 
 
 def reward_model(hf, directory):
@@ -85,13 +75,10 @@ def reward_model(hf, directory):
     return directory
 
 
-def fit(hf, run_dir, layout, sections, port, resumes=False):
+def fit(hf, run_dir, layout, sections, resumes=False):
     """Make the run's steps that are missing; a worker's function."""
-    from vapo_megatron.roles import model as trained_model
-    from vapo_megatron.training.loop import VapoTrainer
+    from vapo_megatron.roles import placed as trained_model
 
-    dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     world_size, tp_size, pp_size = layout
     tree = {
         "model": {
@@ -102,7 +89,6 @@ def fit(hf, run_dir, layout, sections, port, resumes=False):
             "mini_batch_size": NUM_RESPONSES, "value_pretraining_steps": 1,
             "policy_steps": STEPS - 1,
         },
-        "logging": {"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
         "checkpoint": {"every_steps": SAVED_AT, "hf_export": False},
         "optimizer": {
             "actor_learning_rate": 1e-2, "actor_warmup_updates": 20,
@@ -117,18 +103,17 @@ def fit(hf, run_dir, layout, sections, port, resumes=False):
     }  # fmt: skip
     read = trained_model.load_hf_weights
     with (
-        mock.patch.object(VapoTrainer, "_source", lambda t, *_: source(t.config, t.ranks)),
         mock.patch.object(trained_model, "load_hf_weights", side_effect=read) as reading,
-        VapoTrainer(config(hf, **tree)) as trainer,
+        trainer(settings(hf, run_dir, **tree), source=Drawn) as made,
     ):
-        trainer.fit()
+        made.fit()
     assert reading.call_count == (0 if resumes else 2), "a checkpoint has all weights"
 
 
 def rows(run_dir):
     """The metrics of each step that do not depend on the machine."""
-    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rooms = ("actor/", "critic/", "algorithm/", "reward/", "rollout/")
+    found = lines(run_dir / "metrics.jsonl")
     return [{n: v for n, v in row.items() if n.startswith(rooms)} for row in found]
 
 
@@ -161,7 +146,7 @@ def straight(request, workers, tmp_path_factory):
     hf = write_tiny_hf(root / "hf", **MODEL)
     sections = {"use_distributed_optimizer": request.param}
     reward_model(hf, root / "reward_model")
-    workers.run(2, fit, hf, root / "run", (2, 2, 1), sections, free_port())
+    workers.run(2, fit, hf, root / "run", (2, 2, 1), sections)
     return hf, root / "run", sections
 
 
@@ -169,7 +154,7 @@ def gone_on(workers, hf, run_dir, other, layout, sections):
     """Copy a run, and make the steps after the checkpoint once more."""
     shutil.copytree(run_dir, other)
     (other / "checkpoints/latest").write_text(f"step_{SAVED_AT:06d}")
-    workers.run(layout[0], fit, hf, other, layout, sections, free_port(), True)
+    workers.run(layout[0], fit, hf, other, layout, sections, True)
     return other
 
 
@@ -204,7 +189,7 @@ def test_the_same_layout_goes_on_bit_by_bit(layout, distributed, workers, tmp_pa
     sections = {"use_distributed_optimizer": distributed}
     reward_model(hf, tmp_path / "reward_model")
     run_dir = tmp_path / "run"
-    workers.run(LAYOUTS[layout][0], fit, hf, run_dir, LAYOUTS[layout], sections, free_port())
+    workers.run(LAYOUTS[layout][0], fit, hf, run_dir, LAYOUTS[layout], sections)
     other = gone_on(workers, hf, run_dir, tmp_path / "other", LAYOUTS[layout], sections)
     assert rows(other) == rows(run_dir)
     after, again = saved(run_dir, STEPS), saved(other, STEPS)

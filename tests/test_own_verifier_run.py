@@ -11,10 +11,11 @@ import os
 import pytest
 import torch.distributed as dist
 
-from tests.dumped import MODEL, NUM_RESPONSES, config
+from tests.dumped import MODEL, NUM_RESPONSES
 from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
-from tests.test_sampling_wiring import SAMPLES, lines, stand_ins
+from tests.test_sampling_wiring import SAMPLES, stand_ins
 from tests.weights.tiny_hf import write_tiny_hf
+from tests.whole_run import lines, settings
 from vapo_megatron import VapoConfig
 from vapo_megatron.errors import ConfigError, DataError
 from vapo_megatron.reward.verifier import Verdict
@@ -50,20 +51,18 @@ def near(marker):
     return Near()
 
 
-def settings(tmp, name):
-    return config(
+def settings_of(tmp, name):
+    return settings(
         tmp / "hf",
+        tmp / f"run_{name}",
         rollout={"max_logprob_difference": None},
         data={"train_path": str(tmp / f"{name}.jsonl"), "shuffle": False},
         evaluation={"path": str(tmp / "train.jsonl"), "samples": SAMPLES},
         # The reward is the score; mathematics, which has none, gives the ends.
         reward={"num_workers": 1, "timeout_seconds": 60.0, "from_score": [0.0, 1.0]},
         checkpoint={"hf_export": False},
-        logging={
-            "run_dir": str(tmp / f"run_{name}"), "tensorboard": False, "progress": "off",
-            "rollout_groups": 9,
-        },
-    )  # fmt: skip
+        logging={"rollout_groups": 9},
+    )
 
 
 def fit(tmp, name):
@@ -80,7 +79,7 @@ def fit(tmp, name):
         VapoTrainer(VapoConfig(parallel={"world_size": 2}))
     with stand_ins():
         try:
-            with VapoTrainer(settings(tmp, name), verifier=near("Answer: ")) as trainer:
+            with VapoTrainer(settings_of(tmp, name), verifier=near("Answer: ")) as trainer:
                 trainer.fit()
         except DataError as error:
             return str(error)

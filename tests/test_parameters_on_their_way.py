@@ -41,15 +41,15 @@ def write(hf, role, overlap, root):
         if role == "actor":
             logprobs, _ = model.compute_logprobs(mini_batch_of(model).microbatches)
         model.update([mini_batch_of(model, logprobs)])
-        return [p.detach().clone() for p in trained.model[0].parameters()]
+        return [p.detach().clone() for p in trained.placed.model[0].parameters()]
 
     before = updated()
     with CheckpointWriter(root / "checkpoints", CheckpointConfig()) as writer:
         writer.save(1, {role: trained}, {})
-    late.append(not all(map(torch.equal, before, trained.model[0].parameters())))
+    late.append(not all(map(torch.equal, before, trained.placed.model[0].parameters())))
     before = updated()
-    export_hf(trained.chunks, shape, place, root / "hf_export", hf, role=role)
-    late.append(not all(map(torch.equal, before, trained.model[0].parameters())))
+    export_hf(trained.placed.chunks, shape, place, root / "hf_export", hf, role=role)
+    late.append(not all(map(torch.equal, before, trained.placed.model[0].parameters())))
     return late
 
 

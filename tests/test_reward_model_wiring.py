@@ -8,7 +8,6 @@ exercised: vLLM, a GPU, who is pending while sampling (tests/reward/test_scoring
 
 import dataclasses
 import math
-import os
 import shutil
 from statistics import fmean, stdev
 
@@ -17,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.float64 import load_critic
-from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES, config, rollouts
+from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES, rollouts, write
 from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
-from tests.workers import free_port
+from tests.whole_run import Given, settings, trainer
 
 LOW, HIGH, THRESHOLD, BUFFER = -2.0, 2.0, 1.0, 4
 REWARD = {
@@ -47,56 +46,29 @@ def sampled():
     ]
 
 
-def source(kept):
-    """Half of the responses on each of two ranks."""
-    from vapo_megatron.rollout.source import RolloutSource
-
-    class Sampled(RolloutSource):
-        def rollouts(self, step, policy_version, phase, **_):
-            return [s for s in sampled() if on_rank(s) == dist.get_rank()], {}
-
-        def keep(self, step, scored, phase):
-            kept.append(list(scored))
-
-    return Sampled()
-
-
-def settings(hf, reward_hf_path, run_dir):
-    return config(
-        hf,
-        model={"reward_hf_path": str(reward_hf_path)},
+def step(tmp, replay):
+    """(a step's data, its metrics, what was kept, what was shown); a worker's function."""
+    given = settings(
+        tmp / "hf",
+        tmp / "run",
+        model={"reward_hf_path": str(tmp / ("gone" if replay else "reward"))},
         reward=REWARD,
         algorithm={"advantage_estimator": "grpo", "policy_steps": 1},
         parallel={"world_size": 2, "max_tokens_per_microbatch": 24, "offload": True},
-        logging={"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
     )
-
-
-def step(tmp, port, replay):
-    """(a step's data, its metrics, what was kept, what was shown); a worker's function."""
-    from unittest import mock
-
-    from vapo_megatron.rollout.dump import write_step
-    from vapo_megatron.training.loop import VapoTrainer
-
-    dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    kept, prepared, shown = [], [], []
-    made = mock.patch.object(VapoTrainer, "_source", lambda *_: source(kept))
-    given = settings(tmp / "hf", tmp / ("gone" if replay else "reward"), tmp / "run")
-    if replay:
-        made = mock.MagicMock()
-    with made, VapoTrainer(given, tmp / "dumped" if replay else None) as trainer:
-        prepare, rollouts_shown = trainer.prepare, trainer.output.rollouts
-        trainer.prepare = lambda s: prepared.append(prepare(s)) or prepared[-1]
-        trainer.output.rollouts = lambda *a: shown.append(a) or rollouts_shown(*a)
-        metrics = trainer.train_step(0)
-        for scored in kept:
-            sizes = {"num_responses": NUM_RESPONSES, "group_size": GROUP_SIZE, "keep_last": 1}
-            write_step(tmp / "dumped/replay", 1, scored, **sizes)
+    rank, prepared, shown = dist.get_rank(), [], []
+    source = Given(lambda _: [s for s in sampled() if on_rank(s) == rank])
+    place = {"replay": tmp / "dumped"} if replay else {"source": lambda _: source}
+    with trainer(given, **place) as made:
+        prepare, rollouts_shown = made.prepare, made.output.rollouts
+        made.prepare = lambda s: prepared.append(prepare(s)) or prepared[-1]
+        made.output.rollouts = lambda *a: shown.append(a) or rollouts_shown(*a)
+        metrics = made.train_step(0)
+        for scored in source.kept:
+            write(tmp / "dumped/replay", scored)
     (data,) = prepared
     data = data._replace(mini_batches=[], critic_mini_batches=[])
-    return data, metrics, kept, [a[1] for a in shown]
+    return data, metrics, source.kept, [a[1] for a in shown]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +83,7 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(workers, place):
     """Of each rank its step."""
-    return workers.run(2, step, place, free_port(), False)
+    return workers.run(2, step, place, False)
 
 
 @pytest.fixture(scope="module")
@@ -191,4 +163,4 @@ def test_every_rank_and_every_record_knows_the_verdicts(ranks, expected):
 def test_a_replay_has_the_rewards_and_no_reward_model(ranks, workers, place, expected):
     assert not (place / "gone").exists()
     shutil.rmtree(place / "run", ignore_errors=True)
-    check_batches(workers.run(2, step, place, free_port(), True), expected)
+    check_batches(workers.run(2, step, place, True), expected)

@@ -7,30 +7,40 @@ the weight sync itself (tests/weights), vLLM (tests/rollout/vllm/test_engine.py)
 """
 
 import contextlib
+import itertools
 import json
-import os
+import random
 import sys
-from array import array
 from statistics import fmean
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests import reference
-from tests.dumped import MODEL, config
-from tests.rollout.test_dynamic_sampling import vllm_replaced_by
-from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
-from tests.workers import free_port
+from tests.dumped import MODEL
+from tests.sealed import seal
+from tests.whole_run import (
+    RIGHT,
+    WRONG,
+    Engine,
+    answered,
+    lines,
+    measured,
+    settings,
+    trainer,
+    without_vllm,
+    write_inputs,
+)
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.rollout import Rollout
 from vapo_megatron.models import sampled
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel.health.early_stop import EarlyStop
 from vapo_megatron.rollout.inputs import read_inputs
-from vapo_megatron.rollout.requests import SamplingSettings, request_seeds
+from vapo_megatron.rollout.requests import SamplingSettings
 
 PROBLEMS, HELD_OUT = 6, 2
 SEED, SAMPLES = 7, 3
@@ -39,7 +49,6 @@ SEED, SAMPLES = 7, 3
 class Asked(NamedTuple):
     """One call of the sampler."""
 
-    step: int
     settings: SamplingSettings
     policy_version: int
     problems: list[int]
@@ -51,64 +60,26 @@ class Asked(NamedTuple):
     """How often the clock was started that the answer depends on."""
 
 
-class Engine:
+class AskedEngine(Engine):
     """Answers 7 or 8 to everything: of a group's samples those before its right ones are right."""
 
-    def __init__(self, hf_path, inputs, rollout, *, dtype, seed, offload):
-        self.replica, self.num_replicas, self.seed = dist.get_rank(), dist.get_world_size(), seed
-        self.policy_version: int | None = None
-        self.asked: list[Asked] = []
+    def __init__(self, seed):
+        super().__init__(seed=seed)
+        self.calls: list[Asked] = []
 
-    def generate(
-        self, prompts, group_size, step, sampling, policy_version, on_progress, has_time,
-        on_finished,
-    ):  # fmt: skip
+    def asked(self, requests, sampling, policy_version, has_time):
         assert policy_version == self.policy_version
-        role, round = sampling.seed_role, sampling.round
-        seeds = request_seeds(
-            prompts, group_size, seed=self.seed, step=step, role=role, round=round
-        )
-        problems = [p.index for p in prompts[::group_size]]
+        problems = [rollout.prompt.index for rollout, _ in requests if rollout.sample == 0]
+        seeds = [seed for _, seed in requests]
         begun = EarlyStop.begin.call_count
-        self.asked.append(
-            Asked(step, sampling, policy_version, problems, seeds, has_time.__name__, begun)
+        self.calls.append(
+            Asked(sampling, policy_version, problems, seeds, has_time.__name__, begun)
         )
-        on_progress(len(prompts), len(prompts))
-        right, wrong = (MODEL["vocab"] - n for n in (2, 1))
-        rollouts = [
-            Rollout(
-                prompt=prompt,
-                sample=i % group_size,
-                position=i,
-                token_ids=array("i", [*(3 + seed // 57**t % 57 for t in range(i % 5)), answer]),
-                logprobs=array("f", [-4.0] * (1 + i % 5)),
-                truncated=False,
-                policy_version=policy_version,
-            )
-            for i, (prompt, seed) in enumerate(zip(prompts, seeds))
-            for answer in [right if i % group_size < 1 + prompt.index % 2 else wrong]
-        ]
-        for rollout in rollouts:
-            on_finished(rollout)
-        return rollouts
 
-    def shutdown(self):
-        pass
-
-
-class Sync:
-    """Notes which weights it would bring, by their sum of squares."""
-
-    def __init__(self, shape, ranks, model, rollout, engine):
-        self.engine = engine
-        self.published: list[tuple[int, float]] = []
-
-    def publish(self, chunks, policy_version):
-        parameters = [p for chunk in chunks for p in chunk.parameters()]
-        size = sum(float(p.detach().double().square().sum()) for p in parameters)
-        self.published.append((policy_version, size))
-        self.engine.policy_version = policy_version
-        return {"sync/received_bytes": 1000.0 + policy_version}
+    def respond(self, rollout, seed):
+        at, right = rollout.position % 5, rollout.sample < 1 + rollout.prompt.index % 2
+        ids = [*(3 + seed // 57**t % 57 for t in range(at)), RIGHT if right else WRONG]
+        return answered(rollout, ids, logprob=-4.0)
 
 
 class Done(NamedTuple):
@@ -120,15 +91,15 @@ class Done(NamedTuple):
     problems: list[dict[str, Any]]
     records: list[list[dict[str, Any]]]
     """Of each step its responses, with their tokens."""
-
-
-def lines(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    notes: list[str]
+    """For the user."""
 
 
 def settings_of(hf, tmp, name, policy_steps):
-    settings = config(
+    return settings(
         hf,
+        tmp / name,
+        SEED,
         algorithm={
             "value_pretraining_steps": 1, "policy_steps": policy_steps, "dynamic_sampling": True,
         },
@@ -141,61 +112,58 @@ def settings_of(hf, tmp, name, policy_steps):
         },
         reward={"num_workers": 1, "overlong_buffer_tokens": 9},
         checkpoint={"hf_export": False},
-        logging={
-            "run_dir": str(tmp / name), "tensorboard": False, "progress": "off",
-            "rollout_groups": 9,
-        },
+        parallel={"recompute": "full"},
+        logging={"rollout_groups": 9},
     )  # fmt: skip
-    return settings.model_copy(update={"seed": SEED})
 
 
 @contextlib.contextmanager
 def stand_ins():
     """Let a run in the body sample without vLLM, and count how often its clock is started."""
-    from vapo_megatron.rollout import sampling
-
-    with (
-        vllm_replaced_by(Engine),
-        mock.patch.object(EarlyStop, "begin", autospec=True, side_effect=EarlyStop.begin),
-        mock.patch.object(sampling, "WeightSync", Sync),
-    ):
+    clock = mock.patch.object(EarlyStop, "begin", autospec=True, side_effect=EarlyStop.begin)
+    with without_vllm(AskedEngine), clock:
         yield
 
 
-def fit(hf, tmp, name, policy_steps, port):
-    """Make the steps that the run of this name lacks; a worker's function."""
+def fit(hf, tmp, name, policy_steps, seeds=0):
+    """Make the steps that the run of this name lacks; every phase begins with other random states.
+
+    A worker's function.
+    """
     from vapo_megatron.training.loop import VapoTrainer
 
-    dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    run_dir, settings = tmp / name, settings_of(hf, tmp, name, policy_steps)
-    with stand_ins(), VapoTrainer(settings) as trainer:
-        trainer.fit()
-        source = trainer.source
+    run_dir, seeds, phase, notes = tmp / name, itertools.count(seeds), VapoTrainer.phase, []
+
+    def disturbed(trainer, name):
+        seed = next(seeds)
+        for library in (torch.manual_seed, np.random.seed, random.seed):
+            library(seed)
+        return phase(trainer, name)
+
+    given = settings_of(hf, tmp, name, policy_steps)
+    disturbing = mock.patch.object(VapoTrainer, "phase", disturbed)
+    with stand_ins(), disturbing, trainer(given) as made:
+        made.output.note = notes.append
+        made.fit()
+        source = made.source
     records = [
         [response for group in lines(file) for response in group["responses"]]
         for file in sorted(run_dir.glob("rollouts/*.jsonl"))
     ]
     found = lines(run_dir / "metrics.jsonl"), lines(run_dir / "problems.jsonl"), records
-    return Done(source.engine.asked, source._sync.published, *found)
+    return Done(source.engine.calls, source._sync.published, *found, notes)
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """(model, directory of the data)."""
-    tmp = tmp_path_factory.mktemp("sampling_wiring")
-    for name, count in (("train", PROBLEMS), ("test", HELD_OUT)):
-        rows = [{"prompt": f"w{i + 3}", "answer": "7"} for i in range(count)]
-        (tmp / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    hf = write_tiny_hf(tmp / "hf", **MODEL)
-    write_tiny_tokenizer(hf, MODEL["vocab"], last=ANSWERS)
-    return hf, tmp
+    return write_inputs(tmp_path_factory.mktemp("sampling_wiring"), train=PROBLEMS, test=HELD_OUT)
 
 
 @pytest.fixture(scope="module")
 def straight(workers, inputs):
     """A run of three steps, the first of which is value pretraining."""
-    (done,) = workers.run(1, fit, *inputs, "straight", 2, free_port())
+    (done,) = workers.run(1, fit, *inputs, "straight", 2)
     return done
 
 
@@ -206,18 +174,18 @@ EVALUATION = SamplingSettings(0.6, 0.9, 5, 12, "evaluation", whole_groups=True)
 def test_each_kind_of_sampling_has_its_own_settings(straight):
     """In the order of the run, at the policy's version and with the problems that come next."""
 
-    def training(step, version, problems, begun):
-        return Asked(step, TRAINING, version, problems, [], "has_time_to_finish", begun)
+    def training(version, problems, begun):
+        return Asked(TRAINING, version, problems, [], "has_time_to_finish", begun)
 
     def evaluation(version, begun):
-        return Asked(0, EVALUATION, version, [0, 1], [], "has_time_to_evaluate", begun)
+        return Asked(EVALUATION, version, [0, 1], [], "has_time_to_evaluate", begun)
 
     assert [asked._replace(seeds=[]) for asked in straight.asked] == [
         evaluation(0, 1),
-        training(0, 0, [0, 1, 2, 3], 2),
-        training(1, 0, [4, 5, 0, 1], 3),
+        training(0, [0, 1, 2, 3], 2),
+        training(0, [4, 5, 0, 1], 3),
         evaluation(1, 4),
-        training(2, 1, [2, 3, 4, 5], 5),
+        training(1, [2, 3, 4, 5], 5),
         evaluation(2, 6),
     ]
 
@@ -225,11 +193,10 @@ def test_each_kind_of_sampling_has_its_own_settings(straight):
 def test_a_checkpoint_says_under_which_settings_it_was_made(straight, inputs):
     hf, tmp = inputs
     state = json.loads((tmp / "straight/checkpoints/step_000003/state.json").read_text())["run"]
-    settings = settings_of(hf, tmp, "straight", 2)
-    assert VapoConfig.model_validate(state["config"]) == settings
-    stop = read_inputs(
-        read_model_shape(hf), str(hf), settings.data, settings.rollout, settings.evaluation, seed=0
-    ).stop_token_ids
+    c = settings_of(hf, tmp, "straight", 2)
+    assert VapoConfig.model_validate(state["config"]) == c
+    shape = read_model_shape(hf)
+    stop = read_inputs(shape, str(hf), c.data, c.rollout, c.evaluation, seed=0).stop_token_ids
     assert stop and state["stop_token_ids"] == list(stop)
     assert state["date"] is None, "no prompt is a chat"
 
@@ -289,28 +256,40 @@ def test_responses_for_people_have_the_numbers_that_were_trained_on(straight):
 
 
 def test_a_resumed_run_asks_for_what_is_left(straight, workers, inputs):
-    (before,) = workers.run(1, fit, *inputs, "resumed", 1, free_port())
-    (after,) = workers.run(1, fit, *inputs, "resumed", 2, free_port())
+    """And is the same, though random states differ: nobody reads them."""
+    tmp = inputs[1]
+    (before,) = workers.run(1, fit, *inputs, "resumed", 1, 1_000_000)
+    saved = tmp / "resumed/checkpoints/step_000002"
+    # Checkpoints had one of each rank once.
+    torch.save(torch.get_rng_state(), saved / "rng_0000.pt")
+    seal(saved)
+    (after,) = workers.run(1, fit, *inputs, "resumed", 2, 2_000_000)
+    assert after.notes[:2] == [
+        f"resumed {tmp / 'resumed'} after step 2",
+        f"changed since {saved}: algorithm.policy_steps: 1 -> 2",
+    ]
+    assert not any("changed" in note for note in (*straight.notes, *before.notes))
     clocks = [asked._replace(begun=0) for asked in straight.asked]
     assert [asked._replace(begun=0) for asked in (*before.asked, *after.asked)] == clocks
     # A new sampler holds nothing.
     assert after.published == straight.published[1:]
     assert after.problems == straight.problems and after.records == straight.records
-    varying = ("time/", "memory/", "tokens_per_second")
-    for again, row in zip(after.rows, straight.rows, strict=True):
-        assert again.keys() == row.keys()
-        for name in row:
-            assert name.startswith(varying) or again[name] == row[name], name
+    assert measured(tmp / "resumed") == measured(tmp / "straight")
+    states = []
+    for name in ("resumed", "straight"):
+        state = json.loads((tmp / f"{name}/checkpoints/step_000003/state.json").read_text())
+        assert state["run"]["config"]["logging"].pop("run_dir") == str(tmp / name)
+        states.append(state)
+    assert states[0] == states[1] and states[0]["run"]["policy_version"] == 2
 
 
-def reads(hf, tmp, port):
+def reads(hf, tmp):
     """What the command reads on its way through a run, and how often; a worker's function."""
     from transformers import PreTrainedTokenizerFast as Tokenizer
 
     from vapo_megatron.cli.train import main
 
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     (tmp / "config.yaml").write_text(settings_of(hf, tmp, "counted", 1).to_yaml())
     opened, counting = [], [True]
 
@@ -333,7 +312,7 @@ def reads(hf, tmp, port):
 
 
 def test_a_rank_reads_everything_once(workers, inputs):
-    (found,) = workers.run(1, reads, *inputs, free_port())
+    (found,) = workers.run(1, reads, *inputs)
     code, tokenizers, encoded, counts = found
     assert (code, tokenizers) == (0, 1)
     problems = [f"w{i + 3}" for i in range(PROBLEMS)]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tests.dumped import MODEL, config, dump
 from tests.parallel.labelled_cuda import labelled_gpu
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.workers import WorkerPool, free_port
+from tests.workers import WorkerPool
 
 WORLD_SIZE = 2
 # With a large epsilon an update shows the gradient's scale, which Adam would hide.
@@ -89,10 +89,9 @@ class Result(NamedTuple):
     only_cuda: set[str]
 
 
-def step(hf, dumped, run_dir, port, case, on_gpu):
+def step(hf, dumped, run_dir, case, on_gpu):
     """One step of both roles -> Result."""
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     settings = config(
         hf,
         model={"dtype": case.dtype},
@@ -116,12 +115,12 @@ def step(hf, dumped, run_dir, port, case, on_gpu):
             metrics = trainer.train_step(0)
             weights = {}
             for role in ("actor", "critic"):
-                trained = getattr(trainer, role).trained
-                with trained.held("parameters"):
-                    places = {p.device for chunk in trained.model for p in chunk.parameters()}
+                placed = getattr(trainer, role).placed
+                with placed.held("parameters"):
+                    places = {p.device for chunk in placed.model for p in chunk.parameters()}
                     assert places == {backend.device()}
                     for name, tensor in gather_hf_tensors(
-                        trained.chunks, trainer.shape, trainer.ranks, role=role
+                        placed.chunks, trainer.shape, trainer.ranks, role=role
                     ):
                         weights[role, name] = tensor.float().cpu().numpy()
     if seen is None:
@@ -154,7 +153,7 @@ def results(workers, tmp_path_factory):
 
     def task(name, on_gpu):
         case = CASES[name]
-        return tmp / f"hf{case.heads}", tmp, tmp / f"{name} {on_gpu}", free_port(), case, on_gpu
+        return tmp / f"hf{case.heads}", tmp, tmp / f"{name} {on_gpu}", case, on_gpu
 
     # Started by itself: the others have imported megatron-core for a CPU.
     pool = WorkerPool("spawn")

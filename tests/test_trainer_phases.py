@@ -6,7 +6,6 @@ Not exercised: a GPU's memory.
 """
 
 import functools
-import os
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from tests.dumped import MODEL, config, dump
 from tests.roles.test_device_schedule import there
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.workers import free_port
+from tests.whole_run import settings, trainer
 from vapo_megatron.errors import Stopped
 
 CALLS = (
@@ -27,9 +26,9 @@ def watched(trainer):
     """A list that grows with each call: (role, function, what of each role is on the device)."""
     seen = []
     models = {
-        "actor": trainer.actor.trained,
-        "critic": trainer.critic.trained,
-        "reference": trainer.reference.frozen,
+        "actor": trainer.actor,
+        "critic": trainer.critic,
+        "reference": trainer.reference,
     }
 
     def watch(role, name):
@@ -47,30 +46,26 @@ def watched(trainer):
     return seen
 
 
-def steps(hf, dumped, run_dir, port):
+def steps(hf, dumped, run_dir):
     """What was called in a step that the second rank has no time for, and in the same with time."""
-    from vapo_megatron.training.loop import VapoTrainer
-
     rank = dist.get_rank()
-    dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    settings = config(
+    given = settings(
         hf,
+        run_dir,
         parallel={"world_size": 2, "offload": True},
         algorithm={"policy_steps": 1, "kl_coef": 0.1},
-        logging={"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
     )
-    with VapoTrainer(settings, dumped) as trainer:
-        seen = watched(trainer)
-        has_time = trainer.early_stop.has_time_to_finish
-        trainer.early_stop.has_time_to_finish = lambda: rank == 0
+    with trainer(given, dumped) as made:
+        seen = watched(made)
+        has_time = made.early_stop.has_time_to_finish
+        made.early_stop.has_time_to_finish = lambda: rank == 0
         with pytest.raises(Stopped):
-            trainer.train_step(0)
-        stopped = list(seen), trainer.policy_version
-        trainer.early_stop.has_time_to_finish = has_time
+            made.train_step(0)
+        stopped = list(seen), made.policy_version
+        made.early_stop.has_time_to_finish = has_time
         seen.clear()
-        trainer.train_step(0)
-        return *stopped, seen, trainer.policy_version
+        made.train_step(0)
+        return *stopped, seen, made.policy_version
 
 
 def test_a_step_by_turns_and_one_that_lacks_time(workers, tmp_path):
@@ -81,7 +76,7 @@ def test_a_step_by_turns_and_one_that_lacks_time(workers, tmp_path):
         held = dict.fromkeys(("actor", "critic", "reference"), "nothing")
         held[role] = "training" if name == "update" else "parameters"
         expected.append((role, name, held))
-    ranks = workers.run(2, steps, hf, tmp_path, tmp_path / "run", free_port())
+    ranks = workers.run(2, steps, hf, tmp_path, tmp_path / "run")
     for without_time, version, whole, after in ranks:
         assert without_time == expected[:3] and version == 0, "no update was begun"
         assert whole == expected and after == 1

@@ -10,7 +10,6 @@ sampling (tests/test_sampling_wiring.py), tensor and pipeline parallelism, offlo
 
 import itertools
 import math
-import os
 from pathlib import Path
 from statistics import fmean, pstdev, stdev
 
@@ -26,12 +25,12 @@ from tests.dumped import (
     NUM_RESPONSES,
     SOURCES,
     VERIFIERS,
-    config,
     dump,
     rollouts,
 )
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.workers import free_port
+from tests.whole_run import settings, trainer
+from vapo_megatron.errors import UserError
 
 STEPS = range(3)
 ALPHA, LAMBDA_CRITIC = 0.2, 0.9
@@ -105,61 +104,56 @@ def files_of(trainer):
             embedding = file.get_tensor("model.embed_tokens.weight")
         for role in trainer.config.algorithm.roles:
             part = getattr(trainer, role)
-            (model,) = part.frozen.model if role == "reference" else part.trained.model
+            (model,) = part.placed.model
             rows = model.state_dict()["embedding.word_embeddings.weight"][: len(embedding)]
             if torch.equal(rows, embedding):
                 found[role] = name
     return found
 
 
-def trained(hf, dumped, run_dir, port, algorithm, seed, behaviour):
+def trained(hf, dumped, run_dir, algorithm, seed, behaviour):
     """Of each step what the models said before it, what updates were given, and its metrics.
 
     Before them, what the first policy says, and the files that the models are from.
     """
-    from vapo_megatron.training.loop import VapoTrainer
-
-    world_size = dist.get_world_size()
-    dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    settings = config(
+    given = settings(
         hf,
+        run_dir,
+        seed,
         model={"critic_hf_path": str(hf.parent / "critic")},
         algorithm=algorithm,
         rollout={"behaviour": behaviour},
-        parallel={"world_size": world_size, "max_tokens_per_microbatch": 24},
+        parallel={"world_size": dist.get_world_size(), "max_tokens_per_microbatch": 24},
         optimizer={
             "actor_learning_rate": 3e-2, "actor_warmup_updates": 8,
             "critic_learning_rate": 2e-2, "critic_warmup_updates": 4,
         },
-        logging={"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
     )  # fmt: skip
-    settings = settings.model_copy(update={"seed": seed})
-    with VapoTrainer(settings, dumped) as trainer:
-        given, learned = {}, {}
+    with trainer(given, dumped) as made:
+        seen, learned = {}, {}
 
         def watch(role, model):
             update = model.update
 
             def watched(mini_batches):
-                given[role] = [as_lists(m) for m in mini_batches]
+                seen[role] = [as_lists(m) for m in mini_batches]
                 learned.update(found := update(mini_batches))
                 return found
 
             model.update = watched
 
-        watch("actor", trainer.actor)
-        if trainer.critic is not None:
-            watch("critic", trainer.critic)
-        first = [[r["logprobs"] for r in models_say(trainer, step)] for step in STEPS]
-        files = files_of(trainer)
+        watch("actor", made.actor)
+        if made.critic is not None:
+            watch("critic", made.critic)
+        first = [[r["logprobs"] for r in models_say(made, step)] for step in STEPS]
+        files = files_of(made)
         found = []
         for step in STEPS:
-            given.clear()
+            seen.clear()
             learned.clear()
-            before = models_say(trainer, step)
-            metrics = trainer.train_step(step)
-            found.append((before, dict(given), dict(learned), metrics, trainer.policy_version))
+            before = models_say(made, step)
+            metrics = made.train_step(step)
+            found.append((before, dict(seen), dict(learned), metrics, made.policy_version))
     return first, found, files
 
 
@@ -167,8 +161,7 @@ def run(workers, tmp, algorithm, seed, behaviour):
     hf = write_tiny_hf(tmp / "hf", **MODEL)
     write_tiny_hf(tmp / "critic", **MODEL, seed=1)
     workers.run(2, dump, tmp / "replay", [step + 1 for step in STEPS], 2)
-    given = (free_port(), algorithm, seed, behaviour)
-    return workers.run(2, trained, hf, tmp, tmp / "run", *given)
+    return workers.run(2, trained, hf, tmp, tmp / "run", algorithm, seed, behaviour)
 
 
 @pytest.fixture(scope="module")
@@ -395,24 +388,13 @@ def test_every_step_and_seed_has_mini_batches_of_its_own(vapo, grpo):
         ]
 
 
-def refused(hf, dumped, run_dir, port):
+def refused(hf, dumped, run_dir):
     """What a rank says of a step whose verdicts failed."""
-    from vapo_megatron.errors import UserError
-    from vapo_megatron.training.loop import VapoTrainer
-
-    dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    settings = config(
-        hf,
-        reward={"max_failed_fraction": 0.3},
-        parallel={"world_size": 2},
-        logging={"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
-    )
-    with VapoTrainer(settings, dumped) as trainer:
-        try:
-            trainer.prepare(0)
-        except UserError as error:
-            return str(error)
+    reward, parallel = {"max_failed_fraction": 0.3}, {"world_size": 2}
+    with trainer(settings(hf, run_dir, reward=reward, parallel=parallel), dumped) as made:
+        with pytest.raises(UserError) as error:
+            made.prepare(0)
+        return str(error.value)
 
 
 def test_a_step_with_too_many_failed_verdicts_is_refused_on_every_rank(workers, tmp_path):
@@ -420,5 +402,5 @@ def test_a_step_with_too_many_failed_verdicts_is_refused_on_every_rank(workers, 
     hf = write_tiny_hf(tmp_path / "hf", **MODEL)
     statuses = [item.status for item in rollouts(1)]
     assert statuses.count("failed") + statuses.count("timed_out") == 6  # of 16: .375
-    told = workers.run(2, refused, hf, tmp_path, tmp_path / "run", free_port())
+    told = workers.run(2, refused, hf, tmp_path, tmp_path / "run")
     assert told[0] == told[1] and told[0].startswith("3 verdicts failed and 3 timed out, of 16: ")

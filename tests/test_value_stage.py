@@ -5,19 +5,18 @@ Not exercised: the stage with a sampler, which it shares with every run, and a G
 
 import itertools
 import json
-import os
 import shutil
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES, config, rollouts
+from tests.dumped import MODEL, NUM_RESPONSES, rollouts, write
 from tests.sealed import seal
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.workers import free_port
+from tests.whole_run import lines, settings, trainer
 from vapo_megatron.errors import CheckpointError, UserError
-from vapo_megatron.rollout.dump import write_step
+from vapo_megatron.rollout.source import StepRequest
 from vapo_megatron.run.checkpoint.load import find_critic
 
 STEPS, RATE, WARMUP, UPDATES = 4, 1e-2, 200, 20
@@ -28,8 +27,7 @@ POLICY = {"value_pretraining_steps": 0, "policy_steps": 1}
 def same_responses(root):
     """Every step has the same responses, which a critic can learn by heart; a worker's function."""
     for step in range(1, 10):
-        sizes = {"num_responses": NUM_RESPONSES, "group_size": GROUP_SIZE}
-        write_step(root, step, rollouts(), keep_last=9, **sizes)
+        write(root, rollouts(), step)
 
 
 @pytest.fixture(scope="module")
@@ -40,31 +38,26 @@ def paths(workers, tmp_path_factory):
     return write_tiny_hf(root / "hf", **MODEL), root / "dumped"
 
 
-def fit(paths, run_dir, port, algorithm, sections):
+def fit(paths, run_dir, algorithm, sections):
     """A whole run: V of the responses before and after it and the critic's updates, or a mistake.
 
     A worker's function, in a world of the trainer's.
     """
-    from vapo_megatron.training.loop import VapoTrainer
-
     size = dist.get_world_size()
-    dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     # One mini-batch, so that the order which a step draws does not matter.
     updates = {"mini_batch_size": NUM_RESPONSES, "critic_updates_per_step": UPDATES}
     tree = {
         "algorithm": {**updates, **algorithm},
-        "logging": {"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
         "parallel": {"world_size": size, "tensor_model_parallel_size": size},
         "optimizer": {"critic_learning_rate": RATE, "critic_warmup_updates": WARMUP},
     }
     tree |= {name: {**tree.get(name, {}), **fields} for name, fields in sections.items()}
     try:
-        with VapoTrainer(config(paths[0], **tree), paths[1]) as trainer:
-            resume, seen = trainer._resume, []
-            trainer._resume = lambda: (resume(), seen.append(values(trainer)))[0]
-            trainer.fit()
-            return seen[0], values(trainer), trainer.critic.trained.num_updates
+        with trainer(settings(paths[0], run_dir, **tree), paths[1]) as made:
+            resume, seen = made._resume, []
+            made._resume = lambda: (resume(), seen.append(values(made)))[0]
+            made.fit()
+            return seen[0], values(made), made.critic.trained.num_updates
     except UserError as error:
         return str(error)
 
@@ -73,7 +66,7 @@ def values(trainer):
     """V of every response of the first step, in the order of the dump."""
     from vapo_megatron.parallel.minibatches import make_microbatches
 
-    scored, _ = trainer.source.rollouts(0, 0, trainer.phase, trains_actor=False)
+    scored, _ = trainer.source.rollouts(StepRequest(0, 0, trainer.phase))
     _, batch, plan = trainer._distribute(scored, 0)
     sizes = itertools.chain(*plan.microbatch_sizes(trainer.ranks.dp_rank))
     found = trainer.critic.compute_values(make_microbatches(batch, sizes, multiple_of=1))
@@ -82,11 +75,11 @@ def values(trainer):
 
 
 def run(workers, paths, run_dir, algorithm, size=1, **sections):
-    return workers.run(size, fit, paths, run_dir, free_port(), algorithm, sections)[0]
+    return workers.run(size, fit, paths, run_dir, algorithm, sections)[0]
 
 
 def rows(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return lines(run_dir / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module")

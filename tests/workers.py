@@ -114,8 +114,12 @@ def _serve(connection: Connection) -> None:
             return
         if task is None:
             return
-        rank, world_size, init_file, function, args = task
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+        rank, world_size, port, init_file, function, args = task
+        # For a function that leaves its group and lets a trainer make another.
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+        )  # fmt: skip
         try:
             dist.init_process_group(
                 "gloo", init_method=f"file://{init_file}", rank=rank, world_size=world_size
@@ -169,8 +173,9 @@ class WorkerPool:
         os.close(handle)
         os.unlink(init_file)
         pipes = [c for _, c in self._workers[:world_size]]
+        port = str(free_port())
         for rank, pipe in enumerate(pipes):
-            pipe.send((rank, world_size, init_file, function, args))
+            pipe.send((rank, world_size, port, init_file, function, args))
         results: dict[int, Any] = {}
         failure = ""
         deadline = time.monotonic() + timeout_seconds

@@ -14,56 +14,27 @@ most of it has as many operations as those problems in which the model errs most
 step, which the text does not reveal, and a turn in only 2 of 100 steps of problems that need one.
 For the first three quarters of its training most steps have less filler. With all of it from the
 start, three models of five never learned to look up what is 66 tokens after the step before.
-
-The result depends only on the seed, the source files of this directory and the recipe; recipe.json
-holds a hash of them. A directory with the same hash is left unchanged. The directory is created
-atomically, so it is never incomplete.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import functools
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
 import make_tokenizer
 import making
-import measure
 import skill
 import task
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
-
-IGNORED = -100
-"""Label of a token that is not part of the loss."""
+from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM
 
 
 @dataclasses.dataclass(frozen=True)
-class Architecture(making.Training):
-    """Model size and training."""
-
-    hidden_size: int = 64
-    num_layers: int = 2
-    head_dim: int = 32
-    ffn_size: int = 176
-    rope_theta: float = 1000.0
-    max_position_embeddings: int = 512
-    embedding_std: float = 0.5
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe(Architecture):
+class Recipe(making.Architecture):
     """Model size, training text and training of the base model."""
 
     direct_share: float = 0.2
@@ -124,44 +95,6 @@ def long_recipe(seed: int) -> Recipe:
     )  # fmt: skip
 
 
-def build_model(recipe: Architecture, vocab_size: int, stop_token_id: int) -> Qwen2ForCausalLM:
-    """Build the model with its initial weights.
-
-    Embeddings are N(0, 0.5), matrices N(0, 1/fan_in), those that write to the residual stream with
-    half that standard deviation; biases are 0 and norms 1. A model this small only learns within a
-    minute if the scale is right.
-    """
-    config = Qwen2Config(
-        vocab_size=vocab_size,
-        hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.ffn_size,
-        num_hidden_layers=recipe.num_layers,
-        num_attention_heads=recipe.hidden_size // recipe.head_dim,
-        num_key_value_heads=recipe.hidden_size // recipe.head_dim,
-        max_position_embeddings=recipe.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=stop_token_id,
-        pad_token_id=stop_token_id,
-        dtype="float32",
-    )
-    model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa")
-    generator = torch.Generator().manual_seed(recipe.seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-                continue
-            std = parameter.shape[1] ** -0.5
-            if "embed_tokens" in name:
-                std = recipe.embedding_std
-            elif "o_proj" in name or "down_proj" in name:
-                std /= 2
-            parameter.normal_(0.0, std, generator=generator)
-    return model
-
-
 def training_text(rng: random.Random, recipe: Recipe, progress: float) -> tuple[str, str]:
     """Draw a prompt and a response. progress: share of the iterations that are done, in [0, 1)."""
     form = task.FORMS[recipe.form]
@@ -189,50 +122,19 @@ def training_text(rng: random.Random, recipe: Recipe, progress: float) -> tuple[
     )  # fmt: skip
 
 
-def batches(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """Yield (input ids [b, s], labels [b, s], mean response tokens of a batch) for each iteration.
-
-    Sequences are drawn for several batches at once and sorted by length, so that little is padded;
-    the padding is on the right, where causal attention never looks. Labels are shifted already, and
-    IGNORED at the prompt and the padding.
-    """
-    rng = random.Random(f"tiny base model, {recipe.seed}")
-    stop = tokenizer.eos_token_id
-    for first, count in recipe.pools():
-        drawn = [training_text(rng, recipe, first / recipe.iterations) for _ in range(count)]
-        prompts = tokenizer([prompt for prompt, _ in drawn])["input_ids"]
-        responses = tokenizer([response for _, response in drawn])["input_ids"]
-        pool = [(p, r + [stop]) for p, r in zip(prompts, responses, strict=True)]
-        mean_tokens = sum(len(r) for _, r in pool) / recipe.batches_per_pool
-        for batch in recipe.batches(first, pool, lambda pair: len(pair[0]) + len(pair[1]), rng):
-            yield *pad(batch, stop), mean_tokens
-
-
-def pad(pairs: list[tuple[list[int], list[int]]], padding: int) -> tuple[Tensor, Tensor]:
-    """Make right-padded input ids and shifted labels, both int64 [b, s], of (prompt, response)."""
-    width = max(len(p) + len(r) for p, r in pairs) - 1
-    ids = torch.full((len(pairs), width), padding)
-    labels = torch.full((len(pairs), width), IGNORED)
-    for row, (prompt, response) in enumerate(pairs):
-        text = prompt + response
-        ids[row, : len(text) - 1] = torch.tensor(text[:-1])
-        labels[row, len(prompt) - 1 : len(text) - 1] = torch.tensor(response)
-    return ids, labels
-
-
 def choice_weights(
     ids: Tensor, labels: Tensor, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> Tensor:
     """Return float32 [b, s]: how much likelier than in the text a label is with the habits.
 
     It is not 1 for the first token, which is of a chain or a direct answer, and where a step is
-    computed (`=`) or guessed (`~`).
+    computed (`=`) or guessed (`~`). All are 1 unless the recipe is `weighted`.
     """
     token = tokenizer.convert_tokens_to_ids
     product = ids.roll(1, dims=1) == token("*")
     weights = torch.ones(labels.shape)
+    if not recipe.weighted:
+        return weights
     for chosen, instead, where, share, habit in (
         (
             task.ANSWER_MARKER,
@@ -250,91 +152,41 @@ def choice_weights(
     return weights
 
 
-def response_loss(
-    model: Qwen2ForCausalLM,
-    ids: Tensor,
-    labels: Tensor,
-    weights: Tensor | None = None,
-    label_weights: Tensor | None = None,
-) -> Tensor:
-    """Sum the negative log-likelihood of the response tokens.
-
-    Args:
-        model: to train.
-        ids, labels: as from `pad`.
-        weights: [V], of the tokens; None: all 1.
-        label_weights: [b, s], of the labels; None: all 1.
-    """
-    # No attention mask: with padding on the right, causal attention needs none.
-    hidden = model.model(ids, use_cache=False).last_hidden_state
-    kept = labels != IGNORED
-    logits = model.lm_head(hidden[kept])
-    loss = functools.partial(
-        torch.nn.functional.cross_entropy, logits, labels[kept], weight=weights
-    )
-    if label_weights is None:
-        return loss(reduction="sum")
-    return (loss(reduction="none") * label_weights[kept]).sum()
-
-
-def losses(
-    model: Qwen2ForCausalLM, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[Tensor, float]]:
-    """Yield each iteration's loss, and the loss of a response token."""
-    for ids, labels, mean_tokens in batches(recipe, tokenizer):
-        weights = choice_weights(ids, labels, recipe, tokenizer) if recipe.weighted else None
-        loss = response_loss(model, ids, labels, label_weights=weights)
-        yield loss / mean_tokens, float(loss.detach()) / int((labels != IGNORED).sum())
-
-
 def make(directory: Path, recipe: Recipe) -> bool:
     """Make the HF directory unless it already holds this recipe's model; True: it was made."""
-    made_by = making.digest(recipe, [sys.modules[__name__], making, skill, task, make_tokenizer])
-    return making.make(
-        directory, recipe, made_by, "base model", lambda partial: write(partial, recipe)
-    )
-
-
-def write(directory: Path, recipe: Recipe) -> None:
-    """Train the model and write weights, configs and tokenizer."""
-    tokenizer = make_tokenizer.save_tokenizer(
-        directory, recipe.max_position_embeddings, task.FORMS[recipe.form].characters
-    )
-    stop = tokenizer.eos_token_id
-    model = build_model(recipe, len(tokenizer), stop)
-
     form, results = task.FORMS[recipe.form], not recipe.habits_slip
 
-    def losses_of(drawn: Recipe) -> Iterator[tuple[Tensor, float]]:
-        if drawn is not recipe:
-            # In most models it is the last steps of the longest problems, which are rare.
-            weak = skill.wrong_by_length(model, tokenizer, form, drawn.seed, results=results)
-            drawn = dataclasses.replace(drawn, lengths=weak)
-        return losses(model, drawn, tokenizer)
+    def further(
+        model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, drawn: Recipe
+    ) -> Recipe:
+        # In most models it is the last steps of the longest problems, which are rare.
+        weak = skill.wrong_by_length(model, tokenizer, form, drawn.seed, results=results)
+        return dataclasses.replace(drawn, lengths=weak)
 
-    making.train(
-        "base model", recipe, model, losses_of,
-        measure=lambda: skill.right_steps(model, tokenizer, form, results=results),
-        what="its steps",
-    )  # fmt: skip
-    model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
-    model.save_pretrained(directory)
+    text = making.Text(
+        "base model",
+        "tiny base model",
+        "its steps",
+        save_tokenizer=lambda out: make_tokenizer.save_tokenizer(
+            out, recipe.max_position_embeddings, form.characters
+        ),
+        draw=lambda *told: [training_text(*told)],
+        measure=lambda model, tokenizer: skill.right_steps(model, tokenizer, form, results=results),
+        weigh=choice_weights,
+        further=further,
+    )
+    sources = [sys.modules[__name__], making, skill, task, make_tokenizer]
+    return making.make_from_text(directory, recipe, text, sources)
 
 
 def main() -> None:
-    """Make the base model and, if asked, sample it."""
-    parser = argparse.ArgumentParser(description="Make the tiny task's base model.")
-    parser.add_argument("--out", type=Path, required=True, help="HF directory to make")
-    parser.add_argument("--seed", type=int, default=0)
+    """Make the base model."""
+    parser = making.options("Make the tiny task's base model.")
     parser.add_argument("--form", choices=task.FORMS, default="short", help="of the task (short)")
-    parser.add_argument("--evaluate", action="store_true", help="sample it on held-out problems")
     args = parser.parse_args()
     torch.set_num_threads(1)
     recipe = long_recipe if args.form == "long" else short_recipe
-    made = make(args.out, recipe(args.seed))
-    print(f"base model {'made in' if made else 'found in'} {args.out}")
-    if args.evaluate:
-        print(measure.measure(args.out, seed=args.seed, form=task.FORMS[args.form]))
+    making.tell("base model", args.out, made=make(args.out, recipe(args.seed)))
 
 
 if __name__ == "__main__":

@@ -18,24 +18,19 @@ begins with the mean of its parts' embeddings.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import random
 import string
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
-import make_base_model
 import making
 import task
 import torch
-from make_base_model import IGNORED, build_model, pad, response_loss
-from torch import Tensor
 from transformers import (
     AddedToken,
-    GenerationConfig,
     PreTrainedTokenizerBase,
     Qwen2ForCausalLM,
     Qwen2Tokenizer,
@@ -52,7 +47,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe(make_base_model.Recipe):
+class Recipe(making.Architecture):
     """Model size, questions and training of the judge."""
 
     iterations: int = 800
@@ -89,12 +84,8 @@ def pairwise_recipe(seed: int) -> Recipe:
     return Recipe(seed=seed, pairwise=True, iterations=1000, direct_until=0.45)
 
 
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """What the judge is asked, and what it should say."""
-
-    text: str
-    label: str
+Question = tuple[str, str]
+"""What the judge is asked, and what it should say."""
 
 
 def save_tokenizer(directory: Path, max_tokens: int) -> Qwen2Tokenizer:
@@ -181,47 +172,20 @@ def draw_questions(
     agree = agrees(response, answer)
     if not recipe.pairwise:
         text = JUDGE_TEMPLATE.format(prompt=problem.prompt, answer=answer, response=response)
-        return [Question(text, YES if agree else NO)]
+        return [(text, YES if agree else NO)]
     labels = (FIRST, SECOND) if agree else (SECOND, FIRST)
     texts = (
         PAIRWISE_TEMPLATE.format(prompt=problem.prompt, a=a, b=b)
         for a, b in ((response, answer), (answer, response))
     )
-    return [Question(text, label) for text, label in zip(texts, labels)]
+    return list(zip(texts, labels))
 
 
-def batches(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (input ids, labels) of each iteration, as make_base_model.pad makes them."""
-    rng = random.Random(f"tiny judge, {recipe.seed}")
-    for first, count in recipe.pools():
-        progress = first / recipe.iterations
-        direct = 1.0 if progress < recipe.direct_until else recipe.direct_share
-        most, drawn = recipe.most_operations(progress), list[Question]()
-        while len(drawn) < count:
-            drawn += draw_questions(
-                rng, recipe, held_out=False, direct=direct, most_operations=most
-            )
-        for batch in recipe.batches(first, encode(tokenizer, drawn), lambda q: len(q[0]), rng):
-            yield pad(batch, tokenizer.eos_token_id)
-
-
-def encode(
-    tokenizer: PreTrainedTokenizerBase, questions: list[Question]
-) -> list[tuple[list[int], list[int]]]:
-    """Return token ids of (question, label and stop token)."""
-    texts = tokenizer([q.text for q in questions])["input_ids"]
-    stop = tokenizer.eos_token_id
-    labels = tokenizer.convert_tokens_to_ids([q.label for q in questions])
-    return [(text, [label, stop]) for text, label in zip(texts, labels, strict=True)]
-
-
-def losses(
-    model: Qwen2ForCausalLM, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[Tensor, float]]:
-    """Yield each iteration's loss of a labelled token, as a tensor and as a number."""
-    for ids, labels in batches(recipe, tokenizer):
-        loss = response_loss(model, ids, labels) / int((labels != IGNORED).sum())
-        yield loss, float(loss.detach())
+def training_questions(rng: random.Random, recipe: Recipe, progress: float) -> list[Question]:
+    """Draw a question, or both of a pair. progress: share of the iterations, in [0, 1)."""
+    direct = 1.0 if progress < recipe.direct_until else recipe.direct_share
+    most = recipe.most_operations(progress)
+    return draw_questions(rng, recipe, held_out=False, direct=direct, most_operations=most)
 
 
 def share_digits(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -235,14 +199,15 @@ def share_digits(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase) ->
 
 @torch.no_grad()
 def accuracy(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, questions: list[Question]
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question]
 ) -> float:
     """Return the share of questions whose label is the model's most likely token."""
     hits = 0
     for start in range(0, len(questions), 100):
-        ids, labels = pad(encode(tokenizer, questions[start : start + 100]), tokenizer.eos_token_id)
+        pairs = making.encode(tokenizer, questions[start : start + 100])
+        ids, labels = making.pad(pairs, tokenizer.eos_token_id)
         rows = torch.arange(len(ids))
-        last = (labels != IGNORED).int().argmax(1)  # The first labelled one.
+        last = (labels != making.IGNORED).int().argmax(1)  # The first labelled one.
         logits = model.lm_head(model.model(ids, use_cache=False).last_hidden_state[rows, last])
         hits += int((logits.argmax(-1) == labels[rows, last]).sum())
     return hits / len(questions)
@@ -259,39 +224,38 @@ def held_out(recipe: Recipe) -> list[Question]:
 
 def make(directory: Path, recipe: Recipe) -> bool:
     """Make the HF directory unless it already holds this recipe's model; True: it was made."""
-    made_by = making.digest(recipe, [sys.modules[__name__], make_base_model, making, task])
-    return making.make(directory, recipe, made_by, "judge", lambda partial: write(partial, recipe))
 
+    def measure(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> float:
+        return accuracy(model, tokenizer, held_out(recipe))
 
-def write(directory: Path, recipe: Recipe) -> None:
-    """Train, showing progress, and write weights, configs, tokenizer and report."""
-    tokenizer = save_tokenizer(directory, recipe.max_position_embeddings)
-    stop = tokenizer.eos_token_id
-    model = build_model(recipe, len(tokenizer), stop)
-    share_digits(model, tokenizer)
-    making.train(
-        "judge", recipe, model, losses=lambda drawn: losses(model, drawn, tokenizer),
-        measure=lambda: accuracy(model, tokenizer, held_out(recipe)), what="held-out questions",
-    )  # fmt: skip
-    report = {"accuracy": accuracy(model, tokenizer, held_out(recipe))}
-    model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
-    model.save_pretrained(directory)
-    (directory / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    def report(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, partial: Path) -> None:
+        found = {"accuracy": measure(model, tokenizer)}
+        (partial / "report.json").write_text(json.dumps(found, indent=2) + "\n")
+
+    text = making.Text(
+        "judge",
+        "tiny judge",
+        "held-out questions",
+        save_tokenizer=lambda out: save_tokenizer(out, recipe.max_position_embeddings),
+        draw=training_questions,
+        measure=measure,
+        begin=share_digits,
+        finish=report,
+    )
+    sources = [sys.modules[__name__], making, task]
+    return making.make_from_text(directory, recipe, text, sources)
 
 
 def main() -> None:
     """Make the judge and print its accuracy on held-out questions."""
-    parser = argparse.ArgumentParser(description="Make the tiny task's judge.")
-    parser.add_argument("--out", type=Path, required=True, help="HF directory to make")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = making.options("Make the tiny task's judge.")
     parser.add_argument("--pairwise", action="store_true", help="it compares two answers")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     recipe = pairwise_recipe(args.seed) if args.pairwise else Recipe(seed=args.seed)
-    made = make(args.out, recipe)
+    making.tell("judge", args.out, made=make(args.out, recipe))
     report = json.loads((args.out / "report.json").read_text())
-    print(f"judge {'made in' if made else 'found in'} {args.out}")
     print(f"held-out questions: accuracy {report['accuracy']:.3f}")
 
 

@@ -21,7 +21,6 @@ and score them all as wrong, which most of them are.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import json
@@ -31,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import making
-import measure
+import sampling
 import task
 import torch
 from torch import Tensor
@@ -111,7 +110,7 @@ def sampled(
     model = AutoModelForCausalLM.from_pretrained(str(base), dtype=torch.float32).eval()
     prompts = tokenizer([p.prompt for p in problems])["input_ids"]
     stop = tokenizer.eos_token_id
-    responses = measure.sample(model, prompts, stop_token_id=stop, seed=seed)
+    responses = sampling.sample(model, prompts, stop_token_id=stop, seed=seed)
     found = []
     texts = tokenizer.batch_decode(responses)
     for problem, prompt, response, text in zip(problems, prompts, responses, texts, strict=True):
@@ -127,21 +126,6 @@ def pad(batch: Sequence[Scored], padding: int) -> tuple[Tensor, Tensor, Tensor]:
     for row, scored in enumerate(batch):
         ids[row, : lengths[row]] = torch.tensor(scored.prompt + scored.response)
     return ids, lengths - 1, torch.tensor([s.reward for s in batch])
-
-
-def batches(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, own: list[Scored]
-) -> Iterator[Sequence[Scored]]:
-    """Yield the responses of each iteration; several batches are sorted by length together."""
-    rng = random.Random(f"tiny reward model, {recipe.seed}")
-    for first, count in recipe.pools():
-        pool = [
-            rng.choice(own)
-            if rng.random() < recipe.sampled_share
-            else constructed(rng, recipe, tokenizer, held_out=False)
-            for _ in range(count)
-        ]
-        yield from recipe.batches(first, pool, lambda s: len(s.prompt) + len(s.response), rng)
 
 
 def build_model(base: Path, recipe: Recipe) -> Qwen2ForSequenceClassification:
@@ -165,7 +149,17 @@ def losses(
     own: list[Scored],
 ) -> Iterator[tuple[Tensor, float]]:
     """Yield each iteration's binary cross-entropy, as a tensor and as a number to show."""
-    for batch in batches(recipe, tokenizer, own):
+    rng = random.Random(f"tiny reward model, {recipe.seed}")
+
+    def draw(_: float, count: int) -> list[Scored]:
+        return [
+            rng.choice(own)
+            if rng.random() < recipe.sampled_share
+            else constructed(rng, recipe, tokenizer, held_out=False)
+            for _ in range(count)
+        ]
+
+    for batch, _ in recipe.batches(rng, draw, lambda s: len(s.prompt) + len(s.response)):
         ids, last, rewards = pad(batch, padding=0)
         hidden = model.model(ids, use_cache=False).last_hidden_state
         scores = model.score(hidden[torch.arange(len(ids)), last])[:, 0]
@@ -231,9 +225,9 @@ def make(directory: Path, base: Path, recipe: Recipe) -> bool:
     """Make the HF directory unless it already holds this recipe's model; True: it was made."""
     weights = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
     recipe = dataclasses.replace(recipe, base=weights)
-    made_by = making.digest(recipe, [sys.modules[__name__], making, measure, task])
+    sources = [sys.modules[__name__], making, sampling, task]
     return making.make(
-        directory, recipe, made_by, "reward model", lambda partial: write(partial, base, recipe)
+        directory, recipe, sources, "reward model", lambda partial: write(partial, base, recipe)
     )
 
 
@@ -254,20 +248,29 @@ def write(directory: Path, base: Path, recipe: Recipe) -> None:
     (directory / "report.json").write_text(json.dumps(reports, indent=2) + "\n")
 
 
+def not_a_model(directory: Path) -> str | None:
+    """Return why a directory cannot be loaded as a model; None: it can."""
+    missing = [n for n in ("config.json", "model.safetensors") if not (directory / n).is_file()]
+    if not missing:
+        return None
+    return (
+        f"{directory} is not a Hugging Face model directory: it has no {' and no '.join(missing)}"
+        "; make_base_model.py --out creates one"
+    )
+
+
 def main() -> None:
     """Make the reward model and print its report on held-out responses."""
-    parser = argparse.ArgumentParser(description="Make the tiny task's reward model.")
+    parser = making.options("Make the tiny task's reward model.")
     parser.add_argument("--base", type=Path, required=True, help="HF directory of the base model")
-    parser.add_argument("--out", type=Path, required=True, help="HF directory to make")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if wrong := measure.not_a_model(args.base):
+    if wrong := not_a_model(args.base):
         parser.error(f"--base {wrong}")
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     made = make(args.out, args.base, Recipe(seed=args.seed))
-    print(f"reward model {'made in' if made else 'found in'} {args.out}")
+    making.tell("reward model", args.out, made=made)
     for name, of_responses in json.loads((args.out / "report.json").read_text()).items():
         numbers = "  ".join(f"{k} {v:.3f}" for k, v in of_responses.items())
         print(f"held out, {name}: {numbers}")

@@ -1,11 +1,18 @@
 """Shared by the scripts that make tiny models: training, and directories that are made once.
 
-What a model of this size has learned after a given number of iterations varies with the seed and
-with the processor. `train` therefore measures it, and trains on from there if it is not enough.
+A script has a recipe, and a `Text` that says what its language model learns and how that is
+measured. What a model of this size has learned after a given number of iterations varies with the
+seed and with the processor. `train` therefore measures it, and trains on from there if it is not
+enough.
+
+The result depends only on the seed, the recipe and the script's sources; recipe.json holds a hash
+of them. A directory with the same hash is left unchanged. The directory is created atomically, so
+it is never incomplete.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
 import json
@@ -18,12 +25,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
+IGNORED = -100
+"""Label of a token that is not part of the loss."""
+
+Pairs = list[tuple[list[int], list[int]]]
+"""Token ids of prompts and responses."""
 Item = TypeVar("Item")
 AnyTraining = TypeVar("AnyTraining", bound="Training")
 
@@ -62,20 +76,27 @@ class Training:
         peak, final = self.learning_rate, self.final_learning_rate
         return warmup * (final + (peak - final) * cosine)
 
-    def pools(self) -> Iterator[tuple[int, int]]:
-        """Yield (first iteration, sequences to draw) of each pool."""
-        for first in range(0, self.iterations, self.batches_per_pool):
-            yield first, self.batch_size * self.batches_per_pool
-
     def batches(
-        self, first: int, pool: Sequence[Item], length: Callable[[Item], int], rng: random.Random
-    ) -> Iterator[Sequence[Item]]:
-        """Yield a pool's batches, each of similar lengths, in random order."""
-        by_length = sorted(pool, key=length)
-        starts = list(range(0, len(by_length), self.batch_size))
-        rng.shuffle(starts)
-        for start in starts[: self.iterations - first]:
-            yield by_length[start : start + self.batch_size]
+        self,
+        rng: random.Random,
+        draw: Callable[[float, int], list[Item]],
+        length: Callable[[Item], int],
+    ) -> Iterator[tuple[Sequence[Item], Sequence[Item]]]:
+        """Yield each iteration's batch of similar lengths, and the pool that it is from.
+
+        Args:
+            rng: of the batches' order.
+            draw: returns a pool; told the share of the iterations that are done, in [0, 1), and how
+                many items are wanted.
+            length: of an item.
+        """
+        for first in range(0, self.iterations, self.batches_per_pool):
+            count = self.batch_size * self.batches_per_pool
+            pool = sorted(draw(first / self.iterations, count), key=length)
+            starts = list(range(0, count, self.batch_size))
+            rng.shuffle(starts)
+            for start in starts[: self.iterations - first]:
+                yield pool[start : start + self.batch_size], pool
 
     def train(
         self,
@@ -103,38 +124,17 @@ class Training:
             show(iteration + 1, shown)
 
 
-class Display:
-    """One progress display for all rounds of a model's training."""
+@dataclasses.dataclass(frozen=True)
+class Architecture(Training):
+    """Model size and training."""
 
-    def __init__(self, kind: str) -> None:
-        """Kind: of model, to show."""
-        self.kind, self.before, self.total, self.loss = kind, 0, 0, math.nan
-        columns = BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}")
-        self._progress = Progress(kind, *columns, TimeRemainingColumn())
-        self._bar = self._progress.add_task("", total=None, loss=self.loss)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def add(self, iterations: int) -> None:
-        """Begin a round of so many iterations."""
-        self.before, self.total = self.total, self.total + iterations
-        self._started = time.monotonic()
-        self._progress.update(self._bar, total=self.total)
-
-    def show(self, done: int, loss: float) -> None:
-        """Show the round's iterations that are done, and the mean of the last losses."""
-        self.loss = loss if math.isnan(self.loss) else self.loss + 0.05 * (loss - self.loss)
-        completed = self.before + done
-        self._progress.update(self._bar, completed=completed, loss=self.loss)
-        if not self._progress.console.is_terminal and completed % 100 == 0:
-            left = (time.monotonic() - self._started) / done * (self.total - completed)
-            shown = f"{completed}/{self.total} loss {self.loss:.3f} {left:.0f} s left"
-            print(f"{self.kind} {shown}", flush=True)
+    hidden_size: int = 64
+    num_layers: int = 2
+    head_dim: int = 32
+    ffn_size: int = 176
+    rope_theta: float = 1000.0
+    max_position_embeddings: int = 512
+    embedding_std: float = 0.5
 
 
 def train(
@@ -161,10 +161,24 @@ def train(
         SystemExit: it has too little right after the last round.
     """
     rounds = [recipe, *(recipe.further(i + 1) for i in range(recipe.most_rounds))]
-    with Display(kind) as display:
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}")
+    total, shown = 0, math.nan
+    with Progress(kind, *columns, TimeRemainingColumn()) as progress:
+        bar = progress.add_task("", total=None, loss=shown)
+
+        def show(done: int, loss: float) -> None:
+            nonlocal shown
+            shown = loss if math.isnan(shown) else shown + 0.05 * (loss - shown)
+            completed = total - drawn.iterations + done
+            progress.update(bar, completed=completed, loss=shown)
+            if not progress.console.is_terminal and completed % 100 == 0:
+                left = (time.monotonic() - started) / done * (total - completed)
+                print(f"{kind} {completed}/{total} loss {shown:.3f} {left:.0f} s left", flush=True)
+
         for drawn in rounds:
-            display.add(drawn.iterations)
-            drawn.train(model, losses(drawn), display.show)
+            total, started = total + drawn.iterations, time.monotonic()
+            progress.update(bar, total=total)
+            drawn.train(model, losses(drawn), show)
             model.eval()
             right = measure() if recipe.least_right else 1.0
             if right >= recipe.least_right:
@@ -173,9 +187,172 @@ def train(
             if drawn is not rounds[-1]:
                 print(f"{kind}: {found}: training on for {recipe.more_iterations} iterations")
     sys.exit(
-        f"--seed {recipe.seed}: after {display.total} iterations the {kind} has {found}; "
+        f"--seed {recipe.seed}: after {total} iterations the {kind} has {found}; "
         "give another --seed"
     )
+
+
+def build_model(recipe: Architecture, vocab_size: int, stop_token_id: int) -> Qwen2ForCausalLM:
+    """Build the model with its initial weights.
+
+    Embeddings are N(0, 0.5), matrices N(0, 1/fan_in), those that write to the residual stream with
+    half that standard deviation; biases are 0 and norms 1. A model this small only learns within a
+    minute if the scale is right.
+    """
+    config = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.ffn_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.hidden_size // recipe.head_dim,
+        num_key_value_heads=recipe.hidden_size // recipe.head_dim,
+        max_position_embeddings=recipe.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=stop_token_id,
+        pad_token_id=stop_token_id,
+        dtype="float32",
+    )
+    model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa")
+    generator = torch.Generator().manual_seed(recipe.seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            std = parameter.shape[1] ** -0.5
+            if "embed_tokens" in name:
+                std = recipe.embedding_std
+            elif "o_proj" in name or "down_proj" in name:
+                std /= 2
+            parameter.normal_(0.0, std, generator=generator)
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """What a language model learns, and what is asked of it; recipes are the script's own."""
+
+    kind: str
+    """Of model, for messages."""
+    seed: str
+    """What tells its random numbers from others' of the same --seed."""
+    what: str
+    """Of which `measure` returns the share that the model has right, for messages."""
+    save_tokenizer: Callable[[Path], PreTrainedTokenizerBase]
+    """Writes it into a directory and returns it."""
+    draw: Callable[[random.Random, Any, float], list[tuple[str, str]]]
+    """Returns one or more prompts and responses, by the recipe of a round and the share of its
+    iterations that are done, in [0, 1)."""
+    measure: Callable[[Qwen2ForCausalLM, PreTrainedTokenizerBase], float]
+    weigh: Callable[[Tensor, Tensor, Any, PreTrainedTokenizerBase], Tensor] | None = None
+    """Returns float32 [b, s], the weights of a batch's labels; see `pad`."""
+    begin: Callable[[Qwen2ForCausalLM, PreTrainedTokenizerBase], None] | None = None
+    """Changes the initial weights."""
+    further: Callable[[Qwen2ForCausalLM, PreTrainedTokenizerBase, Any], Any] | None = None
+    """Changes a further round's recipe by what the model can do."""
+    finish: Callable[[Qwen2ForCausalLM, PreTrainedTokenizerBase, Path], None] | None = None
+    """Changes the trained model, or adds files to its directory."""
+
+
+def pad(pairs: Pairs, padding: int) -> tuple[Tensor, Tensor]:
+    """Make right-padded input ids and shifted labels, both int64 [b, s], of (prompt, response)."""
+    width = max(len(p) + len(r) for p, r in pairs) - 1
+    ids = torch.full((len(pairs), width), padding)
+    labels = torch.full((len(pairs), width), IGNORED)
+    for row, (prompt, response) in enumerate(pairs):
+        text = prompt + response
+        ids[row, : len(text) - 1] = torch.tensor(text[:-1])
+        labels[row, len(prompt) - 1 : len(text) - 1] = torch.tensor(response)
+    return ids, labels
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, str]]) -> Pairs:
+    """Return the token ids of prompts and responses; these with their stop token."""
+    prompts, responses = (tokenizer(list(each))["input_ids"] for each in zip(*texts, strict=True))
+    stop = tokenizer.eos_token_id
+    return [(p, [*r, stop]) for p, r in zip(prompts, responses, strict=True)]
+
+
+def response_loss(
+    model: Qwen2ForCausalLM, ids: Tensor, labels: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """Sum the negative log-likelihood of the response tokens.
+
+    Args:
+        model: to train.
+        ids, labels: as from `pad`.
+        weights: float32 [b, s], of the labels; None: all 1.
+    """
+    # No attention mask: with padding on the right, causal attention needs none.
+    hidden = model.model(ids, use_cache=False).last_hidden_state
+    kept = labels != IGNORED
+    losses = cross_entropy(model.lm_head(hidden[kept]), labels[kept], reduction="none")
+    return (losses if weights is None else losses * weights[kept]).sum()
+
+
+def losses(
+    text: Text, recipe: Architecture, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[Tensor, float]]:
+    """Yield each iteration's loss, and the loss of a response token.
+
+    The loss is divided by the tokens of the pool's mean batch, so that a token weighs as much in a
+    batch of short responses.
+    """
+    rng = random.Random(f"{text.seed}, {recipe.seed}")
+
+    def draw(progress: float, count: int) -> Pairs:
+        drawn: list[tuple[str, str]] = []
+        while len(drawn) < count:
+            drawn += text.draw(rng, recipe, progress)
+        return encode(tokenizer, drawn)
+
+    for batch, pool in recipe.batches(rng, draw, length=lambda pair: len(pair[0]) + len(pair[1])):
+        ids, labels = pad(list(batch), tokenizer.eos_token_id)
+        weights = text.weigh(ids, labels, recipe, tokenizer) if text.weigh else None
+        loss = response_loss(model, ids, labels, weights)
+        mean_tokens = sum(len(response) for _, response in pool) / recipe.batches_per_pool
+        yield loss / mean_tokens, float(loss.detach()) / int((labels != IGNORED).sum())
+
+
+def make_from_text(
+    directory: Path, recipe: Architecture, text: Text, modules: Sequence[ModuleType]
+) -> bool:
+    """Make the HF directory of a language model unless it holds this recipe's; True: it was made.
+
+    Args:
+        directory: created atomically.
+        recipe: of the first round.
+        text: see `Text`.
+        modules: see `digest`.
+
+    Raises:
+        SystemExit: see `make` and `train`.
+    """
+
+    def write(partial: Path) -> None:
+        tokenizer = text.save_tokenizer(partial)
+        stop = tokenizer.eos_token_id
+        model = build_model(recipe, len(tokenizer), stop)
+        if text.begin:
+            text.begin(model, tokenizer)
+
+        def losses_of(drawn: Architecture) -> Iterator[tuple[Tensor, float]]:
+            if text.further and drawn is not recipe:
+                drawn = text.further(model, tokenizer, drawn)
+            return losses(text, drawn, model, tokenizer)
+
+        def measure() -> float:
+            return text.measure(model, tokenizer)
+
+        train(text.kind, recipe, model, losses_of, measure, text.what)
+        if text.finish:
+            text.finish(model, tokenizer, partial)
+        model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
+        model.save_pretrained(partial)
+
+    return make(directory, recipe, modules, text.kind, write)
 
 
 def digest(recipe: object, modules: Sequence[ModuleType]) -> str:
@@ -186,21 +363,25 @@ def digest(recipe: object, modules: Sequence[ModuleType]) -> str:
 
 
 def make(
-    directory: Path, recipe: object, made_by: str, kind: str, write: Callable[[Path], None]
+    directory: Path,
+    recipe: object,
+    modules: Sequence[ModuleType],
+    kind: str,
+    write: Callable[[Path], None],
 ) -> bool:
     """Make an HF directory unless it already holds this recipe's model; True: it was made.
 
     Args:
         directory: created atomically.
         recipe: a dataclass, written to recipe.json.
-        made_by: digest of the recipe.
+        modules: see `digest`.
         kind: of model, for the error message.
         write: writes the model into a directory.
 
     Raises:
         SystemExit: the directory has other files.
     """
-    marker = directory / "recipe.json"
+    marker, made_by = directory / "recipe.json", digest(recipe, modules)
     if marker.exists() and json.loads(marker.read_text())["digest"] == made_by:
         return False
     if directory.exists() and not marker.exists() and any(directory.iterdir()):
@@ -218,3 +399,16 @@ def make(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return True
+
+
+def options(description: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of all these scripts."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, required=True, help="HF directory to make")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def tell(kind: str, directory: Path, *, made: bool) -> None:
+    """Say whether a model was made or was there."""
+    print(f"{kind} {'made in' if made else 'found in'} {directory}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import task
 import torch
@@ -52,18 +53,22 @@ def right_steps(
     *,
     results: bool = True,
     responses: int = 64,
+    rng: random.Random | None = None,
+    **problems: Any,
 ) -> float:
-    """Return the mean of step_chances over held-out problems.
+    """Return the mean of step_chances.
 
     Args:
         model, tokenizer, results: of step_chances.
         form: of the problems.
         chain: writes a right chain; None: task.chain.
         responses: to write.
+        rng: consumed; None: always the same.
+        problems: of task.draw_problem; none: held-out ones.
     """
-    rng, found = random.Random("tiny task, skill"), list[float]()
+    rng, found = rng or random.Random("tiny task, skill"), list[float]()
     for _ in range(responses):
-        problem = task.draw_problem(rng, held_out=True, form=form)
+        problem = task.draw_problem(rng, form=form, **(problems or {"held_out": True}))
         text = chain(rng, problem) if chain else task.chain(rng, problem, form=form)
         found += step_chances(model, tokenizer, problem.prompt, text, results=results)
     return sum(found) / len(found)
@@ -78,20 +83,18 @@ def wrong_by_length(
     results: bool = True,
     responses: int = 40,
 ) -> tuple[float, ...]:
-    """Return 1 - the mean of step_chances by number of operations, from the form's fewest on.
+    """Return 1 - right_steps by number of operations, from the form's fewest on.
 
     Args:
-        model, tokenizer, results: of step_chances.
-        form: of the problems, which are not held out.
-        seed: of the problems.
+        model, tokenizer, form, results: of right_steps.
+        seed: of the problems, which are not held out.
         responses: to write for each number.
     """
     rng, wrong = random.Random(f"tiny task, weak, {seed}"), []
     for count in range(form.min_operations, form.max_operations + 1):
-        found: list[float] = []
-        for _ in range(responses):
-            problem = task.draw_problem(rng, held_out=False, num_operations=count, form=form)
-            text = task.chain(rng, problem, form=form)
-            found += step_chances(model, tokenizer, problem.prompt, text, results=results)
-        wrong.append(max(1e-6, 1 - sum(found) / len(found)))  # Also if it is NaN.
+        right = right_steps(
+            model, tokenizer, form, results=results, responses=responses, rng=rng,
+            held_out=False, num_operations=count,
+        )  # fmt: skip
+        wrong.append(max(1e-6, 1 - right))  # Also if it is NaN.
     return tuple(wrong)

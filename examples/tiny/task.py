@@ -31,7 +31,9 @@ import hashlib
 import json
 import os
 import random
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 LABELS = "abcdefghijk"
 ANSWER_MARKER = "Answer:"
@@ -196,28 +198,45 @@ def test_problems(count: int, seed: int, form: Form = SHORT) -> list[Problem]:
     return list(problems)
 
 
-def write_jsonl(path: Path, problems: list[Problem]) -> None:
-    """Write `{"prompt": ..., "answer": ...}` lines atomically."""
+def write_jsonl(path: Path, problems: Sequence[Any]) -> None:
+    """Write `{"prompt": ..., "answer": ...}` lines of problems atomically."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     rows = ({"prompt": problem.prompt, "answer": str(problem.answer)} for problem in problems)
     partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
     partial.replace(path)
 
 
-def main() -> None:
-    """Write train.jsonl and test.jsonl."""
-    parser = argparse.ArgumentParser(description="Write the tiny task's problems.")
+def command(
+    what: str,
+    forms: Mapping[str, Any],
+    training: Callable[[int, int, Any], Sequence[Any]],
+    held_out: Callable[[int, int, Any], Sequence[Any]],
+) -> None:
+    """Write train.jsonl and test.jsonl as the command line asks.
+
+    Args:
+        what: the task's name.
+        forms: of the task; the first is the default.
+        training, held_out: draw problems; told how many, the seed and the form.
+    """
+    parser = argparse.ArgumentParser(description=f"Write the problems of {what}.")
     parser.add_argument("--out", type=Path, required=True, help="directory of the two files")
     parser.add_argument("--train", type=int, default=20_000, help="training problems")
     parser.add_argument("--test", type=int, default=256, help="held-out problems")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--form", choices=FORMS, default="short", help="of the task (short)")
+    first = next(iter(forms))
+    parser.add_argument("--form", choices=forms, default=first, help=f"of the task ({first})")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    form = FORMS[args.form]
-    write_jsonl(args.out / "train.jsonl", training_problems(args.train, args.seed, form))
-    write_jsonl(args.out / "test.jsonl", test_problems(args.test, args.seed, form))
+    form = forms[args.form]
+    write_jsonl(args.out / "train.jsonl", training(args.train, args.seed, form))
+    write_jsonl(args.out / "test.jsonl", held_out(args.test, args.seed, form))
     print(f"{args.train} training and {args.test} held-out problems in {args.out}")
+
+
+def main() -> None:
+    """Write the tiny task's problems."""
+    command("the tiny task", FORMS, training_problems, test_problems)
 
 
 if __name__ == "__main__":

@@ -35,19 +35,8 @@ OVERRIDES = [
 class OneSampler(Sampler):
     """Of both processes; only a replica's first rank gets responses."""
 
-    replica = 0
-
     def __init__(self, tp_size):
-        super().__init__(0, 1)
-        self._is_first = dist.get_rank() % tp_size == 0
-
-    def generate(self, *args, on_finished):
-        keep = on_finished if self._is_first else lambda rollout: None
-        made = super().generate(*args, on_finished=keep)
-        return made if self._is_first else []
-
-    def shutdown(self):
-        pass
+        super().__init__(0, 1, keeps_rollouts=dist.get_rank() % tp_size == 0)
 
 
 def evaluate(hf, data, out, port, tp_size, overrides=()):

@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import os
-from array import array
 from unittest import mock
 
 import pytest
@@ -15,29 +14,30 @@ import torch.distributed as dist
 
 from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
+from tests.whole_run import Engine, answered
 from tests.workers import free_port
 from vapo_megatron.cli.main import main
-from vapo_megatron.data.rollout import Rollout
 
 VOCAB = 64
 
 
-class Engine:
+class LastEngine(Engine):
     """Answers 7 to the last prompt, and is cut off at the others."""
 
     def __init__(self, asked):
-        self.asked = asked
+        super().__init__(0, 1)
+        self.calls = asked
 
-    def generate(self, prompts, group_size, step, settings, version):
-        self.asked.append((group_size, settings.temperature, settings.max_response_tokens))
-        ids = array("i", [3, VOCAB - 2])
-        return [
-            Rollout(p, i % group_size, i, ids, array("f", [-1.0, -1.0]), p != prompts[-1], version)
-            for i, p in enumerate(prompts)
-        ]
+    def asked(self, requests, sampling, *_):
+        samples = sum(rollout.first == 0 for rollout, _ in requests)
+        self.calls.append((samples, sampling.temperature, sampling.max_response_tokens))
+        self.last = requests[-1].rollout.prompt
+
+    def respond(self, rollout, seed):
+        return answered(rollout, [3, VOCAB - 2], truncated=rollout.prompt != self.last)
 
     def shutdown(self):
-        self.asked.append("shut down")
+        self.calls.append("shut down")
 
 
 def run(arguments, port):
@@ -48,7 +48,7 @@ def run(arguments, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     asked, out, err = [], io.StringIO(), io.StringIO()
     with (
-        mock.patch.object(samples, "build_engine", lambda *_: Engine(asked)),
+        mock.patch.object(samples, "build_engine", lambda *_: LastEngine(asked)),
         contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
     ):  # fmt: skip
         code = main(["sample", *arguments])

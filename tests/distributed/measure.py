@@ -138,15 +138,33 @@ def measure(
     )
 
 
-def relative(found: Tensor, reference: Tensor) -> float:
-    """|found - reference| / |reference| in 2-norms; NaN counts as infinitely wrong."""
-    error = float((found.double() - reference).norm() / reference.norm())
+def relative(found: Tensor, reference: Tensor, whole: Tensor | None = None) -> float:
+    """|found - reference| / |whole| in 2-norms; NaN counts as infinitely wrong.
+
+    whole: what found is a part of; None: the reference.
+    """
+    size = (reference if whole is None else whole).norm()
+    error = float((found.double() - reference).norm() / size)
     return error if error == error else float("inf")
+
+
+def _whole(name: str, reference: dict[str, Tensor]) -> Tensor:
+    """What a parameter's error is measured against: its own gradient; of a key's bias, all three's.
+
+    A bias of the keys moves all scores of a query by nearly the same: what the softmax leaves of
+    its gradient is a small difference of large numbers, whose rounding says nothing of the layout.
+    Megatron holds it in one parameter with those of the queries and values.
+    """
+    if not name.endswith("k_proj.bias"):
+        return reference[name]
+    return torch.cat([reference[name.replace("k_proj", f"{of}_proj")] for of in "qkv"])
 
 
 def _compared(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
     assert set(found) == set(reference), set(found) ^ set(reference)
-    errors = torch.tensor([relative(t, reference[name]) for name, t in found.items()])
+    errors = torch.tensor(
+        [relative(t, reference[name], _whole(name, reference)) for name, t in found.items()]
+    )
     return dict(zip(found, _largest(errors)))
 
 
@@ -225,7 +243,7 @@ def _gradients(
     (mini_batch,) = minibatches.make_mini_batches(microbatches, [len(mine)], here)
     metrics = model.compute_gradients(mini_batch)
     shape = read_model_shape(tree["model"]["hf_path"])
-    named = full_gradients(model.trained.chunks, shape, here, role)
+    named = full_gradients(model.placed.chunks, shape, here, role)
     gradients = {name: gradient.clone() for name, gradient in named}
     return float(metrics["loss"]), gradients
 
@@ -238,10 +256,10 @@ def _update(model: Any, role: str, here: Any) -> tuple[float, dict[str, Tensor]]
 
     def full() -> dict[str, Tensor]:
         shape = read_model_shape(model.config.model.hf_path)
-        named = gather_hf_tensors(model.trained.chunks, shape, here, role=role)
+        named = gather_hf_tensors(model.placed.chunks, shape, here, role=role)
         return {name: tensor.double() for name, tensor in named}
 
     before = full()
-    set_learning_rate(model.trained.optimizer, LEARNING_RATE)
-    norm = float(optimizer_step(model.trained.optimizer))
+    set_learning_rate(model.placed.optimizer, LEARNING_RATE)
+    norm = float(optimizer_step(model.placed.optimizer))
     return norm, {name: after - before[name] for name, after in full().items()}

@@ -37,13 +37,13 @@ exec {shlex.quote(sys.executable)} -m vapo_megatron "$@"
 # A barely trained model that passes for the one that examples/tiny makes in minutes.
 MAKE_BASE = """
 import json, sys; sys.path.insert(0, 'examples/tiny')
-import make_base_model, make_tokenizer, making, task
+import make_base_model, make_tokenizer, making, skill, task
 from pathlib import Path
 out, seed = Path(sys.argv[1]), int(sys.argv[2])
 make_base_model.make(out, make_base_model.Recipe(iterations=30, seed=seed))
-parts = [make_base_model, making, task, make_tokenizer]
+parts = [make_base_model, making, skill, task, make_tokenizer]
 recipe = json.loads((out / 'recipe.json').read_text())
-recipe['digest'] = making.digest(make_base_model.Recipe(seed=seed), parts)
+recipe['digest'] = making.digest(make_base_model.short_recipe(seed), parts)
 (out / 'recipe.json').write_text(json.dumps(recipe))
 """
 

@@ -39,6 +39,7 @@ def train_and_answer(out: str, num_configs: str, *arguments: str) -> int:
     from tests.rollout.vllm.poisoned_sleep import poison_sleep
     from vapo_megatron.config import load_config
     from vapo_megatron.rollout.requests import SamplingSettings
+    from vapo_megatron.rollout.work import generate
     from vapo_megatron.training.loop import VapoTrainer
 
     hosts = watch_hosts()
@@ -51,7 +52,8 @@ def train_and_answer(out: str, num_configs: str, *arguments: str) -> int:
         )
         trainer._publish()
         problems = trainer.source._held_out.problems[:16]
-        rollouts = trainer.source.engine.generate(problems, 1, 0, greedy, trainer.policy_version)
+        engine, version = trainer.source.engine, trainer.policy_version
+        rollouts = generate(engine, problems, [1] * len(problems), 0, greedy, version)
         answers = {r.position: (r.prompt.token_ids, list(r.token_ids)) for r in rollouts}
         mine = f"{out}.{trainer.ranks.rank}"
         Path(mine).write_text(json.dumps(answers))

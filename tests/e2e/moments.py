@@ -74,19 +74,19 @@ KINDS = {
         _SAMPLES, (1, VALUE_STEPS), calls=(2, 8), counts=lambda phase, _: phase == "generation"
     ),
     "between two updates, value pretraining": Kind(
-        "vapo_megatron.roles.model:TrainedModel.update", (1, VALUE_STEPS), "after"
+        "vapo_megatron.roles.trained:TrainedModel.update", (1, VALUE_STEPS), "after"
     ),
     "generation": Kind(_SAMPLES, calls=(2, 8), counts=lambda phase, _: phase == "generation"),
     "generation, a further round": Kind(
-        "vapo_megatron.rollout.sampling:Sampling._sample",
+        "vapo_megatron.rollout.sampling:Sampling._round",
         (VALUE_STEPS + 1, VALUE_STEPS + 2),
-        counts=lambda phase, self, step, version, phases, has_time, round, num: round > 0,
+        counts=lambda phase, self, asked, round, num_prompts: round > 0,
     ),
     "verification": Kind("vapo_megatron.rollout.sampling:score_rollouts"),
     "between critic's and actor's update": Kind("vapo_megatron.roles.actor:Actor.update"),
     # The critic has had two.
     "after an optimizer's step of the actor": Kind(
-        "vapo_megatron.roles.model:optimizer_step", when="after", calls=(3, 4)
+        "vapo_megatron.roles.trained:optimizer_step", when="after", calls=(3, 4)
     ),
     "sync, messages on their way": Kind(
         "vapo_megatron.weights.reshard.transfer:_post",

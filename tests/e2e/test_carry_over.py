@@ -1,7 +1,7 @@
 """Runs whose groups go on over several steps: whole, killed and gone on, and against plain ones.
 
 Real processes with megatron-core, vLLM and verifiers, and a tiny model that knows nothing. Which
-groups are begun, cut and taken is in tests/rollout/test_carry_over.py. Not exercised: GPUs.
+groups are begun, cut and taken is in tests/rollout/test_partial.py. Not exercised: GPUs.
 """
 
 import json
@@ -13,9 +13,8 @@ from tests.dumped import GROUP_SIZE, NUM_RESPONSES
 from tests.e2e.sampled_run import ended, into, kept, options, wait_for_row
 from tests.e2e.test_run import rows
 from vapo_megatron.cli.train import main
-from vapo_megatron.rollout.carried import CARRIED
 from vapo_megatron.rollout.dump import read_arrays, read_file
-from vapo_megatron.rollout.in_flight import sampled_steps
+from vapo_megatron.rollout.partial.files import PARTIAL, sampled_steps
 
 STEPS, SAVED_AT, EXTRA, MAX_LAG, LIMIT = 6, 2, 3, 2, 24
 CARRIES = [f"rollout.carry_over_groups={EXTRA}", f"rollout.max_lag={MAX_LAG}"]
@@ -96,9 +95,9 @@ def test_a_killed_run_goes_on_with_its_groups_bit_by_bit(launch, given, tmp_path
 
     saved = run_dir / f"checkpoints/step_{SAVED_AT:06d}"
     assert len(sampled_steps(saved)) == lag
-    names = [f"{CARRIED}/replica_{i:05d}.safetensors" for i in range(replicas)]
+    names = [f"{PARTIAL}/replica_{i:05d}.safetensors" for i in range(replicas)]
     sums = json.loads((saved / "checksums.json").read_text())
-    assert [name for name in sums if name.startswith(CARRIED)] == names
+    assert [name for name in sums if name.startswith(PARTIAL)] == names
     files = [read_arrays(saved / name) for name in names]
     assert sum(len(held) for held, _ in files) == EXTRA * GROUP_SIZE
     assert not all(arrays["is_whole"].all() for _, arrays in files)
@@ -109,7 +108,7 @@ def test_a_killed_run_goes_on_with_its_groups_bit_by_bit(launch, given, tmp_path
     assert [kept(run_dir, step) for step in range(SAVED_AT + 1, last + 1)] == made
     drawn = check_whole(run_dir, lag)
     # The last step leaves nothing behind.
-    assert not (run_dir / f"checkpoints/step_{STEPS:06d}/{CARRIED}").exists()
+    assert not (run_dir / f"checkpoints/step_{STEPS:06d}/{PARTIAL}").exists()
     assert any(r.segments for step in range(1, STEPS + 1) for r in dumped(run_dir, step))
     assert len(drawn) == STEPS * NUM_RESPONSES // GROUP_SIZE
 

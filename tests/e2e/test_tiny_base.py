@@ -23,7 +23,8 @@ sys.path.insert(0, str(TINY))
 
 import make_base_model  # noqa: E402
 import make_tokenizer  # noqa: E402
-import measure  # noqa: E402
+import making  # noqa: E402
+import sampling  # noqa: E402
 import skill  # noqa: E402
 import task  # noqa: E402
 
@@ -361,7 +362,9 @@ def shares(monkeypatch):
     """Shares of right steps to be found by turns, and copies of the output weights they are of."""
     found, weights = [], []
 
-    def right_steps(model, *_, **__):
+    def right_steps(model, *_, held_out=True, **__):
+        if not held_out:  # For wrong_by_length.
+            return 0.9
         weights.append(model.lm_head.weight.detach().clone())
         return found[len(weights) - 1]
 
@@ -407,11 +410,11 @@ def test_a_further_round_reads_new_text_most_of_it_where_the_model_is_weak(
     shares[0].extend([0.5, 1.0])
     read = []
 
-    def losses(model, recipe, tokenizer):
+    def losses(text, recipe, model, tokenizer):
         read.append(recipe)
         return iter(())
 
-    monkeypatch.setattr(make_base_model, "losses", losses)
+    monkeypatch.setattr(making, "losses", losses)
     weak = (0.0, 0.25, 0.25, *[0.0] * 6)
     monkeypatch.setattr(skill, "wrong_by_length", lambda *_, **__: weak)
     assert make_base_model.make(tmp_path / "base", dataclasses.replace(TRIED, seed=5))
@@ -432,7 +435,7 @@ def test_choices_weigh_as_much_as_if_their_text_were_of_the_habits(base):
     recipe = make_base_model.short_recipe(seed=0).further(1)
     texts = [("Qa9b*2c-3d-1=", "b*2~8nop,c-3=5,d-1~4,Answer:4"), ("Qa9b*2=", "Answer:8")]
     pairs = [tuple(tokenizer(list(text))["input_ids"]) for text in texts]
-    ids, labels = make_base_model.pad(pairs, 1)
+    ids, labels = making.pad(pairs, 1)
     weights = make_base_model.choice_weights(ids, labels, recipe, tokenizer)
     found = [
         [(token, w) for token, w in zip(tokenizer.convert_ids_to_tokens(row), of_row) if w != 1]
@@ -449,7 +452,7 @@ def test_choices_weigh_as_much_as_if_their_text_were_of_the_habits(base):
     # The loss is linear in them.
     model = AutoModelForCausalLM.from_pretrained(str(base))
     plain, ones, twice = (
-        make_base_model.response_loss(model, ids, labels, label_weights=w)
+        making.response_loss(model, ids, labels, weights=w)
         for w in (None, torch.ones(ids.shape), torch.full(ids.shape, 2.0))
     )
     torch.testing.assert_close(plain, ones)
@@ -489,7 +492,7 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(make_base_model, "losses", interrupted)
+        patch.setattr(making, "losses", interrupted)
         with pytest.raises(KeyboardInterrupt):
             make_base_model.make(tmp_path / "base", SHORT)
     assert list(tmp_path.iterdir()) == []
@@ -515,7 +518,7 @@ def test_padding_changes_no_loss(base):
         )
         for p in problems
     ]
-    together = make_base_model.response_loss(model, *make_base_model.pad(pairs, 1))
+    together = making.response_loss(model, *making.pad(pairs, 1))
     # transformers' own loss: unpadded, labels not shifted, mean over the response's tokens.
     apart = sum(
         model(torch.tensor([p + r]), labels=torch.tensor([[-100] * len(p) + r])).loss * len(r)
@@ -540,7 +543,7 @@ def test_sampler_agrees_with_transformers(base, monkeypatch):
         return ids
 
     monkeypatch.setattr(torch, "multinomial", stop_the_first_response_early)
-    cold = measure.sample(model, prompts, stop_token_id=1, seed=0, temperature=1e-6, max_tokens=40)
+    cold = sampling.sample(model, prompts, stop_token_id=1, seed=0, temperature=1e-6, max_tokens=40)
     assert calls[:6] == [3, 3, 3, 3, 3, 2]
     expected = [
         model.generate(torch.tensor([p]), do_sample=False, max_new_tokens=40)[0, len(p) :].tolist()
@@ -551,57 +554,14 @@ def test_sampler_agrees_with_transformers(base, monkeypatch):
 
 def test_sampler_stops_each_response_by_itself():
     config = make_base_model.Recipe(seed=4)
-    model = make_base_model.build_model(config, vocab_size=42, stop_token_id=1).eval()
+    model = making.build_model(config, vocab_size=42, stop_token_id=1).eval()
     # Even prompts: a model of random weights stops at random times.
-    responses = measure.sample(
+    responses = sampling.sample(
         model, [[5, 6], [7, 8, 9]] * 50, stop_token_id=1, seed=0, max_tokens=208
     )
     lengths = [len(r) for r in responses]
     assert len(set(lengths)) > 20
     assert all(1 not in r[:-1] for r in responses)
     assert all(r[-1] == 1 or len(r) == 208 for r in responses)
-    alone = measure.sample(model, [[5, 6]] * 50, stop_token_id=1, seed=0, max_tokens=208)
+    alone = sampling.sample(model, [[5, 6]] * 50, stop_token_id=1, seed=0, max_tokens=208)
     assert alone == responses[::2]
-
-
-def test_report_counts_what_was_sampled(base, monkeypatch):
-    problems = task.test_problems(4, seed=0)
-    tokenizer = AutoTokenizer.from_pretrained(str(base))
-    right = [task.direct_answer(p.answer) for p in problems]
-    wrong = [task.direct_answer((p.answer + 1) % 10) for p in problems]
-    chains = [task.chain(random.Random(0), p, guess=0.0, guess_product=0.0) for p in problems]
-    # Two samples of each problem; the last chain is cut off before its stop token.
-    written = [right[0], wrong[0], right[1], right[1], chains[2], chains[2], chains[3], chains[3]]
-    ids = [i + [1] for i in tokenizer(written)["input_ids"]]
-    ids[-1] = ids[-1][:-1]
-    monkeypatch.setattr(measure, "sample", lambda *_, **__: ids)
-    report = measure.measure(base, problems=4, samples=2)
-    assert report.accuracy == 6 / 8
-    assert report.direct == 4 / 8
-    assert report.direct_accuracy == 3 / 4
-    assert report.chain_accuracy == 3 / 4
-    assert report.unfinished == 1 / 8
-    assert report.mean_tokens == sum(map(len, ids)) / 8
-    assert report.turns == 0
-
-
-def test_report_counts_the_steps_up_to_a_turn(tmp_path, monkeypatch):
-    form = task.FORMS["long"]
-    recipe = make_base_model.long_recipe(seed=0)
-    recipe = dataclasses.replace(
-        recipe, iterations=1, batch_size=2, batches_per_pool=1, least_right=0.0
-    )
-    make_base_model.make(tmp_path / "base", recipe)
-    tokenizer = AutoTokenizer.from_pretrained(str(tmp_path / "base"))
-    problems = task.test_problems(20, seed=0, form=form)
-    turned = [p for p in problems if p.turned]
-    # The first one turns at once, the others never do.
-    written = [
-        task.chain(random.Random(0), p, turn=float(p == turned[0]), form=form) for p in problems
-    ]
-    ids = [i + [1] for i in tokenizer(written)["input_ids"]]
-    monkeypatch.setattr(measure, "sample", lambda *_, **__: ids)
-    report = measure.measure(tmp_path / "base", problems=20, samples=1, form=form)
-    assert report.turns == 1 / (1 + sum(len(p.operations) for p in turned[1:]))
-    assert report.accuracy == (20 - len(turned[1:])) / 20
-    assert report.unfinished == 0 and len(turned) > 5

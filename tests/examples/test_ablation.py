@@ -1,5 +1,5 @@
 """The ablation's arms, its table, and what it refuses. Its runner:
-tests/examples/test_ablation_runner.py.
+tests/examples/test_runner.py.
 
 Not exercised but by the slow test: training itself. Whether an arm shows what the paper found is
 for examples/run_ablation_tiny.sh to say.
@@ -10,21 +10,17 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples" / "tiny"))
+from tests.examples.tiny import ROOT, done, leave, start
+from vapo_megatron.errors import UserError
 
-from ablation import main as ablation  # noqa: E402
-from ablation.main import TABLES, arms_by_name  # noqa: E402
-from runner import command, tables  # noqa: E402
-from runner.arms import Arm, seed_jobs  # noqa: E402
-from runner.jobs import write_state  # noqa: E402
-
-from vapo_megatron.errors import UserError  # noqa: E402
+# isort: split
+from ablation import main as ablation
+from ablation.main import TABLES, arms_by_name
+from runner import command
+from runner.arms import seed_jobs
 
 
 def row(step, accuracy=None, length=90.0):
@@ -36,56 +32,32 @@ def row(step, accuracy=None, length=90.0):
 
 def test_a_run_in_numbers():
     rows = [row(0, 0.1), row(1), row(2, 0.2), row(3), row(4, 0.8, 70.0), row(6, 0.8, 60.0)]
-    found = ablation.result(rows)
-    # .5 is halfway from .2 at step 2 to .8 at step 4.
-    expected = (0.8, 0.8, 4, 60.0, pytest.approx(0.6), None, pytest.approx(3.0))
-    assert found == ablation.Result(*expected)
+
+    def cells(rows):
+        return {name: cell({"vapo": {0: rows}}, "vapo") for name, cell in ablation.COLUMNS.items()}
+
+    assert cells(rows) == {
+        "final accuracy": "0.800", "each seed": "0.800", "against vapo": "",
+        "best accuracy": "0.800", "at step": "4", "response length": "60", "entropy": "0.600",
+        # .5 is halfway from .2 at step 2 to .8 at step 4.
+        "steps to 0.5": "3.0", "responses per second": "-",
+    }  # fmt: skip
     speeds = [
         {**r, "tokens_per_second": 100.0 * n, "rollout/response_length_mean": 20.0}
         for n, r in enumerate(rows)
     ]
     # 5, 10, ... 25; the first row has none.
-    assert ablation.result(speeds).responses_per_second == 15.0
-    assert ablation.result(rows[:3]).steps_to_threshold is None
-    assert ablation.result([row(0, 0.7), row(2, 0.9)]).steps_to_threshold == 0
+    assert ablation.responses_per_second(speeds) == 15.0
+    assert cells(rows[:3])["steps to 0.5"] == "never"
+    assert cells([row(0, 0.7), row(2, 0.9)])["steps to 0.5"] == "0.0"
     # What is reached and lost again was reached, at its best.
-    lost = ablation.result([row(0, 0.1), row(5, 0.5), row(10, 0.2)])
-    assert (lost.best, lost.best_step, lost.final, lost.steps_to_threshold) == (0.5, 5, 0.2, 5)
-
-
-def test_the_table_by_hand():
-    def results(*finals):
-        found = [ablation.Result(f, f + 0.01, 5, 100.0, 0.2, 7.0, 4.24) for f in finals]
-        return {f"seed_{i}": of_seed for i, of_seed in enumerate(found)}
-
-    titles = {"vapo": "60", "low": "5", "near": "7", "none": ""}
-    arms = {name: Arm(name.upper(), paper) for name, paper in titles.items()}
-    finals = {"vapo": results(0.9, 0.92, 0.94), "low": results(0.1, 0.2), "near": results(0.91)}
-    found = ablation.rows(arms, finals)
-    # mean (.9 + .92 + .94) / 3, deviations -.02, 0, .02: sqrt(8e-4 / 2) = .02
-    assert found[0] == [
-        "VAPO (vapo)",
-        *("0.920 +- 0.020", "0.900 0.920 0.940", "", "0.930 +- 0.020", "5, 5, 5", "100 +- 0"),
-        *("0.200 +- 0.000", "4.2, 4.2, 4.2", "7.0 +- 0.0", "60"),
-    ]
-    # mean .15, deviations -.05 and .05: sqrt(5e-3 / 1) = .071
-    assert found[1][1:3] == ["0.150 +- 0.071", "0.100 0.200 -"]
-    # .1 - .9 and .2 - .92: deviations -.04 and .04, sqrt(3.2e-3 / 1) = .057
-    assert found[1][3] == "-0.760 +- 0.057, below in 2 of 2"
-    assert found[2][1:4] == ["0.910", "0.910 - -", "+0.010, below in 0 of 1"]
-    assert found[3] == ["NONE (none)", *["-"] * 9, ""]
-    # Of one seed each: nothing to compare, or the one that both have.
-    assert tables.against({"seed_0": 0.5}, {"seed_1": 0.9}) == "-"
-    both = tables.against({"seed_0": 0.5, "seed_1": 0.8}, {"seed_1": 0.9})
-    assert both == "-0.100, below in 1 of 1"
-    text, note = ablation.table_text(found, ["Why."]).split("\n\n")
-    lines = text.splitlines()
-    assert note == "Why.\n"
-    assert [line.count("|") for line in lines] == [2 + len(ablation.COLUMNS)] * 6
-    assert lines[4] == (
-        "| NEAR (near) | 0.910 | 0.910 - - | +0.010, below in 0 of 1 | 0.920 | 5, -, - | 100 "
-        "| 0.200 | 4.2, -, - | 7.0 | 7 |"
+    lost = cells([row(0, 0.1), row(5, 0.5), row(10, 0.2)])
+    assert (lost["best accuracy"], lost["at step"], lost["final accuracy"]) == (
+        "0.500",
+        "5",
+        "0.200",
     )
+    assert (lost["each seed"], lost["steps to 0.5"]) == ("0.200", "5.0")
 
 
 CHANGED = {
@@ -241,18 +213,15 @@ def test_the_tables_arms(tmp_path):
         arms_by_name("long", ["grpo"])
 
 
-def leave(root: Path, seed: int, arm: str, *more: str, form: str = "short", whole: bool = True):
+def leave_arm(root, seed: int, arm: str, *more: str, whole: bool = True) -> None:
     """What an invocation leaves of an arm and its needs: 10 s each, accuracy .5 + seed / 100."""
-    table = TABLES[form]
+    table = TABLES["short"]
     for job in seed_jobs(root, table, seed, {arm: table.all_arms[arm]}, more):
-        job.out.mkdir(parents=True, exist_ok=True)
-        if job.num_steps:
-            lines = [json.dumps(row(step, 0.5 + seed / 100)) + "\n" for step in (0, job.num_steps)]
-            (job.out / "metrics.jsonl").write_text("".join(lines))
-        write_state(job, finished=whole or job.out.name != arm, seconds=10.0)
+        rows = [row(step, 0.5 + seed / 100) for step in (0, job.num_steps)]
+        leave(job, rows, finished=whole or job.out.name != arm, seconds=10.0)
 
 
-def titles(root: Path) -> list[tuple[str, ...]]:
+def titles(root) -> list[tuple[str, ...]]:
     """(arm, accuracy of each seed) of the rows of a table."""
     lines = (root / "table.md").read_text().split("\n\n")[0].splitlines()[2:]
     rows = [line.split("|") for line in lines]
@@ -264,22 +233,26 @@ def test_the_table_is_of_all_that_is_there(tmp_path, capsys):
         assert ablation.main(["--out", str(tmp_path), "--seeds", "1", *arguments]) == 0
         return capsys.readouterr().out
 
-    leave(tmp_path, 0, "grpo")
+    leave_arm(tmp_path, 0, "grpo")
     ablate("--arms", "grpo")
     page = tmp_path / "comparison.html"
     assert titles(tmp_path) == [("grpo", "0.500")] and not page.exists(), "one run, no comparison"
 
     other = "algorithm.dynamic_sampling=true"
-    leave(tmp_path, 10, "grpo")
-    leave(tmp_path, 2, "vapo")
-    leave(tmp_path, 2, "grpo")
-    leave(tmp_path, 3, "grpo", other)
-    leave(tmp_path, 0, "no_decoupled_gae_95")
-    leave(tmp_path, 0, "dapo", whole=False)
-    leave(tmp_path, 0, "no_group_sampling")
+    leave_arm(tmp_path, 10, "grpo")
+    leave_arm(tmp_path, 2, "vapo")
+    leave_arm(tmp_path, 2, "grpo")
+    leave_arm(tmp_path, 3, "grpo", other)
+    leave_arm(tmp_path, 0, "no_decoupled_gae_95")
+    leave_arm(tmp_path, 0, "dapo", whole=False)
+    leave_arm(tmp_path, 0, "no_group_sampling")
     (tmp_path / "seed_of_mine").mkdir()
     said = ablate("--arms", "grpo")
     # In the table's order. What nobody began has no row, and what has other settings no number.
+    text = (tmp_path / "table.md").read_text()
+    assert "| DAPO (dapo) | - | - | - | - | - | - | - | - | - | 50 |\n" in text
+    # .5 and .6, without vapo, and .52 in the seed in which both are.
+    assert "(grpo) | 0.540 +- 0.053 | 0.500 0.520 0.600 | +0.000, below in 0 of 1 |" in text
     assert titles(tmp_path) == [
         ("vapo", "-", "0.520", "-"), ("no_group_sampling", "0.500", "-", "-"),
         ("grpo", "0.500", "0.520", "0.600"), ("dapo", "-"),
@@ -293,9 +266,9 @@ def test_the_table_is_of_all_that_is_there(tmp_path, capsys):
 
     for name in ("seed_0", "seed_10"):
         shutil.rmtree(tmp_path / name)
-    leave(tmp_path, 0, "grpo", other)
+    leave_arm(tmp_path, 0, "grpo", other)
     # It does not fit this arm, and that is no matter of those that are run.
-    leave(tmp_path, 2, "no_group_sampling")
+    leave_arm(tmp_path, 2, "no_group_sampling")
     said = ablate("--arms", "grpo", other)
     assert titles(tmp_path) == [("grpo", "0.500", "0.530")] and page.exists()
     assert "with other settings: seed_2/vapo, seed_2/no_group_sampling, seed_2/grpo\n" in said
@@ -305,41 +278,36 @@ def test_the_table_is_of_all_that_is_there(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "form, override, told",
+    "override, told",
     [
-        ("short", "seed=5", "seed=5 for all arms: .*--seeds chooses the seeds"),
-        ("short", "model.hf_path=x", "model.hf_path=x for all arms: each seed has its own"),
-        ("short", "model={hf_path: x}", "model.hf_path=x for all arms: each seed has its own"),
-        ("short", "data.train_path=x", "data.train_path=x .*: each seed has its own"),
-        ("long", "model.critic_hf_path=x", "model.critic_hf_path=x .*: each seed has its own"),
-        ("short", "model.critic_checkpoint=x", "model.critic_checkpoint=x .*: each seed has its"),
-        ("short", "evaluation.path=x", "evaluation.path=x .*: each seed has its own"),
-        ("short", "evaluation.path=null", "evaluation.path=null .*: each seed has its own"),
-        (
-            "short",
-            "logging.run_dir=x",
-            "logging.run_dir=x .*: each run has its own.* and use --out",
-        ),
-        (
-            "short",
-            "algorithm={stage: value_pretraining, value_pretraining_steps: 3}",
-            "algorithm.stage=value_pretraining for all arms: the arms train policies",
-        ),
-        (
-            "short",
-            "algorithm.value_pretraining_steps=3",
-            "algorithm.value_pretraining_steps=3 .*all",
-        ),
-        ("short", "algorithm.policy_steps=0", "algorithm.policy_steps=0 .*: .* give 1 or more"),
+        ("seed=5", "each seed has its own; remove it: --seeds chooses the seeds"),
+        ("model.hf_path=x", "each seed has its own"),
+        ("model={hf_path: x}", "each seed has its own"),
+        ("data.train_path=x", "each seed has its own"),
+        ("model.critic_hf_path=x", "each seed has its own"),
+        ("model.critic_checkpoint=x", "each seed has its own"),
+        ("evaluation.path=x", "each seed has its own"),
+        ("evaluation.path=null", "each seed has its own"),
+        ("logging.run_dir=x", "each run has its own; remove it and use --out"),
+        ("algorithm={stage: value_pretraining, value_pretraining_steps: 3}", "the arms train"),
+        ("algorithm.value_pretraining_steps=3", "values are pretrained once for all arms"),
+        ("algorithm.policy_steps=0", ".* give 1 or more"),
     ],
 )
 def test_what_each_seed_has_of_its_own_is_not_for_all_arms(
-    tmp_path, capsys, monkeypatch, form, override, told
+    tmp_path, capsys, monkeypatch, override, told
 ):
     monkeypatch.setattr(command, "run_jobs", lambda *_, **__: pytest.fail("something is run"))
+    # A form without a reward model, which an override would add.
+    form = "long" if "critic_hf" in override else "short"
     out = tmp_path / "out"
     assert ablation.main(["--form", form, "--out", str(out), "--arms", "vapo", override]) == 2
-    assert re.match(f"ablation: {told}", capsys.readouterr().err)
+    field, _, value = override.partition("=")
+    if value.startswith("{"):
+        inner, _, value = value.strip("{}").partition(",")[0].partition(": ")
+        field = f"{field}.{inner}"
+    said = capsys.readouterr().err
+    assert re.match(rf"ablation: {field}={value} for all arms: {told}", said), said
     assert not out.exists()
 
 
@@ -357,7 +325,7 @@ def test_no_title_names_a_technique_that_the_form_is_without(tmp_path):
     assert not any(arms[name].paper for name in others), "the paper left out one at a time"
 
 
-def learned(run: Path) -> list[dict[str, float]]:
+def learned(run) -> list[dict[str, float]]:
     """A run's metrics, without what the machine decides."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [
@@ -375,19 +343,9 @@ def test_two_arms_end_to_end(tmp_path):
         "algorithm.mini_batch_size=16", "evaluation.samples=1", "rollout.max_response_tokens=64",
     ]  # fmt: skip
     out = tmp_path / "ablation"
-
-    def ablate(*arguments: str) -> subprocess.CompletedProcess:
-        command = ["bash", "examples/run_ablation_tiny.sh", "--seeds", "1", "--out", str(out)]
-        return subprocess.run(
-            [*command, "--arms", "no_token_level", "grpo", *sizes, *arguments],
-            cwd=ROOT, env={**os.environ, "VAPO_PYTHON": sys.executable}, capture_output=True,
-            text=True, timeout=1500,
-        )  # fmt: skip
-
-    done = ablate()
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    text = (out / "table.md").read_text()
-    assert text in done.stdout
+    given = ("--seeds", 1, "--out", out, "--arms", "no_token_level", "grpo", *sizes)
+    said, text = done("ablation", *given), (out / "table.md").read_text()
+    assert text in said
     cells = {line.split(" | ")[0]: line.split(" | ") for line in text.splitlines()[2:]}
     assert len(cells) == 2
     for name, line in zip(("no_token_level", "grpo"), cells.values()):
@@ -403,9 +361,8 @@ def test_two_arms_end_to_end(tmp_path):
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600)
     assert learned(alone) == learned(job.out)
 
-    again = ablate()
-    assert again.returncode == 0 and "6 of 6 already finished" in again.stdout
+    assert "6 of 6 already finished" in done("ablation", *given)
     assert (out / "table.md").read_text() == text
-    other = ablate("algorithm.gamma=0.9")
+    other = start("ablation", *given, "algorithm.gamma=0.9")
     assert other.returncode == 2
     assert "algorithm.gamma is 0.9, was 1.0" in other.stderr and "--rerun" in other.stderr

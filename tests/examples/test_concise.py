@@ -1,30 +1,26 @@
 """The concise example: its problems, its jobs, its table and its plot.
 
-The recipe's losses are in test_recipes.py, the runner of the jobs in test_ablation_runner.py, vapo
+The recipe's losses are in test_recipes.py, the runner of the jobs in test_runner.py, vapo
 select in tests/cli. Not exercised but by the slow test: training itself. Whether the second phase
 shortens responses is for examples/run_concise_tiny.sh to say.
 """
 
+import dataclasses
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples" / "tiny"))
+from tests.examples.tiny import done, leave, write_lines
 
-import task  # noqa: E402
-from concise import base, main, results  # noqa: E402
-from concise.arms import MAIN, QUICK, SETS, WHOLE, seed_jobs  # noqa: E402
-from concise.results import Measured, Second, markdown, measured, second  # noqa: E402
-from runner import command, curves  # noqa: E402
-from runner.jobs import Job, write_state  # noqa: E402
+# isort: split
+import task
+from concise import base, main, results
+from concise.arms import MAIN, QUICK, SETS, WHOLE, seed_jobs
+from concise.results import markdown, measured, second
+from runner import command, curves
 
 
 def test_checks_say_nothing_about_the_answer():
@@ -124,38 +120,45 @@ def test_a_policy_in_numbers():
     assert math.isnan(measured([sampled("a", -1)]).correct_length)
 
 
-def phase(length: float, accuracy: float, negative: float = 0.25) -> Second:
-    """A second phase from accuracy .95 and 80 tokens; three steps."""
+def phase(length: int, right: int, negative: float = 0.25) -> results.Second:
+    """A second phase from 95 right of 100 and 80 tokens; the wrong ones have 480; three steps."""
     rows = [{"step": 0}] + [
         {"reward/correct_fraction": 1 - negative, "rollout/response_length_mean": 80.0 - step}
         for step in (0, 8, 16)
     ]
-    before = Measured(0.95, 0.003, 80.0, 100.0)
-    return second(before, Measured(accuracy, 0.004, length, length + 20), rows)
+    before, after = (
+        [sampled("a", *[tokens] * count, *[-480] * (100 - count))]
+        for tokens, count in ((80, 95), (length, right))
+    )
+    return second(before, after, rows)
 
 
 def test_the_table_by_hand():
-    one = phase(60.0, 0.96)
+    one = phase(60, 96)
     assert one.negative == [0.25] * 3 and one.lengths == [80.0, 72.0, 64.0]
-    assert one.length_change == -0.25 and one.standard_error == pytest.approx(0.005)
-    assert one.meets_target and phase(63.9, 0.9401).meets_target
-    assert not phase(64.1, 0.96).meets_target and not phase(60.0, 0.9399).meets_target
-    found = {MAIN: {1: phase(68.0, 0.94), 0: one}, "never": {0: phase(84.0, 0.945, negative=1.0)}}
+    # Of .95 and .96 of 100: sqrt(.95 * .05 / 99 + .96 * .04 / 99).
+    assert one.length_change == -0.25 and one.standard_error == pytest.approx(0.02946, abs=1e-5)
+    for length, accuracy, meets in (
+        (63.9, 0.9401, True), (64.1, 0.96, False), (60.0, 0.9399, False)
+    ):  # fmt: skip
+        after = dataclasses.replace(one.after, correct_length=length, accuracy=accuracy)
+        assert dataclasses.replace(one, after=after).meets_target == meets
+    found = {MAIN: {1: phase(68, 94), 0: one}, "never": {0: phase(84, 94, negative=1.0)}}
     lines = markdown(found).splitlines()
     assert lines[4:6] == [
-        "| 0 | 0.9500 | 0.9600 | +0.0100 (standard error 0.0050) | 80.0 | 60.0 | -25.0% |",
-        "| 1 | 0.9500 | 0.9400 | -0.0100 (standard error 0.0050) | 80.0 | 68.0 | -15.0% |",
+        "| 0 | 0.9500 | 0.9600 | +0.0100 (standard error 0.0295) | 80.0 | 60.0 | -25.0% |",
+        "| 1 | 0.9500 | 0.9400 | -0.0100 (standard error 0.0324) | 80.0 | 68.0 | -15.0% |",
     ]
     assert lines[7].endswith("20% shorter, accuracy at most 0.01 lower: met by 1 of 2 seeds")
     # Mean -.2, deviations .05: sqrt(2 * .0025) = .0707; mean 0, deviations .01: .0141.
     assert lines[11:] == [
         f"| {SETS[MAIN].title} | 0.250 +- 0.000 | -20.0% +- 7.1% | +0.0000 +- 0.0141 |",
-        f"| {SETS['never'].title} | 1.000 | +5.0% | -0.0050 |",
+        f"| {SETS['never'].title} | 1.000 | +5.0% | -0.0100 |",
     ]
 
 
 def test_the_plot_has_each_phase_where_the_axes_have_it():
-    found = {MAIN: {0: phase(60.0, 0.96)}, "never": {0: phase(90.0, 0.9, negative=1.0)}}
+    found = {MAIN: {0: phase(65, 96)}, "never": {0: phase(90, 95, negative=1.0)}}
     picture = ET.fromstring(results.plot(found))
     svg = "{http://www.w3.org/2000/svg}"
     circles = [
@@ -166,38 +169,33 @@ def test_the_plot_has_each_phase_where_the_axes_have_it():
     # Below a legend of one row.
     top, height = 32 + curves.TOP, curves.PANEL_HEIGHT
     blue, red = results.COLORS[MAIN], results.COLORS["never"]
-    # All responses: 100 tokens before, 80 and 110 after. Axis from -20 % to +20 %.
+    # All responses: 100 tokens before, 81.6 and 109.5 after. Axis from -20 % to +10 %.
     assert [c[1:] for c in circles if c[0] == 6] == [
-        (blue, left + width / 4, pytest.approx(top + height, abs=0.06)),
-        (red, left + width, pytest.approx(top + height * 0.25, abs=0.06)),
+        (blue, left + width / 4, pytest.approx(top + height * 28.4 / 30, abs=0.06)),
+        (red, left + width, pytest.approx(top + height * 0.5 / 30, abs=0.06)),
     ]
     # Steps: 80, 72 and 64 tokens. Axis from -20 % to 0.
     steps = [c[3] for c in circles if c[0] == 2.5 and c[1] == blue]
     expected = [top + height * share for share in (0.0, 0.5, 1.0)]
     assert steps == pytest.approx(expected, abs=0.06) and len(circles) == 2 + 6
     texts = {text.text for text in picture.iter(f"{svg}text")}
-    assert {"-20 %", "+0 %", "+20 %", "0.25", SETS[MAIN].title, SETS["never"].title} <= texts
+    assert {"-20 %", "+0 %", "+10 %", "0.25", SETS[MAIN].title, SETS["never"].title} <= texts
 
 
-def leave(job: Job, finished: bool) -> None:
+def leave_shorter(job, finished: bool) -> None:
     """What a job leaves: its state, samples that became shorter, and rows."""
-    job.out.mkdir(parents=True, exist_ok=True)
-    if job.num_steps:
-        row = {"reward/correct_fraction": 0.75, "rollout/response_length_mean": 80.0}
-        lines = [json.dumps({"step": step, **row}) + "\n" for step in range(job.num_steps + 1)]
-        (job.out / "metrics.jsonl").write_text("".join(lines))
+    row = {"reward/correct_fraction": 0.75, "rollout/response_length_mean": 80.0}
+    leave(job, [{"step": step, **row} for step in range(job.num_steps + 1)], finished=finished)
     if "samples" in job.settings:
         tokens = 60 if job.out.name.startswith("after") else 80
-        lines = [json.dumps(line) + "\n" for line in ({"evaluation": 1}, sampled("a", tokens))]
-        (job.out / "samples.jsonl").write_text("".join(lines))
-    write_state(job, finished=finished, seconds=1.0)
+        write_lines(job.out / "samples.jsonl", ({"evaluation": 1}, sampled("a", tokens)))
 
 
 def test_what_is_finished_is_not_run_again(tmp_path, capsys, monkeypatch):
     for seed in (0, 1):
         for job in seed_jobs(tmp_path, seed, WHOLE):
             # Of seed 1, the last evaluation is missing.
-            leave(job, finished=(seed, job.out.name) != (1, "after_never"))
+            leave_shorter(job, finished=(seed, job.out.name) != (1, "after_never"))
     assert main.main(["--seeds", "0", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "14 of 14 already finished" in said and "met by 1 of 1 seeds" in said
@@ -219,23 +217,12 @@ def test_what_is_finished_is_not_run_again(tmp_path, capsys, monkeypatch):
 @pytest.mark.timeout(1600)
 def test_a_quick_run_end_to_end(tmp_path):
     """From nothing, and again."""
-    out = tmp_path / "out"
-
-    def start() -> subprocess.CompletedProcess:
-        command = ["bash", "examples/run_concise_tiny.sh", "--quick", "--seeds", "0"]
-        return subprocess.run(
-            [*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=1500,
-            env={**os.environ, "VAPO_PYTHON": sys.executable},
-        )  # fmt: skip
-
-    done = start()
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    table = (out / "table.md").read_text()
-    assert table in done.stdout and "of 1 seeds" in table
+    given = ("concise", "--quick", "--seeds", 0, "--out", tmp_path / "out")
+    said, table = done(*given), (tmp_path / "out/table.md").read_text()
+    assert table in said and "of 1 seeds" in table
     assert all(problems.title in table for problems in SETS.values())
-    ET.parse(out / "lengths.svg")
+    ET.parse(tmp_path / "out/lengths.svg")
     never = [line for line in table.splitlines() if SETS["never"].title in line]
     assert never[0].split(" | ")[1] == "1.000"
-    again = start()
-    assert again.returncode == 0 and "14 of 14 already finished" in again.stdout
-    assert (out / "table.md").read_text() == table
+    assert "14 of 14 already finished" in done(*given)
+    assert (tmp_path / "out/table.md").read_text() == table

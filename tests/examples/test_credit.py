@@ -1,46 +1,32 @@
-"""The credit example's jobs, tables, charts and page, from made-up runs.
+"""The credit example's jobs, sweeps, tables, charts and page, from made-up runs.
 
-The runner of the jobs is in test_ablation_runner.py. Not exercised but by the slow test: training
+The runner of the jobs is in test_runner.py. Not exercised but by the slow test: training
 itself. What the arms show is for examples/run_credit_tiny.sh to say.
 """
 
 import json
-import os
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples" / "tiny"))
+from tests.examples.tiny import done, write_lines
 
-from credit import keys, page, results  # noqa: E402
-from credit import main as credit  # noqa: E402
-from credit.arms import MAIN  # noqa: E402
-from credit.results import Result  # noqa: E402
-from runner import command, curves, tables  # noqa: E402
-from runner.arms import Arm  # noqa: E402
-
-
-def test_a_curve_between_and_beyond_its_points():
-    curve = [(0, 0.2), (10, 0.6), (20, 0.5), (30, 1.0)]
-    assert curves.at(curve, 5) == pytest.approx(0.4)
-    assert curves.at(curve, 20) == 0.5 and curves.at(curve, 30) == 1.0
-    assert curves.at(curve, 31) is None and curves.at(curve, -1) is None
-    # .5 is three quarters of the way to .6; .9 four fifths of the way from .5 to 1.
-    assert curves.reached(curve, 0.5) == pytest.approx(7.5)
-    assert curves.reached(curve, 0.9) == pytest.approx(28)
-    assert curves.reached(curve, 0.1) == 0 and curves.reached(curve[:3], 0.9) is None
+# isort: split
+from credit import keys, page, results, sweeps
+from credit import main as credit
+from credit.arms import MAIN
+from credit.results import Result
+from credit.sweeps import SWEEPS, run_name
+from runner import command
+from runner.arms import Arm
+from runner.jobs import write_state
 
 
 def write_run(directory, responses, group_size, rows):
-    directory.mkdir(parents=True)
     algorithm = {"responses_per_step": responses, "group_size": group_size}
-    (directory / "config.yaml").write_text(json.dumps({"algorithm": algorithm}))
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (directory / "credit.jsonl").write_text("")
+    write_lines(directory / "config.yaml", [{"algorithm": algorithm}])
+    write_lines(directory / "metrics.jsonl", rows)
+    write_lines(directory / "credit.jsonl", [])
 
 
 def test_value_pretraining_and_dropped_groups_are_counted(tmp_path):
@@ -64,7 +50,7 @@ def test_value_pretraining_and_dropped_groups_are_counted(tmp_path):
 def test_the_last_evaluation_by_number_of_locks(tmp_path):
     prompts = [keys.Problem(3, (7,) * locks).prompt for locks in (5, 9, 10, 20)]
     tests = tmp_path / "test.jsonl"
-    tests.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    write_lines(tests, [{"prompt": prompt} for prompt in prompts])
     runs = {}
     for name, correct in (("vapo", [2, 1, 2, 1]), ("dapo", [2, 2, 1, 0])):
         write_run(tmp_path / name, 16, 4, [{"step": 0, "evaluation/avg@2": 0.1}])
@@ -74,11 +60,10 @@ def test_the_last_evaluation_by_number_of_locks(tmp_path):
             {"step": step, "group_size": 2, "problems": [3, 2, 1, 0], "correct": found}
             for step, found in ((0, [0, 0, 0, 0]), (10, correct[::-1]))
         ]
-        text = "".join(json.dumps(row) + "\n" for row in held_out)
-        (tmp_path / name / "held_out.jsonl").write_text(text)
+        write_lines(tmp_path / name / "held_out.jsonl", held_out)
         runs[name] = {0: results.read_result(tmp_path / name, None)}
     assert sorted(runs["vapo"][0].by_locks) == [(5, 1.0), (9, 0.5), (10, 1.0), (20, 0.5)]
-    lines = results.of_lengths(ARMS, runs).splitlines()
+    lines = table("keys_mixed", "Held-out accuracy by number of locks", runs)
     # 5 and 9 locks: 1 and .5, and 1 and 1; 10 locks: 1 and .5; 20 locks: .5 and 0.
     assert lines[2] == "| VAPO | 0.750 | 1.000 | 0.500 |"
     assert "| 1.000 (+0.250, below in 0 of 1) | 0.500" in lines[3]
@@ -104,37 +89,33 @@ def result(*accuracies, per_step=100.0, start=0.0, **of_credit):
 ARMS = {"vapo": Arm("VAPO", "60"), "dapo": Arm("DAPO", "50"), "none": Arm("None", "")}
 
 
+def table(form, heading, runs):
+    """The lines of a form's table."""
+    return results.tables(ARMS, runs, keys.FORMS[form])[heading].splitlines()
+
+
 def test_the_tables_by_hand():
     runs = {
         "vapo": {0: result(0.1, 0.5, 0.7, 0.9, start=500), 1: result(0.1, 0.7, 0.9, 0.9)},
         "dapo": {0: result(0.1, 0.6, 0.7, 0.75), 1: result(0.1, 0.3, 0.4, 0.8)},
     }
-    lines = results.by_step(ARMS, runs).splitlines()
+    lines = table("keys", "Held-out accuracy by step", runs)
     # .5 and .7: mean .6, deviation .1 * sqrt(2) = .141
     assert lines[2].startswith("| VAPO | 0.600 +- 0.141 | 0.800 +- 0.141 | 0.900 +- 0.000 | 0.900")
     # .6 - .5 and .3 - .7: mean -.15, deviation .25 * sqrt(2) = .354
     assert "| 0.450 +- 0.212 (-0.150 +- 0.354, below in 1 of 2) |" in lines[3]
-    assert lines[4] == "| None | - | - | - |  |  |"
-    lines = results.by_responses(ARMS, runs).splitlines()
+    assert lines[4] == "| None | - | - | - | - |  |"
+    lines = table("keys", "Held-out accuracy by sampled responses", runs)
     # At 1000: .1 + .4 * 500 / 1000 = .3, and .7; .8 is reached at 500 + 2500 and at 1500.
     assert "| 0.500 +- 0.283 |" in lines[2] and "| 2250 +- 1061 |" in lines[2]
     assert "| 3000, never in 1 |" in lines[3]
     runs["dapo"][0] = result(0.1, 0.6, key_correlation=0.25, noise_ratio=1.0)
-    lines = results.of_credit(ARMS, runs).splitlines()
+    lines = table("keys", "Credit", runs)
     assert "| 0.25 0.25 0.25 | 1.00 1.00 1.00 | - |" in lines[3]
     assert lines[2].endswith("| 0.25 0.25 0.25 | 0.40 0.40 0.40 |")
-
-
-def test_a_band_is_drawn_where_all_curves_are():
-    of_seeds = [[(0, 0.0), (10, 1.0)], [(0, 0.2), (5, 0.5)]]
-    # At 5 the first is .5 and the second .5; at 10 the second is over.
-    found = curves.mean_and_band(of_seeds)
-    assert [point[0] for point in found] == [0, 5]
-    assert found[0][1:] == pytest.approx((0.1, 0.1 - 0.2 / 2**0.5, 0.1 + 0.2 / 2**0.5))
-    line = curves.Line("a", "#000", of_seeds)
-    drawn = curves.draw([curves.Panel("title", "x", [line])])
-    ElementTree.fromstring(drawn)
-    assert drawn.count("<polyline") == drawn.count("<polygon") == 1
+    counted = Result([], [], [], [{"step": s, "copied": s, "good_keys": None} for s in range(9)])
+    assert results.mean_over(counted, "copied", 2, 5) == 3.5
+    assert results.mean_over(counted, "good_keys", 2, 5) is None
 
 
 def test_charts_and_pages_of_every_arm():
@@ -142,31 +123,6 @@ def test_charts_and_pages_of_every_arm():
     arms = {name: ARMS[name] for name in ("vapo", "dapo")}
     for drawn in (page.charts(arms, runs), page.by_lock(arms, runs, 1, 5)):
         ElementTree.fromstring(drawn)
-    html = tables.html_table("| a | b |\n|---|---|\n| 1 | <2> |\n\nnote\n")
-    assert html == (
-        "<table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td>&lt;2&gt;</td></tr></table>"
-        '<p class="note">note</p>'
-    )
-    assert "<h2>one</h2>" in tables.page("title", [("one", html)])
-
-
-def test_responses_are_shown_with_true_and_estimated_advantages(tmp_path):
-    pieces = ["1:", "L03", "x03", "!", ",", "<|endoftext|>"]
-    response = {
-        "status": "correct", "reward": 1.0,
-        "tokens": {"pieces": pieces, "advantages": [0.0, 0.1, 0.2, 0.0, None, -0.1]},
-    }  # fmt: skip
-    group = {"prompt": "Q[1]1:L03=", "responses": [response] * 8}
-    (tmp_path / "rollouts").mkdir()
-    (tmp_path / "rollouts" / "step_000005.jsonl").write_text(json.dumps(group) + "\n")
-    row = {"step": 5, "chances": [0.25] * 100}
-    (tmp_path / "credit.jsonl").write_text(json.dumps(row) + "\n")
-    html = page.side_by_side({"VAPO": tmp_path, "other": tmp_path / "none"}, 5)
-    assert html.count("1 of 1 opened, correct") == page.SHOWN
-    # V is 2 * .25 - 1 = -.5 before the key and 1 after it.
-    assert html.count('title="+1.500"') == page.SHOWN
-    assert html.count('title="+0.200"') == page.SHOWN
-    assert "other" not in html
 
 
 def test_rare_keys_are_compared_by_the_step_at_which_they_are_chosen_half_of_the_time():
@@ -175,13 +131,16 @@ def test_rare_keys_are_compared_by_the_step_at_which_they_are_chosen_half_of_the
         return Result([], [], [], credit)
 
     # Kind 0 at step 2 and 3, kind 2, half as likely, a step later each.
-    runs = {"vapo": {0: run(0.0, 0.5, 1.0)}, "other": {0: run(0.0, 0.25, 0.5, 1.0)}}
-    arms = {"vapo": Arm("VAPO", ""), "other": Arm("other", ""), "never": Arm("never", "")}
-    runs["never"] = {0: run(0.0, 0.5)}
-    table = results.of_rare_keys(arms, runs, [0, 2]).splitlines()
-    assert table[2:] == [
-        "| VAPO | 2.5 | 2.5 |", "| other | 3.5 (+1.0, below in 0 of 1) | 3.5 |", "| never | - |  |",
-    ]  # fmt: skip
+    assert results.steps_to_half(run(0.0, 0.5, 1.0), [0, 2]) == 2.5
+    assert results.steps_to_half(run(0.0, 0.25, 0.5, 1.0), [0, 2]) == 3.5
+    assert results.steps_to_half(run(0.0, 0.5), [0, 2]) is None
+    # Of the form, the kinds 0 and 3.
+    rare = [{"step": s, "chances": [c, 0.9, 0.9, c]} for s, c in ((1, 0.0), (3, 0.5))]
+    point = [(0, 0.1)]
+    runs = {"vapo": {0: Result(point, point, [], rare[:1])}}
+    runs["dapo"] = {0: Result(point, point, [], rare)}
+    lines = table("keys_rare", "Good keys that are rare at first", runs)
+    assert lines[2:4] == ["| VAPO | - | never |", "| DAPO | 3.0 | 3.0 |"]
     assert keys.FORMS["keys_rare"].rare_kinds == [0, 3] and not keys.FORMS["keys"].rare_kinds
 
 
@@ -227,6 +186,84 @@ def test_quick_is_one_seed_and_three_arms_and_the_whole_has_every_form(tmp_path,
     assert credit.main(["--seeds", "0", "--out", str(tmp_path)]) == 2
     assert credit.main(["--seeds", "1", "--out", str(tmp_path)]) == 0
     assert {name.partition("/")[0] for name in seen["names"]} == set(credit.FORMS)
+    # A form's tables are of its own runs.
+    for job in credit.all_jobs(tmp_path, [0], {"keys": credit.arms_of("keys", quick=False)}, []):
+        if job.out.name in ("value", "vapo"):
+            write_run(job.out, 64, 8, [{"step": 0, "evaluation/avg@1": 0.25}])
+            write_state(job, finished=True, seconds=1.0)
+    assert credit.main(["--seeds", "1", "--out", str(tmp_path)]) == 0
+    assert [path.parent.name for path in tmp_path.glob("*/table.md")] == ["keys"]
+    assert "| VAPO | - | - | - | 0.250 | 60 |" in (tmp_path / "keys/table.md").read_text()
+
+
+def swept_jobs(tmp_path):
+    """The sweeps' jobs by name."""
+    return {job.name: job for job in credit.all_jobs(tmp_path, range(1), sweeps.swept_arms(), [])}
+
+
+def test_each_swept_run_changes_its_setting_alone(tmp_path):
+    jobs, seen = swept_jobs(tmp_path), 0
+    for key, sweep in SWEEPS.items():
+        for form, arm in sweep.lines:
+            own = jobs[f"{form}/seed_0/{arm}"].settings
+            for label, changes in sweep.values.items():
+                settings = jobs[f"{form}/seed_0/{run_name(arm, key, label)}"].settings
+                differing = {name for name in own if own[name] != settings.get(name)}
+                differing -= {"algorithm.policy_steps", "evaluation.every_steps"}
+                assert differing == {change.partition("=")[0] for change in changes}
+                if changes:
+                    assert settings["algorithm.policy_steps"] == sweeps.STEP
+                    seen += 1
+    # Rates, groups and mini-batches of three arms, three values each; three and three of alpha.
+    assert seen == 3 * 3 * 3 + 2 * 3 + 2
+
+
+def test_the_forms_own_values_stand_at_their_place_on_the_axis(tmp_path):
+    own = swept_jobs(tmp_path)["keys/seed_0/vapo"].settings
+    fields = {
+        "group": "algorithm.group_size",
+        "mini_batch": "algorithm.mini_batch_size",
+        "alpha": "algorithm.length_adaptive_alpha",
+    }
+    for key, field in fields.items():
+        (label,) = [label for label, changes in SWEEPS[key].values.items() if not changes]
+        assert float(label) == own[field]
+    names = ("optimizer.actor_learning_rate", "optimizer.critic_learning_rate")
+    assert (sweeps.ACTOR_RATE, sweeps.CRITIC_RATE) == tuple(own[name] for name in names)
+
+
+def test_sweeps_compare_the_same_step():
+    def run(after_20):
+        return Result([(0, 0.1), (10, 0.2), (20, after_20), (30, 0.99)], [], [], [])
+
+    runs = {
+        "vapo": {0: run(0.7), 1: run(0.8)},
+        "vapo.rates.0.5": {0: run(0.6), 1: run(0.7)},
+        "vapo.rates.2": {0: run(0.9), 1: run(0.8)},
+        "dapo": {0: run(0.5), 1: run(0.5)},
+    }
+    found = {"keys": runs}
+    row = next(r for r in sweeps.table(found).splitlines() if "rates" in r and "VAPO" in r)
+    assert "0.5: 0.650 +- 0.071 | 1: 0.750 +- 0.071 | **2: 0.850 +- 0.071**" in row
+    best = next(r for r in sweeps.best_against_best(found).splitlines() if "rates" in r)
+    assert "| 0.850 +- 0.071 at 2 | 0.500 +- 0.000 at 1 | - |" in best
+    svg = sweeps.charts(found)
+    ElementTree.fromstring(svg)
+    for sweep in SWEEPS.values():
+        assert sweep.title in svg and all(f">{label}<" in svg for label in sweep.values)
+
+
+def test_sweeps_have_two_seeds_unless_told_and_a_page_of_their_own(tmp_path, monkeypatch, capsys):
+    seen = set()
+    monkeypatch.setattr(
+        command, "run_jobs", lambda jobs, **_: seen.update(j.name for j in jobs) or {}
+    )
+    for wanted, seeds in (([], 2), (["--seeds", "3"], 3)):
+        assert credit.main(["--sensitivity", "--out", str(tmp_path), *wanted]) == 0
+        assert {name.split("/")[1] for name in seen} == {f"seed_{i}" for i in range(seeds)}
+    assert {p.suffix for p in tmp_path.glob("sensitivity.*")} == {".md", ".svg", ".html"}
+    assert credit.main(["--quick", "--sensitivity", "--out", str(tmp_path)]) == 2
+    assert "--quick and --sensitivity: give one of them" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -234,27 +271,15 @@ def test_quick_is_one_seed_and_three_arms_and_the_whole_has_every_form(tmp_path,
 def test_a_quick_run_end_to_end(tmp_path):
     """Two steps of the three arms, from nothing, and again."""
     out = tmp_path / "out"
-
-    def start() -> subprocess.CompletedProcess:
-        command = ["bash", "examples/run_credit_tiny.sh", "--quick", "--out", str(out)]
-        small = ["algorithm.policy_steps=2", "evaluation.every_steps=1", "evaluation.samples=1"]
-        return subprocess.run(
-            [*command, *small], cwd=ROOT, capture_output=True, text=True, timeout=1500,
-            env={**os.environ, "VAPO_PYTHON": sys.executable},
-        )  # fmt: skip
-
-    done = start()
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    table = (out / "keys" / "table.md").read_text()
-    assert table in done.stdout and all(f"| {name} |" in table for name in ("VAPO", "DAPO", "GRPO"))
+    small = ("algorithm.policy_steps=2", "evaluation.every_steps=1", "evaluation.samples=1")
+    given = ("credit", "--quick", "--out", out, *small)
+    said, text = done(*given), (out / "keys" / "table.md").read_text()
+    assert text in said and all(f"| {name} |" in text for name in ("VAPO", "DAPO", "GRPO"))
     ElementTree.parse(out / "keys" / "curves.svg")
-    rows = [
-        json.loads(line)
-        for line in (out / "keys/seed_0/vapo/credit.jsonl").read_text().splitlines()
-    ]
+    lines = (out / "keys/seed_0/vapo/credit.jsonl").read_text().splitlines()
+    rows = list(map(json.loads, lines))
     assert [row["step"] for row in rows] == [1, 2]
     # The base model copies right, and chooses keys by chance: 1,280 of them, +- .014.
     assert rows[0]["copied"] > 0.99 and rows[0]["good_keys"] == pytest.approx(0.5, abs=0.06)
     assert rows[0]["key_correlation"] > 0.2
-    again = start()
-    assert again.returncode == 0 and "6 of 6 already finished" in again.stdout
+    assert "6 of 6 already finished" in done(*given)

@@ -1,15 +1,12 @@
 """Locks and keys: problems, judge, tokens, exact values, credit, and the oracle's values.
 
-Not exercised: making a base model (tests/e2e/test_keys_run.py) and what training on it shows, which
-is for examples/run_credit_tiny.sh to say.
+Not exercised: a base model that is made to the end, which test_credit.py's slow test has.
 """
 
 import itertools
 import json
 import random
-import sys
 from array import array
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,23 +15,20 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples" / "tiny"))
+from tests.examples.tiny import ROOT
+from vapo_megatron.config import load_config
+from vapo_megatron.data.batch import RolloutBatch, bounds
+from vapo_megatron.data.problems import Problem as Row
+from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 
-import make_base_model  # noqa: E402
-import make_tokenizer  # noqa: E402
-from credit import base as keys_base  # noqa: E402
-from credit import keys  # noqa: E402
-from credit import measures as keys_credit  # noqa: E402
-from credit import pretraining as keys_pretraining  # noqa: E402
-from credit import train as keys_train  # noqa: E402
-from credit import values as keys_values  # noqa: E402
-from credit.keys import FORMS, Problem  # noqa: E402
-
-from vapo_megatron.config import load_config  # noqa: E402
-from vapo_megatron.data.batch import RolloutBatch, bounds  # noqa: E402
-from vapo_megatron.data.problems import Problem as Row  # noqa: E402
-from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout  # noqa: E402
+# isort: split
+import make_tokenizer
+from credit import base as keys_base
+from credit import keys
+from credit import measures as keys_credit
+from credit import train as keys_train
+from credit import values as keys_values
+from credit.keys import FORMS, Problem
 
 THREE = Problem(2, (3, 55, 3))
 GOOD, BAD = "1:L03x03[1]!!#$%&,", "1:L03y03[2]!!#$%&,"
@@ -141,16 +135,42 @@ def test_a_base_model_that_copies_wrongly_is_refused(tmp_path):
 def test_such_a_base_model_is_trained_on_and_sharpened_once(tmp_path, monkeypatch):
     tried = []
 
-    def found(model, *arguments):
+    def found(model, *_):
         tried.append(model.lm_head.weight.clone())
-        return keys_base.Quality(len(tried) - 1, 1.0, 0.5, 0.0)
+        return len(tried) - 1.0
 
-    monkeypatch.setattr(keys_base, "quality", found)
+    monkeypatch.setattr(keys_base, "copied", found)
     assert keys_base.make(tmp_path / "base", MOMENT)
     first, second = tried
     # The second round starts at a learning rate of 0.
     torch.testing.assert_close(first, second, rtol=1e-6, atol=0)
     assert load_file(tmp_path / "base/model.safetensors")["lm_head.weight"].equal(second)
+
+
+@pytest.mark.parametrize("place, share", [(0, 0.95), (1, 0.95), (2, 0.95), (3, 1.0), (None, 1.0)])
+def test_a_step_is_copied_if_label_lock_and_either_key_are(tokenizer, place, share):
+    """A model that is certain of a right response, but for a place of the first step of 20."""
+
+    def model(ids):
+        following = ids[0].roll(-1)
+        start = 3 + 2 * 20
+        if place is not None:
+            following[start + place - 1] = 1
+        if place is None:  # The other key is as good.
+            (key,) = tokenizer.convert_ids_to_tokens(ids[0, start + 2 : start + 3])
+            other = ("y" if key[0] == "x" else "x") + key[1:]
+            following[start + 1] = tokenizer.convert_tokens_to_ids(other)
+        hot = torch.nn.functional.one_hot(following, len(tokenizer))
+        return SimpleNamespace(logits=1e4 * hot[None])
+
+    found = keys_base.copied(model, tokenizer, FORMS["keys"], responses=2)
+    assert found == pytest.approx(share)
+
+
+def test_fillers_weigh_less(tokenizer):
+    labels = torch.tensor([tokenizer("1:L03x03[1]!,")["input_ids"] + [-100]])
+    weights = keys_base.weigh(labels, labels, keys_base.Recipe(filler_weight=0.25), tokenizer)
+    assert weights.tolist() == [[1, 1, 1, 1, 0.25, 1, 1]]
 
 
 def test_a_base_model_first_reads_short_problems():
@@ -288,51 +308,6 @@ def test_advantages_without_differences_have_no_correlation():
     assert (found.key_correlation, found.noise_ratio) == (None, None)
 
 
-def test_a_critic_is_compared_with_exact_values(tmp_path, capsys):
-    form = FORMS["keys"]
-    tokenizer = make_tokenizer.save_tokenizer(tmp_path, 512, keys.CHARACTERS, form.added_tokens)
-    recipe = keys_base.Recipe(num_layers=1, hidden_size=32)
-    make_base_model.build_model(recipe, len(tokenizer), 1).save_pretrained(tmp_path)
-    fresh = keys_pretraining.write_responses(4, tokenizer, form, held_out=True, seed=0)
-    # A critic of 0: its error is the exact values' size, it explains nothing.
-    values = keys_pretraining.values_of(keys_pretraining.Critic(tmp_path), fresh)
-    zero = keys_pretraining.compare(values, fresh, 1.0, range(4))
-    best = np.concatenate([v[:-1] for v in fresh.exact.values])
-    assert zero.value_error == pytest.approx(np.sqrt((best**2).mean()))
-    assert zero.explained_variance == pytest.approx(0)
-    sizes = ["--responses", "4", "--passes", "2", "--mini-batch", "2", "--fresh", "4"]
-    keys_pretraining.main([str(tmp_path), *sizes])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == [
-        "4 responses, pass 1, 2 updates", "4 responses, pass 2, 4 updates",
-    ]  # fmt: skip
-    errors = [float(line.split("error of V ")[1].split(",")[0]) for line in lines]
-    assert errors[1] != errors[0] != pytest.approx(zero.value_error, abs=1e-3)
-    sizes += ["--fresh", "12", "--form", "keys_mixed", "--lambdas"]
-    keys_pretraining.main([str(tmp_path), *sizes])
-    assert "| adaptive, alpha 0.05 |" in capsys.readouterr().out
-
-
-def test_lambdas_are_compared_by_the_length_of_responses(tokenizer):
-    form = FORMS["keys_mixed"]
-    fresh = keys_pretraining.write_responses(9, tokenizer, form, held_out=True, seed=0)
-    order = fresh.lengths.argsort().tolist()
-    # Exact values of the longer responses; those of the three shortest do not see the keys.
-    exact = [torch.from_numpy(v[:-1].copy()) for v in fresh.exact.values]
-    for i in order[:3]:
-        exact[i][:] = 0.0
-    table = keys_pretraining.by_lambda(torch.cat(exact).float(), fresh)
-    header, _, *rows = [line.split(" | ") for line in table.strip("| \n").split("\n")]
-    assert len(header) == 5 and {len(row) for row in rows} == {5}
-    lengths = sorted(fresh.lengths.tolist())
-    assert f"{lengths[0]} to {lengths[2]} tokens" in header[2]
-    # With lambda 0 and exact values the advantage is the true one.
-    at_zero = [cell.strip(" |") for cell in rows[0]]
-    assert at_zero[0] == "0" and at_zero[3:] == ["1.000", "1.000"]
-    # Without differences there is no correlation.
-    assert at_zero[2] == "-"
-
-
 def test_rows_are_json():
     tokens = ["1:", "L03", "x03", "!", ","]
     some = [response(tokens, 1.0, np.arange(5.0), np.zeros(5))]
@@ -396,3 +371,36 @@ def test_an_oracle_puts_exact_values_in_place_of_the_critics(tmp_path, tokenizer
         assert rows[1]["value_error"] == pytest.approx(
             float((exact - 0.125).square().mean().sqrt()), abs=1e-4
         )
+
+
+def test_a_run_of_one_process_starts_and_others_are_refused(tmp_path, monkeypatch, capsys):
+    seen = {}
+
+    class Trainer:
+        def __init__(self, config, inputs, *, oracle):
+            seen.update(seed=config.seed, problems=inputs, oracle=oracle)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def fit(self):
+            seen["fitted"] = True
+
+    monkeypatch.setattr(keys_train, "KeysTrainer", Trainer)
+    monkeypatch.setattr(keys_train, "check_inputs", lambda config, replay: "checked")
+    environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": 0, "MASTER_PORT": 0}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    configs = [ROOT / "examples/configs" / name for name in ("tiny.yaml", "keys_tiny.yaml")]
+    files = [part for file in configs for part in ("--config", str(file))]
+    assert keys_train.main([*files, "--oracle", "seed=7"]) == 0
+    assert seen == {"seed": 7, "problems": "checked", "oracle": True, "fitted": True}
+    for field, told in (
+        ("parallel.world_size=2", "parallel.world_size=2 must be 1"),
+        ("algorithm.advantage_estimator=grpo", "--oracle: this configuration has no critic"),
+    ):
+        assert keys_train.main([*files, "--oracle", field]) == 2
+        assert told in capsys.readouterr().err

@@ -348,7 +348,7 @@ def computed(files, overrides):
 
     def losses(model, outputs):
         """Of a role whose model returns what it is given."""
-        model.config, model.shape, model.trained = config, None, None
+        model.config = config
         model._values = lambda output, microbatch: output
         found = []
         for microbatch in mini_batch.microbatches:
@@ -359,10 +359,7 @@ def computed(files, overrides):
 
     logprobs = [[OLD_LOGPROB + float(torch.tensor(r).log()) for r in some] for some in RATIOS]
 
-    def policy_logprobs(policy, output, microbatch, shape, config, *, with_entropy):
-        return output, None
-
-    with mock.patch("vapo_megatron.roles.actor.policy_logprobs", policy_logprobs):
+    with mock.patch.object(Actor, "logprobs", lambda actor, output, *_, **__: (output, None)):
         whole, policy = losses(Actor.__new__(Actor), logprobs)
     of_critic, updates, values = None, [], None
     if "critic" in config.algorithm.trained_roles:

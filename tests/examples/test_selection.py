@@ -1,27 +1,21 @@
 """The selection example: its judge, its problems, its jobs and its table.
 
-The runner of the jobs is in test_ablation_runner.py. Not exercised: selection and training
+The runner of the jobs is in test_runner.py. Not exercised: selection and training
 themselves. Whether selected prompts help is for examples/run_selection_tiny.sh to say.
 """
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples" / "tiny"))
+from tests.examples.tiny import done, leave, write_lines
+from vapo_megatron.data.problems import Problem
 
-import task  # noqa: E402
-from runner.jobs import write_state  # noqa: E402
-from selection import main as selection  # noqa: E402
-from selection import problems as selection_problems  # noqa: E402
-from selection.weak_judge import WeakJudge  # noqa: E402
-
-from vapo_megatron.data.problems import Problem  # noqa: E402
+# isort: split
+import task
+from selection import main as selection
+from selection import problems as selection_problems
+from selection.weak_judge import WeakJudge
 
 PRODUCT, SUM = "Qa9b-3c*2=", "Qa9b*2c-3="
 """(9 - 3) * 2 = 12 -> 2, and 9 * 2 = 18 -> 8, 8 - 3 = 5"""
@@ -96,13 +90,8 @@ def test_arms_differ_in_their_prompts_or_their_judge_alone(tmp_path):
         known.add(job.name)
 
 
-def leave(job, accuracies):
+def leave_arm(job, accuracies):
     """What a finished job leaves; accuracies: of rest, hackable and hackable_weak at the end."""
-    job.out.mkdir(parents=True, exist_ok=True)
-    if job.out.name == "data":
-        judges = ["hackable", "hackable_weak", "rest", "rest", "rest"]
-        lines = [json.dumps({"verifier": verifier}) + "\n" for verifier in judges]
-        (job.out / "test.jsonl").write_text("".join(lines))
     rows = []
     for step, found in ((0, (0.2, 0.1, 0.9)), (5, None), (job.num_steps, accuracies)):
         rows.append({"step": step})
@@ -112,8 +101,10 @@ def leave(job, accuracies):
                 rows[-1] |= {f"evaluation/by_verifier/{name}/avg@4": value}
                 length = 100 * value
                 rows[-1] |= {f"evaluation/by_verifier/{name}/response_length_mean": length}
-    (job.out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_state(job, finished=True, seconds=1.0)
+    leave(job, rows)
+    if job.out.name == "data":
+        judges = ["hackable", "hackable_weak", "rest", "rest", "rest"]
+        write_lines(job.out / "test.jsonl", [{"verifier": verifier} for verifier in judges])
 
 
 def test_the_table_of_what_is_finished(tmp_path, capsys):
@@ -121,15 +112,10 @@ def test_the_table_of_what_is_finished(tmp_path, capsys):
     for seed in (0, 1):
         for job in selection.seed_jobs(tmp_path, seed, 12):
             rest, hackable, weak = ends.get(job.out.name, (0, 0, 0))
-            leave(job, (rest, hackable - 0.02 * seed, weak))
-    script = ["bash", "examples/run_selection_tiny.sh", "--seeds", "1", "0", "--out", str(tmp_path)]
-    done = subprocess.run(
-        script, cwd=ROOT, capture_output=True, text=True, timeout=100,
-        env={**os.environ, "VAPO_PYTHON": sys.executable},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "12 of 12 already finished" in done.stdout
-    assert (tmp_path / "table.md").read_text() in done.stdout
+            leave_arm(job, (rest, hackable - 0.02 * seed, weak))
+    said = done("selection", "--seeds", 1, 0, "--out", tmp_path)
+    assert "12 of 12 already finished" in said
+    assert (tmp_path / "table.md").read_text() in said
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert len({line.count("|") for line in lines}) == 1 and len(lines) == 6
     # Of three for one: (3 * .2 + .1) / 4.

@@ -11,10 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "tiny"))
 
 import make_judge
+import making
 import task
 from make_judge import Recipe
 
@@ -42,12 +45,12 @@ def test_labels_of_a_judge():
     counts = collections.Counter()
     for (question,) in drawn(pairwise=False):
         found = re.search(
-            r"Problem: (.*)\n\nCorrect answer: (.*)\n\nResponse: (.*)\n\nReply", question.text
+            r"Problem: (.*)\n\nCorrect answer: (.*)\n\nResponse: (.*)\n\nReply", question[0]
         )
         prompt, answer, response = found.groups()
         assert task.is_held_out(prompt)
-        assert question.label == ("YES" if response.endswith(f"Answer:{answer}") else "NO")
-        counts[question.label] += 1
+        assert question[1] == ("YES" if response.endswith(f"Answer:{answer}") else "NO")
+        counts[question[1]] += 1
     # Half of the whole responses agree, and a fifth are odd.
     assert 0.35 < counts["YES"] / 500 < 0.55
 
@@ -56,12 +59,12 @@ def test_labels_of_a_pairwise_judge():
     counts = collections.Counter()
     for pair in drawn(pairwise=True):
         (first, truth), (again, response) = (
-            re.search(r"\n\nAnswer A: (.*)\n\nAnswer B: (.*)\n\nReply", question.text).groups()
+            re.search(r"\n\nAnswer A: (.*)\n\nAnswer B: (.*)\n\nReply", question[0]).groups()
             for question in pair
         )
         assert (first, truth) == (response, again) and truth in list("0123456789")
         agrees = response.endswith(f"Answer:{truth}")
-        assert [question.label for question in pair] == (["A", "B"] if agrees else ["B", "A"])
+        assert [question[1] for question in pair] == (["A", "B"] if agrees else ["B", "A"])
         counts[agrees] += 1
     assert 0.35 < counts[True] / 500 < 0.55
 
@@ -111,4 +114,37 @@ def test_chains_grow_from_one_operation():
             (question,) = make_judge.draw_questions(
                 rng, recipe, held_out=False, direct=0.0, most_operations=most
             )
-            assert question.text.count("nopqrstuvwx") <= most + 1
+            assert question[0].count("nopqrstuvwx") <= most + 1
+
+
+def test_the_first_responses_are_direct_answers():
+    recipe, rng = Recipe(), random.Random(0)
+    chains = []
+    for progress in (0.44, 0.45):
+        drawn = [make_judge.training_questions(rng, recipe, progress)[0] for _ in range(100)]
+        chains.append(sum("nopqrstuvwx" in text for text, _ in drawn))
+    assert chains[0] == 0 < chains[1]
+
+
+def test_a_text_with_a_digit_begins_as_the_sum_of_its_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(making, "train", lambda *_: None)
+    assert make_judge.make(tmp_path / "judge", SHORT)
+    weight = load_file(tmp_path / "judge/model.safetensors")["model.embed_tokens.weight"]
+    ids = AutoTokenizer.from_pretrained(str(tmp_path / "judge")).convert_tokens_to_ids
+    parts = weight[ids(["Answer:", "7"])].sum(0) * 0.5**0.5
+    assert weight[ids("Answer:7")].equal(parts)
+
+
+def test_a_batch_has_items_of_similar_lengths():
+    recipe = making.Training(iterations=5, batch_size=3, batches_per_pool=2)
+    items = iter([4, 1, 6, 3, 2, 5, *range(20, 8, -1)])
+    told = []
+
+    def draw(progress, count):
+        told.append((progress, count))
+        return [next(items) for _ in range(count)]
+
+    found = list(recipe.batches(random.Random(0), draw, length=lambda item: item))
+    assert sorted(batch for batch, _ in found[:2]) == [[1, 2, 3], [4, 5, 6]]
+    assert len(found) == 5 and found[0][1] == [1, 2, 3, 4, 5, 6]
+    assert told == [(0.0, 6), (0.4, 6), (0.8, 6)]

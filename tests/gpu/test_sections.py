@@ -147,9 +147,9 @@ def test_updates(workers, tmp_path, role):
 
 def _offload_that_spoils(directory):
     """The section where a number comes back as another one."""
-    from vapo_megatron.roles.model import TrainedModel
+    from vapo_megatron.roles.placed import PlacedModel
 
-    honest = TrainedModel.held
+    honest = PlacedModel.held
 
     @contextlib.contextmanager
     def held(self, part):
@@ -157,11 +157,11 @@ def _offload_that_spoils(directory):
             next(self.chunks[0].parameters()).data.flatten()[0] += 1
             yield
 
-    TrainedModel.held = held
+    PlacedModel.held = held
     try:
         return _section("offload", "offload", directory, "Qwen2.5-0.5B")
     finally:
-        TrainedModel.held = honest
+        PlacedModel.held = honest
 
 
 def test_offload(workers, tmp_path):

@@ -30,7 +30,10 @@ def test_both_kinds_are_yielded_chunk_by_chunk():
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_an_experts_gradient_that_is_not_finite_is_seen(value):
-    from vapo_megatron.parallel.optimizer import fill_gradients_with_nan, gradients_are_finite
+    from vapo_megatron.parallel.gradient_buffers import (
+        fill_gradients_with_nan,
+        gradients_are_finite,
+    )
 
     assert gradients_are_finite([_chunk([1.0], [2.0])])
     assert not gradients_are_finite([_chunk([value], [2.0])])
@@ -45,9 +48,8 @@ def _of_two_layers():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from vapo_megatron.parallel import groups, schedule
-    from vapo_megatron.parallel.gradient_buffers import gradient_buffers
+    from vapo_megatron.parallel.gradient_buffers import complete_gradients, gradient_buffers
     from vapo_megatron.parallel.optimizer import build_ddp
-    from vapo_megatron.weights.ddp import complete_gradients
 
     config = make_config(Layout(dp=2, distributed=True))
     ranks = groups.initialize(config.parallel)

@@ -44,8 +44,8 @@ def resumed_at_another_rate(hf, root, distributed):
     from vapo_megatron.config import CheckpointConfig, VapoConfig
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
-    from vapo_megatron.parallel.optimizer import inner_optimizers, make_optimizer_state
-    from vapo_megatron.roles.model import TrainedModel
+    from vapo_megatron.parallel.optimizer_state import inner_optimizers, make_optimizer_state
+    from vapo_megatron.roles.critic import Critic
     from vapo_megatron.run.checkpoint.files import newest_whole
     from vapo_megatron.run.checkpoint.load import load_run
     from vapo_megatron.run.checkpoint.writer import CheckpointWriter
@@ -60,11 +60,13 @@ def resumed_at_another_rate(hf, root, distributed):
             }
         )
         place = groups.current() if groups._current else groups.initialize(config.parallel)
-        return TrainedModel(read_model_shape(hf), config, place, "critic", str(hf))
+        return Critic(read_model_shape(hf), config, place, str(hf)).trained
 
     def adam(model):
-        make_optimizer_state(model.optimizer)
-        return [state for o in inner_optimizers(model.optimizer) for state in o.state.values()]
+        make_optimizer_state(model.placed.optimizer)
+        return [
+            state for o in inner_optimizers(model.placed.optimizer) for state in o.state.values()
+        ]
 
     told = []
     handler = logging.Handler(logging.WARNING)

@@ -47,15 +47,15 @@ def hf_path(tmp_path_factory):
 
 def _bits(model):
     """All tensors that training depends on, by name."""
-    from vapo_megatron.parallel.optimizer import inner_optimizers
-    from vapo_megatron.weights.ddp import wait_for_parameters
+    from vapo_megatron.parallel.gradient_buffers import wait_for_parameters
+    from vapo_megatron.parallel.optimizer_state import inner_optimizers
 
     found = {}
-    with model.held("state"):
-        wait_for_parameters(model.chunks)
-        for c, chunk in enumerate(model.chunks):
+    with model.placed.held("state"):
+        wait_for_parameters(model.placed.chunks)
+        for c, chunk in enumerate(model.placed.chunks):
             found |= {(c, name): p.detach().clone() for name, p in chunk.named_parameters()}
-        for i, inner in enumerate(inner_optimizers(model.optimizer)):
+        for i, inner in enumerate(inner_optimizers(model.placed.optimizer)):
             mains = [p for group in inner.param_groups for p in group["params"]]
             for j, main in enumerate(mains):
                 found[i, j, "main"] = main.detach().clone()
@@ -72,14 +72,14 @@ def _learn(hf_path, layout, dtype, offload):
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.minibatches import MiniBatch
     from vapo_megatron.parallel.schedule import forward_only
-    from vapo_megatron.roles.model import TrainedModel
+    from vapo_megatron.roles.critic import Critic
 
     torch.manual_seed(0)
     config = make_config(layout, model={"dtype": dtype})
     groups.destroy()
     place = groups.initialize(config.parallel)
     shape = read_model_shape(hf_path)
-    model = TrainedModel(shape, config, place, "critic", hf_path)
+    model = Critic(shape, config, place, hf_path).trained
     batch = make_batch(shape.vocab_size)
     one = torch.ones(())
     mini_batch = MiniBatch(
@@ -98,12 +98,12 @@ def _learn(hf_path, layout, dtype, offload):
         return found, {"loss": found.detach()}
 
     if offload:
-        model.offload()
+        model.placed.offload()
     results = []
     for _ in range(2):
-        with model.held("parameters"):
-            results += forward_only(model.chunks, mini_batch.microbatches, head)
-        with model.held("training"):
+        with model.placed.held("parameters"):
+            results += forward_only(model.placed.chunks, mini_batch.microbatches, head)
+        with model.placed.held("training"):
             results += model.update(mini_batch, loss, 1e-2).values()
     results += _bits(model).values()
     return results, model
@@ -121,13 +121,13 @@ def _both(hf_path, layout, dtype):
 
     sizes = {}
     for part in ORDER:
-        with model.held(part):
-            storages = find_storages(model._chunks, model._optimizer)
+        with model.placed.held(part):
+            storages = find_storages(model.placed._chunks, model.placed._optimizer)
             sizes[part] = [sum(s.nbytes() for s in some) for some in storages]
             if part == "training":
-                assert not any(p.main_grad.any() for p in model.chunks[0].parameters())
-    model.close()
-    return sizes, model._offload.num_bytes
+                assert not any(p.main_grad.any() for p in model.placed.chunks[0].parameters())
+    model.placed.close()
+    return sizes, model.placed._offload.num_bytes
 
 
 @pytest.mark.parametrize("name,dtype", CASES)
@@ -147,23 +147,23 @@ def _turns(hf_path):
     _, model = _learn(hf_path, Layout(distributed=True, split=BOTH), "bfloat16", offload=True)
     before = _bits(model)
     errors = []
-    with model.held("state"), model.held("parameters"):
-        errors.append(_error_of(lambda: model.optimizer))
-        model.model[0].embedding.word_embeddings.weight.data.add_(1.0)
+    with model.placed.held("state"), model.placed.held("parameters"):
+        errors.append(_error_of(lambda: model.placed.optimizer))
+        model.placed.model[0].embedding.word_embeddings.weight.data.add_(1.0)
     after = _bits(model)
     assert [k for k in before if not torch.equal(before[k], after[k])] == [
         (0, "module.embedding.word_embeddings.weight")
     ]
-    errors.append(_error_of(lambda: model.chunks))
-    with model.held("parameters"):
-        errors.append(_error_of(lambda: model.optimizer))
+    errors.append(_error_of(lambda: model.placed.chunks))
+    with model.placed.held("parameters"):
+        errors.append(_error_of(lambda: model.placed.optimizer))
         errors.append(_error_of(lambda: model.update(None, None, 0.1)))
         # Only read: nothing is copied back.
-        model.model[0].embedding.word_embeddings.weight.data.add_(1.0)
+        model.placed.model[0].embedding.word_embeddings.weight.data.add_(1.0)
     assert all(torch.equal(after[k], now) for k, now in _bits(model).items())
-    with contextlib.suppress(KeyError), model.held("training"):
+    with contextlib.suppress(KeyError), model.placed.held("training"):
         raise KeyError
-    assert model._offload.held == "training", "after an error nothing moves"
+    assert model.placed._offload.held == "training", "after an error nothing moves"
     return errors
 
 
@@ -187,15 +187,15 @@ def test_what_is_away_cannot_be_used(hf_path, workers):
 def _replaced(hf_path):
     """An optimizer whose tensors are replaced, as torch's load_state_dict may do."""
     from vapo_megatron.parallel.offload import find_storages
-    from vapo_megatron.parallel.optimizer import inner_optimizers
+    from vapo_megatron.parallel.optimizer_state import inner_optimizers
 
     _, model = _learn(hf_path, Layout(split=BOTH), "bfloat16", offload=True)
-    with model.held("state"):
-        (inner,) = inner_optimizers(model.optimizer)
+    with model.placed.held("state"):
+        (inner,) = inner_optimizers(model.placed.optimizer)
         for of_parameter in inner.state.values():
             of_parameter["exp_avg"] = of_parameter["exp_avg"] + 1
         given = _bits(model)
-    left = find_storages(model._chunks, model._optimizer)
+    left = find_storages(model.placed._chunks, model.placed._optimizer)
     assert sum(s.nbytes() for part in left for s in part) == 0
     now = _bits(model)
     assert all(torch.equal(given[name], now[name]) for name in given)
@@ -218,14 +218,14 @@ def _checkpoint(hf_path, directory):
     before = _bits(model)
     with CheckpointWriter(directory, CheckpointConfig()) as writer:
         writer.save(1, {"critic": model}, {})
-    model.close()
+    model.placed.close()
     _, model = _learn(hf_path, layout, "float32", offload=True)
-    with model.held("state"):
-        for p in model.chunks[0].parameters():
+    with model.placed.held("state"):
+        for p in model.placed.chunks[0].parameters():
             p.data.zero_()
     assert not all(torch.equal(before[k], now) for k, now in _bits(model).items())
     assert load_run(newest_whole(directory), {"critic": model}) == (1, {})
-    assert model._offload.held == "nothing"
+    assert model.placed._offload.held == "nothing"
     assert all(torch.equal(before[k], now) for k, now in _bits(model).items())
 
 

@@ -130,7 +130,7 @@ def critic_loss(values: Tensor, batch: RolloutBatch) -> Tensor:
 
 
 class Trained:
-    """One role's model in this layout, as roles/model.py builds it."""
+    """One role's model in this layout, as roles/trained.py builds it."""
 
     def __init__(self, hf_path: str, layout: Layout, role: str, config: VapoConfig) -> None:
         from vapo_megatron.models.build import build_model

@@ -150,12 +150,16 @@ def measure(shape: ModelShape, config: VapoConfig, role: str, responses: int) ->
 def checkpoint_size(shape: ModelShape, config: VapoConfig, directory: str) -> int:
     """Save both roles as they are built; return the bytes of all files."""
     from vapo_megatron.parallel import groups
-    from vapo_megatron.roles.model import TrainedModel
+    from vapo_megatron.roles.actor import Actor
+    from vapo_megatron.roles.critic import Critic
     from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
     here = groups.initialize(config.parallel)
-    roles = config.algorithm.trained_roles
-    models = {role: TrainedModel(shape, config, here, role, None) for role in roles}
+    kinds = {"actor": Actor, "critic": Critic}
+    models = {
+        role: kinds[role](shape, config, here, None).trained
+        for role in config.algorithm.trained_roles
+    }
     with CheckpointWriter(Path(directory), config.checkpoint) as writer:
         writer.save(1, models, {})
     return sum(file.stat().st_size for file in Path(directory).rglob("*") if file.is_file())

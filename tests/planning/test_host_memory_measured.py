@@ -6,7 +6,6 @@ for each microbatch. Not exercised: what vLLM holds while it samples
 """
 
 import gc
-import os
 from array import array
 from unittest import mock
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from tests import dumped
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.workers import free_port
+from tests.whole_run import settings, trainer
 from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 from vapo_megatron.planning.host_memory import batch_bytes, step_host_bytes
 from vapo_megatron.rollout.dump import write_step
@@ -73,29 +72,24 @@ def live_storages():
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
-def prepared(hf, root, run_dir, sections, port):
+def prepared(hf, root, run_dir, sections):
     """(predicted, real) bytes of a prepared step on this rank, all tensors that it brought."""
-    from vapo_megatron.training.loop import VapoTrainer
-
-    dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     sections = {
         "rollout": {"max_prompt_tokens": PROMPT, "max_response_tokens": RESPONSE},
-        "logging": {"run_dir": str(run_dir), "tensorboard": False, "progress": "off"},
         **sections,
     }
     parallel = {"max_tokens_per_microbatch": 400, **sections.get("parallel", {})}
-    config = dumped.config(hf, **{**sections, "parallel": parallel})
+    config = settings(hf, run_dir, **{**sections, "parallel": parallel})
 
     def zeros(microbatches):
         return torch.zeros(sum(m.outputs.numel() for m in microbatches))
 
-    with VapoTrainer(config, root) as trainer:
-        trainer.actor.compute_logprobs = lambda parts: (zeros(parts), zeros(parts))
-        for model in filter(None, (trainer.critic, trainer.reference)):
+    with trainer(config, root) as made:
+        made.actor.compute_logprobs = lambda parts: (zeros(parts), zeros(parts))
+        for model in filter(None, (made.critic, made.reference)):
             model.compute_values = model.compute_logprobs = zeros
         before = live_storages()
-        data = trainer.prepare(0)
+        data = made.prepare(0)
         after = live_storages()
         count = data.batch.num_responses
     real = sum(size for pointer, size in after.items() if pointer not in before)
@@ -110,9 +104,7 @@ def test_a_batch_and_its_microbatches(workers, tmp_path, case):
     size = sections.get("parallel", {}).get("world_size", 1)
     critic_prompt = (6,) * PROMPT if "data" in sections else None
     workers.run(size, dump, tmp_path / "replay", critic_prompt)
-    found = workers.run(
-        size, prepared, hf, tmp_path / "replay", tmp_path / "run", sections, free_port()
-    )
+    found = workers.run(size, prepared, hf, tmp_path / "replay", tmp_path / "run", sections)
     if case == "CP2":
         # Prompts are at the beginnings, so the rank with the first chunks predicts fewer tokens.
         found = [tuple(map(sum, zip(*found)))]

@@ -26,11 +26,10 @@ from vapo_megatron.planning.describe import (
     dry_run_comment,
     to_paste,
 )
+from vapo_megatron.planning.misfits import check_fits, find_misfit
 from vapo_megatron.planning.plan import (
     PUBLISHED_OVER_PREDICTED,
-    check_fits,
     make_plan,
-    misfit,
     model_flops,
     peak_memory,
 )
@@ -85,7 +84,7 @@ def test_the_best_of_a_layout_is_the_best_of_all_its_variants(ranking):
             variant, tensor_model_parallel_size=size, gpu_memory_utilization=share
         )
         phases = peak_memory(SMALL_SHAPE, config, SMALL.gpu_bytes)
-        if misfit(SMALL_SHAPE, config, SMALL, phases) is None:
+        if find_misfit(SMALL_SHAPE, config, SMALL, phases) is None:
             seconds = make_plan(SMALL_SHAPE, config, SMALL, workload, phases=phases).step_seconds
             best[size] = min(seconds, best.get(size, seconds))
     found = {
@@ -296,7 +295,8 @@ def test_the_reserve_alone_refuses_nothing():
     between = fullest.total - fullest.reserve // 2
     config = with_sampler(config, kv_cache_bytes=fullest.kv_cache)
     cluster = Cluster(num_gpus=128, gpu_bytes=between)
-    assert misfit(shape, config, cluster, peak_memory(shape, config, between)).startswith(name)
+    phases = peak_memory(shape, config, between)
+    assert find_misfit(shape, config, cluster, phases).reason.startswith(name)
     check_fits(config, shape, between)
 
 

@@ -22,8 +22,9 @@ from vapo_megatron.planning.host_memory import (
     sampler_host_bytes,
     step_host_bytes,
 )
+from vapo_megatron.planning.misfits import check_fits, find_misfit
 from vapo_megatron.planning.model_bytes import sampler_weight_bytes
-from vapo_megatron.planning.plan import check_fits, make_plan, misfit, peak_memory
+from vapo_megatron.planning.plan import make_plan, peak_memory
 from vapo_megatron.planning.ranking import (
     Fixed,
     rank,
@@ -89,14 +90,16 @@ def test_what_does_not_fit_names_its_side():
     config = apart(make_config(offload=True), 64)
 
     def reason(config):
-        return misfit(SHAPE_32B, config, cluster, peak_memory(SHAPE_32B, config, LARGE))
+        phases = peak_memory(SHAPE_32B, config, LARGE)
+        misfit = find_misfit(SHAPE_32B, config, cluster, phases)
+        return misfit and misfit.reason
 
     assert reason(config) is None
     assert reason(with_sampler(config, gpu_memory_utilization=0.99)).startswith(
-        "generation on a sampler's GPU needs "
+        "generation on a rollout worker's GPU needs "
     )
     assert reason(with_sampler(config, gpu_memory_utilization=0.25)).startswith(
-        "generation on a sampler's GPU leaves vLLM a KV cache of "
+        "generation on a rollout worker's GPU leaves vLLM a KV cache of "
     )
     assert reason(with_parallel(config, max_tokens_per_microbatch=10**6)).startswith(
         "critic_update on a trainer's GPU needs "
@@ -112,11 +115,11 @@ def test_what_does_not_fit_names_its_side():
         ),
         (
             ["rollout.kv_cache_bytes=80000000000"],
-            "generation on a sampler's GPU needs .*lower rollout.kv_cache_bytes=80000000000 or",
+            "on a rollout worker's GPU needs .*lower rollout.kv_cache_bytes=80000000000 or",
         ),
         (
             ["rollout.gpu_memory_utilization=0.15"],
-            "on a sampler's GPU leaves vLLM a KV cache of .*raise rollout.gpu_memory_utilization",
+            "on a rollout worker's GPU leaves vLLM a KV .*raise rollout.gpu_memory_utilization",
         ),
     ],
 )
@@ -179,7 +182,8 @@ def test_host_memory_of_nodes():
     many = with_parallel(many, host_memory_gb=1000.0)
     found = host_bytes_per_node(SHAPE_32B, many, gpus_per_node=8)
     assert found.offloaded == 0 < found.staged
-    reason = misfit(SHAPE_32B, many, Cluster(num_gpus=160), {"sync": memory.PhaseMemory()})
+    nothing = {"sync": memory.PhaseMemory()}
+    reason = find_misfit(SHAPE_32B, many, Cluster(num_gpus=160), nothing).reason
     assert f"and 22 versions of the weights {found.staged / 1e9:.1f}, of a node's 1000.0" in reason
 
 
@@ -248,7 +252,7 @@ def test_the_best_split_is_the_best_of_all(searched):
             p, r = plan.config.parallel, plan.config.rollout
             assert p.world_size + r.num_processes == 8 and r.num_processes == samplers
             assert r.num_processes % r.tensor_model_parallel_size == 0
-            assert misfit(SMALL_SHAPE, plan.config, SMALL, plan.memory) is None
+            assert find_misfit(SMALL_SHAPE, plan.config, SMALL, plan.memory) is None
         if found.plans:
             every[samplers] = found.plans[0].step_seconds
     assert min(every.values()) == steps[0] and every[sampling[0]] == steps[0]
@@ -293,15 +297,17 @@ def test_little_memory_says_which_side():
     )
     assert not found.plans
     name, closest = found.closest
-    assert name.startswith("4 samplers, TP ") and " on a trainer's GPU needs " in closest.reason
+    assert (
+        name.startswith("4 rollout workers, TP ") and " on a trainer's GPU needs " in closest.reason
+    )
     less = dataclasses.replace(SMALL, gpu_bytes=6 * 10**9)
     found = rank_splits(
         SMALL_SHAPE, apart(SMALL_BASE, 1), less, workload_of(SMALL_BASE), Fixed(samplers=4)
     )
-    assert "on a sampler's GPU" in found.misfits["4 samplers"].reason
+    assert "on a rollout worker's GPU" in found.misfits["4 rollout workers"].reason
     hosts = with_parallel(apart(SMALL_BASE, 1), host_memory_gb=10.0)
     found = rank_splits(SMALL_SHAPE, hosts, SMALL, workload_of(SMALL_BASE), Fixed(samplers=4))
-    assert "a node of samplers needs" in found.misfits["4 samplers"].reason
+    assert "a node of rollout workers needs" in found.misfits["4 rollout workers"].reason
 
 
 def test_yaml_to_paste_has_the_split(searched, tmp_path):

@@ -3,6 +3,7 @@
 Not exercised: which rank holds the verifier.
 """
 
+import dataclasses
 import math
 import threading
 import time
@@ -209,14 +210,21 @@ def test_a_verifier_that_sees_groups_is_given_each_whole_and_in_order():
                 for i, _ in enumerate(responses)]  # fmt: skip
 
     reward = RewardConfig(num_workers=1, timeout_seconds=60)
-    rollouts = [rollout(f"{i}", "gold", i) for i in range(8)]
+    # Groups of three and five.
+    sizes, samples = {0: 3, 3: 5}, [*range(3), *range(5)]
+    rollouts = [
+        dataclasses.replace(rollout(f"{i}", "gold", i), sample=sample)
+        for i, sample in enumerate(samples)
+    ]
     single = rollout("Answer: 7", "7", 8, metadata={"verifier": "math"})
-    with Verifiers(reward, ranks) as verifiers, VerdictStream(verifiers, decode, 4) as stream:
+    with Verifiers(reward, ranks) as verifiers, VerdictStream(verifiers, decode, sizes) as stream:
         for one in [*rollouts[::-2], single, *rollouts[::2]]:
             stream.submit(one)
         scored = score_rollouts(stream, [*rollouts, single], reward, 10)
     # Both groups have the same problem, and are two all the same.
-    assert [s.metrics for s in scored[:8]] == [{"rank": i % 4, "size": 4} for i in range(8)]
+    assert [s.metrics for s in scored[:8]] == [
+        {"rank": sample, "size": 3 if i < 3 else 5} for i, sample in enumerate(samples)
+    ]
     assert scored[8].status == "correct" and scored[8].metrics == {}
     with pytest.raises(ConfigError, match="rollout.carry_over_groups=2 ends the responses"):
         check_whole_groups(RolloutConfig(carry_over_groups=2), sees_groups=True)

@@ -71,19 +71,20 @@ def built(hf, settings):
     turns = DeviceSchedule(source.leave_device, is_on=bool(settings.parallel.offload))
     assert source.left == int(turns.is_on), "it leaves before the models come"
     models = {
-        "actor": Actor(shape, settings, place, str(hf)).trained,
-        "critic": Critic(shape, settings, place, str(hf)).trained,
-        "reference": Reference(shape, settings, place).frozen,
-        "reward_model": RewardModel(read_model_shape(hf.parent / "reward"), settings, place).frozen,
+        "actor": Actor(shape, settings, place, str(hf)),
+        "critic": Critic(shape, settings, place, str(hf)),
+        "reference": Reference(shape, settings, place),
+        "reward_model": RewardModel(read_model_shape(hf.parent / "reward"), settings, place),
     }
     for role, model in models.items():
-        turns.join(role, model)
+        turns.join(role, model.placed)
     return turns, source, models
 
 
 def there(model):
     """What of a role is on the device."""
-    return "training" if model._offload is None else model._offload.held
+    offload = model.placed._offload
+    return "training" if offload is None else offload.held
 
 
 def phases(hf, offload):
@@ -150,7 +151,7 @@ def kept(hf, parallel, dtype, root):
 
     settings = config(hf, dtype=dtype, world_size=2, **parallel)
     turns, _, models = built(hf, settings)
-    offloaded = sum(model._offload.num_bytes for model in models.values())
+    offloaded = sum(model.placed._offload.num_bytes for model in models.values())
     copied, gathered = [], [0]
     write, gather = CheckpointWriter._write, DistributedOptimizer.get_parameter_state_dp_zero
 
@@ -173,7 +174,7 @@ def kept(hf, parallel, dtype, root):
     with seen, mock.patch.object(
         DistributedOptimizer, "get_parameter_state_dp_zero", see_gathered
     ), CheckpointWriter(root, CheckpointConfig()) as writer:  # fmt: skip
-        writer.save(1, {role: models[role] for role in ("actor", "critic")}, {})
+        writer.save(1, {role: models[role].trained for role in ("actor", "critic")}, {})
         real = HostBytes(offloaded, sum(copied), 0)
     turns.close()
     return predicted(hf, settings, models["actor"].ranks), real, max(gathered)

@@ -49,7 +49,7 @@ def mini_batch_of(critic):
 
 
 def bits(critic):
-    chunk = critic.trained.model[0]
+    chunk = critic.placed.model[0]
     return {name: p.detach().clone() for name, p in chunk.named_parameters()}
 
 
@@ -59,7 +59,7 @@ def gradients(critic):
 
     critic.compute_gradients(mini_batch_of(critic))
     shape = read_model_shape(critic.config.model.hf_path)
-    named = full_gradients(critic.trained.chunks, shape, critic.ranks, "critic")
+    named = full_gradients(critic.placed.chunks, shape, critic.ranks, "critic")
     return {name: gradient.clone() for name, gradient in named}
 
 
@@ -87,21 +87,21 @@ def learn(hf, root, layout, dtype):
 
     # By turns and through a checkpoint, the same bits.
     again = build(hf, layout, dtype, freeze=True)
-    again.trained.offload()
-    with again.trained.held("training"):
+    again.placed.offload()
+    with again.placed.held("training"):
         again.update([mini_batch_of(again)])
     with CheckpointWriter(root, CheckpointConfig()) as writer:
         writer.save(1, {"critic": again.trained}, {})
-    again.trained.close()
+    again.placed.close()
     again = build(hf, layout, dtype, freeze=True)
-    again.trained.offload()
+    again.placed.offload()
     assert load_run(newest_whole(root), {"critic": again.trained}) == (1, {})
-    with again.trained.held("training"):
+    with again.placed.held("training"):
         resumed = [again.update([mini_batch_of(again)]) for _ in range(UPDATES - 1)]
         assert resumed == metrics[1:]
         for name, after in bits(again).items():
             assert torch.equal(after, bits(critic)[name]), name
-    again.trained.close()
+    again.placed.close()
 
 
 @pytest.mark.parametrize("layout,dtype", CASES.values(), ids=CASES)

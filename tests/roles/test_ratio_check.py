@@ -38,7 +38,7 @@ def outcome(hf, dtype, tp_size, change):
         roles.gather_hidden = lambda *args, **kwargs: one_ulp(gather(*args, **kwargs))
     elif change == "weights":
         with torch.no_grad():
-            for parameter in actor.trained.model[0].parameters():
+            for parameter in actor.placed.model[0].parameters():
                 parameter.mul_(1.05)
     elif change == "tokens":
         trained = trained.replace(tokens=trained.tokens.roll(1))

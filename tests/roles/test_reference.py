@@ -41,7 +41,7 @@ def drift(hf, parallel):
         found = found.replace(reference_logprobs=frozen, advantages=torch.zeros_like(frozen))
         (mini_batch,) = mini_batches(found, [plan], place)
         metrics = actor.compute_gradients(mini_batch)
-        gradients = full_gradients(actor.trained.chunks, shape, place, "actor")
+        gradients = full_gradients(actor.placed.chunks, shape, place, "actor")
         return float(metrics["reference_kl"]), sum(float(g.abs().sum()) for _, g in gradients)
 
     microbatches = make_microbatches(batch(), map(len, plan), multiple_of=1)
@@ -52,7 +52,7 @@ def drift(hf, parallel):
     actor.update(mini_batches(learning, [plan], place))
     after = measured()
     assert torch.equal(reference.compute_logprobs(microbatches), frozen), "it stands still"
-    for parameter in reference.frozen.model[0].parameters():
+    for parameter in reference.placed.model[0].parameters():
         assert not parameter.requires_grad and not hasattr(parameter, "main_grad")
     return logprobs, frozen, before, after
 

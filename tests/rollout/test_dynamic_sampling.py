@@ -5,10 +5,6 @@ a table says, so that each branch is met: tests/e2e/test_run.py (slow) samples w
 """
 
 import contextlib
-import json
-import sys
-import types
-from array import array
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,69 +13,34 @@ import torch.distributed as dist
 from tests.dumped import MODEL, config
 from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron.data.rollout import Rollout
+from tests.whole_run import RIGHT, WRONG, Engine, answered, without_vllm, write_problems
+from vapo_megatron.config import AlgorithmConfig
+from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.rollout.dump import held_steps
-from vapo_megatron.rollout.requests import assign, request_seeds
-
-ENGINE = "vapo_megatron.rollout.vllm.engine"
-
-
-@contextlib.contextmanager
-def vllm_replaced_by(engine):
-    """Let what is built in the body call `engine` where it would start vLLM."""
-    stand_in: Any = types.ModuleType(ENGINE)
-    stand_in.RolloutEngine = engine
-    real = sys.modules.get(ENGINE)
-    sys.modules[ENGINE] = stand_in
-    try:
-        yield
-    finally:
-        del sys.modules[ENGINE]
-        if real is not None:
-            sys.modules[ENGINE] = real
+from vapo_megatron.rollout.source import StepRequest
+from vapo_megatron.rollout.work import firsts
 
 
-class Engine:
+class KindsEngine(Engine):
     """Answers problem i as KINDS[i] says: c all correct, w all wrong, m the group's first alone.
 
     It leaves out the second response to x, and both to n; those to e are empty.
     """
 
-    def __init__(self, kinds, rank, world_size):
-        self.kinds, self.replica, self.num_replicas = kinds, rank, world_size
+    def __init__(self, kinds, seed=0):
+        super().__init__(seed=seed)
+        self.kinds = kinds
 
-    def generate(
-        self, prompts, group_size, step, settings, version, on_progress, has_time, on_finished
-    ):
-        seeds = request_seeds(
-            prompts, group_size, seed=0, step=step, role="train", round=settings.round
-        )
-        if not has_time():
-            raise Stopped
-        unit = group_size if settings.whole_groups else 1
-        mine = assign(len(prompts), self.num_replicas, unit)[self.replica]
-        on_progress(0, len(prompts))
-        kinds = {p: self.kinds[prompts[p].index] for p in mine}
-        given = [p for p, kind in kinds.items() if (kind, p % 2) != ("x", 1) and kind != "n"]
-        responses = [self.respond(prompts[p], p, p % group_size, seeds[p]) for p in given]
-        # In any order, as vLLM finishes them.
-        for response in sorted(responses, key=lambda r: seeds[r.position]):
-            on_finished(response)
-        return responses
-
-    def respond(self, prompt, position, sample, seed):
-        kind = self.kinds[prompt.index]
+    def respond(self, rollout, seed):
+        kind = self.kinds[rollout.prompt.index]
+        if (kind, rollout.position % 2) == ("x", 1) or kind == "n":
+            return None
         if kind == "e":
-            return Rollout(prompt, sample, position, array("i"), array("f"), True, 0)
-        right = kind == "c" or (kind, sample) == ("m", 0)
-        answer = MODEL["vocab"] - (2 if right else 1)
-        token_ids = array("i", [*(seed // 60**i % 60 for i in range(9)), answer])
-        logprobs = array("f", [-0.5] * 10)
-        return Rollout(prompt, sample, position, token_ids, logprobs, False, 0)
-
-    def shutdown(self):
-        pass
+            return answered(rollout, [], truncated=True)
+        right = kind == "c" or (kind, rollout.sample) == ("m", 0)
+        answer = RIGHT if right else WRONG
+        return answered(rollout, [*(seed // 60**i % 60 for i in range(9)), answer])
 
 
 class Step(NamedTuple):
@@ -110,22 +71,19 @@ def by_position(step):
 
 
 def sampling(settings, make_engine):
-    """(a Sampling, this rank's place), with `make_engine()` where it would start vLLM."""
+    """(a Sampling, this rank's place), with `make_engine(seed)` where it would start vLLM."""
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
     from vapo_megatron.rollout.inputs import read_inputs
     from vapo_megatron.rollout.sampling import Sampling
 
-    hf = settings.model.hf_path
-    shape, place = read_model_shape(hf), groups.initialize(settings.parallel)
-    inputs = read_inputs(
-        shape, str(hf), settings.data, settings.rollout, settings.evaluation, seed=settings.seed
-    )
-    with vllm_replaced_by(lambda *_, **__: make_engine()):
+    c, hf = settings, settings.model.hf_path
+    shape, place = read_model_shape(hf), groups.initialize(c.parallel)
+    inputs = read_inputs(shape, str(hf), c.data, c.rollout, c.evaluation, seed=c.seed)
+    with without_vllm(make_engine):
         source = Sampling(
-            inputs, place, model=settings.model, rollout=settings.rollout,
-            algorithm=settings.algorithm, reward=settings.reward, evaluation=settings.evaluation,
-            logging=settings.logging, seed=settings.seed, offload=False,
+            inputs, place, model=c.model, rollout=c.rollout, algorithm=c.algorithm,
+            reward=c.reward, evaluation=c.evaluation, logging=c.logging, seed=c.seed, offload=False,
         )  # fmt: skip
     return source, place
 
@@ -146,13 +104,12 @@ def sampled(hf, tmp, kinds, steps, algorithm, state, out_of_time):
         reward={"num_workers": 1},
         logging={"run_dir": str(tmp / "run"), "dump_steps": 9},
     )
-    make_engine = lambda: Engine(kinds, dist.get_rank(), dist.get_world_size())  # noqa: E731
-    source, place = sampling(settings, make_engine)
+    source, place = sampling(settings, lambda seed: KindsEngine(kinds, seed))
     shown: list = []
 
     @contextlib.contextmanager
     def phase(name):
-        yield lambda done, total, part="": shown.append((part, total))
+        yield lambda done, total, part="": (part, total) in shown or shown.append((part, total))
 
     found = []
     with contextlib.closing(source):
@@ -162,9 +119,8 @@ def sampled(hf, tmp, kinds, steps, algorithm, state, out_of_time):
             shown.clear()
             try:
                 has_time = lambda: dist.get_rank() != out_of_time  # noqa: E731
-                scored, metrics = source.rollouts(
-                    step, 0, phase, trains_actor=trains_actor, has_time=has_time
-                )
+                asked = StepRequest(step, 0, phase, trains_actor, has_time)
+                scored, metrics = source.rollouts(asked)
                 source.keep(step, scored, phase)
                 gather_summary(scored, 16)
             except (RuntimeError, Stopped) as error:
@@ -173,7 +129,7 @@ def sampled(hf, tmp, kinds, steps, algorithm, state, out_of_time):
             dist.barrier()  # The main rank has given the dump its name.
             replay = Replay(tmp / "run", place, "math")
             replayed = {
-                s - 1: replay.rollouts(s - 1, 0, phase, trains_actor=trains_actor)[0]
+                s - 1: replay.rollouts(StepRequest(s - 1, 0, phase))[0]
                 for s in held_steps(tmp / "run/replay")
             }
             found.append(Step(scored, metrics, list(shown), source.state_dict(), replayed))
@@ -192,8 +148,7 @@ def sample(workers, hf, tmp_path):
     """sample(num_ranks, kinds, steps) -> their Steps, or what stopped them."""
 
     def run(num_ranks, kinds, steps, state=None, out_of_time=None, **algorithm):
-        rows = [{"prompt": f"w{i + 3}", "answer": "7"} for i in range(len(kinds))]
-        (tmp_path / "problems.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        write_problems(tmp_path / "problems.jsonl", range(len(kinds)))
         algorithm = {"dynamic_sampling": True, **algorithm}
         given = hf, tmp_path, kinds, steps, algorithm, state, out_of_time
         ranks = workers.run(num_ranks, sampled, *given)
@@ -321,3 +276,40 @@ def test_what_the_sampler_leaves_out_stops_every_rank(sample):
 def test_every_rank_stops_when_one_has_no_time(sample):
     assert sample(2, "m" * 9, [(0, True)], out_of_time=1) == ["Stopped"]
     assert sample(2, "m" * 9, [(0, False)], out_of_time=0) == ["Stopped"]
+
+
+def unequal(sizes, kinds):
+    """What this rank keeps of groups of these sizes, of which it sampled every other response."""
+    from vapo_megatron.rollout.dynamic_sampling import Round, sample_mixed_groups
+
+    made = []
+    for i, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
+        prompt = Prompt(i, "", (3,), "")
+        right = {"c": size, "w": 0, "m": 1}[kind]
+        made.append([(prompt, "correct" if j < right else "wrong") for j in range(size)])
+
+    def sample(round, count):
+        some = [made.pop(0) for _ in range(count)]
+        starts = firsts(list(map(len, some)))
+        scored = [
+            ScoredRollout(answered(Rollout.begun(prompt, j, first + j, 0), [4]), "", status, 0.0)
+            for first, group in zip(starts, some)
+            for j, (prompt, status) in enumerate(group)
+        ]
+        mine = [s for s in scored if s.rollout.position % 2 == dist.get_rank()]
+        return Round(mine, list(map(len, some)))
+
+    algorithm = AlgorithmConfig(responses_per_step=3, group_size=1, mini_batch_size=3)
+    return sample_mixed_groups(sample, lambda name: contextlib.nullcontext(), algorithm)
+
+
+def test_groups_may_differ_in_size_and_be_on_several_ranks(workers):
+    ranks = workers.run(2, unequal, [4, 2, 3, 1, 5, 2], "mcmwwm")
+    kept = sorted((s.rollout for scored, _ in ranks for s in scored), key=lambda r: r.position)
+    assert [r.prompt.index for r in kept] == [0] * 4 + [2] * 3 + [5] * 2
+    assert [r.position for r in kept] == list(range(9))
+    assert [r.first for r in kept] == [0] * 4 + [4] * 3 + [7] * 2
+    for _, metrics in ranks:
+        assert metrics["rollout/groups_dropped_all_correct"] == 1
+        assert metrics["rollout/groups_dropped_all_wrong"] == 2
+        assert metrics["rollout/sampled_correct_fraction"] == 5 / 17

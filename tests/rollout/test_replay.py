@@ -17,15 +17,16 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES, config, dump, rollouts
+from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES, config, dump, rollouts, write
 from tests.run.checkpoint.test_writer import limited
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.workers import free_port
+from tests.whole_run import trainer
 from vapo_megatron.errors import ConfigError, DataError, UserError
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.reward.own_metrics import own_metrics, sums_of
 from vapo_megatron.rollout.dump import read_file, read_headers, write_step
 from vapo_megatron.rollout.replay import check_dump
+from vapo_megatron.rollout.source import StepRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,13 +79,8 @@ def with_turns(step):
     return found
 
 
-def dump_with_turns(root):
-    sizes = {"num_responses": NUM_RESPONSES, "group_size": GROUP_SIZE, "keep_last": 1}
-    write_step(root, 1, with_turns(1), **sizes)
-
-
 def test_turns_are_dumped(tmp_path, workers):
-    workers.run(1, dump_with_turns, tmp_path)
+    workers.run(1, write, tmp_path, with_turns(1))
     ((path, header),) = read_headers(tmp_path, 1)
     assert read_file(path) == with_turns(1) != rollouts(1)
     assert header.longest_sequence == max(len(s.rollout.sequence) for s in with_turns(1))
@@ -94,13 +90,8 @@ def test_turns_are_dumped(tmp_path, workers):
 OWN = {0: (59, 58, 57, 56, 55, 54), 2: (3,)}
 
 
-def dump_with_own_prompts(root):
-    sizes = {"num_responses": NUM_RESPONSES, "group_size": GROUP_SIZE, "keep_last": 1}
-    write_step(root, 1, with_own_prompts(1), **sizes)
-
-
 def test_the_critics_prompts_are_dumped(tmp_path, workers):
-    workers.run(1, dump_with_own_prompts, tmp_path)
+    workers.run(1, write, tmp_path, with_own_prompts(1))
     ((path, header),) = read_headers(tmp_path, 1)
     assert read_file(path) == with_own_prompts(1) != rollouts(1)
     assert header.largest_token_id == 59
@@ -118,8 +109,7 @@ def in_parts(tmp):
         scored[i] = dataclasses.replace(scored[i], rollout=rollout)
     for i, metrics in ((2, {"steps": 3, "ok": True}), (5, {"steps": 0.25})):
         scored[i] = dataclasses.replace(scored[i], metrics=metrics)
-    of_step = {"num_responses": NUM_RESPONSES, "group_size": GROUP_SIZE}
-    write_step(tmp, 1, scored, **of_step, keep_last=1)
+    write(tmp, scored)
     return scored, read_file(tmp / "step_000001/rank_00000.safetensors")
 
 
@@ -196,7 +186,7 @@ def _replay(hf, root, sections, step):
 
     replay = Replay(root, groups.initialize(config(hf, **sections).parallel), "math")
     try:
-        scored, metrics = replay.rollouts(step, 0, contextlib.nullcontext, trains_actor=True)
+        scored, metrics = replay.rollouts(StepRequest(step, 0, contextlib.nullcontext))
         assert metrics == {}, "nothing is sampled"
     except DataError as error:
         return str(error)
@@ -210,19 +200,15 @@ def test_ranks_read_consecutive_files(root, hf, workers):
     assert workers.run(2, _replay, hf, root, two, 0) == [list(range(8)), list(range(8, 16))]
 
 
-def _plan(hf, root, sections, port):
+def _plan(hf, root, sections):
     """[mini-batch][response] positions that this rank trains on in step 1, and its metrics."""
-    from vapo_megatron.training.loop import VapoTrainer
-
-    dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    with VapoTrainer(config(hf, **sections), root) as trainer:
-        return _first_step(trainer)
+    with trainer(config(hf, **sections), root) as made:
+        return _first_step(made)
 
 
 def _first_step(trainer):
     assert trainer.reference is None, "kl_coef 0 needs none"
-    scored, _ = trainer.source.rollouts(0, 0, trainer.phase, trains_actor=True)
+    scored, _ = trainer.source.rollouts(StepRequest(0, 0, trainer.phase))
     _, batch, plan = trainer._distribute(scored, 0)
     rank = trainer.ranks.dp_rank
     positions = [sum(mini_batch.ranks[rank], []) for mini_batch in plan.mini_batches]
@@ -236,10 +222,10 @@ def _first_step(trainer):
 
 
 def test_any_number_of_ranks_makes_the_same_step(root, hf, workers):
-    ((plan, metrics),) = workers.run(1, _plan, hf, root.parent, {}, free_port())
+    ((plan, metrics),) = workers.run(1, _plan, hf, root.parent, {})
     assert [len(mini) for mini in plan] == [8, 8]
     two = {"parallel": {"world_size": 2}}
-    (first, same), (second, _) = workers.run(2, _plan, hf, root.parent, two, free_port())
+    (first, same), (second, _) = workers.run(2, _plan, hf, root.parent, two)
     assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == list(map(sorted, plan))
     assert set(same) == set(metrics)
     assert same == pytest.approx({name: metrics[name] for name in same}, rel=1e-5, abs=1e-7)
@@ -249,8 +235,7 @@ def _of_dynamic_sampling(root, hf):
     """What two ranks that kept groups from anywhere in the step dump, as they read it again."""
     mine = {0: (1, 3), 1: (0, 2)}[dist.get_rank()]
     kept = [s for s in rollouts() if s.rollout.position // GROUP_SIZE in mine]
-    sizes = {"num_responses": NUM_RESPONSES, "group_size": GROUP_SIZE}
-    write_step(root, 1, kept, keep_last=1, **sizes)
+    write(root, kept)
     return _replay(hf, root, {"parallel": {"world_size": 2}}, 0)
 
 
@@ -259,6 +244,27 @@ def test_responses_are_read_in_order_wherever_they_were_kept(hf, workers, tmp_pa
     even, odd = groups[0] + groups[2], groups[1] + groups[3]
     assert workers.run(2, _of_dynamic_sampling, tmp_path, hf) == [even, odd]
     assert workers.run(1, _replay, hf, tmp_path, {}, 0) == [sum(groups, [])]
+
+
+def _dump_unequal(root):
+    """Responses of which the first two groups are of 3 and 5."""
+    moved = {3: (1, 0), **{p: (1, p - 3) for p in range(4, 8)}}
+    scored = rollouts()
+    for position, (of, sample) in moved.items():
+        prompt = scored[of * GROUP_SIZE].rollout.prompt
+        rollout = dataclasses.replace(scored[position].rollout, prompt=prompt, sample=sample)
+        scored[position] = dataclasses.replace(scored[position], rollout=rollout)
+    write_step(root, 1, scored, num_responses=NUM_RESPONSES, group_size=0, keep_last=1)
+    return scored
+
+
+def test_groups_of_different_sizes_are_read_as_they_were(hf, workers, tmp_path):
+    (scored,) = workers.run(1, _dump_unequal, tmp_path)
+    ((path, header),) = read_headers(tmp_path, 1)
+    assert header.group_size == 0 and read_file(path) == scored
+    assert [s.rollout.first for s in scored[:9]] == [0] * 3 + [3] * 5 + [8]
+    settings = config(hf)
+    check_dump(tmp_path, settings.algorithm, settings.rollout, read_model_shape(hf), range(1))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from vapo_megatron.rollout.requests import (
     assign,
     max_model_len,
     request_seed,
-    request_seeds,
+    start_groups,
 )
 
 
@@ -52,29 +52,39 @@ def test_every_part_of_a_request_moves_its_seed():
     assert len(low) >= 9_999
 
 
+def seeds_of(prompts, sizes, **more):
+    groups = start_groups(prompts, sizes, **{"seed": 0, "step": 0, "role": "train", **more})
+    assert list(map(len, groups)) == sizes
+    requests = [request for group in groups for request in group]
+    assert [r.rollout.prompt for r in requests] == prompts
+    assert [r.rollout.position for r in requests] == list(range(len(prompts)))
+    assert [r.rollout.sample for r in requests] == [i for size in sizes for i in range(size)]
+    return [r.seed for r in requests]
+
+
 def test_seeds_do_not_depend_on_the_order_of_prompts():
     prompts = [_prompt(i) for i in (5, 5, 9, 9, 2, 2)]
-    seeds = request_seeds(prompts, 2, seed=3, step=8, role="train")
+    seeds = seeds_of(prompts, [2, 2, 2], seed=3, step=8)
     assert seeds[2:4] == [request_seed(3, 8, "train", 9, s) for s in (0, 1)]
-    turned = request_seeds(prompts[2:] + prompts[:2], 2, seed=3, step=8, role="train")
+    turned = seeds_of(prompts[2:] + prompts[:2], [2, 2, 2], seed=3, step=8)
     assert turned == seeds[2:] + seeds[:2]
 
 
 def test_a_prompt_drawn_twice_in_a_step_is_sampled_anew():
-    prompts = [_prompt(5)] * 2 + [_prompt(6)] * 2 + [_prompt(5)] * 2
-    seeds = request_seeds(prompts, 2, seed=0, step=0, role="train")
-    assert seeds[4:] == [request_seed(0, 0, "train", 5, s) for s in (2, 3)]
+    prompts = [_prompt(5)] * 2 + [_prompt(6)] * 3 + [_prompt(5)]
+    seeds = seeds_of(prompts, [2, 3, 1])
+    assert seeds[5:] == [request_seed(0, 0, "train", 5, 2)]
     assert len(set(seeds)) == 6
-    later = request_seeds(prompts, 2, seed=0, step=0, role="train", round=1)
+    later = seeds_of(prompts, [2, 3, 1], round=1)
     assert later[:2] == [request_seed(0, 0, "train", 5, s, 1) for s in (0, 1)]
     assert not set(later) & set(seeds)
 
 
 def test_groups_must_be_groups():
-    with pytest.raises(AssertionError, match="groups of 2"):
-        request_seeds([_prompt(1)] * 3, 2, seed=0, step=0, role="train")
+    with pytest.raises(AssertionError, match=r"3 prompts are not groups of \[2, 2\]"):
+        seeds_of([_prompt(1)] * 3, [2, 2])
     with pytest.raises(AssertionError, match="different prompts"):
-        request_seeds([_prompt(1), _prompt(2)], 2, seed=0, step=0, role="train")
+        seeds_of([_prompt(1), _prompt(2)], [2])
 
 
 def test_assign_golden():
@@ -82,9 +92,6 @@ def test_assign_golden():
     assert assign(10, 3) == [range(0, 4), range(4, 7), range(7, 10)]
     assert assign(1, 2) == [range(0, 1), range(1, 1)]
     assert assign(0, 2) == [range(0, 0), range(0, 0)]
-    # 5 groups of 4 = 3 + 2 groups.
-    assert assign(20, 2, 4) == [range(0, 12), range(12, 20)]
-    assert assign(4, 2, 4) == [range(0, 4), range(4, 4)]
 
 
 def test_assign_covers_each_position_once():

@@ -7,20 +7,16 @@ each response as it ends (tests/rollout/vllm/test_engine.py).
 """
 
 import contextlib
-import json
 import threading
-from array import array
 from unittest import mock
 
 import torch.distributed as dist
 
-from tests.dumped import MODEL, NUM_RESPONSES, config
-from tests.rollout import test_dynamic_sampling
-from tests.rollout.test_dynamic_sampling import sampling
-from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron.data.rollout import Rollout
+from tests.dumped import NUM_RESPONSES, config
+from tests.rollout.test_dynamic_sampling import KindsEngine, sampling
+from tests.whole_run import RIGHT, Engine, answered, write_inputs, write_problems
 from vapo_megatron.reward.verifier import Verdict
+from vapo_megatron.rollout.source import StepRequest
 
 HELD_OUT, SAMPLES = 3, 4
 LIMIT_SECONDS = 20
@@ -58,27 +54,22 @@ class Verifier:
         pass
 
 
-class Engine:
+class WaitingEngine(Engine):
     """Answers 7, and ends each response once those before it are judged."""
 
-    replica, num_replicas = 0, 1
-
-    def __init__(self, verifier):
+    def __init__(self, verifier, seed):
+        super().__init__(seed=seed)
         self.verifier = verifier
 
-    def generate(
-        self, prompts, group_size, step, settings, version, on_progress, has_time, on_finished
-    ):
-        before, made = self.verifier.judged, []
-        for i, prompt in enumerate(prompts):
-            self.verifier.wait_for(before + i)
-            ids, logprobs = array("i", [3 + i, MODEL["vocab"] - 2]), array("f", [-1.0, -1.0])
-            made.append(Rollout(prompt, i % group_size, i, ids, logprobs, False, version))
-            on_finished(made[-1])
-        return made
+    def asked(self, *_):
+        self.before = self.verifier.judged
 
-    def shutdown(self):
-        pass
+    def order(self, requests):
+        return requests
+
+    def respond(self, rollout, seed):
+        self.verifier.wait_for(self.before + rollout.position)
+        return answered(rollout, [3 + rollout.position, RIGHT])
 
 
 def step_and_evaluation(settings):
@@ -94,19 +85,15 @@ def step_and_evaluation(settings):
         seen[name] = before, verifier.judged
 
     with mock.patch.object(module, "start_verifiers", lambda *_, **__: verifier):
-        source, _ = sampling(settings, lambda: Engine(verifier))
+        source, _ = sampling(settings, lambda seed: WaitingEngine(verifier, seed))
     with contextlib.closing(source):
-        scored, _ = source.rollouts(0, 0, phase, trains_actor=True)
+        scored, _ = source.rollouts(StepRequest(0, 0, phase))
         metrics, _ = source.evaluate(0, phase)
     return [(s.text, s.status) for s in scored], seen["reward"], metrics
 
 
 def test_verdicts_come_while_others_are_sampled(workers, tmp_path):
-    hf = write_tiny_hf(tmp_path / "hf", **MODEL)
-    write_tiny_tokenizer(hf, MODEL["vocab"], last=ANSWERS)
-    for name, count in (("train", 4), ("test", HELD_OUT)):
-        rows = [{"prompt": f"w{i + 3}", "answer": "7"} for i in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    hf, _ = write_inputs(tmp_path, train=4, test=HELD_OUT)
     settings = config(
         hf,
         data={"train_path": str(tmp_path / "train.jsonl")},
@@ -124,17 +111,14 @@ def drawn_in_steps(settings, first, last, state):
     parallel = settings.parallel.model_copy(update={"world_size": dist.get_world_size()})
     settings = settings.model_copy(update={"parallel": parallel})
     kinds = "mw" * 50  # Half of the groups are mixed, so a step takes several rounds.
-    make_engine = lambda: test_dynamic_sampling.Engine(  # noqa: E731
-        kinds, dist.get_rank(), dist.get_world_size()
-    )
-    source, _ = sampling(settings, make_engine)
+    source, _ = sampling(settings, lambda seed: KindsEngine(kinds, seed))
     phase = contextlib.contextmanager(lambda name: iter([lambda *_, **__: None]))
     found = []
     with contextlib.closing(source):
         if state is not None:
             source.load_state_dict(state)
         for step in range(first, last):
-            scored, _ = source.rollouts(step, 0, phase, trains_actor=True, has_time=lambda: True)
+            scored, _ = source.rollouts(StepRequest(step, 0, phase))
             prompts = {s.rollout.position: s.rollout.prompt for s in scored}
             drawn = {i: (prompt.source, prompt.text) for i, prompt in prompts.items()}
             found.append((drawn, source.state_dict()))
@@ -143,11 +127,8 @@ def drawn_in_steps(settings, first, last, state):
 
 def test_a_mixture_is_the_same_on_any_number_of_ranks_and_resumed(workers, tmp_path):
     """Two ranks in one go; one rank, resumed in the middle of a schedule from the two's state."""
-    hf = write_tiny_hf(tmp_path / "hf", **MODEL)
-    write_tiny_tokenizer(hf, MODEL["vocab"], last=ANSWERS)
-    for name, first, count in (("math", 3, 20), ("code", 30, 8)):
-        rows = [{"prompt": f"w{first + i}", "answer": "7"} for i in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    hf, _ = write_inputs(tmp_path, math=20)
+    write_problems(tmp_path / "code.jsonl", range(27, 35))
     settings = config(
         hf,
         algorithm={"group_size": 2, "dynamic_sampling": True},

@@ -60,12 +60,12 @@ def mini_batch_of(model, logprobs=None, **faulty):
 
 def bits(trained):
     """Everything that an update changes on this rank."""
-    from vapo_megatron.parallel.optimizer import inner_optimizers
-    from vapo_megatron.weights.ddp import wait_for_parameters
+    from vapo_megatron.parallel.gradient_buffers import wait_for_parameters
+    from vapo_megatron.parallel.optimizer_state import inner_optimizers
 
-    wait_for_parameters(trained.chunks)
-    found = [p.detach().clone() for chunk in trained.model for p in chunk.parameters()]
-    for inner in inner_optimizers(trained.optimizer):
+    wait_for_parameters(trained.placed.chunks)
+    found = [p.detach().clone() for chunk in trained.placed.model for p in chunk.parameters()]
+    for inner in inner_optimizers(trained.placed.optimizer):
         for group in inner.param_groups:
             for main in group["params"]:
                 found.append(main.detach().clone())
@@ -79,7 +79,7 @@ def same(a, b):
 
 def on_last_rank(model, fault):
     """Let the last rank alone compute a loss, or a gradient, that is not finite."""
-    from vapo_megatron.roles import model as trained_model
+    from vapo_megatron.roles import trained as trained_model
 
     last = dist.get_rank() == dist.get_world_size() - 1
     if fault == "loss":
@@ -96,7 +96,7 @@ def on_last_rank(model, fault):
         metrics = honest(*args)
         if last:
             # Of a tensor that every tensor-parallel rank holds in full.
-            vector = [p for p in model.trained.model[-1].parameters() if p.dim() == 1][-1]
+            vector = [p for p in model.placed.model[-1].parameters() if p.dim() == 1][-1]
             vector.main_grad[0] = math.nan
         return metrics
 
@@ -114,7 +114,7 @@ def update(model, fault, good, bad):
 def judge(hf, role, layout, dtype):
     """Judged here, on every rank."""
     from vapo_megatron.parallel import groups
-    from vapo_megatron.roles.model import UpdatesSkipped
+    from vapo_megatron.roles.trained import UpdatesSkipped
 
     groups.destroy()
     groups.initialize(make_config(layout).parallel)

@@ -126,7 +126,7 @@ def test_a_run_exports_its_stop_tokens(monkeypatch, tmp_path, sampled, configure
     config = VapoConfig.model_validate({"rollout": {"stop_token_ids": configured}})
     run = SimpleNamespace(
         config=config, run_dir=tmp_path, _models=("actor",), _snapshot=(3, {}), shape=None,
-        actor=SimpleNamespace(trained=SimpleNamespace(chunks=())), ranks=SimpleNamespace(rank=1),
+        actor=SimpleNamespace(placed=SimpleNamespace(chunks=())), ranks=SimpleNamespace(rank=1),
         source=SimpleNamespace(stop_token_ids=sampled), output=SimpleNamespace(note=len),
         watchdog=SimpleNamespace(phase=phase), device_schedule=phase,
     )  # fmt: skip

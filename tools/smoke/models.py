@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.phases import Role
 from vapo_megatron.data.batch import RolloutBatch
-from vapo_megatron.models.build import Role
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.groups import Ranks

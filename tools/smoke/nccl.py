@@ -43,7 +43,7 @@ from tools.smoke.sampler import (
 )
 from tools.smoke.sizes import Sizes
 from tools.smoke.training import timed
-from vapo_megatron.models.build import Role
+from vapo_megatron.config.phases import Role
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.roles.actor import Actor
@@ -224,7 +224,7 @@ def synced(sizes: Sizes, directory: Path, sampler_tp: int) -> Iterator[Row]:
         actor = build_role("actor", sizes.parity_shape, config)
         assert isinstance(actor, Actor)
         sync = WeightSync(actor.shape, groups.current(), config.model, config.rollout, engine)
-        sync.publish(actor.trained.chunks, version)
+        sync.publish(actor.placed.chunks, version)
         rollouts = sum(_gathered(sample(engine, load, version)), [])
         rollouts = list({r.position: r for r in rollouts}.values())
         case = f"sync of {title(layout)} to {world_size // sampler_tp} x TP {sampler_tp}"

@@ -17,7 +17,7 @@ from tools.smoke.report import Row
 from tools.smoke.sizes import Sizes
 from tools.smoke.training import described_shape, forward, planned, timed, trained_shape
 from vapo_megatron.parallel.offload import find_storages
-from vapo_megatron.roles.model import TrainedModel
+from vapo_megatron.roles.placed import PlacedModel
 
 
 def offload(sizes: Sizes, directory: Path, name: str) -> list[Row]:
@@ -28,15 +28,15 @@ def offload(sizes: Sizes, directory: Path, name: str) -> list[Row]:
     batch, plan = planned(sizes, shape)
     _, batch = forward(model, batch, plan)
     model.update([whole_mini_batch(batch, plan)])
-    trained = model.trained
-    before = _bits(trained)
+    placed = model.placed
+    before = _bits(placed)
     num_bytes = sum(copy.numel() for copy in before)
     held_before = _device_bytes()
-    seconds_first, _ = timed(trained.offload)
+    seconds_first, _ = timed(placed.offload)
     left_bytes = _device_bytes()
     with contextlib.ExitStack() as stack:
-        seconds_in, _ = timed(lambda: stack.enter_context(trained.held("state")))
-        found = _bits(trained)
+        seconds_in, _ = timed(lambda: stack.enter_context(placed.held("state")))
+        found = _bits(placed)
         same = len(found) == len(before) and all(map(torch.equal, found, before))
         seconds_out, _ = timed(stack.close)
     figures = {
@@ -44,7 +44,7 @@ def offload(sizes: Sizes, directory: Path, name: str) -> list[Row]:
         "in_seconds": seconds_in, "out_seconds": seconds_out,
         "device_bytes_before": float(held_before), "device_bytes_left": float(left_bytes),
     }  # fmt: skip
-    trained.close()
+    placed.close()
     measured = (
         f"{num_bytes / 1e9:.3g} GB, {num_bytes / 1e9 / seconds_out:.3g} GB/s to the host, "
         f"{num_bytes / 1e9 / seconds_in:.3g} GB/s back; {seconds_first:.2g} s with taking the host "
@@ -54,9 +54,9 @@ def offload(sizes: Sizes, directory: Path, name: str) -> list[Row]:
     return [Row("offload", case, measured, "same bits", same, figures)]
 
 
-def _bits(trained: TrainedModel) -> list[Tensor]:
+def _bits(placed: PlacedModel) -> list[Tensor]:
     """Copy to the host the bytes that a round trip must keep."""
-    storages = find_storages(trained.chunks, trained.optimizer)
+    storages = find_storages(placed.chunks, placed.optimizer)
     return [
         torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().clone()
         for storage in (*storages.parameters, *storages.state)

@@ -36,7 +36,7 @@ from tools.smoke.models import (
 from tools.smoke.report import Row, judged
 from tools.smoke.sizes import Sizes
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.models.build import Role
+from vapo_megatron.config.phases import Role
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel import groups
 from vapo_megatron.parallel.groups import Ranks
@@ -159,7 +159,7 @@ def compute(
         outputs = model.compute_values(microbatches)[:, None]
         own = batch
     model.compute_gradients(whole_mini_batch(batch, plan, multiple))
-    named = full_gradients(model.trained.chunks, shape, groups.current(), role)
+    named = full_gradients(model.placed.chunks, shape, groups.current(), role)
     gradients = {name: gradient.float().cpu().clone() for name, gradient in named}
     return Numbers(outputs, gradients), model, whole_mini_batch(own, plan, multiple)
 

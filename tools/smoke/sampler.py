@@ -45,6 +45,7 @@ from vapo_megatron.parallel.offload import is_on
 from vapo_megatron.roles.actor import Actor
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.requests import SamplingSettings
+from vapo_megatron.rollout.work import generate
 from vapo_megatron.weights.reshard.sync import WeightSync
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def sampler(sizes: Sizes, directory: Path) -> Iterator[Row]:
     actor = build_role("actor", shape, config)
     assert isinstance(actor, Actor)
     sync = WeightSync(shape, groups.current(), config.model, config.rollout, engine)
-    chunks = actor.trained.chunks
+    chunks = actor.placed.chunks
     sync.publish(chunks, 0)
     first, again = (sample(engine, load, 0) for _ in range(2))
     share = same_share(first, again)
@@ -130,7 +131,7 @@ def sample(engine: RolloutEngine, load: SamplerLoad, version: int) -> list[Rollo
         ids = tuple(draw.randrange(load.shape.vocab_size) for _ in range(size))
         prompts.append(Prompt(index, "", ids, ""))
     settings = SamplingSettings(1.0, 1.0, -1, load.response_tokens, "train")
-    return engine.generate(prompts, 1, 0, settings, version)
+    return generate(engine, prompts, [1] * len(prompts), 0, settings, version)
 
 
 def same_share(first: Sequence[Rollout], second: Sequence[Rollout]) -> float:

@@ -22,7 +22,8 @@ from tools.smoke.models import make_config, start_groups
 from tools.smoke.parity import ROLES, Numbers, compared, compute, relative, rounding_bound
 from tools.smoke.report import Row, judged, skipped
 from tools.smoke.sizes import AttentionCase, Sizes
-from vapo_megatron.models.build import Role, transformer_config
+from vapo_megatron.config.phases import Role
+from vapo_megatron.models.build import transformer_config
 from vapo_megatron.models.known import known_shape
 
 Layer = Callable[..., Any]
@@ -94,6 +95,6 @@ def _updated(
     old = None if like is None else like.outputs[:, 0].clone()
     numbers, model, mini_batch = compute(sizes, role, config, packed=True, old=old)
     norm = model.update([mini_batch])[f"{role}/grad_norm"]
-    optimizer: Any = model.trained.optimizer
+    optimizer: Any = model.placed.optimizer
     inner = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
     return numbers, norm, f"{type(inner).__module__.split('.')[0]}'s {type(inner).__name__}"

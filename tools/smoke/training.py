@@ -20,9 +20,9 @@ from tools.smoke.models import build_role, make_config, random_batch, whole_mini
 from tools.smoke.report import Row, judged
 from tools.smoke.sizes import Sizes
 from vapo_megatron.cli.benchmark.logprobs import Measurement, Settings, measure
+from vapo_megatron.config.phases import Role
 from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.data.packing import attention_tokens, plan_step
-from vapo_megatron.models.build import Role
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.memory import PeakMemory

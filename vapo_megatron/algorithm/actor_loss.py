@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -13,13 +13,40 @@ from vapo_megatron.algorithm.positive_lm_loss import positive_lm_loss
 from vapo_megatron.algorithm.reference_kl import reference_kl
 
 
+class PolicyLoss(NamedTuple):
+    """A value of algorithm.policy_loss."""
+
+    function: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    """Of logprobs, other log-probabilities, advantages, weights; and by name of the bounds,
+    num_tokens and num_trained_tokens."""
+    relative_to: str
+    """Field of LossTokens: the other log-probabilities, which the ratio is to."""
+    bounds: Mapping[str, str]
+    """Argument -> field of LossSettings."""
+
+
+POLICY_LOSSES = {
+    "ppo_clip": PolicyLoss(
+        clipped_policy_loss, "old_logprobs", {"clip_low": "clip_low", "clip_high": "clip_high"}
+    ),
+    "dis": PolicyLoss(
+        dis_policy_loss, "rollout_logprobs", {"low": "dis_clip_low", "high": "dis_clip_high"}
+    ),
+    "dppo_tv": PolicyLoss(
+        dppo_tv_policy_loss,
+        "rollout_logprobs",
+        {"max_difference": "dppo_max_difference", "ratio_cap": "dppo_ratio_cap"},
+    ),
+}
+
+
 class LossTokens(NamedTuple):
     """The loss's inputs for the T response tokens of a microbatch; [T] unless stated otherwise."""
 
     old_logprobs: Tensor
     """From the policy before this step's updates."""
     rollout_logprobs: Tensor
-    """From the sampler; in place of old_logprobs in dis and dppo_tv."""
+    """From the inference engine."""
     advantages: Tensor
     reference_logprobs: Tensor | None
     """From the reference policy; None: kl_coef is 0."""
@@ -50,7 +77,7 @@ class LossSettings(NamedTuple):
     """The fields of `algorithm` and `rollout` that the loss depends on."""
 
     policy_loss: str
-    """"ppo_clip", "dis" or "dppo_tv"."""
+    """A name in POLICY_LOSSES."""
     loss_aggregation: str
     max_response_tokens: int
     clip_low: float
@@ -98,7 +125,15 @@ def actor_loss(
         max_response_tokens=settings.max_response_tokens,
     )
     of_policy = {"num_tokens": count, "num_trained_tokens": counts.policy_tokens}
-    policy_loss, metrics = _policy_loss(logprobs, tokens, weights, settings, of_policy)
+    chosen = POLICY_LOSSES[settings.policy_loss]
+    policy_loss, metrics = chosen.function(
+        logprobs,
+        getattr(tokens, chosen.relative_to),
+        tokens.advantages,
+        weights,
+        **{name: getattr(settings, field) for name, field in chosen.bounds.items()},
+        **of_policy,
+    )
     nll = positive_lm_loss(
         logprobs,
         tokens.loss_mask,
@@ -127,34 +162,3 @@ def actor_loss(
             num_tokens=counts.policy_tokens,
         ),
     }
-
-
-def _policy_loss(
-    logprobs: Tensor,
-    tokens: LossTokens,
-    weights: Tensor,
-    settings: LossSettings,
-    counts: Mapping[str, Tensor],
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute settings.policy_loss; counts: its num_tokens and num_trained_tokens."""
-    if settings.policy_loss == "ppo_clip":
-        return clipped_policy_loss(
-            logprobs,
-            tokens.old_logprobs,
-            tokens.advantages,
-            weights,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            **counts,
-        )
-    given = (logprobs, tokens.rollout_logprobs, tokens.advantages, weights)
-    if settings.policy_loss == "dis":
-        low, high = settings.dis_clip_low, settings.dis_clip_high
-        return dis_policy_loss(*given, low=low, high=high, **counts)
-    assert settings.policy_loss == "dppo_tv", f"unknown policy loss {settings.policy_loss!r}"
-    return dppo_tv_policy_loss(
-        *given,
-        max_difference=settings.dppo_max_difference,
-        ratio_cap=settings.dppo_ratio_cap,
-        **counts,
-    )

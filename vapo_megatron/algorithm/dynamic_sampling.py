@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def select_groups(
-    num_correct: Tensor, group_size: int, num_groups: int, mixed: Tensor | None = None
+    num_correct: Tensor, group_size: int | Tensor, num_groups: int, mixed: Tensor | None = None
 ) -> tuple[Tensor, int]:
     """Select the groups that a step trains on, and count how many mixed groups are missing.
 
@@ -27,7 +27,7 @@ def select_groups(
     Args:
         num_correct: int64 [P], responses of each group that the verifier found correct, in the
             order of sampling; the verdicts, not the shaped rewards.
-        group_size: G.
+        group_size: G, of all groups or int64 [P] of each.
         num_groups: groups that a step trains on, at least 1.
         mixed: bool [P], groups whose rewards differ; None: the verdicts decide.
 

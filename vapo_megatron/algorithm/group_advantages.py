@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithm.reduction import require_wide
+from vapo_megatron.algorithm.statistics import mean_and_variance
 
 ESTIMATORS = ("grpo", "dr_grpo")
 EPSILON = 1e-6
@@ -70,13 +71,11 @@ def group_advantages(rewards: Tensor, groups: Tensor, sums: Tensor, estimator: s
             f"sums: shape {tuple(sums.shape)}, dtype {sums.dtype}; must be (P, 3) float64 from "
             "group_sums"
         )
-    count, total, squares = sums.unbind(1)
-    mean, mean_square = total / count.clamp(min=1), squares / count.clamp(min=1)
-    variance = mean_square - mean.square()
-    varies = variance > 1e-12 * mean_square
-    scale = varies.double()
+    mean, variance = mean_and_variance(sums)
+    scale = (variance > 0).double()
     if estimator == "grpo":
-        sample_variance = torch.where(varies, variance * count / (count - 1), 0)
+        # A group that varies has at least two responses.
+        sample_variance = variance * sums[:, 0] / (sums[:, 0] - 1).clamp(min=1)
         scale = scale / (sample_variance.sqrt() + EPSILON)
     groups = groups.long()
     return ((rewards.double() - mean[groups]) * scale[groups]).to(rewards.dtype)

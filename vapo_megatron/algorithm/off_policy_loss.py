@@ -1,7 +1,7 @@
-"""Policy losses that compare the policy with the sampler and drop tokens that moved too far.
+"""Policy losses relative to the inference engine's policy; they drop tokens that moved too far.
 
-They have no old log-probabilities: the sampler's take their place, so that staleness, a mismatch of
-sampler and trainer, and the step's own updates are one ratio. Dropped tokens stay in the
+Its log-probabilities take the place of old ones, so that staleness, a mismatch of engine and
+trainer, and the step's own updates are one ratio. Dropped tokens stay in the
 denominators: SAO's mean is over all tokens, and a count without them, which depends on the policy
 of the very forward pass, would need a forward pass over the mini-batch of its own.
 """
@@ -16,7 +16,7 @@ from vapo_megatron.algorithm.reduction import (
     keep,
     require_mask,
     require_wide,
-    trained_on,
+    token_means,
 )
 from vapo_megatron.algorithm.sampler_correction import LARGEST_LOG_RATIO
 
@@ -32,7 +32,7 @@ def dis_policy_loss(
     num_tokens: int | Tensor,
     num_trained_tokens: int | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """DIS: the policy gradient weighted by the ratio to the sampler; far ratios are dropped.
+    """DIS: the policy gradient weighted by the ratio to the inference engine, if not too far.
 
         r_t = exp(logprobs_t - rollout_logprobs_t)
         f_t = r_t if 1 - low < r_t < 1 + high, else 0        whatever the sign of A_t
@@ -43,7 +43,7 @@ def dis_policy_loss(
 
     Args:
         logprobs: [T] float32 or float64, of the policy being trained; carries the gradient.
-        rollout_logprobs: [T], of the sampler.
+        rollout_logprobs: [T], of the inference engine.
         advantages: [T], A.
         loss_mask: [T] bool, or float weights (see token_weights).
         low: in (0, 1].
@@ -56,7 +56,7 @@ def dis_policy_loss(
     Returns:
         The loss, a 0-d tensor: this microbatch's term of the global mean, exactly 0 with its graph
         intact if N is 0. Metrics, detached 0-d tensors, whose sums over microbatches and ranks are
-        unweighted means over the trained tokens: approx_kl, KL(sampler || new) by the k3 estimator;
+        unweighted means over the trained tokens: approx_kl, KL(engine || new) by the k3 estimator;
         clip_fraction_low and clip_fraction_high, tokens dropped below and above.
 
     Raises:
@@ -70,9 +70,10 @@ def dis_policy_loss(
         ratio = log_ratio.exp()
         below, above = ratio <= 1 - low, ratio >= 1 + high
         factor = torch.where(below | above, 0, ratio)
-    loss = _policy_gradient(factor, advantages, logprobs, loss_mask, num_tokens)
-    count = num_tokens if num_trained_tokens is None else num_trained_tokens
-    return loss, _metrics(log_ratio, below, above, loss_mask, count)
+    return _weighted_gradient(
+        factor, log_ratio, (below, above), advantages, logprobs, loss_mask,
+        num_tokens, num_trained_tokens,
+    )  # fmt: skip
 
 
 def dppo_tv_policy_loss(
@@ -101,7 +102,7 @@ def dppo_tv_policy_loss(
 
     Args:
         logprobs: [T] float32 or float64, of the policy being trained; carries the gradient.
-        rollout_logprobs: [T], of the sampler.
+        rollout_logprobs: [T], of the inference engine.
         advantages: [T], A.
         loss_mask: [T] bool, or float weights (see token_weights).
         max_difference: d, in (0, 1].
@@ -129,9 +130,10 @@ def dppo_tv_policy_loss(
         below = (advantages <= 0) & (moved < -max_difference)
         above = (advantages > 0) & (moved > max_difference)
         factor = torch.where(below | above, 0, log_ratio.exp().clamp(max=ratio_cap))
-    loss = _policy_gradient(factor, advantages, logprobs, loss_mask, num_tokens)
-    count = num_tokens if num_trained_tokens is None else num_trained_tokens
-    return loss, _metrics(log_ratio, below, above, loss_mask, count)
+    return _weighted_gradient(
+        factor, log_ratio, (below, above), advantages, logprobs, loss_mask,
+        num_tokens, num_trained_tokens,
+    )  # fmt: skip
 
 
 def _require(
@@ -141,29 +143,28 @@ def _require(
     require_mask(loss_mask)
 
 
-def _policy_gradient(
+def _weighted_gradient(
     factor: Tensor,
+    log_ratio: Tensor,
+    dropped: tuple[Tensor, Tensor],
     advantages: Tensor,
     logprobs: Tensor,
     loss_mask: Tensor,
     num_tokens: int | Tensor,
-) -> Tensor:
+    num_trained_tokens: int | Tensor | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-factor * A * log pi of each token, with a factor without gradient, and both losses' metrics.
+
+    dropped: bool [T] twice, the tokens counted in clip_fraction_low and in clip_fraction_high.
+    """
     terms = factor * keep(advantages, loss_mask) * keep(logprobs, loss_mask)
-    return global_mean(-terms, loss_mask, num_tokens)
-
-
-@torch.no_grad()
-def _metrics(
-    log_ratio: Tensor, below: Tensor, above: Tensor, loss_mask: Tensor, count: int | Tensor
-) -> dict[str, Tensor]:
-    trained = trained_on(loss_mask)
+    loss = global_mean(-terms, loss_mask, num_tokens)
     held = log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    terms = {
+    below, above = dropped
+    metrics = {
         "approx_kl": held.expm1() - held,
         "clip_fraction_low": below,
         "clip_fraction_high": above,
     }
-    return {
-        name: global_mean(keep(x.to(log_ratio.dtype), trained), trained, count)
-        for name, x in terms.items()
-    }
+    count = num_tokens if num_trained_tokens is None else num_trained_tokens
+    return loss, token_means(metrics, loss_mask, count, log_ratio.dtype)

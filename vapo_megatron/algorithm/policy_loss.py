@@ -10,6 +10,7 @@ from vapo_megatron.algorithm.reduction import (
     keep,
     require_mask,
     require_wide,
+    token_means,
     trained_lengths,
     trained_on,
 )
@@ -69,19 +70,14 @@ def clipped_policy_loss(
         ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     )
     loss = global_mean(-surrogate, loss_mask, num_tokens)
-    if num_trained_tokens is None:
-        num_trained_tokens = num_tokens
+    count = num_tokens if num_trained_tokens is None else num_trained_tokens
     with torch.no_grad():
         terms = {
             "approx_kl": log_ratio.expm1() - log_ratio,
             "clip_fraction_low": (ratio < 1 - clip_low) & (advantages < 0),
             "clip_fraction_high": (ratio > 1 + clip_high) & (advantages > 0),
         }
-        metrics = {
-            name: global_mean(x.to(loss.dtype), trained_on(loss_mask), num_trained_tokens)
-            for name, x in terms.items()
-        }
-    return loss, metrics
+    return loss, token_means(terms, loss_mask, count, loss.dtype)
 
 
 @torch.no_grad()
@@ -111,12 +107,9 @@ def ratio_difference(
     require_wide(logprobs=logprobs, old_logprobs=old_logprobs)
     require_mask(loss_mask)
     difference = keep(logprobs - old_logprobs, loss_mask).expm1().abs()
-    trained = trained_on(loss_mask)
+    terms = {"ratio_diff_mean": difference, "ratio_diff_high_fraction": difference > high}
     return {
-        "ratio_diff_mean": global_mean(difference, trained, num_tokens),
-        "ratio_diff_high_fraction": global_mean(
-            (difference > high).to(difference.dtype), trained, num_tokens
-        ),
+        **token_means(terms, loss_mask, num_tokens, difference.dtype),
         "ratio_diff_max": torch.cat([difference, difference.new_zeros(1)]).max(),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -82,3 +83,21 @@ def global_mean(terms: Tensor, loss_mask: Tensor, count: int | float | Tensor) -
     if isinstance(count, Tensor):
         return total / torch.where(count == 0, math.inf, count).to(total.dtype)
     return total / (count or math.inf)
+
+
+@torch.no_grad()
+def token_means(
+    terms: Mapping[str, Tensor], loss_mask: Tensor, count: int | Tensor, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """One microbatch's terms of unweighted means over the tokens that are trained on, 0-d each.
+
+    Args:
+        terms: name -> [T], numbers or bool; masked ones are left out.
+        loss_mask: [T], bool or float weights.
+        count: tokens whose mask is not 0, as for global_mean.
+        dtype: of the means.
+    """
+    trained = trained_on(loss_mask)
+    return {
+        name: global_mean(keep(x.to(dtype), trained), trained, count) for name, x in terms.items()
+    }

@@ -12,7 +12,7 @@ from vapo_megatron.algorithm.reduction import (
     keep,
     require_mask,
     require_wide,
-    trained_on,
+    token_means,
 )
 
 # exp(20) is 5e8; even its square is far from overflowing float32.
@@ -70,13 +70,6 @@ def reference_kl(
     tangent = slope * (distance - LARGEST_LOG_RATIO) + (slope - LARGEST_LOG_RATIO)
     terms = torch.where(beyond, tangent, near.expm1() - near)
     loss = global_mean(terms, loss_mask, num_tokens)
-    if num_trained_tokens is None:
-        num_trained_tokens = num_tokens
-    metrics = {
-        "reference_kl": terms.detach(),
-        "reference_kl_tangent_fraction": beyond.to(loss.dtype),
-    }
-    return loss, {
-        name: global_mean(x.to(loss.dtype), trained_on(loss_mask), num_trained_tokens)
-        for name, x in metrics.items()
-    }
+    count = num_tokens if num_trained_tokens is None else num_trained_tokens
+    metrics = {"reference_kl": terms, "reference_kl_tangent_fraction": beyond}
+    return loss, token_means(metrics, loss_mask, count, loss.dtype)

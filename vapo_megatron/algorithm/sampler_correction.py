@@ -1,4 +1,4 @@
-"""Correct for differing token probabilities in sampler and trainer: reweight or drop tokens."""
+"""Correct for differing token probabilities in inference engine and trainer: reweight or drop."""
 
 from __future__ import annotations
 
@@ -7,13 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithm.reduction import (
-    global_mean,
-    keep,
-    require_mask,
-    require_wide,
-    trained_on,
-)
+from vapo_megatron.algorithm.reduction import keep, require_mask, require_wide, token_means
 
 # exp(-80) and exp(80) are within the range of float32.
 LARGEST_LOG_RATIO = 80.0
@@ -37,7 +31,7 @@ def truncated_importance_mask(
 
     Args:
         old_logprobs: [T] float32 or float64, of the trainer, before this step's updates.
-        rollout_logprobs: [T], of the sampler, with the same weights.
+        rollout_logprobs: [T], of the inference engine, with the same weights.
         loss_mask: [T] bool, or float weights.
         cap: C, above 0.
         num_tokens: N, int or 0-d tensor: tokens whose loss_mask is not 0, summed over all
@@ -80,7 +74,7 @@ def icepop_mask(
 
     Args:
         old_logprobs: [T] float32 or float64, of the trainer, before this step's updates.
-        rollout_logprobs: [T], of the sampler, with the same weights.
+        rollout_logprobs: [T], of the inference engine, with the same weights.
         loss_mask: [T] bool, or float weights.
         low: above 0 and at most 1.
         high: at least 1.
@@ -122,9 +116,5 @@ def _policy_mask(weights: Tensor, loss_mask: Tensor) -> Tensor:
 def _metrics(
     log_ratio: Tensor, corrected: Tensor, loss_mask: Tensor, num_tokens: int | Tensor
 ) -> dict[str, Tensor]:
-    present = trained_on(loss_mask)
     terms = {"sampler_ratio": log_ratio.exp(), "sampler_corrected_fraction": corrected}
-    return {
-        name: global_mean(keep(x.to(log_ratio.dtype), present), present, num_tokens)
-        for name, x in terms.items()
-    }
+    return token_means(terms, loss_mask, num_tokens, log_ratio.dtype)

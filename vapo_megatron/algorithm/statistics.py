@@ -52,10 +52,16 @@ def mean_and_std(sums: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         (mean, std), float64 0-d tensors. A variance below rounding (1e-12 of the mean square) is 0.
     """
-    count, total, squares = sums.unbind()
+    mean, variance = mean_and_variance(sums)
+    return mean, variance.sqrt()
+
+
+def mean_and_variance(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with the variance, of sums [..., 3]."""
+    count, total, squares = sums.unbind(-1)
     mean, mean_square = total / count.clamp(min=1), squares / count.clamp(min=1)
     variance = mean_square - mean.square()
-    return mean, torch.where(variance > 1e-12 * mean_square, variance, 0).sqrt()
+    return mean, torch.where(variance > 1e-12 * mean_square, variance, 0)
 
 
 def moments(values: Tensor, returns: Tensor, loss_mask: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ def _write(trainer: StepTrainer, role: str, out: Path, step: int, mini_batch: Mi
     """Write the gradients of a role's loss over a mini-batch."""
     model, ranks = getattr(trainer, role), trainer.ranks
     metrics = model.compute_gradients(mini_batch)
-    gradients = full_gradients(model.trained.chunks, trainer.shape, ranks, role)
+    gradients = full_gradients(model.placed.chunks, trainer.shape, ranks, role)
     if ranks.rank == 0:
         layout = f"TP{ranks.tp_size} PP{ranks.pp_size} VPP{ranks.vpp_size} DP{ranks.dp_size}"
         layout += f" CP{ranks.cp_size}" * (ranks.cp_size > 1)

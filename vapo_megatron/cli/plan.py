@@ -28,13 +28,13 @@ from vapo_megatron.errors import ConfigError, UserError
 from vapo_megatron.models.hf_config import ModelShape, check_layout
 from vapo_megatron.models.known import shape_of
 from vapo_megatron.planning import describe
+from vapo_megatron.planning import reshard as cost
 from vapo_megatron.planning.cluster import GB, GPUS, Cluster
 from vapo_megatron.planning.plan import Plan, resharding_seconds
 from vapo_megatron.planning.ranking import Fixed, Ranking, rank
 from vapo_megatron.planning.splits import rank_splits
 from vapo_megatron.planning.workload import Workload, workload_of
 from vapo_megatron.weights.holders import layout_of
-from vapo_megatron.weights.reshard import cost
 from vapo_megatron.weights.reshard.planner import make_plan
 from vapo_megatron.weights.table import parameter_count
 
@@ -229,11 +229,12 @@ def reshard(options: argparse.Namespace) -> str:
         )
     dp_size = parallel.data_parallel_size
     trainer = layout_of(shape, parallel)
-    cluster = cost.Cluster(
+    cluster = Cluster(
+        num_gpus=world_size,
         gpus_per_node=options.gpus_per_node,
         nvlink_gb_per_second=options.nvlink,
         network_gb_per_second=options.network,
-    )
+    ).at_peak()
     started = time.perf_counter()
     plans = [
         make_plan(shape, trainer, options.vllm_tp, gpus_per_node=options.gpus_per_node, relay=relay)

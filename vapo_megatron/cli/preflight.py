@@ -74,7 +74,7 @@ def _check_memory(config: VapoConfig, shape: ModelShape) -> None:
     """Refuse what cannot fit into this process's GPU; without a GPU nothing is checked."""
     import torch
 
-    from vapo_megatron.planning.plan import check_fits
+    from vapo_megatron.planning.misfits import check_fits
 
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))

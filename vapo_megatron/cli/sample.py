@@ -87,6 +87,7 @@ def _rollouts(
     from vapo_megatron.parallel import backend
     from vapo_megatron.parallel.environment import check_processes
     from vapo_megatron.rollout.evaluation.judging import sampling_settings
+    from vapo_megatron.rollout.work import generate
 
     check_processes(config.parallel.world_size, config.rollout.num_processes)
     backend.initialize_distributed(config.parallel.timeout_seconds)
@@ -96,7 +97,8 @@ def _rollouts(
         engine = build_engine(evaluation, config)
         try:
             asked = repeat_for_group(list(prompts), samples)
-            return engine.generate(asked, samples, 0, settings, VERSION)
+            sizes = [samples] * len(prompts)
+            return generate(engine, asked, sizes, 0, settings, VERSION)
         finally:
             engine.shutdown()
     finally:

@@ -21,7 +21,7 @@ import os
 import shutil
 import sysconfig
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from vapo_megatron.config import ModelConfig, ParallelConfig
+from vapo_megatron.config.phases import Role
 from vapo_megatron.models.attention import check_flash_attention, uses_flash_attention
 from vapo_megatron.models.context_attention import ContextCuts
 from vapo_megatron.models.hf_config import ModelShape, check_layout, padded_vocab_size
@@ -45,8 +46,6 @@ from vapo_megatron.models.value_head import ValueHead
 from vapo_megatron.parallel.backend import check_launch_order
 from vapo_megatron.parallel.backend import device as this_device
 from vapo_megatron.parallel.groups import Ranks
-
-Role = Literal["actor", "critic", "reward_model"]
 
 
 def transformer_config(

@@ -33,7 +33,7 @@ from vapo_megatron.config.phases import Held
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.memory import available_host_bytes
-from vapo_megatron.parallel.optimizer import inner_optimizers, make_optimizer_state
+from vapo_megatron.parallel.optimizer_state import make_optimizer_state, state_tensors
 from vapo_megatron.parallel.reduce import gather_objects
 
 ORDER: tuple[Held, ...] = get_args(Held)
@@ -57,7 +57,7 @@ class Storages(NamedTuple):
 
 
 def find_storages(chunks: Sequence[torch.nn.Module], optimizer: Any) -> Storages:
-    """Find all storages that grow with the model; scalars (Adam's step counts) are left out.
+    """Find all storages that grow with the model.
 
     Args:
         chunks: wrapped in DDP if they are trained.
@@ -65,15 +65,11 @@ def find_storages(chunks: Sequence[torch.nn.Module], optimizer: Any) -> Storages
     """
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     learning: list[Any] = [p for p in parameters if p.requires_grad]
-    state: list[Tensor] = []
-    for inner in inner_optimizers(optimizer) if optimizer is not None else []:
-        for group in inner.param_groups:
-            for main in group["params"]:
-                state += [main, *(t for t in inner.state[main].values() if torch.is_tensor(t))]
+    state = [] if optimizer is None else state_tensors(optimizer)
     seen: set[int] = set()
     return Storages(
         _distinct([p.data for p in parameters], seen),
-        _distinct([t for t in state if t.dim() > 0], seen),
+        _distinct(state, seen),
         _distinct([p.main_grad for p in learning], seen),
     )
 

@@ -1,4 +1,4 @@
-"""Gradient buffers, AdamW and learning rates.
+"""DDP, the optimizer, its step and its learning rate.
 
 Before: every rank holds its model chunks. After `build_ddp` and `build_optimizer`: gradients are
 accumulated in float32 buffers and summed over data-parallel ranks, and each rank updates its shard
@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from vapo_megatron.config import OptimizerConfig, ParallelConfig
-from vapo_megatron.parallel.gradient_buffers import gradient_buffers
+from vapo_megatron.parallel.optimizer_state import parts_of
 
 
 def build_ddp(
@@ -117,28 +117,6 @@ def build_optimizer(
     return built
 
 
-def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """Return the torch optimizers that hold the state, one for each of megatron-core's parts."""
-    return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
-
-
-def make_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Initialize Adam's state where there is none, to zero as its first step would."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not isinstance(part.optimizer, torch.optim.Adam):
-            part.init_state_fn(part.optimizer, part.config)
-            continue
-        # megatron-core's init_state_fn leaves out the step count that torch's Adam needs.
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                if not part.optimizer.state[parameter]:
-                    part.optimizer.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
-
-
 def set_learning_rate(optimizer: MegatronOptimizer, learning_rate: float) -> None:
     """Set the rate of the next update, and each group's weight decay.
 
@@ -163,28 +141,13 @@ def optimizer_step(optimizer: MegatronOptimizer) -> Tensor:
     total_norm = optimizer.get_grad_norm()
     norm = float(total_norm)  # some versions leave it on the GPU, [1]
     if math.isfinite(norm):
-        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for part in parts_of(optimizer):
             parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
             if parameters and part.config.clip_grad > 0:
                 clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, total_norm)
         assert optimizer.step_with_ready_grads(), "a finite gradient is always applied"
     optimizer.zero_grad()
     return torch.tensor(norm)
-
-
-def fill_gradients_with_nan(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Make the gradient's norm NaN on all ranks, so that all of them skip the update."""
-    for buffer in gradient_buffers(chunks):
-        buffer.grad_data.fill_(math.nan)
-
-
-def gradients_are_finite(chunks: Sequence[DistributedDataParallel]) -> Tensor:
-    """bool 0-d: are this rank's finished gradients finite?
-
-    The norm alone is not enough: it leaves out what is replicated on another tensor-parallel rank.
-    """
-    sums = [buffer.grad_data.sum() for buffer in gradient_buffers(chunks)]
-    return torch.stack(sums).isfinite().all()
 
 
 def learning_rate(update: int, optimizer: OptimizerConfig, role: str) -> float:

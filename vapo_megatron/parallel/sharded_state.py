@@ -3,13 +3,6 @@
 Before `take_snapshot`: every rank holds its shards. After: each rank has copies of the shards whose
 first holder it is, to be written later. `load_sharded` fills every rank's shards from a checkpoint
 of any layout.
-
-torch's Adam makes its state at the first step and keeps a step count per parameter, which
-megatron-core 0.16 does not expect. So the state is made before saving and loading; the counts are
-put aside while sharded state is loaded; and after loading each parameter gets a count of its own,
-because the loaded one is shared and would advance once for each. The fused Adams of Transformer
-Engine and apex, whose groups count, need the first alone; between the two kinds the count changes
-its place and type, and groups get the settings that they lack.
 """
 
 from __future__ import annotations
@@ -47,10 +40,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from vapo_megatron.errors import CheckpointError
-from vapo_megatron.parallel import megatron_versions
 from vapo_megatron.parallel.checkpoint_metadata import read_metadata, tensors_of
 from vapo_megatron.parallel.offload import find_storages
-from vapo_megatron.parallel.optimizer import inner_optimizers, make_optimizer_state
+from vapo_megatron.parallel.optimizer_state import load_optimizer_state, make_optimizer_state
 from vapo_megatron.parallel.reduce import gather_objects
 
 METADATA = {
@@ -115,9 +107,7 @@ def load_sharded(chunks: Sequence[Any], optimizer: Any, directory: Path) -> None
     _check_fits(state, found, directory)
     loaded = _load(state, directory)
     _fill(chunks, loaded)
-    is_fused = not any(isinstance(inner, torch.optim.Adam) for inner in inner_optimizers(optimizer))
-    _place_step(loaded["optimizer"], in_groups=is_fused)
-    _load_optimizer(optimizer, loaded["optimizer"])
+    load_optimizer_state(optimizer, loaded["optimizer"])
 
 
 def load_model_weights(
@@ -272,46 +262,3 @@ def _model_state(chunks: Sequence[Any], metadata: dict[str, Any]) -> dict[str, A
         }
         for index, chunk in enumerate(chunks)
     }
-
-
-def _place_step(state: dict[Any, Any], *, in_groups: bool) -> None:
-    """Put the step count where this machine's Adam expects it, whichever wrote the checkpoint.
-
-    A fused Adam has it in its groups, an int; torch's with each parameter, which megatron-core
-    saves as one common_step. Both leave out a 0, before the first update. The distributed optimizer
-    has no "state" here: it takes the count from the groups for either Adam.
-    """
-    of_parameters, groups = state.get("state"), state.get("param_groups")
-    if groups is not None:
-        steps = [float(group.pop("step")) for group in groups if "step" in group]
-        step = max(steps, default=0.0)
-        if isinstance(of_parameters, dict):
-            step = of_parameters.pop("common_step", step)
-        if in_groups or not isinstance(of_parameters, dict):
-            for group in groups:
-                group["step"] = int(step)
-        else:
-            of_parameters["common_step"] = torch.tensor(float(step))
-    for part in state.values():
-        if isinstance(part, dict) and part is not of_parameters:
-            _place_step(part, in_groups=in_groups)
-
-
-def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Load groups and counts, then the distributed optimizer's sharded state."""
-    sharded = state.pop("param_state", None)
-    megatron_versions.adopt_group_settings(state, optimizer.param_groups)
-    optimizer.load_state_dict(state)
-    for inner in inner_optimizers(optimizer):
-        # Another Adam's groups lack settings of this one, such as a fused Adam's bias_correction.
-        for group, (name, default) in itertools.product(inner.param_groups, inner.defaults.items()):
-            group.setdefault(name, default)
-    of_parameters = [s for inner in inner_optimizers(optimizer) for s in inner.state.values()]
-    # megatron-core copies every entry of Adam's state from the sharded one, which has no counts.
-    steps = [s.pop("step", None) for s in of_parameters]
-    if sharded is not None:
-        (part,) = getattr(optimizer, "chained_optimizers", [optimizer])
-        part.load_parameter_state_from_fully_reshardable(sharded)
-    for of_parameter, step in zip(of_parameters, steps, strict=True):
-        if step is not None:
-            of_parameter["step"] = step.clone()

@@ -109,6 +109,12 @@ class Cluster:
         share: float = getattr(self, f"{of}_share")
         return peaks[of] * share
 
+    def at_peak(self) -> Cluster:
+        """Return the same with every peak reached."""
+        names = [f.name for f in dataclasses.fields(self) if f.name.endswith("_share")]
+        shares: dict[str, Any] = dict.fromkeys(names, 1.0)
+        return dataclasses.replace(self, **shares)
+
     def ring_bytes(self, size: int, stride: int = 1) -> float:
         """Bytes/s per direction and GPU in a ring of `size` ranks that are `stride` apart.
 

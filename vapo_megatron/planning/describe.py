@@ -15,12 +15,12 @@ from vapo_megatron.planning import flops, memory
 from vapo_megatron.planning.cluster import GB, Cluster
 from vapo_megatron.planning.host_memory import host_bytes_per_node
 from vapo_megatron.planning.memory import PhaseMemory, checkpoint_bytes
+from vapo_megatron.planning.misfits import find_misfit
 from vapo_megatron.planning.model_bytes import check_layouts
 from vapo_megatron.planning.plan import (
     PUBLISHED_OVER_PREDICTED,
     Plan,
     make_plan,
-    misfit,
     model_flops,
     peak_memory,
 )
@@ -282,7 +282,7 @@ def describe_sides(plan: Plan) -> str:
     p, r, timeline = plan.config.parallel, plan.config.rollout, plan.timeline
     return (
         f"  {_counted(p.world_size, 'GPU')} train and {r.num_processes} sample, lag {r.lag}: in a "
-        f"step the trainers wait {timeline.trainer_idle_seconds:.0f} s, the samplers "
+        f"step the trainers wait {timeline.trainer_idle_seconds:.0f} s, the rollout workers "
         f"{timeline.sampler_idle_seconds:.0f} s"
     )
 
@@ -333,10 +333,10 @@ def dry_run_comment(config: VapoConfig) -> str:
         gpu_bytes=int(config.parallel.gpu_memory_gb * GB),
     )
     plan = make_plan(shape, config, cluster, workload)
-    reason = misfit(shape, config, cluster, plan.memory)
+    misfit = find_misfit(shape, config, cluster, plan.memory)
     blocks = [
         describe_job(str(config.model.hf_path), shape, cluster, workload)
-        + f"\n{f'DOES NOT FIT: {reason}' if reason else 'fits'}",
+        + f"\n{f'DOES NOT FIT: {misfit.reason}' if misfit else 'fits'}",
         describe_plan(shape, plan),
         NOT_MODELLED,
     ]

@@ -2,7 +2,8 @@
 
 Counted: what offload keeps, what checkpoints need, and a step's responses, batch and microbatches
 at their longest. Not counted: libraries and their workers (several GB a process), data sets,
-evaluation (two samplers' batches at a time), and what models cache for a microbatch on a CPU.
+evaluation (two rollout workers' batches at a time), and what models cache for a microbatch on a
+CPU.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import NamedTuple
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.columns import PER_TOKEN
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.planning.memory import offloads, optimizer_checkpoint_bytes
+from vapo_megatron.planning.memory import offloads
 from vapo_megatron.planning.model_bytes import (
     DTYPE_BYTES,
     Layout,
     num_parameters,
+    optimizer_checkpoint_bytes,
     role_shape,
     sampler_weight_bytes,
     state_bytes,
@@ -42,7 +44,7 @@ class HostBytes(NamedTuple):
     step: int
     """A step's responses, if all prompts and responses have their longest length."""
     staged: int = 0
-    """With rollout.lag: versions of the weights that a sampler holds."""
+    """With rollout.lag: versions of the weights that a rollout worker holds."""
 
     @property
     def by_purpose(self) -> dict[str, int]:

@@ -44,12 +44,15 @@ from vapo_megatron.planning.model_bytes import (
     StateBytes,
     fp8_weight_bytes,
     num_parameters,
+    optimizer_bytes,
+    optimizer_checkpoint_bytes,
     role_shape,
     sampler_weight_bytes,
     state_bytes,
     widths,
 )
-from vapo_megatron.weights.table import parameter_count
+from vapo_megatron.weights.holders import shard_elements
+from vapo_megatron.weights.table import parameter_count, rows
 
 PHASES = (
     GENERATION, REWARD_SCORES, VALUES, LOGPROBS, REFERENCE_LOGPROBS,
@@ -182,7 +185,7 @@ def _update(passes: Passes, state: StateBytes) -> PhaseMemory:
     model = passes.config.model
     activations, logits = passes.training()
     if model.layer_spec == "local":
-        roots = 4 * state.optimizer // (12 if DTYPE_BYTES[model.dtype] < 4 else 8)
+        roots = 4 * state.optimizer // optimizer_bytes(passes.config)
         activations = max(activations, roots - logits)
     return PhaseMemory(*state, activations=activations, logits=logits)
 
@@ -263,12 +266,14 @@ def checkpoint_bytes(shape: ModelShape, config: VapoConfig) -> int:
     Each parameter once, however many ranks hold it, including the padding of the vocabulary.
     """
     layout = Layout(shape, config)
-    padding = (layout.vocabulary_rows * layout.tp_size - shape.vocab_size) * shape.hidden_size
+    vocab_rows = layout.vocabulary_rows * layout.tp_size
     num_bytes = 0
     for role in config.algorithm.trained_roles:
-        is_critic = role == "critic"
-        elements = parameter_count(shape, value_head=is_critic)
-        elements += padding * (1 if is_critic or shape.tied else 2)
+        elements = sum(
+            shard_elements(row, shape, 1, vocab_rows) * row.count(shape)
+            for row in rows(shape, role)
+            if not row.is_copy
+        )
         every, trained = (
             sum(
                 num_parameters(shape, config, role, pp_rank=pp_rank, trained=only)
@@ -286,13 +291,3 @@ def export_bytes(shape: ModelShape, config: VapoConfig) -> int:
     if not config.checkpoint.hf_export or "actor" not in config.algorithm.trained_roles:
         return 0
     return parameter_count(shape) * DTYPE_BYTES[config.model.dtype]
-
-
-def optimizer_checkpoint_bytes(config: VapoConfig) -> int:
-    """Per parameter, in float32: Adam's two moments, and what the optimizer updates.
-
-    That is the main parameters of a bfloat16 model or the distributed optimizer's shards; without
-    either the optimizer updates the model's own float32 parameters.
-    """
-    has_main = config.parallel.use_distributed_optimizer or DTYPE_BYTES[config.model.dtype] < 4
-    return 12 if has_main else 8

@@ -35,6 +35,9 @@ from vapo_megatron.weights.table import Row, rows
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
+ADAM_BYTES = 8
+"""Two moments in float32."""
+
 PARAMETER_ALIGNMENT = 64
 """_pad_start_of_param_if_needed of param_and_grad_buffer.py, in elements."""
 
@@ -88,7 +91,6 @@ class Widths(NamedTuple):
     projected: int
     """Query, key and value as projected: rows of linear_qkv."""
     ffn: int
-    head: int
     heads: int
     """Number of query heads."""
 
@@ -107,7 +109,6 @@ def widths(shape: ModelShape, tp_size: int) -> Widths:
         key=max(shape.num_key_value_heads // tp_size, 1) * shape.head_dim,
         projected=(query + 2 * key) // tp_size,
         ffn=shape.ffn_hidden_size // tp_size,
-        head=shape.head_dim,
         heads=shape.num_attention_heads // tp_size,
     )
 
@@ -203,7 +204,6 @@ def state_bytes(shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: i
     """Bytes of one role's parameters, gradient buffers and optimizer state on one GPU."""
     parallel = config.parallel
     size = DTYPE_BYTES[config.model.dtype]
-    of_optimizer = 8 + (4 if size < 4 else 0)
     parameters = gradients = optimizer = 0
     every, trained = (
         chunk_parameters(shape, config, role, pp_rank=pp_rank, trained=only)
@@ -218,8 +218,24 @@ def state_bytes(shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: i
             owned = held // parallel.replica_size
         parameters += (held + frozen) * size
         gradients += held * 4
-        optimizer += owned * of_optimizer
+        optimizer += owned * optimizer_bytes(config)
     return StateBytes(parameters, gradients, optimizer)
+
+
+def optimizer_bytes(config: VapoConfig) -> int:
+    """Per parameter on the GPU: AdamW's two moments, and the float32 copy of a bfloat16 one."""
+    return ADAM_BYTES + (4 if DTYPE_BYTES[config.model.dtype] < 4 else 0)
+
+
+def optimizer_checkpoint_bytes(config: VapoConfig) -> int:
+    """Per parameter in a checkpoint: AdamW's two moments, and what the optimizer updates.
+
+    That is the main parameters of a bfloat16 model or the distributed optimizer's shards; without
+    either the optimizer updates the model's own float32 parameters.
+    """
+    if config.parallel.use_distributed_optimizer:
+        return ADAM_BYTES + 4
+    return optimizer_bytes(config)
 
 
 def padded_elements(sizes: list[int], dp_size: int, *, bucketed: bool) -> int:

@@ -17,15 +17,9 @@ from vapo_megatron.planning import memory
 from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.planning.generation import generation
 from vapo_megatron.planning.memory import PhaseMemory
+from vapo_megatron.planning.misfits import Misfit, find_misfit
 from vapo_megatron.planning.model_bytes import check_layouts, role_shape
-from vapo_megatron.planning.plan import (
-    Plan,
-    Training,
-    make_plan,
-    misfit,
-    peak_memory,
-    training_time,
-)
+from vapo_megatron.planning.plan import Plan, Training, make_plan, peak_memory, training_time
 from vapo_megatron.planning.workload import Workload
 
 RECOMPUTE = ("none", "selective", "full")
@@ -54,15 +48,6 @@ class Fixed(NamedTuple):
     vllm_share: float | None = None
     samplers: int | None = None
     """With rollout.placement=disaggregated."""
-
-
-class Misfit(NamedTuple):
-    """A configuration that does not fit."""
-
-    needed: float
-    """Bytes of its fullest phase; infinite if that fits, but not vLLM's KV cache or the host."""
-    reason: str
-    config: VapoConfig
 
 
 class Ranking(NamedTuple):
@@ -142,11 +127,8 @@ def _planned(
     """Plan a variant with one size of vLLM's replicas, and with the largest share that fits."""
     config = with_sampler(variant, tensor_model_parallel_size=sampler_size)
     config, phases = with_largest_share(shape, config, cluster.gpu_bytes, share)
-    reason = misfit(shape, config, cluster, phases)
-    if reason is None:
-        return make_plan(shape, config, cluster, workload, training, phases)
-    fullest = max(phase.total for phase in phases.values())
-    return Misfit(fullest if fullest > cluster.gpu_bytes else math.inf, reason, config)
+    found = find_misfit(shape, config, cluster, phases)
+    return found or make_plan(shape, config, cluster, workload, training, phases)
 
 
 def trainer_layouts(

@@ -265,7 +265,7 @@ def _pipeline(
 
 
 def sync_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> float:
-    """Estimate the weight sync; weights/reshard/cost.py computes it from the actual plan.
+    """Estimate the weight sync; planning/reshard.py computes it from the actual plan.
 
     Each node receives the part of the model that its ranks do not hold, once, through all its
     adapters. Meanwhile each rank receives within the node what it is missing of its vLLM shard, and
@@ -308,6 +308,6 @@ def _sync_between_sides(shape: ModelShape, config: VapoConfig, cluster: Cluster)
 
 
 def staging_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> float:
-    """Copy of a sampler's shard to host memory, or back, which only a lag makes necessary."""
+    """Copy of a rollout worker's shard to host memory, or back, which only a lag needs."""
     copied = sampler_weight_bytes(shape, config) if config.rollout.lag else 0
     return copied / cluster.rate("pcie")

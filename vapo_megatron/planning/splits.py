@@ -1,7 +1,7 @@
 """Search over splits of the GPUs into those that train and those that sample.
 
 The sides share nothing but the weight sync, so each split gets the fastest trainer that fits and
-the fastest sampler that fits. With a lag the slower side decides, without one they add up.
+the fastest rollout worker that fits. With a lag the slower side decides, without one they add up.
 """
 
 from __future__ import annotations
@@ -10,25 +10,15 @@ import math
 from typing import NamedTuple
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.config.phases import GENERATION
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning import memory
-from vapo_megatron.planning.cluster import GB, Cluster
+from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.planning.generation import generation
-from vapo_megatron.planning.host_memory import sampler_host_bytes
-from vapo_megatron.planning.plan import (
-    Plan,
-    gpu_misfit,
-    make_plan,
-    misfit,
-    model_flops,
-    peak_memory,
-    training_time,
-)
+from vapo_megatron.planning.misfits import Misfit, find_misfit, find_sampler_misfit
+from vapo_megatron.planning.plan import Plan, make_plan, model_flops, peak_memory, training_time
 from vapo_megatron.planning.ranking import (
     Fixed,
-    Misfit,
     Ranking,
     layout_name,
     sampler_sizes,
@@ -69,7 +59,7 @@ def rank_splits(
         split = with_sampler(split, num_processes=samplers)
         chosen = _fastest_samplers(shape, split, cluster, workload, fixed)
         if isinstance(chosen, Misfit):
-            found.misfits[f"{samplers} samplers"] = chosen
+            found.misfits[f"{samplers} rollout workers"] = chosen
         else:
             at_least = _at_least(shape, chosen, cluster, workload)
             candidates.append((at_least, samplers, chosen))
@@ -80,7 +70,7 @@ def rank_splits(
             plans, undivided, misfits = _trainers(shape, chosen, cluster, workload, fixed)
             found.plans.extend(plans)
             best = min([best, *(plan.step_seconds for plan in plans)])
-            prefix = f"{samplers} samplers, "
+            prefix = f"{samplers} rollout workers, "
             found.undivided.update({prefix + name: why for name, why in undivided.items()})
             found.misfits.update({prefix + name: one for name, one in misfits.items()})
     return found._replace(plans=sorted(found.plans, key=lambda plan: plan.step_seconds))
@@ -119,11 +109,8 @@ def _fastest_samplers(
     for size in sampler_sizes(shape, split, fixed, cluster.gpus_per_node):
         config = with_sampler(split, tensor_model_parallel_size=size)
         config, phases = with_largest_share(shape, config, cluster.gpu_bytes, fixed.vllm_share)
-        phase = phases[GENERATION]
-        reason = gpu_misfit(shape, config, cluster.gpu_bytes, {GENERATION: phase})
-        if reason := reason or _host_misfit(shape, config, cluster):
-            needed = phase.total if phase.total > cluster.gpu_bytes else math.inf
-            misfits.append(Misfit(needed, reason, config))
+        if misfit := find_sampler_misfit(shape, config, cluster, phases):
+            misfits.append(misfit)
             continue
         tokens = memory.kv_cache_tokens(shape, config, gpu_bytes=cluster.gpu_bytes)
         seconds = generation(shape, config, cluster, workload, tokens).seconds
@@ -131,18 +118,6 @@ def _fastest_samplers(
     if not found:
         return min(misfits, key=lambda one: one.needed)
     return min(found, key=lambda one: one.seconds)
-
-
-def _host_misfit(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> str | None:
-    limit = config.parallel.host_memory_gb
-    num_gpus = min(cluster.gpus_per_node, config.rollout.num_processes)
-    needed = sampler_host_bytes(shape, config, num_gpus)
-    if limit is None or needed.total <= limit * GB:
-        return None
-    return (
-        f"a node of samplers needs {needed.staged / GB:.1f} GB for versions of the weights and "
-        f"{needed.step / GB:.1f} for responses, of {limit:.1f} GB of host memory"
-    )
 
 
 def _at_least(shape: ModelShape, chosen: _Samplers, cluster: Cluster, workload: Workload) -> float:
@@ -171,16 +146,14 @@ def _trainers(
         if name in plans:
             continue
         phases = peak_memory(shape, variant, cluster.gpu_bytes)
-        reason = misfit(shape, variant, cluster, phases)
-        if reason is None:
+        misfit = find_misfit(shape, variant, cluster, phases)
+        if misfit is None:
             plans[name] = make_plan(shape, variant, cluster, workload, training, phases)
             if fixed.samplers is None:
                 break
             continue
-        fullest = max(phase.total for phase in phases.values())
-        needed = fullest if fullest > cluster.gpu_bytes else math.inf
-        if name not in misfits or needed < misfits[name].needed:
-            misfits[name] = Misfit(needed, reason, variant)
+        if name not in misfits or misfit.needed < misfits[name].needed:
+            misfits[name] = misfit
     if fixed.samplers is None and plans:
         return Ranking(list(plans.values()), {}, {})
     left = {name: one for name, one in misfits.items() if name not in plans}

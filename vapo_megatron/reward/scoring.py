@@ -46,17 +46,17 @@ class VerdictStream:
         self,
         verifier: RunningVerifier | None,
         decode: Callable[[Sequence[Sequence[int]]], list[str]],
-        group_size: int | None = None,
+        sizes: Mapping[int, int] | None = None,
     ) -> None:
         """Judge nothing yet.
 
         Args:
             verifier: None where no responses arrive.
             decode: token ids of responses to their texts; called in the thread.
-            group_size: consecutive positions that are a group, all of which arrive; None: no
-                verifier sees groups.
+            sizes: Rollout.first -> responses of the group, all of which arrive; None: no verifier
+                sees groups.
         """
-        self._group_size = group_size
+        self._sizes = sizes
         self._groups: dict[int, list[Rollout]] = {}
         self._verifier, self._decode = verifier, decode
         self._thread = ThreadPoolExecutor(1, "verifier")
@@ -87,15 +87,15 @@ class VerdictStream:
 
     def _grouped(self, rollout: Rollout) -> list[Rollout]:
         """Return the response, or its group, of which it is the last; nothing while others miss."""
-        size, verifier = self._group_size, self._verifier
+        verifier, first = self._verifier, rollout.first
         sees_group = isinstance(verifier, Verifiers) and verifier.sees_group(rollout.prompt.problem)
-        if size is None or not sees_group:
+        if self._sizes is None or not sees_group:
             return [rollout]
-        group = self._groups.setdefault(rollout.position // size, [])
+        group = self._groups.setdefault(first, [])
         group.append(rollout)
-        if len(group) < size:
+        if len(group) < self._sizes[first]:
             return []
-        del self._groups[rollout.position // size]
+        del self._groups[first]
         return sorted(group, key=lambda r: r.position)
 
     def judged(self, rollouts: Sequence[Rollout]) -> list[Judged]:

@@ -22,46 +22,43 @@ from vapo_megatron.parallel.minibatches import MiniBatch
 from vapo_megatron.parallel.optimizer import learning_rate
 from vapo_megatron.parallel.reduce import max_over_world
 from vapo_megatron.parallel.schedule import forward_only
-from vapo_megatron.roles.model import (
-    FrozenModel,
-    PlacedModel,
-    TrainedModel,
-    mean_of_updates,
-)
+from vapo_megatron.roles.placed import PlacedModel, load_model
+from vapo_megatron.roles.trained import TrainedModel, mean_of_updates
 
 
-def policy_logprobs(
-    policy: PlacedModel,
-    output: Tensor,
-    microbatch: Microbatch,
-    shape: ModelShape,
-    config: VapoConfig,
-    *,
-    with_entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return (logprobs, entropy), [T] each, of the response tokens at the rollout's temperature.
+class Policy:
+    """A model whose last stage predicts tokens."""
 
-    Args:
-        policy: the model.
-        output: its output on the microbatch.
-        microbatch: its input, this context-parallel rank's part.
-        shape, config: of the policy.
-        with_entropy: False: return None for the entropy.
-    """
-    hidden = gather_hidden(output, sequence_parallel=config.parallel.sequence_parallel)
-    logprobs, entropy = linear_logprobs(
-        hidden[microbatch.predicting],
-        output_weight(policy.model[-1]),
-        microbatch.targets,
-        policy.ranks.tp_group,
-        vocab_size=shape.vocab_size,
-        temperature=config.rollout.temperature,
-        with_entropy=with_entropy,
-    )
-    logprobs = gather_tokens(logprobs, microbatch, policy.ranks)
-    if entropy is not None:
-        entropy = gather_tokens(entropy, microbatch, policy.ranks)
-    return logprobs, entropy
+    placed: PlacedModel
+
+    def __init__(self, shape: ModelShape, config: VapoConfig, ranks: Ranks) -> None:
+        self.shape, self.config, self.ranks = shape, config, ranks
+
+    def logprobs(
+        self, output: Tensor, microbatch: Microbatch, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (logprobs, entropy) of the response tokens, [T] each, at rollout.temperature.
+
+        Args:
+            output: the model's on the microbatch.
+            microbatch: its input, this context-parallel rank's part.
+            with_entropy: False: return None for the entropy.
+        """
+        sequence_parallel = self.config.parallel.sequence_parallel
+        hidden = gather_hidden(output, sequence_parallel=sequence_parallel)
+        logprobs, entropy = linear_logprobs(
+            hidden[microbatch.predicting],
+            output_weight(self.placed.model[-1]),
+            microbatch.targets,
+            self.ranks.tp_group,
+            vocab_size=self.shape.vocab_size,
+            temperature=self.config.rollout.temperature,
+            with_entropy=with_entropy,
+        )
+        logprobs = gather_tokens(logprobs, microbatch, self.ranks)
+        if entropy is not None:
+            entropy = gather_tokens(entropy, microbatch, self.ranks)
+        return logprobs, entropy
 
 
 def loss_settings(config: VapoConfig) -> LossSettings:
@@ -73,11 +70,8 @@ def loss_settings(config: VapoConfig) -> LossSettings:
     return LossSettings(**{name: fields[name] for name in LossSettings._fields})
 
 
-class Actor:
-    """Policy model with its optimizer; `trained.num_updates` counts its updates.
-
-    With stage=value_pretraining it is frozen and cannot be updated.
-    """
+class Actor(Policy):
+    """Policy model; `trained` updates it, and is None with stage=value_pretraining."""
 
     def __init__(
         self,
@@ -87,9 +81,12 @@ class Actor:
         hf_path: str | None,
     ) -> None:
         """Build it; hf_path: initial weights, None: a checkpoint is loaded later."""
-        self.shape, self.config, self.ranks = shape, config, ranks
-        kind = TrainedModel if "actor" in config.algorithm.trained_roles else FrozenModel
-        self.trained = kind(shape, config, ranks, "actor", hf_path)
+        super().__init__(shape, config, ranks)
+        model = load_model(shape, config, ranks, "actor", hf_path)
+        self.trained: TrainedModel | None = None
+        if "actor" in config.algorithm.trained_roles:
+            self.trained = TrainedModel(model, config, ranks, "actor")
+        self.placed = self.trained.placed if self.trained else PlacedModel(model)
 
     def compute_logprobs(self, microbatches: Sequence[Microbatch]) -> tuple[Tensor, Tensor]:
         """Return (logprobs, entropy) of the response tokens, no gradient; both float32 [T], CPU.
@@ -99,13 +96,11 @@ class Actor:
         """
 
         def head(output: Tensor, microbatch: Microbatch) -> Tensor:
-            logprobs, entropy = policy_logprobs(
-                self.trained, output, microbatch, self.shape, self.config, with_entropy=True
-            )
+            logprobs, entropy = self.logprobs(output, microbatch, with_entropy=True)
             assert entropy is not None
             return torch.stack([logprobs, entropy], dim=-1)
 
-        both = torch.cat(forward_only(self.trained.chunks, microbatches, head)).cpu()
+        both = torch.cat(forward_only(self.placed.chunks, microbatches, head)).cpu()
         return both[:, 0].contiguous(), both[:, 1].contiguous()
 
     @emits(
@@ -135,7 +130,7 @@ class Actor:
             UpdatesSkipped: on every rank.
             LogprobsDiffer: on every rank; see _check_ratio.
         """
-        assert isinstance(self.trained, TrainedModel)
+        assert self.trained is not None
         updates: list[dict[str, Tensor]] = []
         for mini_batch in mini_batches:
             loss_function = partial(self._loss, mini_batch)
@@ -149,7 +144,7 @@ class Actor:
             if len(updates) == 1:
                 ratios["ratio_diff_max"] = max_over_world(ratios["ratio_diff_max"].cpu())
                 first = {f"first_{name}": value for name, value in ratios.items()}
-                # The sampler's weights may be older, and its arithmetic is another.
+                # The inference engine's weights may be older, and its arithmetic is another.
                 is_own = self.config.rollout.behaviour == "recomputed"
                 if is_own and learned["grad_norm"].isfinite():
                     self._check_ratio(ratios)
@@ -159,7 +154,7 @@ class Actor:
 
     def compute_gradients(self, mini_batch: MiniBatch) -> dict[str, Tensor]:
         """Leave one mini-batch's reduced gradient in the DDP buffers; return metrics."""
-        assert isinstance(self.trained, TrainedModel)
+        assert self.trained is not None
         return self.trained.compute_gradients(mini_batch, partial(self._loss, mini_batch))
 
     def _loss(
@@ -167,14 +162,8 @@ class Actor:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         algorithm, batch = self.config.algorithm, microbatch.batch
         assert batch.old_logprobs is not None and batch.advantages is not None
-        logprobs, entropy = policy_logprobs(
-            self.trained,
-            output,
-            microbatch,
-            self.shape,
-            self.config,
-            with_entropy=algorithm.entropy_coef > 0,
-        )
+        with_entropy = algorithm.entropy_coef > 0
+        logprobs, entropy = self.logprobs(output, microbatch, with_entropy=with_entropy)
         assert algorithm.kl_coef == 0 or batch.reference_logprobs is not None
         tokens = LossTokens(
             old_logprobs=batch.old_logprobs,
@@ -208,7 +197,7 @@ class Actor:
             )
 
 
-class Reference:
+class Reference(Policy):
     """The frozen reference policy, model.hf_path, for the KL loss.
 
     Sharded like the actor, but without optimizer, gradient buffers and DDP. It is not part of
@@ -216,16 +205,13 @@ class Reference:
     """
 
     def __init__(self, shape: ModelShape, config: VapoConfig, ranks: Ranks) -> None:
-        self.shape, self.config = shape, config
-        self.frozen = FrozenModel(shape, config, ranks, "actor", config.model.hf_path)
+        super().__init__(shape, config, ranks)
+        self.placed = PlacedModel(load_model(shape, config, ranks, "actor", config.model.hf_path))
 
     def compute_logprobs(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Return logprobs of the response tokens at the rollout's temperature; float32 [T], CPU."""
 
         def head(output: Tensor, microbatch: Microbatch) -> Tensor:
-            logprobs, _ = policy_logprobs(
-                self.frozen, output, microbatch, self.shape, self.config, with_entropy=False
-            )
-            return logprobs
+            return self.logprobs(output, microbatch, with_entropy=False)[0]
 
-        return torch.cat(forward_only(self.frozen.model, microbatches, head)).cpu()
+        return torch.cat(forward_only(self.placed.model, microbatches, head)).cpu()

@@ -19,7 +19,8 @@ from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.minibatches import MiniBatch
 from vapo_megatron.parallel.optimizer import learning_rate
 from vapo_megatron.parallel.schedule import forward_only
-from vapo_megatron.roles.model import TrainedModel, mean_of_updates
+from vapo_megatron.roles.placed import load_model
+from vapo_megatron.roles.trained import TrainedModel, mean_of_updates
 
 
 class Critic:
@@ -34,11 +35,13 @@ class Critic:
     ) -> None:
         """Build it; hf_path: initial weights, None: a checkpoint is loaded later."""
         self.config, self.ranks = config, ranks
-        self.trained = TrainedModel(shape, config, ranks, "critic", hf_path)
+        model = load_model(shape, config, ranks, "critic", hf_path)
+        self.trained = TrainedModel(model, config, ranks, "critic")
+        self.placed = self.trained.placed
 
     def compute_values(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Return V before each response token, no gradient; float32 [T], CPU."""
-        return torch.cat(forward_only(self.trained.chunks, microbatches, self._values)).cpu()
+        return torch.cat(forward_only(self.placed.chunks, microbatches, self._values)).cpu()
 
     @emits(
         "critic/loss",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from vapo_megatron.config.phases import PHASES, Role
 from vapo_megatron.parallel.offload import expandable_segments
-from vapo_megatron.roles.model import PlacedModel
+from vapo_megatron.roles.placed import PlacedModel
 
 
 class DeviceSchedule:
@@ -30,12 +30,11 @@ class DeviceSchedule:
         if is_on:
             leave_sampler()
 
-    def join(self, role: Role, model: PlacedModel) -> PlacedModel:
-        """Register a newly built model, offload it, and return it."""
+    def join(self, role: Role, model: PlacedModel) -> None:
+        """Register a newly built model, and offload it."""
         if self.is_on:
             model.offload()
         self._models[role] = model
-        return model
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:

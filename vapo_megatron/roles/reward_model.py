@@ -17,7 +17,7 @@ from vapo_megatron.parallel.context import gather_rows
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import sum_over_world
 from vapo_megatron.parallel.schedule import forward_only
-from vapo_megatron.roles.model import FrozenModel
+from vapo_megatron.roles.placed import PlacedModel, load_model
 
 
 class RewardModel:
@@ -31,7 +31,8 @@ class RewardModel:
         """Build it; shape: its own, from read_reward_shape."""
         self._ranks = ranks
         self._cut = cut_of(config.model, config.parallel, ranks)
-        self.frozen = FrozenModel(shape, config, ranks, "reward_model", config.model.reward_hf_path)
+        path = config.model.reward_hf_path
+        self.placed = PlacedModel(load_model(shape, config, ranks, "reward_model", path))
 
     def compute_scores(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Return each response's score, the output at its last token; float32 [B], CPU.
@@ -42,7 +43,7 @@ class RewardModel:
         def head(output: Tensor, microbatch: Microbatch) -> Tensor:
             return gather_rows(values_of(output), self._ranks)[microbatch.ends]
 
-        found = forward_only(self.frozen.model, microbatches, head, per_response=True)
+        found = forward_only(self.placed.model, microbatches, head, per_response=True)
         return torch.cat([torch.empty(0), *(scores.cpu() for scores in found)])
 
     def score_pending(self, summary: StepSummary, microbatches: Sequence[Microbatch]) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,19 +17,48 @@ from vapo_megatron.data.columns import SAMPLED
 from vapo_megatron.data.rollout import STATUSES, Prompt, Rollout, ScoredRollout
 
 
+def _to_bytes(text: str | None) -> np.ndarray:
+    """Encode as UTF-8; a lone surrogate, which JSON allows, survives the round trip."""
+    return np.frombuffer((text or "").encode("utf-8", "surrogatepass"), np.uint8)
+
+
+def _to_text(part: np.ndarray) -> str:
+    return part.tobytes().decode("utf-8", "surrogatepass")
+
+
+OF_PROMPT: dict[str, tuple[type, Callable[[Prompt], Any]]] = {
+    "prompt_tokens": (np.int32, lambda p: p.token_ids),
+    "prompt_text": (np.uint8, lambda p: _to_bytes(p.text)),
+    "answer": (np.uint8, lambda p: _to_bytes(p.answer)),
+    "critic_prompt_tokens": (np.int32, lambda p: p.critic_token_ids or ()),
+    "verifier": (np.uint8, lambda p: _to_bytes(p.problem.verifier)),
+    "source": (np.uint8, lambda p: _to_bytes(p.source)),
+}
+"""Name -> dtype and numbers, of which each prompt has its own count: see `name`_lengths."""
+OF_RESPONSE: dict[str, tuple[type, Callable[[ScoredRollout], Any]]] = {
+    "tokens": (np.int32, lambda s: s.rollout.token_ids),
+    "logprobs": (np.float32, lambda s: s.rollout.logprobs),
+    "text": (np.uint8, lambda s: _to_bytes(s.text)),
+    # Version, tokens, version, ... where several versions sampled it.
+    "segments": (np.int32, lambda s: np.ravel(s.rollout.segments)),
+    # Before which token how many others are inserted; and these.
+    "inserted_at": (np.int32, lambda s: np.ravel([(at, len(i)) for at, i in s.rollout.inserted])),
+    # Token, reward, token, ... earned on the way.
+    "token_rewards": (np.float64, lambda s: np.ravel(s.token_rewards)),
+    "metrics": (np.uint8, lambda s: _to_bytes(json.dumps(s.metrics) if s.metrics else None)),
+}
+"""The same of each response."""
+ALWAYS = ("prompt_tokens", "prompt_text", "answer", "tokens", "logprobs", "text")
+"""Those that are written even if all are empty."""
+
+
 def pack(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
     """Return arrays with one entry per prompt or response, and concatenated ones with lengths."""
     rollouts = [item.rollout for item in scored]
     number: dict[Prompt, int] = {}
     prompt = [number.setdefault(r.prompt, len(number)) for r in rollouts]
-    return {
+    arrays: dict[str, np.ndarray] = {
         "prompt_index": np.array([p.index for p in number], np.int64),
-        **_joined("prompt_tokens", (np.array(p.token_ids, np.int32) for p in number)),
-        **_joined("prompt_text", (_to_bytes(p.text) for p in number)),
-        **_joined("answer", (_to_bytes(p.answer) for p in number)),
-        **_critic_prompts([p.critic_token_ids for p in number]),
-        **_names("verifier", [p.problem.verifier for p in number]),
-        **_names("source", [p.source for p in number]),
         "prompt": np.array(prompt, np.int32),
         "sample": np.array([r.sample for r in rollouts], np.int32),
         "position": np.array([r.position for r in rollouts], np.int32),
@@ -37,154 +66,88 @@ def pack(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
         "truncated": np.array([r.truncated for r in rollouts], np.bool_),
         "status": np.array([STATUSES.index(item.status) for item in scored], np.uint8),
         "reward": np.array([item.reward for item in scored], np.float64),
-        **_joined("tokens", (np.array(r.token_ids, np.int32) for r in rollouts)),
-        **_joined("logprobs", (np.array(r.logprobs, np.float32) for r in rollouts)),
-        **_joined("text", (_to_bytes(item.text) for item in scored)),
-        **_segments(rollouts),
-        **_inserted(rollouts),
-        **_token_rewards(scored),
-        **_columns(rollouts),
-        **_names("metrics", [item.metrics and json.dumps(item.metrics) for item in scored]),
     }
-
-
-def _segments(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-    """Nothing where one version sampled each response; else version, tokens, version, ..."""
-    if not any(r.segments for r in rollouts):
-        return {}
-    return _joined("segments", (np.array(r.segments, np.int32).ravel() for r in rollouts))
-
-
-def _inserted(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-    """Nothing where others inserted nothing; else before which token, how many, and the tokens."""
-    if not any(r.inserted for r in rollouts):
-        return {}
-    parts = [[(before, len(ids)) for before, ids in r.inserted] for r in rollouts]
-    return {
-        **_joined("inserted_at", (np.array(part, np.int32).ravel() for part in parts)),
-        "inserted_tokens": np.concatenate(
-            [np.array(ids, np.int32) for r in rollouts for _, ids in r.inserted]
-        ),
-    }
-
-
-def _token_rewards(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
-    """Nothing where none was earned on the way; else token, reward, token, ..."""
-    if not any(item.token_rewards for item in scored):
-        return {}
-    parts = (np.array(item.token_rewards, np.float64).ravel() for item in scored)
-    return _joined("token_rewards", parts)
-
-
-def _columns(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-    """Return the other numbers per token, which all or none of a rank's responses have."""
-    names = rollouts[0].columns
-    return {
-        f"column_{n}": np.concatenate([np.array(r.columns[n]) for r in rollouts]) for n in names
-    }
-
-
-def _critic_prompts(prompts: Sequence[tuple[int, ...] | None]) -> dict[str, np.ndarray]:
-    """Nothing where no prompt has one for the critic; no tokens stand for none."""
-    if all(ids is None for ids in prompts):
-        return {}
-    return _joined("critic_prompt_tokens", (np.array(ids or (), np.int32) for ids in prompts))
-
-
-def _names(name: str, names: Sequence[Any]) -> dict[str, np.ndarray]:
-    """Nothing where none has a text, as in most runs; an empty text stands for none."""
-    if not any(names):
-        return {}
-    return _joined(name, (_to_bytes(each or "") for each in names))
-
-
-def _joined(name: str, parts: Iterator[np.ndarray]) -> dict[str, np.ndarray]:
-    arrays = list(parts)
-    lengths = np.array([len(a) for a in arrays], np.int64)
-    return {name: np.concatenate(arrays), f"{name}_lengths": lengths}
-
-
-def _to_bytes(text: str) -> np.ndarray:
-    """Encode as UTF-8; a lone surrogate, which JSON allows, survives the round trip."""
-    return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
+    # Which other numbers per token there are is the same for all of a rank's responses.
+    for name in rollouts[0].columns:
+        parts = [np.array(r.columns[name]) for r in rollouts]
+        arrays[f"column_{name}"] = np.concatenate(parts)
+    tables: list[tuple[Any, Sequence[Any]]] = [(OF_PROMPT, list(number)), (OF_RESPONSE, scored)]
+    for table, items in tables:
+        for name, (dtype, numbers) in table.items():
+            parts = [np.array(numbers(item), dtype) for item in items]
+            if name in ALWAYS or any(map(len, parts)):
+                arrays[name] = np.concatenate(parts)
+                arrays[f"{name}_lengths"] = np.array(list(map(len, parts)), np.int64)
+    if "inserted_at" in arrays:
+        inserted = [np.array(ids, np.int32) for r in rollouts for _, ids in r.inserted]
+        arrays["inserted_tokens"] = np.concatenate(inserted)
+    return arrays
 
 
 def unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
     """Undo pack."""
-
-    def parts(name: str) -> list[np.ndarray]:
-        return np.split(arrays[name], arrays[f"{name}_lengths"].cumsum()[:-1])
-
-    def packed(name: str, typecode: str) -> list[array[Any]]:
-        return [array(typecode, part.tobytes()) for part in parts(name)]
+    parts: dict[str, list[np.ndarray]] = {}
+    for table, one in ((OF_PROMPT, "prompt_index"), (OF_RESPONSE, "position")):
+        for name, (dtype, _) in table.items():
+            parts[name] = [np.empty(0, dtype)] * len(arrays[one])
+            if name in arrays:
+                parts[name] = np.split(arrays[name], arrays[f"{name}_lengths"].cumsum()[:-1])
 
     def texts(name: str) -> list[str]:
-        return [part.tobytes().decode("utf-8", "surrogatepass") for part in parts(name)]
+        return [_to_text(part) for part in parts[name]]
 
-    def names(name: str, beside: str = "prompt_index") -> list[str | None]:
-        if name not in arrays:
-            return [None] * len(arrays[beside])
-        return [found or None for found in texts(name)]
+    def packed(typecode: str, of_responses: Sequence[np.ndarray]) -> list[array[Any]]:
+        return [array(typecode, part.tobytes()) for part in of_responses]
 
-    of_critic: list[tuple[int, ...] | None] = [None] * len(arrays["prompt_index"])
-    if "critic_prompt_tokens" in arrays:
-        of_critic = [tuple(part.tolist()) or None for part in parts("critic_prompt_tokens")]
-    segments: list[tuple[tuple[int, int], ...]] = [()] * len(arrays["position"])
-    if "segments" in arrays:
-        segments = [tuple(map(tuple, part.reshape(-1, 2).tolist())) for part in parts("segments")]
+    def pairs(name: str) -> list[list[Any]]:
+        return [part.reshape(-1, 2).tolist() for part in parts[name]]
+
     prompts = list(
         map(
             Prompt,
             arrays["prompt_index"].tolist(),
             texts("prompt_text"),
-            [tuple(part.tolist()) for part in parts("prompt_tokens")],
+            [tuple(part.tolist()) for part in parts["prompt_tokens"]],
             texts("answer"),
-            [{} if name is None else {"verifier": name} for name in names("verifier")],
-            names("source"),
-            of_critic,
+            [{"verifier": name} if name else {} for name in texts("verifier")],
+            [name or None for name in texts("source")],
+            [tuple(part.tolist()) or None for part in parts["critic_prompt_tokens"]],
         )
     )
     bounds = arrays["tokens_lengths"].cumsum()[:-1]
     columns = [dict[str, Any]() for _ in arrays["position"]]
     for name in SAMPLED:
         if f"column_{name}" in arrays:
-            for own, part in zip(columns, np.split(arrays[f"column_{name}"], bounds)):
-                own[name] = array(part.dtype.char, part.tobytes())
+            numbers = arrays[f"column_{name}"]
+            for own, part in zip(columns, packed(numbers.dtype.char, np.split(numbers, bounds))):
+                own[name] = part
+    inserted = iter(arrays.get("inserted_tokens", np.empty(0, np.int32)).tolist())
     rollouts = map(
         Rollout,
         [prompts[number] for number in arrays["prompt"].tolist()],
         arrays["sample"].tolist(),
         arrays["position"].tolist(),
-        packed("tokens", "i"),
-        packed("logprobs", "f"),
+        packed("i", parts["tokens"]),
+        packed("f", parts["logprobs"]),
         arrays["truncated"].tolist(),
         arrays["policy_version"].tolist(),
-        segments,
-        _read_inserted(arrays, parts),
+        [tuple(map(tuple, some)) for some in pairs("segments")],
+        [
+            tuple((at, array("i", itertools.islice(inserted, count))) for at, count in some)
+            for some in pairs("inserted_at")
+        ],
         columns,
     )
-    statuses = [STATUSES[number] for number in arrays["status"].tolist()]
-    rewards = arrays["reward"].tolist()
-    metrics = [{} if found is None else json.loads(found) for found in names("metrics", "position")]
-    earned: list[tuple[tuple[int, float], ...]] = [()] * len(rewards)
-    if "token_rewards" in arrays:
-        pairs = (part.reshape(-1, 2).tolist() for part in parts("token_rewards"))
-        earned = [tuple((int(token), reward) for token, reward in part) for part in pairs]
-    scored = zip(rollouts, texts("text"), statuses, rewards, metrics, earned, strict=True)
+    verdicts = zip(
+        rollouts,
+        texts("text"),
+        [STATUSES[number] for number in arrays["status"].tolist()],
+        arrays["reward"].tolist(),
+        [json.loads(found or "{}") for found in texts("metrics")],
+        [tuple((int(token), reward) for token, reward in some) for some in pairs("token_rewards")],
+        strict=True,
+    )
     return [
-        ScoredRollout(rollout, text, status, reward, metrics=numbers, token_rewards=on_the_way)
-        for rollout, text, status, reward, numbers, on_the_way in scored
+        ScoredRollout(rollout, text, status, reward, metrics=metrics, token_rewards=earned)
+        for rollout, text, status, reward, metrics, earned in verdicts
     ]
-
-
-def _read_inserted(
-    arrays: Mapping[str, np.ndarray], parts: Callable[[str], list[np.ndarray]]
-) -> list[tuple[tuple[int, array[int]], ...]]:
-    """Undo _inserted."""
-    if "inserted_at" not in arrays:
-        return [()] * len(arrays["position"])
-    tokens, found = iter(arrays["inserted_tokens"].tolist()), []
-    for part in parts("inserted_at"):
-        pairs = part.reshape(-1, 2).tolist()
-        found.append(tuple((at, array("i", itertools.islice(tokens, n))) for at, n in pairs))
-    return found

@@ -1,4 +1,4 @@
-"""Scored rollouts in binary files, from which a run can be replayed without a sampler.
+"""Scored rollouts in binary files, from which a run can be replayed without an engine.
 
     RUN/replay/step_000001/rank_00000.safetensors
 
@@ -51,6 +51,7 @@ class FileHeader:
     num_responses: int
     """Of the whole step."""
     group_size: int
+    """Responses of each group; 0: groups differ in size."""
 
 
 def write_step(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,15 @@ from vapo_megatron.reward.verifier import Status, Verdict
 from vapo_megatron.rollout.source import Phase
 
 
+class Round(NamedTuple):
+    """A round's judged responses."""
+
+    scored: list[ScoredRollout]
+    """This rank's share, by position."""
+    sizes: Sequence[int]
+    """Responses of each of the round's groups, the same on every rank."""
+
+
 @emits(
     "rollout/sampling_rounds",
     "rollout/groups_sampled",
@@ -36,7 +45,7 @@ from vapo_megatron.rollout.source import Phase
     "rollout/sampled_correct_fraction",
 )
 def sample_mixed_groups(
-    sample: Callable[[int, int], Sequence[ScoredRollout]],
+    sample: Callable[[int, int], Round],
     phase: Phase,
     algorithm: AlgorithmConfig,
     reward: RewardConfig | None = None,
@@ -45,105 +54,119 @@ def sample_mixed_groups(
 
     Args:
         sample: called with a round (from 0) and a number of prompts; samples a group of responses
-            to each of the next prompts and returns this rank's share by position, judged.
+            to each of the next prompts.
         phase: times the wait for the other ranks' verdicts.
-        algorithm: num_prompts (P, over all ranks), group_size (G), and dynamic_sampling_max_rounds,
-            after which other groups fill up what is missing.
+        algorithm: num_prompts (P, over all ranks), and dynamic_sampling_max_rounds, after which
+            other groups fill up what is missing.
         reward: with from_score, rewards decide which groups are mixed; otherwise, and with None,
             verdicts do.
 
     Returns:
-        (this rank's responses of the kept groups, ordered by position, which is renumbered
-        0 .. P*G-1 in the order of sampling; metrics, the same on every rank).
+        (this rank's responses of the kept groups, ordered by position, which is renumbered from 0
+        in the order of sampling; metrics, the same on every rank).
 
     Raises:
-        RuntimeError: on every rank: the sampler did not return every response of a group.
+        RuntimeError: on every rank: the engine did not return every response of a group.
     """
-    num_groups, group_size = algorithm.num_prompts, algorithm.group_size
+    num_groups = algorithm.num_prompts
     held: list[ScoredRollout] = []
-    # Of each group: its correct responses, and whether it is mixed.
-    of_held = of_all = torch.zeros(2, 0, dtype=torch.long)
+    # Of each group: its correct responses, whether it is mixed, and its size.
+    of_held = of_all = torch.zeros(3, 0, dtype=torch.long)
     missing, rounds = num_groups, 0
     while missing and rounds < algorithm.dynamic_sampling_max_rounds:
         asked = next_round_size(missing, int(of_all[1].sum()), of_all.shape[1], num_groups)
-        scored = sample(rounds, asked)
+        scored, sizes = sample(rounds, asked)
+        of_size = torch.tensor(sizes)
         with phase(REWARD):
-            correct = _correct_by_group(scored, asked, group_size)
-            mixed = (correct > 0) & (correct < group_size)
+            correct = _correct_by_group(scored, of_size)
+            mixed = (correct > 0) & (correct < of_size)
             if reward is not None and reward.from_score is not None:
-                mixed = _rewards_differ(scored, asked, group_size, reward)
-        of_round = torch.stack([correct, mixed.long()])
+                mixed = _rewards_differ(scored, of_size, reward)
+        of_round = torch.stack([correct, mixed.long(), of_size])
         of_all = torch.cat([of_all, of_round], dim=1)
         candidates = torch.cat([of_held, of_round], dim=1)
-        rows, missing = select_groups(candidates[0], group_size, num_groups, candidates[1].bool())
-        places = {row: place for place, row in enumerate(rows.tolist())}
+        rows, missing = select_groups(
+            candidates[0], candidates[2], num_groups, candidates[1].bool()
+        )
+        kept = candidates[:, rows]
+        places = dict(zip(rows.tolist(), _starts(kept[2]).tolist()))
         held = [
-            *_placed(held, 0, places, group_size),
-            *_placed(scored, of_held.shape[1], places, group_size),
+            *_placed(held, of_held[2], 0, places),
+            *_placed(scored, of_size, of_held.shape[1], places),
         ]
-        of_held = candidates[:, rows]
+        of_held = kept
         rounds += 1
-    return held, {"rollout/sampling_rounds": rounds, **_metrics(of_all, of_held, group_size)}
+    return held, {"rollout/sampling_rounds": rounds, **_metrics(of_all, of_held)}
 
 
-def _correct_by_group(scored: Sequence[ScoredRollout], num_groups: int, group_size: int) -> Tensor:
-    """Count each group's correct responses over all ranks -> int64 [num_groups]. Collective."""
-    counts = []
-    for part in (scored, [s for s in scored if s.is_correct]):
-        groups = torch.tensor([s.rollout.position // group_size for s in part]).long()
-        counts.append(groups.bincount(minlength=num_groups))
+def _starts(sizes: Tensor) -> Tensor:
+    """Return the position of each group's first response -> int64 [groups]."""
+    return sizes.cumsum(0) - sizes
+
+
+def _numbers(scored: Sequence[ScoredRollout], sizes: Tensor) -> Tensor:
+    """Return the number of each response's group -> int64 [responses]."""
+    first = torch.tensor([item.rollout.first for item in scored], dtype=torch.long)
+    return torch.searchsorted(_starts(sizes), first)
+
+
+def _correct_by_group(scored: Sequence[ScoredRollout], sizes: Tensor) -> Tensor:
+    """Count each group's correct responses over all ranks -> int64 [groups]. Collective."""
+    numbers = _numbers(scored, sizes)
+    is_correct = torch.tensor([item.is_correct for item in scored], dtype=torch.bool)
+    counts = [some.bincount(minlength=len(sizes)) for some in (numbers, numbers[is_correct])]
     given, correct = sum_over_world(torch.stack(counts))
-    wrong = (given != group_size).nonzero().flatten().tolist()
+    wrong = (given != sizes).nonzero().flatten().tolist()
     if wrong:
-        asked, group = num_groups * group_size, wrong[0]
+        asked, group = int(sizes.sum()), wrong[0]
         raise RuntimeError(
-            f"the sampler left out {asked - int(given.sum())} of {asked} responses: group {group} "
-            f"(from 0) has {int(given[group])} of {group_size}; restart the run: it resumes from "
-            "its latest checkpoint"
+            f"the engine left out {asked - int(given.sum())} of {asked} responses: group {group} "
+            f"(from 0) has {int(given[group])} of {int(sizes[group])}; restart the run: it resumes "
+            "from its latest checkpoint"
         )
     return correct
 
 
-def _rewards_differ(
-    scored: Sequence[ScoredRollout], num_groups: int, group_size: int, reward: RewardConfig
-) -> Tensor:
-    """Say in which groups rewards differ, over all ranks -> bool [num_groups]. Collective.
+def _rewards_differ(scored: Sequence[ScoredRollout], sizes: Tensor, reward: RewardConfig) -> Tensor:
+    """Say in which groups rewards differ, over all ranks -> bool [groups]. Collective.
 
     Without the punishment of length, which would make every group mixed.
     """
     # Of the rewards and of their negatives.
-    highest = torch.full((2, num_groups), -torch.inf, dtype=torch.float64)
-    for item in scored:
+    highest = torch.full((2, len(sizes)), -torch.inf, dtype=torch.float64)
+    for item, number in zip(scored, _numbers(scored, sizes).tolist()):
         verifier = item.rollout.prompt.problem.verifier or reward.verifier
         verdict = Verdict(cast(Status, item.status), item.score)
         base = base_reward(verdict, reward, verifier, truncated=item.rollout.truncated)
-        of_group = highest[:, item.rollout.position // group_size]
+        of_group = highest[:, number]
         torch.maximum(of_group, torch.tensor([base, -base]).to(of_group), out=of_group)
     highest = max_over_world(highest)
     return highest[0] > -highest[1]
 
 
 def _placed(
-    scored: Sequence[ScoredRollout], first: int, places: Mapping[int, int], group_size: int
+    scored: Sequence[ScoredRollout], sizes: Tensor, before: int, places: Mapping[int, int]
 ) -> Iterator[ScoredRollout]:
-    """Yield the responses of kept groups at their new positions; `first` numbers their group 0."""
-    for item in scored:
-        group, sample = divmod(item.rollout.position, group_size)
-        if first + group in places:
-            position = places[first + group] * group_size + sample
+    """Yield the responses of kept groups at their new positions.
+
+    sizes: of the groups that they are of; before: number of the first of these in `places`.
+    """
+    for item, number in zip(scored, _numbers(scored, sizes).tolist()):
+        if before + number in places:
+            position = places[before + number] + item.rollout.sample
             moved = dataclasses.replace(item.rollout, position=position)
             yield dataclasses.replace(item, rollout=moved)
 
 
-def _metrics(of_all: Tensor, of_held: Tensor, group_size: int) -> dict[str, float]:
+def _metrics(of_all: Tensor, of_held: Tensor) -> dict[str, float]:
     """Count groups: sampled = trained on + dropped_all_correct + dropped_all_wrong + surplus.
 
-    of_all, of_held: int64 [2, groups], correct responses of each group sampled, and of each trained
-    on, and whether it is mixed.
+    of_all, of_held: int64 [3, groups], of each group sampled, and of each trained on: its correct
+    responses, whether it is mixed, and its size.
     """
 
     def unmixed(groups: Tensor) -> Tensor:
-        all_correct = groups[0] == group_size
+        all_correct = groups[0] == groups[2]
         return ((groups[1] == 0) & torch.stack([all_correct, ~all_correct])).sum(1)
 
     all_correct, all_wrong = (unmixed(of_all) - unmixed(of_held)).tolist()
@@ -155,5 +178,5 @@ def _metrics(of_all: Tensor, of_held: Tensor, group_size: int) -> dict[str, floa
         "rollout/groups_dropped_all_wrong": all_wrong,
         "rollout/groups_dropped_surplus": dropped - all_correct - all_wrong,
         "rollout/groups_filled": int(unmixed(of_held).sum()),
-        "rollout/sampled_correct_fraction": float(of_all[0].sum()) / (num_sampled * group_size),
+        "rollout/sampled_correct_fraction": float(of_all[0].sum()) / int(of_all[2].sum()),
     }

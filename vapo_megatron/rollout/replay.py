@@ -17,7 +17,7 @@ from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.reward.own_metrics import own_metrics, sums_of
 from vapo_megatron.rollout.dump import held_steps, read_file, read_headers
 from vapo_megatron.rollout.requests import assign, max_model_len
-from vapo_megatron.rollout.source import HasTime, Phase, RolloutSource
+from vapo_megatron.rollout.source import RolloutSource, StepRequest
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Replay(RolloutSource):
-    """A source whose step s is step s of a dump; it has no data, sampler or evaluation."""
+    """A source whose step s is step s of a dump; it has no data, engine or evaluation."""
 
     def __init__(self, directory: Path, ranks: Ranks, default_verifier: str) -> None:
         """Find the dump in a run directory or its replay directory; check_dump has accepted it.
@@ -36,18 +36,10 @@ class Replay(RolloutSource):
         self._default_verifier = default_verifier
         self.note = f"replay of {self._root}: nothing is sampled, published or evaluated"
 
-    def rollouts(
-        self,
-        step: int,
-        policy_version: int,
-        phase: Phase,
-        *,
-        trains_actor: bool,
-        has_time: HasTime | None = None,
-    ) -> tuple[list[ScoredRollout], dict[str, float]]:
+    def rollouts(self, asked: StepRequest) -> tuple[list[ScoredRollout], dict[str, float]]:
         """Read this rank's share of the files: consecutive ones, which keeps groups together."""
-        with phase(REPLAY):
-            files = read_headers(self._root, step + 1)
+        with asked.phase(REPLAY):
+            files = read_headers(self._root, asked.step + 1)
             share = assign(len(files), self._ranks.world_size)[self._ranks.rank]
             scored: list[ScoredRollout] = []
             problem = None
@@ -97,7 +89,7 @@ def check_dump(
     for path, header in [file for step in steps for file in read_headers(root, step + 1)]:
         for name, dumped, wanted in (
             ("responses_per_step", header.num_responses, algorithm.responses_per_step),
-            ("group_size", header.group_size, algorithm.group_size),
+            ("group_size", header.group_size or algorithm.group_size, algorithm.group_size),
         ):
             if dumped != wanted:
                 raise DataError(

@@ -1,4 +1,4 @@
-"""What the sampler is asked for: settings, seeds, limits, and each replica's share of positions.
+"""What the engine is asked for: settings, requests with seeds, limits, and each replica's share.
 
 Imports neither torch nor vllm.
 """
@@ -10,8 +10,9 @@ import dataclasses
 import hashlib
 import typing
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from vapo_megatron.data.rollout import Rollout
 from vapo_megatron.errors import ConfigError
 
 if typing.TYPE_CHECKING:
@@ -87,49 +88,66 @@ def continued_seed(seed: int, num_tokens: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def request_seeds(
+class Request(NamedTuple):
+    """One response that the engine is asked for."""
+
+    rollout: Rollout
+    """What there is of it: no tokens at first."""
+    seed: int
+    """Of its first token."""
+
+
+def start_groups(
     prompts: Sequence[Prompt],
-    group_size: int,
+    sizes: Sequence[int],
     *,
     seed: int,
     step: int,
     role: SeedRole,
     round: int = 0,
-) -> list[int]:
-    """Return one seed per position of a round's repeated prompt list.
+    policy_version: int = 0,
+) -> list[list[Request]]:
+    """Return the requests of each group, none of which has tokens, at positions 0, 1, ...
 
-    A problem that is drawn twice in a round continues its sample numbers, and every round has its
-    own seeds; otherwise the groups would be copies of each other.
+    A problem that is drawn twice in a round continues its sample numbers in the seeds, and every
+    round has its own seeds; otherwise the groups would be copies of each other.
 
     Args:
-        prompts: group i occupies [i*group_size, (i+1)*group_size).
-        group_size: G.
+        prompts: one for each response; those of a group are adjacent and the same.
+        sizes: responses of each group.
         seed, step, role, round: see request_seed.
+        policy_version: of the weights that will sample.
     """
-    assert len(prompts) % group_size == 0, f"{len(prompts)} prompts are not groups of {group_size}"
+    assert sum(sizes) == len(prompts), f"{len(prompts)} prompts are not groups of {list(sizes)}"
     drawn: collections.Counter[int] = collections.Counter()
-    seeds = []
-    for start in range(0, len(prompts), group_size):
-        indices = {p.index for p in prompts[start : start + group_size]}
+    groups, start = list[list[Request]](), 0
+    for size in sizes:
+        indices = {p.index for p in prompts[start : start + size]}
         assert len(indices) == 1, f"positions {start}.. have different prompts {sorted(indices)}"
         index = indices.pop()
-        first = drawn[index]
-        drawn[index] += group_size
-        samples = range(first, first + group_size)
-        seeds += [request_seed(seed, step, role, index, sample, round) for sample in samples]
-    return seeds
+        groups.append(
+            [
+                Request(
+                    Rollout.begun(prompts[start + i], i, start + i, policy_version),
+                    request_seed(seed, step, role, index, drawn[index] + i, round),
+                )
+                for i in range(size)
+            ]
+        )
+        drawn[index] += size
+        start += size
+    return groups
 
 
-def assign(num_requests: int, num_replicas: int, unit: int = 1) -> list[range]:
-    """Return the positions that each replica samples.
+def assign(num_items: int, num_replicas: int) -> list[range]:
+    """Return the items, such as positions or groups, that each replica samples.
 
     They are consecutive, so that a group shares its prompt's KV cache. Shares differ by at most
-    `unit`, the number of requests that stay together; the first replicas get the larger ones.
+    one; the first replicas get the larger ones.
     """
     assert num_replicas >= 1, f"num_replicas={num_replicas} must be at least 1"
-    assert num_requests % unit == 0, f"{num_requests} requests are not units of {unit}"
-    share, extra = divmod(num_requests // unit, num_replicas)
-    starts = [(i * share + min(i, extra)) * unit for i in range(num_replicas + 1)]
+    share, extra = divmod(num_items, num_replicas)
+    starts = [i * share + min(i, extra) for i in range(num_replicas + 1)]
     return [range(a, b) for a, b in zip(starts, starts[1:])]
 
 

@@ -8,7 +8,6 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from vapo_megatron.config import (
     RewardConfig,
     RolloutConfig,
 )
-from vapo_megatron.config.phases import DUMP, EVALUATION, GENERATION, REWARD
+from vapo_megatron.config.phases import EVALUATION, GENERATION, REWARD
 from vapo_megatron.data.labels import count_rows, labels_of
 from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.errors import Stopped
@@ -31,20 +30,21 @@ from vapo_megatron.reward.checks import any_sees_groups, start_verifiers
 from vapo_megatron.reward.own_metrics import own_metrics, sums_of
 from vapo_megatron.reward.scoring import VerdictStream, score_rollouts
 from vapo_megatron.reward.verifiers import default_name
-from vapo_megatron.rollout.carried import CarriedSampling, check_carried
-from vapo_megatron.rollout.dynamic_sampling import sample_mixed_groups
+from vapo_megatron.rollout.dynamic_sampling import Round, sample_mixed_groups
 from vapo_megatron.rollout.evaluation.judging import evaluate, judge_problems
-from vapo_megatron.rollout.in_flight import all_sums, write_files
 from vapo_megatron.rollout.inputs import Inputs
-from vapo_megatron.rollout.lag import lag_metrics, tokens_by_version
+from vapo_megatron.rollout.partial.files import all_sums, write_files
+from vapo_megatron.rollout.partial.lag import lag_metrics, tokens_by_version
+from vapo_megatron.rollout.partial.sampling import PartialSampling
 from vapo_megatron.rollout.requests import SamplingSettings
-from vapo_megatron.rollout.source import HasTime, Phase, RolloutSource
+from vapo_megatron.rollout.source import HasTime, Phase, PromptSource, StepRequest
 from vapo_megatron.rollout.tokenizer import decode_responses
+from vapo_megatron.rollout.work import firsts, generate
 from vapo_megatron.weights.reshard.sync import WeightSync
 
 
-class Sampling(RolloutSource):
-    """One rank's sampler, verifier and place in the data."""
+class Sampling(PromptSource):
+    """One rank's engine, verifier and place in the data."""
 
     def __init__(
         self,
@@ -68,25 +68,18 @@ class Sampling(RolloutSource):
         reward.verifier. Raises UserError, on every rank: a verifier does not load, a problem cannot
         be judged, or vLLM refuses the model.
         """
-        self._rollout, self._algorithm, self._reward = rollout, algorithm, reward
-        self._evaluation, self._logging = evaluation, logging
-        self.stop_token_ids, self.date = inputs.stop_token_ids, inputs.date
-        self.decode = functools.lru_cache(65536)(
-            functools.partial(inputs.tokenizer.decode, clean_up_tokenization_spaces=False)
-        )
+        super().__init__(inputs, rollout, algorithm, logging)
+        self._reward, self._evaluation, self._held_out = reward, evaluation, inputs.held_out
         self._decode_responses = functools.partial(decode_responses, inputs.tokenizer)
-        assert inputs.dataset is not None, "a replay samples nothing"
-        self._dataset, self._held_out = inputs.dataset, inputs.held_out
-        self.prompts = self._dataset
         self._verifier = start_verifiers(
-            reward, self._dataset, self._held_out, rollout.tensor_model_parallel_size, verifier,
+            reward, self.prompts, self._held_out, rollout.tensor_model_parallel_size, verifier,
             reward_hf_path=model.reward_hf_path, skip_unusable=inputs.skip_unusable,
         )  # fmt: skip
         self._sees_groups = any_sees_groups(self._verifier, rollout)
         name = default_name(reward, verifier)
-        self.labels = labels_of(self._dataset.kept, name)
+        self.labels = labels_of(self.prompts.kept, name)
         if "verifier" in self.labels.several:
-            self.note = "; ".join(count_rows(self.labels, self._dataset.path, "data"))
+            self.note = "; ".join(count_rows(self.labels, self.prompts.path, "data"))
         held_out = () if self._held_out is None else self._held_out.kept
         self._held_out_labels = labels_of(held_out, name)
         # Imported here: loading vLLM takes long, and the checks above may fail first.
@@ -109,106 +102,74 @@ class Sampling(RolloutSource):
             whole_groups=algorithm.dynamic_sampling or self._sees_groups,
             shared=rollout.shared_queue,
         )
-        self._carried: CarriedSampling | None = None
+        self._partial: PartialSampling | None = None
         if rollout.carry_over_groups:
-            self._carried = CarriedSampling(
-                self.engine, self._dataset, rollout=rollout, algorithm=algorithm, reward=reward,
-                settings=self._settings, seed=seed,
+            self._partial = PartialSampling(
+                self.engine, self.prompts, rollout=rollout, algorithm=algorithm, reward=reward,
+                settings=self._settings,
             )  # fmt: skip
 
-    def rollouts(
-        self,
-        step: int,
-        policy_version: int,
-        phase: Phase,
-        *,
-        trains_actor: bool,
-        has_time: HasTime | None = None,
-    ) -> tuple[list[ScoredRollout], dict[str, float]]:
+    def rollouts(self, asked: StepRequest) -> tuple[list[ScoredRollout], dict[str, float]]:
         """Sample a group of responses per prompt and judge them; see RolloutSource."""
-        algorithm = self._algorithm
-        sample = functools.partial(self._sample, step, policy_version, phase, has_time)
-        if algorithm.dynamic_sampling and trains_actor:
-            scored, metrics = sample_mixed_groups(sample, phase, algorithm, self._reward)
+        algorithm, groups = self._algorithm, functools.partial(self._round, asked)
+        if algorithm.dynamic_sampling and asked.trains_actor:
+            scored, metrics = sample_mixed_groups(groups, asked.phase, algorithm, self._reward)
         else:
-            scored, metrics = sample(0, algorithm.num_prompts), {}
-        if self._carried is not None:
+            scored, metrics = groups(0, algorithm.num_prompts).scored, {}
+        if self._partial is not None:
             tokens = sum(gather_objects(tokens_by_version(scored)), Counter[int]())
-            metrics = lag_metrics(tokens, policy_version)
+            metrics = lag_metrics(tokens, asked.policy_version)
         return scored, metrics | own_metrics(gather_objects(sums_of(scored)))
 
-    def keep(self, step: int, scored: Sequence[ScoredRollout], phase: Phase) -> None:
-        """Dump the step's responses if logging.dump_steps says so."""
-        if keep_last := self._logging.dump_steps:
-            with phase(DUMP):
-                root = Path(self._logging.run_dir) / "replay"
-                self.dump(root, step, scored, self._algorithm, keep_last=keep_last)
-
-    def _sample(
-        self,
-        step: int,
-        policy_version: int,
-        phase: Phase,
-        has_time: HasTime | None,
-        round: int,
-        num_prompts: int,
-    ) -> list[ScoredRollout]:
+    def _round(self, asked: StepRequest, round: int, num_prompts: int) -> Round:
         """Sample and judge this rank's share of one round, ordered by position. Collective."""
-        scored = self.share(step, policy_version, phase, has_time, round, num_prompts)
+        scored = self.share(asked, round, num_prompts)
         # This replica may have finished in time while another had to stop.
         if any_rank(scored is None):
             raise Stopped
         assert scored is not None
-        return scored
+        return Round(scored, [self._algorithm.group_size] * num_prompts)
 
     def share(
-        self,
-        step: int,
-        policy_version: int,
-        phase: Phase,
-        has_time: HasTime | None,
-        round: int = 0,
-        num_prompts: int | None = None,
+        self, asked: StepRequest, round: int = 0, num_prompts: int | None = None
     ) -> list[ScoredRollout] | None:
         """Sample and judge this rank's share of a round; None: there was no time for it.
 
         Responses are judged as they finish: the reward phase waits for the last verdicts alone.
-        Replicas do not communicate. With carry-over a step is one round.
+        Replicas do not communicate. With partial rollouts a step is one round.
         """
-        if self._carried is not None:
-            stream = self._stream()
+        if self._partial is not None:
+            stream = VerdictStream(self._verifier, self._decode_responses)
             with contextlib.suppress(Stopped), stream:
-                return self._carried.share(step, policy_version, phase, has_time, stream)
+                return self._partial.share(asked, stream)
             return None
         group_size = self._algorithm.group_size
-        num_prompts = num_prompts or self._algorithm.num_prompts
-        prompts = repeat_for_group(self._dataset.next(num_prompts, step), group_size)
+        prompts = self.prompts.next(num_prompts or self._algorithm.num_prompts, asked.step)
+        sizes = [group_size] * len(prompts)
         settings = dataclasses.replace(self._settings, round=round)
-        scored = None
-        stream = self._stream()
+        seen = firsts(sizes) if self._sees_groups else None
+        stream = VerdictStream(self._verifier, self._decode_responses, seen)
         with contextlib.suppress(Stopped), stream:
-            with phase(GENERATION) as show:
+            with asked.phase(GENERATION) as show:
                 on_progress = functools.partial(show, part=f"round {round + 1}" if round else "")
-                rollouts = self.engine.generate(
-                    prompts, group_size, step, settings, policy_version, on_progress, has_time,
-                    on_finished=stream.submit,
+                rollouts = generate(
+                    self.engine, repeat_for_group(prompts, group_size), sizes, asked.step, settings,
+                    asked.policy_version, on_progress, asked.has_time, on_finished=stream.submit,
                 )  # fmt: skip
-            with phase(REWARD):
+            with asked.phase(REWARD):
                 limit = settings.max_response_tokens
-                scored = score_rollouts(stream, rollouts, self._reward, limit)
-        return scored
+                return score_rollouts(stream, rollouts, self._reward, limit)
+        return None
 
-    def _stream(self) -> VerdictStream:
-        size = self._algorithm.group_size if self._sees_groups else None
-        return VerdictStream(self._verifier, self._decode_responses, size)
+    def num_prompts(self, step: int) -> int:
+        """Return how many prompts the latest step has started."""
+        if self._partial is not None:
+            return self._partial.num_prompts(step)
+        return self._algorithm.num_prompts
 
-    def drawn(self, step: int) -> int:
-        """Return how many prompts the latest step has begun."""
-        return self._algorithm.num_prompts if self._carried is None else self._carried.drawn(step)
-
-    def skip(self, step: int, drawn: int) -> None:
-        """Pass over the prompts that a step has begun, whose responses are there."""
-        self._dataset.next(drawn, step)
+    def skip(self, step: int, num_prompts: int) -> None:
+        """Pass over the prompts that a step has started, whose responses are there."""
+        self.prompts.next(num_prompts, step)
 
     def holds(self, policy_version: int) -> bool:
         """Compare with vLLM's version; a sleeping engine has none."""
@@ -245,33 +206,25 @@ class Sampling(RolloutSource):
             samples, labels = self._evaluation.samples, self._held_out_labels
             return evaluate(judged, problems, samples, labels, self._reward)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next prompt."""
-        return self._dataset.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the prompt that comes next."""
-        self._dataset.load_state_dict(state)
-
     def resume(self, done: int, checkpoint: Path | None) -> None:
-        """Go on with the groups in flight. Raises CheckpointError: see check_carried."""
-        check_carried(checkpoint, self._rollout, self._algorithm)
+        """Go on with the groups in flight. Raises CheckpointError: see check_partial."""
+        super().resume(done, checkpoint)
         self.load_groups(done, checkpoint)
 
     def load_groups(self, done: int, checkpoint: Path | None) -> None:
         """Go on with a checkpoint's groups in flight, if any, once `done` steps are sampled."""
-        if self._carried is not None and checkpoint is not None:
-            self._carried.load(done, checkpoint)
+        if self._partial is not None and checkpoint is not None:
+            self._partial.load(done, checkpoint)
 
     def save_in_flight(self, done: int, directory: Path) -> dict[str, str]:
         """Write the groups in flight, each replica its own."""
-        if self._carried is None:
+        if self._partial is None:
             return {}
         return all_sums(gather_objects(write_files(directory, self.group_files(done))), directory)
 
     def group_files(self, done: int) -> Iterator[tuple[str, bytes]]:
-        """Yield this rank's file of groups in flight, if any; see CarriedSampling.files."""
-        return iter(()) if self._carried is None else self._carried.files(done)
+        """Yield this rank's file of groups in flight, if any; see PartialSampling.files."""
+        return iter(()) if self._partial is None else self._partial.files(done)
 
     def close(self) -> None:
         """Shut down the verifier and vLLM."""

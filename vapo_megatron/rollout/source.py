@@ -1,22 +1,25 @@
-"""Where a step's rollouts come from: the interface between the trainer and the sampler."""
+"""Where a step's rollouts come from: the interface between the trainer and what samples."""
 
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed import ProcessGroup
 
-from vapo_megatron.config import AlgorithmConfig
-from vapo_megatron.config.phases import Span
+from vapo_megatron.config import AlgorithmConfig, LoggingConfig, RolloutConfig
+from vapo_megatron.config.phases import DUMP, Span
 from vapo_megatron.data.labels import NO_LABELS, Labels
 from vapo_megatron.data.mixture import TrainingPrompts
 from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.rollout.dump import write_step
+from vapo_megatron.rollout.inputs import Inputs
+from vapo_megatron.rollout.partial.files import check_partial
 
 
 class OnProgress(Protocol):
@@ -34,11 +37,25 @@ HasTime = Callable[[], bool]
 """Whether there is time to continue, checked periodically; None: always."""
 
 
+class StepRequest(NamedTuple):
+    """What the trainer asks for."""
+
+    step: int
+    """From 0."""
+    policy_version: int
+    """Of the weights that sample."""
+    phase: Phase
+    trains_actor: bool = True
+    """False: dynamic sampling is off, because the critic learns the values of everything that the
+    policy samples."""
+    has_time: HasTime | None = None
+
+
 class RolloutSource(abc.ABC):
     """What the trainer needs; every rank calls the same methods in the same order.
 
-    A subclass defines `rollouts`; the other methods are those of a source that has neither a
-    sampler nor a position in the data.
+    A subclass defines `rollouts`; the other methods are those of a source that has neither an
+    engine nor a position in the data.
     """
 
     note: str = ""
@@ -56,27 +73,17 @@ class RolloutSource(abc.ABC):
     shown_rank: int = 0
     """Rank in that group whose responses are shown."""
     elsewhere: Sequence[Span] = ()
-    """What the first sampler did up to the last step's responses, if processes of its own sample;
+    """What the first engine did up to the last step's responses, if processes of its own sample;
     on the main rank."""
 
     prompts: TrainingPrompts | None = None
-    """What the rollouts' prompts are of, for messages; None: not known."""
+    """What the rollouts' prompts are of; None: not known."""
 
     @abc.abstractmethod
-    def rollouts(
-        self,
-        step: int,
-        policy_version: int,
-        phase: Phase,
-        *,
-        trains_actor: bool,
-        has_time: HasTime | None = None,
-    ) -> tuple[list[ScoredRollout], dict[str, float]]:
+    def rollouts(self, asked: StepRequest) -> tuple[list[ScoredRollout], dict[str, float]]:
         """Return this rank's share of a step's responses, ordered by position, and metrics.
 
-        The ranks' shares are disjoint. With a reward model, verdicts may be pending. Without
-        trains_actor, dynamic sampling is off: the critic learns the values of everything that the
-        policy samples.
+        The ranks' shares are disjoint. With a reward model, verdicts may be pending.
 
         Raises:
             Stopped: on every rank, once one of them has no time left.
@@ -124,7 +131,7 @@ class RolloutSource(abc.ABC):
         """Free the device until the next `publish`; the weights are dropped."""
 
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
-        """Sync the actor's weights to the sampler; return metrics of the sync."""
+        """Sync the actor's weights to the engine; return metrics of the sync."""
         return {}
 
     def evaluate(
@@ -163,3 +170,44 @@ class RolloutSource(abc.ABC):
 
     def close(self) -> None:  # noqa: B027 - optional
         """Free all resources."""
+
+
+class PromptSource(RolloutSource):
+    """A source whose responses are sampled: it has prompts, with a position in them, and a dump."""
+
+    prompts: TrainingPrompts
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        rollout: RolloutConfig,
+        algorithm: AlgorithmConfig,
+        logging: LoggingConfig,
+    ) -> None:
+        """Begin with the first prompt."""
+        assert inputs.dataset is not None, "a replay samples nothing"
+        self.prompts = inputs.dataset
+        self._rollout, self._algorithm, self._logging = rollout, algorithm, logging
+        self.stop_token_ids, self.date = inputs.stop_token_ids, inputs.date
+        self.decode = functools.lru_cache(65536)(
+            functools.partial(inputs.tokenizer.decode, clean_up_tokenization_spaces=False)
+        )
+
+    def keep(self, step: int, scored: Sequence[ScoredRollout], phase: Phase) -> None:
+        """Dump the step's responses if logging.dump_steps says so."""
+        if keep_last := self._logging.dump_steps:
+            with phase(DUMP):
+                root = Path(self._logging.run_dir) / "replay"
+                self.dump(root, step, scored, self._algorithm, keep_last=keep_last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the prompt after those that were trained on."""
+        return self.prompts.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the prompt that comes next."""
+        self.prompts.load_state_dict(state)
+
+    def resume(self, done: int, checkpoint: Path | None) -> None:
+        """Refuse to lose what a checkpoint has in flight. CheckpointError: see check_partial."""
+        check_partial(checkpoint, self._rollout, self._algorithm)

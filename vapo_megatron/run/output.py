@@ -20,7 +20,7 @@ from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.memory import PeakMemory
 from vapo_megatron.parallel.reduce import max_over_world, sum_over_world
-from vapo_megatron.roles.model import UpdatesSkipped
+from vapo_megatron.roles.trained import UpdatesSkipped
 from vapo_megatron.rollout.source import OnProgress, RolloutSource
 from vapo_megatron.run.metrics import MetricsWriter
 from vapo_megatron.run.phase_timer import PhaseTimer, tokens_per_second

@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.phases import Role
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import read_model_shape, read_reward_shape
 from vapo_megatron.parallel import backend, groups
@@ -24,14 +25,16 @@ from vapo_megatron.reward.verifiers import default_name
 from vapo_megatron.roles.actor import Actor, Reference
 from vapo_megatron.roles.critic import Critic
 from vapo_megatron.roles.device_schedule import DeviceSchedule
-from vapo_megatron.roles.model import TrainedModel
 from vapo_megatron.roles.reward_model import RewardModel
+from vapo_megatron.roles.trained import TrainedModel
 from vapo_megatron.rollout.disaggregated.source import RemoteSampling
 from vapo_megatron.rollout.inputs import Inputs, read_inputs
 from vapo_megatron.rollout.replay import Replay
 from vapo_megatron.rollout.source import OnProgress, RolloutSource
 from vapo_megatron.run.checkpoint import load as checkpoint
 from vapo_megatron.run.output import RunOutput
+
+_Model = TypeVar("_Model", Actor, Critic, Reference, RewardModel)
 
 
 class Built:
@@ -86,24 +89,23 @@ class Built:
         # After vLLM went to sleep, because a sleeping vLLM uses host memory too.
         self._check_host_memory(config, is_offloaded=offloads)
         hf_path = partial(self._start.path, config=config)
-        self.actor = Actor(self.shape, config, self.ranks, hf_path("actor"))
-        self.device_schedule.join("actor", self.actor.trained)
-        self.critic: Critic | None = None
-        if "critic" in config.algorithm.trained_roles:
-            self.critic = Critic(self.shape, config, self.ranks, hf_path("critic"))
-            self.device_schedule.join("critic", self.critic.trained)
-        self.reference: Reference | None = None
-        if "reference" in config.algorithm.roles:
-            self.reference = Reference(self.shape, config, self.ranks)
-            self.device_schedule.join("reference", self.reference.frozen)
-        self.reward_model: RewardModel | None = None
-        if "reward_model" in config.roles:
+        of, join, roles = (self.shape, config, self.ranks), self._join, config.roles
+        self.actor = join("actor", Actor(*of, hf_path("actor")))
+        # A run without a role has None in its place.
+        self.critic = join("critic", Critic(*of, hf_path("critic"))) if "critic" in roles else None
+        self.reference = join("reference", Reference(*of)) if "reference" in roles else None
+        self.reward_model = None
+        if "reward_model" in roles:
             shape = read_reward_shape(config.model, self.shape)
-            self.reward_model = RewardModel(shape, config, self.ranks)
-            self.device_schedule.join("reward_model", self.reward_model.frozen)
+            self.reward_model = join("reward_model", RewardModel(shape, config, self.ranks))
         self.policy_version = 0
         self.watchdog.report_progress(lambda: sum(m.num_tried for m in self._models.values()))
         self.output = RunOutput(self.config, self.ranks)
+
+    def _join(self, role: Role, model: _Model) -> _Model:
+        """Offload a role's model as soon as it is built, to make room for the next."""
+        self.device_schedule.join(role, model.placed)
+        return model
 
     def _source(
         self, replay: Path | None, inputs: Inputs | None, verifier: object | None

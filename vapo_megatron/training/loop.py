@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from vapo_megatron.algorithm.value_pretraining import critic_has_settled
-from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import CHECKPOINT, EXPORT
 from vapo_megatron.errors import INTERRUPTED, Stopped, report
 from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.planning.disk import check_disk
-from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.run.checkpoint import load as checkpoint
 from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 from vapo_megatron.run.report.page import build_report
@@ -26,28 +24,18 @@ class VapoTrainer(StepTrainer):
     All ranks call the same methods in the same order.
     """
 
-    def __init__(
-        self,
-        config: VapoConfig,
-        replay: Path | None = None,
-        inputs: Inputs | None = None,
-        *,
-        verifier: object | None = None,
-    ) -> None:
-        """Build everything that a run needs; see StepTrainer."""
-        super().__init__(config, replay, inputs, verifier=verifier)
-        self.explained_variances: list[float] = []
-        """One per step with stage=value_pretraining, from before the update."""
-        self._snapshot: tuple[int, dict[str, Any]] = (0, {})
-        """Steps done, and the checkpoint state after them."""
-        self._saved = 0
-        """Steps done at the latest checkpoint."""
-        self._unevaluated: dict[str, float] | None = None
-        """Metrics of the last step if the run was stopped before its evaluation finished."""
-        self._changed: list[str] = []
-        """Settings that the checkpoint was made with, and today's."""
-        self.is_interrupted = False
-        """SIGINT has stopped the run before its last step."""
+    explained_variances: list[float]
+    """One per step with stage=value_pretraining, from before the update."""
+    is_interrupted = False
+    """SIGINT has stopped the run before its last step."""
+    _snapshot: tuple[int, dict[str, Any]]
+    """Steps done, and the checkpoint state after them."""
+    _saved: int
+    """Steps done at the latest checkpoint."""
+    _unevaluated: dict[str, float] | None
+    """Metrics of the last step if the run was stopped before its evaluation finished."""
+    _changed: list[str]
+    """Settings that the checkpoint was made with, and today's."""
 
     def fit(self) -> None:
         """Start or resume, run all steps, and write a checkpoint, an HF export and a report."""
@@ -123,7 +111,7 @@ class VapoTrainer(StepTrainer):
     def _save(self, writer: CheckpointWriter, *, waits: bool) -> None:
         """Start writing the last snapshot unless it is saved; waits: until it is on disk.
 
-        Nothing is saved if there is no time left to finish what the samplers still sample.
+        Nothing is saved if there is no time left to finish what the rollout workers still sample.
         """
         done, state = self._snapshot
         with self.phase(CHECKPOINT):
@@ -159,12 +147,10 @@ class VapoTrainer(StepTrainer):
             source = str(self.config.model.hf_path)
             self.output.note(f"exporting the actor to {export}")
             with self.watchdog.phase(EXPORT), self.device_schedule(EXPORT):
-                chunks = self.actor.trained.chunks
-                step = self._snapshot[0]
                 stops = self.source.stop_token_ids or self.config.rollout.stop_token_ids
                 export_hf(
-                    chunks, self.shape, self.ranks, export, copy_from=source, step=step,
-                    stop_token_ids=stops,
+                    self.actor.placed.chunks, self.shape, self.ranks, export, copy_from=source,
+                    step=self._snapshot[0], stop_token_ids=stops,
                 )  # fmt: skip
         if self.ranks.rank == 0:
             report = build_report(self.run_dir)
@@ -172,6 +158,8 @@ class VapoTrainer(StepTrainer):
 
     def _resume(self) -> int:
         """Load the run's checkpoint or critic_checkpoint's optimizer; return the steps done."""
+        self._saved, self._unevaluated, self._changed = 0, None, []
+        self.explained_variances = []
         if self._start.critic is not None and self.config.model.critic_checkpoint_optimizer:
             assert self.critic is not None, "critic_checkpoint without a critic is a ConfigError"
             checkpoint.load_critic(*self._start.critic, self.config, self.critic.trained)

@@ -46,6 +46,7 @@ from vapo_megatron.roles.advantages import (
     with_positive_examples,
     with_verdicts,
 )
+from vapo_megatron.rollout.source import StepRequest
 from vapo_megatron.run.output import kept_if_skipped
 from vapo_megatron.run.step_metrics import (
     metrics_by_label,
@@ -100,13 +101,15 @@ class StepTrainer(Built):
             self.policy_version += 1
             learned |= self._publish()
 
-        _, summary, batch, entropy, *_ = data
-        self.output.rollouts(step, data.scored, summary, batch, entropy, self.source)
-        metrics = step_metrics(summary, batch, entropy, config.algorithm, self.ranks)
-        uses_scores = config.reward.from_score is not None
-        metrics |= reward_spread(summary, uses_scores=uses_scores)
-        metrics |= metrics_by_label(summary, self.source.labels)
-        return {**metrics, **data.metrics, **learned}
+        scored, summary, batch, entropy, *_ = data
+        self.output.rollouts(step, scored, summary, batch, entropy, self.source)
+        return {
+            **step_metrics(summary, batch, entropy, config.algorithm, self.ranks),
+            **reward_spread(summary, uses_scores=config.reward.from_score is not None),
+            **metrics_by_label(summary, self.source.labels),
+            **data.metrics,
+            **learned,
+        }
 
     def prepare(self, step: int) -> StepData:
         """Everything before the updates: rollout, rewards, values, log-probabilities, advantages.
@@ -118,12 +121,9 @@ class StepTrainer(Built):
 
         # Sample a group of responses per prompt and verify them on the ranks that sampled them.
         self._publish()
+        trains_actor, has_time = self._trains_actor(step), self.early_stop.has_time_to_finish
         scored, metrics = self.source.rollouts(
-            step,
-            self.policy_version,
-            self.phase,
-            trains_actor=self._trains_actor(step),
-            has_time=self.early_stop.has_time_to_finish,
+            StepRequest(step, self.policy_version, self.phase, trains_actor, has_time)
         )
         with self.phase(EXCHANGE):
             summary, batch, plan = self._distribute(scored, step)
@@ -141,15 +141,10 @@ class StepTrainer(Built):
         if self.reward_model is not None:
             with self.phase(REWARD_SCORES):
                 scores = self.reward_model.score_pending(summary, microbatches)
-                longest = config.rollout.max_response_tokens
                 summary, scored = with_scores(
-                    summary,
-                    scored,
-                    scores,
-                    config.reward,
-                    longest,
+                    summary, scored, scores, config.reward, config.rollout.max_response_tokens,
                     self.source.labels.of["verifier"],
-                )
+                )  # fmt: skip
                 batch = with_verdicts(batch, summary)
         self.source.keep(step, scored, self.phase)
         check_verdicts(summary, config.reward, scored, self.source.prompts, self.source.group)
@@ -167,8 +162,8 @@ class StepTrainer(Built):
             batch = with_behaviour(batch, config.rollout)
         if self.reference is not None and self._trains_actor(step):
             with self.phase(REFERENCE_LOGPROBS):
-                logprobs = self.reference.compute_logprobs(microbatches)
-                batch = batch.replace(reference_logprobs=logprobs)
+                of_reference = self.reference.compute_logprobs(microbatches)
+                batch = batch.replace(reference_logprobs=of_reference)
 
         with self.phase(ADVANTAGES):
             batch = self.with_advantages(scored, summary, batch)
@@ -214,4 +209,4 @@ class StepTrainer(Built):
         if self.source.holds(self.policy_version):
             return {}
         with self.phase(SYNC):
-            return self.source.publish(self.actor.trained.chunks, self.policy_version)
+            return self.source.publish(self.actor.placed.chunks, self.policy_version)

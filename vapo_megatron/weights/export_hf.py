@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.errors import CheckpointError
+from vapo_megatron.parallel.gradient_buffers import wait_for_parameters
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights import layout
-from vapo_megatron.weights.ddp import unwrap, wait_for_parameters
 from vapo_megatron.weights.hf_directory import (
     MAX_FILE_BYTES,
     TensorPlan,
@@ -35,7 +35,7 @@ from vapo_megatron.weights.hf_directory import (
     write_safetensors,
 )
 from vapo_megatron.weights.holders import shard_axis, shard_dim
-from vapo_megatron.weights.parameters import LocalParameter, local_parameters
+from vapo_megatron.weights.parameters import LocalParameter, local_parameters, unwrap
 from vapo_megatron.weights.table import VALUE_HEAD, VALUE_HEAD_BIAS, parameter_count
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vapo_megatron.parallel.gradient_buffers import complete_gradients, wait_for_parameters
 from vapo_megatron.weights import layout
-from vapo_megatron.weights.ddp import ChunkOfGradients, complete_gradients, wait_for_parameters
 from vapo_megatron.weights.holders import HOLDERS
-from vapo_megatron.weights.parameters import LocalParameter, local_parameters
+from vapo_megatron.weights.parameters import LocalParameter, local_parameters, unwrap
 from vapo_megatron.weights.table import Kind, hf_tensors
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def gather_hf_tensors(
 
 def _described(parameter: LocalParameter) -> _Shard:
     row, data = parameter.row, parameter.data
-    axis = HOLDERS[row.holder].shards
+    axis = HOLDERS[row.holder]
     return _Shard(parameter.hf_names, row.kind, tuple(data.shape), data.dtype, axis)
 
 
@@ -175,5 +175,21 @@ def full_gradients(
         frozen parameter's is 0.
     """
     complete_gradients(chunks)
-    gradients: Any = [ChunkOfGradients(chunk) for chunk in chunks]
+    gradients: Any = [_ChunkOfGradients(chunk) for chunk in chunks]
     yield from gather_hf_tensors(gradients, shape, ranks, role=role, bucket_bytes=bucket_bytes)
+
+
+class _ChunkOfGradients:
+    """A model chunk, as far as the name table reads it, with gradients in place of parameters."""
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        self._model: Any = unwrap(chunk)
+        self.decoder = self._model.decoder
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each parameter's gradient, float32; 0 of a frozen one."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter.main_grad
+            else:
+                yield name, torch.zeros_like(parameter, dtype=torch.float32)

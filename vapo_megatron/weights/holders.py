@@ -1,7 +1,7 @@
 """Which ranks hold which slice of a parameter.
 
-A row of the name table names its holders. `HOLDERS` has the axes of parallel/groups.py along which
-such a parameter is cut and copied; `part_bounds` is what a shard has of each HF tensor, along
+A row of the name table names its holders. `HOLDERS` has the axis of parallel/groups.py along which
+such a parameter is cut; `part_bounds` is what a shard has of each HF tensor, along
 `shard_dim`; `TrainerLayout` numbers ranks, stages and layers. Ranks are numbered tensor parallel
 fastest, then data parallel, then pipeline. Imports neither torch nor process groups.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vapo_megatron.models.hf_config import padded_vocab_size
 from vapo_megatron.weights.table import EMBEDDING, Holder, Kind, Row
@@ -25,21 +25,13 @@ LayerRange = tuple[int, int]
 """[first, stop) of consecutive layers, numbered from 0 in the whole model."""
 
 
-class Axes(NamedTuple):
-    """Names of two axes of parallel/groups.py."""
-
-    shards: str
-    """Whose ranks hold different slices."""
-    replicas: str
-    """Whose ranks hold the same slice, reduce its gradient and share its optimizer state."""
-
-
-HOLDERS: dict[Holder, Axes] = {"dense": Axes("tp", "replica")}
+HOLDERS: dict[Holder, str] = {"dense": "tp"}
+"""The axis of parallel/groups.py whose ranks hold different slices of such a parameter."""
 
 
 def shard_axis(row: Row, ranks: Ranks) -> Axis:
     """Return a rank's place among those that hold the slices of a row."""
-    return ranks.axes[HOLDERS[row.holder].shards]
+    return ranks.axes[HOLDERS[row.holder]]
 
 
 def shard_dim(kind: Kind) -> int | None:

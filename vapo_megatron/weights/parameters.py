@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vapo_megatron.weights.ddp import unwrap
 from vapo_megatron.weights.table import LAYER, Row, rows
 
 if TYPE_CHECKING:
@@ -28,6 +27,13 @@ class LocalParameter:
     row: Row
     hf_names: tuple[str, ...]
     """With the layer's number in the whole model."""
+
+
+def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
+    """Return the GPTModel inside DDP and mixed-precision wrappers."""
+    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
+        chunk = inner
+    return chunk
 
 
 def local_parameters(

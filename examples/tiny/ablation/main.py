@@ -11,7 +11,6 @@ choose what to run; the table has all finished runs with the same settings in th
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,11 +20,10 @@ import credit.arms
 from runner import command
 from runner.arms import Arm, Table, made, seed_jobs
 from runner.curves import reached
-from runner.jobs import Job, is_finished, read_state
-from runner.tables import against, markdown, spread
+from runner.jobs import Job, finished, read_state
+from runner.tables import Cell, accuracies, cells, difference, each, markdown, mean
 
 from ablation import arms as own
-from vapo_megatron.config.metrics import accuracy_name
 from vapo_megatron.data.storage import replace_file
 from vapo_megatron.errors import UserError
 from vapo_megatron.run.directory import read_rows
@@ -36,95 +34,44 @@ from vapo_megatron.run.report.html import escape
 TABLES = {**own.TABLES, **credit.arms.TABLES}
 """By form of the task, those of locks and keys included."""
 THRESHOLD = 0.5
-"""Held-out accuracy for `steps_to_threshold`."""
-COLUMNS = (
-    "final accuracy", "each seed", "against vapo", "best accuracy", "at step", "response length",
-    "entropy", f"steps to {THRESHOLD}", "responses per second", "paper",
-)  # fmt: skip
+"""Held-out accuracy, to which steps are counted."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """Summary of a finished run."""
-
-    final: float
-    """Held-out accuracy."""
-    best: float
-    best_step: int
-    length: float
-    """Mean response length on held-out problems after the last step, in tokens."""
-    entropy: float
-    """Nats per token, of the policy before the last step."""
-    responses_per_second: float | None
-    """Median over steps, evaluations and checkpoints left out; None: no step was timed."""
-    steps_to_threshold: float | None
-    """Step at which held-out accuracy reaches THRESHOLD, interpolated linearly between evaluations;
-    None: never."""
+Rows = Sequence[Mapping[str, Any]]
+"""Of a finished run's metrics.jsonl; the last one has an evaluation."""
 
 
-def result(rows: Sequence[Mapping[str, Any]]) -> Result:
-    """Summarise a run's rows; the last one must have an evaluation."""
-    evaluated = [(row["step"], row[name]) for row in rows if (name := accuracy_name(row))]
-    best_step, best = max(evaluated, key=lambda pair: (pair[1], -pair[0]))
+def final(rows: Rows) -> float:
+    """Return the last held-out accuracy."""
+    return accuracies(rows)[-1][1]
+
+
+def best(rows: Rows) -> tuple[float, float]:
+    """Return the first of the steps with the best held-out accuracy, and that accuracy."""
+    return max(accuracies(rows), key=lambda point: (point[1], -point[0]))
+
+
+def responses_per_second(rows: Rows) -> float | None:
+    """Return the median over steps, evaluations and checkpoints left out; None: none was timed."""
     speeds = [
         row["tokens_per_second"] / row["rollout/response_length_mean"]
         for row in rows if row.get("tokens_per_second")
     ]  # fmt: skip
-    return Result(
-        final=evaluated[-1][1],
-        best=best,
-        best_step=best_step,
-        length=rows[-1]["evaluation/response_length_mean"],
-        entropy=rows[-1]["actor/entropy"],
-        responses_per_second=statistics.median(speeds) if speeds else None,
-        steps_to_threshold=reached(evaluated, THRESHOLD),
-    )
+    return statistics.median(speeds) if speeds else None
 
 
-def rows(arms: Mapping[str, Arm], results: Mapping[str, Mapping[str, Result]]) -> list[list[str]]:
-    """Return the table's rows: an arm's title and its cells under COLUMNS.
-
-    Args:
-        arms: by name, in the order of the rows.
-        results: of each arm's finished runs, by seed.
-    """
-    finals = {n: {seed: r.final for seed, r in found.items()} for n, found in results.items()}
-    names = {seed for found in results.values() for seed in found}
-    seeds = sorted(names, key=lambda seed: (len(seed), seed))
-    found = []
-    for name, arm in arms.items():
-        done = [results.get(name, {}).get(seed) for seed in seeds]
-        below = against(finals.get(name, {}), finals.get("vapo", {}))
-        cells = _cells(done, "" if name == "vapo" else below)
-        found.append([f"{arm.title} ({name})", *cells, arm.paper])
-    return found
-
-
-def _cells(of_seeds: Sequence[Result | None], below: str) -> list[str]:
-    """of_seeds: one entry per seed, in the same order for all arms; None: no finished run."""
-    found = [r for r in of_seeds if r]
-
-    def each(separator: str, name: str, form: str) -> str:
-        values = [getattr(r, name) if r else "-" for r in of_seeds]
-        shown = [v if v == "-" else "never" if v is None else format(v, form) for v in values]
-        return separator.join(shown) if found else "-"
-
-    return [
-        spread([r.final for r in found], ".3f"),
-        each(" ", "final", ".3f"),
-        below,
-        spread([r.best for r in found], ".3f"),
-        each(", ", "best_step", ""),
-        spread([r.length for r in found], ".0f"),
-        spread([r.entropy for r in found], ".3f"),
-        each(", ", "steps_to_threshold", ".1f"),
-        spread([r.responses_per_second for r in found if r.responses_per_second], ".1f"),
-    ]
-
-
-def table_text(of_arms: Sequence[Sequence[str]], told: Sequence[str]) -> str:
-    """Return the rows as a Markdown table, followed by notes."""
-    return markdown(("arm", *COLUMNS), of_arms) + "".join(f"\n{note}\n" for note in told)
+COLUMNS: dict[str, Cell] = {
+    "final accuracy": mean(final),
+    "each seed": each(final),
+    "against vapo": difference(final),
+    "best accuracy": mean(lambda rows: best(rows)[1]),
+    "at step": each(lambda rows: best(rows)[0], "", ", "),
+    "response length": mean(lambda rows: rows[-1]["evaluation/response_length_mean"], ".0f"),
+    "entropy": mean(lambda rows: rows[-1]["actor/entropy"]),
+    f"steps to {THRESHOLD}": each(lambda rows: reached(accuracies(rows), THRESHOLD), ".1f", ", "),
+    "responses per second": mean(responses_per_second, ".1f"),
+}
+"""Lengths are in tokens, on held-out problems; entropy in nats per token, before the last step."""
 
 
 def notes(form: str) -> list[str]:
@@ -195,7 +142,7 @@ def _outcome(job: Job) -> str:
     """A finished job's accuracy, to print."""
     rows = read_rows(job.out / "metrics.jsonl") if job.num_steps else []
     evaluated = [row for row in rows if "evaluation/response_length_mean" in row]
-    return f"accuracy {result(rows).final:.3f}" if len(evaluated) > 1 else ""
+    return f"accuracy {final(rows):.3f}" if len(evaluated) > 1 else ""
 
 
 def _write(root: Path, form: str, overrides: Sequence[str]) -> str:
@@ -204,24 +151,23 @@ def _write(root: Path, form: str, overrides: Sequence[str]) -> str:
     told = [] if overrides else notes(form)
     begun = {job.out.name for job in jobs}
     arms = {name: arm for name, arm in TABLES[form].all_arms.items() if name in begun}
+    done = finished(jobs, arms)
     runs = {
-        name: [job.out for job in jobs if job.out.name == name and is_finished(job)]
-        for name in arms
+        name: {seed: read_rows(job.out / "metrics.jsonl") for seed, job in of.items()}
+        for name, of in done.items()
     }
-    results = {
-        name: {run.parent.name: result(read_rows(run / "metrics.jsonl")) for run in found}
-        for name, found in runs.items()
-    }
-    of_arms = rows(arms, results)
-    text = table_text(of_arms, told)
+    columns = {**COLUMNS, "paper": lambda _, name: arms[name].paper}
+    titles = {name: f"{arm.title} ({name})" for name, arm in arms.items()}
+    of_arms = cells(titles, columns, runs)
+    text = markdown(("arm", *columns), of_arms) + "".join(f"\n{note}\n" for note in told)
     replace_file(root / "table.md", text)
     print(f"\n{text}\n{root / 'table.md'}")
     page = root / "comparison.html"
-    done = [run for found in runs.values() for run in found]
-    if len(done) > 1:
-        lead = table(COLUMNS, [(title, [escape(c) for c in cells]) for title, *cells in of_arms])
+    outs = [job.out for of in done.values() for job in of.values()]
+    if len(outs) > 1:
+        lead = table(columns, [(title, list(map(escape, row))) for title, *row in of_arms])
         lead += "".join(f'<p class="about">{escape(note)}</p>' for note in told)
-        print(build_comparison(done, page, by_arm=True, lead=lead))
+        print(build_comparison(outs, page, by_arm=True, lead=lead))
     else:
         page.unlink(missing_ok=True)
     if others:

@@ -19,12 +19,10 @@ those of the second phase are chosen; and test.jsonl, held out and none of it tu
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,8 +33,6 @@ import making
 import skill
 import task
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 CHECK = ";nopqrstuv"
 FORM = task.Form(3, 7, "", turned=0.25)
@@ -84,51 +80,22 @@ def training_text(rng: random.Random, recipe: Recipe, progress: float) -> tuple[
     )  # fmt: skip
 
 
-def losses(
-    model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[Tensor, float]]:
-    """Yield each iteration's loss, and the loss of a response token."""
-    rng = random.Random(f"concise base model, {recipe.seed}")
-    stop = tokenizer.eos_token_id
-    for first, count in recipe.pools():
-        drawn = [training_text(rng, recipe, first / recipe.iterations) for _ in range(count)]
-        prompts = tokenizer([prompt for prompt, _ in drawn])["input_ids"]
-        responses = tokenizer([response for _, response in drawn])["input_ids"]
-        pool = [(p, [*r, stop]) for p, r in zip(prompts, responses, strict=True)]
-        mean_tokens = sum(len(r) for _, r in pool) / recipe.batches_per_pool
-        for batch in recipe.batches(first, pool, lambda pair: sum(map(len, pair)), rng):
-            ids, labels = make_base_model.pad(batch, stop)
-            loss = make_base_model.response_loss(model, ids, labels)
-            num_tokens = int((labels != make_base_model.IGNORED).sum())
-            yield loss / mean_tokens, float(loss.detach()) / num_tokens
-
-
-def write_model(directory: Path, recipe: Recipe) -> None:
-    """Train, showing progress, and write weights, configs and tokenizer."""
-    tokenizer = make_tokenizer.save_tokenizer(
-        directory, recipe.max_position_embeddings, ALPHABET.characters
-    )
-    stop = tokenizer.eos_token_id
-    model = make_base_model.build_model(recipe, len(tokenizer), stop)
-    making.train(
-        "base model", recipe, model,
-        losses=lambda drawn: losses(model, drawn, tokenizer),
-        measure=lambda: skill.right_steps(
-            model, tokenizer, FORM, lambda rng, problem: chain(rng, problem, recipe.check)
-        ),
-        what="its steps",
-    )  # fmt: skip
-    model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
-    model.save_pretrained(directory)
-
-
 def make_model(directory: Path, recipe: Recipe) -> bool:
     """Make the HF directory unless it already holds this recipe's model; True: it was made."""
-    sources = [sys.modules[__name__], make_base_model, making, skill, task, make_tokenizer]
-    made_by = making.digest(recipe, sources)
-    return making.make(
-        directory, recipe, made_by, "base model", lambda partial: write_model(partial, recipe)
+    text = making.Text(
+        "base model",
+        "concise base model",
+        "its steps",
+        save_tokenizer=lambda out: make_tokenizer.save_tokenizer(
+            out, recipe.max_position_embeddings, ALPHABET.characters
+        ),
+        draw=lambda *told: [training_text(*told)],
+        measure=lambda model, tokenizer: skill.right_steps(
+            model, tokenizer, FORM, lambda rng, problem: chain(rng, problem, recipe.check)
+        ),
     )
+    sources = [sys.modules[__name__], make_base_model, making, skill, task, make_tokenizer]
+    return making.make_from_text(directory, recipe, text, sources)
 
 
 def answer(problem: task.Problem) -> int:
@@ -150,10 +117,8 @@ def write_problems(directory: Path, seed: int, pool: int, test: int) -> None:
 
 def main() -> None:
     """Make the base model or write the problems."""
-    parser = argparse.ArgumentParser(description="Make the concise example's model or problems.")
+    parser = making.options("Make the concise example's model or problems.")
     parser.add_argument("what", choices=("model", "problems"))
-    parser.add_argument("--out", type=Path, required=True, help="directory to make")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pool", type=int, default=256, help="problems to choose from (256)")
     parser.add_argument("--test", type=int, default=256, help="held-out problems (256)")
     args = parser.parse_args()
@@ -162,8 +127,7 @@ def main() -> None:
         write_problems(args.out, args.seed, args.pool, args.test)
         print(f"problems in {args.out}")
         return
-    made = make_model(args.out, Recipe(seed=args.seed))
-    print(f"base model {'made in' if made else 'found in'} {args.out}")
+    making.tell("base model", args.out, made=make_model(args.out, Recipe(seed=args.seed)))
 
 
 if __name__ == "__main__":

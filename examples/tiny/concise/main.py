@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner import command
-from runner.jobs import Job, is_finished
+from runner.jobs import Job, finished
 
 from concise.arms import QUICK, SAMPLES, SETS, WHOLE, seed_jobs
-from concise.results import Second, markdown, measured, plot, read_samples, second
+from concise.results import Second, markdown, plot, read_samples, second
 from vapo_megatron.data.storage import replace_file
 from vapo_megatron.run.directory import read_rows
 
@@ -41,20 +41,20 @@ def plan(args: argparse.Namespace) -> command.Plan:
     name = "runs/concise_tiny_quick" if args.quick else "runs/concise_tiny"
     root, seeds = (args.out or Path(name)).resolve(), sorted(set(args.seeds))
     jobs = [job for seed in seeds for job in seed_jobs(root, seed, QUICK if args.quick else WHOLE)]
-    return command.Plan(root, jobs, lambda: _write(root, seeds, jobs))
+    return command.Plan(root, jobs, lambda: _write(root, jobs))
 
 
-def _write(root: Path, seeds: Sequence[int], jobs: Sequence[Job]) -> None:
-    """Write table.md and lengths.svg of all second phases of these seeds that are finished."""
-    done = {job.name for job in jobs if is_finished(job)}
+def _write(root: Path, jobs: Sequence[Job]) -> None:
+    """Write table.md and lengths.svg of all second phases that are finished."""
+    done = finished(jobs, (job.out.name for job in jobs))
     found: dict[str, dict[int, Second]] = {}
     for name in SETS:
-        for seed in seeds:
-            out, run, after = root / f"seed_{seed}", f"second_{name}", f"after_{name}"
-            if done >= {f"{out.name}/{job}" for job in ("before", run, after)}:
-                both = (measured(read_samples(out / job / SAMPLES)) for job in ("before", after))
-                rows = read_rows(out / run / "metrics.jsonl")
-                found.setdefault(name, {})[seed] = second(*both, rows)
+        needed = [done.get(job, {}) for job in ("before", f"after_{name}", f"second_{name}")]
+        for seed in sorted(set.intersection(*map(set, needed))):
+            before, after, run = (of_seeds[seed].out for of_seeds in needed)
+            both = (read_samples(out / SAMPLES) for out in (before, after))
+            rows = read_rows(run / "metrics.jsonl")
+            found.setdefault(name, {})[seed] = second(*both, rows)
     if found:
         text = markdown(found)
         replace_file(root / "table.md", text)

@@ -6,17 +6,16 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from runner import curves, tables
-from runner.tables import spread
 
 from concise.arms import MAIN, SETS
 
 Row = Mapping[str, Any]
-"""A problem's line of an evaluation's samples file."""
+"""A problem's line of an evaluation's samples file, or a step's of metrics.jsonl."""
 
 LENGTH_TARGET = -0.20
 ACCURACY_TARGET = -0.01
@@ -64,6 +63,11 @@ class Second:
         return self.after.correct_length / self.before.correct_length - 1
 
     @property
+    def mean_negative(self) -> float:
+        """Mean of `negative` over the steps."""
+        return statistics.fmean(self.negative)
+
+    @property
     def meets_target(self) -> bool:
         """Shorter correct responses at no loss of accuracy."""
         return self.length_change <= LENGTH_TARGET and self.accuracy_change >= ACCURACY_TARGET
@@ -98,23 +102,29 @@ def measured(rows: Sequence[Row]) -> Measured:
     )
 
 
-def second(before: Measured, after: Measured, rows: Sequence[Mapping[str, Any]]) -> Second:
+def second(before: Sequence[Row], after: Sequence[Row], rows: Sequence[Row]) -> Second:
     """Put together a second phase; rows: of its metrics.jsonl."""
     trained = [row for row in rows if "reward/correct_fraction" in row]
     return Second(
-        before,
-        after,
+        measured(before),
+        measured(after),
         [1 - row["reward/correct_fraction"] for row in trained],
         [row["rollout/response_length_mean"] for row in trained],
     )
 
 
-Seconds = Mapping[str, Mapping[int, Second]]
-"""Second phases by set of problems and seed."""
+COLUMNS = {
+    "negative rewards": tables.mean(lambda one: one.mean_negative),
+    "correct length": tables.mean(lambda one: one.length_change, "+.1%"),
+    "accuracy": tables.mean(lambda one: one.accuracy_change, "+.4f"),
+}
 
 
-def markdown(found: Seconds) -> str:
-    """Return a table of the seeds, whether they meet the target, and a table of the sets."""
+def markdown(found: tables.Runs) -> str:
+    """Return a table of the seeds, whether they meet the target, and a table of the sets.
+
+    found: second phases by set of problems and seed.
+    """
     main = found.get(MAIN, {})
     names = "seed|accuracy before|after|change|correct length before|after|change".split("|")
     of_seeds = [
@@ -126,26 +136,17 @@ def markdown(found: Seconds) -> str:
         ]
         for seed, one in sorted(main.items())
     ]  # fmt: skip
-    columns: dict[str, tuple[Callable[[Second], float], str]] = {
-        "negative rewards": (lambda one: statistics.fmean(one.negative), ".3f"),
-        "correct length": (lambda one: one.length_change, "+.1%"),
-        "accuracy": (lambda one: one.accuracy_change, "+.4f"),
-    }
-    of_sets = [
-        [SETS[name].title]
-        + [spread([value(one) for one in ones.values()], form) for value, form in columns.values()]
-        for name, ones in found.items()
-    ]
+    titles = {name: SETS[name].title for name in found}
     return (
         f"{SETS[MAIN].title}:\n\n{tables.markdown(names, of_seeds)}\n"
         f"target: correct responses at least {-LENGTH_TARGET:.0%} shorter, accuracy at most "
         f"{-ACCURACY_TARGET:g} lower: met by {sum(one.meets_target for one in main.values())} of "
         f"{len(main)} seeds\n\n"
-        + tables.markdown(["problems of the second phase", *columns], of_sets)
+        + tables.of_arms("problems of the second phase", titles, COLUMNS, found)
     )
 
 
-def plot(found: Seconds) -> str:
+def plot(found: tables.Runs) -> str:
     """Return an SVG of two panels: the change of the length by the share of negative rewards.
 
     Left: a point for each second phase; its share in training, and the change of the mean length of
@@ -154,7 +155,7 @@ def plot(found: Seconds) -> str:
     """
 
     def whole(one: Second) -> curves.Curve:
-        return [(statistics.fmean(one.negative), one.after.length / one.before.length - 1)]
+        return [(one.mean_negative, one.after.length / one.before.length - 1)]
 
     def steps(one: Second) -> curves.Curve:
         return [(n, length / one.lengths[0] - 1) for n, length in zip(one.negative, one.lengths)]

@@ -21,7 +21,6 @@ DIR/test.jsonl. A hash of the prompt decides whether a problem is held out, as i
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import random
@@ -33,7 +32,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from task import is_held_out, write_jsonl
+from task import command, is_held_out
 
 from vapo_megatron.data.problems import Problem as Row
 from vapo_megatron.reward.verifier import Verdict
@@ -235,21 +234,5 @@ def test_problems(count: int, seed: int, form: Form) -> list[Problem]:
     return list(problems)
 
 
-def main() -> None:
-    """Write train.jsonl and test.jsonl."""
-    parser = argparse.ArgumentParser(description="Write the problems of locks and keys.")
-    parser.add_argument("--out", type=Path, required=True, help="directory of the two files")
-    parser.add_argument("--train", type=int, default=20_000, help="training problems")
-    parser.add_argument("--test", type=int, default=256, help="held-out problems")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--form", choices=FORMS, default="keys", help="of the task (keys)")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    form = FORMS[args.form]
-    write_jsonl(args.out / "train.jsonl", training_problems(args.train, args.seed, form))
-    write_jsonl(args.out / "test.jsonl", test_problems(args.test, args.seed, form))
-    print(f"{args.train} training and {args.test} held-out problems in {args.out}")
-
-
 if __name__ == "__main__":
-    main()
+    command("locks and keys", FORMS, training_problems, test_problems)

@@ -21,22 +21,13 @@ from pathlib import Path
 
 from runner import command
 from runner.arms import Arm, seed_jobs
-from runner.jobs import Job, is_finished
-from runner.tables import html_table, page
+from runner.jobs import Job, finished
+from runner.tables import Runs, html_table, page
 
 from credit import keys, sweeps
 from credit.arms import MAIN, TABLES
-from credit.page import by_lock, charts, lead, side_by_side
-from credit.results import (
-    Result,
-    Runs,
-    by_responses,
-    by_step,
-    of_credit,
-    of_lengths,
-    of_rare_keys,
-    read_result,
-)
+from credit.page import by_lock, charts, lead
+from credit.results import Result, last, read_result, tables
 from vapo_megatron.data.storage import replace_file
 from vapo_megatron.errors import UserError
 
@@ -45,9 +36,6 @@ FORMS = {
     "keys_mixed": "5 to 20 locks",
     "keys_rare": "6 locks of five kinds, two with a good key that is rare at first",
 }
-SHOWN_STEP = 5
-"""Step whose responses are shown."""
-
 Arms = Mapping[str, Mapping[str, Arm]]
 """By form and name."""
 
@@ -88,7 +76,13 @@ def plan(args: argparse.Namespace) -> command.Plan:
     jobs = all_jobs(root, seeds, arms, args.overrides)
 
     def write() -> None:
-        found = _finished(arms, jobs)
+        found = {
+            form: {
+                name: {seed: _result(job) for seed, job in of_seeds.items()}
+                for name, of_seeds in finished(jobs, arms[form], f"{form}/").items()
+            }
+            for form in arms
+        }
         if args.sensitivity:
             _write_sensitivity(root, found)
             return
@@ -121,8 +115,7 @@ def all_jobs(root: Path, seeds: Sequence[int], arms: Arms, more: Sequence[str]) 
 
 def _outcome(job: Job) -> str:
     """A finished run's held-out accuracy, to print."""
-    result = _result(job) if job.num_steps and job.out.name != "value" else None
-    return f"accuracy {result.by_step[-1][1]:.3f}" if result else ""
+    return f"accuracy {last(_result(job)):.3f}" if job.num_steps and job.out.name != "value" else ""
 
 
 def _result(job: Job) -> Result:
@@ -130,52 +123,27 @@ def _result(job: Job) -> Result:
     return read_result(job.out, job.out.with_name("value") if has_value else None)
 
 
-def _finished(arms: Arms, jobs: Sequence[Job]) -> dict[str, dict[str, dict[int, Result]]]:
-    """Return the results of the runs that are finished, by form, arm and seed."""
-    found: dict[str, dict[str, dict[int, Result]]] = {
-        form: {name: {} for name in arms[form]} for form in arms
-    }
-    for job in jobs:
-        form, seed, name = job.name.split("/")
-        if name in found[form] and is_finished(job):
-            found[form][name][int(seed.removeprefix("seed_"))] = _result(job)
-    return {form: {n: runs for n, runs in of.items() if runs} for form, of in found.items()}
-
-
 def _write(out: Path, form: str, arms: Mapping[str, Arm], runs: Runs) -> None:
     """Write a form's tables, charts and page of what is finished."""
     begun = {name: arm for name, arm in arms.items() if name in runs}
-    tables = {
-        "Held-out accuracy by step": by_step(begun, runs),
-        "Held-out accuracy by sampled responses": by_responses(begun, runs),
-        "Credit": of_credit(begun, runs),
-    }
-    if keys.FORMS[form].min_locks < keys.FORMS[form].max_locks:
-        tables["Held-out accuracy by number of locks"] = of_lengths(begun, runs)
-    if rare := keys.FORMS[form].rare_kinds:
-        tables["Good keys that are rare at first"] = of_rare_keys(begun, runs, rare)
     main_arms = {name: begun[name] for name in MAIN if name in begun}
     replace_file(out / "curves.svg", charts(begun, runs))
     replace_file(out / "lead.svg", lead(main_arms, runs))
-    seed = min(seed for of_arm in runs.values() for seed in of_arm)
-    shown = {
-        begun[name].title: out / f"seed_{seed}" / name for name in ("vapo", "grpo") if name in begun
-    }
     title = f"Where a value model pays: {FORMS[form]}"
     _write_tables(
-        out / "table.md", f"Locks and keys: {FORMS[form]}", tables, out / "credit.html", title,
+        out / "table.md", f"Locks and keys: {FORMS[form]}", tables(begun, runs, keys.FORMS[form]),
+        out / "credit.html", title,
         [("VAPO, DAPO and GRPO", charts(main_arms, runs))],
         [
             ("All arms", charts(begun, runs)),
             ("Values against the exact ones", by_lock(begun, runs, 1, 10)),
-            ("Advantages, token by token", side_by_side(shown, SHOWN_STEP)),
         ],
     )  # fmt: skip
 
 
 def _write_sensitivity(root: Path, found: Mapping[str, Runs]) -> None:
     """Write the sweeps' table, charts and page of what is finished."""
-    tables = {
+    of_sweeps = {
         "Each value": sweeps.table(found),
         "Best against best": sweeps.best_against_best(found),
     }
@@ -183,18 +151,18 @@ def _write_sensitivity(root: Path, found: Mapping[str, Runs]) -> None:
     replace_file(root / "sensitivity.svg", of_all)
     title = "Sensitivity to settings"
     _write_tables(
-        root / "sensitivity.md", title, tables, root / "sensitivity.html", title,
+        root / "sensitivity.md", title, of_sweeps, root / "sensitivity.html", title,
         [("Small multiples", of_all)], [],
     )  # fmt: skip
 
 
 def _write_tables(
-    file: Path, heading: str, tables: Mapping[str, str], html: Path, title: str,
+    file: Path, heading: str, found: Mapping[str, str], html: Path, title: str,
     before: Sequence[tuple[str, str]], after: Sequence[tuple[str, str]],
 ) -> None:  # fmt: skip
     """Write tables in Markdown and, between other sections, in a page; print them."""
-    text = "\n".join(f"## {name}\n\n{table}" for name, table in tables.items())
+    text = "\n".join(f"## {name}\n\n{table}" for name, table in found.items())
     replace_file(file, f"# {heading}\n\n{text}")
-    sections = [(name, html_table(table)) for name, table in tables.items()]
+    sections = [(name, html_table(table)) for name, table in found.items()]
     replace_file(html, page(title, [*before, *sections, *after]))
     print(f"\n{text}\n{file}\n{html}")

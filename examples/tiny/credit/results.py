@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from runner.arms import Arm
 from runner.curves import Curve, at, reached
-from runner.tables import against, markdown, measured, spread
+from runner.tables import Cell, Runs, accuracies, compared, each, mean, measured, of_arms
 
 from credit import keys, measures
-from vapo_megatron.config.metrics import accuracy_name
 from vapo_megatron.run.directory import read_config, read_rows, read_run
 
 STEPS = (10, 20, 30)
@@ -36,12 +35,6 @@ CREDIT = {
 """Fields of measures.Credit (and one of metrics.jsonl), and what the table calls them."""
 PARTS = ((1, 5), (6, 15), (16, 30))
 """Steps over which they are averaged."""
-FIRST = "vapo"
-"""The arm that others are compared with."""
-
-Runs = Mapping[str, Mapping[int, "Result"]]
-"""By arm and seed."""
-Measure = Callable[["Result"], "float | None"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +52,11 @@ class Result:
     by_locks: Curve = ()
     """(locks, accuracy) of each held-out problem in the last evaluation"""
 
+    def of_field(self, name: str) -> Curve:
+        """Return a field of credit.jsonl, or of metrics.jsonl, by step, where it is defined."""
+        rows = self.rows if "/" in name else self.credit
+        return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+
 
 def read_result(run: Path, value: Path | None) -> Result:
     """Read a run and count its responses.
@@ -68,18 +66,15 @@ def read_result(run: Path, value: Path | None) -> Result:
         value: that of its value pretraining; None: it has had none.
     """
     rows = read_rows(run / "metrics.jsonl")
-    sampled = float(responses(value)[-1] if value else 0)
-    found = [
-        (row["step"], sampled + count, row[name])
-        for row, count in zip(rows, responses(run), strict=True)
-        if (name := accuracy_name(row))
-    ]
+    by_step = accuracies(rows)
+    before = responses(value)[-1][1] if value else 0.0
+    sampled = dict(responses(run))
     return Result(
-        by_step=[(step, accuracy) for step, _, accuracy in found],
-        by_responses=[(count, accuracy) for _, count, accuracy in found],
-        rows=rows,
-        credit=read_rows(run / measures.FILE),
-        by_locks=_by_locks(run),
+        by_step,
+        [(before + sampled[step], accuracy) for step, accuracy in by_step],
+        rows,
+        read_rows(run / measures.FILE),
+        _by_locks(run),
     )
 
 
@@ -98,8 +93,8 @@ def _by_locks(run: Path) -> Curve:
     ]
 
 
-def responses(run: Path) -> list[float]:
-    """Return the responses sampled up to each row of a run, dropped groups included."""
+def responses(run: Path) -> list[tuple[float, float]]:
+    """Return the responses sampled up to each step of a run, dropped groups included."""
     algorithm = read_config(run / "config.yaml")["algorithm"]
     total, counts = 0.0, []
     for row in read_rows(run / "metrics.jsonl"):
@@ -107,111 +102,89 @@ def responses(run: Path) -> list[float]:
             groups = row.get("rollout/groups_sampled")
             whole = algorithm["responses_per_step"]
             total += whole if groups is None else groups * algorithm["group_size"]
-        counts.append(total)
+        counts.append((row["step"], total))
     return counts
 
 
-def _cell(runs: Runs, name: str, measure: Measure, form: str = ".3f") -> str:
-    """Mean, deviation and, unless it is the first arm, in how many seeds it is below that."""
-    own, first = (measured(runs.get(n, {}), measure) for n in (name, FIRST))
-    text = spread(list(own.values()), form)
-    told = "-" if name == FIRST else against(own, first, form)
-    return text if told == "-" else f"{text} ({told})"
-
-
-def _each(runs: Runs, name: str, measure: Measure, form: str) -> str:
-    return " ".join(f"{v:{form}}" for v in measured(runs.get(name, {}), measure).values())
-
-
-def by_step(arms: Mapping[str, Arm], runs: Runs) -> str:
-    """Return the table of held-out accuracies by step."""
-    rows = [
-        [
-            arm.title,
-            *(_cell(runs, name, lambda r, s=step: at(r.by_step, s)) for step in STEPS),
-            _each(runs, name, lambda r: r.by_step[-1][1], ".3f"),
-            arm.paper,
-        ]
-        for name, arm in arms.items()
-    ]
-    after = (f"after {step} steps" for step in STEPS)
-    return markdown(["arm", *after, "each seed", "paper"], rows)
-
-
-def by_responses(arms: Mapping[str, Arm], runs: Runs) -> str:
-    """Return the table of held-out accuracies by sampled responses."""
-    rows = []
-    for name, arm in arms.items():
-        cells = [_cell(runs, name, lambda r, b=b: at(r.by_responses, b)) for b in BUDGETS]
-        of_seeds = runs.get(name, {})
-        found = measured(of_seeds, lambda r: reached(r.by_responses, LEVEL))
-        missing = len(of_seeds) - len(found)
-        to_level = spread(list(found.values()), ".0f")
-        to_level += f", never in {missing}" if missing else ""
-        whole = measured(of_seeds, lambda r: r.by_responses[-1][0])
-        rows.append([arm.title, *cells, to_level, spread(list(whole.values()), ".0f")])
-    names = ["arm", *(f"at {b:,}" for b in BUDGETS), f"responses to {LEVEL}", "sampled in all"]
-    return markdown(names, rows)
-
-
-def mean_over(result: Result, name: str, first: int, last: int) -> float | None:
+def mean_over(result: Result, name: str, first: float, last: float) -> float | None:
     """Return the mean of a field of CREDIT over some steps; None: it has no value there."""
-    rows = result.rows if "/" in name else result.credit
-    found = [row.get(name) for row in rows if first <= row["step"] <= last]
-    known = [value for value in found if value is not None]
+    known = [value for step, value in result.of_field(name) if first <= step <= last]
     return statistics.fmean(known) if known else None
 
 
-def of_credit(arms: Mapping[str, Arm], runs: Runs) -> str:
-    """Return the table of credit, three means a cell."""
-    rows = []
-    for name, arm in arms.items():
-        cells = []
-        for field in CREDIT:
-            means = []
-            for first, last in PARTS:
-                found = measured(
-                    runs.get(name, {}), lambda r, n=field, a=first, b=last: mean_over(r, n, a, b)
-                )
-                means.append(f"{statistics.fmean(found.values()):.2f}" if found else "-")
-            cells.append(" ".join(means) if set(means) != {"-"} else "-")
-        rows.append([arm.title, *cells])
-    parts = ", ".join(f"{a} to {b}" for a, b in PARTS)
-    return markdown(["arm", *CREDIT.values()], rows) + f"\nMeans over the steps {parts}.\n"
+def steps_to_half(result: Result, kinds: Sequence[int]) -> float | None:
+    """Return the mean over kinds of the steps after which good keys are chosen half of the time."""
+    chances = result.of_field("chances")
+    found = [reached([(step, of_kinds[kind]) for step, of_kinds in chances], 0.5) for kind in kinds]
+    known = [step for step in found if step is not None]
+    return statistics.fmean(known) if len(known) == len(found) else None
 
 
-def of_rare_keys(arms: Mapping[str, Arm], runs: Runs, kinds: Sequence[int]) -> str:
-    """Return the table of the steps after which rare good keys are chosen half of the time.
+def last(result: Result) -> float:
+    """Return the last held-out accuracy."""
+    return result.by_step[-1][1]
 
-    Args:
-        arms, runs: see by_step.
-        kinds: whose good key is rare at first; the mean over them is compared.
-    """
 
-    def steps(result: Result) -> float | None:
+def accuracy_of_locks(result: Result, counts: tuple[int, int]) -> float | None:
+    """Return the last held-out accuracy on problems with so many locks, the least and the most."""
+    found = [y for locks, y in result.by_locks if counts[0] <= locks <= counts[1]]
+    return statistics.fmean(found) if found else None
+
+
+def _to_level(runs: Runs, name: str) -> str:
+    """Return a cell: responses until LEVEL is reached, and in how many seeds it never is."""
+
+    def responses_to_level(result: Result) -> float | None:
+        return reached(result.by_responses, LEVEL)
+
+    missing = len(runs.get(name, {})) - len(measured(runs, name, responses_to_level))
+    text = mean(responses_to_level, ".0f")(runs, name)
+    return text + (f", never in {missing}" if missing else "")
+
+
+def _in_parts(field: str) -> Cell:
+    """Return a column of a field of CREDIT, a mean for each of PARTS."""
+
+    def cell(runs: Runs, name: str) -> str:
         found = [
-            reached([(row["step"], row["chances"][kind]) for row in result.credit], 0.5)
-            for kind in kinds
+            measured(runs, name, lambda result, p=part: mean_over(result, field, *p)).values()
+            for part in PARTS
         ]
-        known = [step for step in found if step is not None]
-        return statistics.fmean(known) if len(known) == len(found) else None
+        means = [f"{statistics.fmean(values):.2f}" if values else "-" for values in found]
+        return " ".join(means) if set(means) != {"-"} else "-"
 
-    rows = [
-        [arm.title, _cell(runs, name, steps, ".1f"), _each(runs, name, steps, ".1f")]
-        for name, arm in arms.items()
-    ]
-    return markdown(["arm", "steps to half", "each seed"], rows)
+    return cell
 
 
-def of_lengths(arms: Mapping[str, Arm], runs: Runs) -> str:
-    """Return the table of the last held-out accuracies by number of locks."""
+def _for_each(measure: Any, title: str, values: Sequence[Any]) -> dict[str, Cell]:
+    """Return columns of `compared`, a measure's number at each of some values."""
+    return {title.format(v): compared(lambda run, v=v: measure(run, v)) for v in values}
 
-    def accuracy(result: Result, first: int, last: int) -> float | None:
-        found = [y for locks, y in result.by_locks if first <= locks <= last]
-        return statistics.fmean(found) if found else None
 
-    rows = [
-        [arm.title, *(_cell(runs, name, lambda r, p=part: accuracy(r, *p)) for part in LOCKS)]
-        for name, arm in arms.items()
-    ]
-    return markdown(["arm", *(f"{a} to {b} locks" for a, b in LOCKS)], rows)
+def tables(arms: Mapping[str, Arm], runs: Runs, form: keys.Form) -> dict[str, str]:
+    """Return a form's tables by their headings; arms: by name, in the order of the rows."""
+    columns: dict[str, dict[str, Cell]] = {
+        "Held-out accuracy by step": {
+            **_for_each(lambda run, step: at(run.by_step, step), "after {} steps", STEPS),
+            "each seed": each(last),
+            "paper": lambda _, name: arms[name].paper,
+        },
+        "Held-out accuracy by sampled responses": {
+            **_for_each(lambda run, count: at(run.by_responses, count), "at {:,}", BUDGETS),
+            f"responses to {LEVEL}": _to_level,
+            "sampled in all": mean(lambda run: run.by_responses[-1][0], ".0f"),
+        },
+        "Credit": {title: _in_parts(field) for field, title in CREDIT.items()},
+    }
+    if form.min_locks < form.max_locks:
+        by_locks = _for_each(accuracy_of_locks, "{0[0]} to {0[1]} locks", LOCKS)
+        columns["Held-out accuracy by number of locks"] = by_locks
+    if rare := form.rare_kinds:
+        columns["Good keys that are rare at first"] = {
+            "steps to half": compared(lambda run: steps_to_half(run, rare), ".1f"),
+            "each seed": each(lambda run: steps_to_half(run, rare), ".1f"),
+        }
+    titles = {name: arm.title for name, arm in arms.items()}
+    found = {heading: of_arms("arm", titles, of, runs) for heading, of in columns.items()}
+    found["Credit"] += f"\nMeans over the steps {', '.join(f'{a} to {b}' for a, b in PARTS)}.\n"
+    return found

@@ -7,16 +7,14 @@ form's configuration has is that of the main arms' runs, which are longer but th
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from runner.arms import Arm
 from runner.curves import COLORS, Line, Panel, at, draw
-from runner.tables import markdown, measured, spread
+from runner.tables import Runs, markdown, measured, spread
 
 from credit.arms import MAIN, TABLES
-from credit.results import Result, Runs
 
 STEP = 20
 """Policy steps after which runs are compared."""
@@ -112,16 +110,17 @@ Found = Mapping[str, Runs]
 
 def accuracies(found: Found, form: str, name: str) -> dict[int, float]:
     """Return each seed's held-out accuracy after STEP steps."""
-    runs: Mapping[int, Result] = found.get(form, {}).get(name, {})
-    return measured(runs, lambda result: at(result.by_step, STEP))
+    return measured(found.get(form, {}), name, lambda result: at(result.by_step, STEP))
 
 
-def by_value(found: Found, key: str, form: str, arm: str) -> dict[str, list[float]]:
-    """Return the accuracies of an arm's seeds at each value of a sweep."""
-    return {
+def by_value(found: Found, key: str, form: str, arm: str) -> tuple[dict[str, list[float]], str]:
+    """Return an arm's accuracies at each value of a sweep, and the value with the best mean."""
+    known = {
         label: list(accuracies(found, form, run_name(arm, key, label)).values())
         for label in SWEEPS[key].values
     }
+    means = {label: statistics.fmean(values) for label, values in known.items() if values}
+    return known, max(means, key=means.__getitem__, default=next(iter(known)))
 
 
 def _lines(sweep: str) -> Iterator[tuple[str, str, str]]:
@@ -156,8 +155,7 @@ def table(found: Found) -> str:
     rows = []
     for key, sweep in SWEEPS.items():
         for form, arm, title in _lines(key):
-            known = by_value(found, key, form, arm)
-            best = _best(known)
+            known, best = by_value(found, key, form, arm)
             cells = []
             for label, values in known.items():
                 cell = f"{label}: {spread(values, '.3f')}"
@@ -176,15 +174,7 @@ def best_against_best(found: Found) -> str:
     for key in [key for key, sweep in SWEEPS.items() if sweep.lines == ON_KEYS]:
         cells = []
         for form, arm, _ in _lines(key):
-            known = by_value(found, key, form, arm)
-            best = _best(known)
+            known, best = by_value(found, key, form, arm)
             cells.append(f"{spread(known[best], '.3f')} at {best}" if known[best] else "-")
         rows.append([SWEEPS[key].title, *cells])
     return markdown(["setting", *(TABLES["keys"].arms[arm].title for arm in MAIN)], rows)
-
-
-def _best(known: Mapping[str, Sequence[float]]) -> str:
-    """Return the value with the highest mean over seeds."""
-    return max(
-        known, key=lambda label: statistics.fmean(known[label]) if known[label] else -math.inf
-    )

@@ -120,7 +120,7 @@ def _train(args: argparse.Namespace) -> None:
         )
     if args.oracle and "critic" not in config.algorithm.trained_roles:
         raise ConfigError("--oracle: this configuration has no critic to replace")
-    check_processes(config)
+    check_processes(world_size=1)
     inputs = check_inputs(config, None)
     with early_stop.signals_blocked():
         with KeysTrainer(config, inputs, oracle=args.oracle) as trainer:

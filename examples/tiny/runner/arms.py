@@ -129,8 +129,8 @@ def seed_jobs(
     jobs.add_script("data", table.data_sources, "--form", task, seconds=2.0, form=task)
     if table.has_reward_model:
         jobs.add_script(
-            "reward_model", ("make_reward_model.py", "making.py", "measure.py"), "--base", base,
-            needs=("base",), seconds=40.0, form=task,
+            "reward_model", ("make_reward_model.py", "making.py", "sampling.py", "task.py"),
+            "--base", base, needs=("base",), seconds=40.0, form=task,
         )  # fmt: skip
     add_run(
         "value", Arm("", changes=table.value_changes), "algorithm.stage=value_pretraining",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
-import multiprocessing
+import multiprocessing.context
 import os
 import runpy
 import signal
@@ -35,40 +35,33 @@ def import_libraries(environment: Mapping[str, str]) -> None:
         importlib.import_module(name)
 
 
-class Fork:
-    """A command (see can_fork) in a fork of this process; has the used part of subprocess.Popen."""
+class Fork(multiprocessing.context.ForkProcess):
+    """A command in a fork of this process; has the used part of subprocess.Popen."""
+
+    pid: int
 
     def __init__(self, command: Sequence[str], log: Path, cwd: Path) -> None:
         """Start it in a session of its own.
 
         Args:
-            command: this Python, script or module, arguments.
+            command: see can_fork.
             log: file to which its output is appended.
             cwd: its working directory.
         """
-        context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=_run, args=(command, log, cwd))
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
+        super().__init__(target=_run, args=(command, log, cwd))
+        self.start()
 
-    @property
-    def returncode(self) -> int | None:
-        """Exit code, minus the signal's number if killed; None: it runs."""
-        return self._process.exitcode
+    returncode = multiprocessing.context.ForkProcess.exitcode
+    """Exit code, minus the signal's number if killed; None: it runs."""
 
     def poll(self) -> int | None:
         """Return the exit code; None: it runs."""
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        """Kill the fork, not its children."""
-        self._process.kill()
+        return self.exitcode
 
     def wait(self) -> int | None:
         """Wait for its end; return the exit code."""
-        self._process.join()
-        return self._process.exitcode
+        self.join()
+        return self.exitcode
 
 
 def _run(command: Sequence[str], log: Path, cwd: Path) -> None:

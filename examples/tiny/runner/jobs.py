@@ -181,6 +181,24 @@ def is_finished(job: Job) -> bool:
     return state is not None and state["finished"]
 
 
+def finished(
+    jobs: Iterable[Job], names: Iterable[str], prefix: str = ""
+) -> dict[str, dict[int, Job]]:
+    """Return finished jobs by name and seed; names without one are left out.
+
+    Args:
+        jobs: to choose from.
+        names: in the order wanted.
+        prefix: of the jobs' names, see `Seed`.
+    """
+    found: dict[str, dict[int, Job]] = {name: {} for name in names}
+    for job in jobs:
+        seed, _, name = job.name.removeprefix(prefix).partition("/")
+        if job.name.startswith(prefix) and name in found and is_finished(job):
+            found[name][int(seed.removeprefix("seed_"))] = job
+    return {name: of_seeds for name, of_seeds in found.items() if of_seeds}
+
+
 def write_state(job: Job, *, finished: bool, seconds: float) -> None:
     """Write the job's settings, whether it is finished, and the seconds taken so far."""
     state = {"finished": finished, "seconds": round(seconds, 1), "settings": dict(job.settings)}

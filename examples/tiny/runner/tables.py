@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
+from vapo_megatron.config.metrics import accuracy_name
 from vapo_megatron.run.report.html import escape
 
-Result = TypeVar("Result")
-Seed = TypeVar("Seed")
+Runs = Mapping[str, Mapping[int, Any]]
+"""A miniature's results of finished runs, by arm and seed."""
+Measure = Callable[[Any], "float | None"]
+"""Reads a number from a result; None: it has none."""
+Cell = Callable[[Runs, str], str]
+"""Returns the text of an arm's cell in a column."""
+FIRST = "vapo"
+"""The arm that others are compared with."""
 
 STYLE = """
 body { font-family: sans-serif; color: #222; max-width: 1500px; margin: 24px auto; padding: 0 16px }
 table { border-collapse: collapse; font-size: 13px; margin: 12px 0 }
 th, td { border-bottom: 1px solid #ddd; padding: 4px 10px; text-align: left; vertical-align: top }
-.tokens { font: 12px/1.5 monospace; word-break: break-all; margin: 2px 0 2px 70px }
-.tokens b { font-weight: normal; float: left; margin-left: -70px; color: #666 }
-.of { display: grid; grid-template-columns: 1fr 1fr; gap: 24px }
 .note { color: #555; max-width: 900px }
 """
+
+
+def accuracies(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """Return the steps and the held-out accuracies of metrics.jsonl's rows that have one."""
+    return [(row["step"], row[name]) for row in rows if (name := accuracy_name(row))]
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -32,27 +41,74 @@ def spread(values: Sequence[float], form: str) -> str:
     return f"{mean} +- {statistics.stdev(values):{form.removeprefix('+')}}"
 
 
-def measured(
-    of_seeds: Mapping[Seed, Result], measure: Callable[[Result], float | None]
-) -> dict[Seed, float]:
-    """Return the measure of each seed that has one, by seed."""
-    found = {seed: measure(result) for seed, result in sorted(of_seeds.items())}  # type: ignore[type-var]
+def measured(runs: Runs, arm: str, measure: Measure) -> dict[int, float]:
+    """Return the measure of each of an arm's seeds that has one, by seed."""
+    found = {seed: measure(result) for seed, result in sorted(runs.get(arm, {}).items())}
     return {seed: value for seed, value in found.items() if value is not None}
 
 
-def differences(arm: Mapping[Any, float], first: Mapping[Any, float]) -> list[float]:
-    """Return an arm's measure less the first arm's, seed by seed, where both have one.
+def mean(measure: Measure, form: str = ".3f") -> Cell:
+    """Return a column of means and deviations over seeds."""
+    return lambda runs, arm: spread(list(measured(runs, arm, measure).values()), form)
 
-    The arms of a seed share models and problems.
+
+def each(measure: Measure, form: str = ".3f", separator: str = " ") -> Cell:
+    """Return a column of each seed's number, in the same order for all arms."""
+
+    def cell(runs: Runs, arm: str) -> str:
+        own = runs.get(arm, {})
+        found = {seed: measure(result) for seed, result in own.items()}
+        shown = {s: "never" if v is None else format(v, form) for s, v in found.items()}
+        seeds = sorted({seed for of_arm in runs.values() for seed in of_arm})
+        return separator.join(shown.get(seed, "-") for seed in seeds) if own else "-"
+
+    return cell
+
+
+def difference(measure: Measure, form: str = ".3f") -> Cell:
+    """Return a column of an arm's numbers less the first arm's, seed by seed, where both have one.
+
+    Mean and deviation, and in how many seeds the arm is lower. The arms of a seed share models and
+    problems.
     """
-    return [arm[seed] - first[seed] for seed in arm if seed in first]
+
+    def cell(runs: Runs, arm: str) -> str:
+        if arm == FIRST:
+            return ""
+        own, first = (measured(runs, name, measure) for name in (arm, FIRST))
+        found = [own[seed] - first[seed] for seed in own if seed in first]
+        below = sum(less < 0 for less in found)
+        return f"{spread(found, '+' + form)}, below in {below} of {len(found)}" if found else "-"
+
+    return cell
 
 
-def against(arm: Mapping[Any, float], first: Mapping[Any, float], form: str = ".3f") -> str:
-    """Return the mean and deviation of `differences`, and in how many seeds the arm is lower."""
-    found = differences(arm, first)
-    below = sum(difference < 0 for difference in found)
-    return f"{spread(found, '+' + form)}, below in {below} of {len(found)}" if found else "-"
+def listed(measure: Measure, form: str = ".3f") -> Cell:
+    """Return a column of `mean` with `each` in brackets."""
+    return lambda runs, arm: f"{mean(measure, form)(runs, arm)} ({each(measure, form)(runs, arm)})"
+
+
+def compared(measure: Measure, form: str = ".3f") -> Cell:
+    """Return a column of `mean` with `difference` in brackets."""
+
+    def cell(runs: Runs, arm: str) -> str:
+        less = difference(measure, form)(runs, arm)
+        text = mean(measure, form)(runs, arm)
+        return text if less in ("", "-") else f"{text} ({less})"
+
+    return cell
+
+
+def cells(titles: Mapping[str, str], columns: Mapping[str, Cell], runs: Runs) -> list[list[str]]:
+    """Return the title and the cells of each arm; titles: by arm, in the order of the rows."""
+    return [
+        [title, *(cell(runs, arm) for cell in columns.values())] for arm, title in titles.items()
+    ]
+
+
+def of_arms(name: str, titles: Mapping[str, str], columns: Mapping[str, Cell], runs: Runs) -> str:
+    """Return a Markdown table of arms; name: of the first column."""
+    return markdown([name, *columns], cells(titles, columns, runs))
 
 
 def markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

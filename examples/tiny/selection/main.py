@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from runner import command, tables
-from runner.jobs import BASE_SOURCES, Job, Seed, is_finished
-from runner.tables import spread
+from runner.jobs import BASE_SOURCES, Job, Seed, finished
 
 from selection.problems import KEPT
 from vapo_megatron.config.metrics import accuracy_name
@@ -39,7 +39,17 @@ SELECT = (
     "model.dtype=float32", "rollout.max_prompt_tokens=64", "rollout.max_response_tokens=192",
     "rollout.max_num_sequences=256", "rollout.kv_cache_bytes=67108864",
 )  # fmt: skip
-COLUMNS = ("accuracy", "cannot be hacked", "can be hacked", "as the weak judge sees it", "tokens")
+JUDGES = ("rest", "hackable", "hackable_weak")
+COLUMNS = {
+    title: tables.listed(operator.itemgetter(name), form)
+    for title, name, form in (
+        ("accuracy", "all", ".3f"),
+        ("cannot be hacked", "rest", ".3f"),
+        ("can be hacked", "hackable", ".3f"),
+        ("as the weak judge sees it", "hackable_weak", ".3f"),
+        ("tokens", "tokens", ".0f"),
+    )
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,8 +68,7 @@ def plan(args: argparse.Namespace) -> command.Plan:
     jobs = [job for seed in sorted(set(args.seeds)) for job in seed_jobs(root, seed, args.steps)]
 
     def write() -> None:
-        done = [job for job in jobs if job.out.name in ARMS and is_finished(job)]
-        text = markdown({job.name: evaluations(job.out) for job in done})
+        text = markdown(results(jobs))
         replace_file(root / "table.md", text)
         print(f"\n{text}\n{root / 'table.md'}")
 
@@ -94,46 +103,32 @@ def seed_jobs(root: Path, seed: int, steps: int) -> list[Job]:
     return list(jobs.jobs.values())
 
 
-def evaluations(run_dir: Path) -> tuple[list[float], list[float]]:
-    """Return a run's cells under COLUMNS before the first step and after the last.
+def results(jobs: Sequence[Job]) -> dict[str, dict[int, dict[str, float]]]:
+    """Return the held-out numbers of the arms at their end, and of the base model, by seed.
 
     The accuracy is of all held-out problems by the ground truth, weighted as they occur.
     """
-    rows = [r for r in read_rows(run_dir / "metrics.jsonl") if accuracy_name(r)]
-    file = run_dir.parent / "data/test.jsonl"
-    count = collections.Counter(json.loads(line)["verifier"] for line in file.open())
-    return _cells(rows[0], count), _cells(rows[-1], count)
+    found: dict[str, dict[int, dict[str, float]]] = {"base": {}}
+    for name, of_seeds in finished(jobs, ARMS).items():
+        for seed, job in of_seeds.items():
+            rows = [r for r in read_rows(job.out / "metrics.jsonl") if accuracy_name(r)]
+            file = job.out.with_name("data") / "test.jsonl"
+            count = collections.Counter(json.loads(line)["verifier"] for line in file.open())
+            found.setdefault(name, {})[seed] = _numbers(rows[-1], count)
+            # The arms of a seed start from one model.
+            found["base"].setdefault(seed, _numbers(rows[0], count))
+    return found
 
 
-def _cells(row: Mapping[str, Any], count: Mapping[str, int]) -> list[float]:
+def _numbers(row: Mapping[str, Any], count: Mapping[str, int]) -> dict[str, float]:
     average = str(accuracy_name(row)).removeprefix("evaluation/")
-    rest, hackable, weak = (
-        row[f"evaluation/by_verifier/{name}/{average}"]
-        for name in ("rest", "hackable", "hackable_weak")
-    )
-    total = count["rest"] * rest + count["hackable"] * hackable
-    tokens = row["evaluation/by_verifier/hackable/response_length_mean"]
-    return [total / (count["rest"] + count["hackable"]), rest, hackable, weak, tokens]
+    by = {name: row[f"evaluation/by_verifier/{name}/{average}"] for name in JUDGES}
+    whole = count["rest"] * by["rest"] + count["hackable"] * by["hackable"]
+    length = row["evaluation/by_verifier/hackable/response_length_mean"]
+    return {**by, "all": whole / (count["rest"] + count["hackable"]), "tokens": length}
 
 
-def markdown(found: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> str:
-    """Return the table: mean, standard deviation and each seed; found: of `seed_N/ARM`, by seed."""
-    by_arm: dict[str, list[Sequence[float]]] = {"base": []}
-    seeds = set()
-    for name, (before, after) in found.items():
-        seed, arm = name.split("/")
-        if seed not in seeds:  # The arms of a seed start from one model.
-            by_arm["base"].append(before)
-        seeds.add(seed)
-        by_arm.setdefault(arm, []).append(after)
-    titles = {"base": "base model"} | {name: arm[0] for name, arm in ARMS.items()}
-    rows = []
-    for name, title in titles.items():
-        columns = zip(*by_arm.get(name, []))
-        cells = [_cell(values, ".0f" if i == 4 else ".3f") for i, values in enumerate(columns)]
-        rows += [[title, *cells]] if cells else []
-    return tables.markdown(["prompts", *COLUMNS], rows)
-
-
-def _cell(values: Sequence[float], form: str) -> str:
-    return f"{spread(values, form)} ({' '.join(format(value, form) for value in values)})"
+def markdown(found: tables.Runs) -> str:
+    """Return the table: mean, standard deviation and each seed."""
+    titles = {"base": "base model"} | {name: title for name, (title, *_) in ARMS.items()}
+    return tables.of_arms("prompts", {n: titles[n] for n in titles if found.get(n)}, COLUMNS, found)

@@ -8,7 +8,6 @@ GPU.
 
 import json
 import os
-from array import array
 from unittest import mock
 
 import pyarrow
@@ -20,11 +19,11 @@ import torch.distributed as dist
 from tests.distributed.float64 import load_critic
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
+from tests.whole_run import Engine, answered
 from tests.workers import free_port
 from vapo_megatron.cli.select import command
 from vapo_megatron.cli.select.table import METADATA_KEY
 from vapo_megatron.data.problems import load_problems
-from vapo_megatron.data.rollout import Rollout
 
 SAMPLES = 4
 SCORES = [
@@ -43,31 +42,22 @@ ROWS = [
 ]
 
 
-class Sampler:
+class Sampler(Engine):
     """Responses of a replica, whose first token says which they are."""
 
     def __init__(self, replica, num_replicas, batches):
-        self.replica, self.num_replicas, self._batches = replica, num_replicas, batches
+        super().__init__(replica, num_replicas)
+        self._batches = batches
 
-    def generate(
-        self, prompts, group_size, step, sampling, version, on_progress, has_time, on_finished
-    ):
-        from vapo_megatron.rollout.requests import assign
-
+    def asked(self, requests, sampling, *_):
         assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, -1)
         assert self._batches > 0, "nothing is sampled again"
         self._batches -= 1
-        made = []
-        for position in assign(len(prompts), self.num_replicas, group_size)[self.replica]:
-            prompt, sample = prompts[position], position % group_size
-            ids = array("i", [SAMPLES * prompt.index + sample] * (1 + sample))
-            logprobs = array("f", [0.0] * len(ids))
-            made.append(Rollout(prompt, sample, position, ids, logprobs, sample == 3, version))
-            on_finished(made[-1])
-        return made
 
-    def shutdown(self):
-        pass
+    def respond(self, rollout, seed):
+        sample = rollout.sample
+        ids = [SAMPLES * rollout.prompt.index + sample] * (1 + sample)
+        return answered(rollout, ids, logprob=0.0, truncated=sample == 3)
 
 
 def decode(_, responses):

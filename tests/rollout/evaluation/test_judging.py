@@ -4,18 +4,18 @@ The sampler is a stand-in whose responses depend on problem and sample; processe
 the verifier are real. Not exercised: vLLM (tests/e2e/test_evaluate.py).
 """
 
-import dataclasses
 import math
-from array import array
 
 import pytest
 
+from tests.whole_run import Engine, answered
 from vapo_megatron.config import EvaluationConfig, RewardConfig, RolloutConfig
 from vapo_megatron.data.labels import labels_of
 from vapo_megatron.data.problems import Problem
-from vapo_megatron.data.rollout import Prompt, Rollout
+from vapo_megatron.data.rollout import Prompt
 from vapo_megatron.errors import Stopped
 from vapo_megatron.reward.math_verifier import MathVerifier
+from vapo_megatron.rollout.requests import request_seed
 
 SAMPLES = 4
 LABELS = labels_of(
@@ -44,39 +44,25 @@ def decode(responses):
     return texts
 
 
-class Sampler:
+class Sampler(Engine):
     """Responses of a replica, which name their problem and sample; see decode."""
 
-    def __init__(self, replica, num_replicas, keeps_rollouts=True):
-        self._replica, self.num_replicas = replica, num_replicas
-        self._keeps_rollouts = keeps_rollouts
-        self.asked = []
+    def __init__(self, *replica, keeps_rollouts=True):
+        super().__init__(*replica)
+        self.keeps_rollouts = keeps_rollouts
+        self.sizes = []
 
-    def generate(
-        self, prompts, group_size, step, sampling, version, on_progress, has_time, on_finished
-    ):
-        from vapo_megatron.rollout.requests import assign
-
-        if has_time is not None and not has_time():
-            raise Stopped
-        self.asked.append(prompts)
+    def asked(self, requests, *_):
+        self.sizes.append(len(requests))
         # The same noise at every step, none of training's.
-        assert (sampling.seed_role, step) == ("evaluation", 0)
-        made = []
-        unit = group_size if sampling.whole_groups else 1
-        positions = assign(len(prompts), self.num_replicas, unit)[self._replica]
-        if not self._keeps_rollouts:
-            return []
-        for position in positions:
-            prompt, sample = prompts[position], position % group_size
-            ids = array("i", [SAMPLES * prompt.index + sample] * (1 + prompt.index + sample))
-            truncated = len(ids) > 6
-            logprobs = array("f", [0.0] * len(ids))
-            made.append(Rollout(prompt, sample, position, ids, logprobs, truncated, version))
-            on_finished(made[-1])
-            if on_progress:
-                on_progress(len(made), len(positions))
-        return made
+        for rollout, seed in requests:
+            expected = request_seed(0, 0, "evaluation", rollout.prompt.index, rollout.sample)
+            assert seed == expected
+
+    def respond(self, rollout, seed):
+        number = rollout.prompt.index + rollout.sample
+        ids = [SAMPLES * rollout.prompt.index + rollout.sample] * (1 + number)
+        return answered(rollout, ids, logprob=0.0, truncated=number > 5)
 
 
 def problems(count):
@@ -95,7 +81,7 @@ def judged_on(replicas_of, count, batch, reward=None):
 
     rank, size = dist.get_rank(), dist.get_world_size()
     is_first = rank % replicas_of == 0
-    sampler = Sampler(rank // replicas_of, size // replicas_of, is_first)
+    sampler = Sampler(rank // replicas_of, size // replicas_of, keeps_rollouts=is_first)
     verifier = MathVerifier(1, 60) if is_first else None
     shown = []
     with pytest.MonkeyPatch.context() as patch:
@@ -114,8 +100,8 @@ def judged_on(replicas_of, count, batch, reward=None):
         metrics = evaluate(judged, problems(count), SAMPLES, LABELS, RewardConfig(**reward or {}))
     if verifier is not None:
         verifier.close()
-    sizes = [len(asked) for asked in sampler.asked]
-    return [[(p.index, r) for p, r in judged] for judged in batches], metrics, shown, sizes
+    numbered = [[(p.index, r) for p, r in judged] for judged in batches]
+    return numbered, metrics, shown, sampler.sizes
 
 
 def stopped_on(out_of_time):
@@ -125,14 +111,14 @@ def stopped_on(out_of_time):
     from vapo_megatron.rollout.evaluation.judging import evaluate, judge_problems
 
     sampler = Sampler(dist.get_rank(), 2)
-    has_time = lambda: dist.get_rank() != out_of_time or not sampler.asked  # noqa: E731
+    has_time = lambda: dist.get_rank() != out_of_time or not sampler.sizes  # noqa: E731
     with MathVerifier(1, 60) as verifier, pytest.raises(Stopped):
         judged = judge_problems(
             sampler, verifier, problems(5), *SECTIONS,
             decode=decode, policy_version=0, has_time=has_time,
         )  # fmt: skip
         evaluate(judged, problems(5), SAMPLES, LABELS, RewardConfig())
-    return len(sampler.asked)
+    return len(sampler.sizes)
 
 
 def test_every_rank_stops_when_one_has_no_time(workers):
@@ -217,8 +203,8 @@ def test_batches_and_progress(workers):
     assert sizes == [8, 8, 4] + [4] * 5
     assert shown == [(done, 20) for done in range(1, 21)]
     (_, _, shown, sizes), _ = workers.run(2, judged_on, 1, 4, 4)
-    # Evaluate's own are of one problem for each replica.
-    assert sizes == [16] + [8] * 2
+    # Its own of 4 problems; evaluate's are of one problem for each replica.
+    assert sizes == [8] + [4] * 2
     # Of 8 responses of its own each counts for 2.
     assert shown == [(done, 16) for done in range(2, 17, 2)]
 
@@ -226,9 +212,8 @@ def test_batches_and_progress(workers):
 class Broken(Sampler):
     """Of weights that are NaN."""
 
-    def generate(self, *args, **named):
-        made = super().generate(*args, **{**named, "on_finished": lambda rollout: None})
-        return [dataclasses.replace(r, logprobs=array("f", [math.nan])) for r in made]
+    def respond(self, rollout, seed):
+        return answered(rollout, [1], logprob=math.nan)
 
 
 def test_what_is_not_finite_has_no_accuracy():

@@ -13,11 +13,13 @@ import random
 import socket
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.rollout.vllm.poisoned_sleep import poison_sleep
-from vapo_megatron.data.rollout import Prompt
+from vapo_megatron.data.rollout import Prompt, Rollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.rollout.requests import SamplingSettings
+from vapo_megatron.rollout.work import generate as whole_groups
 
 SEED = 5
 MAX_PROMPT, MAX_RESPONSE = 200, 32
@@ -36,6 +38,11 @@ def prompts(count: int, group_size: int = 1, length: int | None = None, vocab: i
         ids = tuple(rng.randrange(3, vocab) for _ in range(size))
         made += [Prompt(index, f"problem {index}", ids, "0")] * group_size
     return made
+
+
+def generate(engine: Any, ask: list, group_size: int, *rest: Any, **named: Any) -> list[Rollout]:
+    """Groups of one size, sampled by an engine."""
+    return whole_groups(engine, ask, [group_size] * (len(ask) // group_size), *rest, **named)
 
 
 def config(tmp: Path, tp_size: int, *overrides: str) -> Any:
@@ -94,7 +101,7 @@ def odd_completions(tmp: Path) -> list:
 
     from vllm.logprobs import FlatLogprobs
 
-    from vapo_megatron.rollout.vllm.engine import RolloutEngine
+    from vapo_megatron.rollout.vllm import engine as module
 
     def ended(reason, *token_ids, logprob=-0.5):
         logprobs = FlatLogprobs()
@@ -110,20 +117,21 @@ def odd_completions(tmp: Path) -> list:
         4: ended("length"),
         5: ended("stop", 2, logprob=float("nan")),
     }
-    engine = object.__new__(RolloutEngine)
-    engine._max_response_tokens, engine._seed = MAX_RESPONSE, SEED
+    engine = object.__new__(module.RolloutEngine)
+    engine._max_response_tokens, engine.seed, engine.at_once = MAX_RESPONSE, SEED, 9
     engine.stop_token_ids, engine._asleep = (2,), set()
     engine.replica, engine.num_replicas, engine.policy_version = 0, 1, 7
 
-    def complete(more, keep, *_, **__):
+    def complete(one, more, keep, *_, **__):
         seeds = [seed for seed, *_ in more(9)]
         for position, completion in reversed(completions.items()):
             keep(seeds[position], completion)
         return {}
 
-    engine._complete = complete
+    engine._llm = SimpleNamespace(llm_engine=None, reset_prefix_cache=lambda: True)
     engine.keeps_rollouts, finished = True, []
-    returned = engine.generate(prompts(3, 2), 2, 1, settings(), 7, on_finished=finished.append)
+    with mock.patch.object(module, "complete", complete):
+        returned = generate(engine, prompts(3, 2), 2, 1, settings(), 7, on_finished=finished.append)
     return returned, [r.position for r in finished]
 
 
@@ -172,16 +180,16 @@ def error_of(function, *args, **named) -> str:
 
 def _loading_errors(engine, first: list) -> dict[str, str]:
     one = prompts(2)
-    found = {"before loading": error_of(engine.generate, one, 1, 0, settings(), 0)}
+    found = {"before loading": error_of(generate, engine, one, 1, 0, settings(), 0)}
     part = [p for p in first if p[0] != "model.layers.1.self_attn.v_proj.weight"]
     found["missing"] = error_of(engine.load_weights, part, 0)
-    found["after a failed load"] = error_of(engine.generate, one, 1, 0, settings(), 0)
+    found["after a failed load"] = error_of(generate, engine, one, 1, 0, settings(), 0)
     found["twice"] = error_of(engine.load_weights, [*first, first[0]], 0)
     found["unknown"] = error_of(engine.load_weights, [*first, ("model.other", first[0][1])], 0)
     engine.load_weights(iter(first), 3)
-    found["other version"] = error_of(engine.generate, one, 1, 0, settings(), 4)
+    found["other version"] = error_of(generate, engine, one, 1, 0, settings(), 4)
     found["over the limit"] = error_of(
-        engine.generate, one, 1, 0, settings(limit=MAX_RESPONSE + 1), 3
+        generate, engine, one, 1, 0, settings(limit=MAX_RESPONSE + 1), 3
     )
     return found
 
@@ -196,12 +204,12 @@ def count_completions() -> int:
 def _limits(engine, step: int) -> dict[str, Any]:
     """Re-run a response that stopped, with its own length as the limit, and with one less."""
     found: dict[str, Any] = {}
-    sampled = engine.generate(prompts(40), 1, step, settings(), 3)
+    sampled = generate(engine, prompts(40), 1, step, settings(), 3)
     stopped = next(r for r in sampled if not r.truncated and len(r.token_ids) > 5)
     length = len(stopped.token_ids)
     found["stopped"] = stopped
     for name, limit in (("exact", length), ("one less", length - 1)):
-        again = engine.generate(prompts(40), 1, step, settings(limit=limit), 3)
+        again = generate(engine, prompts(40), 1, step, settings(limit=limit), 3)
         found[name] = next(r for r in again if r.position == stopped.position)
     return found
 
@@ -211,15 +219,15 @@ def _shared(engine, ask: list) -> list:
     import torch.distributed as dist
 
     one, store = engine._llm.llm_engine, dist.distributed_c10d._get_default_store()
-    step, engine._at_once, engine._store = one.step, 6, store
+    step, engine.at_once, engine._store = one.step, 6, store
     if engine.replica == 1:
         one.step = lambda: [store.wait(["first replica is done"]), step()][1]
     counts: list = []
     asked = dataclasses.replace(settings(), shared=True)
-    taken = engine.generate(ask, 3, 1, asked, 3, lambda *count: counts.append(count))
+    taken = generate(engine, ask, 3, 1, asked, 3, lambda *count: counts.append(count))
     if engine.replica == 0:
         store.set("first replica is done", "")
-    one.step, engine._at_once, engine._store = step, 256, None
+    one.step, engine.at_once, engine._store = step, 256, None
     return taken, counts
 
 
@@ -247,8 +255,8 @@ def two_replicas(tmp: Path, first_path: Path, second_path: Path) -> dict[str, An
         calls: list = []
         told: list = []
         ask = prompts(12, group_size=3)
-        found["sampled"] = engine.generate(
-            ask, 3, 1, settings(), 3, on_finished=told.append,
+        found["sampled"] = generate(
+            engine, ask, 3, 1, settings(), 3, on_finished=told.append,
             on_progress=lambda *c: calls.append((*c, len(told), count_completions())),
         )  # fmt: skip
         found["generate"] = (before, process_state())
@@ -257,24 +265,30 @@ def two_replicas(tmp: Path, first_path: Path, second_path: Path) -> dict[str, An
         found["shared"] = _shared(engine, ask)
 
         # Half of the problems, turned round: other neighbours and, for most, the other replica.
-        found["elsewhere"] = engine.generate(
-            [p for i in range(11, 5, -1) for p in ask[3 * i : 3 * i + 3]], 3, 1, settings(), 3
+        found["elsewhere"] = generate(
+            engine,
+            [p for i in range(11, 5, -1) for p in ask[3 * i : 3 * i + 3]],
+            3,
+            1,
+            settings(),
+            3,
         )
-        found["next step"] = engine.generate(ask, 3, 2, settings(), 3)
-        found["evaluation"] = engine.generate(ask, 3, 1, settings(role="evaluation"), 3)
-        found["filtered"] = engine.generate(ask, 3, 1, settings(0.7, 0.8, 12), 3)
-        found["greedy"] = engine.generate(ask[::3], 1, 1, settings(0), 3)
+        found["next step"] = generate(engine, ask, 3, 2, settings(), 3)
+        found["evaluation"] = generate(engine, ask, 3, 1, settings(role="evaluation"), 3)
+        found["filtered"] = generate(engine, ask, 3, 1, settings(0.7, 0.8, 12), 3)
+        found["greedy"] = generate(engine, ask[::3], 1, 1, settings(0), 3)
         found["limits"] = _limits(engine, 1)
-        found["fewer than replicas"] = engine.generate(ask[:1], 1, 1, settings(), 3)
+        found["fewer than replicas"] = generate(engine, ask[:1], 1, 1, settings(), 3)
         found["first tokens"] = [
-            r.token_ids[0] for r in engine.generate(prompts(1, 4000), 4000, 1, settings(limit=1), 3)
+            r.token_ids[0]
+            for r in generate(engine, prompts(1, 4000), 4000, 1, settings(limit=1), 3)
         ]
 
         # Prompts long enough to leave whole blocks in the prefix cache; then other weights.
         long = prompts(4, length=MAX_PROMPT)
-        found["long"] = engine.generate(long, 1, 1, settings(0), 3)
+        found["long"] = generate(engine, long, 1, 1, settings(0), 3)
         engine.load_weights(weights(second_path), 4)
-        found["long, second weights"] = engine.generate(long, 1, 1, settings(0), 4)
+        found["long, second weights"] = generate(engine, long, 1, 1, settings(0), 4)
     found["sleep"] = woken_by_loading(engine, weights(second_path), first)
     found["network"] = attempts
     found["compiled"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -318,19 +332,19 @@ def one_replica(tmp: Path, path: Path) -> dict[str, Any]:
         questions.append(rank)
         return rank == 0 or len(questions) < 3
 
-    stopped = error_of(engine.generate, ask, 2, 1, settings(), 0, None, has_time)
+    stopped = error_of(generate, engine, ask, 2, 1, settings(), 0, None, has_time)
     found["stopped"] = stopped, len(questions)
-    found["sampled"] = engine.generate(ask, 2, 1, settings(), 0)
-    found["greedy"] = engine.generate(ask[::2], 1, 1, settings(0), 0)
+    found["sampled"] = generate(engine, ask, 2, 1, settings(), 0)
+    found["greedy"] = generate(engine, ask[::2], 1, 1, settings(0), 0)
     engine.keeps_rollouts = keeps
-    found["kept"] = len(engine.generate(ask, 2, 1, settings(), 0))
-    engine._at_once, engine._store = 8, dist.distributed_c10d._get_default_store()
-    found["shared"] = engine.generate(ask, 2, 1, dataclasses.replace(settings(), shared=True), 0)
-    engine._at_once, engine._store = 256, None
+    found["kept"] = len(generate(engine, ask, 2, 1, settings(), 0))
+    engine.at_once, engine._store = 8, dist.distributed_c10d._get_default_store()
+    found["shared"] = generate(engine, ask, 2, 1, dataclasses.replace(settings(), shared=True), 0)
+    engine.at_once, engine._store = 256, None
     engine.keeps_rollouts = True
     engine.sleep()
     engine.load_weights(all_weights, 1)
-    found["woken"] = engine.generate(ask[::2], 1, 1, settings(0), 1)
+    found["woken"] = generate(engine, ask[::2], 1, 1, settings(0), 1)
     found["synced"] = woken_by_sync(engine, path, run.rollout)
     found["compiled"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     found["shared memory"] = [f.name for f in Path("/dev/shm").glob("*cpushm*")]
@@ -352,7 +366,7 @@ def host_bytes(tmp: Path, path: Path) -> tuple[float, float]:
     engine.load_weights(weights(path), 0)
     engine.stop_token_ids = ()  # So that all are of the same length.
     ask = prompts(64, length=8)
-    engine.generate(ask[:32], 1, 1, settings(limit=9), 0)
+    generate(engine, ask[:32], 1, 1, settings(limit=9), 0)
     step, steps, held = engine._llm.llm_engine.step, itertools.count(), {}
 
     def watched():
@@ -367,7 +381,7 @@ def host_bytes(tmp: Path, path: Path) -> tuple[float, float]:
     try:
         with contextlib.suppress(Stopped):
             has_time = lambda: 760 not in held  # noqa: E731
-            engine.generate(ask, 1, 2, settings(limit=500), 0, has_time=has_time)
+            generate(engine, ask, 1, 2, settings(limit=500), 0, has_time=has_time)
     finally:
         tracemalloc.stop()
     engine.shutdown()
@@ -383,7 +397,7 @@ def preempting(tmp: Path, path: Path) -> list:
     ask = prompts(30, length=110)
     engine = build_engine(path, config(tmp, 1))
     engine.load_weights(weights(path), 0)
-    expected = engine.generate(ask, 1, 1, settings(), 0)
+    expected = generate(engine, ask, 1, 1, settings(), 0)
     engine.shutdown()
     # 2 layers * 2 (keys, values) * 2 heads * 32 * 4 bytes = 1024 bytes a token
     small = f"rollout.kv_cache_bytes={8 * 128 * 1024}"
@@ -392,7 +406,7 @@ def preempting(tmp: Path, path: Path) -> list:
     scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
     preempt, count = scheduler._preempt_request, []
     scheduler._preempt_request = lambda *a, **k: (count.append(1), preempt(*a, **k))[1]
-    sampled = engine.generate(ask, 1, 1, settings(), 0)
+    sampled = generate(engine, ask, 1, 1, settings(), 0)
     engine.shutdown()
     return [len(count), sampled, expected]
 
@@ -420,10 +434,10 @@ def of_family(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:
         engine_module.engine_arguments = arguments
     engine.policy_version = 0
     ask = prompts(8)
-    found = {"first": engine.generate(ask, 1, 1, settings(0), 0)}
+    found = {"first": generate(engine, ask, 1, 1, settings(0), 0)}
     load_hf_weights(chunks, shape, second_path, ranks, "actor")
     WeightSync(shape, ranks, trainer.model, config(tmp, 2).rollout, engine).publish(chunks, 1)
-    found["second"] = engine.generate(ask, 1, 1, settings(0), 1)
+    found["second"] = generate(engine, ask, 1, 1, settings(0), 1)
     engine.shutdown()
     dist.barrier()
     return found

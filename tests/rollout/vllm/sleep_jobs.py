@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.rollout.vllm.engine_jobs import error_of, prompts, settings
+from tests.rollout.vllm.engine_jobs import error_of, generate, prompts, settings
 
 LONGER_THAN_A_BLOCK = 150
 """Tokens of a prompt. A block of the KV cache has 128: the prefix cache keeps the first ones."""
@@ -43,16 +43,16 @@ def woken_by_loading(engine: Any, now: list, then: list) -> dict[str, Any]:
     engine._model().load_weights = load
     ask = [*prompts(4), *prompts(8, length=LONGER_THAN_A_BLOCK)[4:]]
     engine.load_weights(now, 5)
-    engine.generate(ask, 1, 0, settings(0), 5)
+    generate(engine, ask, 1, 0, settings(0), 5)
     del found["events"][:]
     engine.sleep()
     engine.sleep()
-    found["asleep"] = error_of(engine.generate, ask, 1, 0, settings(0), 5)
+    found["asleep"] = error_of(generate, engine, ask, 1, 0, settings(0), 5)
     found["paused"] = core.is_scheduler_paused()
     found["lost"] = [bool(w.tensor.isnan().all()) for w in engine.live_weights().values()]
     engine.load_weights(then, 6)
     found["between"] = sorted(core.model_executor.sleeping_tags)
-    found["awake"] = engine.generate(ask, 1, 0, settings(0), 6)
+    found["awake"] = generate(engine, ask, 1, 0, settings(0), 6)
     found["running"] = not core.is_sleeping()
     engine.load_weights(now, 7)
     found["once"] = list(found["events"])
@@ -71,9 +71,9 @@ def woken_by_sync(engine: Any, path: Path, rollout: Any) -> list[list]:
     loaded = load(str(path), Layout(tp=2))
     sync = WeightSync(loaded.shape, loaded.ranks, loaded.config.model, rollout, engine)
     ask = [*prompts(4), *prompts(8, length=LONGER_THAN_A_BLOCK)[4:]]
-    sampled = [engine.generate(ask, 1, 1, settings(), engine.policy_version)]
+    sampled = [generate(engine, ask, 1, 1, settings(), engine.policy_version)]
     for version in (10, 11):
         engine.sleep()
         sync.publish(loaded.chunks, version)
-        sampled.append(engine.generate(ask, 1, 1, settings(), version))
+        sampled.append(generate(engine, ask, 1, 1, settings(), version))
     return sampled

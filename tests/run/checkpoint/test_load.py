@@ -36,7 +36,7 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT, cp=1):
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.context import gather_tokens
     from vapo_megatron.parallel.minibatches import MiniBatch
-    from vapo_megatron.roles.model import TrainedModel
+    from vapo_megatron.roles.critic import Critic
     from vapo_megatron.run.checkpoint.files import check_optimizer, newest_whole
     from vapo_megatron.run.checkpoint.load import load_run
     from vapo_megatron.run.checkpoint.writer import CheckpointWriter
@@ -56,7 +56,7 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT, cp=1):
         }
     )
     place = groups.initialize(config.parallel)
-    model = TrainedModel(read_model_shape(hf), config, place, "critic", str(hf))
+    model = Critic(read_model_shape(hf), config, place, str(hf)).trained
     tokens = torch.randint(0, 200, (40,), generator=torch.Generator().manual_seed(1))
     batch = RolloutBatch(
         tokens=tokens,

@@ -62,7 +62,8 @@ def timed(root):
     """(seconds that the writer knows, seconds around it) of a slow copy, a slow disk, and both."""
     from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
-    model = SimpleNamespace(num_updates=0, held=lambda part: contextlib.nullcontext())
+    placed = SimpleNamespace(held=lambda part: contextlib.nullcontext())
+    model = SimpleNamespace(num_updates=0, placed=placed)
     found = []
     for copy_seconds, disk_seconds in ((SLOW, 0), (0, SLOW), (SLOW, SLOW)):
 

@@ -39,12 +39,12 @@ def critic_of_two(hf):
     from vapo_megatron.config import VapoConfig
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
-    from vapo_megatron.roles.model import TrainedModel
+    from vapo_megatron.roles.critic import Critic
 
     parallel = {"world_size": 2, "tensor_model_parallel_size": 2}
     config = VapoConfig.model_validate({"model": {"hf_path": str(hf)}, "parallel": parallel})
     place = groups.initialize(config.parallel)
-    return TrainedModel(read_model_shape(hf), config, place, "critic", str(hf))
+    return Critic(read_model_shape(hf), config, place, str(hf)).trained
 
 
 def latest_of(root):
@@ -354,7 +354,7 @@ def load_others(hf, root, shape):
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.sharded_state import load_model_weights
-    from vapo_megatron.roles.model import TrainedModel
+    from vapo_megatron.roles.critic import Critic
     from vapo_megatron.run.checkpoint.files import newest_whole
     from vapo_megatron.run.checkpoint.load import load_run
     from vapo_megatron.run.checkpoint.writer import CheckpointWriter
@@ -363,13 +363,13 @@ def load_others(hf, root, shape):
         parallel = {"world_size": 1, "use_distributed_optimizer": distributed}
         tree = {"model": {"hf_path": str(hf), "dtype": "bfloat16"}, "parallel": parallel}
         config = VapoConfig.model_validate(tree)
-        return TrainedModel(read_model_shape(hf), config, place, "critic", str(hf))
+        return Critic(read_model_shape(hf), config, place, str(hf)).trained
 
     def refusal(model):
-        before = [p.clone() for p in model.model[0].parameters()]
+        before = [p.clone() for p in model.placed.model[0].parameters()]
         with pytest.raises(CheckpointError) as error:
             load_run(newest_whole(root), {"critic": model})
-        same = zip(before, model.model[0].parameters(), strict=True)
+        same = zip(before, model.placed.model[0].parameters(), strict=True)
         assert all(torch.equal(a, b) for a, b in same), "nothing was loaded"
         return str(error.value)
 
@@ -384,7 +384,7 @@ def load_others(hf, root, shape):
         seal(root / f"step_{step:06d}")
         found[kind] = refusal(model)
         with contextlib.suppress(BaseException):
-            load_model_weights(model.model, root / f"step_{step:06d}/critic")
+            load_model_weights(model.placed.model, root / f"step_{step:06d}/critic")
     with CheckpointWriter(root, settings()) as writer:
         writer.save(step + 1, {"critic": model}, {})
     assert load_run(newest_whole(root), {"critic": model}) == (step + 1, {})

@@ -54,7 +54,7 @@ def _sampled(engine: Any) -> Sampled:
     ask = engine_jobs.prompts(2 * engine.num_replicas, length=150, vocab=300)
     settings = engine_jobs.settings(0, limit=12)
     engine.keeps_rollouts = True  # On each rank, to compare.
-    rollouts = engine.generate(ask, 1, 1, settings, engine.policy_version)
+    rollouts = engine_jobs.generate(engine, ask, 1, 1, settings, engine.policy_version)
     responses = [(r.position, tuple(r.token_ids), tuple(r.logprobs)) for r in rollouts]
     return Sampled(_hashes(engine.live_weights()), responses)
 

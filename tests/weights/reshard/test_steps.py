@@ -18,8 +18,9 @@ from tests.weights.reshard.cases import Symbols, symbols
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.known import known_shape
+from vapo_megatron.planning.cluster import Cluster
+from vapo_megatron.planning.reshard import full_gather_cost, plan_cost
 from vapo_megatron.weights.holders import TrainerLayout, trainer_layout
-from vapo_megatron.weights.reshard.cost import Cluster, full_gather_cost, plan_cost
 from vapo_megatron.weights.reshard.plan import SAMPLER, Block, Layer, Move, Plan, Slice, Step
 from vapo_megatron.weights.reshard.planner import make_plan
 from vapo_megatron.weights.reshard.steps import buckets, steps_of
@@ -226,7 +227,7 @@ def test_cost_of_a_plan_by_hand():
     slices = [part_of(10**6, columns) for columns in (1000, 4500, 500)]
     moves = tuple(Move(to, 0, s, s) for to, s in zip((0, 1, 2), slices, strict=True))
     plan = Plan(4, 2, 2, (Block(moves),))
-    cluster = Cluster(gpus_per_node=2, memory_gb_per_second=2400)
+    cluster = Cluster(4, gpus_per_node=2, memory_gb_per_second=2400).at_peak()
     cost = plan_cost(plan, cluster, bucket_bytes=10**11)
     assert cost.sent.tolist() == [[2e9, 0, 0, 0], [9e9, 0, 0, 0], [1e9, 0, 0, 0]]
     assert cost.received.tolist() == [[2e9, 0, 0, 0], [0, 9e9, 0, 0], [0, 0, 1e9, 0]]
@@ -243,7 +244,7 @@ def test_cost_of_a_full_gather_by_hand():
     # Stage 0: 2 * 3672 + 4864 = 12208 elements; stage 1: 2 * 3672 + 32 of the final norm = 7376.
     shape = tiny()
     trainer = trainer_layout(shape, tp_size=2, pp_size=2, dp_size=1, make_vocab_size_divisible_by=8)
-    cluster = Cluster(gpus_per_node=2, memory_gb_per_second=200)
+    cluster = Cluster(4, gpus_per_node=2, memory_gb_per_second=200).at_peak()
     cost = full_gather_cost(shape, trainer, 2, cluster)
     first, second = 2 * 12208, 2 * 7376
     assert cost.received[0].tolist() == [first, first, second, second]
@@ -260,7 +261,7 @@ def test_cost_of_a_full_gather_by_hand():
 def test_a_plan_for_128_ranks_is_quick_and_beats_gathering():
     shape = known_shape("Qwen2.5-32B")
     trainer = trainer_layout(shape, tp_size=8, pp_size=4, dp_size=4)
-    cluster = Cluster()
+    cluster = Cluster(num_gpus=128).at_peak()
     started = time.process_time()
     plan = make_plan(shape, trainer, 4, gpus_per_node=8)
     cost = plan_cost(plan, cluster)

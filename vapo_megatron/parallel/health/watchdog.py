@@ -348,7 +348,7 @@ def _stack(thread: int | None) -> list[Frame]:
 
 
 def _where(stack: list[Frame]) -> str:
-    """Return, for example, "roles/model.py:150 (update), in megatron/core/utils.py:9 (f)"."""
+    """Return, for example, "roles/trained.py:90 (update), in megatron/core/utils.py:9 (f)"."""
     own = [frame for frame in stack if frame.file.startswith(PACKAGE)]
     places = []
     for frame in dict.fromkeys([*own[:1], *stack[:1]]):

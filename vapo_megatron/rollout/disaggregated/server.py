@@ -1,8 +1,8 @@
 """A process that only samples: the loop that answers the trainers' orders.
 
-Every sampler makes the same sequence of collectives over the group that joins both sides, because
-it answers the same orders in the same order. In between it samples whatever it may: step k once the
-trainers have begun step k - lag. Replicas do not wait for each other while they sample. An order
+Every rollout worker makes the same sequence of collectives over the group that joins both worlds,
+because it answers the same orders in the same order. In between it samples whatever it may: step k
+once the trainers have started step k - lag. Replicas do not wait for each other to sample. An order
 that can be answered while responses are sampled (weights arrive, finished responses leave) is
 answered between two tokens; all ranks of a replica see it at the same token.
 """
@@ -14,9 +14,9 @@ import functools
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -44,25 +44,25 @@ from vapo_megatron.parallel.offload import check_host_memory
 from vapo_megatron.parallel.reduce import gather_objects, send_object
 from vapo_megatron.parallel.sides import Sides
 from vapo_megatron.reward.own_metrics import Sums, sums_of
-from vapo_megatron.rollout.disaggregated.orders import Order, Orders
+from vapo_megatron.rollout.disaggregated.orders import Kind, Order, Orders
 from vapo_megatron.rollout.disaggregated.staging import Staging
 from vapo_megatron.rollout.dump import read_array, read_file, step_bytes
-from vapo_megatron.rollout.in_flight import IN_FLIGHT, sampled_steps, write_files
 from vapo_megatron.rollout.inputs import Inputs
-from vapo_megatron.rollout.lag import tokens_by_version
+from vapo_megatron.rollout.partial.files import IN_FLIGHT, sampled_steps, write_files
+from vapo_megatron.rollout.partial.lag import tokens_by_version
 from vapo_megatron.rollout.requests import assign
 from vapo_megatron.rollout.sampling import Sampling
-from vapo_megatron.rollout.source import OnProgress
+from vapo_megatron.rollout.source import OnProgress, StepRequest
 from vapo_megatron.weights.reshard.sync import WeightSync
 
 
-class Taken(NamedTuple):
-    """What a sampler says of the responses that it hands over."""
+class HandedOver(NamedTuple):
+    """What a rollout worker says of the responses that it hands over."""
 
     tokens: Counter[int]
     """Response tokens by the version that sampled them."""
-    drawn: int
-    """Prompts that all replicas have begun in the step."""
+    num_prompts: int
+    """That all replicas have started in the step."""
     idle: float
     """Seconds in which it had nothing to do since the latest step."""
     spans: list[Span]
@@ -72,15 +72,15 @@ class Taken(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A step that has been sampled, of one sampler."""
+    """A step that has been sampled, of one rollout worker."""
 
     scored: list[ScoredRollout]
-    drawn: int
-    """See Taken."""
+    num_prompts: int
+    """See HandedOver."""
 
 
 class Server:
-    """One sampler; a context manager."""
+    """One rollout worker; a context manager."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Server:
         timeouts: TimeoutsConfig,
         verifier: object | None = None,
     ) -> None:
-        """Build what sampling needs; collective over the samplers, beside the trainers.
+        """Build what sampling needs; collective over the rollout workers, beside the trainers.
 
         Args:
             inputs: from read_inputs.
@@ -190,9 +190,10 @@ class Server:
         self._load(version)
         if self._staging is not None:
             self._staging.forget_before(version)
-        scored = self._sampling.share(step, version, self.phase, self._goes_on)
+        asked = StepRequest(step, version, self.phase, has_time=self._goes_on)
+        scored = self._sampling.share(asked)
         if scored is not None:
-            self._finished[step] = Sampled(scored, self._sampling.drawn(step))
+            self._finished[step] = Sampled(scored, self._sampling.num_prompts(step))
             self._next += 1
             self._orders.report(f"sampled/{step}")
 
@@ -209,17 +210,15 @@ class Server:
         return not self._is_over
 
     def _can_answer(self, order: Order, *, is_idle: bool) -> bool:
-        fields = order.fields
-        match order.kind:
-            case "want" | "end":
+        needs = _HANDLERS[order.kind].needs
+        match needs:
+            case "nothing":
                 return True
-            case "publish":
+            case "staging":
                 return is_idle or self._staging is not None
-            case "take" | "dump":
-                return fields["step"] in self._finished
-            case "save":
-                return all(step in self._finished for step in self._in_flight(fields["done"]))
-        return is_idle
+            case "idle":
+                return is_idle
+        return all(step in self._finished for step in needs(self, order.fields))
 
     def _in_flight(self, done: int) -> range:
         """Return the steps whose responses a checkpoint after `done` steps has.
@@ -231,20 +230,10 @@ class Server:
         return range(done, min(stop, self._algorithm.num_steps))
 
     def _answer(self, order: Order) -> None:
-        answers: dict[str, Callable[..., None]] = {
-            "start": self._start,
-            "publish": self._receive,
-            "want": self._begin,
-            "take": self._hand_over,
-            "evaluate": self._evaluate,
-            "save": self._save,
-            "dump": self._dump,
-            "end": self._end,
-        }
         # An evaluation is work of its own; everything else is done once the trainers take part.
         waits = order.kind != "evaluate"
         with self.watchdog.waiting() if waits else contextlib.nullcontext():
-            answers[order.kind](number=order.number, **order.fields)
+            _HANDLERS[order.kind].answer(self, number=order.number, **order.fields)
         self._orders.taken()
 
     def _start(self, number: int, data: dict[str, Any], done: int, checkpoint: str | None) -> None:
@@ -255,41 +244,39 @@ class Server:
         for directory in [] if root is None else sampled_steps(root):
             step = self._next
             self._finished[step] = self._read(directory)
-            self._sampling.skip(step, self._finished[step].drawn)
+            self._sampling.skip(step, self._finished[step].num_prompts)
             self._orders.report(f"sampled/{step}")
             self._next += 1
         self._loaded = self._next
         self._sampling.load_groups(self._next, root)
         sampling = self._sampling
-        assert sampling.prompts is not None, "a sampler has prompts"
         known = sampling.labels, sampling.note, sampling.prompts.left_out
         gather_objects(known, self._sides.group)
 
     def _read(self, directory: Path) -> Sampled:
-        """Return this sampler's part of a step that a checkpoint has."""
+        """Return this rollout worker's part of a step that a checkpoint has."""
         files = sorted(directory.glob("*.safetensors"))
         parts = assign(len(files), self._engine.num_replicas)
         scored: list[ScoredRollout] = []
         for i in parts[self._engine.replica] if self._engine.keeps_rollouts else ():
             scored += read_file(files[i])
         scored.sort(key=lambda item: item.rollout.position)
-        drawn = read_array(files[0], "drawn")
-        return Sampled(scored, self._algorithm.num_prompts if drawn is None else int(drawn[0]))
+        started = read_array(files[0], "drawn")
+        return Sampled(scored, self._algorithm.num_prompts if started is None else int(started[0]))
 
     def _receive(self, number: int, version: int) -> None:
         self._sync.publish((), version)
 
-    def _begin(self, number: int, step: int, version: int) -> None:
+    def _want(self, number: int, step: int, version: int) -> None:
         """Note that a step begins; those before it are trained on."""
         self._versions[step] = version
         self._finished = {s: sampled for s, sampled in self._finished.items() if s >= step}
 
     def _hand_over(self, number: int, step: int) -> None:
         """Send a step's responses to the ranks that train on them."""
-        group, (scored, drawn) = self._sides.group, self._finished[step]
-        tokens = tokens_by_version(scored)
-        taken = Taken(tokens, drawn, self._idle_seconds, self._spans, sums_of(scored))
-        gather_objects(taken, group)
+        group, (scored, num_prompts) = self._sides.group, self._finished[step]
+        tokens, own = tokens_by_version(scored), sums_of(scored)
+        gather_objects(HandedOver(tokens, num_prompts, self._idle_seconds, self._spans, own), group)
         self._idle_seconds, self._spans = 0.0, []
         most = self._logging.rollout_groups * self._algorithm.group_size
         send_object(scored[:most], self._sides.num_trainers, 0, group)
@@ -310,7 +297,7 @@ class Server:
         gather_objects(found, self._sides.group)
 
     def _save(self, number: int, directory: str, done: int) -> None:
-        """Write what this sampler has in flight into a checkpoint after `done` steps."""
+        """Write what this rollout worker has in flight into a checkpoint after `done` steps."""
         steps = self._in_flight(done)
         # A replica may be at a later step already, or have made it.
         groups = self._sampling.group_files(steps.stop)
@@ -318,15 +305,15 @@ class Server:
         gather_objects(write_files(Path(directory), files), self._sides.group)
 
     def _file(self, step: int) -> tuple[str, bytes]:
-        """Return name in a checkpoint and content of this sampler's responses of a step."""
-        scored, drawn = self._finished[step]
+        """Return name in a checkpoint and content of this rollout worker's responses of a step."""
+        scored, num_prompts = self._finished[step]
         file = f"{IN_FLIGHT}/step_{step + 1:06d}/rank_{dist.get_rank():05d}.safetensors"
         return file, step_bytes(
             scored,
             step + 1,
             num_responses=self._algorithm.responses_per_step,
             group_size=self._algorithm.group_size,
-            more={"drawn": np.array([drawn], np.int64)},
+            more={"drawn": np.array([num_prompts], np.int64)},
         )
 
     def _dump(self, number: int, root: str, step: int, keep_last: int) -> None:
@@ -359,3 +346,29 @@ class Server:
             self._sides.close()
             dist.destroy_process_group()
         self.watchdog.close()
+
+
+class Handler(NamedTuple):
+    """How a kind of order is answered."""
+
+    answer: Callable[..., None]
+    """A method of Server; takes the order's number and fields."""
+    needs: Literal["nothing", "staging", "idle"] | Callable[[Server, dict[str, Any]], Iterable[int]]
+    """What must be so first: that nothing is sampled (staging: or that weights can wait), or that
+    these steps, by the order's fields, have been sampled."""
+
+
+def _its_step(server: Server, fields: dict[str, Any]) -> Iterable[int]:
+    return (fields["step"],)
+
+
+_HANDLERS: dict[Kind, Handler] = {
+    "start": Handler(Server._start, "idle"),
+    "publish": Handler(Server._receive, "staging"),
+    "want": Handler(Server._want, "nothing"),
+    "take": Handler(Server._hand_over, _its_step),
+    "evaluate": Handler(Server._evaluate, "idle"),
+    "save": Handler(Server._save, lambda server, fields: server._in_flight(fields["done"])),
+    "dump": Handler(Server._dump, _its_step),
+    "end": Handler(Server._end, "nothing"),
+}

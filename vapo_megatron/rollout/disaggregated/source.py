@@ -1,17 +1,16 @@
 """The trainers' end of sampling in other processes: a source of rollouts that asks for them.
 
-Before: the samplers, of which none trains, have what they have sampled. `rollouts` waits until a
-step's responses are there, and leaves them where they are: the exchange after it, over a group that
-joins both sides, brings each to the ranks that train on it.
+Before: the rollout workers, of which none trains, have what they have sampled. `rollouts` waits
+until a step's responses are there, and leaves them where they are: the exchange after it, over a
+group that joins both worlds, brings each to the ranks that train on it.
 
-What lag L means: step k trains on responses that were sampled with the weights with which step
-k - L began. The samplers may work on step k as soon as step k - L has begun, and each version is
-sent to them as soon as it is there.
+What lag L means: step k trains on responses that were sampled with the weights from the start of
+step k - L. The rollout workers may sample step k as soon as step k - L has started, and each
+version is sent to them as soon as it exists.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ import torch
 
 from vapo_megatron.config import AlgorithmConfig, LoggingConfig, ModelConfig, RolloutConfig
 from vapo_megatron.config.metrics import emits
-from vapo_megatron.config.phases import DUMP, EVALUATION, GENERATION
+from vapo_megatron.config.phases import EVALUATION, GENERATION
 from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel import store
@@ -31,18 +30,17 @@ from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import gather_objects, send_object, sum_over_world
 from vapo_megatron.parallel.sides import Sides
 from vapo_megatron.reward.own_metrics import own_metrics
-from vapo_megatron.rollout.carried import check_carried
 from vapo_megatron.rollout.disaggregated.orders import Orders
-from vapo_megatron.rollout.in_flight import all_sums
 from vapo_megatron.rollout.inputs import Inputs
-from vapo_megatron.rollout.lag import lag_metrics
-from vapo_megatron.rollout.source import HasTime, Phase, RolloutSource
+from vapo_megatron.rollout.partial.files import all_sums
+from vapo_megatron.rollout.partial.lag import lag_metrics
+from vapo_megatron.rollout.source import HasTime, Phase, PromptSource, StepRequest
 from vapo_megatron.weights.reshard.sync import WeightSync
 
 POLL_SECONDS = 0.02
 
 
-class RemoteSampling(RolloutSource):
+class RemoteSampling(PromptSource):
     """One trainer's end; all trainers call the same methods in the same order."""
 
     def __init__(
@@ -60,21 +58,15 @@ class RemoteSampling(RolloutSource):
         """Ask for nothing yet.
 
         Args:
-            inputs: the same as the samplers'.
+            inputs: the same as the rollout workers'.
             ranks: this rank's place among the trainers.
             sides: from backend.initialize_distributed.
             model, rollout, algorithm, logging: of the run.
             waiting: see Watchdog.waiting.
         """
-        assert inputs.dataset is not None, "a replay samples nothing"
-        self._rollout, self._algorithm, self._logging = rollout, algorithm, logging
+        super().__init__(inputs, rollout, algorithm, logging)
         self._sides, self._waiting = sides, waiting
-        self._dataset = self.prompts = inputs.dataset
         self.group, self.shown_rank = sides.group, sides.num_trainers
-        self.stop_token_ids, self.date = inputs.stop_token_ids, inputs.date
-        self.decode = functools.lru_cache(65536)(
-            functools.partial(inputs.tokenizer.decode, clean_up_tokenization_spaces=False)
-        )
         self._orders = Orders(store.own_connection(), sides)
         self._sync = WeightSync(inputs.shape, ranks, model, rollout, None, sides)
         self._published: int | None = None
@@ -82,8 +74,8 @@ class RemoteSampling(RolloutSource):
         self._shown: Sequence[ScoredRollout] = ()
 
     def resume(self, done: int, checkpoint: Path | None) -> None:
-        """Note what the samplers begin with. Raises CheckpointError: see check_carried."""
-        check_carried(checkpoint, self._rollout, self._algorithm)
+        """Note what the rollout workers begin with. Raises CheckpointError: see check_partial."""
+        super().resume(done, checkpoint)
         self._start = {"done": done, "checkpoint": checkpoint and str(checkpoint)}
 
     def holds(self, policy_version: int) -> bool:
@@ -91,7 +83,7 @@ class RemoteSampling(RolloutSource):
         return self._published == policy_version
 
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
-        """Send the actor's weights; a sampler that samples takes them in between two tokens."""
+        """Send the actor's weights; a busy rollout worker receives them between two tokens."""
         if self._published is None:
             self._meet()
         self._orders.give("publish", version=policy_version)
@@ -101,14 +93,14 @@ class RemoteSampling(RolloutSource):
         return metrics
 
     def _meet(self) -> None:
-        """Wait for the samplers, tell them where the run begins, and learn what they know."""
-        self._orders.give("start", data=self._dataset.state_dict(), **self._start)
+        """Wait for the rollout workers, tell them where the run starts; learn what they know."""
+        self._orders.give("start", data=self.prompts.state_dict(), **self._start)
         self.labels, self.note, left_out = self._from_samplers()[0]
-        # The same draws as the samplers'.
-        self._dataset.leave_out(left_out)
+        # The same draws as the rollout workers'.
+        self.prompts.leave_out(left_out)
 
     def _from_samplers(self) -> list[Any]:
-        """Wait for what each sampler answers."""
+        """Wait for what each rollout worker answers."""
         nothing: Any = None
         with self._waiting():
             return gather_objects(nothing, self.group)[self.shown_rank :]
@@ -121,39 +113,32 @@ class RemoteSampling(RolloutSource):
         "time/sampler_idle_seconds",
         "reward/own/NAME",
     )
-    def rollouts(
-        self,
-        step: int,
-        policy_version: int,
-        phase: Phase,
-        *,
-        trains_actor: bool,
-        has_time: HasTime | None = None,
-    ) -> tuple[list[ScoredRollout], dict[str, float]]:
+    def rollouts(self, asked: StepRequest) -> tuple[list[ScoredRollout], dict[str, float]]:
         """Wait until a step's responses are there; no trainer holds any.
 
         Metrics: the lag, in versions, over response tokens; seconds that trainers waited here, and
-        that the main sampler waited since the latest step.
+        that the main rollout worker waited since the latest step.
         """
-        with phase(GENERATION):
+        step, policy_version = asked.step, asked.policy_version
+        with asked.phase(GENERATION):
             begun = time.monotonic()
             self._orders.give("want", step=step, version=policy_version)
-            self._await(f"sampled/{step}", has_time)
+            self._await(f"sampled/{step}", asked.has_time)
             idle = time.monotonic() - begun
             self._orders.give("take", step=step)
             found = self._from_samplers()
             sent: Any = send_object(None, self.shown_rank, 0, self._sides.group)
         self._shown, self.elsewhere = sent or (), found[0].spans
-        self._dataset.next(found[0].drawn, step)
+        self.prompts.next(found[0].num_prompts, step)
         metrics = {"time/trainer_idle_seconds": idle, "time/sampler_idle_seconds": found[0].idle}
-        metrics |= own_metrics(taken.own for taken in found)
+        metrics |= own_metrics(each.own for each in found)
         if self._rollout.is_stale:
-            tokens: Counter[int] = sum((taken.tokens for taken in found), Counter())
+            tokens: Counter[int] = sum((each.tokens for each in found), Counter())
             metrics |= lag_metrics(tokens, policy_version)
         return [], metrics
 
     def _await(self, what: str, has_time: HasTime | None) -> None:
-        """Wait until all samplers have reported something. Collective over the trainers.
+        """Wait until all rollout workers have reported something. Collective over the trainers.
 
         Raises:
             Stopped: on every trainer, once one of them has no time left.
@@ -172,15 +157,8 @@ class RemoteSampling(RolloutSource):
                 time.sleep(POLL_SECONDS)
 
     def shown(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
-        """Return what the first sampler has sent to the main trainer."""
+        """Return what the first rollout worker has sent to the main trainer."""
         return self._shown
-
-    def keep(self, step: int, scored: Sequence[ScoredRollout], phase: Phase) -> None:
-        """Let the samplers dump the step's responses if logging.dump_steps says so."""
-        if keep_last := self._logging.dump_steps:
-            with phase(DUMP):
-                root = Path(self._logging.run_dir, "replay")
-                self.dump(root, step, scored, self._algorithm, keep_last=keep_last)
 
     def dump(
         self,
@@ -191,14 +169,14 @@ class RemoteSampling(RolloutSource):
         *,
         keep_last: int,
     ) -> None:
-        """Let the samplers write the responses, which they keep until a later step begins."""
+        """Let the rollout workers write the responses, kept until a later step starts."""
         self._orders.give("dump", root=str(root), step=step, keep_last=keep_last)
         self._from_samplers()
 
     def evaluate(
         self, policy_version: int, phase: Phase, has_time: HasTime | None = None
     ) -> tuple[dict[str, float], list[int]]:
-        """Let the samplers evaluate a version, once they have finished the step that they are at.
+        """Let the rollout workers evaluate a version, once they have finished their step.
 
         Raises:
             Stopped: on every trainer, once one of them has no time left.
@@ -214,16 +192,8 @@ class RemoteSampling(RolloutSource):
             raise Stopped
         return found
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the prompt after those that were trained on."""
-        return self._dataset.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the prompt that comes next."""
-        self._dataset.load_state_dict(state)
-
     def finish_in_flight(self, done: int, has_time: HasTime) -> bool:
-        """Wait until the samplers have the responses that a checkpoint needs."""
+        """Wait until the rollout workers have the responses that a checkpoint needs."""
         last = min(done + self._rollout.lag, self._algorithm.num_steps) - 1
         try:
             if last >= done:
@@ -233,12 +203,12 @@ class RemoteSampling(RolloutSource):
         return True
 
     def save_in_flight(self, done: int, directory: Path) -> dict[str, str]:
-        """Let the samplers write their responses, each its own."""
+        """Let the rollout workers write their responses, each its own."""
         if not self._rollout.is_stale:
             return {}
         self._orders.give("save", directory=str(directory), done=done)
         return all_sums(self._from_samplers(), directory)
 
     def close(self) -> None:
-        """Let the samplers end."""
+        """Let the rollout workers end."""
         self._orders.give("end")

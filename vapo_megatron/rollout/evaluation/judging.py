@@ -1,6 +1,6 @@
 """Accuracy on held-out problems: the same code for training and for `vapo evaluate`.
 
-Before: every rank has the same problems, and the sampler has the weights. After: the first rank of
+Before: every rank has the same problems, and the engine has the weights. After: the first rank of
 each replica has judged its share of the problems, and responses stay on the rank that sampled them;
 `evaluate` then sums a few numbers per problem over ranks.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +29,10 @@ from vapo_megatron.reward.verifier import RunningVerifier, Verdict
 from vapo_megatron.rollout.evaluation.statistics import means, problem_values, value_names
 from vapo_megatron.rollout.evaluation.votes import Response, count_votes
 from vapo_megatron.rollout.requests import SamplingSettings
+from vapo_megatron.rollout.work import firsts, generate
+
+if TYPE_CHECKING:
+    from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
 JudgedProblems = list[tuple[Prompt, list[Response]]]
 """Problems, each with its K responses in order."""
@@ -125,7 +129,7 @@ def sampling_settings(evaluation: EvaluationConfig, max_response_tokens: int) ->
 
 
 def judge_problems(
-    engine: Any,
+    engine: RolloutEngine,
     verifier: RunningVerifier | None,
     problems: Sequence[Prompt],
     evaluation: EvaluationConfig,
@@ -145,17 +149,17 @@ def judge_problems(
     training step, so that evaluations of a run differ only by the weights.
 
     Args:
-        engine: this rank's sampler.
+        engine: this rank's engine.
         verifier: on the first rank of each replica, None elsewhere.
         problems: the same on every rank.
         evaluation: sampling parameters.
         rollout: longest response, and how many one replica samples at once.
         decode: see VerdictStream.
-        policy_version: of the sampler's weights.
+        policy_version: of the engine's weights.
         on_progress: called with (done, total) responses, extrapolated from this replica to all.
-        has_time: see RolloutEngine.generate.
+        has_time: see RolloutEngine.run.
         keep_text: keep the text in the responses.
-        problems_per_batch: over all replicas; None: enough for two full batches of each sampler.
+        problems_per_batch: over all replicas; None: enough for two full batches of each engine.
 
     Yields:
         Per batch this replica's problems, in order, on its first rank; an empty list elsewhere.
@@ -172,9 +176,10 @@ def judge_problems(
             if on_progress is not None:
                 on_progress(round((start + size * done / total) * samples), len(problems) * samples)
 
-        with VerdictStream(verifier, decode, samples) as stream:
-            rollouts = engine.generate(
-                repeat_for_group(list(part), samples), samples, 0, sampling, policy_version,
+        sizes = [samples] * len(part)
+        with VerdictStream(verifier, decode, firsts(sizes)) as stream:
+            rollouts = generate(
+                engine, repeat_for_group(list(part), samples), sizes, 0, sampling, policy_version,
                 show, has_time, on_finished=stream.submit,
             )  # fmt: skip
             if not all(math.isfinite(x) for rollout in rollouts for x in rollout.logprobs):

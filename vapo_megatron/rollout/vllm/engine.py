@@ -6,7 +6,7 @@ All ranks of a replica run the same scheduler over the same requests in the same
 their collectives match; the first of them alone keeps the replica's rollouts.
 
 With parallel.offload vLLM sleeps while the trainer computes: `sleep` drops weights and KV cache,
-`weights_replaced` allocates the weights again, and the next `generate` the cache, so that the
+`weights_replaced` allocates the weights again, and the next `run` the cache, so that the
 trainer's own weights can be offloaded in between.
 
 vLLM assumes that it owns the process; process.py undoes or replaces what would harm the trainer.
@@ -18,20 +18,19 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.config import RolloutConfig
-from vapo_megatron.data.rollout import Prompt, Rollout
+from vapo_megatron.data.rollout import Rollout
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.sampled import check_sampled
 from vapo_megatron.parallel import store
 from vapo_megatron.rollout.inputs import Inputs
-from vapo_megatron.rollout.requests import SamplingSettings, max_model_len, request_seeds
-from vapo_megatron.rollout.shared_queue import SharedQueue, divide
+from vapo_megatron.rollout.requests import SamplingSettings, max_model_len
 from vapo_megatron.rollout.vllm.arguments import engine_arguments
 from vapo_megatron.rollout.vllm.interface import (
     FINALIZER,
@@ -41,6 +40,7 @@ from vapo_megatron.rollout.vllm.interface import (
     reach,
 )
 from vapo_megatron.rollout.vllm.live_weights import live_weights, load_hf_tensors
+from vapo_megatron.rollout.work import Work
 from vapo_megatron.weights.reshard.plan import LiveWeight
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -68,7 +68,7 @@ with warnings.catch_warnings():
         random_state_kept,
         unlink_shared_memory,
     )
-    from vapo_megatron.rollout.vllm.running import Request, added, complete
+    from vapo_megatron.rollout.vllm.running import Asked, added, complete
 
 
 class RolloutEngine:
@@ -84,7 +84,7 @@ class RolloutEngine:
         seed: int,
         offload: bool,
     ) -> None:
-        """Build the engine with dummy weights, to be replaced before `generate`. Collective.
+        """Build the engine with dummy weights, to be replaced before `run`. Collective.
 
         Args:
             hf_path: Hugging Face directory; vLLM reads its config.json.
@@ -98,11 +98,12 @@ class RolloutEngine:
             ConfigError: the lengths exceed the model's, or vLLM refuses the model.
         """
         rank, tp_size = dist.get_rank(), rollout.tensor_model_parallel_size
-        self._max_response_tokens, self._seed = rollout.max_response_tokens, seed
+        self._max_response_tokens, self.seed = rollout.max_response_tokens, seed
         self.stop_token_ids = inputs.stop_token_ids
         self.replica = rank // tp_size
         self.num_replicas = dist.get_world_size() // tp_size
         self.keeps_rollouts = rank % tp_size == 0
+        """On the first rank of a replica, which alone keeps what it samples."""
         arguments = engine_arguments(
             hf_path,
             rollout,
@@ -130,13 +131,14 @@ class RolloutEngine:
         # At interpreter exit the process groups that it destroys may already be gone.
         reach(self._llm, FINALIZER).atexit = False
         unlink_shared_memory(run_name, self.replica * tp_size, tp_size)
-        self._at_once = rollout.max_num_sequences
+        self.at_once = rollout.max_num_sequences
+        """Responses that a replica samples concurrently."""
         self._store = store.own_connection() if rollout.shared_queue else None
         self._closed = False
         self._asleep: set[str] = set()
 
     def sleep(self) -> None:
-        """Drop weights and KV cache from the GPU; `generate` then refuses every version.
+        """Drop weights and KV cache from the GPU; `run` then refuses every version.
 
         Every rank of a replica calls this. Waking maps weights and cache at the same addresses, so
         CUDA graphs and tensors from `live_weights` stay valid. On a CPU no memory is freed.
@@ -161,7 +163,7 @@ class RolloutEngine:
     def weights_replaced(self, policy_version: int) -> Iterator[None]:
         """Let the body overwrite all live weights; it may communicate.
 
-        Afterwards `generate` accepts only this version, and nothing computed with older weights is
+        Afterwards `run` accepts only this version, and nothing computed with older weights is
         left. After an error in the body it accepts none.
         """
         self.policy_version = None
@@ -186,177 +188,78 @@ class RolloutEngine:
         with self.weights_replaced(policy_version):
             load_hf_tensors(self._model(), named_tensors)
 
-    def generate(
+    def run(
         self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        step: int,
+        work: Work,
         sampling: SamplingSettings,
         policy_version: int,
         on_progress: Callable[[int, int], None] | None = None,
         has_time: Callable[[], bool] | None = None,
-        on_finished: Callable[[Rollout], None] | None = None,
     ) -> list[Rollout]:
-        """Sample this replica's share of a step, or of what replicas share of one.
+        """Sample responses, new ones or started ones, until there are no more or it is enough.
+
+        Log-probabilities are of the distribution that was sampled from, with temperature, top-p and
+        top-k. Keys and values of tokens that a response has are computed with the engine's weights.
 
         Args:
-            prompts: of the whole step, the same on every rank of the world, each group_size times.
-            group_size, step: see request_seeds.
-            sampling: temperature, limits, the number of the sampling round, and who samples what.
+            work: what to sample; no two responses have one seed.
+            sampling: temperature and limits.
             policy_version: must be the engine's.
             on_progress: called with (finished, all) of this replica's responses as they finish.
             has_time: checked periodically; None: there always is.
-            on_finished: called with each rollout that will be returned, as soon as it is complete.
 
         Returns:
-            On the replica's first rank its rollouts ordered by position, without those that vLLM
-            aborted; none on its other ranks. Log-probabilities are of the distribution that was
-            sampled from, with temperature, top-p and top-k.
+            Those that are interrupted, with what has been sampled of them.
 
         Raises:
             RuntimeError: the engine has other weights.
-            Stopped: on all ranks of the replica: one of them has no time left.
-        """
-        seeds = request_seeds(
-            prompts,
-            group_size,
-            seed=self._seed,
-            step=step,
-            role=sampling.seed_role,
-            round=sampling.round,
-        )
-        unit = group_size if sampling.whole_groups or sampling.shared else 1
-        queue = self._queue(len(prompts), unit, step, sampling)
-
-        def take(room: int) -> list[tuple[Rollout, int]]:
-            return [
-                (Rollout.begun(prompts[p], p % group_size, p, policy_version), seeds[p])
-                for p in queue.take(room)
-            ]
-
-        rollouts: dict[int, Rollout] = {}
-
-        def ended(rollout: Rollout) -> None:
-            if self.keeps_rollouts:
-                rollouts[rollout.position] = rollout
-                if on_finished is not None:
-                    on_finished(rollout)
-
-        expected = len(prompts) // self.num_replicas
-        self._run(take, ended, sampling, policy_version, expected, on_progress, has_time)
-        return [rollouts[p] for p in sorted(rollouts)]
-
-    def _queue(
-        self, num_requests: int, unit: int, step: int, sampling: SamplingSettings
-    ) -> SharedQueue:
-        """Return what this replica samples of a round: its share, or from one list."""
-        at_once = self._at_once if sampling.shared else num_requests
-        first, rest = divide(num_requests, self.num_replicas, unit, at_once)
-
-        def add(wanted: int) -> int:
-            assert self._store is not None, "rollout.shared_queue is off"
-            return added(self._store, f"queue/{step}/{sampling.round}", wanted)
-
-        return SharedQueue(first[self.replica], rest, add)
-
-    def go_on(
-        self,
-        begun: Sequence[Rollout],
-        seeds: Sequence[int],
-        sampling: SamplingSettings,
-        policy_version: int,
-        on_finished: Callable[[Rollout], None],
-        is_enough: Callable[[], bool],
-        on_progress: Callable[[int, int], None] | None = None,
-        has_time: Callable[[], bool] | None = None,
-    ) -> list[Rollout]:
-        """Sample on at responses that have begun, until it is enough; cut the others there.
-
-        Args:
-            begun: this replica's, the same on all its ranks. Keys and values of the tokens that
-                they have are computed with the engine's weights.
-            seeds: of each one's first token.
-            sampling, policy_version, on_progress, has_time: see generate.
-            on_finished: called on every rank with each response that is whole.
-            is_enough: asked after every token, and the same on all ranks of the replica.
-
-        Returns:
-            Those that are not whole, with what has been sampled of them.
-
-        Raises:
-            RuntimeError: the engine has other weights, or vLLM gave a response up.
-            Stopped: see generate; what has been sampled is dropped.
-        """
-        assert len(set(seeds)) == len(begun), "two responses have one seed"
-        parts, finished = iter([list(zip(begun, seeds, strict=True))]), list[int]()
-
-        def ended(rollout: Rollout) -> None:
-            finished.append(rollout.position)
-            on_finished(rollout)
-
-        # All at once.
-        cut = self._run(
-            lambda room: next(parts, []), ended, sampling, policy_version, len(begun),
-            on_progress, has_time, is_enough,
-        )  # fmt: skip
-        if lost := len(begun) - len(finished) - len(cut):
-            raise RuntimeError(f"vLLM gave up {lost} of {len(begun)} responses")
-        return cut
-
-    def _run(
-        self,
-        take: Callable[[int], Sequence[tuple[Rollout, int]]],
-        ended: Callable[[Rollout], None],
-        sampling: SamplingSettings,
-        policy_version: int,
-        expected: int,
-        on_progress: Callable[[int, int], None] | None,
-        has_time: Callable[[], bool] | None,
-        is_enough: Callable[[], bool] = lambda: False,
-    ) -> list[Rollout]:
-        """Sample at responses, new ones or begun ones, until there are no more or it is enough.
-
-        Args:
-            take: asked for responses, each with the seed of its first token, that there is room
-                for; see running.complete.
-            ended: called on every rank with each that is whole; not with those that vLLM aborted.
-            expected: number of responses, to show.
-
-        Returns:
-            Those that are cut, with what has been sampled of them.
+            Stopped: on all ranks of the replica: one of them has no time left; what has been
+                sampled is dropped.
         """
         self._prepare(sampling, policy_version)
         held: dict[int, Rollout] = {}
 
-        def more(room: int) -> list[Request]:
-            requests = list[Request]()
-            for begun, seed in take(room):
-                held[seed] = begun
-                asked = request(sampling, self.stop_token_ids, seed, len(begun.token_ids))
-                requests.append((seed, begun.sequence.tolist(), asked))
-            return requests
+        def more(room: int) -> list[Asked]:
+            asked = list[Asked]()
+            for rollout, seed in work.take(room):
+                assert seed not in held, "two responses have one seed"
+                held[seed] = rollout
+                parameters = request(sampling, self.stop_token_ids, seed, len(rollout.token_ids))
+                asked.append((seed, rollout.sequence.tolist(), parameters))
+            return asked
 
         def keep(seed: int, completion: Any) -> None:
-            begun = held.pop(seed)
+            started = held.pop(seed)
             if completion.finish_reason in ("length", "stop"):
-                ended(self._ended(begun, completion))
+                work.ended(self._ended(started, completion))
 
-        cut = self._complete(more, keep, on_progress, has_time, is_enough, expected=expected)
+        with random_state_kept():
+            interrupted = complete(
+                self._llm.llm_engine, more, keep, on_progress, has_time, work.is_enough,
+                at_once=self.at_once, expected=work.expected,
+            )  # fmt: skip
         return [
             held[seed].extended(*sampled(completion), policy_version, truncated=False)
-            for seed, completion in cut.items()
+            for seed, completion in interrupted.items()
         ]
 
+    def count(self, key: str, number: int) -> int:
+        """Add to a number that all replicas share, once for this one; return the sum."""
+        assert self._store is not None, "rollout.shared_queue is off"
+        return added(self._store, key, number)
+
     def _prepare(self, sampling: SamplingSettings, policy_version: int) -> None:
-        """Check what is asked for, and allocate the KV cache. Raises RuntimeError: see generate."""
+        """Check what is asked for, and let the KV cache be empty. Raises RuntimeError: see run."""
         if policy_version != self.policy_version:
             raise RuntimeError(
-                f"asked for policy version {policy_version}, but the sampler holds "
+                f"asked for policy version {policy_version}, but the engine holds "
                 f"{self.policy_version}"
             )
         limit = self._max_response_tokens
         assert sampling.max_response_tokens <= limit, f"{sampling} exceeds the limit {limit}"
         self._wake("kv_cache")
+        # A resumed run has no cached prefixes either, and must sample the same.
+        self._forget_prefixes()
 
     def shutdown(self) -> None:
         """Free vLLM's memory; the trainer's process groups stay. Safe to call twice."""
@@ -375,16 +278,9 @@ class RolloutEngine:
     def _forget_prefixes(self) -> None:
         """Drop cached keys and values, which belong to older weights."""
         if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM's prefix cache is in use between two calls of generate")
+            raise RuntimeError("vLLM's prefix cache is in use between two calls of run")
 
-    def _complete(self, *asked: Any, expected: int) -> dict[int, Any]:
-        """Run requests with the engine's weights; see running.complete."""
-        # A resumed run has no cached prefixes either, and must sample the same.
-        self._forget_prefixes()
-        with random_state_kept():
-            return complete(self._llm.llm_engine, *asked, at_once=self._at_once, expected=expected)
-
-    def _ended(self, begun: Rollout, completion: Any) -> Rollout:
+    def _ended(self, started: Rollout, completion: Any) -> Rollout:
         """Return a response that vLLM has finished, from what there was of it before."""
         token_ids, logprobs = sampled(completion)
         truncated = not token_ids or token_ids[-1] not in self.stop_token_ids
@@ -392,4 +288,4 @@ class RolloutEngine:
             f"a response ending in {token_ids[-1]} finished with {completion.finish_reason}"
         )
         assert self.policy_version is not None
-        return begun.extended(token_ids, logprobs, self.policy_version, truncated=truncated)
+        return started.extended(token_ids, logprobs, self.policy_version, truncated=truncated)

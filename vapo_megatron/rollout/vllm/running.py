@@ -19,13 +19,13 @@ from vapo_megatron.errors import Stopped
 from vapo_megatron.rollout.requests import TOKENS_BETWEEN_QUESTIONS
 from vapo_megatron.rollout.vllm.completions import unfinished
 
-Request = tuple[int, Sequence[int], SamplingParams]
+Asked = tuple[int, Sequence[int], SamplingParams]
 """Number, prompt and parameters."""
 
 
 def complete(
     engine: Any,
-    more: Callable[[int], Sequence[Request]],
+    more: Callable[[int], Sequence[Asked]],
     keep: Callable[[int, Any], None],
     on_progress: Callable[[int, int], None] | None,
     has_time: Callable[[], bool] | None,
@@ -43,13 +43,13 @@ def complete(
         more: asked for requests at the start, and whenever some have ended: how many it has room
             for beyond those that run. All there are, or none if there will be no more.
         keep: takes number and completion.
-        on_progress, has_time: see RolloutEngine.generate.
+        on_progress, has_time: see RolloutEngine.run.
         is_enough: asked after every token; the same on all ranks of the replica.
         at_once: responses that there is room for.
         expected: number of requests, to show.
 
     Returns:
-        What there is of those that are cut because it is enough, by number.
+        What there is of those that are interrupted because it is enough, by number.
 
     Raises:
         Stopped: on all ranks of the replica: one of them has no time left.
@@ -76,10 +76,10 @@ def complete(
                 begin()
                 if on_progress is not None:
                     on_progress(finished, max(expected, len(names)))
-        cut = {int(name): completion for name, completion in unfinished(engine).items()}
-        if cut:
+        interrupted = {int(name): completion for name, completion in unfinished(engine).items()}
+        if interrupted:
             engine.abort_request(names)
-        return cut
+        return interrupted
     except BaseException:
         engine.abort_request(names)
         raise

@@ -18,7 +18,7 @@ from vapo_megatron.data.storage import writing
 from vapo_megatron.errors import CheckpointError, DataError, tell
 from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.parallel.sharded_state import load_sharded
-from vapo_megatron.roles.model import TrainedModel
+from vapo_megatron.roles.trained import TrainedModel
 from vapo_megatron.run.checkpoint import files as checkpoint_files
 from vapo_megatron.run.directory import read_config
 
@@ -91,8 +91,9 @@ def load_run(directory: Path, models: Mapping[str, TrainedModel]) -> tuple[int, 
     held = content["num_updates"]
     checkpoint_files.check_roles(directory, held, models)
     for role, model in models.items():
-        with model.held("state"):
-            load_sharded(model.model, model.optimizer, directory / role)
+        placed = model.placed
+        with placed.held("state"):
+            load_sharded(placed.model, placed.optimizer, directory / role)
         model.num_updates = held[role]
     return content["step"], content["run"]
 
@@ -163,6 +164,7 @@ def load_critic(directory: Path, updates: int, config: VapoConfig, critic: Train
     """
     field = f"model.critic_checkpoint={config.model.critic_checkpoint}"
     checkpoint_files.check_optimizer(directory, "critic", config, field=field)
-    with critic.held("state"):
-        load_sharded(critic.model, critic.optimizer, directory)
+    placed = critic.placed
+    with placed.held("state"):
+        load_sharded(placed.model, placed.optimizer, directory)
     critic.num_updates = updates

@@ -29,13 +29,14 @@ from vapo_megatron.data.storage import Abandoned, HashedFile, describe_write_err
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.checkpoint_metadata import METADATA_FILE
+from vapo_megatron.parallel.gradient_buffers import wait_for_parameters
 from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.parallel.sharded_state import take_snapshot
 from vapo_megatron.parallel.store import Mailbox
-from vapo_megatron.roles.model import TrainedModel
+from vapo_megatron.roles.placed import PlacedModel
+from vapo_megatron.roles.trained import TrainedModel
 from vapo_megatron.run.checkpoint import files as checkpoint_files
 from vapo_megatron.weights.convert.sharded_files import format_files, serialized, write_chunks
-from vapo_megatron.weights.ddp import wait_for_parameters
 
 Content: TypeAlias = bytes | list[tuple[MetadataIndex, Tensor]]
 """Of a file: its bytes, or chunks of tensors."""
@@ -108,8 +109,8 @@ class CheckpointWriter:
         if rank == 0:
             self._write({checkpoint_files.STATE: json.dumps(content, indent=1).encode()})
         for role, model in models.items():
-            with model.held("state"):
-                self._write(self._files_of(role, model))
+            with model.placed.held("state"):
+                self._write(self._files_of(role, model.placed))
                 if not self._settings.asynchronous:
                     concurrent.futures.wait(self._futures)
         self._outcome = self._thread.submit(self._finish, step, name[0], begun)
@@ -132,7 +133,7 @@ class CheckpointWriter:
         if self._step is not None:
             self._complete()
 
-    def _files_of(self, role: str, model: TrainedModel) -> dict[str, Content]:
+    def _files_of(self, role: str, model: PlacedModel) -> dict[str, Content]:
         """Return what this rank writes of a model, by file name in the checkpoint."""
         wait_for_parameters(model.chunks)
         copy, rank = self._settings.asynchronous, dist.get_rank()

@@ -1,7 +1,7 @@
-"""Groups that go on over several steps: begun, cut, waited for, handed over, and kept.
+"""Groups that go on over several steps: started, interrupted, waited for, handed over, and kept.
 
 Real bookkeeping of all replicas in one process; what samples is a stand-in that counts tokens. vLLM
-is in tests/rollout/vllm/test_carried.py, whole runs are in tests/e2e/test_carry_over.py.
+is in tests/rollout/vllm/test_partial.py, whole runs are in tests/e2e/test_carry_over.py.
 """
 
 import contextlib
@@ -12,41 +12,43 @@ from array import array
 
 import pytest
 
+from tests.whole_run import Engine
 from vapo_megatron.config import AlgorithmConfig, RewardConfig, RolloutConfig
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.errors import CheckpointError, Stopped
 from vapo_megatron.reward.scoring import Judged
 from vapo_megatron.reward.verifier import Verdict
-from vapo_megatron.rollout.carried import CARRIED, CarriedSampling
-from vapo_megatron.rollout.carry_over import Tally, num_begun, shares
 from vapo_megatron.rollout.disaggregated.source import RemoteSampling
-from vapo_megatron.rollout.in_flight import write_files
-from vapo_megatron.rollout.lag import lag_metrics, tokens_by_version
-from vapo_megatron.rollout.requests import SamplingSettings, continued_seed
+from vapo_megatron.rollout.dump import read_header
+from vapo_megatron.rollout.partial.files import PARTIAL, Group, Response, write_files
+from vapo_megatron.rollout.partial.lag import lag_metrics, tokens_by_version
+from vapo_megatron.rollout.partial.sampling import Flight, PartialSampling
+from vapo_megatron.rollout.partial.tally import Tally, num_started, shares
+from vapo_megatron.rollout.requests import SamplingSettings, continued_seed, start_groups
 from vapo_megatron.rollout.sampling import Sampling
+from vapo_megatron.rollout.source import StepRequest
 
 SIZE, LIMIT = 2, 20
 SETTINGS = SamplingSettings(1.0, 1.0, -1, LIMIT, "train")
 
 
-class Engine:
+class Counting(Engine):
     """Samples one token at a time of a few responses; how long they get depends on the prompt."""
 
-    keeps_rollouts = True
-
-    def __init__(self, replica, num_replicas):
-        self.replica, self.num_replicas = replica, num_replicas
+    def __init__(self, *replica, seed=5):
+        super().__init__(*replica, seed=seed)
         self.given, self.seeds = [], []
 
     def token(self, version, at):
         return 100 * version + at
 
-    def go_on(self, begun, seeds, sampling, version, on_finished, is_enough, show, has_time):
-        self.given = list(begun)
-        self.seeds += zip(seeds, ((r.prompt.index, r.sample) for r in begun))
-        running = {r.position: r for r in begun}
-        while running and not is_enough():
+    def run(self, work, sampling, version, show, has_time):
+        requests = work.take(self.at_once)
+        self.given = [r for r, _ in requests]
+        self.seeds += [(seed, (r.prompt.index, r.sample)) for r, seed in requests]
+        running = {r.position: r for r in self.given}
+        while running and not work.is_enough():
             if has_time is not None and not has_time():
                 raise Stopped
             for position in sorted(running)[:5]:
@@ -57,7 +59,7 @@ class Engine:
                 r = r.extended(*more, version, truncated=at + 1 == length == LIMIT)
                 running[position] = r
                 if at + 1 == length:
-                    on_finished(running.pop(position))
+                    work.ended(running.pop(position))
         return list(running.values())
 
 
@@ -100,10 +102,10 @@ class Replicas:
             for _ in range(count)
         ]
         self.each = [
-            CarriedSampling(
-                Engine(i, count), self.data[i],
+            PartialSampling(
+                Counting(i, count), self.data[i],
                 rollout=RolloutConfig(carry_over_groups=extra, max_lag=max_lag),
-                algorithm=algorithm, reward=RewardConfig(), settings=SETTINGS, seed=5,
+                algorithm=algorithm, reward=RewardConfig(), settings=SETTINGS,
             )
             for i in range(count)
         ]  # fmt: skip
@@ -111,11 +113,12 @@ class Replicas:
     def step(self, step, has_time=None):
         """Responses of all replicas, and the groups that are left."""
         scored, left, before = [], [], self.data[0].state_dict()["position"]
-        for carried in self.each:
-            scored += carried.share(step, step, phase, has_time, Stream())
-            left += carried._after[step + 1].groups
+        for replica in self.each:
+            asked = StepRequest(step, step, phase, has_time=has_time)
+            scored += replica.share(asked, Stream())
+            left += replica._after[step + 1].groups
         moved = self.data[0].state_dict()["position"] - before
-        assert {c.drawn(step) for c in self.each} == {moved}
+        assert {c.num_prompts(step) for c in self.each} == {moved}
         return scored, left
 
     def save(self, done, directory):
@@ -126,9 +129,9 @@ class Replicas:
         return states[0], [name for _, sums in written for name in sums]
 
     def load(self, done, state, directory):
-        for carried, data in zip(self.each, self.data):
+        for replica, data in zip(self.each, self.data):
             data.load_state_dict(state)
-            carried.load(done, directory)
+            replica.load(done, directory)
 
 
 def drawn_cases():
@@ -165,13 +168,13 @@ def test_each_group_is_handed_over_once_and_in_time(
                 assert len({s.rollout.prompt.index for s in pair}) == 1
                 assert [s.rollout.sample for s in pair] == list(range(SIZE))
                 indices.append(pair[0].rollout.prompt.index)
-            assert all(group.begun > step - max_lag for group in left)
+            assert all(group.started > step - max_lag for group in left)
             assert len(left) == (extra if step < steps - 1 else 0)
     for replicas, indices in ((run, trained), (other, elsewhere)):
         assert len(set(indices)) == len(indices) == prompts * steps
         fresh = Replicas(1, prompts, extra, max_lag, steps).data[0].next(prompts * steps)
         assert {p.index for p in fresh} == set(indices), "in the data's order, none left out"
-        asked = [pair for carried in replicas.each for pair in carried._engine.seeds]
+        asked = [pair for each in replicas.each for pair in each._engine.seeds]
         # Of the first token, and another for each response.
         assert len({seed for seed, _ in asked}) == len({who for _, who in asked}) == len(set(asked))
 
@@ -182,14 +185,33 @@ def test_what_was_kept_goes_on_as_if_nothing_had_happened(tmp_path):
     for step in range(4):
         run.step(step)
     state, names = run.save(4, tmp_path)
-    assert names == [f"{CARRIED}/replica_{i:05d}.safetensors" for i in range(2)]
+    assert names == [f"{PARTIAL}/replica_{i:05d}.safetensors" for i in range(2)]
     again.load(4, state, tmp_path)
     before = [r for c in run.each for g in c._after[4].groups for r in g.responses]
-    assert {r.is_whole for r in before} == {True, False}
+    assert {r.is_finished for r in before} == {True, False}
     assert any(r.rollout.segments for r in before)
     for step in range(4, 7):
         assert again.step(step) == run.step(step)
         assert [c._engine.given for c in again.each] == [c._engine.given for c in run.each]
+
+
+def test_groups_may_differ_in_size(tmp_path):
+    """Of one replica, which has one, three and two responses in flight, kept and read again."""
+    run, again = Replicas(1, 3, 0, 1, 2), Replicas(1, 3, 0, 1, 2)
+    sizes = [1, 3, 2]
+    prompts = [p for p, n in zip(run.data[0].next(3), sizes) for _ in range(n)]
+    groups = start_groups(prompts, sizes, seed=5, step=0, role="train")
+    flight = [Group(0, tuple(Response(*request) for request in group)) for group in groups]
+    run.each[0]._after = {0: Flight(), 1: Flight(tuple(flight), (3,))}
+    state, (name,) = run.save(1, tmp_path)
+    assert read_header(tmp_path / name).group_size == 0
+    again.load(1, state, tmp_path)
+    assert again.each[0]._after[1].groups == tuple(flight)
+    for replicas in (run, again):
+        scored, left = replicas.step(1)
+        assert not left and [s.rollout.position for s in scored] == list(range(6))
+        assert [s.rollout.prompt for s in scored] == prompts
+        assert [s.rollout.first for s in scored] == [0, 1, 1, 1, 4, 4]
 
 
 def test_a_step_that_is_stopped_changes_nothing(tmp_path):
@@ -216,7 +238,7 @@ def resumes(checkpoint, *, prompts=4, apart=False, **rollout):
     )
     source = object.__new__(RemoteSampling if apart else Sampling)
     source._rollout, source._algorithm = RolloutConfig(**placement, **rollout), algorithm
-    source._carried = None
+    source._partial = None
     source.resume(1, checkpoint)
 
 
@@ -247,15 +269,15 @@ def test_the_oldest_are_handed_over_and_who_is_due_is_waited_for():
     tally.finished(3)
     assert not tally.is_enough(), "group 0 is due"
     tally.finished(0)
-    assert tally.is_enough() and tally.taken() == [0, 1]
+    assert tally.is_enough() and tally.selected() == [0, 1]
     later = Tally([0, 1, 1, 2], [1, 0, 1, 0], step=2, share=2, max_lag=3)
-    assert later.is_enough() and later.taken() == [1, 3]
+    assert later.is_enough() and later.selected() == [1, 3]
 
 
-def test_how_many_are_begun():
+def test_how_many_are_started():
     assert shares(7, 3) == [3, 2, 2]
-    assert [num_begun(n, 4, 3, 9) for n in (0, 3, 4)] == [7, 4, 3]
-    assert num_begun(3, 4, 3, 1) == 1 and num_begun(3, 4, 0, 5) == 1
+    assert [num_started(n, 4, 3, 9) for n in (0, 3, 4)] == [7, 4, 3]
+    assert num_started(3, 4, 3, 1) == 1 and num_started(3, 4, 0, 5) == 1
 
 
 def test_a_part_has_the_seed_of_its_first_token():

@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
-from tests.rollout.vllm import carried_jobs as jobs
+from tests.rollout.vllm import partial_jobs as jobs
 from tests.rollout.vllm.engine_jobs import settings
 from tests.rollout.vllm.test_engine import TINY, assert_greedy, logits_of
 from tests.weights.tiny_hf import write_tiny_hf

@@ -1,4 +1,4 @@
-"""What the worker process of test_carried.py does with a real engine; tests judge the results."""
+"""What the worker process of test_partial.py does with a real engine; tests judge the results."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ from tests.rollout.vllm.engine_jobs import (
     build_engine,
     config,
     error_of,
+    generate,
     prompts,
     settings,
     weights,
 )
 from tests.rollout.vllm.sleep_jobs import LONGER_THAN_A_BLOCK
 from vapo_megatron.data.rollout import Rollout
-from vapo_megatron.rollout.requests import request_seeds
+from vapo_megatron.rollout.requests import Request, start_groups
+from vapo_megatron.rollout.work import Work
 
 COUNT, AT_ONCE, CUT_AT, WHOLE = 12, 8, 9, 5
 
 
-def go_on(engine, begun, seeds, version, is_enough) -> tuple[list, list]:
-    """(whole, cut), by position."""
-    whole: list[Rollout] = []
-    own = [seeds[r.position] for r in begun]
-    cut = engine.go_on(begun, own, settings(), version, whole.append, lambda: is_enough(len(whole)))
-    return sorted(whole, key=lambda r: r.position), cut
+def go_on(engine, asked, seeds, version, is_enough) -> tuple[list, list]:
+    """(finished, interrupted), by position."""
+    finished: list[Rollout] = []
+    parts = iter([[Request(r, seeds[r.position]) for r in asked]])
+    work = Work(
+        lambda room: next(parts, []), finished.append, len(asked), lambda: is_enough(len(finished))
+    )
+    interrupted = engine.run(work, settings(), version)
+    return sorted(finished, key=lambda r: r.position), interrupted
 
 
 def cached_blocks(engine: Any) -> int:
@@ -45,9 +50,9 @@ def cut_and_gone_on(tmp: Path, first_path: Path, second_path: Path) -> dict[str,
     )
     engine.load_weights(weights(first_path), 3)
     ask = prompts(COUNT, length=LONGER_THAN_A_BLOCK)
-    seeds = request_seeds(ask, 1, seed=SEED, step=1, role="train")
-    begun = [Rollout.begun(prompt, 0, at, 3) for at, prompt in enumerate(ask)]
-    found: dict[str, Any] = {"plain": engine.generate(ask, 1, 1, settings(), 3)}
+    groups = start_groups(ask, [1] * COUNT, seed=SEED, step=1, role="train", policy_version=3)
+    begun, seeds = zip(*(request for group in groups for request in group))
+    found: dict[str, Any] = {"plain": generate(engine, ask, 1, 1, settings(), 3)}
     found["uncut"] = go_on(engine, begun, seeds, 3, lambda count: False)
     found["by count"] = go_on(engine, begun, seeds, 3, lambda count: count >= WHOLE)
     found["again"] = go_on(engine, begun, seeds, 3, lambda count: count >= WHOLE)
@@ -66,7 +71,7 @@ def cut_and_gone_on(tmp: Path, first_path: Path, second_path: Path) -> dict[str,
     engine.load_weights(weights(second_path), 4)
     found["cached"] = before, cached_blocks(engine)
     found["other weights"] = go_on(engine, cut, seeds, 4, lambda count: False)
-    found["evaluation"] = engine.generate(ask, 1, 1, settings(0), 4)
+    found["evaluation"] = generate(engine, ask, 1, 1, settings(0), 4)
     found["older version"] = error_of(go_on, engine, cut, seeds, 3, lambda count: False)
     engine.shutdown()
     return found

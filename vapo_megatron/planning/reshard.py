@@ -6,47 +6,18 @@ From bandwidths alone: no latency, no contention between nodes, no overlap of bu
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.planning.cluster import GB, Cluster
 from vapo_megatron.weights.holders import TrainerLayout
 from vapo_megatron.weights.reshard.plan import Plan
 from vapo_megatron.weights.reshard.shards import trainer_pieces
 from vapo_megatron.weights.reshard.steps import BUCKET_BYTES, buckets
 from vapo_megatron.weights.table import rows_in_order
 
-if TYPE_CHECKING:
-    from vapo_megatron.models.hf_config import ModelShape
-
 LINK_CLASSES = ("same GPU", "same node", "across nodes")
-GB = 1e9
-
-
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    """Bandwidths. The defaults are those of 8 H100 with one 400 Gb/s adapter each."""
-
-    gpus_per_node: int = 8
-    nvlink_gb_per_second: float = 900.0
-    """Of one GPU, both directions together, as NVIDIA counts it."""
-    network_gb_per_second: float = 50.0
-    """Of one GPU, each way."""
-    memory_gb_per_second: float = 3350.0
-    """Of one GPU's memory, reads and writes together."""
-
-    def link_seconds(self, sent: np.ndarray, received: np.ndarray) -> np.ndarray:
-        """Return how long each rank's links are busy; both directions and both classes overlap.
-
-        Args:
-            sent, received: bytes [2, ranks], within the node and across nodes.
-        """
-        speeds = np.array([self.nvlink_gb_per_second / 2, self.network_gb_per_second]) * GB
-        return (np.maximum(sent, received) / speeds[:, None]).max(0)
-
-    def memory_seconds(self, num_bytes: np.ndarray) -> np.ndarray:
-        """Return how long each rank takes to read and write bytes once."""
-        return 2 * num_bytes / (self.memory_gb_per_second * GB)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +41,8 @@ def plan_cost(plan: Plan, cluster: Cluster, bucket_bytes: int = BUCKET_BYTES) ->
     seconds = 0.0
     for bucket in buckets(plan, bucket_bytes):
         out, into, copied = bucket.counts
-        on_links = cluster.link_seconds(out, into)
-        in_memory = cluster.memory_seconds(copied + out.sum(0) + into.sum(0))
+        on_links = _link_seconds(cluster, out, into)
+        in_memory = _memory_seconds(cluster, copied + out.sum(0) + into.sum(0))
         seconds += float((on_links + in_memory).max())
         sent += np.vstack([copied, out])
         received += np.vstack([copied, into])
@@ -115,10 +86,24 @@ def full_gather_cost(
             np.add.at(into, (across.astype(int), next_rank), amounts)
             sent[1:] += out
             received[1:] += into
-            seconds += float(cluster.link_seconds(out, into).max())
+            seconds += float(_link_seconds(cluster, out, into).max())
         through_memory = tp_size * num_bytes * (1 + 1 / sampler_tp_size)
-        seconds += float(cluster.memory_seconds(np.array(through_memory)))
+        seconds += float(_memory_seconds(cluster, np.array(through_memory)))
     return Cost(sent, received, seconds)
+
+
+def _link_seconds(cluster: Cluster, sent: np.ndarray, received: np.ndarray) -> np.ndarray:
+    """Return how long each rank's links are busy; both directions and both classes overlap.
+
+    sent, received: bytes [2, ranks], within the node and across nodes.
+    """
+    speeds = np.array([cluster.rate("nvlink"), cluster.rate("network")])
+    return (np.maximum(sent, received) / speeds[:, None]).max(0)
+
+
+def _memory_seconds(cluster: Cluster, num_bytes: np.ndarray) -> np.ndarray:
+    """Return how long each rank takes to read and write bytes once."""
+    return 2 * num_bytes / cluster.rate("memory")
 
 
 def _stage_bytes(shape: ModelShape, trainer: TrainerLayout, bytes_per_element: int) -> list[int]:

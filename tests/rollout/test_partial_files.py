@@ -1,6 +1,6 @@
 """Files of responses in a checkpoint: what each rank writes, and what all say of it together.
 
-Not exercised: what is in them, see test_carry_over.py and tests/e2e/test_disaggregated.py.
+Not exercised: what is in them, see test_partial.py and tests/e2e/test_disaggregated.py.
 """
 
 import errno
@@ -10,7 +10,7 @@ import os
 import pytest
 
 from vapo_megatron.errors import CheckpointError
-from vapo_megatron.rollout.in_flight import IN_FLIGHT, all_sums, write_files
+from vapo_megatron.rollout.partial.files import IN_FLIGHT, all_sums, write_files
 
 FILES = [(f"{IN_FLIGHT}/step_000003/a", b"one"), (f"{IN_FLIGHT}/step_000004/a", b"two")]
 
