@@ -72,6 +72,7 @@ def _numbers(gold: Number, answer: Number) -> bool:
 
 
 def _measured(gold: Value, answer: Value) -> bool:
+    """Compare where one of the two has a unit."""
     # The letter at the end may be a variable: 2 s.
     for one, other in ((gold, answer), (answer, gold)):
         if isinstance(one, Measured) and one.whole and not isinstance(other, Measured):
@@ -203,11 +204,13 @@ def _distinct(values: Sequence[Value]) -> list[Value]:
 
 
 def _relations(gold: Value, answer: Value) -> bool:
+    """Compare where one of the two is a relation: `x = 5` is worth 5, an inequality its region."""
     if not isinstance(gold, Relation):
         assert isinstance(answer, Relation)
-        if set(answer.operators) <= {"="} and not (
-            isinstance(gold, Items | Either) and gold_has_names(gold)
-        ):
+        has_relations = isinstance(gold, Items) and any(
+            isinstance(one, Relation) for one in gold.values
+        )
+        if set(answer.operators) == {"="} and not has_relations:
             constants = [one for one in answer.sides[:-1] if _is_constant(one)]
             last = answer.sides[-1]
             return equal(gold, last) and all(equal(last, one) for one in constants)
@@ -217,7 +220,7 @@ def _relations(gold: Value, answer: Value) -> bool:
             return equal(gold, answer.sides[1])
         return same_sets(gold, answer)
     if not isinstance(answer, Relation):
-        if gold.name and set(gold.operators) <= {"="}:
+        if gold.name and set(gold.operators) == {"="}:
             return equal(gold.sides[-1], answer)
         if gold.name and gold.operators == (r"\in",):
             return equal(gold.sides[1], answer) or same_sets(gold, answer)
@@ -248,11 +251,6 @@ def _is_constant(value: Any) -> bool:
     if isinstance(value, Expression):
         return value.value.is_number is True and not value.value.has(Integral, Limit, Product, Sum)
     return isinstance(value, Number)
-
-
-def gold_has_names(gold: Items | Either) -> bool:
-    """Return whether a list's members are relations."""
-    return isinstance(gold, Items) and any(isinstance(v, Relation) for v in gold.values)
 
 
 def _sides(relation: Relation) -> list[Value]:

@@ -146,14 +146,14 @@ def _parse(text: str) -> Value:
         return _items("", "", [row for row in rows if row])
     thousands = [match.span() for match in _THOUSANDS.finditer(text)] if "," in text else []
     cuts = [
-        (match, depth)
+        match
         for i, depth in depths(text)
         if depth == 0
         and (match := _SEPARATOR.match(text, i)) is not None
         and not any(start < i < end for start, end in thousands)
     ]
     if cuts:
-        return _listed(text, [match for match, _ in cuts])
+        return _listed(text, cuts)
     if _SIGNS.search(text):
         return _items("", "", _with_signs(text))
     if "\\cup" in text or "U" in text:
@@ -172,18 +172,13 @@ def _parse(text: str) -> Value:
 
 
 def _listed(text: str, cuts: list[re.Match[str]]) -> Value:
+    """Return the list that a text is, cut at its separators."""
     parts, start, joints = [], 0, []
     for match in cuts:
         parts.append(text[start : match.start()].strip())
         joints.append(match[0])
         start = match.end()
     parts.append(text[start:].strip())
-    # "1, 2, and 3"
-    kept = [part for i, part in enumerate(parts) if part or i == 0 or joints[i - 1] not in ",;"]
-    if len(kept) == len(parts) - 1 and len(parts) > 2:
-        joined = [i for i, part in enumerate(parts) if not part]
-        if joined and joined[0] and joints[joined[0]] in ("and", "or"):
-            parts = kept
     parts = [part for i, part in enumerate(parts) if part or not _before_word(parts, joints, i)]
     found = _items("", "", parts)
     alternatives = joints[-1] in ("or", "\\lor", "\\vee")
