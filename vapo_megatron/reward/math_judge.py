@@ -1,6 +1,7 @@
-"""Runs math-verify, in a worker process: final answers against ground truths.
+"""Runs the comparison of mathematics, in a worker process: final answers against ground truths.
 
-Imports neither torch nor anything else of the package.
+math_text writes a formula in one way, math_parser takes it apart (expressions by math-verify's
+parser), math_equality compares. Imports neither torch nor anything else of the package.
 """
 
 from __future__ import annotations
@@ -8,13 +9,12 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import re
 from collections.abc import Callable
 from typing import Any
 
-# math-verify treats everything from the first \text to a closing brace at the end as a unit.
-_DROPPED_AS_UNIT = re.compile(r"\\(?:text|mbox)\{.*\}(?:\^\d)?$", re.DOTALL)
-_UNIT = re.compile(r"(?:\\(?:text|mbox)\{[^{}]*\}|\^\{?-?\d\}?|\\cdot|\\[,;:!]|[\s~/.*])*")
+from vapo_megatron.reward.math_equality import equal
+from vapo_megatron.reward.math_expression import Unparsable
+from vapo_megatron.reward.math_parser import Value, parse
 
 
 def make_handler() -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:
@@ -35,66 +35,25 @@ def make_handler() -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str
 
 def judge(gold: str, answer: str | None) -> str:
     """Return the status of a final answer against the ground truth, both without markers."""
-    expected = _parse_gold(gold)
+    expected = _parsed(gold)
     if expected is None:
         return "bad_gold"
     if answer is None:
         return "correct"
-    found = _parse(answer, whole=True)
+    found = _parsed(answer)
     if found is None:
         return "unparsable"
-    return "correct" if _equal(expected, found) else "wrong"
-
-
-def _equal(expected: Any, found: Any) -> bool:
-    """Return math-verify's verdict, but raise MemoryError, which it would count as a difference.
-
-    Its `except Exception` is narrowed to all loaded subclasses but MemoryError. If an error escapes
-    that (a bare Exception, or a class loaded later), it is asked again unpatched.
-    """
-    from math_verify import grader
-
-    ordinary = tuple(error for error in Exception.__subclasses__() if error is not MemoryError)
-    for caught in (ordinary, Exception):
-        grader.Exception = caught  # type: ignore[attr-defined]
-        try:
-            # Its own time limits use signals and whole seconds; here the pool kills the process.
-            return grader.verify(expected, found, timeout_seconds=None, raise_on_error=True)
-        except MemoryError:
-            raise
-        except Exception:
-            continue
-    return False
+    try:
+        return "correct" if equal(expected, found) else "wrong"
+    except MemoryError:
+        raise
+    except Exception:  # Whatever sympy raises of what it cannot compute with.
+        return "wrong"
 
 
 @functools.lru_cache(maxsize=4096)
-def _parse_gold(gold: str) -> Any:
-    return _parse(gold, whole=False)
-
-
-def _parse(text: str, whole: bool) -> Any:
-    """Return the text's expression; None: it cannot be parsed.
-
-    Follows math-verify's steps for one formula. Its search for formulas in a text is left out: it
-    accepts a part where the whole cannot be parsed, such as one member of a list.
-
-    Args:
-        text: one formula without delimiters.
-        whole: refuse a text from which math-verify would drop more than a unit.
-    """
-    from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
-    from math_verify.parser import parse_latex_cached
-    from sympy import Basic, MatrixBase
-
-    rest = NormalizationConfig(False, units=True, malformed_operators=True, nits=True, boxed="none")
+def _parsed(text: str) -> Value | None:
     try:
-        text = normalize_latex(text, NormalizationConfig(boxed="none"))
-        dropped = _DROPPED_AS_UNIT.search(text)
-        if whole and dropped and dropped.start() and not _UNIT.fullmatch(dropped[0]):
-            return None
-        expression = parse_latex_cached(normalize_latex(text, rest))
-    except MemoryError:
-        raise
-    except Exception:
+        return parse(text)
+    except (Unparsable, RecursionError):
         return None
-    return expression if isinstance(expression, (Basic, MatrixBase)) else None
