@@ -46,7 +46,6 @@ def build(hf, role, layout, dtype):
 
 def mini_batch_of(model, logprobs=None, **faulty):
     """A mini-batch; faulty numbers stand on the last data-parallel rank alone."""
-
     place, data = model.ranks, make_batch(60)
     share = [[0, 1, 3], [2, 5, 6]][place.dp_rank] if place.dp_size == 2 else [0, 1, 2, 3, 5, 6]
     data = select(data, share)
