@@ -2,7 +2,7 @@ r"""Takes a formula apart: lists, tuples, sets, relations, units; math-verify pa
 
 The parser of math-verify reads expressions alone. Its normalization drops letters at the end as
 units, its verdicts small numbers, and it accepts a part where the whole cannot be parsed, so what
-holds expressions together is read here. Imports nothing of the package outside reward/math_*.
+holds expressions together is read here. Imports nothing of the package outside this folder.
 """
 
 from __future__ import annotations
