@@ -59,7 +59,7 @@ class MathVerifier:
                 f"timeout_seconds={timeout_seconds} above 0"
             )
         self._pool = WorkerPool(
-            "vapo_megatron.reward.math_judge:make_handler", {}, num_workers, timeout_seconds,
+            "vapo_megatron.reward.mathematics.judge:make_handler", {}, num_workers, timeout_seconds,
             memory_limit_bytes,
         )  # fmt: skip
         self._known_answers: dict[str, str] = {}

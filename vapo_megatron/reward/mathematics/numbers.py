@@ -1,6 +1,6 @@
 r"""Reads what needs no algebra: numbers exactly, numbers of other bases, units, words.
 
-Texts are those of math_text.plain. Imports neither torch nor anything else of the package.
+Texts are those of text.plain. Imports neither torch nor anything else of the package.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@ r"""Takes a formula apart: lists, tuples, sets, relations, units; math-verify pa
 
 The parser of math-verify reads expressions alone. Its normalization drops letters at the end as
 units, its verdicts small numbers, and it accepts a part where the whole cannot be parsed, so what
-holds expressions together is read here. Imports nothing of the package outside reward/math_*.
+holds expressions together is read here. Imports nothing of the package outside this folder.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeAlias
 
-from vapo_megatron.reward.math_expression import Expression, Unparsable, expression
-from vapo_megatron.reward.math_numbers import (
+from vapo_megatron.reward.mathematics.expression import Expression, Unparsable, expression
+from vapo_megatron.reward.mathematics.numbers import (
     BasedNumber,
     Number,
     Unit,
@@ -23,7 +23,7 @@ from vapo_megatron.reward.math_numbers import (
     quantity,
     words,
 )
-from vapo_megatron.reward.math_text import closing, depths, plain
+from vapo_megatron.reward.mathematics.text import closing, depths, plain
 
 
 class Word(NamedTuple):

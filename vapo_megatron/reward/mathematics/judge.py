@@ -1,7 +1,7 @@
 """Runs the comparison of mathematics, in a worker process: final answers against ground truths.
 
-math_text writes a formula in one way, math_parser takes it apart (expressions by math-verify's
-parser), math_equality compares. Imports neither torch nor anything else of the package.
+text.py writes a formula in one way, parser.py takes it apart (expressions by math-verify's
+parser), equality.py compares. Imports neither torch nor anything else of the package.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from vapo_megatron.reward.math_equality import equal
-from vapo_megatron.reward.math_expression import Unparsable
-from vapo_megatron.reward.math_parser import Value, parse
+from vapo_megatron.reward.mathematics.equality import equal
+from vapo_megatron.reward.mathematics.expression import Unparsable
+from vapo_megatron.reward.mathematics.parser import Value, parse
 
 
 def make_handler() -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:

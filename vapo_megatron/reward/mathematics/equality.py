@@ -1,4 +1,4 @@
-r"""Whether two values of math_parser are equal.
+r"""Whether two values of parser.py are equal.
 
 Not symmetric: the first is the ground truth, which says what is wanted.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vapo_megatron.reward.math_expression import Expression, Unparsable, expression
-from vapo_megatron.reward.math_identity import (
+from vapo_megatron.reward.mathematics.expression import Expression, Unparsable, expression
+from vapo_megatron.reward.mathematics.identity import (
     as_expression,
     close,
     constant_ratio,
     expressions_equal,
 )
-from vapo_megatron.reward.math_numbers import BasedNumber, Number, units_agree
-from vapo_megatron.reward.math_parser import (
+from vapo_megatron.reward.mathematics.numbers import BasedNumber, Number, units_agree
+from vapo_megatron.reward.mathematics.parser import (
     Builder,
     Either,
     Items,
@@ -27,7 +27,7 @@ from vapo_megatron.reward.math_parser import (
     Word,
     side,
 )
-from vapo_megatron.reward.math_regions import is_set, same_sets
+from vapo_megatron.reward.mathematics.regions import is_set, same_sets
 
 _FLIPPED = {"<": ">", r"\le": r"\ge"}
 

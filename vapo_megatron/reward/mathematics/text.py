@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from vapo_megatron.reward.math_unicode import in_ascii
+from vapo_megatron.reward.mathematics.unicode import in_ascii
 
 _ROOT = re.compile(r"\\sqrt(\[\d\])?\s*(\d+(?:\.\d+)?|[A-Za-z]|\()")
 

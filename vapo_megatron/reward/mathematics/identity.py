@@ -10,9 +10,9 @@ import random
 from fractions import Fraction
 from typing import Any
 
-from vapo_megatron.reward.math_expression import Expression, Unparsable
-from vapo_megatron.reward.math_numbers import Number
-from vapo_megatron.reward.math_parser import Value
+from vapo_megatron.reward.mathematics.expression import Expression, Unparsable
+from vapo_megatron.reward.mathematics.numbers import Number
+from vapo_megatron.reward.mathematics.parser import Value
 
 DIGITS = 50
 """Of the numbers that identities are tried with."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vapo_megatron.reward.math_expression import Expression, Unparsable
-from vapo_megatron.reward.math_identity import as_expression
-from vapo_megatron.reward.math_parser import Either, Items, Relation, Value, side
+from vapo_megatron.reward.mathematics.expression import Expression, Unparsable
+from vapo_megatron.reward.mathematics.identity import as_expression
+from vapo_megatron.reward.mathematics.parser import Either, Items, Relation, Value, side
 
 
 def is_set(value: Value) -> bool:
