@@ -378,14 +378,13 @@ MISTAKES = {
     "critic checkpoint of another range": (
         checkpoint("values", ffn=32),
         [
-            "model.critic_checkpoint={place}/values", "algorithm.value_bound=null",
-            "algorithm.value_range=[-1.5, 1]",
+            "model.critic_checkpoint={place}/values", "algorithm.value_range=[-1.5, 1]",
         ],
         "algorithm.value_range=null, which algorithm.value_range=[-1.5, 1.0] must equal: the same",
     ),
     "checkpoint of another range": (
         checkpoint("run", ffn=32),
-        ["algorithm.value_bound=null", "algorithm.value_range=[-1.5, 1]"],
+        ["algorithm.value_range=[-1.5, 1]"],
         "logging.run_dir={place}/run (step_000001): its critic was trained with algorithm.value_r",
     ),
     "critic checkpoint without a critic": (
