@@ -27,9 +27,10 @@ from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.sealed import seal
 from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
 from tests.workers import free_port
-from tools import convert_hf_to_megatron, evaluate
+from tools import convert_hf_to_megatron
 from vapo_megatron.cli import preflight
 from vapo_megatron.cli.command import ProgressBar
+from vapo_megatron.cli.evaluate import command as evaluate
 from vapo_megatron.cli.train import main
 from vapo_megatron.config import ParallelConfig, load_config
 from vapo_megatron.data import lock
