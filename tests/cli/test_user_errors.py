@@ -38,6 +38,7 @@ from vapo_megatron.data.problems import load_problems
 from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 from vapo_megatron.errors import DataError, UserError
+from vapo_megatron.reward import checks
 from vapo_megatron.rollout.dump import step_bytes
 from vapo_megatron.run.output import RunOutput
 from vapo_megatron.weights.convert.to_megatron import convert_to_megatron
@@ -578,7 +579,7 @@ def test_a_long_check_shows_how_far_it_is(place, monkeypatch, capsys):
     monkeypatch.setattr(
         preflight, "ProgressBar", partial(ProgressBar, after_seconds=0, every_seconds=3600)
     )
-    monkeypatch.setattr(preflight, "_CHUNK", 2)
+    monkeypatch.setattr(checks, "_ROWS_AT_ONCE", 2)
     assert main(["--config", str(place / "config.yaml"), "--dry-run"]) == 0
     lines = [line.split(",")[0] for line in capsys.readouterr().err.splitlines()]
     assert lines == [

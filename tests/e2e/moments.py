@@ -78,9 +78,9 @@ KINDS = {
     ),
     "generation": Kind(_SAMPLES, calls=(2, 8), counts=lambda phase, _: phase == "generation"),
     "generation, a further round": Kind(
-        "vapo_megatron.rollout.sampling:Sampling._sample",
+        "vapo_megatron.rollout.sampling:Sampling._round",
         (VALUE_STEPS + 1, VALUE_STEPS + 2),
-        counts=lambda phase, self, step, version, phases, has_time, round, num: round > 0,
+        counts=lambda phase, self, asked, round, num_prompts: round > 0,
     ),
     "verification": Kind("vapo_megatron.rollout.sampling:score_rollouts"),
     "between critic's and actor's update": Kind("vapo_megatron.roles.actor:Actor.update"),

@@ -115,7 +115,7 @@ def unpacks_before_it_waits(tmp, path):
 
 
 def test_unpacking_before_the_wait_would_be_seen(workers, tmp_path, small):
-    with pytest.raises(AssertionError, match="the sampler's weights differ from the trainer's"):
+    with pytest.raises(AssertionError, match="the engine's weights differ from the trainer's"):
         workers.run(2, lately, unpacks_before_it_waits, tmp_path, small)
 
 

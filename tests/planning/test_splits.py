@@ -96,10 +96,10 @@ def test_what_does_not_fit_names_its_side():
 
     assert reason(config) is None
     assert reason(with_sampler(config, gpu_memory_utilization=0.99)).startswith(
-        "generation on a sampler's GPU needs "
+        "generation on a rollout worker's GPU needs "
     )
     assert reason(with_sampler(config, gpu_memory_utilization=0.25)).startswith(
-        "generation on a sampler's GPU leaves vLLM a KV cache of "
+        "generation on a rollout worker's GPU leaves vLLM a KV cache of "
     )
     assert reason(with_parallel(config, max_tokens_per_microbatch=10**6)).startswith(
         "critic_update on a trainer's GPU needs "
@@ -115,11 +115,11 @@ def test_what_does_not_fit_names_its_side():
         ),
         (
             ["rollout.kv_cache_bytes=80000000000"],
-            "generation on a sampler's GPU needs .*lower rollout.kv_cache_bytes=80000000000 or",
+            "on a rollout worker's GPU needs .*lower rollout.kv_cache_bytes=80000000000 or",
         ),
         (
             ["rollout.gpu_memory_utilization=0.15"],
-            "on a sampler's GPU leaves vLLM a KV cache of .*raise rollout.gpu_memory_utilization",
+            "on a rollout worker's GPU leaves vLLM a KV .*raise rollout.gpu_memory_utilization",
         ),
     ],
 )
@@ -297,15 +297,17 @@ def test_little_memory_says_which_side():
     )
     assert not found.plans
     name, closest = found.closest
-    assert name.startswith("4 samplers, TP ") and " on a trainer's GPU needs " in closest.reason
+    assert (
+        name.startswith("4 rollout workers, TP ") and " on a trainer's GPU needs " in closest.reason
+    )
     less = dataclasses.replace(SMALL, gpu_bytes=6 * 10**9)
     found = rank_splits(
         SMALL_SHAPE, apart(SMALL_BASE, 1), less, workload_of(SMALL_BASE), Fixed(samplers=4)
     )
-    assert "on a sampler's GPU" in found.misfits["4 samplers"].reason
+    assert "on a rollout worker's GPU" in found.misfits["4 rollout workers"].reason
     hosts = with_parallel(apart(SMALL_BASE, 1), host_memory_gb=10.0)
     found = rank_splits(SMALL_SHAPE, hosts, SMALL, workload_of(SMALL_BASE), Fixed(samplers=4))
-    assert "a node of samplers needs" in found.misfits["4 samplers"].reason
+    assert "a node of rollout workers needs" in found.misfits["4 rollout workers"].reason
 
 
 def test_yaml_to_paste_has_the_split(searched, tmp_path):

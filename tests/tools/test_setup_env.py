@@ -133,12 +133,16 @@ def test_the_tests_run_in_the_environment_that_is_asked_for(
     )  # fmt: skip
     assert "reusing" in done.stderr, done.stderr
     start = f"env, GPUs '{gpus}': -m"
-    linted = f"{start} ruff check vapo_megatron tools examples tests setup.py"
+    sources = "vapo_megatron tools examples tests docs setup.py"
+    linted = [f"{start} ruff check {sources}", f"{start} ruff format --check --quiet {sources}"]
+    # Beside the tests, so in either order.
+    typed = [] if given.endswith(asked) else [f"{start} mypy vapo_megatron"]
     installed, *rest = done.stdout.splitlines()
     # Only the command `vapo` is installed anew, because the one that is there is of no checkout.
     assert installed.startswith(f"{start} pip install ")
     assert installed.endswith(f"--no-index --editable {ROOT}")
-    assert rest == [linted, f"{start} pytest -q {asked}"]
+    assert rest[:2] == linted
+    assert sorted(rest[2:]) == [*typed, f"{start} pytest -q {asked}"]
 
 
 def test_an_environment_without_a_name_is_refused():

@@ -46,7 +46,7 @@ class LossTokens(NamedTuple):
     old_logprobs: Tensor
     """From the policy before this step's updates."""
     rollout_logprobs: Tensor
-    """From the sampler."""
+    """From the inference engine."""
     advantages: Tensor
     reference_logprobs: Tensor | None
     """From the reference policy; None: kl_coef is 0."""

@@ -1,11 +1,12 @@
 """Whether two computations of the same log-probabilities differ by rounding alone.
 
-Before a step's first update three forward passes see the same weights and tokens: the sampler's,
-the one of old_logprobs, and the update's. Their results need not be equal bit by bit: a GPU's
-reductions may change their order from call to call (NCCL's NVLS and tree reductions, atomics), and
-one unit in the last place of a bfloat16 logit between 16 and 32 is 0.125. Single tokens may
-therefore differ a lot while the mean and nearly all tokens stay close. Wrong weights, inputs or
-masks move all of them, so these two are judged and the largest difference is only reported.
+Before a step's first update three forward passes see the same weights and tokens: the inference
+engine's, the one of old_logprobs, and the update's. Their results need not be equal bit by bit: a
+GPU's reductions may change their order from call to call (NCCL's NVLS and tree reductions,
+atomics), and one unit in the last place of a bfloat16 logit between 16 and 32 is 0.125. Single
+tokens may therefore differ a lot while the mean and nearly all tokens stay close. Wrong weights,
+inputs or masks move all of them, so these two are judged and the largest difference is only
+reported.
 """
 
 from __future__ import annotations

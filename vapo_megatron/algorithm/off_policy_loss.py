@@ -1,7 +1,7 @@
-"""Policy losses that compare the policy with the sampler and drop tokens that moved too far.
+"""Policy losses relative to the inference engine's policy; they drop tokens that moved too far.
 
-They have no old log-probabilities: the sampler's take their place, so that staleness, a mismatch of
-sampler and trainer, and the step's own updates are one ratio. Dropped tokens stay in the
+Its log-probabilities take the place of old ones, so that staleness, a mismatch of engine and
+trainer, and the step's own updates are one ratio. Dropped tokens stay in the
 denominators: SAO's mean is over all tokens, and a count without them, which depends on the policy
 of the very forward pass, would need a forward pass over the mini-batch of its own.
 """
@@ -32,7 +32,7 @@ def dis_policy_loss(
     num_tokens: int | Tensor,
     num_trained_tokens: int | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """DIS: the policy gradient weighted by the ratio to the sampler; far ratios are dropped.
+    """DIS: the policy gradient weighted by the ratio to the inference engine, if not too far.
 
         r_t = exp(logprobs_t - rollout_logprobs_t)
         f_t = r_t if 1 - low < r_t < 1 + high, else 0        whatever the sign of A_t
@@ -43,7 +43,7 @@ def dis_policy_loss(
 
     Args:
         logprobs: [T] float32 or float64, of the policy being trained; carries the gradient.
-        rollout_logprobs: [T], of the sampler.
+        rollout_logprobs: [T], of the inference engine.
         advantages: [T], A.
         loss_mask: [T] bool, or float weights (see token_weights).
         low: in (0, 1].
@@ -56,7 +56,7 @@ def dis_policy_loss(
     Returns:
         The loss, a 0-d tensor: this microbatch's term of the global mean, exactly 0 with its graph
         intact if N is 0. Metrics, detached 0-d tensors, whose sums over microbatches and ranks are
-        unweighted means over the trained tokens: approx_kl, KL(sampler || new) by the k3 estimator;
+        unweighted means over the trained tokens: approx_kl, KL(engine || new) by the k3 estimator;
         clip_fraction_low and clip_fraction_high, tokens dropped below and above.
 
     Raises:
@@ -102,7 +102,7 @@ def dppo_tv_policy_loss(
 
     Args:
         logprobs: [T] float32 or float64, of the policy being trained; carries the gradient.
-        rollout_logprobs: [T], of the sampler.
+        rollout_logprobs: [T], of the inference engine.
         advantages: [T], A.
         loss_mask: [T] bool, or float weights (see token_weights).
         max_difference: d, in (0, 1].

@@ -1,4 +1,4 @@
-"""Correct for differing token probabilities in sampler and trainer: reweight or drop tokens."""
+"""Correct for differing token probabilities in inference engine and trainer: reweight or drop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def truncated_importance_mask(
 
     Args:
         old_logprobs: [T] float32 or float64, of the trainer, before this step's updates.
-        rollout_logprobs: [T], of the sampler, with the same weights.
+        rollout_logprobs: [T], of the inference engine, with the same weights.
         loss_mask: [T] bool, or float weights.
         cap: C, above 0.
         num_tokens: N, int or 0-d tensor: tokens whose loss_mask is not 0, summed over all
@@ -74,7 +74,7 @@ def icepop_mask(
 
     Args:
         old_logprobs: [T] float32 or float64, of the trainer, before this step's updates.
-        rollout_logprobs: [T], of the sampler, with the same weights.
+        rollout_logprobs: [T], of the inference engine, with the same weights.
         loss_mask: [T] bool, or float weights.
         low: above 0 and at most 1.
         high: at least 1.

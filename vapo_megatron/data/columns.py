@@ -47,11 +47,11 @@ PER_TOKEN = {
         "one place before.",
         sampled="places",
     ),
-    "rollout_logprobs": Column("float32", "From the sampler.", sampled="logprobs"),
+    "rollout_logprobs": Column("float32", "From the inference engine.", sampled="logprobs"),
     "loss_mask": Column("bool", "True, or a weight above 0, where a token is trained on."),
     "policy_mask": Column(
         "float32",
-        "Weight in the policy loss, loss_mask times the correction for the sampler; None: "
+        "Weight in the policy loss, loss_mask times the correction for the inference engine; None: "
         "loss_mask.",
         held=lambda a: a.sampler_correction != "none",
     ),

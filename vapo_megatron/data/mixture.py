@@ -3,8 +3,8 @@
 The sources are interleaved evenly, not drawn at random: each draw credits every source with its
 share of one prompt, and the source with the most credit gives the next prompt of its own seeded
 order and is charged one. So any stretch of a step has the weights' proportions, which gives all
-replicas of the sampler the same mixture, and a source's prompts so far are the sum of its shares to
-about one prompt (half a prompt with two sources), in every step.
+engines the same mixture, and a source's prompts so far are the sum of its shares to about one
+prompt (half a prompt with two sources), in every step.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Rollout:
     truncated: bool
     """True when a length limit ended the response, so that it has no stop token."""
     policy_version: int
-    """Number of weight publications that the sampler had seen, at the last token."""
+    """Number of weight publications that the inference engine had seen, at the last token."""
     segments: tuple[tuple[int, int], ...] = ()
     """(version, number of tokens) one after the other, where several versions sampled it."""
     inserted: tuple[tuple[int, array[int]], ...] = ()

@@ -5,7 +5,7 @@ none. After `gather_summary`: every rank holds lengths, verdicts and rewards of 
 bytes each). After `exchange`: every rank holds the tokens of the responses that its data-parallel
 rank trains on, and of no others. The payload moves once; its sizes follow from the summary.
 
-Where the samplers are processes of their own, `group` joins them with the trainers, and they take
+Where the engines are processes of their own, `group` joins them with the trainers, and they take
 part without receiving anything.
 """
 
@@ -48,7 +48,7 @@ def gather_summary(
         In position order.
 
     Raises:
-        RuntimeError: on every rank, when the sampler left out responses.
+        RuntimeError: on every rank, when the engine left out responses.
     """
     world_size = dist.get_world_size(group)
     counts = _all_gather(torch.tensor([len(local)]), group).flatten()
@@ -86,7 +86,7 @@ def _check_positions(found: Sequence[int], num_responses: int) -> None:
     if missing:
         shown = ", ".join(map(str, missing[:9])) + (", ..." if len(missing) > 9 else "")
         raise RuntimeError(
-            f"the sampler left out {len(missing)} of {num_responses} responses, at positions "
+            f"the engine left out {len(missing)} of {num_responses} responses, at positions "
             f"{shown}; restart the run, which resumes from its latest checkpoint"
         )
     assert len(found) == num_responses, "a response was sampled twice"

@@ -1,4 +1,4 @@
-"""Two worlds in one torchrun: trainers and samplers, and the group that joins them.
+"""Two worlds in one torchrun: trainers and rollout workers, and the group that joins them.
 
 With rollout.placement=disaggregated the first processes train and the others sample. Each side is
 the whole world of its processes: torch.distributed, megatron-core and vLLM count its ranks from 0

@@ -282,7 +282,7 @@ def describe_sides(plan: Plan) -> str:
     p, r, timeline = plan.config.parallel, plan.config.rollout, plan.timeline
     return (
         f"  {_counted(p.world_size, 'GPU')} train and {r.num_processes} sample, lag {r.lag}: in a "
-        f"step the trainers wait {timeline.trainer_idle_seconds:.0f} s, the samplers "
+        f"step the trainers wait {timeline.trainer_idle_seconds:.0f} s, the rollout workers "
         f"{timeline.sampler_idle_seconds:.0f} s"
     )
 

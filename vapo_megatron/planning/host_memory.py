@@ -2,7 +2,8 @@
 
 Counted: what offload keeps, what checkpoints need, and a step's responses, batch and microbatches
 at their longest. Not counted: libraries and their workers (several GB a process), data sets,
-evaluation (two samplers' batches at a time), and what models cache for a microbatch on a CPU.
+evaluation (two rollout workers' batches at a time), and what models cache for a microbatch on a
+CPU.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class HostBytes(NamedTuple):
     step: int
     """A step's responses, if all prompts and responses have their longest length."""
     staged: int = 0
-    """With rollout.lag: versions of the weights that a sampler holds."""
+    """With rollout.lag: versions of the weights that a rollout worker holds."""
 
     @property
     def by_purpose(self) -> dict[str, int]:

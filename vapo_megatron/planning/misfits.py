@@ -110,7 +110,7 @@ def _side(config: VapoConfig, phase: str) -> str:
     """Say whose GPU a phase is on, where GPUs of their own sample."""
     if not config.rollout.is_apart:
         return ""
-    return " on a sampler's GPU" if phase == GENERATION else " on a trainer's GPU"
+    return " on a rollout worker's GPU" if phase == GENERATION else " on a trainer's GPU"
 
 
 def _largest_parts(phase: PhaseMemory) -> list[tuple[str, int]]:
@@ -147,8 +147,8 @@ def _sampler_host_misfit(shape: ModelShape, config: VapoConfig, gpus_per_node: i
     if limit is None or needed.total <= limit * GB:
         return None
     return (
-        f"a node of samplers needs {needed.staged / GB:.1f} GB for versions of the weights and "
-        f"{needed.step / GB:.1f} for responses, of {limit:.1f} GB of host memory"
+        f"a node of rollout workers needs {needed.staged / GB:.1f} GB for versions of the weights "
+        f"and {needed.step / GB:.1f} for responses, of {limit:.1f} GB of host memory"
     )
 
 

@@ -61,7 +61,7 @@ class Plan:
     training: Training
     sync_seconds: float
     staging_seconds: float = 0.0
-    """With rollout.lag: a sampler loads a version that it holds."""
+    """With rollout.lag: a rollout worker loads a version that it holds."""
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -308,6 +308,6 @@ def _sync_between_sides(shape: ModelShape, config: VapoConfig, cluster: Cluster)
 
 
 def staging_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> float:
-    """Copy of a sampler's shard to host memory, or back, which only a lag makes necessary."""
+    """Copy of a rollout worker's shard to host memory, or back, which only a lag needs."""
     copied = sampler_weight_bytes(shape, config) if config.rollout.lag else 0
     return copied / cluster.rate("pcie")

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 ROUNDS = 16
-"""Times that the given steps are repeated. The second half is averaged; in the first the samplers
-get as far ahead as the lag allows."""
+"""Times that the given steps are repeated. The second half is averaged; in the first the rollout
+workers get as far ahead as the lag allows."""
 
 
 class Timeline(NamedTuple):
@@ -22,7 +22,7 @@ class Timeline(NamedTuple):
     trainer_idle_seconds: float
     """The trainers wait for responses."""
     sampler_idle_seconds: float
-    """The samplers may not sample yet, or wait for weights to be sent."""
+    """The rollout workers may not sample yet, or wait for weights to be sent."""
 
 
 def steady_state(
@@ -31,7 +31,7 @@ def steady_state(
     """Return the mean step of a run whose steps repeat the given ones.
 
     Args:
-        generation: seconds in which the samplers sample a step.
+        generation: seconds in which the rollout workers sample a step.
         training: seconds of everything that the trainers do with it, for as many steps.
         sync: seconds in which a version is sent; sampling pauses meanwhile.
         lag: rollout.lag.
@@ -41,7 +41,7 @@ def steady_state(
     begun = [0.0]  # of step k; one more than there are steps
     sent: list[float] = []  # when the weights that follow step k are there to be sent
     waited, idle = [], []
-    free = 0.0  # the samplers, since then
+    free = 0.0  # the rollout workers, since then
     for k in range(count):
         start = max(free, begun[max(0, k - lag)])
         idle.append(start - free - sync * sum(free <= at < start for at in sent[-lag - 2 :]))

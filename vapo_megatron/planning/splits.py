@@ -1,7 +1,7 @@
 """Search over splits of the GPUs into those that train and those that sample.
 
 The sides share nothing but the weight sync, so each split gets the fastest trainer that fits and
-the fastest sampler that fits. With a lag the slower side decides, without one they add up.
+the fastest rollout worker that fits. With a lag the slower side decides, without one they add up.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def rank_splits(
         split = with_sampler(split, num_processes=samplers)
         chosen = _fastest_samplers(shape, split, cluster, workload, fixed)
         if isinstance(chosen, Misfit):
-            found.misfits[f"{samplers} samplers"] = chosen
+            found.misfits[f"{samplers} rollout workers"] = chosen
         else:
             at_least = _at_least(shape, chosen, cluster, workload)
             candidates.append((at_least, samplers, chosen))
@@ -70,7 +70,7 @@ def rank_splits(
             plans, undivided, misfits = _trainers(shape, chosen, cluster, workload, fixed)
             found.plans.extend(plans)
             best = min([best, *(plan.step_seconds for plan in plans)])
-            prefix = f"{samplers} samplers, "
+            prefix = f"{samplers} rollout workers, "
             found.undivided.update({prefix + name: why for name, why in undivided.items()})
             found.misfits.update({prefix + name: one for name, one in misfits.items()})
     return found._replace(plans=sorted(found.plans, key=lambda plan: plan.step_seconds))

@@ -144,7 +144,7 @@ class Actor(Policy):
             if len(updates) == 1:
                 ratios["ratio_diff_max"] = max_over_world(ratios["ratio_diff_max"].cpu())
                 first = {f"first_{name}": value for name, value in ratios.items()}
-                # The sampler's weights may be older, and its arithmetic is another.
+                # The inference engine's weights may be older, and its arithmetic is another.
                 is_own = self.config.rollout.behaviour == "recomputed"
                 if is_own and learned["grad_norm"].isfinite():
                     self._check_ratio(ratios)

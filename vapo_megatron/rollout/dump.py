@@ -1,4 +1,4 @@
-"""Scored rollouts in binary files, from which a run can be replayed without a sampler.
+"""Scored rollouts in binary files, from which a run can be replayed without an engine.
 
     RUN/replay/step_000001/rank_00000.safetensors
 

@@ -66,7 +66,7 @@ def sample_mixed_groups(
         in the order of sampling; metrics, the same on every rank).
 
     Raises:
-        RuntimeError: on every rank: the sampler did not return every response of a group.
+        RuntimeError: on every rank: the engine did not return every response of a group.
     """
     num_groups = algorithm.num_prompts
     held: list[ScoredRollout] = []
@@ -120,7 +120,7 @@ def _correct_by_group(scored: Sequence[ScoredRollout], sizes: Tensor) -> Tensor:
     if wrong:
         asked, group = int(sizes.sum()), wrong[0]
         raise RuntimeError(
-            f"the sampler left out {asked - int(given.sum())} of {asked} responses: group {group} "
+            f"the engine left out {asked - int(given.sum())} of {asked} responses: group {group} "
             f"(from 0) has {int(given[group])} of {int(sizes[group])}; restart the run: it resumes "
             "from its latest checkpoint"
         )

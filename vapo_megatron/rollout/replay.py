@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Replay(RolloutSource):
-    """A source whose step s is step s of a dump; it has no data, sampler or evaluation."""
+    """A source whose step s is step s of a dump; it has no data, engine or evaluation."""
 
     def __init__(self, directory: Path, ranks: Ranks, default_verifier: str) -> None:
         """Find the dump in a run directory or its replay directory; check_dump has accepted it.

@@ -44,7 +44,7 @@ from vapo_megatron.weights.reshard.sync import WeightSync
 
 
 class Sampling(PromptSource):
-    """One rank's sampler, verifier and place in the data."""
+    """One rank's engine, verifier and place in the data."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ class RolloutSource(abc.ABC):
     shown_rank: int = 0
     """Rank in that group whose responses are shown."""
     elsewhere: Sequence[Span] = ()
-    """What the first sampler did up to the last step's responses, if processes of its own sample;
+    """What the first engine did up to the last step's responses, if processes of its own sample;
     on the main rank."""
 
     prompts: PromptDataset | None = None
@@ -131,7 +131,7 @@ class RolloutSource(abc.ABC):
         """Free the device until the next `publish`; the weights are dropped."""
 
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
-        """Sync the actor's weights to the sampler; return metrics of the sync."""
+        """Sync the actor's weights to the engine; return metrics of the sync."""
         return {}
 
     def evaluate(

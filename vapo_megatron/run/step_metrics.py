@@ -33,7 +33,7 @@ from vapo_megatron.parallel.reduce import max_over_world, sum_over_data_parallel
 def sampler_difference(
     batch: RolloutBatch, limit: float | None, ranks: Ranks, *, is_stale: bool = False
 ) -> dict[str, float]:
-    """Compare the sampler's log-probabilities with the trainer's, before any update.
+    """Compare the inference engine's log-probabilities with the trainer's, before any update.
 
     The tokens and weights are the same, so only rounding differs: a stale or mis-sharded weight
     shows here at once. Not finite where a log-probability is not; such updates are skipped, so the
@@ -65,9 +65,9 @@ def sampler_difference(
     largest = float(max_over_world(torch.cat([difference, torch.zeros(1)]).max()))
     if math.isfinite(largest) and (found := excess(mean, high, limits)):
         raise LogprobsDiffer(
-            f"sampler and trainer differ by {found}, in nats; "
+            f"inference engine and trainer differ by {found}, in nats; "
             f"rollout.max_logprob_difference={limit:g} allows a tenth of it in the mean and all of "
-            "it on 99 % of the tokens: the sampler has stale or wrongly sharded weights, or the "
+            "it on 99 % of the tokens: the engine has stale or wrongly sharded weights, or the "
             "limit is too tight for the dtype"
         )
     metrics = {"rollout/logprob_diff_mean": mean, "rollout/logprob_diff_max": largest}

@@ -111,7 +111,7 @@ class VapoTrainer(StepTrainer):
     def _save(self, writer: CheckpointWriter, *, waits: bool) -> None:
         """Start writing the last snapshot unless it is saved; waits: until it is on disk.
 
-        Nothing is saved if there is no time left to finish what the samplers still sample.
+        Nothing is saved if there is no time left to finish what the rollout workers still sample.
         """
         done, state = self._snapshot
         with self.phase(CHECKPOINT):

@@ -268,13 +268,13 @@ def test_weights_must_be_complete_and_asked_for_by_version(found):
     for f in found:
         errors = f["errors"]
         expected = {
-            "before loading": "asked for policy version 0, but the sampler holds None",
-            "missing": "1 of the sampler's weights were not given: "
+            "before loading": "asked for policy version 0, but the engine holds None",
+            "missing": "1 of the engine's weights were not given: "
             "model.layers.1.self_attn.v_proj.weight",
-            "after a failed load": "asked for policy version 0, but the sampler holds None",
-            "twice": "was given to the sampler twice",
+            "after a failed load": "asked for policy version 0, but the engine holds None",
+            "twice": "was given to the engine twice",
             "unknown": "no module or parameter named 'other'",
-            "other version": "asked for policy version 4, but the sampler holds 3",
+            "other version": "asked for policy version 4, but the engine holds 3",
             "over the limit": f"exceeds the limit {jobs.MAX_RESPONSE}",
         }
         assert errors.keys() == expected.keys()
@@ -298,7 +298,7 @@ def test_a_sleeping_engine_wakes_weights_then_cache(found, reference):
         # Falling asleep empties the prefix cache as every pause does.
         assert before == ["reset sleep 2 wake ['weights']"]
         assert version_6 == "reset wake ['kv_cache'] reset" and version_7 == "reset"
-        assert "asked for policy version 5, but the sampler holds None" in f["asleep"]
+        assert "asked for policy version 5, but the engine holds None" in f["asleep"]
         assert f["lost"] and all(f["lost"])
         assert f["paused"] and f["between"] == ["kv_cache"] and f["running"]
         assert f["half awake, then asleep"] == ["kv_cache", "weights"]

@@ -218,13 +218,13 @@ def save_run(hf, out, layout, role):
     loaded = load(hf, layout, role, value_head_init_std=0.3)
     chunks = build_ddp(loaded.chunks, loaded.config.parallel, loaded.chunks[0].config)
     optimizer = build_optimizer(chunks, loaded.config.optimizer, role)
-    model = SimpleNamespace(
+    placed = SimpleNamespace(
         model=loaded.chunks,
         chunks=chunks,
         optimizer=optimizer,
-        num_updates=0,
         held=lambda part: contextlib.nullcontext(),
     )
+    model = SimpleNamespace(num_updates=0, placed=placed)
     changed = threading.Event()
     with CheckpointWriter(out, loaded.config.checkpoint) as writer:
         writer._thread.submit(changed.wait, 100)

@@ -59,7 +59,7 @@ def test_live_weights_and_responses_are_those_of_the_export(vllm_workers, tmp_pa
             assert policy_version == 2 * number
             assert cached_before > 0 and cached_after == 0
         last = world_size - 1
-        assert found["damaged"].startswith("RuntimeError: the sampler's weights differ from the")
+        assert found["damaged"].startswith("RuntimeError: the engine's weights differ from the")
         assert f"in 1 places: rank {last}: {jobs.LAST_ROW_OF_MLP}, rows" in found["damaged"]
 
 
@@ -72,7 +72,7 @@ def test_a_plan_that_does_not_fit_is_refused_on_every_rank(workers, tmp_path, sm
     for found in workers.run(2, jobs.plans_that_do_not_fit, tmp_path, small):
         expected = {
             "extra": "in 1 places: rank 1: model.extra.weight gets 0 of its 6 elements",
-            "lacking": "in 2 places: rank 0: model.norm.weight is not in the sampler; rank 1",
+            "lacking": "in 2 places: rank 0: model.norm.weight is not in the engine; rank 1",
             "type": "rank 0: model.norm.weight is torch.bfloat16, not torch.float32",
             "vocabulary": "rank 0: embedding.word_embeddings.weight has 192 rows, not 1024",
         }

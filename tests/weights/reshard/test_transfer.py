@@ -216,7 +216,7 @@ def test_what_is_not_covered_exactly_once_is_named():
         ([_into("matrix", 0, 1, 1, 1), *fits[:1], *fits[2:], _into("matrix", 0, 3, 1, 3)], "twice"),
         (fits[:4] + [_into("padded", 0, 0, 4, 2)], "padded of [3, 2] without padding does not"),
         (fits[:3] + [_into("vector", 0, 0, 3, 2), fits[4]], "vector of [3, 1] without padding"),
-        ([*fits, _into("other", 0, 0, 1, 1)], "other is not in the sampler"),
+        ([*fits, _into("other", 0, 0, 1, 1)], "other is not in the engine"),
     ):
         (problem,) = destination_problems(moves, weights, torch.float32)
         assert text in problem

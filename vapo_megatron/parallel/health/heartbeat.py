@@ -8,9 +8,9 @@ for a slow one is thus never taken for a hanging one.
 Of ranks that are equally far, those in a collective wait for the others. With NCCL nothing shows
 who waits: there the line says where every rank is.
 
-Where trainers and samplers are processes of their own, each side goes through phases of its own:
-its ranks are compared among themselves, and while they say that they wait for the other side, they
-are not measured. If both sides wait for each other, all ranks are named.
+Where rollout workers are processes of their own, they and the trainers go through different phases:
+each world's ranks are compared among themselves, and not while they report that they wait for the
+other world. If both wait for each other, all ranks are named.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Heartbeat:
     is_over: bool = False
     """The rank has finished; no more heartbeats are expected."""
     side: str = ""
-    """Trainer or sampler, where these are processes of their own."""
+    """Trainer or rollout worker, where these are processes of their own."""
     waits: bool = False
     """It waits for the other side."""
 

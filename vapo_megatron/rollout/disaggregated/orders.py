@@ -1,9 +1,9 @@
-"""What trainers ask of samplers: short messages through the store, in one order for all.
+"""What trainers ask of rollout workers: short messages through the store, in one order for all.
 
-The main trainer numbers its orders, and every sampler takes each of them in turn. Most are followed
-by collectives of the group that joins both sides, so one order of messages is one order of
-collectives, and no two processes can wait for each other. Samplers report what they have done by
-keys of their own, which the main trainer looks up without waiting.
+The main trainer numbers its orders, and every rollout worker handles each of them in turn. Most are
+followed by collectives of the group that joins both worlds, so one order of messages is one order
+of collectives, and no two processes can wait for each other. Rollout workers report what they have
+done by keys of their own, which the main trainer looks up without waiting.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Orders:
         return self._number - 1
 
     def head(self) -> Order | None:
-        """Return the order that is next for this sampler, which `taken` removes; None: none yet."""
+        """Return this rollout worker's next order, which `taken` removes; None: none yet."""
         key = f"order/{self._number}"
         if self._head is None and self._store.check([key]):
             self._head = Order(self._number, *json.loads(self._store.get(key)))
@@ -65,15 +65,15 @@ class Orders:
         self._number += 1
 
     def report(self, what: str) -> None:
-        """Tell the main trainer that this sampler has done something."""
+        """Tell the main trainer that this rollout worker has done something."""
         self._store.set(f"done/{what}/{self._sides.rank}", "")
 
     def have_all(self, what: str) -> bool:
-        """Whether every sampler has reported it."""
+        """Whether every rollout worker has reported it."""
         return self._store.check([f"done/{what}/{rank}" for rank in self._sides.samplers])
 
     def cancel(self, number: int) -> None:
-        """Tell the samplers, on the main trainer, not to finish an order."""
+        """Tell the rollout workers, on the main trainer, not to finish an order."""
         if self._sides.rank == 0:
             self._store.set(f"cancel/{number}", "")
 

@@ -1,8 +1,8 @@
 """A process that only samples: the loop that answers the trainers' orders.
 
-Every sampler makes the same sequence of collectives over the group that joins both sides, because
-it answers the same orders in the same order. In between it samples whatever it may: step k once the
-trainers have begun step k - lag. Replicas do not wait for each other while they sample. An order
+Every rollout worker makes the same sequence of collectives over the group that joins both worlds,
+because it answers the same orders in the same order. In between it samples whatever it may: step k
+once the trainers have started step k - lag. Replicas do not wait for each other to sample. An order
 that can be answered while responses are sampled (weights arrive, finished responses leave) is
 answered between two tokens; all ranks of a replica see it at the same token.
 """
@@ -57,7 +57,7 @@ from vapo_megatron.weights.reshard.sync import WeightSync
 
 
 class HandedOver(NamedTuple):
-    """What a sampler says of the responses that it hands over."""
+    """What a rollout worker says of the responses that it hands over."""
 
     tokens: Counter[int]
     """Response tokens by the version that sampled them."""
@@ -72,7 +72,7 @@ class HandedOver(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A step that has been sampled, of one sampler."""
+    """A step that has been sampled, of one rollout worker."""
 
     scored: list[ScoredRollout]
     num_prompts: int
@@ -80,7 +80,7 @@ class Sampled(NamedTuple):
 
 
 class Server:
-    """One sampler; a context manager."""
+    """One rollout worker; a context manager."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Server:
         timeouts: TimeoutsConfig,
         verifier: object | None = None,
     ) -> None:
-        """Build what sampling needs; collective over the samplers, beside the trainers.
+        """Build what sampling needs; collective over the rollout workers, beside the trainers.
 
         Args:
             inputs: from read_inputs.
@@ -254,7 +254,7 @@ class Server:
         gather_objects(known, self._sides.group)
 
     def _read(self, directory: Path) -> Sampled:
-        """Return this sampler's part of a step that a checkpoint has."""
+        """Return this rollout worker's part of a step that a checkpoint has."""
         files = sorted(directory.glob("*.safetensors"))
         parts = assign(len(files), self._engine.num_replicas)
         scored: list[ScoredRollout] = []
@@ -297,7 +297,7 @@ class Server:
         gather_objects(found, self._sides.group)
 
     def _save(self, number: int, directory: str, done: int) -> None:
-        """Write what this sampler has in flight into a checkpoint after `done` steps."""
+        """Write what this rollout worker has in flight into a checkpoint after `done` steps."""
         steps = self._in_flight(done)
         # A replica may be at a later step already, or have made it.
         groups = self._sampling.group_files(steps.stop)
@@ -305,7 +305,7 @@ class Server:
         gather_objects(write_files(Path(directory), files), self._sides.group)
 
     def _file(self, step: int) -> tuple[str, bytes]:
-        """Return name in a checkpoint and content of this sampler's responses of a step."""
+        """Return name in a checkpoint and content of this rollout worker's responses of a step."""
         scored, num_prompts = self._finished[step]
         file = f"{IN_FLIGHT}/step_{step + 1:06d}/rank_{dist.get_rank():05d}.safetensors"
         return file, step_bytes(

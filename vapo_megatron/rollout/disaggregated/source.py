@@ -1,12 +1,12 @@
 """The trainers' end of sampling in other processes: a source of rollouts that asks for them.
 
-Before: the samplers, of which none trains, have what they have sampled. `rollouts` waits until a
-step's responses are there, and leaves them where they are: the exchange after it, over a group that
-joins both sides, brings each to the ranks that train on it.
+Before: the rollout workers, of which none trains, have what they have sampled. `rollouts` waits
+until a step's responses are there, and leaves them where they are: the exchange after it, over a
+group that joins both worlds, brings each to the ranks that train on it.
 
-What lag L means: step k trains on responses that were sampled with the weights with which step
-k - L began. The samplers may work on step k as soon as step k - L has begun, and each version is
-sent to them as soon as it is there.
+What lag L means: step k trains on responses that were sampled with the weights from the start of
+step k - L. The rollout workers may sample step k as soon as step k - L has started, and each
+version is sent to them as soon as it exists.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RemoteSampling(PromptSource):
         """Ask for nothing yet.
 
         Args:
-            inputs: the same as the samplers'.
+            inputs: the same as the rollout workers'.
             ranks: this rank's place among the trainers.
             sides: from backend.initialize_distributed.
             model, rollout, algorithm, logging: of the run.
@@ -74,7 +74,7 @@ class RemoteSampling(PromptSource):
         self._shown: Sequence[ScoredRollout] = ()
 
     def resume(self, done: int, checkpoint: Path | None) -> None:
-        """Note what the samplers begin with. Raises CheckpointError: see check_partial."""
+        """Note what the rollout workers begin with. Raises CheckpointError: see check_partial."""
         super().resume(done, checkpoint)
         self._start = {"done": done, "checkpoint": checkpoint and str(checkpoint)}
 
@@ -83,7 +83,7 @@ class RemoteSampling(PromptSource):
         return self._published == policy_version
 
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
-        """Send the actor's weights; a sampler that samples takes them in between two tokens."""
+        """Send the actor's weights; a busy rollout worker receives them between two tokens."""
         if self._published is None:
             self._meet()
         self._orders.give("publish", version=policy_version)
@@ -93,14 +93,14 @@ class RemoteSampling(PromptSource):
         return metrics
 
     def _meet(self) -> None:
-        """Wait for the samplers, tell them where the run begins, and learn what they know."""
+        """Wait for the rollout workers, tell them where the run starts; learn what they know."""
         self._orders.give("start", data=self.prompts.state_dict(), **self._start)
         self.labels, self.note, left_out = self._from_samplers()[0]
-        # The same draws as the samplers'.
+        # The same draws as the rollout workers'.
         self.prompts.leave_out(left_out)
 
     def _from_samplers(self) -> list[Any]:
-        """Wait for what each sampler answers."""
+        """Wait for what each rollout worker answers."""
         nothing: Any = None
         with self._waiting():
             return gather_objects(nothing, self.group)[self.shown_rank :]
@@ -117,7 +117,7 @@ class RemoteSampling(PromptSource):
         """Wait until a step's responses are there; no trainer holds any.
 
         Metrics: the lag, in versions, over response tokens; seconds that trainers waited here, and
-        that the main sampler waited since the latest step.
+        that the main rollout worker waited since the latest step.
         """
         step, policy_version = asked.step, asked.policy_version
         with asked.phase(GENERATION):
@@ -138,7 +138,7 @@ class RemoteSampling(PromptSource):
         return [], metrics
 
     def _await(self, what: str, has_time: HasTime | None) -> None:
-        """Wait until all samplers have reported something. Collective over the trainers.
+        """Wait until all rollout workers have reported something. Collective over the trainers.
 
         Raises:
             Stopped: on every trainer, once one of them has no time left.
@@ -157,7 +157,7 @@ class RemoteSampling(PromptSource):
                 time.sleep(POLL_SECONDS)
 
     def shown(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
-        """Return what the first sampler has sent to the main trainer."""
+        """Return what the first rollout worker has sent to the main trainer."""
         return self._shown
 
     def dump(
@@ -169,14 +169,14 @@ class RemoteSampling(PromptSource):
         *,
         keep_last: int,
     ) -> None:
-        """Let the samplers write the responses, which they keep until a later step begins."""
+        """Let the rollout workers write the responses, kept until a later step starts."""
         self._orders.give("dump", root=str(root), step=step, keep_last=keep_last)
         self._from_samplers()
 
     def evaluate(
         self, policy_version: int, phase: Phase, has_time: HasTime | None = None
     ) -> tuple[dict[str, float], list[int]]:
-        """Let the samplers evaluate a version, once they have finished the step that they are at.
+        """Let the rollout workers evaluate a version, once they have finished their step.
 
         Raises:
             Stopped: on every trainer, once one of them has no time left.
@@ -193,7 +193,7 @@ class RemoteSampling(PromptSource):
         return found
 
     def finish_in_flight(self, done: int, has_time: HasTime) -> bool:
-        """Wait until the samplers have the responses that a checkpoint needs."""
+        """Wait until the rollout workers have the responses that a checkpoint needs."""
         last = min(done + self._rollout.lag, self._algorithm.num_steps) - 1
         try:
             if last >= done:
@@ -203,12 +203,12 @@ class RemoteSampling(PromptSource):
         return True
 
     def save_in_flight(self, done: int, directory: Path) -> dict[str, str]:
-        """Let the samplers write their responses, each its own."""
+        """Let the rollout workers write their responses, each its own."""
         if not self._rollout.is_stale:
             return {}
         self._orders.give("save", directory=str(directory), done=done)
         return all_sums(self._from_samplers(), directory)
 
     def close(self) -> None:
-        """Let the samplers end."""
+        """Let the rollout workers end."""
         self._orders.give("end")

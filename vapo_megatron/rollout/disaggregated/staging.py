@@ -1,4 +1,4 @@
-"""Versions of the weights that have arrived while the sampler still samples with older ones."""
+"""Versions of the weights that arrived while the rollout worker samples with older ones."""
 
 from __future__ import annotations
 

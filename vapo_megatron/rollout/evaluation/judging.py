@@ -1,6 +1,6 @@
 """Accuracy on held-out problems: the same code for training and for `vapo evaluate`.
 
-Before: every rank has the same problems, and the sampler has the weights. After: the first rank of
+Before: every rank has the same problems, and the engine has the weights. After: the first rank of
 each replica has judged its share of the problems, and responses stay on the rank that sampled them;
 `evaluate` then sums a few numbers per problem over ranks.
 """
@@ -149,17 +149,17 @@ def judge_problems(
     training step, so that evaluations of a run differ only by the weights.
 
     Args:
-        engine: this rank's sampler.
+        engine: this rank's engine.
         verifier: on the first rank of each replica, None elsewhere.
         problems: the same on every rank.
         evaluation: sampling parameters.
         rollout: longest response, and how many one replica samples at once.
         decode: see VerdictStream.
-        policy_version: of the sampler's weights.
+        policy_version: of the engine's weights.
         on_progress: called with (done, total) responses, extrapolated from this replica to all.
         has_time: see RolloutEngine.run.
         keep_text: keep the text in the responses.
-        problems_per_batch: over all replicas; None: enough for two full batches of each sampler.
+        problems_per_batch: over all replicas; None: enough for two full batches of each engine.
 
     Yields:
         Per batch this replica's problems, in order, on its first rank; an empty list elsewhere.

@@ -252,7 +252,7 @@ class RolloutEngine:
         """Check what is asked for, and let the KV cache be empty. Raises RuntimeError: see run."""
         if policy_version != self.policy_version:
             raise RuntimeError(
-                f"asked for policy version {policy_version}, but the sampler holds "
+                f"asked for policy version {policy_version}, but the engine holds "
                 f"{self.policy_version}"
             )
         limit = self._max_response_tokens

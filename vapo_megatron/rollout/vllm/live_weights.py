@@ -45,7 +45,7 @@ def load_hf_tensors(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> 
     def watched() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in named_tensors:
             if name in given:
-                raise RuntimeError(f"weight {name} was given to the sampler twice")
+                raise RuntimeError(f"weight {name} was given to the engine twice")
             given.add(name)
             yield name, tensor
 
@@ -54,7 +54,7 @@ def load_hf_tensors(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> 
     missing = _missing_weights(model, given, loaded or set())
     if missing:
         raise RuntimeError(
-            f"{len(missing)} of the sampler's weights were not given: {', '.join(missing[:5])}"
+            f"{len(missing)} of the engine's weights were not given: {', '.join(missing[:5])}"
         )
 
 

@@ -1,1 +1,1 @@
-"""Weight sync: the trainer's live weights into the sampler's; sends only what a rank is missing."""
+"""Weight sync: the trainer's live weights into the engine's; sends only what a rank is missing."""

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SAMPLER = -1
-"""In place of a chunk's index: the parameter is the sampler's."""
+"""In place of a chunk's index: the parameter is the engine's."""
 
 
 class LiveWeight(NamedTuple):
-    """A weight that the sampler computes with."""
+    """A weight that the engine computes with."""
 
     tensor: Tensor
     padding_rows: int
@@ -48,9 +48,9 @@ class Slice(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A slice sent into a sampler's parameter.
+    """A slice sent into an engine's parameter.
 
-    Its source is a trainer's parameter or, for a relay (source.chunk is SAMPLER), the sampler's
+    Its source is a trainer's parameter or, for a relay (source.chunk is SAMPLER), the engine's
     parameter of a rank on the same node that has received it before.
     """
 
@@ -81,7 +81,7 @@ class Block:
     """From the trainer's parameters; sorted. In layers, names contain `{}` for the layer's number,
     and the trainer's chunk is 0."""
     relays: tuple[Move, ...] = ()
-    """From the sampler's parameters, after all of `moves` have arrived; sorted."""
+    """From the engine's parameters, after all of `moves` have arrived; sorted."""
     layers: tuple[Layer, ...] = ()
     """Empty outside the layers: moves are then used as they are."""
 
@@ -104,7 +104,7 @@ def _at(layer: Layer, part: Slice) -> Slice:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """All moves that fill every rank's shard of the sampler."""
+    """All moves that fill every rank's shard of the engine."""
 
     world_size: int
     gpus_per_node: int
@@ -136,8 +136,8 @@ class Transfer(NamedTuple):
 
     peer: int
     slices: tuple[Slice, ...]
-    """Of this rank's parameters: the sampler's to receive, the trainer's (or, for relays, the
-    sampler's) to send. Each is flattened row by row; both ends list them in the same order."""
+    """Of this rank's parameters: the engine's to receive, the trainer's (or, for relays, the
+    engine's) to send. Each is flattened row by row; both ends list them in the same order."""
 
     @property
     def num_elements(self) -> int:

@@ -1,6 +1,6 @@
-"""Plans how the trainer's shards become the sampler's: who sends which slice to whom.
+"""Plans how the trainer's shards become the engine's: who sends which slice to whom.
 
-A process is a rank of the trainer, of the sampler, or of both. It receives exactly the part of its
+A process is a rank of the trainer, of the engine, or of both. It receives exactly the part of its
 vLLM shard that is not in its own Megatron shard, once: from a rank of its own node if one holds it,
 otherwise across nodes. With relays, no node receives an element twice: ranks of a node that need
 the same elements each receive a part across nodes and relay it to the others. Ranks that hold the
@@ -42,7 +42,7 @@ def make_plan(
     relay: bool = True,
     samplers: range | None = None,
 ) -> Plan:
-    """Plan a weight sync from the trainer's shards to the sampler's.
+    """Plan a weight sync from the trainer's shards to the engine's.
 
     Args:
         trainer: see holders.trainer_layout; its ranks are the first.
@@ -89,7 +89,7 @@ def _homes(row: Row, table: list[Row], trainer: TrainerLayout) -> dict[int, Home
 
 
 class _Demand(NamedTuple):
-    """A slice that a rank of the sampler needs from the trainer."""
+    """A slice that a rank of the engine needs from the trainer."""
 
     rank: int
     """The rank that needs it."""
@@ -161,7 +161,7 @@ class _BlockPlanner:
         return Block(tuple(sorted(moves)), tuple(sorted(relays)), layers)
 
     def _demands(self, some: Sequence[Row]) -> list[_Demand]:
-        """List what each rank's sampler shard shares with each trainer shard."""
+        """List what each rank's engine shard shares with each trainer shard."""
         by_tp_rank: list[list[_Demand]] = [[] for _ in range(self.sampler_tp_size)]
         for row in some:
             for tp_rank in self.trainer.slices(row):
@@ -275,7 +275,7 @@ class _BlockPlanner:
 
 
 def _overlap(there: Piece, here: Piece) -> tuple[Slice, Slice] | None:
-    """Intersect a trainer's and a sampler's piece, in the coordinates of the HF tensor."""
+    """Intersect a trainer's and an engine's piece, in the coordinates of the HF tensor."""
     if there.tensor != here.tensor:
         return None
     row, column = max(there.row, here.row), max(there.column, here.column)

@@ -1,9 +1,9 @@
-"""Weight sync: sends the actor's weights to the sampler, and verifies them.
+"""Weight sync: sends the actor's weights to the engine, and verifies them.
 
-Before: every rank holds its shard of the actor, and of the sampler with older weights; where these
+Before: every rank holds its shard of the actor, and of the engine with older weights; where these
 are processes of their own (parallel/sides.py), one of the two. During: each rank receives what its
-sampler shard is missing, by a plan that is made once; see planner.py and transfer.py. After: the
-sampler holds the actor's weights, and their version.
+engine shard is missing, by a plan that is made once; see planner.py and transfer.py. After: the
+engine holds the actor's weights, and their version.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class _Prepared(NamedTuple):
     weights: Weights
     """Both sides' parameters; later updates are in place."""
     live: dict[str, LiveWeight]
-    """The sampler's among them."""
+    """The engine's among them."""
     dtype: torch.dtype
-    """Of the sampler's weights."""
+    """Of the engine's weights."""
     device: torch.device
     """Of messages."""
     received_bytes: int
@@ -86,8 +86,8 @@ class WeightSync:
         Args:
             ranks: this rank's place among the trainers; None: it only samples.
             model: make_vocab_size_divisible_by is used.
-            rollout: the sampler's layout, bucket size, verification.
-            engine: this rank's sampler; None: it only trains.
+            rollout: the engine's layout, bucket size, verification.
+            engine: this rank's engine; None: it only trains.
             sides: None: every rank trains and samples.
         """
         self._shape, self._ranks, self._sides = shape, ranks, sides
@@ -99,7 +99,7 @@ class WeightSync:
 
     @emits("sync/received_bytes")
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
-        """Send the actor's weights to the sampler. Collective over all ranks.
+        """Send the actor's weights to the engine. Collective over all ranks.
 
         Args:
             chunks: this rank's model chunks, none where it only samples; with DDP around them,
@@ -110,8 +110,8 @@ class WeightSync:
             "sync/received_bytes": received from other ranks, summed over all ranks.
 
         Raises:
-            ConfigError: the sampler's layout does not divide the model, or a bucket is too small.
-            RuntimeError: on every rank, when the plan does not cover the sampler's weights exactly,
+            ConfigError: the engine's layout does not divide the model, or a bucket is too small.
+            RuntimeError: on every rank, when the plan does not cover the engine's weights exactly,
                 or verification (rollout.verify_sync_every) finds a difference. The engine then
                 refuses to sample.
         """
@@ -143,7 +143,7 @@ class WeightSync:
         )
 
     def verify(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Compare checksums of the sampler's live weights with the actor's. Collective.
+        """Compare checksums of the engine's live weights with the actor's. Collective.
 
         Args:
             chunks: published last.
@@ -152,11 +152,11 @@ class WeightSync:
             RuntimeError: on every rank, when they differ; names rank, parameter and slice.
         """
         assert self._prepared is not None, "nothing has been published"
-        # Look them up again: the weights that the sampler uses now, not those written to.
+        # Look them up again: the weights that the engine uses now, not those written to.
         weights = all_weights(chunks, self._live())
         ready = self._prepared
         found = differences(ready.plan, self._rank, weights, ready.dtype, ready.device, self._group)
-        self._raise_together(found, "the sampler's weights differ from the trainer's")
+        self._raise_together(found, "the engine's weights differ from the trainer's")
 
     def _live(self) -> dict[str, LiveWeight]:
         return self._engine.live_weights() if self._engine else {}

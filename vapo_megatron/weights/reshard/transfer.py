@@ -1,12 +1,12 @@
-"""Executes a resharding plan: copies the trainer's live weights into the sampler's.
+"""Executes a resharding plan: copies the trainer's live weights into the engine's.
 
-Before: every rank holds its shard of the trainer, and a shard of the sampler with older weights.
+Before: every rank holds its shard of the trainer, and a shard of the engine with older weights.
 During: in each step a rank packs the slices that each peer is missing into one message, in the
-sampler's type, unpacks the messages that it receives, and copies what it holds itself. Buffers are
+engine's type, unpacks the messages that it receives, and copies what it holds itself. Buffers are
 doubled: one step is unpacked and the next one packed while messages are in flight. After: every
-rank holds its shard of the sampler, and the buffers are freed. No full tensor is ever formed.
+rank holds its shard of the engine, and the buffers are freed. No full tensor is ever formed.
 
-In a group that joins trainers with samplers of their own (parallel/sides.py), the messages of a
+In a group that joins trainers with engines of their own (parallel/sides.py), the messages of a
 step are one all-to-all: such a group has no sends and receives.
 """
 
@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from vapo_megatron.weights.reshard.plan import Slice, Step, Transfer
 
 Weights = Mapping[tuple[int, str], Tensor]
-"""This rank's parameters by a slice's (chunk, parameter): the trainer's and the sampler's."""
+"""This rank's parameters by a slice's (chunk, parameter): the trainer's and the engine's."""
 
 
 Transfers = tuple[Transfer, ...]
@@ -54,7 +54,7 @@ def execute(
     device: torch.device,
     group: ProcessGroup | None = None,
 ) -> int:
-    """Fill this rank's sampler shard. Collective over all ranks, each with its own steps.
+    """Fill this rank's engine shard. Collective over all ranks, each with its own steps.
 
     Every message of a step is posted before any is waited for, and steps are posted in order, so
     no order of arrival can deadlock. While a step is packed, the one before it is in flight and all
@@ -63,8 +63,8 @@ def execute(
 
     Args:
         steps: from steps.steps_of.
-        weights: the trainer's are read, the sampler's written in place.
-        dtype: of the sampler's weights and of the messages; others are rounded to it.
+        weights: the trainer's are read, the engine's written in place.
+        dtype: of the engine's weights and of the messages; others are rounded to it.
         device: of all messages.
         group: of all ranks; None: the world.
 

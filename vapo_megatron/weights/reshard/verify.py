@@ -1,6 +1,6 @@
 """Checks a weight sync: does the plan fit the live weights, and are they equal afterwards?
 
-A plan fits if it writes every element of the sampler's weights exactly once. Equality is checked by
+A plan fits if it writes every element of the engine's weights exactly once. Equality is checked by
 checksums: for each move (a relay's source is covered by a move of its own) both ends compute
 
     sum over i of bits[i] * (i * c | 1)  mod 2^64,    i: position in the slice, row by row,
@@ -39,7 +39,7 @@ def destination_problems(
     parts: dict[str, list[Slice]] = {}
     for move in moves:
         parts.setdefault(move.destination.parameter, []).append(move.destination)
-    problems = [f"{name} is not in the sampler" for name in parts if name not in weights]
+    problems = [f"{name} is not in the engine" for name in parts if name not in weights]
     for name, weight in weights.items():
         if weight.tensor.dtype != dtype:
             problems.append(f"{name} is {weight.tensor.dtype}, not {dtype}")
@@ -129,7 +129,7 @@ def differences(
     device: torch.device,
     group: ProcessGroup | None = None,
 ) -> list[str]:
-    """List this rank's sampler weights that differ from the trainer's. Collective over all ranks.
+    """List this rank's engine weights that differ from the trainer's. Collective over all ranks.
 
     Sends 8 bytes per move.
 

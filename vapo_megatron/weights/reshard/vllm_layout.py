@@ -34,7 +34,7 @@ VLLM_VOCAB_PADDING = 64
 
 
 def check_sampler(shape: ModelShape, tp_size: int, world_size: int) -> None:
-    """Refuse a sampler layout that vLLM could not load.
+    """Refuse an engine layout that vLLM could not load.
 
     Raises:
         ConfigError: names the field, its value, and what the model's config.json says.
