@@ -26,18 +26,14 @@ from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.environment import check_processes
 from vapo_megatron.parallel.reduce import any_rank, gather_objects, sum_over_world
 from vapo_megatron.reward.checks import FAILED, check_failures, failure, start_verifiers
-from vapo_megatron.rollout.evaluation.judging import (
-    judge_problems,
-)
+from vapo_megatron.rollout.evaluation.judging import judge_problems
 from vapo_megatron.rollout.evaluation.samples_file import (
     begin_parts,
     collect,
     lock_file,
     part_of,
 )
-from vapo_megatron.rollout.tokenizer import (
-    decode_responses,
-)
+from vapo_megatron.rollout.tokenizer import decode_responses
 from vapo_megatron.weights.hf_reader import HfReader
 
 T = TypeVar("T")
