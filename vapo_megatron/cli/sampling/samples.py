@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,6 +53,16 @@ def check_out(out: Path, evaluation: Evaluation) -> None:
             collect(out, evaluation.header)
 
 
+@contextlib.contextmanager
+def distributed(config: VapoConfig) -> Iterator[contextlib.ExitStack]:
+    """Be one of torchrun's processes, or the only one; yield what ends with that. Collective."""
+    check_processes(config.parallel.world_size, config.rollout.num_processes)
+    backend.initialize_distributed(config.parallel.timeout_seconds)
+    with contextlib.ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
+        yield stack
+
+
 def sample_missing(
     evaluation: Evaluation,
     config: VapoConfig,
@@ -82,10 +92,7 @@ def sample_missing(
         UserError: on every rank; VerdictsFailed where the verdicts of a batch failed, which is not
             written, and finish's own on rank 0.
     """
-    check_processes(config.parallel.world_size, config.rollout.num_processes)
-    backend.initialize_distributed(config.parallel.timeout_seconds)
-    with contextlib.ExitStack() as stack:
-        stack.callback(dist.destroy_process_group)
+    with distributed(config) as stack:
         tp_size = config.rollout.tensor_model_parallel_size
         missing = _begin(out, evaluation.header, problems, tp_size, stack)
         limit, default = evaluation.rollout.max_response_tokens, config.rollout.max_response_tokens
