@@ -62,7 +62,7 @@ def settle(
         lines.append(
             f"{len(prose)} of {len(dataset)} ground truths of {dataset.path} are prose, but math "
             f"judges them, such as {path}, row {number} (from 0): "
-            f"{dataset.rows[prose[0]].answer!r:.80}; math reads words as products of letters: let "
+            f"{dataset.rows[prose[0]].answer!r:.80}; math compares words letter by letter: let "
             "exact or a judge judge them with a column `verifier`, or reward.verifier=hybrid"
         )
     if not has_default and "verifier" not in reward.model_fields_set:
