@@ -217,9 +217,7 @@ def test_answers_are_kept_by_content_and_failures_are_not(tmp_path):
             assert [v.status for v in found] == expected
         assert len(server.asked) == 4
         # Another template is another question.
-        judge = Judge(
-            base_url=server.url, model="m", cache=cache, template="{response} {answer}"
-        )
+        judge = Judge(base_url=server.url, model="m", cache=cache, template="{response} {answer}")
         judged(judge, ["a"], problems[:1])
         assert len(server.asked) == 5
 
@@ -301,9 +299,7 @@ def better(prompt):
 def test_the_probability_of_winning_in_both_orders_is_the_score(chat):
     problems = [Problem("p", "12", {"best": "1234"})] * 2
     with Server(better) as server:
-        verifier = Pairwise(
-            base_url=server.url, model="m", chat=chat, reference_column="best"
-        )
+        verifier = Pairwise(base_url=server.url, model="m", chat=chat, reference_column="best")
         found = judged(verifier, ["12345", "123"], problems)
     # Response first: one longer, s(1 + .5); reference first: the response wins with 1 - s(-1 + .5).
     sigmoid = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
