@@ -43,6 +43,38 @@ def test_a_critic_of_another_value_range_is_refused(workers, tmp_path):
     assert workers.run(1, fit, hf, tmp_path, [-2.0, 2.0]) == [state]
 
 
+def skipping(hf, tmp, is_resumed):
+    """Skipped updates in a row of both roles, and what else there is after two steps."""
+    given = settings(
+        hf,
+        tmp / "run",
+        algorithm={"policy_steps": 1, "value_pretraining_steps": 1},
+        checkpoint={"hf_export": False, "every_steps": 1, "keep_last": 9},
+    )
+    with trainer(given, tmp) as made:
+        train_step = made.train_step
+
+        def skipped(step):
+            found = train_step(step)
+            made.actor.trained.skipped_in_a_row, made.critic.trained.skipped_in_a_row = 2, 3
+            return found
+
+        made.train_step = skipped
+        done = made._resume() if is_resumed else made.fit()
+        return (
+            done, made.actor.trained.skipped_in_a_row, made.critic.trained.skipped_in_a_row,
+            made.policy_version, made.explained_variances, made._saved,
+        )  # fmt: skip
+
+
+def test_a_resume_has_what_the_checkpoint_says_of_the_run(workers, tmp_path):
+    hf = write_tiny_hf(tmp_path / "hf", **MODEL)
+    workers.run(1, dump, tmp_path / "replay", [1, 2], 1)
+    ((_, *before),) = workers.run(1, skipping, hf, tmp_path, False)
+    assert before[:3] == [2, 3, 1] and len(before[3]) == 1 and before[4] == 2
+    assert workers.run(1, skipping, hf, tmp_path, True) == [(2, *before)]
+
+
 class InFlight(Given):
     """Has responses in flight, which take all the time that there is."""
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from tests.dumped import MODEL
+from tests.rollout.disaggregated.lengths import Lengths
 from tests.rollout.test_partial import Counting
 from tests.whole_run import settings, without_vllm, write_inputs
-from vapo_megatron.reward.verifier import Verdict
 from vapo_megatron.rollout.source import StepRequest
 from vapo_megatron.weights.reshard.plan import LiveWeight
 
@@ -74,15 +74,10 @@ class WorkersEngine(Counting):
         return 3 + (7 * version + at + int(self.weight * 1e6)) % (MODEL["vocab"] - 3)
 
 
-class Lengths:
-    """Refuses problems whose answer is "none"; a response of an even length is correct."""
+class Pair(WorkersEngine):
+    """Two ranks are one replica."""
 
-    def check(self, problem):
-        return "is refused" if problem.answer == "none" else None
-
-    def score(self, responses, problems):
-        lengths = [len(text) for text in responses]
-        return [Verdict("wrong" if n % 2 else "correct", metrics={"letters": n}) for n in lengths]
+    size = 2
 
 
 def inputs(tmp):
@@ -131,7 +126,7 @@ def stand_ins():
 
 
 def served(settings, make_engine=WorkersEngine):
-    """Serve as a rollout worker until the trainers end the run."""
+    """Serve as a rollout worker until the trainers end the run; the server, as it is then."""
     from vapo_megatron.cli.train import SERVED
     from vapo_megatron.planning.host_memory import sampler_host_bytes
     from vapo_megatron.rollout.disaggregated.server import Server
@@ -143,6 +138,7 @@ def served(settings, make_engine=WorkersEngine):
     with stand_ins(), without_vllm(make_engine):
         with Server(inputs, needed, seed=settings.seed, **sections, verifier=Lengths()) as server:
             server.serve()
+    return server
 
 
 def inputs_of(settings):

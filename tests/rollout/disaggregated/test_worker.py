@@ -11,12 +11,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from tests.dumped import NUM_RESPONSES
 from tests.rollout.disaggregated.served import (
     TRAINERS,
     WORKERS,
     Asking,
+    Pair,
     WorkersEngine,
     apart,
     inputs,
@@ -36,13 +38,16 @@ PAUSE_SECONDS = 1.0
 def asked(workers, tmp_path):
     """asked(what, rollout, ..., engine) -> what each trainer returns, which calls what(asking, ...)
 
-    rollout: of the settings.
+    rollout: of the settings. asked.held: the versions that each rollout worker holds at the end.
     """
     hf, _ = inputs(tmp_path)
 
-    def run(what, rollout, *args, engine=WorkersEngine, **sections):
+    def run(what, rollout, *args, engine=None, **sections):
+        size = rollout.get("tensor_model_parallel_size", 1)
+        engine = engine or {1: WorkersEngine, 2: Pair}[size]
         given = apart(hf, tmp_path, tmp_path / "run", rollout=rollout, **sections)
         found = workers.run(TRAINERS + WORKERS, part, given, what, args, engine)
+        run.held = found[TRAINERS:]
         return found[:TRAINERS]
 
     return run
@@ -50,7 +55,8 @@ def asked(workers, tmp_path):
 
 def part(given, what, args, engine):
     if is_worker(given):
-        return served(given, engine)
+        staging = served(given, engine)._staging
+        return staging and sorted(staging._held)
     with Asking(given) as asking:
         return what(asking, *args)
 
@@ -114,6 +120,7 @@ CASES = {
     "a step that is not saved": (CARRIES, 1, 2),
     "one step off, a step that is not saved": ({"lag": 1, **CARRIES}, 1, 2),
     "two steps off": ({"lag": 2, **CARRIES}, 1, 1),
+    "sharded": ({"lag": 1, "tensor_model_parallel_size": 2, **CARRIES}, 2, 3),
 }
 
 
@@ -123,6 +130,8 @@ def test_a_checkpoint_goes_on_where_its_step_ended(asked, tmp_path, case):
     (before, state, sums), other = asked(saved, rollout, tmp_path, done, range(taken))
     assert other[1:] == (state, sums)
     assert {n: (tmp_path / n).is_file() for n in sums} == dict.fromkeys(sums, True)
+    replicas = WORKERS // rollout.get("tensor_model_parallel_size", 1)
+    assert len(sums) == replicas * (1 + rollout.get("lag", 0))
     steps = range(done, 4)
     found, _ = asked(resumed, rollout, tmp_path, state, done, steps)
     assert found[: taken - done] == before[done:]
@@ -152,6 +161,20 @@ def test_what_a_run_began_with_is_kept_though_its_lag_is_smaller(asked, tmp_path
     for name in names:
         kept, before = (read_file(root / name) for root in (again, first))
         assert [s.rollout for s in kept] == [s.rollout for s in before]
+
+
+def of_versions(asking):
+    """The mean lag of steps that each have weights of their own."""
+    return [asking.step(step, step)[1].get("rollout/lag_mean", 0.0) for step in range(5)]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_step_is_sampled_with_the_weights_of_its_lag(asked, lag):
+    """Older ones are dropped: the plan counts lag + 2 versions."""
+    expected = [min(step, lag) for step in range(5)]
+    assert asked(of_versions, {"lag": lag}) == [expected] * TRAINERS
+    for held in asked.held:
+        assert held is None if not lag else 4 in held and len(held) <= lag + 2
 
 
 class Spinning(WorkersEngine):
@@ -188,28 +211,35 @@ def test_a_checkpoint_between_two_tokens_has_what_was_before_them(asked, tmp_pat
     assert again == found[1:]
 
 
-def no_time(asking):
-    """(Whether what is in flight was finished, how often it was asked for), without time."""
-    asked = itertools.count()
+def finished(asking, answers, has_time):
+    """(Whether what is in flight was finished, how often it was asked for)."""
+    questions = itertools.count()
 
     def have_all(what):
-        assert what == "sampled/0" and next(asked) < 9, "it waits on without time"
-        return False
+        assert what == "sampled/0"
+        return next(questions) == answers
 
     asking.source.publish((), 0)
     with mock.patch.object(asking.source._orders, "have_all", have_all):
-        return asking.source.finish_in_flight(0, lambda: False)
+        found = asking.source.finish_in_flight(0, lambda: has_time)
+    return found, next(questions)
 
 
-def test_what_is_in_flight_is_not_waited_for_without_time(asked):
-    assert asked(no_time, {"lag": 1}) == [False, False]
+def test_what_is_in_flight_is_waited_for_while_there_is_time(asked):
+    """The main trainer asks, and has time for it."""
+    assert asked(finished, {"lag": 1}, 4, True) == [(True, 5), (True, 0)]
+    assert asked(finished, {"lag": 1}, 99, False) == [(False, 1), (False, 0)]
 
 
 class Endless(WorkersEngine):
-    """Evaluates until it is told to stop."""
+    """Samples in a role until it is told to stop."""
+
+    def __init__(self, seed, role):
+        super().__init__(seed)
+        self.role = role
 
     def run(self, work, sampling, version, show, has_time):
-        if sampling.seed_role == "evaluation":
+        if sampling.seed_role == self.role:
             while has_time():
                 time.sleep(0.005)
             raise Stopped
@@ -227,5 +257,21 @@ def given_up(asking):
 
 def test_an_evaluation_is_given_up_on_both_sides(asked, tmp_path):
     evaluation = {"path": str(tmp_path / "test.jsonl"), "samples": 2}
-    one, other = asked(given_up, {}, engine=Endless, evaluation=evaluation)
+    engine = functools.partial(Endless, role="evaluation")
+    one, other = asked(given_up, {}, engine=engine, evaluation=evaluation)
     assert sorted(one + other) == list(range(NUM_RESPONSES))
+
+
+def out_of_time(asking, rank):
+    """What becomes of a step that takes longer than one of the trainers has."""
+    asking.source.publish((), 0)
+    questions = itertools.count()
+    with pytest.raises(Stopped):
+        asking.step(0, 0, lambda: dist.get_rank() != rank or next(questions) < 3)
+    return True
+
+
+@pytest.mark.parametrize("rank", range(TRAINERS))
+def test_trainers_without_time_do_not_wait_for_a_step(asked, rank):
+    engine = functools.partial(Endless, role="train")
+    assert asked(out_of_time, {}, rank, engine=engine) == [True, True]

@@ -1,7 +1,12 @@
 """Groups in flight of several replicas, kept in a checkpoint and loaded by other replicas."""
 
+import dataclasses
+
+import pytest
+
 from tests.rollout.test_partial import Replicas
-from vapo_megatron.rollout.partial.files import Group, Response, packed, write_files
+from vapo_megatron.data.rollout import ScoredRollout
+from vapo_megatron.rollout.partial.files import Group, Response, packed, unpacked, write_files
 from vapo_megatron.rollout.requests import start_groups
 
 
@@ -32,3 +37,20 @@ def test_those_of_one_file_may_be_older_than_those_of_the_file_before_it(tmp_pat
     handed = [s.rollout.prompt.index for s in sorted(scored, key=lambda s: s.rollout.position)]
     # Who was started at 0 is due.
     assert handed[0] == second[0].index and len(handed) == 8 and len(left) == 2
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_verdict_is_kept_with_all_that_it_says(tmp_path, keeps):
+    """On the rank that judges, and with the step in which its group was started."""
+    run = Replicas(1, 4, 2, 3, 9)
+    (group,) = groups(run.data[0].next(1), [2])
+    first, second = group.responses
+    whole = dataclasses.replace(first.rollout.extended([5, 6], [-0.5, -1.0], 3, truncated=True))
+    verdict = ScoredRollout(
+        whole, "text", "wrong", -0.5, score=0.25, note="\u4e03", metrics={"letters": 4.0}
+    )
+    held = Group(2, (Response(whole, first.seed, True, verdict), second))
+    (tmp_path / "file").write_bytes(packed([held], 3))
+    (found,) = unpacked(tmp_path / "file", run.data[0].prompt, keeps=keeps)
+    expected = held.responses[0] if keeps else dataclasses.replace(held.responses[0], scored=None)
+    assert found == Group(2, (expected, second))

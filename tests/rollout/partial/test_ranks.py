@@ -6,6 +6,7 @@ Real ranks, verifier, data and files; the engine counts tokens. Not exercised: v
 import contextlib
 from collections import Counter
 from hashlib import sha256
+from statistics import fmean
 
 import pytest
 import torch.distributed as dist
@@ -45,7 +46,7 @@ def source_of(hf, tmp, engine=TokensEngine):
         },
         parallel={"world_size": RANKS},
         data={"train_path": str(tmp / "train.jsonl"), "shuffle": False},
-        reward={"num_workers": 1},
+        reward={"verifier": "tests.rollout.disaggregated.lengths:Lengths", "num_workers": 1},
     )
     source, _ = sampling(given, engine)
     return contextlib.closing(source), source
@@ -92,6 +93,7 @@ def test_lag_is_of_all_ranks_and_so_are_the_files(workers, tmp_path):
             "rollout/lag_mean": sum(lag * n for lag, n in both.items()) / total,
             "rollout/lag_max": max(both),
             **{f"rollout/lag_share@{lag}": n / total for lag, n in both.items() if lag},
+            "reward/own/letters": fmean(len(s.text) for scored, _ in parts for s in scored),
         }
         assert one == other == pytest.approx(expected)
         differ |= counts[0][1] / counts[0].total() != counts[1][1] / counts[1].total()
