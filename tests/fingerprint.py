@@ -72,7 +72,7 @@ def make_results() -> None:
     shutil.rmtree(checkpoints / "step_000006")
     train("vapo", "resumed", *resumed, "checkpoint.every_steps=3", "checkpoint.keep_last=9")
     python(
-        "tools/evaluate.py", "--checkpoint", "runs/tiny/seed_0/vapo",
+        "-m", "vapo_megatron", "evaluate", "--checkpoint", "runs/tiny/seed_0/vapo",
         "--data", "runs/tiny/seed_0/data/test.jsonl", "--samples", "2",
         "--out", "runs/fingerprint/evaluation/samples.jsonl",
     )  # fmt: skip

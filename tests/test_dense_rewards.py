@@ -79,7 +79,7 @@ def trained(hf, run_dir, threshold):
         run_dir,
         reward={"from_score": [LOW, HIGH], "correct_from": threshold, "num_workers": 1,
                 "timeout_seconds": 60.0},
-        algorithm={"value_pretraining_steps": 1, "policy_steps": 1, "value_bound": HIGH},
+        algorithm={"value_pretraining_steps": 1, "policy_steps": 1, "value_range": [LOW, HIGH]},
     )  # fmt: skip
     reward = c.reward
     with Verifiers(reward, Reads) as verifiers:

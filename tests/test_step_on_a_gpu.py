@@ -72,7 +72,7 @@ CASES = {
     ),
     "pipeline": Case(
         {"pipeline_model_parallel_size": 2, "recompute": "full"},
-        {"loss_aggregation": "sample", "sampler_correction": "icepop", "value_bound": 2.0},
+        {"loss_aggregation": "sample", "sampler_correction": "icepop", "value_range": [-2.0, 2.0]},
         {"send", "recv", "broadcast"},
         heads=4,
     ),

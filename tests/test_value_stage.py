@@ -170,7 +170,7 @@ def test_what_cannot_be_a_start_is_refused_in_a_line(workers, paths, stage, tmp_
     parallel = {"use_distributed_optimizer": False}
     plain = run(workers, paths, tmp_path / "plain", POLICY, model=start, parallel=parallel)
     assert "use_distributed_optimizer=False" in plain and "critic_checkpoint_optimizer" in plain
-    between = {**POLICY, "value_bound": None, "value_range": [-2, 2]}
+    between = {**POLICY, "value_range": [-2, 2]}
     ranged = run(workers, paths, tmp_path / "ranged", between, model=start)
     assert "its critic was trained with algorithm.value_range=null, which" in ranged
     roles = run(workers, paths, run_dir, POLICY)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import reference
-from vapo_megatron.algorithm.value_loss import bounded_values, ranged_values, value_loss
+from vapo_megatron.algorithm.value_loss import ranged_values, value_loss
 
 
 def batch(num_tokens=100):
@@ -118,31 +118,6 @@ def test_zero_count_is_exactly_zero_with_the_graph_intact(count, num_tokens):
     assert all(float(value) == 0 and not value.requires_grad for value in metrics.values())
 
 
-def test_bounded_values_golden_numbers():
-    # tanh(log 2) = (2 - 1/2) / (2 + 1/2) = .6, tanh(log 3) = (3 - 1/3) / (3 + 1/3) = .8
-    # V = 2 tanh: 1.2, -1.6, 0;  slopes 1 - .6^2 = .64, 1 - .8^2 = .36, 1
-    head = torch.tensor([2 * math.log(2), -2 * math.log(3), 0.0], dtype=torch.float64)
-    head.requires_grad_()
-    values = bounded_values(head, 2.0)
-    values.sum().backward()
-    assert values.tolist() == pytest.approx([1.2, -1.6, 0], abs=1e-15)
-    assert head.grad.tolist() == pytest.approx([0.64, 0.36, 1], abs=1e-15)
-
-
-def test_bounded_values_never_leave_the_bound():
-    head = torch.tensor([-math.inf, -1e30, -1e-6, 1e-6, 1e30, math.inf])
-    values = bounded_values(head, 1.5)
-    assert values.dtype == torch.float32
-    # d^3 / 3 of a small head is below float32's last digit
-    assert values.tolist() == pytest.approx([-1.5, -1.5, -1e-6, 1e-6, 1.5, 1.5], rel=3e-7)
-
-
-@pytest.mark.parametrize("bound", [0.0, -1.0, math.inf, math.nan])
-def test_a_bound_is_a_number_above_0(bound):
-    with pytest.raises(ValueError, match=f"value_bound={bound} must be a finite number above 0"):
-        bounded_values(torch.zeros(2), bound)
-
-
 def test_ranged_values_golden_numbers():
     # atan(1) = pi/4, atan(0) = 0, atan(-sqrt 3) = -pi/3: 1/2 + 1/4, 1/2, 1/2 - 1/3 of the range
     # [-1, 3]; slopes 4 / (pi (1 + z^2))
@@ -173,8 +148,6 @@ def test_a_range_is_finite_and_not_empty(low, high):
 def test_refusals():
     with pytest.raises(ValueError, match="head.dtype=torch.bfloat16"):
         ranged_values(torch.zeros(2, dtype=torch.bfloat16), 0.0, 1.0)
-    with pytest.raises(ValueError, match="head.dtype=torch.bfloat16"):
-        bounded_values(torch.zeros(2, dtype=torch.bfloat16), 1.0)
     values, returns, mask, old = batch(4)
     with pytest.raises(ValueError, match="clip=0.2 needs old_values"):
         value_loss(values, returns, mask, num_tokens=4, clip=0.2)

@@ -147,10 +147,10 @@ def test_a_selection_goes_on_with_its_first_day(good, tmp_path, day):
     arguments = (good / "model", good / "data.jsonl", config, Rules(None, None, None, None), out)
     day(FIRST)
     job = select.prepare(*arguments)
-    assert not select.is_sampled(job) and job.samples.exists()
+    assert select.select_from_samples(job) is None and job.samples.exists()
     day(LATER)
     assert select.prepare(*arguments).evaluation.header == job.evaluation.header
-    assert not select.is_sampled(select.prepare(*arguments))
+    assert select.select_from_samples(select.prepare(*arguments)) is None
 
 
 def test_a_template_without_a_date_changes_no_header(good, tmp_path, day):

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.cli.starting import ROOT, make_stand_in, start
+from tests.cli.starting import make_stand_in, start
 from tests.dumped import MODEL, config, dump
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
@@ -81,12 +81,6 @@ def test_an_evaluation_starts_its_processes(place, vapo, monkeypatch, more, proc
     torchrun, worker = read_command(*stopped.value.args)
     assert {f"--nproc-per-node={processes}", "--nnodes=1"} <= set(torchrun)
     assert worker == ["-m", "--", "vapo_megatron", "evaluate", *arguments]
-
-
-def test_the_tool_starts_itself(place):
-    arguments = evaluation(place, "--nproc=2")
-    worker = started(place, sys.executable, ROOT / "tools/evaluate.py", *arguments)[1]
-    assert worker == ["--", str(ROOT / "tools/evaluate.py"), *arguments]
 
 
 @pytest.fixture

@@ -27,9 +27,10 @@ from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.sealed import seal
 from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
 from tests.workers import free_port
-from tools import convert_hf_to_megatron, evaluate
+from tools import convert_hf_to_megatron
 from vapo_megatron.cli import preflight
 from vapo_megatron.cli.command import ProgressBar
+from vapo_megatron.cli.evaluate import command as evaluate
 from vapo_megatron.cli.train import main
 from vapo_megatron.config import ParallelConfig, load_config
 from vapo_megatron.data import lock
@@ -379,14 +380,13 @@ MISTAKES = {
     "critic checkpoint of another range": (
         checkpoint("values", ffn=32),
         [
-            "model.critic_checkpoint={place}/values", "algorithm.value_bound=null",
-            "algorithm.value_range=[-1.5, 1]",
+            "model.critic_checkpoint={place}/values", "algorithm.value_range=[-1.5, 1]",
         ],
         "algorithm.value_range=null, which algorithm.value_range=[-1.5, 1.0] must equal: the same",
     ),
     "checkpoint of another range": (
         checkpoint("run", ffn=32),
-        ["algorithm.value_bound=null", "algorithm.value_range=[-1.5, 1]"],
+        ["algorithm.value_range=[-1.5, 1]"],
         "logging.run_dir={place}/run (step_000001): its critic was trained with algorithm.value_r",
     ),
     "critic checkpoint without a critic": (

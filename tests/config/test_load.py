@@ -312,10 +312,9 @@ CONFLICTS = [
         ["reward.overlong_buffer_tokens=30000"],
         ["overlong_buffer_tokens=30000", "max_response_tokens=20480", "lower it"],
     ),
-    (["algorithm.value_bound=0.9"], ["value_bound=0.9", "|reward|, 1:", "raise it", "null"]),
     (
-        ["algorithm.value_bound=1.9", "reward.overlong_buffer_tokens=9"],
-        ["value_bound=1.9", "|reward|, 2:"],
+        ["algorithm.value_bound=0.9"],
+        ["value_bound is no longer a field", "algorithm.value_range=[low, high]", "in its place"],
     ),
     (
         ["algorithm.value_range=[-1,0.9]"],
@@ -327,10 +326,6 @@ CONFLICTS = [
     ),
     (["algorithm.value_range=[1,-1]"], ["value_range=[1.0, -1.0]", "low below high", "null"]),
     (["algorithm.value_range=[-1,0,1]"], ["value_range=[-1.0, 0.0, 1.0]", "must be [low, high]"]),
-    (
-        ["algorithm.value_range=[-1,1]", "algorithm.value_bound=1"],
-        ["value_range=[-1.0, 1.0]", "value_bound=1,", "one of them to null"],
-    ),
     (
         ["algorithm.policy_loss=dis", "algorithm.sampler_correction=tis"],
         ["sampler_correction=tis", "must be none", "policy_loss=dis", "policy_loss=ppo_clip"],
@@ -463,8 +458,8 @@ REWARDS = [
     ),
     # Scaled scores end where the range does, and so does what a value must reach.
     (
-        [SCORED, "reward.scales.math={mean: 0, std: 0.1}", "algorithm.value_bound=1.9"],
-        "algorithm.value_bound=1.9 must be at least the largest |reward|, 2: otherwise no value",
+        [SCORED, "reward.scales.math={mean: 0, std: 0.1}", "algorithm.value_range=[-1, 1.9]"],
+        "algorithm.value_range=[-1.0, 1.9] must contain the rewards, -1 to 2: otherwise no value",
     ),
 ]
 """Overrides, and a part of the error's line."""
@@ -487,7 +482,8 @@ def test_a_hybrid_of_scaled_verifiers_reads_back(tmp_path):
     with pytest.raises(ConfigError, match="near:Near must be the scale of one of math, exact"):
         load_config(tmp_path / "a.yaml")
     # Of a class in place of hybrid, and a bound that is the range's end.
-    given = ["reward.verifier=near:Near", "reward.scales.taste.std=4", "algorithm.value_bound=3"]
+    given = ["reward.verifier=near:Near", "reward.scales.taste.std=4"]
+    given.append("algorithm.value_range=[-3, 3]")
     scales = load_config(tmp_path / "a.yaml", given).reward.scales
     assert (scales["taste"].mean, scales["taste"].std) == (1.5, 4)
     assert scales["math"].correct == 1 and scales["near:Near"].high == 1

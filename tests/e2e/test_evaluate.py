@@ -23,7 +23,7 @@ from vapo_megatron.config import EvaluationConfig, load_config
 from vapo_megatron.errors import CheckpointError, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools/evaluate.py"
+TOOL = ("-m", "vapo_megatron", "evaluate")
 NUM_PROBLEMS, SAMPLES = 7, 6
 OPTIONS = [
     "--samples", str(SAMPLES), "--top-p", "0.9", "--batch", "2",
@@ -233,7 +233,7 @@ def test_a_torn_file_becomes_the_same_file(straight, checkpoint, data, tmp_path,
     whole, torn = straight[0] / "straight.jsonl", tmp_path / "torn.jsonl"
     content = whole.read_bytes()
     torn.write_bytes(content[: int(len(content) * share)])
-    run([sys.executable, TOOL, *arguments(checkpoint, data, torn)])
+    run([sys.executable, *TOOL, *arguments(checkpoint, data, torn)])
     assert torn.read_bytes() == content
     assert torn.with_suffix(".json").read_bytes() == whole.with_suffix(".json").read_bytes()
 
@@ -269,7 +269,7 @@ def test_two_replicas_killed_and_started_again_give_the_same_file(
     assert done.stdout.count("avg@6") == 1
     left = NUM_PROBLEMS - before
     assert f"responses {left * SAMPLES} / {left * SAMPLES}" in done.stderr, "only what was missing"
-    again = run([sys.executable, TOOL, *arguments(checkpoint, data, out)])
+    again = run([sys.executable, *TOOL, *arguments(checkpoint, data, out)])
     assert again.stdout.count("avg@6") == 1 and read(out) == expected
 
 
@@ -285,7 +285,7 @@ def test_a_runs_own_evaluation_says_the_same(checkpoint, data, tmp_path):
     train = [sys.executable, "-m", "vapo_megatron.train", "--config"]
     run([*train, ROOT / "examples/configs/tiny.yaml", *settings])
     row = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
-    run([sys.executable, TOOL, "--checkpoint", run_dir, "--data", data, "--out", out])
+    run([sys.executable, *TOOL, "--checkpoint", run_dir, "--data", data, "--out", out])
     found = json.loads(out.with_suffix(".json").read_text())["statistics"]
     names = ["avg@6", "pass@6", "majority@6", "response_length_mean", "truncated_fraction"]
     assert {n: row[f"evaluation/{n}"] for n in names} == {n: found[n]["value"] for n in names}
@@ -296,7 +296,7 @@ def test_a_mistake_under_torchrun_is_one_line(checkpoint, data, tmp_path):
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{}\n")
-    command = [*start, TOOL, *arguments(checkpoint, data, broken)]
+    command = [*start, *TOOL, *arguments(checkpoint, data, broken)]
     done = run(command, code=1)
     told = [line for line in done.stderr.splitlines() if line.startswith("evaluate:")]
     assert len(told) == 1 and "is not an evaluation's file" in told[0]

@@ -73,6 +73,16 @@ def test_texts_that_are_not(response, answer, status):
         "Answer: option B", "First (A), then no: (B)", "The answer is B", "We see it.\nB\n",
         "I choose option B, because A is wrong", "#### B)", "Answer: B, because of C",
         "(A) was my guess. Answer: B", "Not Answer: A\n\\boxed{B}",
+        "\u7b54\u6848\uff1aB", "\u6240\u4ee5\u7b54\u6848\u662fB\u3002", "\u7b54\u6848\u4e3a (B)",
+        "**\u7b54\u6848\uff1aB**",
+        "\u6b63\u786e\u7b54\u6848\uff1a**B**", "\u7b54\u6848\uff1a\uff08B\uff09",
+        "\u7b54\u6848\uff1a\uff22", "\u6545\u9009\uff1aB\u3002",
+        "\u7b54\u6848\uff1aB\uff0c\u56e0\u4e3aA\u4e0d\u5bf9", "**B**",
+        "The answer is **B**.", "I pick **B. Paris** here",
+        "Answer: B, because A and C are too small", "Answer: B, because (A) is wrong",
+        "Answer: B (because A is wrong)", "Answer: **B** \u2014 because C is off",
+        "Answer: B since option A fails", "Answer: (B) because (C) fails", "B. because A is wrong",
+        "**B.** because A is wrong", "\\boxed{B}, because A is wrong",
     ],
 )  # fmt: skip
 def test_the_letter_that_is_named_last(response):
@@ -88,6 +98,10 @@ def test_the_letter_that_is_named_last(response):
         "Answer: A/B", "Answer: A and B", "Answer: AB", "Answer: B; C", "Answer: B & C",
         "Answer: Bees", "Answer: F", "Answer: none", "Answer: not B", "B or not",
         "A Bee is an insect", "", "\\boxed{B", "Answer:", "Answer: B (C)", "Answer: a bee",
+        "\u7b54\u6848\uff1aA\u6216B", "\u7b54\u6848\uff1aA\u3001B", "\u7b54\u6848\uff1aA\uff0cB",
+        "\u7b54\u6848\uff1a", "\\boxed{A}, \\boxed{B}",
+        "Answer: A or B, because both hold", "Answer: because B is wrong",
+        "Answer: none, because B is wrong", "Answer: A/B because of C",
     ],
 )  # fmt: skip
 def test_no_single_letter(response):

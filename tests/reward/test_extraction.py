@@ -14,6 +14,7 @@ from vapo_megatron.reward.extraction import (
     final_answer,
     ground_truth,
     plain_integer,
+    with_unit,
 )
 
 
@@ -42,6 +43,10 @@ def test_every_format_is_read():
         ("####1,234", "1,234"),
         ("b*2=8nopqrstuvwx,Answer:8", "8"),
         ("Answer:8", "8"),
+        ("\u7b54\u6848\uff1a12", "12"),
+        ("\u6240\u4ee5\u7b54\u6848\u662f $12$\u3002", "12\u3002"),
+        (r"Answer: $12\,$", "12"),
+        (r"\boxed{12\quad}", "12"),
     ]:
         assert final_answer(response) == answer, (response, answer)
 
@@ -155,3 +160,45 @@ def _timed(text):
     start = time.process_time()
     final_answer(text)
     return time.process_time() - start
+
+
+def test_boxes_that_only_a_comma_or_a_word_separates_are_one_list():
+    for response, answer in [
+        (r"The roots are $\boxed{-2}$ and $\boxed{1}$.", "-2, 1"),
+        (r"$\boxed{1}$, $\boxed{2}$, and $\boxed{3}$", "1, 2, 3"),
+        (r"either \boxed{1} or \boxed{2}", "1, 2"),
+        (r"$x=\boxed{1}$ and $y=\boxed{2}$", "x=1, y=2"),
+        (r"$x=\boxed{1}$ or $x=\boxed{2}$", "1, 2"),
+        (r"\boxed{3}, \boxed{3}", "3"),
+        (r"\boxed{1}, \boxed{} and \boxed{2}", "2"),
+        (r"First \boxed{5}, no: \boxed{7}", "7"),
+        (r"\boxed{5}. And \boxed{7}", "7"),
+        (r"\boxed{5} Answer: 7", "7"),
+    ]:
+        assert final_answer(response) == answer, response
+
+
+def test_a_sentence_says_its_last_value():
+    for response, answer in [
+        ("Answer: The volume of $ABCDEFGH$ is 120. I hope it is correct.", "120"),
+        (r"Answer: The probability is $\frac14$.", r"\frac14"),
+        ("Answer: so x equals 8", "8"),
+        ("Answer: It is not 15.", "not 15"),
+        ("Answer: It is 15 or 16.", "15 or 16"),
+        ("Answer: 8, because 3 + 5 = 8", "8"),
+        ("Answer: The first is 14 and the last is 15.", "The first is 14 and the last is 15"),
+    ]:
+        assert final_answer(response) == answer, response
+
+
+def test_the_words_behind_a_number_may_be_its_unit():
+    texts = ["5 cm", "$5$ feet", "$5$ and $6$", "5 months", "**5** ways", "x = 5"]
+    assert [with_unit(t) for t in texts] == [
+        "5 cm",
+        "5 feet",
+        "5 and 6",
+        "5 months",
+        "5 ways",
+        "x = 5",
+    ]
+    assert [clean(t) for t in texts] == ["5 cm", "5", "5 and 6", "5", "5", "x = 5"]

@@ -22,7 +22,6 @@ from vapo_megatron.reward.scoring import LARGEST_BATCH, VerdictStream
 from vapo_megatron.reward.verifier import Problem, Verdict
 from vapo_megatron.reward.verifiers import Verifiers
 
-REWARD = RewardConfig(timeout_seconds=60.0)
 SECRET = "sk-nobody-may-write-this-down"
 
 
@@ -119,7 +118,7 @@ def judged(verifier, responses, problems):
 def test_a_judge_is_given_prompt_answer_and_response_and_its_choice_is_the_verdict(chat):
     problems = [Problem("1 + 1 = {x}?", "2"), Problem("3 + 4?", "7")]
     with Server(agrees) as server:
-        judge = Judge(REWARD, base_url=server.url, model="small", chat=chat)
+        judge = Judge(base_url=server.url, model="small", chat=chat)
         found = judged(judge, ["it is 2", "it is 8"], problems)
     yes, no = "the judge said YES", "the judge said NO"
     assert found == [Verdict("correct", note=yes), Verdict("wrong", note=no)]
@@ -135,7 +134,7 @@ def test_choices_may_be_scores_and_the_last_one_counts_where_the_model_may_think
     answers = {"a": "5 or 0? No: 10", "b": "so 0", "c": "none"}
     with Server(lambda prompt: answers[prompt[-1]]) as server:
         judge = Judge(
-            REWARD, base_url=server.url, model="m", choices=grades, constrained=False,
+            base_url=server.url, model="m", choices=grades, constrained=False,
             template="grade {hint}: {response}", max_tokens=900, correct_from=0.6,
         )  # fmt: skip
         found = judged(judge, list("abc"), [Problem("", "", {"hint": "strictly"})] * 3)
@@ -161,7 +160,7 @@ def test_as_many_are_asked_at_once_as_may_be_and_no_more():
         return "YES"
 
     with Server(slowly) as server:
-        judge = Judge(REWARD, base_url=server.url, model="m", concurrency=16)
+        judge = Judge(base_url=server.url, model="m", concurrency=16)
         found = judged(judge, ["x"] * 32, [Problem("p", "a")] * 32)
     assert [v.status for v in found] == ["correct"] * 32
     assert server.most == 16
@@ -213,21 +212,19 @@ def test_answers_are_kept_by_content_and_failures_are_not(tmp_path):
 
     with Server(answer) as server:
         for expected in (["correct", "wrong", "failed"], ["correct", "wrong", "wrong"]):
-            judge = Judge(REWARD, base_url=server.url, model="m", cache=cache)
+            judge = Judge(base_url=server.url, model="m", cache=cache)
             found = judged(judge, ["a", "second", "third"], problems)
             assert [v.status for v in found] == expected
         assert len(server.asked) == 4
         # Another template is another question.
-        judge = Judge(
-            REWARD, base_url=server.url, model="m", cache=cache, template="{response} {answer}"
-        )
+        judge = Judge(base_url=server.url, model="m", cache=cache, template="{response} {answer}")
         judged(judge, ["a"], problems[:1])
         assert len(server.asked) == 5
 
 
 def test_a_server_that_goes_away_is_asked_again():
     first = Server(lambda prompt: 503)
-    port, judge = first.port, Judge(REWARD, base_url=first.url, model="m", outage_seconds=120)
+    port, judge = first.port, Judge(base_url=first.url, model="m", outage_seconds=120)
     found = []
     asking = threading.Thread(
         target=lambda: found.extend(judged(judge, ["a", "b"], [Problem("p", "a")] * 2))
@@ -244,7 +241,7 @@ def test_a_server_that_goes_away_is_asked_again():
 
 def test_an_outage_that_lasts_is_a_failed_verdict_and_is_told_once(capfd):
     server = Server(lambda prompt: 503)
-    judge = Judge(REWARD, base_url=server.url, model="m", outage_seconds=1.0)
+    judge = Judge(base_url=server.url, model="m", outage_seconds=1.0)
     found = judged(judge, ["a", "b"], [Problem("p", "a")] * 2)
     server.close()
     assert {v.status for v in found} == {"failed"} and "no answer for 1 s" in found[0].note
@@ -253,7 +250,7 @@ def test_an_outage_that_lasts_is_a_failed_verdict_and_is_told_once(capfd):
 
 def test_a_server_that_stays_away_costs_its_limit_once():
     server = Server(lambda prompt: 503)
-    judge = Judge(REWARD, base_url=server.url, model="m", concurrency=2, outage_seconds=2.0)
+    judge = Judge(base_url=server.url, model="m", concurrency=2, outage_seconds=2.0)
     began = time.monotonic()
     found = judged(judge, ["a"] * 12, [Problem("p", "a")] * 12)
     assert {v.status for v in found} == {"failed"}
@@ -264,7 +261,7 @@ def test_a_server_that_stays_away_costs_its_limit_once():
 def test_a_server_that_is_back_is_given_its_time_again():
     state = {"code": 503}
     with Server(lambda prompt: state["code"] or "YES") as server:
-        judge = Judge(REWARD, base_url=server.url, model="m", outage_seconds=1.0)
+        judge = Judge(base_url=server.url, model="m", outage_seconds=1.0)
         assert [v.status for v in judge.score(["a"], [Problem("p", "a")])] == ["failed"]
         state["code"] = None
         assert [v.status for v in judge.score(["a"], [Problem("p", "a")])] == ["correct"]
@@ -277,7 +274,7 @@ def test_the_key_is_sent_and_nowhere_else(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("JUDGE_KEY", SECRET)
     with Server(lambda prompt: 401) as server:
         judge = Judge(
-            REWARD, base_url=server.url, model="m", key_variable="JUDGE_KEY",
+            base_url=server.url, model="m", key_variable="JUDGE_KEY",
             cache=str(tmp_path / "kept"),
         )  # fmt: skip
         (found,) = judged(judge, ["a"], [Problem("p", "a")])
@@ -302,9 +299,7 @@ def better(prompt):
 def test_the_probability_of_winning_in_both_orders_is_the_score(chat):
     problems = [Problem("p", "12", {"best": "1234"})] * 2
     with Server(better) as server:
-        verifier = Pairwise(
-            REWARD, base_url=server.url, model="m", chat=chat, reference_column="best"
-        )
+        verifier = Pairwise(base_url=server.url, model="m", chat=chat, reference_column="best")
         found = judged(verifier, ["12345", "123"], problems)
     # Response first: one longer, s(1 + .5); reference first: the response wins with 1 - s(-1 + .5).
     sigmoid = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
@@ -317,15 +312,15 @@ def test_the_probability_of_winning_in_both_orders_is_the_score(chat):
 
 def test_a_pairwise_judge_that_names_neither_has_failed():
     with Server(lambda prompt: ("The", {"The": -0.1})) as server:
-        verifier = Pairwise(REWARD, base_url=server.url, model="m")
+        verifier = Pairwise(base_url=server.url, model="m")
         (found,) = judged(verifier, ["x"], [Problem("p", "1")])
     assert found.status == "failed" and "neither A nor B" in found.note
 
 
 def test_problems_that_lack_what_the_template_names_are_unusable():
-    judge = Judge(REWARD, base_url="http://127.0.0.1:9/v1", model="m",
+    judge = Judge(base_url="http://127.0.0.1:9/v1", model="m",
                   template="{prompt} {rubric} {response}")  # fmt: skip
-    pairwise = Pairwise(REWARD, base_url="http://127.0.0.1:9/v1", model="m")
+    pairwise = Pairwise(base_url="http://127.0.0.1:9/v1", model="m")
     problems = [Problem("p", "", {"rubric": "r"}), Problem("p", "a", {"rubric": None})]
     assert judge.unusable(problems) == {1: "has no rubric, which the judge's template names"}
     assert pairwise.unusable(problems) == {

@@ -46,7 +46,7 @@ def test_prose_that_math_judges_is_counted_with_one_of_them(tmp_path):
     data = dataset(tmp_path / "a.jsonl", *answers)
     (line,) = settle(data, {}, RewardConfig(), skip=False)
     assert line.startswith("3 of 6 ground truths of a.jsonl are prose, but math judges them, such")
-    assert f"a.jsonl, row 1 (from 0): {PROSE!r}; math reads words as" in line
+    assert f"a.jsonl, row 1 (from 0): {PROSE!r}; math compares words" in line
     exact = RewardConfig(verifier="exact")
     assert settle(data, {}, exact, skip=False) == []
     assert settle(data, {}, RewardConfig(), skip=False, has_default=True) == []

@@ -267,7 +267,7 @@ def replayed(hf, dumped, run_dir, offload, steps, port, every_steps=1):
             "value_pretraining_steps": 1,
             "kl_coef": 0.1,
             "sampler_correction": "icepop",
-            "value_bound": 2.0,
+            "value_range": [-2.0, 2.0],
             "freeze_critic_attention": True,
         },
         optimizer={"actor_learning_rate": 1e-2, "critic_learning_rate": 1e-2},

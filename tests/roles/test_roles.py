@@ -204,18 +204,6 @@ def test_the_critics_loss(workers, tmp_path, clip, correction):
     assert (abs(loss - float(unclipped)) > 1e-3) == (clip is not None)
 
 
-def test_the_critics_values_are_bounded(workers, tmp_path):
-    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
-    head = workers.run(1, update_once, hf, {})[0][2]
-    *_, values, _, _, metrics = workers.run(1, update_once, hf, {"value_bound": 1.0})[0]
-    expected = [math.tanh(v) for v in head.tolist()]
-    assert max(abs(v - e) for v, e in zip(head.tolist(), expected)) > 1e-3, "a bound far above"
-    assert values.tolist() == pytest.approx(expected, abs=1e-6)
-    returns, ones = batch().returns.tolist(), [1.0] * len(expected)
-    loss = reference.value_loss(expected, returns, ones, count=len(expected))
-    assert metrics["critic/loss"] == pytest.approx(loss, abs=2e-6)
-
-
 def test_the_critics_values_have_a_range(workers, tmp_path):
     hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
     head = workers.run(1, update_once, hf, {})[0][2]

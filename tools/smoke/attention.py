@@ -45,18 +45,29 @@ class Tensors(NamedTuple):
 def attention(sizes: Sizes, directory: Path) -> list[Row]:
     """Compare every case in both dtypes, and time one."""
     exact_float32()
-    rows = []
-    for case in sizes.attention:
-        # The same numbers in both: what bfloat16 holds exactly.
-        tensors = random_tensors(case, torch.bfloat16)
-        expected = written_out(case, tensors)
-        for dtype in UNIT_ROUNDOFF:
-            found = packed(case, tensors, dtype)
-            errors = [relative(f, e) for f, e in zip(found, expected)]
-            name = f"{dtype}, {case.heads} heads of {case.head_dim}, {case.groups} groups"
-            what = "output and gradients, error"
-            rows.append(judged("attention", name, what, max(errors), rounding_bound(case, dtype)))
+    rows = [
+        compared("attention", dtype, case, dtype)
+        for case in sizes.attention
+        for dtype in UNIT_ROUNDOFF
+    ]
     return [*rows, _timed(sizes.attention_timed)]
+
+
+def compared(
+    section: str,
+    title: str,
+    case: AttentionCase,
+    dtype: str,
+    layer: Callable[..., Tensor] | None = None,
+) -> Row:
+    """Judge an attention's output and gradients; layer: see packed."""
+    # The same numbers in both dtypes: what bfloat16 holds exactly.
+    tensors = random_tensors(case, torch.bfloat16)
+    found, expected = packed(case, tensors, dtype, layer), written_out(case, tensors)
+    errors = [relative(f, e) for f, e in zip(found, expected)]
+    name = f"{title}, {case.heads} heads of {case.head_dim}, {case.groups} groups"
+    what = "output and gradients, error"
+    return judged(section, name, what, max(errors), rounding_bound(case, dtype))
 
 
 def packed(

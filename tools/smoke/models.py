@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import Role
-from vapo_megatron.data.batch import RolloutBatch
+from vapo_megatron.data.batch import RolloutBatch, bounds
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.groups import Ranks
@@ -79,10 +78,6 @@ def random_batch(lengths: Sequence[tuple[int, int]], vocab_size: int, seed: int)
     draw = torch.Generator().manual_seed(seed)
     prompts, responses = torch.tensor(lengths).t()
     num_responses, size = len(lengths), int(responses.sum())
-
-    def bounds(of: Tensor) -> Tensor:
-        return torch.cat([of.new_zeros(1), of.cumsum(0)]).int()
-
     return RolloutBatch(
         tokens=torch.randint(vocab_size, (int((prompts + responses).sum()),), generator=draw),
         sequence_cu_seqlens=bounds(prompts + responses),

@@ -19,7 +19,7 @@ import torch
 
 from tools.smoke import attention
 from tools.smoke.models import make_config, start_groups
-from tools.smoke.parity import ROLES, Numbers, compared, compute, relative, rounding_bound
+from tools.smoke.parity import ROLES, Numbers, compared, compute, rounding_bound
 from tools.smoke.report import Row, judged, skipped
 from tools.smoke.sizes import AttentionCase, Sizes
 from vapo_megatron.config.phases import Role
@@ -41,13 +41,7 @@ def transformer_engine(sizes: Sizes, directory: Path) -> list[Row]:
 
 def packed_attention(case: AttentionCase, layer: Layer) -> Row:
     """Judge a layer's output and gradients, in bfloat16."""
-    tensors = attention.random_tensors(case, torch.bfloat16)
-    expected = attention.written_out(case, tensors)
-    found = attention.packed(case, tensors, "bfloat16", layer)
-    errors = [relative(f, e) for f, e in zip(found, expected)]
-    name = f"packed attention, {case.heads} heads of {case.head_dim}, {case.groups} groups"
-    bound = attention.rounding_bound(case, "bfloat16")
-    return judged("te", name, "output and gradients, error", max(errors), bound)
+    return attention.compared("te", "packed attention", case, "bfloat16", layer)
 
 
 def attention_layer(case: AttentionCase) -> Layer:

@@ -10,32 +10,6 @@ from torch import Tensor
 from vapo_megatron.algorithm.reduction import global_mean, keep, require_mask, require_wide
 
 
-def bounded_values(head: Tensor, bound: float) -> Tensor:
-    """Smoothly bound the value head's output.
-
-        V = bound * tanh(head / bound),   dV/dhead = 1 - (V / bound)^2
-
-    Near 0 it is the identity; for |head| well above the bound its gradient vanishes. V reaches the
-    bound only in the limit, so choose one above the largest |return|.
-
-    Source: this form is ours; ranged_values is BPCO's.
-
-    Args:
-        head: [T] float32 or float64, the value head's output; carries the gradient.
-        bound: above 0, in units of reward.
-
-    Returns:
-        [T], head's dtype, in [-bound, bound].
-
-    Raises:
-        ValueError: a dtype below float32, or a bound that is not finite and above 0.
-    """
-    require_wide(head=head)
-    if not 0 < bound < math.inf:
-        raise ValueError(f"value_bound={bound} must be a finite number above 0; null for no bound")
-    return bound * torch.tanh(head / bound)
-
-
 def ranged_values(head: Tensor, low: float, high: float) -> Tensor:
     """Bound the value head's output to the range of the returns.
 
@@ -43,7 +17,7 @@ def ranged_values(head: Tensor, low: float, high: float) -> Tensor:
         dV/dhead = (high - low) / (pi * (1 + head^2))
 
     A head of 0 is the middle of the range. V reaches the ends only in the limit, but there the
-    gradient falls with the square of the head, not exponentially as tanh's.
+    gradient falls with the square of the head, not exponentially as a tanh's.
 
     Source: BPCO (arXiv 2608.23566), [Rmin, Rmax] = [low, high].
 

@@ -10,7 +10,6 @@ comments say which fields to look at first.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -235,11 +234,6 @@ def _value(value: object) -> str:
 def _parser() -> Parser:
     usage = "vapo init --model DIR [--data FILE] [options]"
     parser = Parser(prog="vapo init", usage=usage, description=__doc__)
-    _add(parser)
-    return parser
-
-
-def _add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, required=True, metavar="DIR", help="Hugging Face directory"
     )
@@ -248,11 +242,10 @@ def _add(parser: argparse.ArgumentParser) -> None:
         help="JSONL or parquet of the problems to train on (default: to be filled in)",
     )  # fmt: skip
     parser.add_argument(
-        "--gpus",
-        type=int,
-        metavar="N",
+        "--gpus", type=int, metavar="N",
         help="train on N GPUs of 80 GB; 0: on a CPU (default: the GPUs of this machine)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=Path("run.yaml"), metavar="FILE", help="(default: run.yaml)"
     )
+    return parser

@@ -192,22 +192,16 @@ def base_config(options: argparse.Namespace) -> VapoConfig:
 
 def placement_fields(options: argparse.Namespace) -> dict[str, object]:
     """Return what the options say of placement; the split is searched, so a file's is ignored."""
-    fields: dict[str, object] = {"rollout.placement": options.placement}
-    if options.placement == "colocated":
-        fields |= {"rollout.num_processes": 0, "rollout.lag": 0}
-    elif options.placement:
-        fields["rollout.num_processes"] = 1
-    if options.samplers is not None:
-        fields["rollout.num_processes"] = options.samplers
-    if options.lag is not None:
-        fields["rollout.lag"] = options.lag
-    if options.carry_over is not None:
-        fields["rollout.carry_over_groups"] = options.carry_over
-    if options.max_lag is not None:
-        fields["rollout.max_lag"] = options.max_lag
-    if options.lag or options.carry_over:
-        fields["rollout.max_logprob_difference"] = "null"
-    return fields
+    processes = {"colocated": 0, "disaggregated": 1}.get(options.placement)
+    lag = 0 if options.placement == "colocated" else None
+    return {
+        "rollout.placement": options.placement,
+        "rollout.num_processes": processes if options.samplers is None else options.samplers,
+        "rollout.lag": lag if options.lag is None else options.lag,
+        "rollout.carry_over_groups": options.carry_over,
+        "rollout.max_lag": options.max_lag,
+        "rollout.max_logprob_difference": "null" if options.lag or options.carry_over else None,
+    }
 
 
 def reshard(options: argparse.Namespace) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import re
 
@@ -71,15 +72,12 @@ def fraction(text: str) -> float:
 def share(text: str) -> tuple[str, float]:
     """Parse NAME=X."""
     name, _, value = text.partition("=")
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if name not in SHARES or not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must read NAME=X with X in (0, 1] and NAME one of {', '.join(SHARES)}"
-        )
-    return f"{name}_share", number
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        if name in SHARES:
+            return f"{name}_share", fraction(value)
+    raise argparse.ArgumentTypeError(
+        f"{text!r} must read NAME=X with X in (0, 1] and NAME one of {', '.join(SHARES)}"
+    )
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:

@@ -80,29 +80,18 @@ def _rollouts(
     evaluation: Evaluation, config: VapoConfig, prompts: Sequence[Prompt]
 ) -> list[Rollout]:
     """Sample in order; on the first rank, none elsewhere. Collective."""
-    import torch.distributed as dist
-
     from vapo_megatron.algorithm.group_sampling import repeat_for_group
-    from vapo_megatron.cli.sampling.samples import VERSION, build_engine
-    from vapo_megatron.parallel import backend
-    from vapo_megatron.parallel.environment import check_processes
+    from vapo_megatron.cli.sampling.samples import VERSION, build_engine, distributed
     from vapo_megatron.rollout.evaluation.judging import sampling_settings
     from vapo_megatron.rollout.work import generate
 
-    check_processes(config.parallel.world_size, config.rollout.num_processes)
-    backend.initialize_distributed(config.parallel.timeout_seconds)
     samples = config.evaluation.samples
     settings = sampling_settings(config.evaluation, config.rollout.max_response_tokens)
-    try:
+    with distributed(config) as stack:
         engine = build_engine(evaluation, config)
-        try:
-            asked = repeat_for_group(list(prompts), samples)
-            sizes = [samples] * len(prompts)
-            return generate(engine, asked, sizes, 0, settings, VERSION)
-        finally:
-            engine.shutdown()
-    finally:
-        dist.destroy_process_group()
+        stack.callback(engine.shutdown)
+        asked = repeat_for_group(list(prompts), samples)
+        return generate(engine, asked, [samples] * len(prompts), 0, settings, VERSION)
 
 
 def _shown(rollouts: Iterable[Rollout], texts: Iterable[str]) -> Iterable[str]:

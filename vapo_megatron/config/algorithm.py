@@ -125,15 +125,10 @@ class AlgorithmConfig(Section):
         "Value clipping: largest distance from the old value in the value loss; null: off.",
         gt=0,
     )
-    value_bound: float | None = _field(
-        None,
-        "Bounded values: V = bound * tanh(head / bound); null: V is the value head's output.",
-        gt=0,
-    )
     value_range: list[float] | None = _field(
         None,
         "[low, high], bounded values as in BPCO: V = low + (high - low) (1/2 + atan(head) / pi); "
-        "null: off.",
+        "null: V is the value head's output.",
     )
     freeze_critic_attention: bool = _field(
         False, "Freeze the critic's attention: query, key, value and output projections."

@@ -164,7 +164,7 @@ def _drop_removed(tree: dict[str, Any]) -> None:
     for path, (neutral, _) in REMOVED.items():
         section, field = path.split(".")
         named = tree.get(section)
-        if isinstance(named, dict) and named.get(field) == neutral:
+        if isinstance(named, dict) and field in named and named[field] == neutral:
             del named[field]
 
 

@@ -14,6 +14,10 @@ REMOVED = {
         "groups that go on are always recomputed with the new weights, which costs a step less "
         "than half a percent; remove it",
     ),
+    "algorithm.value_bound": (
+        None,
+        "values are bounded by algorithm.value_range=[low, high]; set that in its place",
+    ),
 }
 """Fields that earlier versions had: the value that changes nothing, and what to do about others."""
 

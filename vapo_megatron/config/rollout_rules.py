@@ -36,23 +36,36 @@ def placement_rule(c: VapoConfig) -> str | None:
             "rollout.placement=disaggregated needs rollout.num_processes of at least 1, found 0; "
             "set how many processes sample, or placement=colocated"
         )
-    if c.algorithm.dynamic_sampling:
-        return (
-            "rollout.placement=disaggregated must not be combined with "
-            "algorithm.dynamic_sampling=true, whose rounds depend on all replicas' verdicts; set "
-            "dynamic_sampling=false, or placement=colocated"
-        )
-    if c.model.reward_hf_path is not None:
-        return (
-            "rollout.placement=disaggregated must not be combined with model.reward_hf_path="
-            f"{c.model.reward_hf_path}: samplers keep responses with their verdicts, but the "
-            "reward model scores later; set reward_hf_path=null, or placement=colocated"
-        )
+    field, who = "rollout.placement=disaggregated", "samplers keep responses"
+    if mistake := _late_verdicts(c, field, who, "placement=colocated"):
+        return mistake
     if r.lag and r.max_logprob_difference is not None:
         return (
             f"rollout.lag={r.lag} must not be combined with rollout.max_logprob_difference="
             f"{r.max_logprob_difference:g}: with a lag the sampler's weights are older, so its "
             "log-probabilities differ by more than rounding; set max_logprob_difference=null"
+        )
+    return None
+
+
+def _late_verdicts(c: VapoConfig, field: str, who: str, off: str) -> str | None:
+    """Refuse verdicts that more than one replica decides, or that come after the sampling.
+
+    Args:
+        c: the configuration.
+        field: what needs a response's own verdict at once, with its value.
+        who: what does with the verdict, and `off`, the remedy.
+    """
+    if c.algorithm.dynamic_sampling:
+        return (
+            f"{field} must not be combined with algorithm.dynamic_sampling=true, whose rounds "
+            f"depend on all replicas' verdicts; set dynamic_sampling=false, or {off}"
+        )
+    if c.model.reward_hf_path is not None:
+        return (
+            f"{field} must not be combined with model.reward_hf_path={c.model.reward_hf_path}: "
+            f"{who} with their verdicts, but the reward model scores later; set "
+            f"reward_hf_path=null, or {off}"
         )
     return None
 
@@ -89,17 +102,8 @@ def carry_over_rule(c: VapoConfig) -> str | None:
             f"{num_prompts}: more could not all be trained on in the next step, as max_lag may "
             "ask; lower it"
         )
-    if c.algorithm.dynamic_sampling:
-        return (
-            f"{field} must not be combined with algorithm.dynamic_sampling=true, whose rounds "
-            "depend on all replicas' verdicts; set dynamic_sampling=false, or carry_over_groups=0"
-        )
-    if c.model.reward_hf_path is not None:
-        return (
-            f"{field} must not be combined with model.reward_hf_path={c.model.reward_hf_path}: "
-            "groups wait with their verdicts, but the reward model scores later; set "
-            "reward_hf_path=null, or carry_over_groups=0"
-        )
+    if mistake := _late_verdicts(c, field, "groups wait", "carry_over_groups=0"):
+        return mistake
     if r.max_logprob_difference is not None:
         return (
             f"{field} must not be combined with rollout.max_logprob_difference="

@@ -253,22 +253,10 @@ def _reward_model_rule(c: VapoConfig) -> str | None:
     return None
 
 
-def _value_bound_rule(c: VapoConfig) -> str | None:
-    bound, both = c.algorithm.value_bound, c.algorithm.value_range
-    lowest, highest = reward_range(c.reward)
-    largest = max(abs(lowest), abs(highest))
-    if bound is not None and bound < largest:
-        return (
-            f"algorithm.value_bound={bound:g} must be at least the largest |reward|, {largest:g}: "
-            "otherwise no value could reach such a return; raise it, or set it to null"
-        )
+def _value_range_rule(c: VapoConfig) -> str | None:
+    both, (lowest, highest) = c.algorithm.value_range, reward_range(c.reward)
     if both is None:
         return None
-    if bound is not None:
-        return (
-            f"algorithm.value_range={both} must not be combined with value_bound={bound:g}, "
-            "another bound of the values; set one of them to null"
-        )
     if len(both) != 2 or both[0] >= both[1]:
         return (
             f"algorithm.value_range={both} must be [low, high] with low below high, such as "
@@ -344,6 +332,6 @@ _RULES = (
     _layout_rule, placement_rule, carry_over_rule, shared_queue_rule, _pipeline_rule, _batch_rule,
     _lambda_rule,
     _estimator_rule, _stage_rule, _sampling_rule, _reward_rule, _verifier_rule, _reward_model_rule,
-    _value_bound_rule, _timeouts_rule, _precision_rule, _dynamic_sampling_rule,
+    _value_range_rule, _timeouts_rule, _precision_rule, _dynamic_sampling_rule,
     _sources_rule, _policy_loss_rule, behaviour_rule, _critic_prompt_rule,
 )  # fmt: skip

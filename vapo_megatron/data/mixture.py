@@ -9,19 +9,19 @@ prompt (half a prompt with two sources), in every step.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from vapo_megatron.data.problems import Problem
 from vapo_megatron.data.prompts import SOURCES, PromptDataset, refuse_replay
 from vapo_megatron.data.rollout import Prompt
 from vapo_megatron.errors import DataError
 
 
-class Mixture:
+class Mixture(PromptDataset):
     """Several PromptDatasets as one; the same calls return the same prompts on every rank.
+
+    Its rows are those of the parts, source by source; each part keeps its own order and position.
 
     Args:
         parts: by source, in the order of their `first_index`; they share no index.
@@ -38,75 +38,41 @@ class Mixture:
         self._weights_after = weights_after
         self._credit = dict.fromkeys(self._parts, 0.0)
         """In prompts; the sum is 0."""
-
-    @property
-    def path(self) -> str:
-        """All files, for messages."""
-        return ", ".join(part.path for part in self._parts.values())
-
-    @property
-    def begun_twice(self) -> int:
-        """See PromptDataset."""
-        return sum(part.begun_twice for part in self._parts.values())
-
-    @functools.cached_property
-    def rows(self) -> Sequence[Problem]:
-        """Every problem as it was read, source by source in the files' order."""
-        return [row for part in self._parts.values() for row in part.rows]
-
-    @property
-    def problems(self) -> list[Prompt]:
-        """Every problem once, without those left out, source by source in the files' order."""
-        return [prompt for part in self._parts.values() for prompt in part.problems]
-
-    @property
-    def kept(self) -> list[tuple[int, Problem]]:
-        """Those of `rows` that are not left out, with their indices."""
-        return [(first + i, row) for first, part in self._placed() for i, row in part.kept]
-
-    @property
-    def left_out(self) -> dict[int, str]:
-        """Index of `rows` -> why it is never drawn."""
-        return {
-            first + i: reason
-            for first, part in self._placed()
-            for i, reason in part.left_out.items()
-        }
+        in_order = self._parts.values()
+        self._starts = dict(zip(self._parts, itertools.accumulate(map(len, in_order), initial=0)))
+        """Index of each part's first row."""
+        self.path = ", ".join(part.path for part in in_order)
+        self.begun_twice = sum(part.begun_twice for part in in_order)
+        self._first_index = 0
+        self._rows = [row for part in in_order for row in part.rows]
+        self._token_ids = [ids for part in in_order for ids in part._token_ids]
+        self._critic_token_ids = [ids for part in in_order for ids in part._critic_token_ids]
+        self.left_out = {}
+        self.leave_out({})
 
     def assign(self, verifiers: Mapping[int, str]) -> None:
         """Let these of `rows` name these verifiers."""
-        for first, part in self._placed():
-            part.assign(_within(verifiers, first, len(part)))
-        vars(self).pop("rows", None)
+        super().assign(verifiers)
+        for name, part in self._parts.items():
+            part.assign(self._within(name, verifiers))
 
     def leave_out(self, reasons: Mapping[int, str]) -> None:
         """Draw these of `rows` no more; see PromptDataset. DataError: nothing of a part is left."""
-        for first, part in self._placed():
-            part.leave_out(_within(reasons, first, len(part)))
+        for name, part in self._parts.items():
+            part.leave_out(self._within(name, reasons))
+            self.left_out |= {self._starts[name] + i: why for i, why in part.left_out.items()}
 
-    def prompt(self, index: int) -> Prompt:
-        """Return the prompt of one of `rows`, left out or not."""
-        first, part = next(p for p in reversed(self._placed()) if p[0] <= index)
-        return part.prompt(index)
-
-    def _placed(self) -> list[tuple[int, PromptDataset]]:
-        """Return the parts, each with the index of its first row."""
-        ends = itertools.accumulate(map(len, self._parts.values()), initial=0)
-        return list(zip(ends, self._parts.values()))
-
-    def __len__(self) -> int:
-        """Number of problems in all sources."""
-        return sum(map(len, self._parts.values()))
+    def _within(self, name: str, values: Mapping[int, str]) -> dict[int, str]:
+        """Return the values of a part's rows, by their index in the part."""
+        start, part = self._starts[name], self._parts[name]
+        return {i - start: value for i, value in values.items() if 0 <= i - start < len(part)}
 
     def row(self, index: int) -> tuple[str, int]:
         """Return the file and the row (from 0) of one of `rows`."""
-        for part in self._parts.values():
-            if index < len(part):
-                return part.row(index)
-            index -= len(part)
-        raise IndexError(index)
+        name = next(n for n in reversed(self._starts) if self._starts[n] <= index)
+        return self._parts[name].row(index - self._starts[name])
 
-    def next(self, count: int, step: int) -> list[Prompt]:
+    def next(self, count: int, step: int = 0) -> list[Prompt]:
         """Return the next prompts in the proportions of a step, from 0; it may draw repeatedly."""
         weights = self._weights_after(step)
         total = sum(weights.values())
@@ -149,12 +115,3 @@ class Mixture:
         for name, part in self._parts.items():
             part.load_state_dict(state[SOURCES][name])
             self._credit[name] = state["credit"][name]
-
-
-def _within(values: Mapping[int, str], first: int, count: int) -> dict[int, str]:
-    """Return the values of indices from first on, counted from there."""
-    return {i - first: value for i, value in values.items() if first <= i < first + count}
-
-
-TrainingPrompts = PromptDataset | Mixture
-"""What a run draws its prompts from, and what it evaluates on."""

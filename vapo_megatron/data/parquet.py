@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from vapo_megatron.data.storage import replacing
 from vapo_megatron.errors import DataError
 
 
@@ -65,6 +68,16 @@ def _shortened(value: Any, kind: Any) -> Any:
     if isinstance(value, list):
         return [_shortened(item, parts[None]) for item in value]
     return _shortened(value, parts[None])
+
+
+def write_table(out: Path, table: Any, key: bytes, about: Mapping[str, Any]) -> None:
+    """Replace a parquet file atomically; its metadata has one key, with JSON values."""
+    import pyarrow.parquet
+
+    table = table.replace_schema_metadata({key: json.dumps(about).encode()})
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out) as file:
+        pyarrow.parquet.write_table(table, file)
 
 
 def storable_array(name: str, values: Sequence[Any], places: Sequence[str], data: str) -> Any:

@@ -174,25 +174,29 @@ def parquet_file(path: Path) -> Iterator[Any]:
         ) from None
 
 
-def parquet_rows(file: Any, columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (row number from 0, columns; None: all) of a parquet file, batch by batch."""
+def file_rows(
+    path: Path, columns: Sequence[str] | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (file and line or row, columns) of a JSONL or parquet file; columns: of parquet."""
+    if path.suffix == ".jsonl":
+        for number, row in jsonl_rows(path):
+            yield f"{path}, line {number}", row
+        return
     number = 0
-    for batch in file.iter_batches(batch_size=4096, columns=columns and list(columns)):
-        for row in own_digits(batch):
-            yield number, row
-            number += 1
+    with parquet_file(path) as file:
+        for batch in file.iter_batches(batch_size=4096, columns=columns and list(columns)):
+            for row in own_digits(batch):
+                yield f"{path}, row {number}", row
+                number += 1
 
 
 def _rows(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    if path.suffix == ".jsonl":
-        for number, row in jsonl_rows(path):
-            _check_columns(columns, row, f"{path}, line {number}")
-            yield f"{path}, line {number}", row
-        return
-    with parquet_file(path) as file:
-        _check_columns(columns, file.schema_arrow.names, str(path))
-        for number, row in parquet_rows(file, None):
-            yield f"{path}, row {number}", row
+    if path.suffix == ".parquet":
+        with parquet_file(path) as file:
+            _check_columns(columns, file.schema_arrow.names, str(path))
+    for where, row in file_rows(path):
+        _check_columns(columns, row, where)
+        yield where, row
 
 
 def _check_columns(columns: Mapping[str, str], present: Iterable[str], where: str) -> None:

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from vapo_megatron.config import RewardConfig, RolloutConfig
 from vapo_megatron.data.batch import StepSummary
-from vapo_megatron.data.mixture import TrainingPrompts
+from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.data.rollout import STATUSES, Prompt, ScoredRollout
 from vapo_megatron.errors import ConfigError, UserError, tell
 from vapo_megatron.parallel.reduce import any_rank, gather_objects
@@ -36,7 +36,7 @@ _ROWS_AT_ONCE = 1000
 
 def examine(
     verifiers: Verifiers,
-    dataset: TrainingPrompts,
+    dataset: PromptDataset,
     indices: Sequence[int],
     refusal: str | None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -66,8 +66,8 @@ def examine(
 
 def start_verifiers(
     reward: RewardConfig,
-    training: TrainingPrompts | None,
-    held_out: TrainingPrompts | None,
+    training: PromptDataset | None,
+    held_out: PromptDataset | None,
     tp_size: int,
     default: object | None = None,
     *,
@@ -128,7 +128,7 @@ def start_verifiers(
     return verifiers
 
 
-def _trial(verifiers: Verifiers | None, *datasets: TrainingPrompts | None) -> str:
+def _trial(verifiers: Verifiers | None, *datasets: PromptDataset | None) -> str:
     """Try this rank's verifiers out; return what is wrong, or nothing."""
     if verifiers is None:
         return ""
@@ -165,7 +165,7 @@ def check_verdicts(
     summary: StepSummary,
     reward: RewardConfig,
     scored: Sequence[ScoredRollout],
-    prompts: TrainingPrompts | None,
+    prompts: PromptDataset | None,
     group: ProcessGroup | None = None,
 ) -> None:
     """Stop a run whose verifier does not work; the same on every rank.
@@ -192,7 +192,7 @@ def check_verdicts(
     check_failures(by_status, reward, min(gather_objects((position, said), group))[1])
 
 
-def place(dataset: TrainingPrompts | None, index: int) -> str:
+def place(dataset: PromptDataset | None, index: int) -> str:
     """Say which row of which file a Prompt.index is; None: the file is not known."""
     if dataset is None:
         return f"problem {index}"
@@ -201,7 +201,7 @@ def place(dataset: TrainingPrompts | None, index: int) -> str:
 
 
 def failure(
-    prompt: Prompt, status: str, note: str, reward: RewardConfig, prompts: TrainingPrompts | None
+    prompt: Prompt, status: str, note: str, reward: RewardConfig, prompts: PromptDataset | None
 ) -> str:
     """Say which verifier failed on which row of which file, and how."""
     verifier = prompt.problem.verifier or reward.verifier

@@ -5,8 +5,8 @@ A verdict does not depend on the others: after a repair of one, samples and verd
 
 from __future__ import annotations
 
-import inspect
 import string
+from typing import Any
 
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.config.reward import HYBRID, REWARD_MODEL
@@ -21,7 +21,7 @@ _OF_BUILT_IN = {
              "metadata"),
     REWARD_MODEL: (),
 }  # fmt: skip
-_JUDGES = {"judge": Judge, "pairwise": Pairwise}
+_JUDGES: dict[Any, type[Judge]] = {"judge": Judge, "pairwise": Pairwise}
 
 
 def columns_read(problem: Problem, reward: RewardConfig) -> set[str]:
@@ -45,8 +45,7 @@ def _columns(name: str, reward: RewardConfig) -> set[str] | None:
     if use not in _JUDGES:
         return None
     options = reward.verifiers.get(name, {})
-    default = inspect.signature(_JUDGES[use]).parameters["template"].default
-    template = options.get("template", default)
+    template = options.get("template", _JUDGES[use].template)
     if not isinstance(template, str) or "{" not in template:
         return None
     try:

@@ -20,6 +20,12 @@ from vapo_megatron.reward.verifier import Problem, Verdict
 KINDS = ("text", "choice", "regex", "json")
 
 _IN_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s?\{([^{}]*)\}")
+# What follows a letter to say why: it names other letters without choosing them.
+_REASON = re.compile(
+    r"[\s,.;:()*_-]+(?:(?i:because|since|as|for|due to|given|which|while|the reason|reason(?:ing)?"
+    r"|explanation)\b|\u56e0\u4e3a|\u7531\u4e8e|\u7406\u7531).*",
+    re.DOTALL,
+)
 _OUTER = " \t\n*_`\"'.,;:!?$\u201c\u201d\u2018\u2019"
 
 
@@ -57,7 +63,9 @@ class ExactVerifier:
         )
         self._mentioned = re.compile(
             rf"\(({one})\)|\b(?i:answer|option|choice)(?: is)?:? ?\W{{0,3}}({one})(?![\w'])"
-            rf"|^[^\w\n]{{0,8}}({one})[^\w\n]{{0,8}}$",
+            rf"|^[^\w\n]{{0,8}}({one})[^\w\n]{{0,8}}(?:$|(?i:because|since)\b|\u56e0\u4e3a)"
+            rf"|\*\*\(?({one})(?:[.):][^*\n]{{0,200}})?\*\*"
+            rf"|\u9009[\u62e9\u9879:]?[ *(]{{0,3}}({one})(?![A-Za-z])",
             re.MULTILINE,
         )
 
@@ -119,13 +127,15 @@ class ExactVerifier:
         return None
 
     def _judge_choice(self, response: str, problem: Problem) -> Verdict:
+        if not response.isascii():
+            response = unicodedata.normalize("NFKC", response)
         marked = final_answer(response, _bare, whole_line=True)
         if marked is not None:
             letter = self._letter(marked)
         else:
             letter = None
             for match in self._mentioned.finditer(response):
-                letter = match[1] or match[2] or match[3]
+                letter = match[match.lastindex or 0]
         if letter is None:
             return Verdict("unparsable", note="no single letter is named")
         is_correct = letter == self._gold_letter(problem)
@@ -139,6 +149,7 @@ class ExactVerifier:
 
     def _letter(self, answer: str) -> str | None:
         """Return the only letter that an answer names, or None."""
+        answer = _REASON.sub("", answer)
         named = self._named.match(answer)
         if named is None or self._second.match(answer, named.end()):
             return None

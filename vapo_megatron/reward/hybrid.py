@@ -62,7 +62,7 @@ def choose(
 
 
 def is_prose(answer: str) -> bool:
-    """Return whether a ground truth has words, which math-verify would read as products of letters.
+    """Return whether a ground truth has words, which math would compare letter by letter.
 
     Words are three letters or more, apart from LaTeX's commands and functions' names; those in
     \\text{} count where there is no digit, and are units otherwise.

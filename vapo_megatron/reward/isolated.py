@@ -16,7 +16,7 @@ from typing import Any
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import ConfigError, tell
 from vapo_megatron.reward.functions import FunctionVerifier, WrongReturn, load
-from vapo_megatron.reward.verifier import Verdict
+from vapo_megatron.reward.verifier import RunningVerifier, Verdict
 from vapo_megatron.sandbox.pool import (
     DIED,
     OUT_OF_MEMORY,
@@ -27,7 +27,7 @@ from vapo_megatron.sandbox.pool import (
 )
 
 
-class IsolatedVerifier:
+class IsolatedVerifier(RunningVerifier):
     """A RunningVerifier over a class, an instance or a function, in processes that can be killed.
 
     Args:
@@ -130,9 +130,6 @@ class IsolatedVerifier:
             return [False] * len(pairs)
         asked = [("same_answer", (first, second, problem)) for problem, first, second in pairs]
         return [reply.get("result") is True for reply in self._ask(asked)]
-
-    def forget(self) -> None:
-        """Nothing: every response is judged each time."""
 
     def close(self) -> None:
         """Kill the workers."""

@@ -7,19 +7,17 @@ response wins is its score (arXiv 2504.04950).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, ClassVar, get_args
 
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import ConfigError, tell
 from vapo_megatron.reward.endpoint import Answer, Endpoint
-from vapo_megatron.reward.verifier import Status, Verdict
-
-if TYPE_CHECKING:
-    from vapo_megatron.config import RewardConfig
+from vapo_megatron.reward.verifier import RunningVerifier, Status, Verdict
 
 JUDGE_TEMPLATE = """\
 Below are a problem, its correct answer, and a response. Does the response's final answer agree \
@@ -49,11 +47,11 @@ MOST_LIKELY_TOKENS = 20
 """Whose log-probabilities are asked for; what OpenAI's API allows at most."""
 
 
-class Judge:
-    """Asks a language model about each response: a RunningVerifier.
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Judge(RunningVerifier):
+    """Asks a language model about each response.
 
     Args:
-        reward: of the configuration; not read.
         base_url, model: the endpoint, such as http://127.0.0.1:8000/v1, and its model's name.
         template: text, or the path of a file, with {prompt}, {answer} and {response}; a row's other
             columns by their names.
@@ -74,47 +72,39 @@ class Judge:
         ConfigError: an option is not what it must be.
     """
 
-    def __init__(
-        self,
-        reward: RewardConfig,
-        *,
-        base_url: str,
-        model: str,
-        template: str = JUDGE_TEMPLATE,
-        choices: Mapping[str, Status | float] | None = None,
-        correct_from: float = 0.5,
-        chat: bool = True,
-        constrained: bool = True,
-        max_tokens: int = 16,
-        response_characters: int = 20_000,
-        concurrency: int = 64,
-        timeout_seconds: float = 60.0,
-        outage_seconds: float = 600.0,
-        cache: str | None = None,
-        key_variable: str = "OPENAI_API_KEY",
-    ) -> None:
+    base_url: str
+    model: str
+    template: str = JUDGE_TEMPLATE
+    choices: Mapping[str, Status | float] | None = None
+    correct_from: float = 0.5
+    chat: bool = True
+    constrained: bool = True
+    max_tokens: int = 16
+    response_characters: int = 20_000
+    concurrency: int = 64
+    timeout_seconds: float = 60.0
+    outage_seconds: float = 600.0
+    cache: str | None = None
+    key_variable: str = "OPENAI_API_KEY"
+
+    def __post_init__(self) -> None:
         default: dict[str, Status | float] = {"YES": "correct", "NO": "wrong"}
-        self._choices = dict(choices or default)
+        self._choices = dict(self.choices or default)
         _check_choices(self._choices)
-        self._template = _read(template, self._names)
-        self._correct_from = correct_from
-        self._characters = response_characters
+        self._template = _read(self.template, self._names)
         self._has_told = False
         self._endpoint = Endpoint(
-            base_url, model, chat=chat, concurrency=concurrency,
-            timeout_seconds=timeout_seconds,
-            outage_seconds=outage_seconds, cache=cache, key_variable=key_variable,
-            body={"max_tokens": max_tokens, "temperature": 0.0, **self._body(constrained)},
+            self.base_url, self.model, chat=self.chat, concurrency=self.concurrency,
+            timeout_seconds=self.timeout_seconds, outage_seconds=self.outage_seconds,
+            cache=self.cache, key_variable=self.key_variable,
+            body={"max_tokens": self.max_tokens, "temperature": 0.0, **self._body()},
         )  # fmt: skip
 
-    _names: tuple[str, ...] = ("response",)
+    _names: ClassVar[tuple[str, ...]] = ("response",)
     """What the template must contain."""
 
-    def _body(self, constrained: bool) -> dict[str, Any]:
-        return {"structured_outputs": {"choice": list(self._choices)}} if constrained else {}
-
-    def start(self) -> None:
-        """Nothing: the server is the user's."""
+    def _body(self) -> dict[str, Any]:
+        return {"structured_outputs": {"choice": list(self._choices)}} if self.constrained else {}
 
     def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> Iterator[Verdict]:
         """Ask about each response, all at once; see RunningVerifier."""
@@ -139,7 +129,7 @@ class Judge:
         return self._scored(meaning, f"the judge said {choice}")
 
     def _scored(self, score: float, note: str) -> Verdict:
-        status: Status = "correct" if score >= self._correct_from else "wrong"
+        status: Status = "correct" if score >= self.correct_from else "wrong"
         return Verdict(status, score=score, note=note)
 
     def _failed(self, problem: str) -> Verdict:
@@ -152,7 +142,7 @@ class Judge:
         return Verdict("failed", note=problem)
 
     def _cut(self, response: str) -> str:
-        return response[-self._characters :]
+        return response[-self.response_characters :]
 
     def unusable(self, problems: Sequence[Problem]) -> dict[int, str]:
         """Return the problems that lack what the template names."""
@@ -165,18 +155,12 @@ class Judge:
                 reasons[i] = f"has no {', '.join(missing)}, which the judge's template names"
         return reasons
 
-    def same_answers(self, pairs: Sequence[tuple[Problem, str, str]]) -> list[bool]:
-        """A judge names no answers, so there is nothing to compare."""
-        return [False] * len(pairs)
-
-    def forget(self) -> None:
-        """Nothing: a failure is never kept."""
-
     def close(self) -> None:
         """Stop asking."""
         self._endpoint.close()
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Pairwise(Judge):
     """Asks which of two answers is better, the response or a reference, in both orders.
 
@@ -185,46 +169,29 @@ class Pairwise(Judge):
     begins: here by the mean, and at correct_from.
 
     Args:
-        reward, options: see Judge; its template has {prompt}, {a} and {b}.
+        options: see Judge; its template has {prompt}, {a} and {b}.
         reference_column: what a response is compared with; null: the ground truth.
         labels: what the model calls the first and the second answer; different first tokens.
     """
 
-    def __init__(
-        self,
-        reward: RewardConfig,
-        *,
-        base_url: str,
-        model: str,
-        template: str = PAIRWISE_TEMPLATE,
-        reference_column: str | None = None,
-        labels: Sequence[str] = ("A", "B"),
-        correct_from: float = 0.5,
-        chat: bool = True,
-        constrained: bool = True,
-        response_characters: int = 20_000,
-        concurrency: int = 64,
-        timeout_seconds: float = 60.0,
-        outage_seconds: float = 600.0,
-        cache: str | None = None,
-        key_variable: str = "OPENAI_API_KEY",
-    ) -> None:
+    template: str = PAIRWISE_TEMPLATE
+    choices: Mapping[str, Status | float] | None = dataclasses.field(init=False)
+    max_tokens: int = dataclasses.field(default=1, init=False)
+    reference_column: str | None = None
+    labels: Sequence[str] = ("A", "B")
+
+    def __post_init__(self) -> None:
+        labels = self.labels
         if len(labels) != 2 or not all(isinstance(label, str) and label for label in labels):
             raise ConfigError(f"pairwise: labels={labels!r} must be two texts, such as [A, B]")
         self._first, self._second = labels
-        self._reference_column = reference_column
-        super().__init__(
-            reward, base_url=base_url, model=model, template=template,
-            choices={self._first: 1.0, self._second: 0.0}, correct_from=correct_from, chat=chat,
-            constrained=constrained, max_tokens=1, response_characters=response_characters,
-            concurrency=concurrency, timeout_seconds=timeout_seconds,
-            outage_seconds=outage_seconds, cache=cache, key_variable=key_variable,
-        )  # fmt: skip
+        self.choices = {self._first: 1.0, self._second: 0.0}
+        super().__post_init__()
 
-    _names = ("a", "b")
+    _names: ClassVar[tuple[str, ...]] = ("a", "b")
 
-    def _body(self, constrained: bool) -> dict[str, Any]:
-        return {**super()._body(constrained), "logprobs": MOST_LIKELY_TOKENS}
+    def _body(self) -> dict[str, Any]:
+        return {**super()._body(), "logprobs": MOST_LIKELY_TOKENS}
 
     def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> Iterator[Verdict]:
         """Ask twice about each response, all at once; see RunningVerifier."""
@@ -258,13 +225,13 @@ class Pairwise(Judge):
         return total[self._first] / both if both > 0 else None
 
     def _reference(self, problem: Problem) -> str:
-        if self._reference_column is None:
+        if self.reference_column is None:
             return problem.answer
-        return str(problem.metadata[self._reference_column])
+        return str(problem.metadata[self.reference_column])
 
     def unusable(self, problems: Sequence[Problem]) -> dict[int, str]:
         """Return the problems that lack a reference, or what the template names."""
-        column, reasons = self._reference_column, super().unusable(problems)
+        column, reasons = self.reference_column, super().unusable(problems)
         for i, problem in enumerate(problems):
             found = problem.answer if column is None else problem.metadata.get(column)
             if found in (None, ""):

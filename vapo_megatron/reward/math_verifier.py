@@ -1,4 +1,4 @@
-"""Judges final answers with math-verify, in processes that are killed when a computation hangs.
+"""Judges final answers as mathematics, in processes that are killed when a computation hangs.
 
 The parent extracts the final answer and decides what needs no mathematics: no answer, equal texts,
 plain integers. The rest goes to worker processes, each distinct (answer, ground truth) once until
@@ -14,9 +14,11 @@ from vapo_megatron.errors import DataError
 from vapo_megatron.reward.extraction import (
     MAX_ANSWER_CHARACTERS,
     can_be_given,
+    clean,
     final_answer,
     ground_truth,
     plain_integer,
+    with_unit,
 )
 from vapo_megatron.reward.verifier import Status, Verdict
 from vapo_megatron.sandbox.pool import HandlerRefused, Reply, WorkerPool
@@ -31,7 +33,6 @@ _TOO_SLOW = "has an answer that takes too long to parse"
 _REFUSED = {
     "timed_out": _TOO_SLOW,
     "bad_gold": "has the answer {}, which the verifier cannot parse",
-    "unparsable": "has the answer {}, which the verifier cannot parse in a response",
     "wrong": "has the answer {}, which is judged wrong when a response gives it",
 }
 """Of a ground truth that is its own response's answer, by the worker's status."""
@@ -58,7 +59,7 @@ class MathVerifier:
                 f"timeout_seconds={timeout_seconds} above 0"
             )
         self._pool = WorkerPool(
-            "vapo_megatron.reward.math_judge:make_handler", {}, num_workers, timeout_seconds,
+            "vapo_megatron.reward.mathematics.judge:make_handler", {}, num_workers, timeout_seconds,
             memory_limit_bytes,
         )  # fmt: skip
         self._known_answers: dict[str, str] = {}
@@ -110,7 +111,7 @@ class MathVerifier:
                 f"{len(answers)} ground truths cannot be used); correct or remove the row"
             )
         golds = [self._known_answers.get(answer) for answer in answers]
-        found = [final_answer(response) for response in responses]
+        found = [final_answer(response, with_unit) for response in responses]
         decided = [_decide(answer, gold) for answer, gold in zip(found, golds)]
         undecided = [pair for pair, status in zip(zip(found, golds), decided) if status is None]
         judged = self._judged  # Another thread may call `forget`.
@@ -118,7 +119,7 @@ class MathVerifier:
         replies = self._ask([{"gold": gold, "answer": answer} for answer, gold in pairs])
         judged.update(zip(pairs, map(_status, replies)))
         return [
-            Verdict(status or judged[answer, gold], answer=None if _is_too_long(answer) else answer)
+            Verdict(status or judged[answer, gold], answer=_shown(answer))
             for answer, gold, status in zip(found, golds, decided)
         ]
 
@@ -139,7 +140,7 @@ class MathVerifier:
         unparsable = set(self.unparsable_answers([first for _, first, _ in pairs]))
         asked = [i for i in range(len(pairs)) if i not in unparsable]
         verdicts = self.score(
-            [f"\\boxed{{{ground_truth(pairs[i][2])}}}" for i in asked],
+            [f"\\boxed{{{ground_truth(pairs[i][2], with_unit)}}}" for i in asked],
             [pairs[i][1] for i in asked],
         )
         equal = {i for i, verdict in zip(asked, verdicts) if verdict.is_correct}
@@ -193,14 +194,14 @@ def _gold(answer: str) -> tuple[str, str]:
         return "", "has no ground truth"
     shown = f"has the answer {answer!r:.80}, which"
     try:
-        gold = ground_truth(answer)
+        gold = ground_truth(answer, with_unit)
     except ValueError as error:
         return "", f"{shown} {error}"
     if answer in _MISSING:
         return "", f"{shown} stands for a missing value"
     if not 0 < len(gold) <= MAX_ANSWER_CHARACTERS:
         return "", f"{shown} is empty or over {MAX_ANSWER_CHARACTERS} characters"
-    if not can_be_given(gold):
+    if not can_be_given(gold, with_unit):
         return "", f"{shown} no response can give as its marked answer"
     return gold, ""
 
@@ -224,6 +225,11 @@ def _status(reply: Reply) -> Status:
         return "timed_out"
     assert reply["status"] in ("correct", "wrong", "unparsable"), f"a worker answered {reply}"
     return reply["status"]
+
+
+def _shown(answer: str | None) -> str | None:
+    """Return an answer as verdicts have it: without its unit, so that votes count it as one."""
+    return None if answer is None or _is_too_long(answer) else clean(answer)
 
 
 def _is_too_long(answer: str | None) -> bool:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 
 from vapo_megatron.data.problems import Problem
-from vapo_megatron.reward.verifier import Status, Verdict
+from vapo_megatron.reward.verifier import RunningVerifier, Status, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,29 +23,12 @@ class Pending(Verdict):
     note: str = "the reward model has not scored it"
 
 
-class RewardModelVerifier:
-    """A RunningVerifier that leaves every response to the reward model."""
-
-    def start(self) -> None:
-        """Nothing: the trainer has the model."""
+class RewardModelVerifier(RunningVerifier):
+    """Leaves every response to the reward model; whether there is one: see Verifiers."""
 
     def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> list[Verdict]:
         """Return a pending verdict for each response."""
         return [Pending() for _ in responses]
-
-    def unusable(self, problems: Sequence[Problem]) -> dict[int, str]:
-        """Nothing: any response can be scored. Whether there is a model: see Verifiers."""
-        return {}
-
-    def same_answers(self, pairs: Sequence[tuple[Problem, str, str]]) -> list[bool]:
-        """A score names no answer, so there is nothing to compare."""
-        return [False] * len(pairs)
-
-    def forget(self) -> None:
-        """Nothing is kept."""
-
-    def close(self) -> None:
-        """Nothing to end."""
 
 
 def reward_model_verdict(score: float) -> Verdict:

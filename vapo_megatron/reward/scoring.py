@@ -19,9 +19,7 @@ from vapo_megatron.data.rollout import PENDING, STATUSES, Rollout, ScoredRollout
 from vapo_megatron.reward.reward_model import Pending, reward_model_verdict
 from vapo_megatron.reward.shaping import scored_verdict, shaped_reward
 from vapo_megatron.reward.verifier import RunningVerifier, Verdict
-from vapo_megatron.reward.verifiers import (
-    Verifiers,
-)
+from vapo_megatron.reward.verifiers import Verifiers
 
 LARGEST_BATCH = 64
 """Responses that the verifier is given at once, so that a run that stops waits for few of them."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from vapo_megatron.config import RewardConfig
-from vapo_megatron.data.mixture import TrainingPrompts
+from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.errors import DataError
 from vapo_megatron.reward.extraction import plain_integer
 from vapo_megatron.reward.hybrid import is_prose
@@ -16,7 +16,7 @@ _CHOICE = re.compile(r"(\\text\{)?\(?[A-J]\)?\}?[.)]?")
 
 
 def settle(
-    dataset: TrainingPrompts,
+    dataset: PromptDataset,
     unusable: Mapping[int, str],
     reward: RewardConfig,
     *,
@@ -62,7 +62,7 @@ def settle(
         lines.append(
             f"{len(prose)} of {len(dataset)} ground truths of {dataset.path} are prose, but math "
             f"judges them, such as {path}, row {number} (from 0): "
-            f"{dataset.rows[prose[0]].answer!r:.80}; math reads words as products of letters: let "
+            f"{dataset.rows[prose[0]].answer!r:.80}; math compares words letter by letter: let "
             "exact or a judge judge them with a column `verifier`, or reward.verifier=hybrid"
         )
     if not has_default and "verifier" not in reward.model_fields_set:
@@ -70,7 +70,7 @@ def settle(
     return lines
 
 
-def _letters(dataset: TrainingPrompts) -> list[str]:
+def _letters(dataset: PromptDataset) -> list[str]:
     """Return a warning if most rows that name no verifier have a choice's letter."""
     answers = [problem.answer for _, problem in dataset.kept if problem.verifier is None]
     letters = [answer for answer in answers if _CHOICE.fullmatch(answer)]
@@ -85,7 +85,7 @@ def _letters(dataset: TrainingPrompts) -> list[str]:
 
 
 def prose_rows(
-    dataset: TrainingPrompts, reward: RewardConfig, *, has_default: bool = False
+    dataset: PromptDataset, reward: RewardConfig, *, has_default: bool = False
 ) -> list[int]:
     """Return the indices of rows that `math` judges though their ground truths are prose."""
     known: dict[str, bool] = {}

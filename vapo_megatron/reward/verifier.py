@@ -86,10 +86,14 @@ class Verifier(Protocol):
 
 
 class RunningVerifier(Protocol):
-    """What a run needs of its verifiers; Verifiers has it for any of them."""
+    """What a run needs of its verifiers; Verifiers has it for any of them.
+
+    A subclass that has nothing to start, refuse, compare, clear or end leaves that out.
+    """
 
     def start(self) -> None:
         """Start its processes; returns immediately."""
+        return
 
     def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> Iterable[Verdict]:
         """Judge; see Verifier. What takes too long or fails is a verdict, too.
@@ -100,12 +104,16 @@ class RunningVerifier(Protocol):
 
     def unusable(self, problems: Sequence[Problem]) -> dict[int, str]:
         """Return index -> what is wrong, for the problems that a run refuses."""
+        return {}
 
     def same_answers(self, pairs: Sequence[tuple[Problem, str, str]]) -> list[bool]:
         """Return whether the two final answers are equal, for each pair that differs as text."""
+        return [False] * len(pairs)
 
     def forget(self) -> None:
         """Clear cached verdicts, so that responses that timed out are judged again."""
+        return
 
     def close(self) -> None:
         """End its processes."""
+        return

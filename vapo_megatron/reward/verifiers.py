@@ -27,56 +27,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def _math(reward: RewardConfig) -> RunningVerifier:
-    return MathVerifier(reward.num_workers, reward.timeout_seconds)
-
-
-def _reward_model(reward: RewardConfig) -> RunningVerifier:
-    return RewardModelVerifier()
-
-
-def _in_processes(
-    name: str, verifier: type, timeout_seconds: Callable[[dict[str, Any]], float] | None = None
-) -> Callable[..., RunningVerifier]:
-    """Return what builds an IsolatedVerifier of a class of ours, with the class's options."""
-
-    def build(reward: RewardConfig, **options: Any) -> RunningVerifier:
-        path = f"{verifier.__module__}:{verifier.__name__}"
-        seconds = timeout_seconds(options) if timeout_seconds else reward.timeout_seconds
-        return _isolated(reward, name, path, options, seconds)
-
-    first = inspect.Parameter("reward", inspect.Parameter.POSITIONAL_ONLY)
-    parameters = [first, *inspect.signature(verifier).parameters.values()]
-    build.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return build
-
-
-def _isolated(
-    reward: RewardConfig,
-    name: str,
-    verifier: object,
-    options: dict[str, Any],
-    seconds: float,
-    full_score: float | None = None,
-) -> RunningVerifier:
-    return IsolatedVerifier(
-        name, verifier, options,
-        num_workers=reward.num_workers,
-        timeout_seconds=seconds,
-        memory_bytes=int(reward.memory_gb * 1e9),
-        full_score=full_score,
-    )  # fmt: skip
-
-
-BUILT_IN: dict[str, Callable[..., RunningVerifier]] = {
-    "math": _math,
-    "exact": _in_processes("exact", ExactVerifier),
-    "code": _in_processes("code", CodeVerifier, longest_seconds),
+BUILT_IN: dict[str, type | None] = {
+    "math": None,
+    "exact": ExactVerifier,
+    "code": CodeVerifier,
     "judge": Judge,
     "pairwise": Pairwise,
-    REWARD_MODEL: _reward_model,
+    REWARD_MODEL: None,
 }
-"""Name -> function(reward, **options of its section) that returns the verifier, not started."""
+"""Name -> what takes the options of its section; None: it has none."""
 
 
 def reward_model_refusals(*, has_reward_model: bool) -> tuple[str | None, str | None]:
@@ -309,24 +268,46 @@ class Verifiers:
         use = options.pop("use", name)
         if use not in BUILT_IN:
             return self._own(name, use, options, name)
-        build = BUILT_IN[use]
-        known = list(inspect.signature(build).parameters.values())[1:]
-        taken = [parameter.name for parameter in known]
+        kind = BUILT_IN[use]
+        known = inspect.signature(kind or object).parameters
         for option in options:
-            if option not in taken:
+            if option not in known:
                 raise ConfigError(
                     f"reward.verifiers.{name}.{option} is no option of {use}, which has "
-                    f"{', '.join(taken) or 'none'}; remove it"
+                    f"{', '.join(known) or 'none'}; remove it"
                 )
-        for parameter in known:
+        for parameter in known.values():
             if parameter.default is parameter.empty and parameter.name not in options:
                 raise ConfigError(f"reward.verifiers.{name}.{parameter.name} is required; set it")
-        return build(self._reward, **options)
+        reward = self._reward
+        if use == "math":
+            return MathVerifier(reward.num_workers, reward.timeout_seconds)
+        if kind is None:
+            return RewardModelVerifier()
+        if issubclass(kind, Judge):
+            return kind(**options)
+        seconds = longest_seconds(options) if use == "code" else reward.timeout_seconds
+        return self._isolated(use, f"{kind.__module__}:{kind.__name__}", options, seconds)
 
     def _own(
         self, name: str, verifier: object, options: dict[str, Any], label: str
     ) -> RunningVerifier:
         """label: for reward.scales."""
-        reward = self._reward
-        full = full_score(reward, label)
-        return _isolated(reward, name, verifier, options, reward.timeout_seconds, full)
+        seconds, full = self._reward.timeout_seconds, full_score(self._reward, label)
+        return self._isolated(name, verifier, options, seconds, full)
+
+    def _isolated(
+        self,
+        name: str,
+        verifier: object,
+        options: dict[str, Any],
+        seconds: float,
+        full_score: float | None = None,
+    ) -> RunningVerifier:
+        return IsolatedVerifier(
+            name, verifier, options,
+            num_workers=self._reward.num_workers,
+            timeout_seconds=seconds,
+            memory_bytes=int(self._reward.memory_gb * 1e9),
+            full_score=full_score,
+        )  # fmt: skip

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithm.value_loss import bounded_values, ranged_values, value_loss
+from vapo_megatron.algorithm.value_loss import ranged_values, value_loss
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.metrics import emits
 from vapo_megatron.data.microbatch import Microbatch
@@ -95,6 +95,4 @@ class Critic:
         values = gather_tokens(own, microbatch, self.ranks)
         if algorithm.value_range is not None:
             return ranged_values(values, *algorithm.value_range)
-        if algorithm.value_bound is not None:
-            return bounded_values(values, algorithm.value_bound)
         return values

@@ -13,7 +13,7 @@ from vapo_megatron.config import (
     RolloutConfig,
     SourceConfig,
 )
-from vapo_megatron.data.mixture import Mixture, TrainingPrompts
+from vapo_megatron.data.mixture import Mixture
 from vapo_megatron.data.problems import load_problems
 from vapo_megatron.data.prompts import OnProgress, PromptDataset
 from vapo_megatron.models.hf_config import ModelShape
@@ -30,9 +30,9 @@ class Inputs(NamedTuple):
     """transformers'."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a response, sorted."""
-    dataset: TrainingPrompts | None = None
+    dataset: PromptDataset | None = None
     """Training prompts."""
-    held_out: TrainingPrompts | None = None
+    held_out: PromptDataset | None = None
     """Evaluation prompts; None: no evaluation."""
     skip_unusable: bool = False
     """data.skip_unusable, for the rows that a verifier refuses."""
@@ -85,7 +85,7 @@ def read_inputs(
         max_prompt_tokens=rollout.max_prompt_tokens, skip_unusable=data.skip_unusable,
     )  # fmt: skip
     dataset = _training_prompts(data, read)
-    held_out: TrainingPrompts | None = None
+    held_out: PromptDataset | None = None
     if evaluation.sources:
         files = dict(sorted(evaluation.sources.items()))
         parts = _read_parts(files, read, section="evaluation", shuffle=False)
@@ -100,7 +100,7 @@ def read_inputs(
     )
 
 
-def _training_prompts(data: DataConfig, read: Callable[..., PromptDataset]) -> TrainingPrompts:
+def _training_prompts(data: DataConfig, read: Callable[..., PromptDataset]) -> PromptDataset:
     """Read data.train_path, or data.sources by name: their order in the file does not matter."""
     if not data.sources:
         return read(

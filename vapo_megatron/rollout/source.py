@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from vapo_megatron.config import AlgorithmConfig, LoggingConfig, RolloutConfig
 from vapo_megatron.config.phases import DUMP, Span
 from vapo_megatron.data.labels import NO_LABELS, Labels
-from vapo_megatron.data.mixture import TrainingPrompts
+from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.rollout.dump import write_step
 from vapo_megatron.rollout.inputs import Inputs
@@ -76,7 +76,7 @@ class RolloutSource(abc.ABC):
     """What the first engine did up to the last step's responses, if processes of its own sample;
     on the main rank."""
 
-    prompts: TrainingPrompts | None = None
+    prompts: PromptDataset | None = None
     """What the rollouts' prompts are of; None: not known."""
 
     @abc.abstractmethod
@@ -175,7 +175,7 @@ class RolloutSource(abc.ABC):
 class PromptSource(RolloutSource):
     """A source whose responses are sampled: it has prompts, with a position in them, and a dump."""
 
-    prompts: TrainingPrompts
+    prompts: PromptDataset
 
     def __init__(
         self,

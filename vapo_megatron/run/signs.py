@@ -27,23 +27,11 @@ class Sign(NamedTuple):
     """What it means, and what to look at."""
 
 
-def _has_equal_rewards(row: Row, config: VapoConfig) -> bool:
-    return row.get("reward/std") == 0
-
-
 def _has_equal_groups(row: Row, config: VapoConfig) -> bool:
     """Group-relative advantages are then all 0, though rewards differ from group to group."""
     has_critic = "critic" in config.algorithm.trained_roles
     is_equal = row.get("reward/equal_groups_fraction") == 1
-    return is_equal and not has_critic and not _has_equal_rewards(row, config)
-
-
-def _is_unparsable(row: Row, config: VapoConfig) -> bool:
-    return row.get("reward/unparsable_fraction") == 1
-
-
-def _has_unused_scores(row: Row, config: VapoConfig) -> bool:
-    return row.get("reward/unused_score_fraction", 0) > 0
+    return is_equal and not has_critic and row.get("reward/std") != 0
 
 
 def _about_equal_rewards(row: Row, config: VapoConfig) -> str:
@@ -77,12 +65,11 @@ def _about_unparsable(row: Row, config: VapoConfig) -> str:
     )
 
 
-def _about_unused_scores(row: Row, config: VapoConfig) -> str:
-    return (
-        "verdicts had scores beyond correct and wrong that rewards do not show, because "
-        "reward.from_score is not set; set reward.from_score=[LOW, HIGH], the range of the scores, "
-        "if they are to be the rewards"
-    )
+_UNUSED_SCORES = (
+    "verdicts had scores beyond correct and wrong that rewards do not show, because "
+    "reward.from_score is not set; set reward.from_score=[LOW, HIGH], the range of the scores, "
+    "if they are to be the rewards"
+)
 
 
 def _responses(config: VapoConfig) -> str:
@@ -99,10 +86,18 @@ def _truncated(row: Row) -> str:
 
 
 SIGNS = (
-    Sign("all rewards equal", _has_equal_rewards, _about_equal_rewards),
+    Sign("all rewards equal", lambda row, _: row.get("reward/std") == 0, _about_equal_rewards),
     Sign("rewards equal in every group", _has_equal_groups, _about_equal_groups),
-    Sign("no answer parsable", _is_unparsable, _about_unparsable),
-    Sign("scores unused (reward.from_score)", _has_unused_scores, _about_unused_scores),
+    Sign(
+        "no answer parsable",
+        lambda row, _: row.get("reward/unparsable_fraction") == 1,
+        _about_unparsable,
+    ),
+    Sign(
+        "scores unused (reward.from_score)",
+        lambda row, _: row.get("reward/unused_score_fraction", 0) > 0,
+        lambda row, config: _UNUSED_SCORES,
+    ),
 )
 
 

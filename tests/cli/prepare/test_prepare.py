@@ -490,10 +490,10 @@ def test_repeated_rows_cost_no_memory(tmp_path, tokenizer_directory):
         before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
         subprocess.run(
             [
-                sys.executable, ROOT / "tools/prepare_prompts.py", "--data", file,
+                sys.executable, "-m", "vapo_megatron", "prepare", "--data", file,
                 "--out", tmp_path / f"{times}.out.parquet", "--tokenizer", tokenizer_directory,
             ],
-            check=True, capture_output=True,
+            check=True, capture_output=True, cwd=ROOT,
         )  # fmt: skip
         peaks.append(max(before, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) * 1024)
     assert load_problems(tmp_path / "1.out.parquet") == load_problems(tmp_path / "10.out.parquet")

@@ -1,9 +1,10 @@
-"""The page that compares runs, from synthetic run directories, and tools/report.py of several.
+"""The page that compares runs, from synthetic run directories, and vapo report of several.
 
 Not exercised: the drawing of the curves, which browsers alone do.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from vapo_megatron.config import load_config
 from vapo_megatron.errors import DataError
 from vapo_megatron.run.report.comparison import build_comparison, table
 
-ROOT = Path(__file__).resolve().parents[3]
+HERE = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
 
 
 @pytest.fixture(scope="module")
@@ -260,8 +261,8 @@ def test_colours_can_be_told_apart(text, scheme, eye):
 
 def test_mistakes_are_one_line_and_exit_2(runs, tmp_path):
     def run(*arguments: object) -> tuple[int, str]:
-        command = [sys.executable, str(ROOT / "tools" / "report.py"), *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        command = [sys.executable, "-m", "vapo_megatron", "report", *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=HERE)
         assert done.stderr.count("\n") == (done.returncode != 0) and "Traceback" not in done.stderr
         return done.returncode, done.stderr or done.stdout.strip()
 

@@ -1,4 +1,4 @@
-"""The report of a synthetic run directory, whole and partial, and tools/report.py.
+"""The report of a synthetic run directory, whole and partial, and vapo report.
 
 Not exercised: the drawing of the curves (the page's script runs in browsers alone) and real runs.
 """
@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -430,10 +431,12 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path):
 
 
 def test_command_line(run_dir, tmp_path):
-    command = [sys.executable, str(ROOT / "tools" / "report.py")]
-    done = subprocess.run([*command, str(run_dir)], capture_output=True, text=True, cwd=tmp_path)
+    command = [sys.executable, "-m", "vapo_megatron", "report"]
+    given = {"capture_output": True, "text": True, "cwd": tmp_path}
+    given["env"] = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, str(run_dir)], **given)
     assert done.returncode == 0 and done.stdout.strip() == str(run_dir / "report.html")
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run([*command, str(tmp_path)], **given)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "is not a run directory" in done.stderr
 

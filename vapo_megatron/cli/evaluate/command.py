@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from vapo_megatron.rollout.evaluation.statistics import Estimate
 
 
-def main(argv: Sequence[str] | None = None, worker: Sequence[str] | None = None) -> int:
-    """Return 0; 2 for a user's mistake; 130 when interrupted; see main_of."""
-    return main_of("evaluate", _parser(), _evaluate, argv, worker=worker)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0; 2 for a user's mistake; 130 when interrupted."""
+    return main_of("evaluate", _parser(), _evaluate, argv)
 
 
 def _evaluate(options: argparse.Namespace, worker: Sequence[str]) -> Path | None:

@@ -27,10 +27,9 @@ from vapo_megatron.cli.prepare.rows import Choose, count_rows, find_file, read_r
 from vapo_megatron.cli.prepare.summary import Summary, Template
 from vapo_megatron.data.chat import OPTION_COLUMNS, Message, template_options
 from vapo_megatron.data.ground_truths import members
-from vapo_megatron.data.parquet import storable_array
+from vapo_megatron.data.parquet import storable_array, write_table
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.data.prompts import without_second_begin
-from vapo_megatron.data.storage import replacing
 from vapo_megatron.errors import DataError
 from vapo_megatron.reward.hybrid import is_prose
 from vapo_megatron.rollout.special_tokens import begin_of
@@ -332,7 +331,6 @@ def _chunks(title: str, kept: list[_Kept]) -> Iterator[tuple[int, list[_Kept]]]:
 
 def _write(out: Path, kept: Sequence[_Kept], summary: Summary) -> None:
     import pyarrow
-    import pyarrow.parquet
 
     columns: dict[str, Any] = {
         "prompt": pyarrow.array([k.prompt for k in kept], pyarrow.string()),
@@ -346,8 +344,4 @@ def _write(out: Path, kept: Sequence[_Kept], summary: Summary) -> None:
         except DataError as error:
             raise DataError(f"{error}, or leave it out with --drop-columns {name}") from None
     summary.columns = list(columns)[2:]
-    about = json.dumps(dataclasses.asdict(summary)).encode()
-    table = pyarrow.table(columns).replace_schema_metadata({METADATA_KEY: about})
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(out) as file:
-        pyarrow.parquet.write_table(table, file)
+    write_table(out, pyarrow.table(columns), METADATA_KEY, dataclasses.asdict(summary))

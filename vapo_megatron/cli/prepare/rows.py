@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vapo_megatron.cli.prepare.columns import Shape
-from vapo_megatron.data.problems import jsonl_rows, parquet_file, parquet_rows
+from vapo_megatron.data.problems import file_rows, parquet_file
 from vapo_megatron.errors import DataError
 
 ALL = "all"
@@ -108,8 +108,8 @@ def read_rows(
         with parquet_file(path) as file:
             shape = choose(file.schema_arrow.names, str(path))
             names = [n for n in file.schema_arrow.names if _is_read(n, shape, dropped)]
-        return shape, _parquet(path, names)
-    rows = _jsonl(path) if path.suffix == ".jsonl" else _csv(path)
+        return shape, file_rows(path, names)
+    rows = file_rows(path) if path.suffix == ".jsonl" else _csv(path)
     first = next(rows, None)
     if first is None:
         raise DataError(f"data file {path} holds no rows; give a file with at least one")
@@ -122,17 +122,6 @@ def read_rows(
 
 def _is_read(name: str, shape: Shape, dropped: Collection[str]) -> bool:
     return name in shape.columns or not (ALL in dropped or name in dropped)
-
-
-def _parquet(path: Path, names: Sequence[str]) -> Iterator[Row]:
-    with parquet_file(path) as file:
-        for number, row in parquet_rows(file, names):
-            yield f"{path}, row {number}", row
-
-
-def _jsonl(path: Path) -> Iterator[Row]:
-    for number, row in jsonl_rows(path):
-        yield f"{path}, line {number}", row
 
 
 def _csv(path: Path) -> Iterator[Row]:

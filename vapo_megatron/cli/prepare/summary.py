@@ -26,7 +26,7 @@ class Summary:
     """Rows and problems whose answer is missing or refused by the verifier."""
     unusable_example: str = ""
     prose: int = 0
-    """Problems whose answer is prose, which the verifier reads as products of letters."""
+    """Problems whose answer is prose, which math compares letter by letter."""
     prose_example: str = ""
     without_answer: int = 0
     """Problems written without an answer."""
@@ -58,7 +58,7 @@ class Summary:
         if self.prose:
             lines.append(
                 f"warning: {self.prose:,} answers are prose, such as {self.prose_example}; math "
-                "reads words as products of letters: let exact, a judge or hybrid judge them "
+                "compares words letter by letter: let exact, a judge or hybrid judge them "
                 "(reward.verifier, or a column `verifier`)"
             )
         lines.append(f"the first prompt, as its tokens read:\n{self.first_prompt}")

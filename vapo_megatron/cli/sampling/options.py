@@ -22,7 +22,6 @@ def main_of(
     argv: Sequence[str] | None,
     *,
     interrupted: str = "the same command resumes from here",
-    worker: Sequence[str] | None = None,
 ) -> int:
     """Run a command; return its exit code.
 
@@ -32,10 +31,8 @@ def main_of(
         work: given the options, and what torchrun runs on every process.
         argv: command line; None: this process's.
         interrupted: see command.run.
-        worker: what torchrun runs, before the command line; None: the same command.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    start = ["-m", "vapo_megatron", command] if worker is None else worker
 
     def done() -> object:
         options = parser.parse_intermixed_args(arguments)
@@ -45,7 +42,7 @@ def main_of(
                 raise ConfigError(f"--{name}={value} must be at least 1")
         # The checkpoint is local, so do not ask the hub; read when transformers is loaded.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        return work(options, [*start, *arguments])
+        return work(options, ["-m", "vapo_megatron", command, *arguments])
 
     # torchrun ends workers with SIGTERM: they have nothing to report or clean up.
     return run(command, done, interrupted=interrupted, signals=[signal.SIGINT])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,18 +26,14 @@ from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.environment import check_processes
 from vapo_megatron.parallel.reduce import any_rank, gather_objects, sum_over_world
 from vapo_megatron.reward.checks import FAILED, check_failures, failure, start_verifiers
-from vapo_megatron.rollout.evaluation.judging import (
-    judge_problems,
-)
+from vapo_megatron.rollout.evaluation.judging import judge_problems
 from vapo_megatron.rollout.evaluation.samples_file import (
     begin_parts,
     collect,
     lock_file,
     part_of,
 )
-from vapo_megatron.rollout.tokenizer import (
-    decode_responses,
-)
+from vapo_megatron.rollout.tokenizer import decode_responses
 from vapo_megatron.weights.hf_reader import HfReader
 
 T = TypeVar("T")
@@ -55,6 +51,16 @@ def check_out(out: Path, evaluation: Evaluation) -> None:
     if out.exists() or evaluation.inputs.date is not None:
         with lock_file(out):
             collect(out, evaluation.header)
+
+
+@contextlib.contextmanager
+def distributed(config: VapoConfig) -> Iterator[contextlib.ExitStack]:
+    """Be one of torchrun's processes, or the only one; yield what ends with that. Collective."""
+    check_processes(config.parallel.world_size, config.rollout.num_processes)
+    backend.initialize_distributed(config.parallel.timeout_seconds)
+    with contextlib.ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
+        yield stack
 
 
 def sample_missing(
@@ -86,10 +92,7 @@ def sample_missing(
         UserError: on every rank; VerdictsFailed where the verdicts of a batch failed, which is not
             written, and finish's own on rank 0.
     """
-    check_processes(config.parallel.world_size, config.rollout.num_processes)
-    backend.initialize_distributed(config.parallel.timeout_seconds)
-    with contextlib.ExitStack() as stack:
-        stack.callback(dist.destroy_process_group)
+    with distributed(config) as stack:
         tp_size = config.rollout.tensor_model_parallel_size
         missing = _begin(out, evaluation.header, problems, tp_size, stack)
         limit, default = evaluation.rollout.max_response_tokens, config.rollout.max_response_tokens

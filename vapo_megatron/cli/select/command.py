@@ -59,8 +59,8 @@ def _select(options: argparse.Namespace, worker: Sequence[str]) -> str | None:
     job = select.prepare(options.checkpoint, options.data, config, rules, options.out)
     if not under_torchrun():
         tell_warnings(job.evaluation.inputs)
-        if select.is_sampled(job):
-            return select.select_from_samples(job)
+        if (told := select.select_from_samples(job)) is not None:
+            return told
         if config.parallel.world_size > 1:
             become_torchrun(config.parallel.world_size, worker)
     return select.sample_and_select(job, options.batch)

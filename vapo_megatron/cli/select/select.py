@@ -84,19 +84,6 @@ def prepare(checkpoint: Path, data: Path, config: VapoConfig, rules: Rules, out:
     return Job(evaluation, config, rules, duplicates, table, out)
 
 
-def is_sampled(job: Job) -> bool:
-    """Return whether no response or score is missing; for one process at a time; see check_out.
-
-    Raises:
-        DataError: the file is of other samples, or is being written.
-    """
-    if not job.samples.exists() and job.evaluation.inputs.date is None:
-        return False
-    with lock_file(job.samples):
-        is_done = collect(job.samples, job.evaluation.header, reward_scores.is_judged)
-    return all(is_done.get(p.index, False) for p in job.problems)
-
-
 def sample_and_select(job: Job, problems_per_batch: int | None) -> str | None:
     """Sample what is missing, then select; text for the terminal on rank 0. Collective.
 
@@ -110,10 +97,17 @@ def sample_and_select(job: Job, problems_per_batch: int | None) -> str | None:
     )  # fmt: skip
 
 
-def select_from_samples(job: Job) -> str:
-    """Select from complete samples. DataError: see finish."""
+def select_from_samples(job: Job) -> str | None:
+    """Select if no response or score is missing, else None; for one process at a time.
+
+    Raises:
+        DataError: see finish; or the file is of other samples, or is being written.
+    """
+    if not job.samples.exists() and job.evaluation.inputs.date is None:
+        return None
     with lock_file(job.samples):
-        return finish(job)
+        is_done = collect(job.samples, job.evaluation.header, reward_scores.is_judged)
+        return finish(job) if all(is_done.get(p.index, False) for p in job.problems) else None
 
 
 def finish(job: Job) -> str:

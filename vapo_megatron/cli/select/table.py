@@ -5,16 +5,14 @@ The rows become a table before anything is sampled, because not every JSONL file
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vapo_megatron.cli.select.rules import Measured
 from vapo_megatron.config import DataConfig
-from vapo_megatron.data.parquet import storable_array
+from vapo_megatron.data.parquet import storable_array, write_table
 from vapo_megatron.data.problems import Problem, jsonl_rows, parquet_file
-from vapo_megatron.data.storage import replacing
 from vapo_megatron.errors import DataError
 
 METADATA_KEY = b"vapo_megatron.select"
@@ -91,7 +89,6 @@ def write_selection(
         about: JSON values for the file's metadata.
     """
     import pyarrow
-    import pyarrow.parquet
 
     table = table.take(pyarrow.array(kept, pyarrow.int64()))
     of_kept = [measured[index] for index in kept]
@@ -108,7 +105,4 @@ def write_selection(
     table = table.drop_columns([name for name in table.column_names if name in added])
     for name, values in added.items():
         table = table.append_column(name, values)
-    table = table.replace_schema_metadata({METADATA_KEY: json.dumps(about).encode()})
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(out) as target:
-        pyarrow.parquet.write_table(table, target)
+    write_table(out, table, METADATA_KEY, about)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from vapo_megatron.algorithm.group_sampling import repeat_for_group
 from vapo_megatron.config import AlgorithmConfig, RewardConfig, RolloutConfig
 from vapo_megatron.config.phases import GENERATION, REWARD
-from vapo_megatron.data.mixture import TrainingPrompts
+from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.data.rollout import Rollout, ScoredRollout
 from vapo_megatron.reward.scoring import VerdictStream, score_rollouts
 from vapo_megatron.rollout.partial.files import (
@@ -55,7 +55,7 @@ class PartialSampling:
     def __init__(
         self,
         engine: RolloutEngine,
-        dataset: TrainingPrompts,
+        dataset: PromptDataset,
         *,
         rollout: RolloutConfig,
         algorithm: AlgorithmConfig,

@@ -102,6 +102,11 @@ def read_sums(directory: Path) -> dict[str, str]:
     return sums
 
 
+def read_state(directory: Path) -> dict[str, Any]:
+    """Return the state of a complete checkpoint: step, num_updates, and `run`, given to save."""
+    return json.loads((directory / STATE).read_text())
+
+
 def newest_whole(root: Path, role: str | None = None) -> Path | None:
     """Find the newest complete checkpoint, and print which newer ones are damaged.
 

@@ -60,7 +60,9 @@ def find_start(config: VapoConfig) -> Start:
         if directory is not None:
             if not resume and dist.get_rank() == 0:
                 tell(f"restarted job: resumes from {directory} despite checkpoint.resume=false")
-            _check_value_range(directory, config, f"checkpoint {directory}")
+            state = checkpoint_files.read_state(directory)
+            field = f"checkpoint {directory}"
+            checkpoint_files.check_value_range(state, config.algorithm, field=field)
             return Start(own=directory)
     elif dist.get_rank() == 0:
         with writing(own):
@@ -69,13 +71,10 @@ def find_start(config: VapoConfig) -> Start:
     if path is None:
         return Start()
     critic = find_critic(Path(path))
-    _check_value_range(critic[0].parent, config, f"model.critic_checkpoint={path}")
-    return Start(critic=critic)
-
-
-def _check_value_range(directory: Path, config: VapoConfig, field: str) -> None:
-    state = json.loads((directory / checkpoint_files.STATE).read_text())
+    state = checkpoint_files.read_state(critic[0].parent)
+    field = f"model.critic_checkpoint={path}"
     checkpoint_files.check_value_range(state, config.algorithm, field=field)
+    return Start(critic=critic)
 
 
 def load_run(directory: Path, models: Mapping[str, TrainedModel]) -> tuple[int, dict[str, Any]]:
@@ -87,7 +86,7 @@ def load_run(directory: Path, models: Mapping[str, TrainedModel]) -> tuple[int, 
     Raises:
         CheckpointError: it has other roles, another model, or an optimizer with other settings.
     """
-    content = json.loads((directory / checkpoint_files.STATE).read_text())
+    content = checkpoint_files.read_state(directory)
     held = content["num_updates"]
     checkpoint_files.check_roles(directory, held, models)
     for role, model in models.items():
@@ -145,7 +144,7 @@ def find_critic(path: Path) -> tuple[Path, int]:
             f"model.critic_checkpoint={path} is no complete checkpoint ({problems[0]}); set it to "
             "a run directory that has one, or to one of its checkpoints/step_*"
         )
-    updates = json.loads((directory / checkpoint_files.STATE).read_text())["num_updates"]
+    updates = checkpoint_files.read_state(directory)["num_updates"]
     if "critic" not in updates:
         raise CheckpointError(
             f"model.critic_checkpoint={path}: {directory.name} holds no critic, only "

@@ -7,6 +7,7 @@ from typing import Any
 
 from vapo_megatron.config.metrics import KINDS, Named, named
 from vapo_megatron.run.report.comparison import table
+from vapo_megatron.run.report.html import first_to_last
 
 _CHARTS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("Accuracy", "reward", "accuracy", {"low": 0, "high": 1}),
@@ -84,5 +85,4 @@ def _cell(rows: Sequence[_Row], name: str | None, title: str) -> str:
     if not values:
         return "-"
     form = ",.0f" if title == "Response length" else ".3f"
-    first, last = format(values[0], form), format(values[-1], form)
-    return f"{first}<i>&rarr;</i>{last}" if len(values) > 1 else last
+    return first_to_last(values, form)

@@ -95,6 +95,12 @@ def breakable(name: object) -> str:
     return re.sub(r"([._/])(?=[A-Za-z])", r"\1<wbr>", escape(name))
 
 
+def first_to_last(values: Sequence[float], form: str) -> str:
+    """Return the first and the last value, formatted, with an arrow between; one value alone."""
+    first, last = format(values[0], form), format(values[-1], form)
+    return f"{first}<i>&rarr;</i>{last}" if len(values) > 1 else last
+
+
 def card(label: str, value: str, note: str) -> str:
     """Return a headline number; the value is HTML."""
     return (

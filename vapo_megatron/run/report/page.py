@@ -17,7 +17,14 @@ from vapo_megatron.run.progress import format_seconds
 from vapo_megatron.run.report.breakdown import section
 from vapo_megatron.run.report.charts import chart_data
 from vapo_megatron.run.report.diagnostics import plots
-from vapo_megatron.run.report.html import card, escape, script_json, write_page, yaml_value
+from vapo_megatron.run.report.html import (
+    card,
+    escape,
+    first_to_last,
+    script_json,
+    write_page,
+    yaml_value,
+)
 from vapo_megatron.run.report.responses import rollouts
 from vapo_megatron.run.report.timeline import lanes
 
@@ -74,9 +81,9 @@ def _headline(run: Run) -> Iterable[tuple[str, str, str]]:
         k = evaluated[0][1].removeprefix("evaluation/")
         steps = sorted({evaluated[0][0]["step"], evaluated[-1][0]["step"]})
         when = f"step{'s' if len(steps) > 1 else ''} {' and '.join(map(str, steps))}"
-        yield "Accuracy", _first_to_last(accuracies, ".3f"), f"{k}, {when}"
+        yield "Accuracy", first_to_last(accuracies, ".3f"), f"{k}, {when}"
     elif rewards:
-        yield "Reward", _first_to_last(rewards, "+.2f"), "mean, first and last step"
+        yield "Reward", first_to_last(rewards, "+.2f"), "mean, first and last step"
     done = rows[-1]["step"] if rows else 0
     algorithm = run.section("algorithm")
     pretraining = algorithm.get("value_pretraining_steps", 0)
@@ -87,7 +94,7 @@ def _headline(run: Run) -> Iterable[tuple[str, str, str]]:
     yield "Steps", f"{done}{of_total}", note
     lengths = _column(rows, "rollout/response_length_mean")
     if lengths:
-        yield "Response length", _first_to_last(lengths, ",.0f"), "mean tokens, first and last step"
+        yield "Response length", first_to_last(lengths, ",.0f"), "mean tokens, first and last step"
     seconds = sum(_column(rows, "time/step_seconds"))
     if seconds:
         yield "Time", escape(format_seconds(seconds)), "evaluation and checkpoints included"
@@ -97,11 +104,6 @@ def _headline(run: Run) -> Iterable[tuple[str, str, str]]:
     memory = _column(rows, "memory/peak_bytes")
     if memory:
         yield "Peak memory", f"{max(memory) / 2**30:.2f} GiB", "summed over processes"
-
-
-def _first_to_last(values: list[float], form: str) -> str:
-    first, last = format(values[0], form), format(values[-1], form)
-    return f"{first}<i>&rarr;</i>{last}" if len(values) > 1 else last
 
 
 def _column(rows: list[dict[str, Any]], name: str) -> list[float]:
