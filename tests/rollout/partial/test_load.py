@@ -1,6 +1,7 @@
 """Groups in flight of several replicas, kept in a checkpoint and loaded by other replicas."""
 
 import dataclasses
+from array import array
 
 import pytest
 
@@ -45,7 +46,8 @@ def test_a_verdict_is_kept_with_all_that_it_says(tmp_path, keeps):
     run = Replicas(1, 4, 2, 3, 9)
     (group,) = groups(run.data[0].next(1), [2])
     first, second = group.responses
-    whole = dataclasses.replace(first.rollout.extended([5, 6], [-0.5, -1.0], 3, truncated=True))
+    sampled = array("i", [5, 6]), array("f", [-0.5, -1.0])
+    whole = first.rollout.extended(*sampled, 3, truncated=True)
     verdict = ScoredRollout(
         whole, "text", "wrong", -0.5, score=0.25, note="\u4e03", metrics={"letters": 4.0}
     )
