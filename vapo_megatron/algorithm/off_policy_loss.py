@@ -17,8 +17,9 @@ from vapo_megatron.algorithm.reduction import (
     require_mask,
     require_wide,
     token_means,
+    trained_on,
 )
-from vapo_megatron.algorithm.sampler_correction import LARGEST_LOG_RATIO
+from vapo_megatron.algorithm.sampler_correction import held_log_ratio
 
 
 def dis_policy_loss(
@@ -157,9 +158,11 @@ def _weighted_gradient(
 
     dropped: bool [T] twice, the tokens counted in clip_fraction_low and in clip_fraction_high.
     """
-    terms = factor * keep(advantages, loss_mask) * keep(logprobs, loss_mask)
+    # What is dropped, or has no advantage, may have logprobs that are not finite.
+    counts = trained_on(loss_mask) & (advantages != 0) & (factor != 0)
+    terms = keep(factor, counts) * keep(advantages, counts) * keep(logprobs, counts)
     loss = global_mean(-terms, loss_mask, num_tokens)
-    held = log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    held = held_log_ratio(log_ratio)
     below, above = dropped
     metrics = {
         "approx_kl": held.expm1() - held,

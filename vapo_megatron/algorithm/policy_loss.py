@@ -14,6 +14,7 @@ from vapo_megatron.algorithm.reduction import (
     trained_lengths,
     trained_on,
 )
+from vapo_megatron.algorithm.sampler_correction import LARGEST_LOG_RATIO, held_log_ratio
 
 
 def clipped_policy_loss(
@@ -52,8 +53,8 @@ def clipped_policy_loss(
         The loss, a 0-d tensor: this microbatch's term of the global mean, exactly 0 with its graph
         intact if N is 0. Metrics, detached 0-d tensors, whose sums over microbatches and ranks are
         unweighted means over the trained tokens: approx_kl, KL(old || new) by
-        the k3 estimator ratio - 1 - log(ratio); clip_fraction_low and clip_fraction_high, tokens
-        whose gradient the lower or upper clip removes.
+        the k3 estimator ratio - 1 - log(ratio), finite where they are not; clip_fraction_low and
+        clip_fraction_high, tokens whose gradient the lower or upper clip removes.
 
     Raises:
         ValueError: a dtype below float32, a clip out of range.
@@ -64,8 +65,10 @@ def clipped_policy_loss(
         raise ValueError(
             f"clip_low={clip_low} must lie in [0, 1] and clip_high={clip_high} must be at least 0"
         )
-    log_ratio = keep(logprobs - old_logprobs, loss_mask)
-    ratio, advantages = log_ratio.exp(), keep(advantages, loss_mask)
+    log_ratio, advantages = keep(logprobs - old_logprobs, loss_mask), keep(advantages, loss_mask)
+    # exp(1000) * 0 is NaN: of an advantage of 0, and of a gradient that the upper clip removes.
+    near = torch.where(advantages > 0, log_ratio.clamp(max=LARGEST_LOG_RATIO), log_ratio)
+    ratio = torch.where(advantages == 0, 0, near).exp()
     surrogate = torch.minimum(
         ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     )
@@ -73,11 +76,17 @@ def clipped_policy_loss(
     count = num_tokens if num_trained_tokens is None else num_trained_tokens
     with torch.no_grad():
         terms = {
-            "approx_kl": log_ratio.expm1() - log_ratio,
+            "approx_kl": _k3(log_ratio),
             "clip_fraction_low": (ratio < 1 - clip_low) & (advantages < 0),
             "clip_fraction_high": (ratio > 1 + clip_high) & (advantages > 0),
         }
     return loss, token_means(terms, loss_mask, count, loss.dtype)
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    """exp(x) - 1 - x; where that is not finite, that of the nearest x up to LARGEST_LOG_RATIO."""
+    exact, held = log_ratio.expm1() - log_ratio, held_log_ratio(log_ratio)
+    return torch.where(exact.isfinite(), exact, held.expm1() - held)
 
 
 @torch.no_grad()

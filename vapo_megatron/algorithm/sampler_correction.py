@@ -13,6 +13,11 @@ from vapo_megatron.algorithm.reduction import keep, require_mask, require_wide, 
 LARGEST_LOG_RATIO = 80.0
 
 
+def held_log_ratio(log_ratio: Tensor) -> Tensor:
+    """Log-ratios within LARGEST_LOG_RATIO; 0 for NaN. For metrics, which stay finite."""
+    return log_ratio.nan_to_num(nan=0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
+
 @torch.no_grad()
 def truncated_importance_mask(
     old_logprobs: Tensor,
