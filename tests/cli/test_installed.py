@@ -148,8 +148,8 @@ def test_report(vapo, tmp_path):
 
 DEPENDENCIES_OF = {
     "huggingface_hub": "transformers", "tokenizers": "transformers", "pydantic_core": "pydantic",
-    "sympy": "math_verify", "latex2sympy2_extended": "math_verify", "yaml": "pyyaml",
-    "megatron": "megatron_core",
+    "sympy": "math_verify", "mpmath": "math_verify", "latex2sympy2_extended": "math_verify",
+    "yaml": "pyyaml", "megatron": "megatron_core",
 }  # fmt: skip
 """Module -> the requirement that brings it, where that has another name."""
 OPTIONAL = {"vllm", "wandb", "transformer_engine_torch"}

@@ -6,7 +6,7 @@ Against the server of test_judge.py. Not exercised: a language model.
 import re
 import time
 
-from tests.reward.test_judge import REWARD, Server, judged
+from tests.reward.test_judge import Server, judged
 from vapo_megatron.reward.judge import Judge, Pairwise
 from vapo_megatron.reward.verifier import Problem
 
@@ -24,7 +24,7 @@ def test_a_long_response_keeps_its_end():
     with Server(answer) as server:
         for kind in (Judge, Pairwise):
             for response in ("at first 5, but 2 is", "is 2"):
-                judge = kind(REWARD, base_url=server.url, model="m", response_characters=6)
+                judge = kind(base_url=server.url, model="m", response_characters=6)
                 judged(judge, [response], PROBLEM)
     texts = [re.search(r"Response: (.*)\n\nReply", prompt)[1] for prompt in asked[:2]]
     assert texts == ["t 2 is", "is 2"]
@@ -36,7 +36,7 @@ def test_a_pairwise_judge_keeps_its_answers(tmp_path):
     with Server(lambda prompt: ("A", {"A": -0.5, "B": -1.0})) as server:
         found = []
         for _ in range(2):
-            judge = Pairwise(REWARD, base_url=server.url, model="m", cache=str(tmp_path / "kept"))
+            judge = Pairwise(base_url=server.url, model="m", cache=str(tmp_path / "kept"))
             found.append(judged(judge, ["it is 2"], PROBLEM))
             assert len(server.asked) == 2
     assert found[0] == found[1] and found[0][0].score is not None
@@ -46,7 +46,7 @@ def test_an_outage_long_after_another_has_its_own_time():
     """The first began longer ago than an outage may last; a success in between has ended it."""
     state = {"code": 503}
     with Server(lambda prompt: state["code"] or "YES") as server:
-        judge = Judge(REWARD, base_url=server.url, model="m", outage_seconds=OUTAGE_SECONDS)
+        judge = Judge(base_url=server.url, model="m", outage_seconds=OUTAGE_SECONDS)
         begun = time.monotonic()
         assert [v.status for v in judge.score(["a"], PROBLEM)] == ["failed"]
         time.sleep(max(0.0, begun + 1.5 * OUTAGE_SECONDS - time.monotonic()))
@@ -60,7 +60,7 @@ def test_an_outage_long_after_another_has_its_own_time():
 def test_an_answer_that_is_no_outage_ends_one_too():
     state = {"code": 503}
     with Server(lambda prompt: state["code"]) as server:
-        judge = Judge(REWARD, base_url=server.url, model="m", outage_seconds=OUTAGE_SECONDS)
+        judge = Judge(base_url=server.url, model="m", outage_seconds=OUTAGE_SECONDS)
         begun = time.monotonic()
         assert [v.status for v in judge.score(["a"], PROBLEM)] == ["failed"]
         time.sleep(max(0.0, begun + 1.5 * OUTAGE_SECONDS - time.monotonic()))
