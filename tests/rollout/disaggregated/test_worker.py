@@ -4,6 +4,7 @@ Two trainers without models ask two rollout workers; see served.py. Whole runs a
 tests/test_disaggregated_wiring.py. Not exercised: vLLM.
 """
 
+import contextlib
 import functools
 import itertools
 import time
@@ -27,11 +28,12 @@ from tests.rollout.disaggregated.served import (
     served,
 )
 from vapo_megatron.errors import Stopped
+from vapo_megatron.rollout.disaggregated.orders import Orders
 from vapo_megatron.rollout.dump import read_file
 from vapo_megatron.rollout.partial.files import IN_FLIGHT
 
 CARRIES = {"carry_over_groups": 3, "max_lag": 2}
-PAUSE_SECONDS = 1.0
+PAUSE_SECONDS, STEPS = 1.0, 5
 
 
 @pytest.fixture
@@ -116,10 +118,17 @@ def resumed(asking, directory, state, done, steps):
     return dumped(asking, steps, done)
 
 
+def finished_run(asking, directory, state, done, steps):
+    """(What `resumed` returns, the place in the data after it)."""
+    found = resumed(asking, directory, state, done, steps)
+    return found, asking.source.state_dict()["position"]
+
+
 CASES = {
     "a step that is not saved": (CARRIES, 1, 2),
     "one step off, a step that is not saved": ({"lag": 1, **CARRIES}, 1, 2),
     "two steps off": ({"lag": 2, **CARRIES}, 1, 1),
+    "before the last step, which starts fewer": ({"lag": 1, **CARRIES}, 4, 4),
     "sharded": ({"lag": 1, "tensor_model_parallel_size": 2, **CARRIES}, 2, 3),
 }
 
@@ -131,12 +140,14 @@ def test_a_checkpoint_goes_on_where_its_step_ended(asked, tmp_path, case):
     assert other[1:] == (state, sums)
     assert {n: (tmp_path / n).is_file() for n in sums} == dict.fromkeys(sums, True)
     replicas = WORKERS // rollout.get("tensor_model_parallel_size", 1)
-    assert len(sums) == replicas * (1 + rollout.get("lag", 0))
-    steps = range(done, 4)
-    found, _ = asked(resumed, rollout, tmp_path, state, done, steps)
+    # Steps ahead, and groups unless the last step is among them.
+    lag = rollout.get("lag", 0)
+    assert len(sums) == replicas * (lag + (done + lag < STEPS))
+    (found, position), _ = asked(finished_run, rollout, tmp_path, state, done, range(done, STEPS))
     assert found[: taken - done] == before[done:]
     drawn = [s.rollout.prompt.index for step in (*before[:done], *found) for s in step[::4]]
-    assert len(set(drawn)) == len(drawn) == 4 * 4
+    assert len(set(drawn)) == len(drawn) == STEPS * 4
+    assert position == STEPS * 4 + 1, "and the row that is refused"
 
 
 def shortened(asking, directory, state, done, again):
@@ -163,6 +174,16 @@ def test_what_a_run_began_with_is_kept_though_its_lag_is_smaller(asked, tmp_path
         assert [s.rollout for s in kept] == [s.rollout for s in before]
 
 
+@pytest.mark.parametrize(("lag", "larger"), [(0, 1), (1, 2)])
+def test_a_run_may_go_on_with_a_larger_lag(asked, tmp_path, lag, larger):
+    """Its first steps are sampled with the weights that it begins with."""
+    (before, state, sums), _ = asked(saved, {"lag": lag}, tmp_path, 1, range(1))
+    assert len(sums) == lag * WORKERS
+    found, _ = asked(resumed, {"lag": larger}, tmp_path, state, 1, range(1, 4))
+    drawn = [s.rollout.prompt.index for step in (*before, *found) for s in step[::4]]
+    assert len(set(drawn)) == len(drawn) == 4 * 4
+
+
 def of_versions(asking):
     """The mean lag of steps that each have weights of their own."""
     return [asking.step(step, step)[1].get("rollout/lag_mean", 0.0) for step in range(5)]
@@ -185,10 +206,26 @@ class Spinning(WorkersEngine):
         self.marks, self.steps = marks, itertools.count()
 
     def run(self, work, sampling, version, show, has_time):
+        assert self.weight == version
         if next(self.steps) == 2:
             while not self.marks.exists():
                 assert has_time()
         return super().run(work, sampling, version, show, has_time)
+
+
+def waiting(asking, marks):
+    """Mean lags, where versions 1 and 2 have arrived before step 3 is sampled with version 1."""
+    asking.step(0, 0)
+    asking.step(1, 1)
+    asking.source.publish((), 2)
+    marks.touch()
+    return [asking.step(step, step)[1]["rollout/lag_mean"] for step in (2, 3, 4)]
+
+
+def test_a_version_waits_beside_the_one_after_it(asked, tmp_path):
+    engine = functools.partial(Spinning, marks=tmp_path / "marks")
+    found = asked(waiting, {"lag": 2}, tmp_path / "marks", engine=engine)
+    assert found == [[2.0, 2.0, 2.0]] * TRAINERS
 
 
 def between(asking, directory):
@@ -209,6 +246,35 @@ def test_a_checkpoint_between_two_tokens_has_what_was_before_them(asked, tmp_pat
     assert sum("step_000002" in name for name in sums) == WORKERS == len(sums) // 2
     again, _ = asked(resumed, rollout, directory, state, 1, [1, 2])
     assert again == found[1:]
+
+
+class Deaf(Pair):
+    """Samples in lockstep, as ranks of a replica do; the second sees an order when asked again."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        head, calls = Orders.head, itertools.count()
+        late = mock.patch.object(Orders, "head", lambda o: head(o) if next(calls) % 2 else None)
+        self.late = late if dist.get_rank() else contextlib.nullcontext()
+        self.late.__enter__()
+
+    def run(self, work, sampling, version, show, has_time):
+        def together():
+            said = [None, None]
+            dist.all_gather_object(said, has_time())
+            assert said[0] == said[1]
+            return said[0]
+
+        return super().run(work, sampling, version, show, together)
+
+    def shutdown(self):
+        self.late.__exit__(None, None, None)
+
+
+def test_a_replicas_ranks_answer_an_order_at_the_same_token(asked):
+    rollout = {"lag": 1, "tensor_model_parallel_size": 2}
+    found, _ = asked(dumped, rollout, range(3), engine=Deaf)
+    assert [len(step) for step in found] == [NUM_RESPONSES] * 3
 
 
 def finished(asking, answers, has_time):

@@ -97,6 +97,8 @@ def test_lag_is_of_all_ranks_and_so_are_the_files(workers, tmp_path):
         }
         assert one == other == pytest.approx(expected)
         differ |= counts[0][1] / counts[0].total() != counts[1][1] / counts[1].total()
+    drawn = {s.rollout.prompt.index for found, _ in whole for scored, _ in found for s in scored}
+    assert len(drawn) == STEPS * NUM_RESPONSES // 4, "each problem once"
     assert differ, "the first rank's lag is not both ranks'"
     names = [f"{PARTIAL}/replica_{i:05d}.safetensors" for i in range(RANKS)]
     assert [sums for _, sums in whole] == [
