@@ -5,6 +5,7 @@ Reads source text; does not exercise any behaviour.
 
 import ast
 import functools
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,22 @@ def test_the_rooms_are_those_of_the_list():
 def test_arrows_point_down():
     wrong = [f"{m} imports {name}" for m in modules() for name in imports(m) if upward(m, name)]
     assert not wrong, wrong
+
+
+def circle(arrows):
+    """Names that import each other in a circle; none: there is no circle."""
+    try:
+        graphlib.TopologicalSorter(arrows).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Imports for type checkers and inside functions count too."""
+    known = [m for m, path in modules().items() if path.name != "__init__.py"]
+    assert circle({m: [n for n in imports(m) if n in known and n != m] for m in known}) == []
+    assert set(circle({"a": ["b"], "b": ["c"], "c": ["a"]})) == {"a", "b", "c"}
 
 
 def test_an_upward_arrow_would_be_seen():

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import hashlib
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from vapo_megatron.data.rollout import Rollout
@@ -95,6 +95,21 @@ class Request(NamedTuple):
     """What there is of it: no tokens at first."""
     seed: int
     """Of its first token."""
+
+
+class Work(NamedTuple):
+    """What one replica samples in one call; all its ranks are given the same."""
+
+    take: Callable[[int], Sequence[Request]]
+    """Called with how many responses there is room for, at the start and whenever some have ended.
+    Returns requests to begin now; it may return more, which wait. Nothing: there will be no more.
+    """
+    ended: Callable[[Rollout], None]
+    """Called on every rank with each finished response, not with those that vLLM aborted."""
+    expected: int
+    """Number of responses, to show."""
+    is_enough: Callable[[], bool] = lambda: False
+    """Asked after every token; the same on all ranks. True interrupts all that is unfinished."""
 
 
 def start_groups(

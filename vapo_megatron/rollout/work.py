@@ -1,4 +1,4 @@
-"""What the engine is given to do: whole groups, divided among the replicas.
+"""Work for an engine: whole groups, divided among the replicas.
 
 The other work, responses that go on over several steps, is in partial/. Imports neither torch nor
 vllm.
@@ -8,30 +8,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from vapo_megatron.data.rollout import Prompt, Rollout
-from vapo_megatron.rollout.requests import Request, SamplingSettings, assign, start_groups
+from vapo_megatron.rollout.requests import (
+    Request,
+    SamplingSettings,
+    Work,
+    assign,
+    start_groups,
+)
 
 if TYPE_CHECKING:
     from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
 T = TypeVar("T")
-
-
-class Work(NamedTuple):
-    """What one replica samples in one call; all its ranks are given the same."""
-
-    take: Callable[[int], Sequence[Request]]
-    """Called with how many responses there is room for, at the start and whenever some have ended.
-    Returns requests to begin now; it may return more, which wait. Nothing: there will be no more.
-    """
-    ended: Callable[[Rollout], None]
-    """Called on every rank with each finished response, not with those that vLLM aborted."""
-    expected: int
-    """Number of responses, to show."""
-    is_enough: Callable[[], bool] = lambda: False
-    """Asked after every token; the same on all ranks. True interrupts all that is unfinished."""
 
 
 def generate(

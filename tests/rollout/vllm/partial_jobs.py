@@ -17,8 +17,7 @@ from tests.rollout.vllm.engine_jobs import (
 )
 from tests.rollout.vllm.sleep_jobs import LONGER_THAN_A_BLOCK
 from vapo_megatron.data.rollout import Rollout
-from vapo_megatron.rollout.requests import Request, start_groups
-from vapo_megatron.rollout.work import Work
+from vapo_megatron.rollout.requests import Request, Work, start_groups
 
 COUNT, AT_ONCE, CUT_AT, WHOLE = 12, 8, 9, 5
 

@@ -29,9 +29,8 @@ from vapo_megatron.rollout.partial.files import (
     unpacked,
 )
 from vapo_megatron.rollout.partial.tally import Tally, num_started, shares
-from vapo_megatron.rollout.requests import Request, SamplingSettings, assign, start_groups
+from vapo_megatron.rollout.requests import Request, SamplingSettings, Work, assign, start_groups
 from vapo_megatron.rollout.source import StepRequest
-from vapo_megatron.rollout.work import Work
 
 if TYPE_CHECKING:
     from vapo_megatron.rollout.vllm.engine import RolloutEngine

@@ -30,7 +30,7 @@ from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.sampled import check_sampled
 from vapo_megatron.parallel import store
 from vapo_megatron.rollout.inputs import Inputs
-from vapo_megatron.rollout.requests import SamplingSettings, max_model_len
+from vapo_megatron.rollout.requests import SamplingSettings, Work, max_model_len
 from vapo_megatron.rollout.vllm.arguments import engine_arguments
 from vapo_megatron.rollout.vllm.interface import (
     FINALIZER,
@@ -40,7 +40,6 @@ from vapo_megatron.rollout.vllm.interface import (
     reach,
 )
 from vapo_megatron.rollout.vllm.live_weights import live_weights, load_hf_tensors
-from vapo_megatron.rollout.work import Work
 from vapo_megatron.weights.reshard.plan import LiveWeight
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
