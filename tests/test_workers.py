@@ -1,4 +1,4 @@
-"""The processes of distributed tests: a hang is found by what they do, not by the machine's speed."""
+"""The processes of distributed tests: what they do shows a hang, whatever the machine's speed."""
 
 import time
 
