@@ -58,7 +58,7 @@ def all_reduce_rate(num_elements: int) -> tuple[float, bool]:
 
 def between_nodes(rate: float, num_nodes: int, local_size: int) -> Row:
     """Judge a bus bandwidth: on several nodes with GPUs, each GPU's share of what leaves a node."""
-    share, case = rate / local_size, f"all-reduce over {num_nodes} nodes of {local_size} GPUs"
+    share, case = rate / local_size, f"all-reduce over {num_nodes} x {local_size} processes"
     judges = num_nodes > 1 and backend.distributed_backend() == "nccl"
     passed = not judges or share >= SOCKETS_BYTES_PER_SECOND
     measured = f"{rate / 1e9:.3g} GB/s of bus bandwidth, {share / 1e9:.3g} for each GPU"

@@ -123,6 +123,11 @@ def ranked(options: argparse.Namespace) -> tuple[ModelShape, Cluster, Workload, 
 def fixed_settings(options: argparse.Namespace) -> Fixed:
     """Return what the options fix."""
     fixed = Fixed(**{name: getattr(options, name) for name in Fixed._fields})
+    if options.recompute_layers is not None and options.recompute not in (None, "full"):
+        raise ConfigError(
+            f"--recompute-layers={options.recompute_layers} needs --recompute=full, found "
+            f"{options.recompute}; change it"
+        )
     if options.offload is not None:
         fixed = fixed._replace(offload=options.offload == "yes")
     return fixed

@@ -1,6 +1,6 @@
-"""Which names `rollout.vllm_args` must not hold: what the trainer sets, and what it relies on.
+"""What vLLM must not be given in `rollout.vllm_args`, and what FP8 keys and values ask for.
 
-Names and types that vLLM itself does not know are refused by rollout/vllm/extra_arguments.py.
+The trainer sets some arguments and relies on others. Names and types that vLLM itself does not know are refused by rollout/vllm/extra_arguments.py.
 """
 
 from __future__ import annotations
@@ -71,8 +71,20 @@ def vllm_args_rule(c: VapoConfig) -> str | None:
     return None
 
 
+def advice(c: VapoConfig) -> list[str]:
+    """Return a line on what is allowed, but likely worse than its remedy."""
+    a, r = c.algorithm, c.rollout
+    corrected = a.sampler_correction != "none" or r.behaviour == "sampler"
+    if r.kv_cache_dtype == "auto" or corrected or a.policy_loss != "ppo_clip":
+        return []
+    return [
+        f"rollout.kv_cache_dtype={r.kv_cache_dtype} moves the sampler away from the trainer, and "
+        "algorithm.sampler_correction=none trains as if it had not; set sampler_correction=tis"
+    ]
+
+
 def kv_cache_rule(c: VapoConfig) -> str | None:
-    """FP8 keys and values need weights in 16 bits, and no bound that they would exceed."""
+    """FP8 keys and values need weights of 16 bits."""
     r = c.rollout
     if r.kv_cache_dtype == "auto":
         return None
