@@ -61,7 +61,9 @@ def test_fp8_keys_and_values_need_16_bits():
 def test_with_fp8_a_correction_is_advised():
     fp8 = "rollout.kv_cache_dtype=fp8"
     (line,) = advice(load(fp8))
-    assert line.startswith("rollout.kv_cache_dtype=fp8 ") and line.endswith("sampler_correction=tis")
+    assert line.startswith("rollout.kv_cache_dtype=fp8 ") and line.endswith(
+        "sampler_correction=tis"
+    )
     assert advice(load()) == []
     for setting in (
         "algorithm.sampler_correction=tis",

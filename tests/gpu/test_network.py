@@ -68,5 +68,3 @@ def measured_twice(taken):
 def test_a_communicator_is_compared_with_the_plan(workers, taken, passed):
     """688 MiB = 721,420,288 bytes; the largest of all ranks counts."""
     assert workers.run(2, measured_twice, taken) == [(2.0 * taken, passed, 2)] * 2
-
-

@@ -194,7 +194,8 @@ def test_fp8_halves_the_keys_and_values(shape):
     fp8 = make_config(rollout={"kv_cache_dtype": "fp8"})
     assert memory.kv_cache_bytes_per_token(shape, fp8) == 32_768
     narrow, wide = (
-        memory.kv_cache_tokens(shape, config, gpu_bytes=GPU_BYTES) for config in (fp8, make_config())
+        memory.kv_cache_tokens(shape, config, gpu_bytes=GPU_BYTES)
+        for config in (fp8, make_config())
     )
     assert 2 * wide <= narrow < 2 * wide + 32
 

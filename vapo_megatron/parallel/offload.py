@@ -178,7 +178,9 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 class HostBuffer:
     """Host memory of an exact size, pinned if there is a GPU; pages are allocated at first use."""
 
-    def __init__(self, num_bytes: int, setting: str = "parallel.offload", off: str = "false") -> None:
+    def __init__(
+        self, num_bytes: int, setting: str = "parallel.offload", off: str = "false"
+    ) -> None:
         """Allocate and pin.
 
         Args:
