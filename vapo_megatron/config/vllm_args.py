@@ -1,6 +1,7 @@
 """What vLLM must not be given in `rollout.vllm_args`, and what FP8 keys and values ask for.
 
-The trainer sets some arguments and relies on others. Names and types that vLLM itself does not know are refused by rollout/vllm/extra_arguments.py.
+The trainer sets some arguments and relies on others. Names and types that vLLM itself does not know
+are refused by rollout/vllm/extra_arguments.py.
 """
 
 from __future__ import annotations

@@ -27,11 +27,11 @@ DEFAULTS = {
 }
 
 WITHOUT_MULTICAST = {
-    # vLLM binds multicast memory of its own for a replica's all-reduces, whatever NCCL does: through
-    # FlashInfer, and through torch's symmetric memory. Where the switches refuse it, vLLM fails to
-    # start, or decodes ten times slower (vllm issues 48071, 47284, 51986, 48075). Its custom
-    # all-reduce over NVLink remains; rollout/vllm/arguments.py also turns off the compiled fusion
-    # that calls FlashInfer's (issue 50505: all three are needed).
+    # vLLM binds multicast memory of its own for a replica's all-reduces, whatever NCCL does:
+    # through FlashInfer, and through torch's symmetric memory. Where the switches refuse it, vLLM
+    # fails to start, or decodes ten times slower (vllm issues 48071, 47284, 51986, 48075). Its
+    # custom all-reduce over NVLink remains; rollout/vllm/arguments.py also turns off the compiled
+    # fusion that calls FlashInfer's (issue 50505: all three are needed).
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
 }

@@ -70,7 +70,7 @@ PACKAGES = {
 """Names of the packages that bring a library."""
 
 DRIVERS = {"12": "driver 525 or newer", "13": "driver 580 or newer"}
-"""Lowest driver by CUDA's major version: NVIDIA, "CUDA Compatibility", minor version compatibility."""
+"""By CUDA's major version: NVIDIA's "CUDA Compatibility", minor version compatibility."""
 
 _DEVICES = Path("/dev")
 

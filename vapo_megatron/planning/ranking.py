@@ -204,15 +204,15 @@ def variants(shape: ModelShape, layout: VapoConfig, fixed: Fixed) -> Iterator[Va
         [fixed.max_tokens] if fixed.max_tokens else (longest, longest // 2, 2 * longest),
         (False, True) if offload is None else (offload,),
     ):
-        block = recompute == "full" and fixed.recompute_layers is not None
-        if block and fixed.recompute_layers > min(per_stage) // vpp_size:
+        block = fixed.recompute_layers if recompute == "full" else None
+        if (block or 0) > min(per_stage) // vpp_size:
             continue
         config = with_parallel(
             layout,
             virtual_pipeline_model_parallel_size=vpp_size if vpp_size > 1 else None,
             recompute=recompute,
             recompute_method="block" if block else "uniform",
-            recompute_num_layers=fixed.recompute_layers if block else 1,
+            recompute_num_layers=block or 1,
             max_tokens_per_microbatch=max_tokens,
             offload=offloads,
         )

@@ -14,7 +14,6 @@ from vapo_megatron.parallel.offload import HostBuffer
 from vapo_megatron.weights.reshard.plan import LiveWeight
 from vapo_megatron.weights.reshard.sync import Engine
 
-
 _ALIGNMENT = 64
 """Bytes: a view in another data type must start at a multiple of its size."""
 

@@ -12,15 +12,16 @@ import functools
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Union
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from vapo_megatron.errors import ConfigError
 
 _PLAIN: dict[str, Any] = {
-    "None": None, "bool": bool, "int": int, "float": float, "str": str, "dict": dict,
-    "list": list, "set": set, "Any": Any, "Literal": Literal,
+    "bool": bool, "int": int, "float": float, "str": str, "dict": dict, "list": list, "Any": Any,
+    "Literal": Literal,
+    "set": list,  # YAML has no sets.
 }  # fmt: skip
 
 
@@ -73,12 +74,29 @@ def _text(annotation: ast.expr) -> str:
 
 
 def _is_of(value: Any, annotation: str) -> bool:
-    names = {n.id for n in ast.walk(ast.parse(annotation)) if isinstance(n, ast.Name)}
-    if names - set(_PLAIN):
+    try:
+        kind = _type(ast.parse(annotation, mode="eval").body)
+    except KeyError:  # a type of vLLM's own
         return isinstance(value, dict | str) or value is None and "None" in annotation
-    kind = eval(annotation, {"__builtins__": {}}, _PLAIN)  # of vLLM's source, plain types alone
     try:
         TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(value)
     except ValidationError:
         return False
     return True
+
+
+def _type(node: ast.AST) -> Any:
+    """Return the type that an annotation of plain types means; KeyError: it names another."""
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Name():
+            return _PLAIN[node.id]
+        case ast.BinOp():
+            return Union[_type(node.left), _type(node.right)]  # noqa: UP007
+        case ast.Tuple():
+            return tuple(map(_type, node.elts))
+        case ast.Subscript():
+            return _type(node.value)[_type(node.slice)]
+        case _:
+            raise KeyError(ast.unparse(node))
