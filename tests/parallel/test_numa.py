@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vapo_megatron.parallel import numa
+from vapo_megatron.parallel import backend, numa
 
 GPU = "0000:1b:00.0"
 
@@ -72,3 +72,15 @@ def test_a_process_that_is_bound_elsewhere_or_does_not_know_stays(bound):
     assert bound([0, 1]) is None
     del bound.properties.pci_bus_id
     assert bound(range(16)) is None
+
+
+def test_a_rank_is_bound_before_it_joins_the_others(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(numa, "bind_to_gpu", asked.append)
+    monkeypatch.setattr(backend.store, "join", lambda seconds: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backend.initialize_distributed(1)
+    assert asked == [3]
