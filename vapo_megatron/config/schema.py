@@ -111,6 +111,17 @@ class ParallelConfig(Section):
     recompute: Literal["none", "selective", "full"] = _field(
         "none", "Activation recomputation in the backward pass."
     )
+    recompute_method: Literal["uniform", "block"] = _field(
+        "uniform",
+        "With recompute=full; uniform: all layers, in units of recompute_num_layers whose inputs "
+        "are kept; block: only the first recompute_num_layers of each model chunk.",
+    )
+    recompute_num_layers: int = _field(
+        1,
+        "Layers of a unit (uniform; it must divide a chunk's), or of each chunk that are "
+        "recomputed (block).",
+        ge=1,
+    )
     max_tokens_per_microbatch: int = _field(
         32768, "Token budget (prompt + response) of one packed microbatch.", ge=1
     )
