@@ -135,6 +135,12 @@ def _estimator_rule(c: VapoConfig) -> str | None:
             f"algorithm.advantage_estimator={a.advantage_estimator}, which trains no critic; set "
             "algorithm.value_pretraining_steps=0, or advantage_estimator=gae"
         )
+    if c.model.value_head_bias != "none":
+        return (
+            f"model.value_head_bias={c.model.value_head_bias} needs a critic, which "
+            f"algorithm.advantage_estimator={a.advantage_estimator} does not train; set "
+            "value_head_bias=none, or advantage_estimator=gae"
+        )
     if a.positive_lm_weight == "advantage":
         return (
             "algorithm.positive_lm_weight=advantage needs a critic, which "

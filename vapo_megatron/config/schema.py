@@ -51,6 +51,11 @@ class ModelConfig(Section):
     value_head_init_std: float = _field(
         0.0, "Standard deviation of a new value head's weights; 0: V is 0 at first.", ge=0
     )
+    value_head_bias: Literal["none", "mean_return"] = _field(
+        "none",
+        "Constant that is added to all values; mean_return: what brings their mean to the mean "
+        "return of the first step's responses, before the first update.",
+    )
     dtype: Literal["bfloat16", "float32"] = _field(
         "bfloat16", "Data type of parameters and activations."
     )
