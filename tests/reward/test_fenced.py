@@ -38,6 +38,10 @@ def test_a_fence_that_is_never_closed_turns_nothing_inside_out(thinking):
         assert found(thinking + ANSWER.replace("```", "~~~")) == "print(1)"
 
 
+def test_a_label_opens_a_block_whatever_was_open():
+    assert last_block("So:\n```json\n{1\n\nNo:\n```json\n{}\n```\nDone.", ("json",)) == "{}"
+
+
 def test_a_fence_without_label_that_is_left_open():
     assert (
         found("So:\n```\nx = 1 but no\n\nThe answer:\n```\nprint(1)\n```\nDone so.") == "print(1)"
