@@ -61,7 +61,7 @@ def check_run(config: VapoConfig, replay: Path | None, *, all_answers: bool = Fa
 
 def check_rank(config: VapoConfig, replay: Path | None) -> Inputs:
     """Check what every rank of a run checks again, and return what was read. Raises UserError."""
-    if replay is not None and config.rollout.is_apart:
+    if replay is not None and config.rollout.is_disaggregated:
         raise ConfigError(
             f"--replay {replay} samples nothing and needs rollout.placement=colocated, found "
             "disaggregated; set rollout.placement=colocated rollout.num_processes=0 rollout.lag=0"

@@ -45,7 +45,7 @@ def torchrun_command(
     environment: Mapping[str, str],
     world_size: int,
     worker: Sequence[str],
-    num_samplers: int = 0,
+    num_rollout_workers: int = 0,
 ) -> list[str]:
     """Return the torchrun command line that the usual cluster variables describe.
 
@@ -56,7 +56,7 @@ def torchrun_command(
             processes after a failure.
         world_size: number of processes on all nodes.
         worker: script or `-m module`, and its arguments.
-        num_samplers: how many of them are rollout.num_processes.
+        num_rollout_workers: how many of them are rollout.num_processes.
 
     Raises:
         ConfigError: a variable is missing or not a number, or their product is not world_size.
@@ -64,12 +64,12 @@ def torchrun_command(
     num_nodes = _number(environment, "NNODES", 1, least=1)
     per_node = _number(environment, "NPROC_PER_NODE", min(GPUS_PER_NODE, world_size), least=1)
     if num_nodes * per_node != world_size:
-        sampling = f" + rollout.num_processes={num_samplers}" if num_samplers else ""
+        sampling = f" + rollout.num_processes={num_rollout_workers}" if num_rollout_workers else ""
         raise ConfigError(
-            f"parallel.world_size={world_size - num_samplers}{sampling} must be "
+            f"parallel.world_size={world_size - num_rollout_workers}{sampling} must be "
             f"NNODES({num_nodes}) * NPROC_PER_NODE({per_node}) = {num_nodes * per_node}; set the "
-            f"variables, or parallel.world_size={num_nodes * per_node - num_samplers} with a "
-            "layout that fits it"
+            f"variables, or parallel.world_size={num_nodes * per_node - num_rollout_workers} with "
+            "a layout that fits it"
         )
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not environment.get(name)]
     if num_nodes > 1 and missing:

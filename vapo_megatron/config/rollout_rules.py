@@ -23,7 +23,7 @@ def behaviour_rule(c: VapoConfig) -> str | None:
 def placement_rule(c: VapoConfig) -> str | None:
     """In which processes vLLM runs."""
     r = c.rollout
-    if not r.is_apart:
+    if not r.is_disaggregated:
         for name in ("num_processes", "lag"):
             if value := getattr(r, name):
                 return (
@@ -36,7 +36,7 @@ def placement_rule(c: VapoConfig) -> str | None:
             "rollout.placement=disaggregated needs rollout.num_processes of at least 1, found 0; "
             "set how many processes sample, or placement=colocated"
         )
-    field, who = "rollout.placement=disaggregated", "samplers keep responses"
+    field, who = "rollout.placement=disaggregated", "rollout workers keep responses"
     if mistake := _late_verdicts(c, field, who, "placement=colocated"):
         return mistake
     if r.lag and r.max_logprob_difference is not None:

@@ -57,8 +57,8 @@ def _layout_rule(c: VapoConfig) -> str | None:
             "overlap_grad_reduce=true; set them, or overlap_param_gather=false"
         )
     return _divides(
-        "rollout.num_processes" if c.rollout.is_apart else "parallel.world_size",
-        c.rollout.num_processes if c.rollout.is_apart else p.world_size,
+        "rollout.num_processes" if c.rollout.is_disaggregated else "parallel.world_size",
+        c.rollout.num_processes if c.rollout.is_disaggregated else p.world_size,
         "rollout.tensor_model_parallel_size", c.rollout.tensor_model_parallel_size,
     )  # fmt: skip
 

@@ -62,7 +62,7 @@ class Rollout:
     """Other numbers per response token, by their name in data/columns.py's SAMPLED."""
 
     @classmethod
-    def begun(cls, prompt: Prompt, sample: int, position: int, version: int) -> Rollout:
+    def empty(cls, prompt: Prompt, sample: int, position: int, version: int) -> Rollout:
         """Return a response that has no tokens yet."""
         return cls(prompt, sample, position, array("i"), array("f"), False, version)
 

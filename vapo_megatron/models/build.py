@@ -33,7 +33,7 @@ from torch import Tensor
 from vapo_megatron.config import ModelConfig, ParallelConfig
 from vapo_megatron.config.phases import Role
 from vapo_megatron.models.attention import check_flash_attention, uses_flash_attention
-from vapo_megatron.models.context_attention import ContextCuts
+from vapo_megatron.models.context_attention import ContextShards
 from vapo_megatron.models.hf_config import ModelShape, check_layout, padded_vocab_size
 from vapo_megatron.models.layer_spec import (
     RotaryTable,
@@ -189,7 +189,7 @@ def build_model(
         settings.use_cpu_initialization = True
         settings.init_model_with_meta_device = True
     frequencies = rope_frequencies(shape)
-    cuts = None if transformer_engine else _context_cuts(shape, settings.params_dtype, ranks)
+    shards = None if transformer_engine else _context_shards(shape, settings.params_dtype, ranks)
 
     def build_chunk(stage: int) -> GPTModel:
         vp_stage = stage if ranks.vpp_size > 1 else None
@@ -199,7 +199,7 @@ def build_model(
             transformer_layer_spec=block_spec(
                 settings,
                 Rotary(frequencies),
-                cuts=cuts,
+                shards=shards,
                 transformer_engine=transformer_engine,
                 vp_stage=vp_stage,
             ),
@@ -224,11 +224,11 @@ def build_model(
         return [build_chunk(stage) for stage in range(ranks.vpp_size)]
 
 
-def _context_cuts(shape: ModelShape, dtype: torch.dtype, ranks: Ranks) -> ContextCuts | None:
+def _context_shards(shape: ModelShape, dtype: torch.dtype, ranks: Ranks) -> ContextShards | None:
     if ranks.cp_size == 1:
         return None
     varlen = uses_flash_attention(dtype)
-    return ContextCuts(ranks.cp_group, softmax_scale(shape), varlen=varlen)
+    return ContextShards(ranks.cp_group, softmax_scale(shape), varlen=varlen)
 
 
 def freeze_attention(chunks: list[GPTModel]) -> None:

@@ -49,14 +49,14 @@ def check_disk(config: VapoConfig, shape: ModelShape) -> list[str]:
             "logging.run_dir to a directory on a larger disk"
         )
     count = most_at_once(settings, num_steps)
-    whole = (count - len(step_directories(root))) * needed
-    if is_over or free >= whole:
+    needed_in_all = (count - len(step_directories(root))) * needed
+    if is_over or free >= needed_in_all:
         return []
     fields = ", ".join(f"{name}={getattr(settings, name)}" for name in ("keep_last", "keep_every"))
     return [
         f"warning: the run keeps up to {count} checkpoints of {_gb(needed)} at once "
         f"(checkpoint.{fields}, and the one being written), but {have}; free "
-        f"{_gb(whole - free)}, or keep fewer"
+        f"{_gb(needed_in_all - free)}, or keep fewer"
     ]
 
 

@@ -96,14 +96,14 @@ def divide(
     """
     first, rest = list[list[T]](), list[Sequence[T]]()
     for share in assign(len(groups), num_replicas):
-        begun, is_full = list[T](), False
+        started, is_full = list[T](), False
         for group in groups[share.start : share.stop]:
-            is_full = is_full or bool(begun) and len(begun) + len(group) > at_once
+            is_full = is_full or bool(started) and len(started) + len(group) > at_once
             if is_full:
                 rest.append(group)
             else:
-                begun += group
-        first.append(begun)
+                started += group
+        first.append(started)
     return first, rest
 
 

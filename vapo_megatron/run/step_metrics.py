@@ -31,7 +31,7 @@ from vapo_megatron.parallel.reduce import max_over_world, sum_over_data_parallel
     "rollout/logprob_diff_max",
     "rollout/effective_sample_fraction",
 )
-def sampler_difference(
+def logprob_difference(
     batch: RolloutBatch, limit: float | None, ranks: Ranks, *, is_stale: bool = False
 ) -> dict[str, float]:
     """Compare the inference engine's log-probabilities with the trainer's, before any update.

@@ -36,7 +36,7 @@ def kept(length: int) -> list[int]:
     return [*range(_HALF), *range(length - _HALF, length)]
 
 
-def gather_shown(
+def gather_token_data(
     batch: RolloutBatch,
     entropy: Tensor,
     shown: Sequence[int],
@@ -116,7 +116,7 @@ def group_records(
 
     Args:
         shown: responses by position; a group may be incomplete.
-        tokens: from gather_shown.
+        tokens: from gather_token_data.
         decode: as in token_pieces; None: no per-token data in the records.
     """
     records = []

@@ -25,7 +25,7 @@ from vapo_megatron.roles.advantages import (
     with_policy_mask,
     with_positive_examples,
 )
-from vapo_megatron.run.step_metrics import sampler_difference, step_metrics
+from vapo_megatron.run.step_metrics import logprob_difference, step_metrics
 
 Result = TypeVar("Result")
 PROMPT_TOKENS = 250
@@ -128,7 +128,7 @@ def _measure(scored: list[ScoredRollout], ranks: Ranks) -> dict[str, Seconds]:
         lambda: make_microbatches(batch, itertools.chain(*sizes), multiple_of=1),
     )
     batch = _scored_by_models(batch)
-    clock("sampler's difference", lambda: sampler_difference(batch, None, ranks))
+    clock("sampler's difference", lambda: logprob_difference(batch, None, ranks))
     batch, _ = clock("sampler's correction", lambda: with_policy_mask(batch, algorithm, ranks))
     batch = clock(
         "lambdas, GAE, whitening", lambda: with_advantages(summary, batch, algorithm, ranks)

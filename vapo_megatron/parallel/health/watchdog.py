@@ -65,7 +65,7 @@ class Watchdog:
         rank: int,
         world_size: int,
         on_beat: Callable[[], bool],
-        side: str = "",
+        world: str = "",
     ) -> None:
         """Start in the phase "start"; collective, after parallel.store.join.
 
@@ -73,15 +73,15 @@ class Watchdog:
             timeouts: time limits of the phases.
             run_dir: stacks are written here.
             rank: of this process.
-            world_size: number of processes, of both sides.
+            world_size: number of processes, of both worlds.
             on_beat: called about once a second by a thread; returns whether a stop signal is here.
-            side: see Heartbeat.
+            world: see Heartbeat.
         """
         self.step = 0
         """The current step, for messages."""
         self._progress: Callable[[], int] = lambda: 0
         self._timeouts, self._rank, self._world_size = timeouts, rank, world_size
-        self._on_beat, self._side, self._waits = on_beat, side, 0
+        self._on_beat, self._world, self._waits = on_beat, world, 0
         self._interval = min(1.0, *(limit / 8 for limit in dict(timeouts).values()))
         self._stacks_path = Path(run_dir, "stacks", f"rank_{rank:04d}.txt")
         # A copy: the progress display may redirect standard error to a file.
@@ -124,7 +124,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let the other side be measured, not this rank, while the body waits for it."""
+        """Measure the other world instead of this rank while the body waits for it."""
         self._waits += 1
         try:
             yield
@@ -189,7 +189,7 @@ class Watchdog:
             where=_where(stack),
             failure="" if error is None else _one_line(error),
             is_over=self._closed.is_set(),
-            side=self._side,
+            world=self._world,
             waits=self._waits > 0,
         )
 

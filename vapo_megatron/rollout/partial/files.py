@@ -132,7 +132,7 @@ def check_partial(
             f"{checkpoint} has groups in flight, which a run with rollout.carry_over_groups=0 "
             "would lose; set it to 1 or more"
         )
-    if not rollout.is_apart and sampled_steps(checkpoint):
+    if not rollout.is_disaggregated and sampled_steps(checkpoint):
         raise CheckpointError(
             f"{checkpoint} has responses of later steps, among them of groups that went on, which "
             "a run with rollout.placement=colocated would lose; set it to disaggregated"
