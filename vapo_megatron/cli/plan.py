@@ -229,6 +229,7 @@ def reshard(options: argparse.Namespace) -> str:
             f"--nodes={options.nodes} * --gpus-per-node={options.gpus_per_node} must be a multiple "
             f"of --tp={options.tp} * --pp={options.pp}; change one of them"
         )
+
     dp_size = parallel.data_parallel_size
     trainer = layout_of(shape, parallel)
     cluster = Cluster(
@@ -237,6 +238,8 @@ def reshard(options: argparse.Namespace) -> str:
         nvlink_gb_per_second=options.nvlink,
         network_gb_per_second=options.network,
     ).at_peak()
+
+    # Planning is timed, because every rank of a run does it at start.
     started = time.perf_counter()
     plans = [
         make_plan(shape, trainer, options.vllm_tp, gpus_per_node=options.gpus_per_node, relay=relay)

@@ -77,12 +77,14 @@ def torchrun_command(
             f"NNODES={num_nodes} needs {' and '.join(missing)}: set NODE_RANK to 0, 1, ... on each "
             "node and MASTER_ADDR to the first node's address on all, or start torchrun yourself"
         )
+
     node_rank = _number(environment, "NODE_RANK", 0, least=0)
     if node_rank >= num_nodes:
         raise ConfigError(
             f"NODE_RANK={node_rank} must be less than NNODES={num_nodes}; nodes count from 0"
         )
     port = 29500 if num_nodes > 1 else _free_port()
+    # torchrun wants its own -m before `--`.
     module_flag = ["-m"] if worker[0] == "-m" else []
     return [
         *(sys.executable, "-m", MODULE),
@@ -165,8 +167,10 @@ def _run_agent(arguments: Sequence[str], logs: str) -> dict[int, ProcessFailure]
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
+    # Read when torch was loaded; workers would inherit it.
     if cpp_logs is None:
         del os.environ[_CPP_LOGS]
+
     options = run.parse_args([f"--log-dir={logs}", *arguments])
     config, command, command_arguments = run.config_from_args(options)
     place = f"MASTER_ADDR={options.master_addr} and MASTER_PORT={options.master_port}"

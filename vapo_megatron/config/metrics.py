@@ -223,7 +223,8 @@ METRICS: dict[str, Metric] = {
         "s", "Disaggregated: time that the trainers waited for the step's responses."
     ),
     "time/sampler_idle_seconds": Metric(
-        "s", "Disaggregated: time that the first rollout worker had nothing to do since the latest step."
+        "s",
+        "Disaggregated: time that the first rollout worker had nothing to do since the latest step.",
     ),
 }
 """Every metric; K stands for a number, * for one of phases.TIMED, NAME for a LABEL."""

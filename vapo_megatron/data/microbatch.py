@@ -97,6 +97,8 @@ def make_microbatch(
         cp_size, cp_rank: context-parallel ranks and this one's index; see context_parallel.py.
         partition: which tokens each of these ranks holds.
     """
+    # Zig-zag: each sequence is padded to a multiple of 2 * cp_size, so that ranks get two equal
+    # chunks each.
     chunks = 1 if cp_size == 1 else 2 * cp_size
     real = batch.sequence_lengths
     lengths = real + -real % chunks
@@ -113,6 +115,7 @@ def make_microbatch(
         tokens = tokens.new_zeros(total).index_copy_(0, places, batch.tokens)
     position_ids = torch.arange(total, device=tokens.device)
     position_ids -= cu_model[:-1].long().repeat_interleave(lengths)
+    # The position before a token predicts it.
     predicting = batch.places + batch.per_token(starts) - 1
     context_parallel = None
     if cp_size > 1:

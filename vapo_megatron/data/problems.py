@@ -86,8 +86,10 @@ def load_problems(
         columns[f"{section}.answer_column"] = answer_column
     if critic_prompt_column is not None:
         columns[f"{section}.critic_prompt_column"] = critic_prompt_column
+
     problems: list[Problem] = []
     try:
+        # The row loses prompt and answer and stays as the problem's metadata.
         for where, row in _rows(path, columns):
             critic_prompt = None
             if critic_prompt_column is not None:

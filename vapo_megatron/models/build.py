@@ -188,6 +188,7 @@ def build_model(
         settings.perform_initialization = False
         settings.use_cpu_initialization = True
         settings.init_model_with_meta_device = True
+
     frequencies = rope_frequencies(shape)
     shards = None if transformer_engine else _context_shards(shape, settings.params_dtype, ranks)
 

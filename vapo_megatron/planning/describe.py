@@ -230,6 +230,7 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
     used = flops.utilization(
         model_flops(shape, plan.workload), seconds, c.peak_tflops * 1e12 * p.world_size
     )
+
     host = host_bytes_per_node(shape, plan.config, gpus_per_node=c.gpus_per_node)
     disk = checkpoint_bytes(shape, plan.config)
     least, most = plan.step_seconds_range

@@ -37,6 +37,7 @@ def check_disk(config: VapoConfig, shape: ModelShape) -> list[str]:
     found = candidates(root) if resumes(settings.resume) else []
     is_over = bool(found) and int(found[0].name.split("_")[1]) >= num_steps
     place, what, needed = root, "a checkpoint", checkpoint_bytes(shape, config)
+    # All steps are done: a resumed run only exports.
     if is_over:
         place, what, needed = run_dir / "hf_export", "the export", export_bytes(shape, config)
     free = free_bytes(place.absolute(), unfinished(root))
@@ -48,6 +49,8 @@ def check_disk(config: VapoConfig, shape: ModelShape) -> list[str]:
             f"{what} takes {_gb(needed)}, but {have}; free {_gb(needed - free)}, or set "
             "logging.run_dir to a directory on a larger disk"
         )
+
+    # The next checkpoint fits. Warn if those that are kept later will not.
     count = most_at_once(settings, num_steps)
     needed_in_all = (count - len(step_directories(root))) * needed
     if is_over or free >= needed_in_all:

@@ -159,6 +159,8 @@ def phase_memory(
         found[SCORES[role]] = PhaseMemory(parameters, activations=activations, logits=logits)
         if role in config.algorithm.trained_roles:
             found[UPDATES[role]] = _update(passes, states[role])
+
+    # Send and receive buffers, each double.
     buckets = 4 * config.rollout.sync_bucket_bytes if config.num_processes > 1 else 0
     found[SYNC] = PhaseMemory(
         parameters=states["actor"].parameters,
@@ -166,11 +168,14 @@ def phase_memory(
         sync_buckets=buckets,
     )
     sampling = found[GENERATION]
+
+    # Without offloading every phase also holds the other models and the KV cache.
     if not offloads(config):
         resident = StateBytes(*map(sum, zip(*states.values(), strict=True)))._asdict()
         if not config.rollout.is_disaggregated:
             resident |= {"engine_weights": weights, "kv_cache": sampling.kv_cache}
         found = {name: dataclasses.replace(p, **resident) for name, p in found.items()}
+
     copies = sum(fp8_weight_bytes(shapes[role], config) for role in roles)
     found = {n: dataclasses.replace(p, parameters=p.parameters + copies) for n, p in found.items()}
     if config.rollout.is_disaggregated:

@@ -98,6 +98,7 @@ def rank(
         ]
         timed.sort(key=lambda pair: pair[1].seconds)
         fitting, not_fitting = [], []
+        # at_least is the fastest generation possible, whatever the trainer leaves vLLM.
         for size, at_least in rollout_workers.items():
             best: Plan | None = None
             for variant, training in timed:

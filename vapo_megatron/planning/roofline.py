@@ -197,6 +197,7 @@ def update(
         memory=BACKWARD_MEMORY,
         communication=1,
     )
+
     held = trainer.trained_parameters(role)
     accumulated = Rates(microbatch=ACCUMULATED_BYTES * held / cluster.rate("memory"))
     # Forward, recomputed, and backward, where their gradients go as well.
@@ -205,12 +206,15 @@ def update(
     # Forward, recomputed, and backward.
     score_bytes = SCORE_BYTES_FORWARD + SCORE_BYTES_BACKWARD
     output = trainer.output(role, matmul=2 + BACKWARD_MATMUL, score_bytes=score_bytes)
+
     work = loads(workload, shape.hidden_size, trainer.dp_size, parallel.max_tokens_per_microbatch)
     count = float(work.microbatches[:, 0].sum())
     one_pass = float(stage.seconds(work).mean(1).sum()) / count
+    # Gradients are reduced during the last microbatch only, parameters gathered in the first.
     collectives = _gradient_seconds(trainer, held, overlapped_seconds=one_pass / 2)
     owned = held / (trainer.replica_size if parallel.use_distributed_optimizer else 1)
     memory = (OWNED_BYTES * owned + HELD_BYTES * held) / cluster.rate("memory")
+
     phase = _pipeline(trainer, stage, stage.plus(output), work, collectives + memory, context)
     if role == "actor":
         return phase

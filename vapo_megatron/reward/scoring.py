@@ -175,6 +175,7 @@ def with_scores(
         of_verdicts.copy_(summary.scores)
     own = {item.rollout.position: i for i, item in enumerate(scored)}
     found = list(scored)
+    # Every rank updates the whole summary, but only its own responses.
     for position in summary.is_pending.nonzero().flatten().tolist():
         name = verifiers.get(int(summary.prompt_indices[position]), reward.verifier)
         verdict = scored_verdict(reward_model_verdict(float(scores[position])), reward, name)

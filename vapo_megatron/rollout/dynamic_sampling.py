@@ -84,6 +84,7 @@ def sample_mixed_groups(
                 mixed = _rewards_differ(scored, of_size, reward)
         of_round = torch.stack([correct, mixed.long(), of_size])
         of_all = torch.cat([of_all, of_round], dim=1)
+        # Groups kept so far compete again with this round's.
         candidates = torch.cat([of_held, of_round], dim=1)
         rows, missing = select_groups(
             candidates[0], candidates[2], num_groups, candidates[1].bool()

@@ -121,6 +121,7 @@ def check_tokenizer(
                 f"{vocab_size}; set the ids that end a response"
             )
         return tuple(sorted(set(configured)))
+
     stop: set[int] = set()
     for name in _NAME_EOS:
         eos = _eos(Path(hf_path) / name)
@@ -132,6 +133,7 @@ def check_tokenizer(
                 "there, or set rollout.stop_token_ids"
             )
         stop |= eos
+    # An export records the run's ids; an edited generation_config.json overrides them.
     of_run = exported_stop_tokens(Path(hf_path))
     if of_run and of_run == _eos(Path(hf_path) / _NAME_EOS[0]):
         return tuple(sorted(of_run))

@@ -59,6 +59,7 @@ def generate(
         round=sampling.round, policy_version=policy_version,
     )  # fmt: skip
     if not (sampling.whole_groups or sampling.shared):
+        # Nothing needs a group on one replica, so balance by responses.
         groups = [[request] for group in groups for request in group]
     at_once = engine.at_once if sampling.shared else len(prompts)
     assert max(sizes) <= at_once, f"no replica has room for a group of {max(sizes)}"

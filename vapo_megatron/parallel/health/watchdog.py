@@ -88,9 +88,11 @@ class Watchdog:
         self._stderr = os.fdopen(os.dup(2), "w", errors="backslashreplace")
         self._stacks: TextIO | None = None
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        # A connection serves one thread at a time, and a read may block.
         self._store, self._publisher = store.own_connection(), store.own_connection()
         self._send_lock, self._beat = threading.Lock(), 0
         self._phase, self._count = START, 0
+        # NCCL calls return before they are done; gloo's do not.
         self._runs_ahead = backend.distributed_backend() == "nccl"
         trace = "_dump_nccl_trace" if self._runs_ahead else "_dump_fr_trace"
         self._flight_recorder: Callable[..., bytes] = getattr(_c10d, trace)

@@ -131,6 +131,7 @@ class Server:
             remedies = ["a smaller rollout.lag"] * (rollout.lag > 0)
             remedies += ["a smaller algorithm.responses_per_step"]
             check_host_memory(needed, parallel, remedies, worlds.group)
+            # With a lag, new weights arrive while older ones still sample.
             self._staging = Staging(self._engine) if rollout.lag else None
             engine = self._staging or self._engine
             self._sync = WeightSync(inputs.shape, None, model, rollout, engine, worlds)
@@ -140,7 +141,7 @@ class Server:
         self._next = self._first = self._loaded = 0
         """Steps, from 0: to be sampled next, to be trained on first, and to be sampled first."""
         self._versions: dict[int, int] = {}
-        """Of the weights with which steps have start."""
+        """Policy version per step that has started."""
         self._finished: dict[int, Sampled] = {}
         """Responses by step, until a later one begins."""
         self._idle_seconds = 0.0

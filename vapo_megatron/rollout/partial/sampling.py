@@ -138,6 +138,7 @@ class PartialSampling:
         engine, phase = self._engine, asked.phase
         held = [response for group in groups for response in group.responses]
         number = [i for i, group in enumerate(groups) for _ in group.responses]
+        # A position here is the index in `held`, not that in the step.
         missing = [
             Request(dataclasses.replace(response.rollout, position=at), response.seed)
             for at, response in enumerate(held)
@@ -151,12 +152,14 @@ class PartialSampling:
             if engine.keeps_rollouts:
                 stream.submit(rollout)
 
+        # All requests go to the engine at once; nothing is added later.
         once = iter([missing])
         work = Work(lambda room: next(once, []), on_finished, len(missing), tally.is_enough)
         with phase(GENERATION) as show:
             interrupted = engine.run(
                 work, self._settings, asked.policy_version, show, asked.has_time
             )
+        # A request that vLLM aborts itself is neither finished nor interrupted.
         if lost := len(missing) - len(finished) - len(interrupted):
             raise RuntimeError(f"vLLM gave up {lost} of {len(missing)} responses")
         with phase(REWARD):

@@ -221,6 +221,7 @@ class RolloutEngine:
         def more(room: int) -> list[Asked]:
             asked = list[Asked]()
             for rollout, seed in work.take(room):
+                # The seed doubles as vLLM's request id.
                 assert seed not in held, "two responses have one seed"
                 held[seed] = rollout
                 parameters = request(sampling, self.stop_token_ids, seed, len(rollout.token_ids))
@@ -229,6 +230,7 @@ class RolloutEngine:
 
         def keep(seed: int, completion: Any) -> None:
             started = held.pop(seed)
+            # Any other reason: vLLM aborted it.
             if completion.finish_reason in ("length", "stop"):
                 work.ended(self._ended(started, completion))
 

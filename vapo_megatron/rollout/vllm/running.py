@@ -76,6 +76,7 @@ def complete(
                 begin()
                 if on_progress is not None:
                     on_progress(finished, max(expected, len(names)))
+        # Before abort_request, which drops their tokens.
         interrupted = {int(name): completion for name, completion in unfinished(engine).items()}
         if interrupted:
             engine.abort_request(names)

@@ -33,8 +33,8 @@ def lanes(rows: Sequence[Mapping[str, Any]]) -> str:
     begin = _bounds(last[0])[0]
     end = max(span.end for span in (*trainer, *sampler))
     about = (
-        "The main trainer and the first rollout worker; a trainer's generation, evaluation and exchange "
-        "are the wait for rollout workers. By each machine's own clock."
+        "The main trainer and the first rollout worker; a trainer's generation, evaluation and "
+        "exchange are the wait for rollout workers. By each machine's own clock."
         if is_disaggregated
         else "The same processes sample and train, by turns."
     )

@@ -97,13 +97,16 @@ def convert_to_hf(
         for tensor in check_checkpoint(reader, shape, role)
         for part, (name, size) in enumerate(zip(tensor.hf_names, tensor.hf_shapes, strict=True))
     ]
+
     info = _conversion(megatron)
     if role == "critic" and _BIAS_KEY not in reader.tensors:
+        # transformers' TokenClassification has a bias; zero where the checkpoint has none.
         class_name = architecture(read_config(source), shape.family, role)
         if class_name.endswith("TokenClassification"):
             plan = TensorPlan(VALUE_HEAD_BIAS, (1,), reader.dtype(_HEAD_KEY))
             items.append(_Item(plan, None))
     if info.get("tied_output"):
+        # The source stored the tied output too, so the round trip writes it again.
         (embedding,) = [i for i in items if i.plan.name == EMBEDDING]
         plan = dataclasses.replace(embedding.plan, name=OUTPUT)
         items.append(dataclasses.replace(embedding, plan=plan))

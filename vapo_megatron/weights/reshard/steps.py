@@ -90,6 +90,7 @@ def buckets(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
     while waiting or relaying:
         units: list[Unit] = []
         total = Counts.zero(plan)
+        # Relays first: they forward what arrived RELAY_LAG buckets ago.
         while relaying and relaying[0][0] <= len(found):
             if (both := total.plus(relaying[0][2])).largest > bucket_bytes and units:
                 break
@@ -102,6 +103,7 @@ def buckets(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
             total = both
             units.append(unit)
             waiting.popleft()
+            # A relay may start only once all parts of its blocks have arrived.
             if unit.part == unit.parts - 1:
                 relays = divided(tuple(index for index, _ in unit.blocks), True)
                 for part, counts in enumerate(relays):
