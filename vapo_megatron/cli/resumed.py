@@ -1,4 +1,4 @@
-"""Checks the checkpoint that a run resumes from, or whose critic it takes, before it starts."""
+"""Checks before the start: the checkpoint to resume from, or to take a critic from."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""torchrun as our commands start it: its agent, and at the end the first failure's own words.
+"""Runs torchrun's agent, and reports the first failing worker's error when all have ended.
 
-torchrun itself ends with a report of 25 lines and more that says nothing of the error. Here torch's
-agent runs with its own loggers off, the workers leave their last words in torch's error files
-(errors.report), and those of the first that failed are printed once all have ended.
+torchrun's own report is 25 lines and more without the error itself. Here the agent's loggers are
+off, workers write their error to torch's error files (errors.report), and the first failure's is
+printed once all have ended.
 """
 
 from __future__ import annotations

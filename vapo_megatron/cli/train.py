@@ -131,7 +131,7 @@ def _dry_run(config: VapoConfig, replay: Path | None) -> None:
 
 
 def tell_advice(config: VapoConfig) -> None:
-    """Print on standard error what is allowed, but likely not meant."""
+    """Warn on standard error about settings that are valid but probably mistakes."""
     for line in advice(config):
         tell(f"warning: {line}")
 

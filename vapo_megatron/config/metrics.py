@@ -224,7 +224,7 @@ METRICS: dict[str, Metric] = {
     ),
     "time/sampler_idle_seconds": Metric(
         "s",
-        "Disaggregated: time that the first rollout worker had nothing to do since the latest step.",
+        "Disaggregated: idle time of the first rollout worker since the latest step.",
     ),
 }
 """Every metric; K stands for a number, * for one of phases.TIMED, NAME for a LABEL."""

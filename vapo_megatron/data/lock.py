@@ -152,7 +152,7 @@ def _is_alive(holder: dict[str, Any]) -> bool:
 
 
 def _goes_on(pid: int) -> bool:
-    """Is there a process that has neither ended nor been told to (runs leave signals pending)?"""
+    """Whether the process is alive and not being stopped (runs leave signals pending)."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

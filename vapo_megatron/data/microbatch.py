@@ -19,9 +19,9 @@ from vapo_megatron.data.context_parallel import (
 
 @dataclasses.dataclass(frozen=True)
 class ContextParallelTokens:
-    """What a context-parallel rank's tokens alone do not tell.
+    """Index tensors that need tokens of other context-parallel ranks.
 
-    The outputs of all context-parallel ranks are one rank's S' after the other's.
+    Outputs of all context-parallel ranks are concatenated in rank order, S' each.
     """
 
     targets: Tensor

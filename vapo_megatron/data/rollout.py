@@ -68,12 +68,12 @@ class Rollout:
 
     @property
     def first(self) -> int:
-        """Position of its group's first response: groups stand together, of whatever size."""
+        """Position of its group's first response; groups are contiguous and may differ in size."""
         return self.position - self.sample
 
     @property
     def num_inserted(self) -> int:
-        """Tokens that others wrote between its own."""
+        """Tokens inserted between its own, such as tool results."""
         return sum(len(ids) for _, ids in self.inserted)
 
     @property

@@ -1,4 +1,4 @@
-"""This process's device, and torch.distributed's start."""
+"""This process's device, and the initialization of torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environment variables of a process: torchrun's, and those that libraries read at their start.
+"""Environment variables: torchrun's, and those that libraries read when they are imported.
 
 `vapo_megatron.parallel` sets the latter when it is imported, unless the user has set them: in the
 launcher and in every worker, however it was started, before torch and vLLM are imported.

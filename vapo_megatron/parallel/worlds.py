@@ -4,9 +4,9 @@ With rollout.placement=disaggregated the first processes train and the others ge
 Each set is its own torch.distributed world: megatron-core and vLLM count its ranks from 0 and see
 no others. `Worlds.group` has all processes, by torchrun's ranks.
 
-The group is made by hand, because torch.distributed makes groups only within its one world. Those
-of its functions take it that need no global ranks: all_reduce, all_gather_into_tensor,
-all_to_all_single, all_gather_object and barrier; broadcast and isend do not.
+The group is built by hand, because torch.distributed only creates groups within its default world.
+Functions that need no global ranks accept it: all_reduce, all_gather_into_tensor,
+all_to_all_single, all_gather_object and barrier, but not broadcast and isend.
 """
 
 from __future__ import annotations

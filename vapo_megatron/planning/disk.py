@@ -1,4 +1,4 @@
-"""Compares what a run's checkpoints and its export will take with what is free on its disk."""
+"""Checks that a run's checkpoints and export fit on its disk."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from vapo_megatron.run.checkpoint.files import (
 
 
 def check_disk(config: VapoConfig, shape: ModelShape) -> list[str]:
-    """Refuse a run whose next checkpoint, or whose export if all steps are done, has no room.
+    """Refuse a run whose next checkpoint, or export if all steps are done, does not fit.
 
-    What cannot be known is not refused: some network file systems report a size of 0.
+    Unknown free space is accepted: some network file systems report a size of 0.
 
     Args:
         config: the run's; its layout divides the model.

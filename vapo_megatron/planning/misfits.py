@@ -107,7 +107,7 @@ def _gpu_misfit(
 
 
 def _side(config: VapoConfig, phase: str) -> str:
-    """Say whose GPU a phase is on, where GPUs of their own sample."""
+    """Return whose GPU a phase is on with placement=disaggregated, for a message; else ""."""
     if not config.rollout.is_disaggregated:
         return ""
     return " on a rollout worker's GPU" if phase == GENERATION else " on a trainer's GPU"

@@ -172,7 +172,7 @@ def trainer_layouts(
                 check_together(config)
                 check_layouts(shape, config)
             except ConfigError as error:
-                # More stages than layers is no news unless the user asked for it.
+                # Report more stages than layers only if the user asked for them.
                 if pp_size <= shape.num_layers or fixed.pp:
                     rejected[layout_name(config)] = str(error).split(";")[0]
                 continue

@@ -1,8 +1,9 @@
 """Seconds of a step where some GPUs train and others sample, event by event over many steps.
 
-The rules are those of rollout/disaggregated: step k is sampled once step k - lag has started, one
-step after the other; it is trained on once its responses are there; then its weights are sent,
-which takes both sides' time, and the next step begins. The first steps have the weights of step 0.
+The rules are those of rollout/disaggregated: steps are sampled in order, step k once step k - lag
+has started; it is trained on once its responses are finished; then its weights are sent, which
+pauses both trainers and rollout workers, and the next step begins. The first steps use the weights
+of step 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Search over splits of the GPUs into those that train and those that sample.
 
-The sides share nothing but the weight sync, so each split gets the fastest trainer that fits and
-the fastest rollout worker that fits. With a lag the slower side decides, without one they add up.
+Trainers and rollout workers share nothing but the weight sync, so each split gets the fastest of
+either that fits. With a lag the slower one decides the step time, without one they add up.
 """
 
 from __future__ import annotations

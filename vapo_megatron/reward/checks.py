@@ -76,8 +76,8 @@ def start_verifiers(
 ) -> Verifiers | None:
     """Start the verifiers, and refuse problems that they cannot judge. Collective.
 
-    Afterwards problems that hybrid judges name the verifier that was chosen, on every rank, and
-    those left out are not drawn.
+    Afterwards, on every rank, problems of `hybrid` name the verifier it chose, and unusable ones are
+    skipped.
 
     Args:
         reward: the verifiers and their settings.

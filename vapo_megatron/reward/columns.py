@@ -1,6 +1,6 @@
-"""Which columns of a row its verifier reads beside prompt and ground truth.
+"""Which columns of a row its verifier reads, beside prompt and ground truth.
 
-A verdict does not depend on the others: after a repair of one, samples and verdicts stay.
+Verdicts do not depend on other columns, so samples and verdicts stay valid when those change.
 """
 
 from __future__ import annotations

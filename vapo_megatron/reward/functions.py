@@ -26,7 +26,7 @@ DUE = "True or False, a finite number, or a Verdict"
 
 
 class WrongReturn(Exception):
-    """What a verifier returned is not what is due; the message says both."""
+    """A verifier returned a value of the wrong form; the message says both."""
 
 
 def load(name: str) -> Any:

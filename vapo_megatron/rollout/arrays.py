@@ -1,6 +1,6 @@
 """Scored rollouts as arrays: what dump.py writes into its files.
 
-What no response has is left out, so that an ordinary dump has no arrays for it.
+Fields that no response uses are omitted, so that an ordinary dump stays small.
 """
 
 from __future__ import annotations

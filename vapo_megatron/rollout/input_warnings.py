@@ -1,4 +1,4 @@
-"""What is likely a mistake in prompts and stop tokens, though it may be meant: a line for each."""
+"""Warnings about prompts and stop tokens that are valid but probably mistakes."""
 
 from __future__ import annotations
 

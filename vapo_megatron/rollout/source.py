@@ -1,4 +1,4 @@
-"""Where a step's rollouts come from: the interface between the trainer and what samples."""
+"""The interface between the trainer and whatever provides its rollouts."""
 
 from __future__ import annotations
 

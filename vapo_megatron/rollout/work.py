@@ -1,7 +1,6 @@
-"""Work for an engine: whole groups, divided among the replicas.
+"""Work for an engine: complete groups, divided among the replicas.
 
-The other work, responses that go on over several steps, is in partial/. Imports neither torch nor
-vllm.
+Partial rollouts are in partial/. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations

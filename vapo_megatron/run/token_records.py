@@ -1,8 +1,7 @@
 """Records of the few responses in rollouts/, with values, advantages and entropy of each token.
 
-Each data-parallel rank has those of the responses it trains on, wherever they were sampled. One
-all-reduce per step, of at most 3 * 1024 numbers per response, gives every rank those of the shown
-responses.
+Each data-parallel rank has these for the responses it trains on. One all-reduce per step, of at
+most 3 * 1024 numbers per response, shares those of the recorded responses with every rank.
 """
 
 from __future__ import annotations

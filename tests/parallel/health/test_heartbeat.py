@@ -128,8 +128,7 @@ def test_two_worlds_that_wait_for_each_other_are_named():
     assert [bool(text) for text in told.values()] == [False, False, True]
     assert (
         "trainers and rollout workers wait for each other: rank 0 (host, process 7) in "
-        "critic_update at"
-        in told[11]
+        "critic_update at" in told[11]
     )
 
 

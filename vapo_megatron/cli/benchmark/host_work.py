@@ -1,4 +1,4 @@
-"""Times what a rank's CPU does with every response token of a step, sampling and verdicts apart."""
+"""Times a rank's CPU work per response token of a step, without sampling and verdicts."""
 
 from __future__ import annotations
 

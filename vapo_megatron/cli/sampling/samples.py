@@ -1,4 +1,4 @@
-"""Samples and judges what a file of samples lacks, in one process or on all ranks of torchrun.
+"""Samples and judges the problems missing from a samples file, under torchrun or alone.
 
 Every rank holds a shard of a vLLM replica. The first rank of each replica writes its samples, and
 rank 0 merges them.

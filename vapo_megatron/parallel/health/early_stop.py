@@ -5,8 +5,8 @@ trainer polls for them, and interrupt nothing. (A handler would not survive exec
 kill children that are other programs.) A torchrun that a recipe started blocks them too, and is
 polled as well, because a scheduler may signal it alone.
 
-SIGINT, which people send, is taken by a thread of its own (`interrupts_watched`): before the first
-step it ends the run, during it it is as the others, and a second one ends the run at once.
+SIGINT, sent by people, is handled by a dedicated thread (`interrupts_watched`): before the first
+step it ends the run, later it acts like the other signals, and a second one ends the run at once.
 """
 
 from __future__ import annotations

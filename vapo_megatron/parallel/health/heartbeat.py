@@ -2,15 +2,15 @@
 
 All ranks go through the same phases in the same order, so their positions compare: the rank that is
 furthest behind holds up the others, which wait for it in later phases. Only the ranks furthest
-behind are measured against their phase's limit, from the moment they became that. A rank that waits
-for a slow one is thus never taken for a hanging one.
+behind are measured against their phase's limit, from the moment they became last, so a rank that
+waits for a straggler is never blamed.
 
-Of ranks that are equally far, those in a collective wait for the others. With NCCL nothing shows
-who waits: there the line says where every rank is.
+Among equally advanced ranks, those inside a collective wait for the others. With NCCL a waiting rank
+cannot be recognized, so the message lists where every rank is.
 
-Where rollout workers are processes of their own, they and the trainers go through different phases:
-each world's ranks are compared among themselves, and not while they report that they wait for the
-other world. If both wait for each other, all ranks are named.
+With placement=disaggregated, trainers and rollout workers go through different phases: ranks are
+compared within their world, and not while they report that they wait for the other world. If both
+worlds wait for each other, all ranks are named.
 """
 
 from __future__ import annotations

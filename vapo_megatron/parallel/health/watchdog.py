@@ -3,8 +3,8 @@
 It runs two threads beside training. The heartbeat thread publishes this rank's heartbeat in the
 store through which the ranks met, and reads the others': rank 0 reads all, the others only rank 0
 (heartbeat.py has the rules). The first rank to find a problem publishes a verdict for all. The
-second thread depends on nobody: it ends this process when there is a verdict, when the store or
-torchrun is gone, and, by faulthandler's own timer, when no Python thread can run any more.
+second thread works without its peers: it ends this process when there is a verdict, when the store
+or torchrun is gone, and, through faulthandler's timer, when no Python thread can run any more.
 
 Before exiting, each process writes its threads' stacks to RUN_DIR/stacks/rank_*.txt and its latest
 collectives, from torch's flight recorder, to RUN_DIR/stacks/collectives/rank_*. It then kills its

@@ -1,9 +1,9 @@
 """What trainers ask of rollout workers: short messages through the store, in one order for all.
 
-The main trainer numbers its orders, and every rollout worker handles each of them in turn. Most are
-followed by collectives of the group that joins both worlds, so one order of messages is one order
-of collectives, and no two processes can wait for each other. Rollout workers report what they have
-done by keys of their own, which the main trainer looks up without waiting.
+The main trainer numbers its orders, and every rollout worker handles all of them in that sequence.
+Most are followed by collectives of the joint group, so all processes issue the same collectives in
+the same order and cannot deadlock. Rollout workers report progress under separate keys, which the
+main trainer polls.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A process that only samples: the loop that answers the trainers' orders.
+"""A rollout worker: samples ahead, and handles the trainers' orders.
 
 Every rollout worker makes the same sequence of collectives over the group that joins both worlds,
-because it answers the same orders in the same order. In between it samples whatever it may: step k
-once the trainers have started step k - lag. Replicas do not wait for each other to sample. An order
-that can be answered while responses are sampled (weights arrive, finished responses leave) is
-answered between two tokens; all ranks of a replica see it at the same token.
+because it handles the same orders in the same order. In between it samples ahead: step k once the
+trainers have started step k - lag. Replicas sample independently. Orders that need no pause (receive
+weights, send finished responses) are handled between two tokens, at the same token on all ranks of a
+replica.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The trainers' end of sampling in other processes: a source of rollouts that asks for them.
+"""The trainers' side of disaggregated generation: a rollout source without an engine.
 
-Before: the rollout workers, of which none trains, have what they have sampled. `rollouts` waits
-until a step's responses are there, and leaves them where they are: the exchange after it, over a
-group that joins both worlds, brings each to the ranks that train on it.
+`rollouts` waits until the rollout workers have finished a step's responses and leaves them there;
+the exchange that follows, over the joint group, sends each to the ranks that train on it.
 
 What lag L means: step k trains on responses that were sampled with the weights from the start of
 step k - L. The rollout workers may sample step k as soon as step k - L has started, and each

@@ -250,7 +250,7 @@ class RolloutEngine:
         return added(self._store, key, number)
 
     def _prepare(self, sampling: SamplingSettings, policy_version: int) -> None:
-        """Check what is asked for, and let the KV cache be empty. Raises RuntimeError: see run."""
+        """Check the request, and start with an empty KV cache. Raises RuntimeError: see run."""
         if policy_version != self.policy_version:
             raise RuntimeError(
                 f"asked for policy version {policy_version}, but the engine holds "

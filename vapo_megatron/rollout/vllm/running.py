@@ -1,4 +1,4 @@
-"""Runs a replica's requests token by token; what its ranks have to agree on meanwhile.
+"""Runs a replica's requests token by token, and keeps its ranks in agreement.
 
 Imported by engine.py alone, once vLLM may be imported.
 """

@@ -1,4 +1,4 @@
-"""What a comparison lays side by side: one run, or the runs of several seeds as one arm."""
+"""Arms of a comparison: single runs, or the runs of several seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who did what when in the last steps: a lane for what trains and one for what samples."""
+"""Timeline of the last steps: one lane for training and one for generation."""
 
 from __future__ import annotations
 

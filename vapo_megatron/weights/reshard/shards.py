@@ -2,8 +2,8 @@
 
 Everything is stated in the coordinates of the HF tensors, so that two layouts (the engine's is in
 vllm_layout.py) meet there. A bias or a norm counts as one column. The name table (table.py) says
-which tensors make a parameter, holders.py who holds it. Padding rows of a vocabulary are nobody's:
-they are in no piece.
+which tensors make a parameter, holders.py who holds it. Padding rows of a vocabulary belong to no
+piece.
 """
 
 from __future__ import annotations

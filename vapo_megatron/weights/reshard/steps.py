@@ -1,8 +1,8 @@
 """Cuts a resharding plan into steps that send and receive a bounded number of bytes per rank.
 
 All pipeline stages send in every step: the first layer of each stage (or a part of it), then the
-second, and so on. Relays follow RELAY_LAG steps after what they relay, beside what crosses nodes
-then. The result is the same on every rank.
+second, and so on. A relay is sent RELAY_LAG steps after its source arrived, overlapping that step's
+traffic between nodes. The result is the same on every rank.
 """
 
 from __future__ import annotations
