@@ -76,8 +76,8 @@ def start_verifiers(
 ) -> Verifiers | None:
     """Start the verifiers, and refuse problems that they cannot judge. Collective.
 
-    Afterwards, on every rank, problems of `hybrid` name the verifier it chose, and unusable ones are
-    skipped.
+    Afterwards, on every rank, problems of `hybrid` name the verifier it chose, and unusable ones
+    are skipped.
 
     Args:
         reward: the verifiers and their settings.

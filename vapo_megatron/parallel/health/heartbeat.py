@@ -5,8 +5,8 @@ furthest behind holds up the others, which wait for it in later phases. Only the
 behind are measured against their phase's limit, from the moment they became last, so a rank that
 waits for a straggler is never blamed.
 
-Among equally advanced ranks, those inside a collective wait for the others. With NCCL a waiting rank
-cannot be recognized, so the message lists where every rank is.
+Among equally advanced ranks, those inside a collective wait for the others. With NCCL a waiting
+rank cannot be recognized, so the message lists where every rank is.
 
 With placement=disaggregated, trainers and rollout workers go through different phases: ranks are
 compared within their world, and not while they report that they wait for the other world. If both

@@ -2,9 +2,9 @@
 
 Every rollout worker makes the same sequence of collectives over the group that joins both worlds,
 because it handles the same orders in the same order. In between it samples ahead: step k once the
-trainers have started step k - lag. Replicas sample independently. Orders that need no pause (receive
-weights, send finished responses) are handled between two tokens, at the same token on all ranks of a
-replica.
+trainers have started step k - lag. Replicas sample independently. Orders that need no pause
+(receive weights, send finished responses) are handled between two tokens, at the same token on all
+ranks of a replica.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class PartialSampling:
             if engine.keeps_rollouts:
                 stream.submit(rollout)
 
-        # All requests go to the engine at once; nothing is added later.
+        # All requests are handed over at once; none follow.
         once = iter([missing])
         work = Work(lambda room: next(once, []), on_finished, len(missing), tally.is_enough)
         with phase(GENERATION) as show:
