@@ -1,7 +1,7 @@
 """Runs whose rollout workers are separate processes: against a colocated run, killed and resumed.
 
 Real processes with megatron-core, vLLM and verifiers, and a tiny model that knows nothing. The
-group that joins both worlds is in tests/parallel/test_worlds.py. Not exercised: GPUs, several nodes.
+group that joins both worlds is in tests/parallel/test_worlds.py. Not exercised: GPUs, many nodes.
 """
 
 import json

@@ -147,7 +147,7 @@ METRICS: dict[str, Metric] = {
     "actor/entropy": Metric("nat", "Mean entropy of the policy over response tokens."),
     "actor/approx_kl": Metric(
         "nat",
-        "Mean of ratio - 1 - log(ratio): KL to the old policy (dis, dppo_tv: the sampler).",
+        "Mean of ratio - 1 - log(ratio): KL to the old policy (dis, dppo_tv: the engine).",
     ),
     "actor/clip_fraction_low": Metric(
         "", "Fraction of tokens with no gradient: lower clip; with dis and dppo_tv: dropped."

@@ -38,7 +38,7 @@ class RolloutConfig(Section):
     )
     behaviour: Literal["recomputed", "sampler"] = _field(
         "recomputed",
-        "Old log-probabilities of the ratio: the trainer's before the update, or the sampler's.",
+        "Old log-probabilities of the ratio: the trainer's before the update, or the engine's.",
     )
     tensor_model_parallel_size: int = _field(
         1, "Ranks per inference engine; the processes that sample make up that many engines.", ge=1

@@ -14,8 +14,8 @@ def behaviour_rule(c: VapoConfig) -> str | None:
     if c.rollout.behaviour == "sampler" and correction != "none":
         return (
             "rollout.behaviour=sampler must not be combined with algorithm.sampler_correction="
-            f"{correction}, which corrects the ratio to the sampler that behaviour=sampler takes "
-            "already; set sampler_correction=none, or behaviour=recomputed"
+            f"{correction}, which corrects the ratio to the engine that behaviour=sampler already "
+            "uses; set sampler_correction=none, or behaviour=recomputed"
         )
     return None
 
@@ -42,7 +42,7 @@ def placement_rule(c: VapoConfig) -> str | None:
     if r.lag and r.max_logprob_difference is not None:
         return (
             f"rollout.lag={r.lag} must not be combined with rollout.max_logprob_difference="
-            f"{r.max_logprob_difference:g}: with a lag the sampler's weights are older, so its "
+            f"{r.max_logprob_difference:g}: with a lag the engine's weights are older, so its "
             "log-probabilities differ by more than rounding; set max_logprob_difference=null"
         )
     return None

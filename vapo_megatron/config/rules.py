@@ -309,7 +309,7 @@ def _policy_loss_rule(c: VapoConfig) -> str | None:
         return None
     return (
         f"algorithm.sampler_correction={a.sampler_correction} must be none with "
-        f"algorithm.policy_loss={a.policy_loss}, whose ratio is to the sampler already; set it, or "
+        f"algorithm.policy_loss={a.policy_loss}, whose ratio is to the engine already; set it, or "
         "policy_loss=ppo_clip"
     )
 

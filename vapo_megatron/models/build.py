@@ -216,6 +216,7 @@ def build_model(
         if transformer_engine:
             chunk.rotary_pos_emb = RotaryTable(shape.head_dim, frequencies.to(this_device()))
         if last and role == "actor":
+            # Hidden states leave the model: logprobs.py computes scores chunk by chunk.
             chunk.output_layer = OutputProjection(chunk.output_layer, settings)
         elif last:
             chunk.output_layer = ValueHead(settings, model.value_head_init_std, seed)

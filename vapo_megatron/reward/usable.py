@@ -58,6 +58,7 @@ def settle(
             f"{left_out[min(left_out)]}"
         )
 
+    # Prose is legal, but `math` compares it letter by letter.
     prose = prose_rows(dataset, reward, has_default=has_default)
     if prose:
         path, number = dataset.row(prose[0])

@@ -244,7 +244,7 @@ class ChatTemplate:
             raise DataError("the tokenizer's chat template does not write the row's tools")
         for i, message in enumerate(messages):
             if message["role"] == "tool" or "tool_calls" in message:
-                self._check_shown(text, messages, i, options)
+                self._check_rendered(text, messages, i, options)
         return text.removeprefix(begin)
 
     def _check_variables(self, variables: Mapping[str, Any], tools: Sequence[Any]) -> None:
@@ -265,7 +265,7 @@ class ChatTemplate:
                     "does not use"
                 )
 
-    def _check_shown(
+    def _check_rendered(
         self, text: str, messages: Sequence[Message], i: int, options: Mapping[str, Any]
     ) -> None:
         """Refuse a template that writes the same without a message's calls or a tool's answer."""

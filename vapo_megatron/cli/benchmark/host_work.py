@@ -148,6 +148,6 @@ def _measure(scored: list[ScoredRollout], ranks: Ranks) -> dict[str, Seconds]:
 
 
 def _scored_by_models(batch: RolloutBatch) -> RolloutBatch:
-    """The batch with values and the trainer's log-probabilities, near the sampler's."""
+    """The batch with values and the trainer's log-probabilities, near the engine's."""
     logprobs = batch.rollout_logprobs
     return batch.replace(old_logprobs=logprobs * 1.001, values=logprobs + 0.5)

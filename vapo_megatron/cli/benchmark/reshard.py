@@ -32,7 +32,7 @@ from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.weights.table import hf_tensors
 
 LAYOUTS = {
-    # processes -> (TP and PP of the trainer, the rest is data parallel; TP of the sampler)
+    # processes -> (TP and PP of the trainer, the rest is data parallel; TP of vLLM)
     2: [(2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 1, 2), (1, 2, 2)],
     4: [(2, 2, 1), (4, 1, 1), (2, 2, 2), (1, 2, 2), (2, 2, 4)],
 }
@@ -44,7 +44,7 @@ class Measured(NamedTuple):
     received: int
     """Bytes by the plan."""
     missing: int
-    """Bytes of its sampler shard that are not in its trainer shard."""
+    """Bytes of its engine shard that are not in its trainer shard."""
     unheld: int
     """Bytes of the whole model that are not in its trainer shard; a full gather brings them."""
     seconds: list[float]

@@ -208,19 +208,19 @@ class _BlockPlanner:
         received: list[_Demand] = []
         relays: list[Move] = []
         for ranks, everything in shared.items():
-            # What every trainer rank holds is small: it is not cut.
-            cut = [alike for alike in everything if alike[0].tp_rank is not None]
-            whole = [alike for alike in everything if alike[0].tp_rank is None]
-            total = sum(alike[0].source.num_elements for alike in cut)
+            # What every trainer rank holds is small: it is not split.
+            split = [alike for alike in everything if alike[0].tp_rank is not None]
+            replicated = [alike for alike in everything if alike[0].tp_rank is None]
+            total = sum(alike[0].source.num_elements for alike in split)
             turns = [
-                (cut[index], place, first, num_rows)
+                (split[index], place, first, num_rows)
                 for index, place, first, num_rows in _assign_rows(
-                    [alike[0].source for alike in cut], [total / len(ranks)] * len(ranks)
+                    [alike[0].source for alike in split], [total / len(ranks)] * len(ranks)
                 )
             ]
             turns += [
                 (alike, index % len(ranks), 0, alike[0].source.rows)
-                for index, alike in enumerate(whole)
+                for index, alike in enumerate(replicated)
             ]
             for alike, place, first, num_rows in turns:
                 parts = [demand.part(first, num_rows) for demand in alike]
@@ -237,11 +237,11 @@ class _BlockPlanner:
     ) -> list[Move]:
         """Choose the senders, and add to their loads."""
         moves: list[Move] = []
-        cut: dict[_Candidates, list[_Demand]] = {}
+        by_senders: dict[_Candidates, list[_Demand]] = {}
         for demand in demands:
             if demand.tp_rank is not None:
-                cut.setdefault(self._candidates(demand, homes), []).append(demand)
-        for (near, ranks), some in cut.items():
+                by_senders.setdefault(self._candidates(demand, homes), []).append(demand)
+        for (near, ranks), some in by_senders.items():
             quotas = _quotas(
                 [loads[near][rank] for rank in ranks], [x.source.num_elements for x in some]
             )

@@ -19,9 +19,9 @@ from vapo_megatron.errors import ConfigError
 from vapo_megatron.weights.holders import bounds, shard_elements
 from vapo_megatron.weights.reshard.shards import (
     Piece,
-    cut_along,
     matrix_sizes,
     rectangles,
+    slice_along,
     stacked,
 )
 from vapo_megatron.weights.table import Row
@@ -72,11 +72,11 @@ def engine_pieces(row: Row, shape: ModelShape, tp_size: int, tp_rank: int) -> li
         # Where ranks outnumber key-value heads, consecutive ranks hold the same one.
         parts = min(tp_size, shape.num_key_value_heads)
         part = tp_rank // (tp_size // parts)
-        cut = [cut_along(query, 0, *bounds(query[0], tp_rank, tp_size))]
-        cut += [cut_along(size, 0, *bounds(size[0], part, parts)) for size in others]
-        return stacked(row.hf, cut, row.hf[0].replace("q_proj", "qkv_proj"))
-    cut = rectangles(row, shape, tp_rank, tp_size, _vocab_rows(shape))
-    return stacked(row.hf, cut, row.hf[0].replace("gate_proj", "gate_up_proj"))
+        parts_held = [slice_along(query, 0, *bounds(query[0], tp_rank, tp_size))]
+        parts_held += [slice_along(size, 0, *bounds(size[0], part, parts)) for size in others]
+        return stacked(row.hf, parts_held, row.hf[0].replace("q_proj", "qkv_proj"))
+    parts_held = rectangles(row, shape, tp_rank, tp_size, _vocab_rows(shape))
+    return stacked(row.hf, parts_held, row.hf[0].replace("gate_proj", "gate_up_proj"))
 
 
 def engine_elements(row: Row, shape: ModelShape, tp_size: int) -> int:
