@@ -118,7 +118,6 @@ def actor_loss(
     """
     by_token = settings.loss_aggregation == "token"
     count = counts.policy_tokens if by_token else counts.policy_responses
-    # Counts are global, so the losses of microbatches and ranks add up.
     weights = token_weights(
         tokens.policy_weights,
         tokens.cu_seqlens,
@@ -126,7 +125,6 @@ def actor_loss(
         max_response_tokens=settings.max_response_tokens,
     )
     of_policy = {"num_tokens": count, "num_trained_tokens": counts.policy_tokens}
-
     # The ratio is to old_logprobs or, for DIS and DPPO, to rollout_logprobs.
     chosen = POLICY_LOSSES[settings.policy_loss]
     policy_loss, metrics = chosen.function(
@@ -137,7 +135,6 @@ def actor_loss(
         **{name: getattr(settings, field) for name, field in chosen.bounds.items()},
         **of_policy,
     )
-
     nll = positive_lm_loss(
         logprobs,
         tokens.loss_mask,
@@ -145,7 +142,6 @@ def actor_loss(
         num_positive_tokens=counts.positive_tokens,
         weights=tokens.positive_weights,
     )
-
     loss = policy_loss + settings.positive_lm_coef * nll
     if entropy is not None:
         total = (entropy * weights).sum()

@@ -97,7 +97,6 @@ def convert_to_hf(
         for tensor in check_checkpoint(reader, shape, role)
         for part, (name, size) in enumerate(zip(tensor.hf_names, tensor.hf_shapes, strict=True))
     ]
-
     info = _conversion(megatron)
     if role == "critic" and _BIAS_KEY not in reader.tensors:
         # transformers' TokenClassification has a bias; zero where the checkpoint has none.
@@ -106,7 +105,6 @@ def convert_to_hf(
             plan = TensorPlan(VALUE_HEAD_BIAS, (1,), reader.dtype(_HEAD_KEY))
             items.append(_Item(plan, None))
     if info.get("tied_output"):
-        # The source stored the tied output too, so the round trip writes it again.
         (embedding,) = [i for i in items if i.plan.name == EMBEDDING]
         plan = dataclasses.replace(embedding.plan, name=OUTPUT)
         items.append(dataclasses.replace(embedding, plan=plan))
@@ -114,7 +112,6 @@ def convert_to_hf(
     items.sort(key=lambda item: -item.plan.dtype.itemsize)
     contents = divide(items, lambda item: item.plan.num_bytes, max_file_bytes)
     files = dict(zip(file_names(len(contents)), contents, strict=True))
-
     num_bytes = sum(item.plan.num_bytes for item in items)
     with atomic_directory(out, source, num_bytes, overwrite=overwrite) as unfinished:
         partial = unfinished.path
