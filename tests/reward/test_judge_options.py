@@ -22,13 +22,13 @@ def test_a_long_response_keeps_its_end():
         return "YES", {"A": -0.1, "B": -2.0}
 
     with Server(answer) as server:
-        for kind in (Judge, Pairwise):
+        for kind, options in ((Judge, {"template": "Response: {response}\n\nReply"}), (Pairwise, {})):
             for response in ("at first 5, but 2 is", "is 2"):
-                judge = kind(base_url=server.url, model="m", response_characters=6)
+                judge = kind(base_url=server.url, model="m", response_characters=6, **options)
                 judged(judge, [response], PROBLEM)
     texts = [re.search(r"Response: (.*)\n\nReply", prompt)[1] for prompt in asked[:2]]
     assert texts == ["t 2 is", "is 2"]
-    pairs = [re.search(r"A: (.*)\n\nAnswer B: (.*)\n", prompt).groups() for prompt in asked[2:]]
+    pairs = [re.search(r"A: (.*)\n\n.*Answer B: (.*)\n", prompt).groups() for prompt in asked[2:]]
     assert sorted(pairs) == [("2", "is 2"), ("2", "t 2 is"), ("is 2", "2"), ("t 2 is", "2")]
 
 
