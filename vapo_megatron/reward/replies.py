@@ -116,10 +116,11 @@ def error_message(body: bytes) -> str:
         found: Any = json.loads(body)
     except (ValueError, RecursionError):
         return ""
+    said: Any = None
     for name in ("error", "message", "detail"):
         if isinstance(found, dict) and name in found:
-            found = found[name]
-    return found if isinstance(found, str) else ""
+            said = found = found[name]
+    return said if isinstance(said, str) else ""
 
 
 def one_line(text: str) -> str:
