@@ -156,8 +156,8 @@ FAILING = {
     "cut gzip": (http(gzip.compress(GOOD)[:-15], Content_Encoding="gzip"), "gzip that is cut"),
     "no gzip": (http(GOOD, Content_Encoding="gzip"), "its answer is no gzip"),
     "gzip bomb": (zipped(bytes(50 * LIMIT)), f"over {LIMIT} bytes"),
-    "brotli": (http(GOOD, Content_Encoding="br"), "Content-Encoding 'br'"),
-    "double gzip": (http(GOOD, Content_Encoding="gzip, gzip"), "Content-Encoding 'gzip, gzip'"),
+    "brotli": (http(GOOD, Content_Encoding="br"), "has a Content-Encoding"),
+    "double gzip": (http(GOOD, Content_Encoding="gzip, gzip"), "has a Content-Encoding"),
     # Status codes.
     "moved": (http(status=301, Location="http://elsewhere/v1"), "HTTP 301; base_url must be"),
     "circle": (redirects_in_a_circle, "HTTP 307; base_url must be"),

@@ -43,7 +43,9 @@ it is written. {_MARKED}
 
 FINAL_CHARACTERS = 1000
 """Of a final answer, or of the end of a response that marks none."""
-MARK_DIGITS = 8
+MARK_LETTERS = 8
+_LETTERS = str.maketrans("0123456789abcdef", "CDFGHJKLMPRTVWXZ")
+"""Of marks: no digits, which an answer may have, and no words."""
 
 
 def read(template: str, needed: Sequence[Sequence[str]]) -> str:
@@ -96,15 +98,15 @@ def filled(template: str, problem: Problem, **texts: str) -> str:
 
 
 def mark(texts: Iterable[str]) -> str:
-    """Return hexadecimal digits that depend on the texts' content alone and occur in none of them.
+    """Return letters that depend on the texts' content alone and occur in none of them.
 
     So an answer can be cached by its question, and no text can have a heading of the template.
     """
-    sorted_texts = sorted(texts)  # The same for a pair in both orders.
+    ordered = sorted(texts)  # The same for a pair in both orders.
     for attempt in itertools.count():
-        content = json.dumps([attempt, *sorted_texts])
-        found = hashlib.sha256(content.encode()).hexdigest()[:MARK_DIGITS]
-        if not any(found in text.lower() for text in sorted_texts):
+        digits = hashlib.sha256(json.dumps([attempt, *ordered]).encode()).hexdigest()
+        found = digits[:MARK_LETTERS].translate(_LETTERS)
+        if not any(found in text.upper() for text in ordered):
             return found
     raise AssertionError("a text has a finite number of marks")
 

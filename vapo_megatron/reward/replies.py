@@ -137,7 +137,7 @@ def decompressed(body: bytes, encoding: str) -> bytes:
     if encoding in ("", "identity"):
         return body
     if encoding not in ("gzip", "x-gzip", "deflate"):
-        raise ValueError(f"its answer has the Content-Encoding {encoding!r:.40}, which none asked")
+        raise ValueError("its answer has a Content-Encoding, which none asked for")
     reader = zlib.decompressobj(zlib.MAX_WBITS | 32)
     try:
         found = reader.decompress(body, LARGEST_REPLY_BYTES + 1)
@@ -171,7 +171,9 @@ def redactor(key: str) -> Callable[[str], str]:
     forms = {key}
     if len(key) >= _ENCODED_KEY:
         raw = key.encode()
-        forms |= {quote(key, safe=""), quote(key), html.escape(key), json.dumps(key)[1:-1]}
+        forms |= {quote(key, safe=""), quote(key), html.escape(key)}
+        # Libraries quote what they cannot read, as Python does.
+        forms |= {json.dumps(key)[1:-1], repr(key)[1:-1]}
         forms |= {raw.hex(), key[::-1], *_base64_forms(raw)}
     longest_first = sorted(forms, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, longest_first)), re.IGNORECASE)
