@@ -67,7 +67,9 @@ def test_of_several_the_last_counts_only_where_the_model_may_think(text, last):
         named_choice(text, YES_NO, may_think=False)
 
 
-@pytest.mark.parametrize("text", ["<think>so YES", "<think>YES</think>", "YES</think> I cannot say"])
+@pytest.mark.parametrize(
+    "text", ["<think>so YES", "<think>YES</think>", "YES</think> I cannot say"]
+)
 def test_what_is_thought_is_no_answer(text):
     with pytest.raises(ValueError, match="it answered"):
         named_choice(text, YES_NO, may_think=True)

@@ -340,7 +340,11 @@ def test_problems_that_lack_what_the_template_names_are_unusable():
         ("judge", {"api_key": SECRET}, "reward.verifiers.mine.api_key is no option of judge"),
         ("judge", {"base_url": "judge-node:8000"}, "base_url=judge-node:8000 must be an address"),
         ("judge", {"base_url": f"http://me:{SECRET}@x/v1"}, "the key in the environment variable"),
-        ("judge", {"base_url": f"http://me:{SECRET}@x:port"}, "the key in the environment variable"),
+        (
+            "judge",
+            {"base_url": f"http://me:{SECRET}@x:port"},
+            "the key in the environment variable",
+        ),
         ("judge", {"base_url": "http://x:port/v1"}, "base_url=http://x:port/v1 must be an address"),
         ("judge", {"base_url": "http://[::1/v1"}, r"base_url=http://\[::1/v1 must be an address"),
         ("judge", {"concurrency": 0}, "concurrency=0 must be 1 or more; change it"),

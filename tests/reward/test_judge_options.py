@@ -22,7 +22,10 @@ def test_a_long_response_keeps_its_end():
         return "YES", {"A": -0.1, "B": -2.0}
 
     with Server(answer) as server:
-        for kind, options in ((Judge, {"template": "Response: {response}\n\nReply"}), (Pairwise, {})):
+        for kind, options in (
+            (Judge, {"template": "Response: {response}\n\nReply"}),
+            (Pairwise, {}),
+        ):
             for response in ("at first 5, but 2 is", "is 2"):
                 judge = kind(base_url=server.url, model="m", response_characters=6, **options)
                 judged(judge, [response], PROBLEM)

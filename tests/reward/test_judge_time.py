@@ -32,7 +32,6 @@ def drips(data):
     return reply
 
 
-
 def drips_its_body(body, head, connection):
     connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
     drips(b" ")(body, head, connection)

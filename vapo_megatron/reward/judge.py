@@ -177,7 +177,9 @@ class Pairwise(Judge):
         labels = self.labels
         are_texts = all(isinstance(label, str) and label for label in labels)
         if not are_texts or len(labels) != 2 or len(set(labels)) != 2:
-            raise ConfigError(f"pairwise: labels={labels!r} must be two different texts, such as [A, B]")
+            raise ConfigError(
+                f"pairwise: labels={labels!r} must be two different texts, such as [A, B]"
+            )
         self._first, self._second = labels
         self.choices = {self._first: 1.0, self._second: 0.0}
         super().__post_init__()
