@@ -5,15 +5,15 @@ default template of reward/judge_prompt.py about the tiny task's problems. Qwen2
 a minute of training on one CPU thread.
 
 Given a problem, its ground truth and a response's final answer, it says YES if the two are the
-same, else NO. Of a response without a final answer it is given the end. With `--pairwise` it is given two answers, one of them the bare ground
-truth, and names the better one: a response that agrees with the ground truth is better than that,
-any other is worse. It never solves a problem. What it is trained on is odder than what a policy
+same, else NO. Of a response without a final answer it is given the end. With `--pairwise` it is
+given two answers, one of them the bare ground truth, and names the better one: a response that
+agrees with the ground truth is better than that, any other is worse. It never solves a problem. What it is trained on is odder than what a policy
 usually writes, because a policy that is trained against a judge looks for what the judge wrongly
 accepts: truncated chains, several answers, several digits.
 
 Each fixed text of the templates is one token, and another one with each digit that may follow:
 two layers of this size need minutes to find a digit by the text before it. A token with a digit
-begins with the mean of its parts' embeddings.
+begins with the mean of its parts' embeddings. Letters of the templates' marks are no tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The tiny task's judge: what it is asked, its tokens, and that it is made once.
 
-Not exercised: its server, and the pairwise judge trained to the end (tests/e2e/test_judge_server.py).
+Not exercised: its server, and a trained pairwise judge (tests/e2e/test_judge_server.py).
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""A server that sends whatever bytes a test gives it, and holds connections open until it closes."""
+"""A server that sends whatever bytes a test gives it, or nothing until it closes."""
 
 import json
 import socket

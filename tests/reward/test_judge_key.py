@@ -84,7 +84,7 @@ def secret_in(text):
         lambda form: http({"error": f"who is {form}?"}),
         lambda form: http(form.encode(), content_type=form),
         lambda form: http(f"<p>{form}".encode(), status=403, X_Key=form, Location=form),
-        lambda form: http(b"", status=307, Location=f"http://elsewhere/{form}", Content_Encoding=form),
+        lambda form: http(status=307, Location=f"http://elsewhere/{form}", Content_Encoding=form),
         lambda form: http(b"x", Content_Encoding=form),
         lambda form: f"HTTP/1.1 {form}\r\n\r\n".encode(),
         lambda form: http(b"x", length=form),

@@ -70,13 +70,13 @@ def judge_threads():
 @pytest.mark.parametrize("reply", [None, drips_its_body], ids=["silent", "drips"])
 def test_closing_ends_what_hangs_at_once(reply):
     arrived = threading.Semaphore(0)
-    server = None
 
     def answer(*args):
         arrived.release()
         return reply(*args) if reply else server.hold()
 
-    with RawServer(answer) as server:
+    server = RawServer(answer)
+    with server:
         judge = Judge(base_url=server.url, model="m", timeout_seconds=600.0, concurrency=8)
         verdicts = judge.score(["x"] * 50, [PROBLEM] * 50)
         found = []
@@ -143,13 +143,13 @@ print("ends", flush=True)
 @pytest.mark.parametrize("hangs", ["answer", "name"])
 def test_the_interpreter_ends_while_requests_hang(hangs, closed):
     arrived = threading.Event()
-    server = None
 
     def answer(*_):
         arrived.set()
         server.hold()
 
-    with RawServer(answer) as server:
+    server = RawServer(answer)
+    with server:
         url = server.url if hangs == "answer" else "http://no-such-name.invalid/v1"
         process = subprocess.Popen(
             [sys.executable, "-c", EXITS, url, hangs, closed],

@@ -37,9 +37,9 @@ class Judge(RunningVerifier):
 
     Args:
         base_url, model: the endpoint, such as http://127.0.0.1:8000/v1, and its model's name.
-        template: text, or the path of a file, with {prompt}, {answer}, {final} (the final answer, or
-            else the response's end), {response} and {mark} (letters that no other field's text has);
-            a row's other columns by their names.
+        template: text, or the path of a file, with {prompt}, {answer}, {final} (the final answer,
+            or else the response's end), {response} and {mark} (letters that no other field's text
+            has); a row's other columns by their names.
         choices: what the model may answer -> a status of Verdict, or a score.
         correct_from: the least score of a correct response.
         chat: through the chat template of the model; false: as bare text.
