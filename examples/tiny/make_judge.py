@@ -7,13 +7,15 @@ a minute of training on one CPU thread.
 Given a problem, its ground truth and a response's final answer, it says YES if the two are the
 same, else NO. Of a response without a final answer it is given the end. With `--pairwise` it is
 given two answers, one of them the bare ground truth, and names the better one: a response that
-agrees with the ground truth is better than that, any other is worse. It never solves a problem. What it is trained on is odder than what a policy
-usually writes, because a policy that is trained against a judge looks for what the judge wrongly
-accepts: truncated chains, several answers, several digits.
+agrees with the ground truth is better than that, any other is worse. It never solves a problem.
+What it is trained on is odder than what a policy usually writes, because a policy that is trained
+against a judge looks for what the judge wrongly accepts: truncated chains, several answers, several
+digits.
 
 Each fixed text of the templates is one token, and another one with each digit that may follow:
 two layers of this size need minutes to find a digit by the text before it. A token with a digit
-begins with the mean of its parts' embeddings. Letters of the templates' marks are no tokens.
+begins with the mean of its parts' embeddings. The templates' marks, and what separates them from
+the text before, are no tokens.
 """
 
 from __future__ import annotations
@@ -107,7 +109,8 @@ def save_tokenizer(directory: Path, max_tokens: int) -> Qwen2Tokenizer:
     texts = [task.ANSWER_MARKER, *(task.ANSWER_MARKER + digit for digit in digits), YES, NO]
     for template in (JUDGE_TEMPLATE, PAIRWISE_TEMPLATE):
         for text, field, *_ in string.Formatter().parse(template):
-            texts += [text] + [text + digit for digit in digits if field in COMPARED]
+            if any(letter.isalpha() for letter in text):  # Else the model sees a mark's bracket.
+                texts += [text] + [text + digit for digit in digits if field in COMPARED]
     tokens = [AddedToken(t, special=False, normalized=False) for t in dict.fromkeys(texts) if t]
     tokenizer.add_tokens(tokens)
     tokenizer.chat_template = CHAT_TEMPLATE

@@ -251,10 +251,10 @@ def test_an_outage_that_lasts_is_a_failed_verdict_and_is_told_once(capfd):
 def test_a_server_that_stays_away_costs_its_limit_once():
     server = Server(lambda prompt: 503)
     judge = Judge(base_url=server.url, model="m", concurrency=2, outage_seconds=2.0)
-    began = time.monotonic()
     found = judged(judge, ["a"] * 12, [Problem("p", "a")] * 12)
     assert {v.status for v in found} == {"failed"}
-    assert time.monotonic() - began < 6  # Of six times two seconds, one after the other.
+    # The first two are tried for two seconds, the others once; else all are tried three times.
+    assert len(server.asked) < 24
     server.close()
 
 

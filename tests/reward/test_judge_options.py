@@ -4,7 +4,10 @@ Against the server of test_judge.py. Not exercised: a language model.
 """
 
 import re
+import sqlite3
 import time
+
+import pytest
 
 from tests.reward.test_judge import Server, judged
 from vapo_megatron.reward.judge import Judge, Pairwise
@@ -72,3 +75,21 @@ def test_an_answer_that_is_no_outage_ends_one_too():
         state["code"], asked = 503, len(server.asked)
         judged(judge, ["a"], PROBLEM)
         assert len(server.asked) > asked + 1
+
+
+@pytest.mark.parametrize("damage", ["value", "file"])
+def test_a_damaged_cache_is_asked_around(damage, tmp_path):
+    (tmp_path / "kept").mkdir()
+    path = tmp_path / "kept" / "rank_00000.sqlite"
+    with Server(lambda prompt: "YES") as server:
+        for _ in range(2):
+            judge = Judge(base_url=server.url, model="m", cache=str(path.parent))
+            if path.exists() and server.asked:
+                if damage == "value":
+                    with sqlite3.connect(path) as file:
+                        file.execute("UPDATE answers SET value = '{'")
+                else:
+                    data = path.read_bytes()
+                    path.write_bytes(data[:4096] + b"x" * (len(data) - 4096))
+            assert [v.status for v in judged(judge, ["a"], PROBLEM)] == ["correct"]
+        assert len(server.asked) == 2

@@ -255,3 +255,8 @@ def test_probabilities_that_are_rounded_or_minus_infinite_count():
     sent["infinite"] = http(tokens(TOKENS).partition(b"\r\n\r\n")[2].replace(b"-2.5", b"-Infinity"))
     found = asked(Pairwise, sent, template="|{a}{b}")
     assert {v.score for v in found.values()} == {0.5}  # A in both orders.
+
+
+def test_a_bomb_is_unpacked_up_to_its_limit():
+    bomb = gzip.compress(bytes(20 * LIMIT))
+    assert len(replies.decompressed(bomb, "gzip")) == LIMIT + 1
