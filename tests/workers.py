@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -28,6 +29,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import psutil
+
+IDLE_SECONDS, BUSY_SHARE = 60.0, 0.005
+LOOK_SECONDS = 0.5
 
 _start_method = "forkserver"
 _SHARED = "VAPO_TESTS_FORK_SERVER"
@@ -147,6 +153,36 @@ def _reset() -> None:
     gc.collect()
 
 
+class _Hang:
+    """Whether processes have come to nothing, by what they and their children take of the CPUs."""
+
+    def __init__(self, process_ids: Sequence[int], limit_seconds: float) -> None:
+        self._processes = [psutil.Process(process_id) for process_id in process_ids]
+        self._limit_seconds = limit_seconds
+        self._begun = self._busy = self._used()
+        self._busy_at = time.monotonic()
+
+    def _used(self) -> float:
+        used = 0.0
+        for process in self._processes:
+            with contextlib.suppress(psutil.Error):
+                for each in (process, *process.children(recursive=True)):
+                    with contextlib.suppress(psutil.Error):
+                        used += sum(each.cpu_times()[:4])
+        return used
+
+    def found(self) -> str:
+        """Return why they hang; "": they do not."""
+        used, now = self._used(), time.monotonic()
+        if used - self._begun > self._limit_seconds * len(self._processes):
+            return f"ranks did not answer within {self._limit_seconds} s of CPU time each"
+        if used - self._busy > BUSY_SHARE * (now - self._busy_at):
+            self._busy, self._busy_at = used, now
+        elif now - self._busy_at > IDLE_SECONDS:
+            return f"ranks did nothing for {IDLE_SECONDS:g} s"
+        return ""
+
+
 class WorkerPool:
     """A lazily grown set of worker processes.
 
@@ -160,7 +196,11 @@ class WorkerPool:
     def run(
         self, world_size: int, function: Callable, *args: Any, timeout_seconds: float = 120
     ) -> list[Any]:
-        """Call function(*args) on world_size ranks; see the module's docstring."""
+        """Call function(*args) on world_size ranks; see the module's docstring.
+
+        timeout_seconds: limit of CPU time for each rank, which other work on the machine does not
+            shorten. Ranks that take next to none for IDLE_SECONDS hang.
+        """
         while len(self._workers) < world_size:
             starting = context(self._start_method)
             ours, theirs = starting.Pipe()
@@ -178,13 +218,15 @@ class WorkerPool:
             pipe.send((rank, world_size, port, init_file, function, args))
         results: dict[int, Any] = {}
         failure = ""
-        deadline = time.monotonic() + timeout_seconds
+        hang = _Hang([w.pid for w, _ in self._workers[:world_size]], timeout_seconds)
+        deadline = math.inf
         while len(results) < world_size:
             waiting = [p for r, p in enumerate(pipes) if r not in results]
-            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            ready = wait(waiting, LOOK_SECONDS)
             if not ready:
-                failure = failure or f"ranks did not answer within {timeout_seconds} s"
-                break
+                failure = failure or hang.found()
+                if failure and (time.monotonic() > deadline or deadline == math.inf):
+                    break
             for pipe in ready:
                 rank = pipes.index(pipe)
                 try:

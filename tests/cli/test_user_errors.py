@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import types
 from functools import partial
 from pathlib import Path
@@ -593,7 +592,8 @@ def test_two_runs_do_not_share_a_directory(place, before_torchrun, monkeypatch, 
     arguments, run_dir = ["--config", str(place / "config.yaml")], place / "run"
     elsewhere = load_config(arguments[1], [f"logging.run_dir={place}/file/run"])
     output = RunOutput(load_config(arguments[1]), types.SimpleNamespace(rank=0))
-    begun = time.monotonic()
+    # At once: a test that waits ends by its own limit.
+    monkeypatch.setattr(lock, "LOCK_SECONDS", 3600.0)
     with lock.lock_run(run_dir):
         assert before_torchrun(arguments) == 2
         before = capsys.readouterr()
@@ -613,7 +613,6 @@ def test_two_runs_do_not_share_a_directory(place, before_torchrun, monkeypatch, 
         who = f"(process {os.getpid()} on {socket.gethostname()}, since 20"
         assert told == f"error: {error.value}\n" and "); stop that run" in told and who in told
         assert before.err == told
-    assert time.monotonic() - begun < lock.LOCK_SECONDS / 2, "refused at once"
     with output.opened(0), pytest.raises(DataError), lock.locked(run_dir / ".lock", "no"):
         raise AssertionError("it is not locked")
     assert not (run_dir / ".lock").exists()
@@ -654,13 +653,12 @@ def test_the_lock_of_a_killed_run_is_free_at_once_for_all_ranks(tmp_path, monkey
             lock.check_not_in_use(tmp_path)
         run.kill()
     assert (tmp_path / ".lock").exists()
-    begun = time.monotonic()
+    monkeypatch.setattr(lock, "LOCK_SECONDS", 3600.0)
     with concurrent.futures.ThreadPoolExecutor(32) as ranks:
         for asked in [ranks.submit(lock.check_not_in_use, tmp_path) for _ in range(32)]:
             asked.result()
         with lock.lock_run(tmp_path):
             assert (tmp_path / ".lock").exists()
-    assert time.monotonic() - begun < lock.LOCK_SECONDS / 2
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])

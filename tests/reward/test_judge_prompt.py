@@ -35,8 +35,8 @@ def prompts(kind, responses, **options):
 
 
 def sections(prompt):
-    """Return heading -> text, by the mark that the prompt's first paragraph names."""
-    found = re.search(r"begins with \[([A-Z]{8})\]", prompt)[1]
+    """Return heading -> text, by the mark of the prompt's first heading."""
+    found = re.search(r"\[([A-Z]{8})\]", prompt)[1]
     parts = prompt.split(f"\n\n[{found}] ")[1:]
     named = [part.partition(": ") for part in parts]
     assert len({name for name, _, _ in named}) == len(named)

@@ -8,7 +8,7 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.parallel import groups
 from vapo_megatron.run.output import RunOutput
 
-START_UP = 0.5
+START_UP = 3.0
 """Seconds."""
 
 

@@ -18,7 +18,7 @@ _OF_BUILT_IN = {
     "math": (),
     "exact": ("kind", "schema"),
     "code": (*code_tests.COLUMNS, *code_tests.FUNCTION_COLUMNS, *code_tests.SETUP_COLUMNS,
-             "metadata"),
+             *code_tests.CODE_COLUMNS, "metadata"),
     REWARD_MODEL: (),
 }  # fmt: skip
 _JUDGES: dict[Any, type[Judge]] = {"judge": Judge, "pairwise": Pairwise}

@@ -68,7 +68,7 @@ def _client(concurrency: int) -> Any:
     for name in ("httpx", "httpcore"):
         # At a lower level they log headers, in which a server may echo the key.
         logging.getLogger(name).setLevel(logging.WARNING)
-    limits = httpx.Limits(max_connections=2, max_keepalive_connections=concurrency)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency)
     try:
         return httpx.AsyncClient(timeout=None, limits=limits)
     except Exception as error:  # Not shown: a proxy's address may have a password.

@@ -30,7 +30,7 @@ from vapo_megatron.cli.prepare.columns import SHAPES, choose_shape
 from vapo_megatron.cli.prepare.prepare import prepare
 from vapo_megatron.cli.prepare.rows import ALL
 from vapo_megatron.cli.prepare.summary import TEMPLATES
-from vapo_megatron.config import RolloutConfig
+from vapo_megatron.config import RewardConfig, RolloutConfig
 from vapo_megatron.config.missing import missing_model
 from vapo_megatron.errors import DataError
 
@@ -44,11 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _prepare(options: argparse.Namespace) -> str:
     from vapo_megatron.reward.math_verifier import MathVerifier
+    from vapo_megatron.reward.verifiers import Verifiers
     from vapo_megatron.rollout.tokenizer import load_tokenizer
 
     if not Path(options.tokenizer).is_dir():
         raise DataError(missing_model("--tokenizer", options.tokenizer))
-    with MathVerifier() as verifier:
+    with MathVerifier() as verifier, Verifiers(RewardConfig(verifier="code")) as code_verifier:
         summary = prepare(
             options.data,
             options.out,
@@ -66,6 +67,8 @@ def _prepare(options: argparse.Namespace) -> str:
             skip_unusable=options.skip_unusable,
             needs_answers=not options.without_answers,
             dropped=options.drop_columns,
+            solution_column=options.solution_column,
+            code_verifier=code_verifier,
             overwrite=options.overwrite,
         )
     return f"{summary.describe()}\n{options.out}"
@@ -105,6 +108,11 @@ def _parser() -> Parser:
     answers.add_argument(
         "--without-answers", action="store_true",
         help="accept rows without an answer, for verifiers that need none; it is null there",
+    )  # fmt: skip
+    answers.add_argument(
+        "--solution-column", metavar="NAME",
+        help="of programs that solve the problems: each is run against its row's tests, and a row "
+        "that its own solution does not pass is an error, or left out with --skip-unusable",
     )  # fmt: skip
     columns = parser.add_argument_group("columns (default: detected)")
     choice = columns.add_mutually_exclusive_group()
