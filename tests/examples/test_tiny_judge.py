@@ -95,6 +95,7 @@ def test_a_question_is_as_short_as_its_response(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_trained_judge_is_not_told_the_correct_answer_by_a_response(tmp_path):
     """A minute of training; the answers that attacks claim are wrong, and stay so."""
     torch.set_num_threads(1)
