@@ -82,6 +82,7 @@ def prepare(
     needs_answers: bool = True,
     dropped: Collection[str] = (),
     overwrite: bool = False,
+    made: Callable[[Summary], Iterator[tuple[Shape, str, dict[str, Any]]]] | None = None,
 ) -> Summary:
     """Write a parquet file with the columns `prompt` and `answer`, and the rows' other columns.
 
@@ -100,6 +101,7 @@ def prepare(
         needs_answers: refuse rows without an answer; they are written with null.
         dropped: other columns that are not written; ALL: none is.
         overwrite: replace out.
+        made: yields (shape, where, row) in place of sources, and counts the rows.
 
     Raises:
         DataError: names the file, the line or row, the problem and the remedy.
@@ -112,9 +114,8 @@ def prepare(
         raise DataError(f"--out={out} exists; give another file, or --overwrite")
     render = make_template(template, tokenizer)
     summary = Summary([], template, max_prompt_tokens)
-    read = functools.partial(
-        _rows, [find_file(source) for source in sources], choose, dropped, summary
-    )
+    paths = [find_file(source) for source in sources]
+    read = functools.partial(made or functools.partial(_rows, paths, choose, dropped), summary)
     kept = _distinct(read, template, summary, needs_answers=needs_answers, skip=skip_unusable)
     kept = _readable(kept, verifier, skip_unusable, summary)
     kept = _unanimous(kept, verifier, summary)
