@@ -5,6 +5,7 @@ Loaded in worker processes alone: it takes seconds.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -30,8 +31,12 @@ NO_TASKS = ("composite",)
 _LIST = re.compile(r"[^(]*")
 """Without a call, evaluating does nothing but compute."""
 _BITS = re.compile(r"[0-9a-fx\s()+*/<>&|^~-]*")
-_FORMULA = re.compile(r"(?:(?<![a-z])(?:[a-z]|a?(?:sin|cos|tan)h?|sec|csc|cot|exp|log|ln|sqrt|pi|erf)"
-                      r"(?![a-z])|[0-9\s+*/^().,-])*", re.IGNORECASE | re.ASCII)  # fmt: skip
+_FORMULA = re.compile(
+    r"(?:(?<![a-z])(?:[a-z]|a?(?:sin|cos|tan)h?|sec|csc|cot|exp|log|ln|sqrt|pi|erf)(?![a-z])"
+    r"|[0-9\s+*/^().,-])*",
+    re.IGNORECASE | re.ASCII,
+)
+"""Names of one letter, and functions: no other function of Python's or sympy's can be called."""
 _EVALUATED: dict[str, tuple[re.Pattern[str], tuple[str, ...]]] = {
     "binary_matrix": (_LIST, ()),
     "n_queens": (_LIST, ()),
@@ -102,7 +107,8 @@ def create(task: str, config: Mapping[str, Any], **more: Any) -> Any:
         reason = f"needs the package {package}" if package else "is no task of reasoning_gym"
         raise ValueError(f"{task!r} {reason}")
     made, settings = load()[task]
-    known = [name for name in settings.__dataclass_fields__ if name not in ("seed", "size")]
+    fields = dataclasses.fields(settings)
+    known = [name for name in (f.name for f in fields) if name not in ("seed", "size")]
     if unknown := [name for name in config if name not in known]:
         raise ValueError(f"{task} has no setting {unknown[0]}; it has {', '.join(known)}")
     return made(settings(**config, **more))
